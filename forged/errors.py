@@ -1,0 +1,100 @@
+"""What can go wrong, by whose fault it is.
+
+Law: every error that leaves `forged` is a `ForgedError` with a machine-readable `code`, a sentence, and the fix. It is
+translated once, at the edge where foreign code raises it; inside, nobody catches it to raise another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+DESCRIPTION_CHARS_MAX = 2_000
+
+
+class ForgedError(Exception):
+    """The base of every error of forged: `code` for programs, `message` and `fix` for people."""
+
+    kind = "internal"
+    retryable = False
+
+    def __init__(self, code: str, message: str, fix: str = "") -> None:
+        super().__init__(code, message, fix)
+        self.code = code
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.fix})" if self.fix else self.message
+
+
+def describe(error: BaseException) -> str:
+    """What somebody else's code raised, in words that are short and can be stored, whatever it is."""
+    if isinstance(error, ForgedError):
+        text = str(error)
+    else:
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001 - an exception's own `__str__` is somebody else's code too
+            text = f"{type(error).__name__}, which cannot be shown"
+    return text.encode(errors="backslashreplace").decode()[:DESCRIPTION_CHARS_MAX]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong in an input: where it is, what was found there, and what would be right."""
+
+    key: str
+    value: object
+    wanted: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value!r}: {self.wanted}"
+
+
+class ConfigError(ForgedError):
+    """The operator's to mend: a setting, a file, a directory. Names every problem at once."""
+
+    kind = "config"
+
+    def __init__(self, code: str, message: str, fix: str = "", problems: Iterable[Problem] = ()) -> None:
+        super().__init__(code, message, fix)
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n  ".join([super().__str__(), *map(str, self.problems)])
+
+
+class RequestRefused(ForgedError):
+    """The caller's to mend: the request was understood, and changes nothing."""
+
+    kind = "refused"
+
+
+class PeerError(ForgedError):
+    """The other end broke the protocol; the connection to it is closed."""
+
+    kind = "peer"
+
+
+class Unavailable(ForgedError):
+    """The world's fault, and passing: the same request may be sent again."""
+
+    kind = "unavailable"
+    retryable = True
+
+
+class NotLeader(Unavailable):
+    """Another daemon leads; the client turns to its next endpoint."""
+
+
+KINDS: dict[str, type[ForgedError]] = {
+    cls.kind: cls for cls in (ForgedError, ConfigError, RequestRefused, PeerError, Unavailable)
+}
+
+
+def from_wire(kind: str, code: str, message: str, fix: str) -> ForgedError:
+    """The error that a peer reported; an unknown kind, from a newer peer, is a plain `ForgedError`."""
+    if code == "not_leader":
+        return NotLeader(code, message, fix)
+    return KINDS.get(kind, ForgedError)(code, message, fix)
