@@ -1,0 +1,1 @@
+"""Where decisions become durable: the port, and the stores behind it."""
