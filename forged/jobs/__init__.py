@@ -1,0 +1,1 @@
+"""Training jobs: what the daemon serves, each isolated from the others."""

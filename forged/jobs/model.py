@@ -1,0 +1,102 @@
+"""A job, and what is said of one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from forged.auth.model import Role
+from forged.messages import ANY_JOB, Fact, Fence, Nothing, Request
+
+SettingValue = str | int | float | bool | None
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One training job. `version` grows with every change; `fence` is the term and generation of its last rescale."""
+
+    name: str
+    settings: dict[str, SettingValue]
+    version: int = 1
+    created_at: float
+    created_by: str
+    fence: Fence = Fence(0, 0)
+
+
+class JobCreated(Fact, frozen=True):
+    """A job is served from now on."""
+
+    name: str
+    settings: dict[str, SettingValue]
+
+
+class JobChanged(Fact, frozen=True):
+    """A job has other settings now."""
+
+    name: str
+    version: int
+    settings: dict[str, SettingValue]
+
+
+class JobRemoved(Fact, frozen=True):
+    """A job is no longer served."""
+
+    name: str
+
+
+class NoteAdded(Fact, frozen=True):
+    """Somebody put a remark on the record: what they did, saw or are about to do."""
+
+    text: str
+
+
+class CreateJob(Request[Job], frozen=True):
+    """Serve a job. One that exists with the same settings is returned as it is; with others, it is refused."""
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    settings: dict[str, SettingValue] = msgspec.field(default_factory=dict)
+
+
+class ChangeJob(Request[Job], frozen=True):
+    """Replace a job's settings, if it is still at the version that the caller saw."""
+
+    job: str
+    settings: dict[str, SettingValue]
+    version: int
+
+
+class ShowJob(Request[Job], frozen=True):
+    """One job."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+
+    job: str
+
+
+class ListJobs(Request[list[Job]], frozen=True):
+    """All jobs that the caller may see, by name."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+    job_field: ClassVar[str | None] = ANY_JOB
+
+
+class RemoveJob(Request[Nothing], frozen=True):
+    """Serve a job no longer. One that does not exist is no error."""
+
+    job: str
+
+
+class AddNote(Request[Nothing], frozen=True):
+    """Put a remark on a job's record."""
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    text: str
+
+
+REQUESTS = (CreateJob, ChangeJob, ShowJob, ListJobs, RemoveJob, AddNote)

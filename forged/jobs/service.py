@@ -1,0 +1,35 @@
+"""Jobs on the bus."""
+
+from __future__ import annotations
+
+from forged.bus import Bus
+from forged.clock import Clock
+from forged.jobs.core import PREFIX, JobBook
+from forged.jobs.model import AddNote, ChangeJob, CreateJob, Job, ListJobs, RemoveJob, ShowJob
+from forged.ledger import read_all
+from forged.messages import Call, Decision
+from forged.store.port import Store
+
+OWNER = "jobs"
+
+
+class JobService:
+    """Owns the jobs; answers what is asked of them."""
+
+    def __init__(self, bus: Bus, clock: Clock, book: JobBook) -> None:
+        self.book = book
+        self._clock = clock
+        bus.serve(CreateJob, self._create, owner=OWNER)
+        bus.serve(ChangeJob, lambda request, _: book.change(request), owner=OWNER)
+        bus.serve(RemoveJob, lambda request, _: book.remove(request), owner=OWNER)
+        bus.serve(AddNote, lambda request, _: book.note(request), owner=OWNER)
+        bus.serve(ShowJob, lambda request, _: book.get(request.job), owner=OWNER)
+        bus.serve(ListJobs, lambda _, call: book.visible(call.principal), owner=OWNER)
+        bus.desk.fence_of = book.fence
+
+    async def load(self, store: Store) -> None:
+        """Become what the store holds."""
+        self.book.load(entry.value for entry in await read_all(store, PREFIX))
+
+    def _create(self, request: CreateJob, call: Call) -> Decision[Job]:
+        return self.book.create(request, call.principal.name, self._clock.wall())

@@ -1,0 +1,1 @@
+"""How the daemon is, and why things happened."""

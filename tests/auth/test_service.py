@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from forged.auth.access import AccessPolicy
+from forged.auth.messages import REQUESTS, CreateToken, ListTokens, RevokeToken, TokenCreated, TokenRevoked
+from forged.auth.model import Principal, Role
+from forged.auth.service import TokenService
+from forged.auth.tokens import SECRET_BYTES_MAX, SECRET_BYTES_MIN, spell
+from forged.errors import RequestRefused, Unavailable
+from forged.messages import Call
+from forged.net.network import Peer
+from tests.spine import Spine, call, running, virtual
+from tests.troubled_store import TroubledStore, full
+
+SECRET = bytes(range(32))
+TEXT = spell(SECRET)[1]
+STRANGER = Peer("tcp", "192.0.2.1:5")
+
+
+class Door:
+    """The token service of a spine, and how often the doors were told to look again at who is inside."""
+
+    service: TokenService
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def register(self, spine: Spine) -> None:
+        self.service = TokenService(spine.bus, spine.clock, AccessPolicy(daemon_uid=1000), self._tell)
+        spine.ledger.join(self.service)
+
+    def knock(self, text: str = TEXT) -> Principal | str:
+        """Who a stranger with this token is, or why not."""
+        try:
+            return self.service.identify(STRANGER, text)
+        except RequestRefused as error:
+            return error.code
+
+    def _tell(self) -> None:
+        self.told += 1
+
+
+def create(**more: Any) -> CreateToken:
+    return CreateToken(**{"name": "laptop", "role": Role.WORKER, "secret": SECRET} | more)
+
+
+@virtual
+async def test_whoever_has_the_text_is_let_in_once_the_token_was_created() -> None:
+    door = Door()
+    async with running(register=door.register, requests=REQUESTS) as spine:
+        assert door.knock() == "token_unknown"
+        view = await spine.bus.ask(create(jobs=("a",)))
+        assert door.knock() == Principal("laptop", Role.WORKER, frozenset({"a"}))
+        assert spine.facts() == [TokenCreated(view.token_id, "laptop", Role.WORKER, ("a",))]
+        assert await spine.bus.ask(ListTokens()) == [view]
+
+
+@virtual
+async def test_a_revoked_token_is_accepted_no_more_and_the_doors_are_told_when_it_is_durable() -> None:
+    door, store = Door(), TroubledStore()
+    async with running(store, door.register) as spine:
+        view = await spine.bus.ask(create())
+        store.block()
+        pending = spine.bus.submit(RevokeToken(view.token_id), call())
+        await store.entered.wait()
+        assert door.told == 0
+        store.unblock()
+        assert (await pending.wait()).revoked_at is not None
+        await spine.settle()
+        assert (door.told, door.knock()) == (1, "token_revoked")
+        assert spine.facts(TokenRevoked) == [TokenRevoked(view.token_id, "laptop")]
+
+
+@virtual
+async def test_revoking_once_more_changes_nothing() -> None:
+    door = Door()
+    async with running(register=door.register) as spine:
+        view = await spine.bus.ask(create())
+        first = await spine.bus.ask(RevokeToken(view.token_id))
+        assert await spine.bus.ask(RevokeToken(view.token_id)) == first
+        assert len(spine.facts(TokenRevoked)) == 1
+
+
+@virtual
+async def test_revoking_what_does_not_exist_is_refused() -> None:
+    async with running(register=Door().register) as spine:
+        with pytest.raises(RequestRefused) as caught:
+            await spine.bus.ask(RevokeToken("nobody"))
+        assert caught.value.code == "token_not_found"
+
+
+@virtual
+async def test_tokens_and_their_end_survive_a_restart() -> None:
+    door, store = Door(), TroubledStore()
+    async with running(store, door.register) as spine:
+        await spine.bus.ask(create())
+        other = await spine.bus.ask(create(secret=bytes(32)))
+        await spine.bus.ask(RevokeToken(other.token_id))
+    async with running(store, door.register):
+        assert door.knock() == Principal("laptop", Role.WORKER)
+        assert door.knock(spell(bytes(32))[1]) == "token_revoked"
+
+
+@virtual
+async def test_a_token_whose_commit_failed_is_not_known() -> None:
+    door, store = Door(), TroubledStore()
+    async with running(store, door.register) as spine:
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await spine.bus.ask(create())
+        assert door.knock() == "token_unknown"
+
+
+@virtual
+async def test_neither_store_nor_facts_nor_answers_hold_the_secret() -> None:
+    store = TroubledStore()
+    async with running(store, Door().register) as spine:
+        view = await spine.bus.submit(create(), call(1)).wait()
+        listed = await spine.bus.ask(ListTokens())
+        held = [value for batch in store.batches for one in batch for value in one.puts.values()]
+        held += [msgspec.msgpack.encode(view), msgspec.msgpack.encode(listed)]
+        spelled = TEXT.rsplit("_", 1)[1].encode()
+        assert not any(SECRET in value or spelled in value for value in held)
+
+
+@virtual
+async def test_a_token_lives_as_long_as_it_was_given() -> None:
+    door = Door()
+    async with running(register=door.register) as spine:
+        await spine.bus.ask(create(ttl_s=60.0))
+        spine.clock.jump(59.0)
+        assert isinstance(door.knock(), Principal)
+        spine.clock.jump(1.0)
+        assert door.knock() == "token_expired"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"name": ""},
+        {"jobs": ()},
+        {"ttl_s": 0.0},
+        {"ttl_s": float("nan")},
+        {"secret": bytes(SECRET_BYTES_MIN - 1)},
+        {"secret": bytes(SECRET_BYTES_MAX + 1)},
+    ],
+    ids=["name", "jobs", "ttl", "nan", "short", "long"],
+)
+@virtual
+async def test_what_is_no_token_is_the_caller_s_to_mend_and_changes_nothing(more: dict[str, Any]) -> None:
+    async with running(register=Door().register) as spine:
+        with pytest.raises(RequestRefused):
+            await spine.bus.ask(create(**more))
+        assert (await spine.bus.ask(ListTokens()), spine.facts()) == ([], [])
+
+
+@pytest.mark.parametrize("principal", [Principal("w", Role.WORKER), Principal("o", Role.OPERATOR, frozenset({"a"}))])
+@virtual
+async def test_tokens_are_for_operators_of_the_whole_daemon(principal: Principal) -> None:
+    async with running(register=Door().register) as spine:
+        for request in (create(), ListTokens(), RevokeToken("x")):
+            with pytest.raises(RequestRefused) as caught:
+                await spine.bus.ask(request, Call(principal, "a test"))
+            assert caught.value.code == "forbidden"

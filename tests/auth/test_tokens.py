@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import math
+from collections.abc import Callable, Collection
+
+import msgspec
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from forged.auth.model import Principal, Role, Token
+from forged.auth.tokens import (
+    JOB_CHARS_MAX,
+    JOBS_PER_TOKEN_MAX,
+    NAME_CHARS_MAX,
+    SECRET_BYTES_MAX,
+    TEXT_CHARS_MAX,
+    TOKEN_ID_CHARS,
+    TokenBook,
+)
+from forged.errors import ForgedError, RequestRefused, Unavailable
+
+NOW = 1000.0
+SECRETS = st.binary(min_size=32, max_size=SECRET_BYTES_MAX)
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", fullmatch=True)
+JOBS = st.none() | st.lists(st.text(min_size=1, max_size=JOB_CHARS_MAX), min_size=1, max_size=5)
+
+
+def secret(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def issue(
+    book: TokenBook,
+    number: int = 1,
+    *,
+    name: str = "ci",
+    jobs: Collection[str] | None = None,
+    expires_at: float | None = None,
+    now: float = NOW,
+) -> tuple[Token, str]:
+    return book.issue(name, Role.WORKER, jobs, expires_at, now, secret(number))
+
+
+def refusal(book: TokenBook, text: str, now: float = NOW) -> RequestRefused:
+    with pytest.raises(RequestRefused) as caught:
+        book.authenticate(text, now)
+    return caught.value
+
+
+def invalid(name: str = "ci", jobs: Collection[str] | None = None, expires_at: float | None = None) -> str:
+    book = TokenBook()
+    with pytest.raises(RequestRefused) as caught:
+        issue(book, name=name, jobs=jobs, expires_at=expires_at)
+    assert caught.value.code == "token_invalid"
+    assert book.list() == ()
+    return caught.value.message
+
+
+@given(name=NAMES, role=st.sampled_from(Role), jobs=JOBS, entropy=SECRETS)
+def test_the_issued_text_authenticates_as_what_was_issued(
+    name: str, role: Role, jobs: list[str] | None, entropy: bytes
+) -> None:
+    book = TokenBook()
+    _, text = book.issue(name, role, jobs, None, NOW, entropy)
+    assert book.authenticate(text, NOW) == Principal(name, role, None if jobs is None else frozenset(jobs))
+
+
+@given(entropies=st.lists(SECRETS, min_size=1, max_size=5, unique=True))
+def test_a_book_loaded_from_what_was_stored_knows_the_same_texts(entropies: list[bytes]) -> None:
+    book = TokenBook()
+    texts = [book.issue(f"n{i}", Role.VIEWER, None, None, NOW, entropy)[1] for i, entropy in enumerate(entropies)]
+    stored = [msgspec.msgpack.encode(token) for token in book.list()]
+    again = TokenBook()
+    again.load(msgspec.msgpack.decode(entry, type=Token) for entry in stored)
+    assert again.list() == book.list()
+    assert [again.authenticate(text, NOW).name for text in texts] == [f"n{i}" for i in range(len(texts))]
+
+
+@given(entropy=SECRETS)
+def test_every_issued_text_is_ascii_within_the_limit_and_of_the_documented_form(entropy: bytes) -> None:
+    token, text = TokenBook().issue("ci", Role.VIEWER, None, None, NOW, entropy)
+    assert text.isascii()
+    assert len(text) <= TEXT_CHARS_MAX
+    forged, token_id, spelled = text.split("_", 2)
+    assert (forged, token_id) == ("forged", token.token_id)
+    assert base64.urlsafe_b64decode(spelled + "=" * (-len(spelled) % 4)) == entropy
+
+
+@given(entropy=SECRETS)
+def test_neither_the_secret_nor_the_text_is_in_what_is_stored(entropy: bytes) -> None:
+    book = TokenBook()
+    token, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
+    kept = repr(vars(book)).encode() + msgspec.msgpack.encode(token)
+    spelled = text.split("_", 2)[2]
+    assert entropy not in kept
+    assert repr(entropy)[2:-1].encode() not in kept
+    assert spelled.encode() not in kept
+    assert entropy.hex().encode() not in kept
+
+
+@given(entropy=SECRETS, position=st.integers(0), bit=st.integers(0, 7))
+def test_a_text_with_a_flipped_bit_is_unknown(entropy: bytes, position: int, bit: int) -> None:
+    book = TokenBook()
+    _, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
+    at = position % len(text)
+    flipped = text[:at] + chr(ord(text[at]) ^ 1 << bit) + text[at + 1 :]
+    assert refusal(book, flipped).code == "token_unknown"
+
+
+@given(entropy=SECRETS, start=st.integers(0), stop=st.integers(0))
+def test_a_part_of_the_text_is_unknown(entropy: bytes, start: int, stop: int) -> None:
+    book = TokenBook()
+    _, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
+    part = text[start % len(text) : stop % (len(text) + 1)]
+    assume(part != text)
+    assert refusal(book, part).code == "token_unknown"
+
+
+@given(entropy=SECRETS, change=st.sampled_from([str.upper, str.lower, str.swapcase, str.title]))
+def test_a_text_in_another_case_is_unknown(entropy: bytes, change: Callable[[str], str]) -> None:
+    book = TokenBook()
+    _, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
+    changed = change(text)
+    assume(changed != text)
+    assert refusal(book, changed).code == "token_unknown"
+
+
+@given(entropy=SECRETS, addition=st.text(min_size=1, max_size=40), in_front=st.booleans())
+@example(entropy=secret(1), addition="=", in_front=False)
+@example(entropy=secret(1), addition="\n", in_front=False)
+@example(entropy=secret(1), addition=" ", in_front=True)
+@example(entropy=secret(1), addition="\0", in_front=False)
+def test_a_text_with_something_added_is_unknown(entropy: bytes, addition: str, in_front: bool) -> None:
+    book = TokenBook()
+    _, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
+    assert refusal(book, addition + text if in_front else text + addition).code == "token_unknown"
+
+
+def test_another_spelling_of_the_same_secret_is_unknown() -> None:
+    book = TokenBook()
+    _, text = issue(book)
+    sibling = text[:-1] + chr(ord(text[-1]) + 1)
+    assert base64.urlsafe_b64decode(sibling.split("_", 2)[2] + "=") == secret(1)
+    assert refusal(book, sibling).code == "token_unknown"
+
+
+def test_another_token_s_id_with_the_same_secret_is_unknown() -> None:
+    book = TokenBook()
+    (first, text), (second, _) = issue(book, 1), issue(book, 2)
+    assert refusal(book, text.replace(first.token_id, second.token_id)).code == "token_unknown"
+
+
+@given(text=st.text(max_size=200))
+@example(text="")
+@example(text="forged_")
+@example(text="\ud800")
+@example(text="forged_\u00e4")
+def test_no_text_that_was_not_issued_authenticates(text: str) -> None:
+    book = TokenBook()
+    issue(book)
+    assert refusal(book, text).code == "token_unknown"
+
+
+def test_a_non_ascii_look_alike_of_the_text_is_unknown() -> None:
+    book = TokenBook()
+    token, text = issue(book)
+    full_width = "".join(chr(ord(character) + 0xFEE0) for character in token.token_id)
+    assert refusal(book, text.replace(token.token_id, full_width)).code == "token_unknown"
+
+
+def test_a_megabyte_is_unknown_also_when_it_starts_with_the_text() -> None:
+    book = TokenBook()
+    _, text = issue(book)
+    assert refusal(book, "x" * 2**20).code == "token_unknown"
+    assert refusal(book, text + "A" * 2**20).code == "token_unknown"
+
+
+def test_wrong_id_and_wrong_secret_are_refused_in_the_same_words() -> None:
+    book = TokenBook()
+    token, text = issue(book)
+    wrong_id = text.replace(token.token_id, "0" * TOKEN_ID_CHARS)
+    wrong_secret = text[:-2] + "AA" if text[-2:] != "AA" else text[:-2] + "BB"
+    told = {refusal(book, wrong).args for wrong in (wrong_id, wrong_secret, "", "no token at all")}
+    assert len(told) == 1
+
+
+def test_every_wrong_text_costs_one_comparison_of_two_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = TokenBook()
+    token, text = issue(book)
+    compared: list[tuple[int, int]] = []
+    genuine = hmac.compare_digest
+
+    def counted(expected: bytes, presented: bytes) -> bool:
+        compared.append((len(expected), len(presented)))
+        return genuine(expected, presented)
+
+    monkeypatch.setattr("forged.auth.tokens.hmac.compare_digest", counted)
+    wrong = [text.replace(token.token_id, "0" * TOKEN_ID_CHARS), text + "A", "", "x" * 2**20]
+    for attempt in wrong:
+        refusal(book, attempt)
+    assert compared == [(32, 32)] * len(wrong)
+
+
+def test_no_more_than_the_longest_possible_text_is_ever_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    genuine = hashlib.sha256
+
+    def measured(data: bytes) -> object:
+        hashed.append(len(data))
+        return genuine(data)
+
+    monkeypatch.setattr("forged.auth.tokens.hashlib.sha256", measured)
+    refusal(TokenBook(), "x" * 2**20)
+    refusal(TokenBook(), "x" * TEXT_CHARS_MAX)
+    assert hashed == [0, TEXT_CHARS_MAX]
+
+
+def test_a_token_is_accepted_until_it_expires() -> None:
+    book = TokenBook()
+    _, text = issue(book, expires_at=NOW + 10)
+    assert book.authenticate(text, NOW + 9.5).name == "ci"
+    assert refusal(book, text, NOW + 10).code == "token_expired"
+
+
+def test_a_revoked_token_is_refused_as_revoked() -> None:
+    book = TokenBook()
+    token, text = issue(book)
+    book.revoke(token.token_id, NOW + 1)
+    assert refusal(book, text, NOW + 1).code == "token_revoked"
+
+
+def test_a_revoked_token_stays_refused_when_the_clock_goes_back() -> None:
+    book = TokenBook()
+    token, text = issue(book)
+    book.revoke(token.token_id, NOW + 100)
+    assert refusal(book, text, NOW).code == "token_revoked"
+
+
+def test_revoked_and_expired_is_told_only_to_who_has_the_whole_text() -> None:
+    book = TokenBook()
+    revoked, revoked_text = issue(book, 1)
+    _, expired_text = issue(book, 2, expires_at=NOW + 1)
+    book.revoke(revoked.token_id, NOW)
+    assert refusal(book, revoked_text[:-1], NOW + 2).code == "token_unknown"
+    assert refusal(book, expired_text[:-1], NOW + 2).code == "token_unknown"
+
+
+def test_revoking_returns_the_token_with_the_time() -> None:
+    book = TokenBook()
+    token, _ = issue(book)
+    assert book.revoke(token.token_id, NOW + 1) == msgspec.structs.replace(token, revoked_at=NOW + 1)
+
+
+def test_revoking_twice_keeps_the_first_time() -> None:
+    book = TokenBook()
+    token, _ = issue(book)
+    first = book.revoke(token.token_id, NOW + 1)
+    assert book.revoke(token.token_id, NOW + 2) == first
+    assert book.list() == (first,)
+
+
+def test_revoking_one_token_leaves_the_others() -> None:
+    book = TokenBook()
+    (first, _), (_, text) = issue(book, 1), issue(book, 2)
+    book.revoke(first.token_id, NOW)
+    assert book.authenticate(text, NOW).name == "ci"
+
+
+def test_revoking_an_unknown_token_is_refused_and_does_not_repeat_a_long_id() -> None:
+    with pytest.raises(RequestRefused) as caught:
+        TokenBook().revoke("x" * 2**20, NOW)
+    assert caught.value.code == "token_not_found"
+    assert len(str(caught.value)) < 200
+
+
+def test_the_list_is_oldest_first_and_has_the_revoked_and_expired() -> None:
+    book = TokenBook()
+    late, _ = issue(book, 1, now=NOW + 5)
+    early, _ = issue(book, 2, now=NOW, expires_at=NOW + 1)
+    revoked = book.revoke(late.token_id, NOW + 9)
+    assert book.list() == (early, revoked)
+
+
+def test_loading_replaces_what_was_there() -> None:
+    book = TokenBook()
+    _, text = issue(book)
+    book.load(())
+    assert book.list() == ()
+    assert refusal(book, text).code == "token_unknown"
+
+
+def test_one_name_may_have_several_tokens() -> None:
+    book = TokenBook()
+    issue(book, 1, name="ci")
+    issue(book, 2, name="ci")
+    assert [token.name for token in book.list()] == ["ci", "ci"]
+
+
+def test_jobs_are_stored_once_each_and_in_order() -> None:
+    assert issue(TokenBook(), jobs=["b", "a", "b"])[0].jobs == ("a", "b")
+
+
+def test_no_more_than_tokens_max_are_live_at_a_time() -> None:
+    book = TokenBook(tokens_max=2)
+    issue(book, 1)
+    issue(book, 2)
+    with pytest.raises(RequestRefused) as caught:
+        issue(book, 3)
+    assert caught.value.code == "tokens_full"
+    assert "tokens_max is 2" in caught.value.message
+    assert len(book.list()) == 2
+
+
+def test_a_revoked_or_expired_token_makes_room() -> None:
+    book = TokenBook(tokens_max=2)
+    token, _ = issue(book, 1)
+    issue(book, 2, expires_at=NOW + 1)
+    book.revoke(token.token_id, NOW)
+    issue(book, 3)
+    issue(book, 4, now=NOW + 1)
+
+
+def test_a_secret_that_was_used_is_refused_and_leaves_the_first_token() -> None:
+    book = TokenBook()
+    _, text = issue(book, 1)
+    with pytest.raises(Unavailable) as caught:
+        issue(book, 1, name="other")
+    assert caught.value.code == "token_id_taken"
+    assert book.authenticate(text, NOW).name == "ci"
+
+
+@pytest.mark.parametrize("size", [0, 16, 31, SECRET_BYTES_MAX + 1])
+def test_a_secret_outside_its_limits_is_our_own_mistake(size: int) -> None:
+    with pytest.raises(ForgedError) as caught:
+        TokenBook().issue("ci", Role.WORKER, None, None, NOW, bytes(size))
+    assert (caught.value.kind, caught.value.code) == ("internal", "token_secret_size")
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", "-ci", "ci ", "ci\n", "unix:0", "a/b", "J\u00fcrgen", "x" * (NAME_CHARS_MAX + 1)]
+)
+def test_a_bad_name_is_refused_by_field(name: str) -> None:
+    assert invalid(name=name).startswith("name = ")
+
+
+def test_a_name_of_the_full_length_is_accepted() -> None:
+    assert issue(TokenBook(), name="x" * NAME_CHARS_MAX)[0].name == "x" * NAME_CHARS_MAX
+
+
+@pytest.mark.parametrize("jobs", [(), tuple(f"j{i}" for i in range(JOBS_PER_TOKEN_MAX + 1))])
+def test_a_bad_number_of_jobs_is_refused_by_field(jobs: tuple[str, ...]) -> None:
+    assert invalid(jobs=jobs).startswith(f"jobs = {len(jobs)}")
+
+
+def test_a_bad_job_is_refused_by_its_place() -> None:
+    message = invalid(jobs=("a", "", "x" * (JOB_CHARS_MAX + 1)))
+    assert "jobs[1] = ''" in message
+    assert "jobs[2] = 'xxx" in message
+
+
+@pytest.mark.parametrize("expires_at", [NOW, NOW - 1, math.nan, math.inf, -math.inf])
+def test_an_expiry_that_is_no_time_to_come_is_refused_by_field(expires_at: float) -> None:
+    assert invalid(expires_at=expires_at).startswith("expires_at = ")
+
+
+def test_all_bad_fields_are_named_at_once_without_repeating_large_values() -> None:
+    message = invalid(name="x" * 2**20, jobs=("y" * 2**20,), expires_at=0.0)
+    assert [field in message for field in ("name = ", "jobs[0] = ", "expires_at = ")] == [True] * 3
+    assert len(message) < 1000

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from forged.auth.model import Principal, Role
+from forged.errors import RequestRefused
+from forged.jobs.core import NOTE_CHARS_MAX, PREFIX, SETTINGS_BYTES_MAX, JobBook
+from forged.jobs.model import (
+    AddNote,
+    ChangeJob,
+    CreateJob,
+    Job,
+    JobChanged,
+    JobCreated,
+    JobRemoved,
+    NoteAdded,
+    RemoveJob,
+)
+from forged.messages import Decision, Fence, Nothing
+
+SETTINGS: dict[str, Any] = {"lr": 0.1, "workers": 4, "name": "x", "fast": True, "note": None}
+
+
+def book_with(*names: str, **settings: Any) -> JobBook:
+    book = JobBook()
+    for name in names:
+        book.create(CreateJob(name, settings), "somebody", 1.0)
+    return book
+
+
+def refusal(act: Any, *arguments: Any) -> RequestRefused:
+    with pytest.raises(RequestRefused) as caught:
+        act(*arguments)
+    return caught.value
+
+
+def stored(decision: Decision[Any]) -> Job:
+    (value,) = decision.writes.values()
+    assert value is not None
+    return msgspec.msgpack.decode(value, type=Job)
+
+
+def test_a_new_job_is_returned_stored_and_told_of() -> None:
+    decision = JobBook().create(CreateJob("a", SETTINGS), "somebody", 7.0)
+    assert decision.reply == Job(name="a", settings=SETTINGS, version=1, created_at=7.0, created_by="somebody")
+    assert decision.facts == (JobCreated("a", SETTINGS),)
+    assert list(decision.writes) == [PREFIX + "a"]
+    assert stored(decision) == decision.reply
+    assert decision.job == "a"
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, {}])
+def test_a_job_that_exists_with_the_same_settings_or_for_any_is_returned_and_nothing_changes(
+    settings: dict[str, Any],
+) -> None:
+    book = book_with("a", **SETTINGS)
+    assert book.create(CreateJob("a", settings), "another", 9.0) == Decision(book.get("a"))
+
+
+def test_a_job_that_exists_with_other_settings_is_refused_and_named_in_which() -> None:
+    error = refusal(book_with("a", **SETTINGS).create, CreateJob("a", SETTINGS | {"lr": 0.2, "more": 1}), "x", 9.0)
+    assert error.code == "job_differs"
+    assert error.message.endswith("lr, more")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "-", "a" * 200])
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    assert refusal(JobBook().create, CreateJob(name), "x", 1.0).code == "name_invalid"
+
+
+def test_settings_are_bounded() -> None:
+    large: dict[str, Any] = {"x": "y" * SETTINGS_BYTES_MAX}
+    book = book_with("a")
+    assert refusal(book.create, CreateJob("b", large), "x", 1.0).code == "settings_too_large"
+    assert refusal(book.change, ChangeJob("a", large, 1)).code == "settings_too_large"
+
+
+def test_how_many_jobs_there_are_is_bounded_and_those_that_exist_stay_usable() -> None:
+    book = JobBook(jobs_max=2)
+    for name in ("a", "b"):
+        book.create(CreateJob(name), "x", 1.0)
+    assert refusal(book.create, CreateJob("c"), "x", 1.0).code == "jobs_full"
+    assert book.create(CreateJob("a"), "x", 1.0).reply.name == "a"
+    book.remove(RemoveJob("a"))
+    assert book.create(CreateJob("c"), "x", 1.0).reply.name == "c"
+
+
+def test_a_change_replaces_the_settings_and_counts_the_version() -> None:
+    book = book_with("a", **SETTINGS)
+    decision = book.change(ChangeJob("a", {"lr": 0.2}, 1))
+    assert decision.reply == book.get("a") == stored(decision)
+    assert (decision.reply.version, decision.reply.settings) == (2, {"lr": 0.2})
+    assert decision.facts == (JobChanged("a", 2, {"lr": 0.2}),)
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_change_of_what_somebody_has_changed_in_between_is_refused(version: int) -> None:
+    book = book_with("a", **SETTINGS)
+    assert refusal(book.change, ChangeJob("a", {}, version)).code == "job_changed"
+    assert book.get("a").settings == SETTINGS
+
+
+def test_a_removed_job_is_deleted_and_told_of() -> None:
+    book = book_with("a")
+    assert book.remove(RemoveJob("a")) == Decision(Nothing(), (JobRemoved("a"),), {PREFIX + "a": None}, job="a")
+    assert len(book) == 0
+
+
+def test_removing_what_does_not_exist_is_no_error() -> None:
+    assert JobBook().remove(RemoveJob("a")) == Decision(Nothing())
+
+
+def test_a_note_is_a_fact_of_its_job_and_writes_nothing() -> None:
+    assert book_with("a").note(AddNote("a", "hi")) == Decision(Nothing(), (NoteAdded("hi"),), job="a")
+
+
+@pytest.mark.parametrize("text", ["", "x" * (NOTE_CHARS_MAX + 1)])
+def test_a_note_has_a_length(text: str) -> None:
+    assert refusal(book_with("a").note, AddNote("a", text)).code == "note_invalid"
+
+
+@pytest.mark.parametrize(
+    ("act", "request_"), [("change", ChangeJob("b", {}, 1)), ("note", AddNote("b", "hi")), ("get", "b")]
+)
+def test_a_job_that_does_not_exist_is_refused(act: str, request_: Any) -> None:
+    assert refusal(getattr(book_with("a"), act), request_).code == "job_unknown"
+
+
+def test_everybody_sees_the_jobs_that_they_may_see_by_name() -> None:
+    book = book_with("b", "c", "a")
+    bound = Principal("x", Role.VIEWER, frozenset({"a", "c", "z"}))
+    assert [job.name for job in book.visible(bound)] == ["a", "c"]
+    assert [job.name for job in book.visible(Principal("x", Role.VIEWER))] == ["a", "b", "c"]
+
+
+def test_a_job_begins_with_the_lowest_fence_and_what_is_no_job_has_none() -> None:
+    book = book_with("a")
+    assert (book.fence("a"), book.fence("b")) == (Fence(0, 0), None)
+
+
+class JobBooks(RuleBasedStateMachine):
+    """A book, and the store that its decisions write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = JobBook(jobs_max=2)
+        self.store: dict[str, bytes] = {}
+
+    @rule(name=st.sampled_from("abc-"), lr=st.none() | st.integers(0, 1))
+    def create(self, name: str, lr: int | None) -> None:
+        self.decide(self.book.create, CreateJob(name, {} if lr is None else {"lr": lr}), "somebody", 1.0)
+
+    @rule(name=st.sampled_from("abc"), lr=st.integers(0, 1), version=st.integers(1, 3))
+    def change(self, name: str, lr: int, version: int) -> None:
+        self.decide(self.book.change, ChangeJob(name, {"lr": lr}, version))
+
+    @rule(name=st.sampled_from("abc"))
+    def remove(self, name: str) -> None:
+        self.decide(self.book.remove, RemoveJob(name))
+
+    def decide(self, act: Any, *arguments: Any) -> None:
+        try:
+            decision = act(*arguments)
+        except RequestRefused:
+            return
+        assert bool(decision.facts) == bool(decision.writes)
+        for key, value in decision.writes.items():
+            if value is None:
+                del self.store[key]
+            else:
+                self.store[key] = value
+
+    @invariant()
+    def the_book_is_what_the_store_holds(self) -> None:
+        loaded = JobBook()
+        loaded.load(self.store.values())
+        assert loaded._jobs == self.book._jobs
+
+
+TestJobBooks = JobBooks.TestCase

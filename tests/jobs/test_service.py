@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.auth.model import Principal, Role
+from forged.errors import RequestRefused, Unavailable
+from forged.jobs.core import JobBook
+from forged.jobs.model import (
+    REQUESTS,
+    AddNote,
+    ChangeJob,
+    CreateJob,
+    JobChanged,
+    JobCreated,
+    JobRemoved,
+    ListJobs,
+    NoteAdded,
+    RemoveJob,
+    ShowJob,
+)
+from forged.jobs.service import JobService
+from forged.messages import Call, Fence, Nothing
+from forged.store.port import Store
+from tests.simulation.loop import EPOCH_S
+from tests.spine import OPERATOR, Spine, running, virtual
+from tests.troubled_store import TroubledStore, full
+
+WORKER_OF_A = Call(Principal("a worker", Role.WORKER, frozenset({"a"})), "a test")
+
+
+def serving(spine: Spine) -> None:
+    spine.ledger.join(JobService(spine.bus, spine.clock, JobBook()))
+
+
+async def jobs_in(store: Store) -> dict[str, int]:
+    """The versions of the jobs that a daemon on this store knows."""
+    async with running(store, serving) as spine:
+        return {job.name: job.version for job in await spine.bus.ask(ListJobs())}
+
+
+@virtual
+async def test_it_answers_everything_that_is_said_of_jobs() -> None:
+    async with running(register=serving, requests=REQUESTS) as spine:
+        job = await spine.bus.ask(CreateJob("a", {"lr": 0.1}))
+        assert (job.created_by, int(job.created_at)) == ("daemon", int(EPOCH_S))
+        assert await spine.bus.ask(ShowJob("a")) == job
+        assert (await spine.bus.ask(ChangeJob("a", {"lr": 0.2}, 1))).version == 2
+        assert await spine.bus.ask(AddNote("a", "hi")) == Nothing()
+        assert [one.name for one in await spine.bus.ask(ListJobs())] == ["a"]
+        assert await spine.bus.ask(RemoveJob("a")) == Nothing()
+        assert await spine.bus.ask(ListJobs()) == []
+        assert [type(fact) for fact in spine.facts()] == [JobCreated, JobChanged, NoteAdded, JobRemoved]
+
+
+@virtual
+async def test_every_fact_of_a_job_is_marked_with_it() -> None:
+    async with running(register=serving) as spine:
+        await spine.bus.ask(CreateJob("a"))
+        await spine.bus.ask(AddNote("a", "hi"))
+        await spine.bus.ask(RemoveJob("a"))
+        assert {record.job for record in spine.journal.after(0, 10)} == {"a"}
+
+
+@virtual
+async def test_jobs_survive_a_restart() -> None:
+    store = TroubledStore()
+    async with running(store, serving) as spine:
+        await spine.bus.ask(CreateJob("a"))
+        await spine.bus.ask(CreateJob("b"))
+        await spine.bus.ask(ChangeJob("a", {"lr": 1}, 1))
+        await spine.bus.ask(RemoveJob("b"))
+    assert await jobs_in(store) == {"a": 2}
+
+
+@virtual
+async def test_a_job_whose_commit_failed_does_not_exist() -> None:
+    store = TroubledStore()
+    async with running(store, serving) as spine:
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await spine.bus.ask(CreateJob("a"))
+        assert await spine.bus.ask(ListJobs()) == []
+        store.commit_error = None
+        await spine.ledger.writable()
+        assert (await spine.bus.ask(CreateJob("a", {"lr": 1}))).settings == {"lr": 1}
+
+
+@virtual
+async def test_a_worker_creates_the_job_that_it_is_bound_to_and_sees_no_other() -> None:
+    async with running(register=serving) as spine:
+        await spine.bus.ask(CreateJob("b"))
+        assert (await spine.bus.ask(CreateJob("a"), WORKER_OF_A)).created_by == "a worker"
+        assert [job.name for job in await spine.bus.ask(ListJobs(), WORKER_OF_A)] == ["a"]
+        with pytest.raises(RequestRefused) as caught:
+            await spine.bus.ask(ShowJob("b"), WORKER_OF_A)
+        assert caught.value.code == "forbidden"
+
+
+@virtual
+async def test_a_viewer_changes_nothing() -> None:
+    viewer = Call(Principal("a viewer", Role.VIEWER), "a test")
+    async with running(register=serving) as spine:
+        await spine.bus.ask(CreateJob("a"))
+        for request in (CreateJob("b"), ChangeJob("a", {}, 1), AddNote("a", "hi"), RemoveJob("a")):
+            with pytest.raises(RequestRefused):
+                await spine.bus.ask(request, viewer)
+        assert (await spine.bus.ask(ShowJob("a"), viewer)).version == 1
+
+
+@virtual
+async def test_the_fence_that_callers_are_held_against_is_the_job_s() -> None:
+    async with running(register=serving) as spine:
+        await spine.bus.ask(CreateJob("a"))
+        assert await spine.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=Fence(0, 0))) == Nothing()
+        assert spine.bus.desk.fence_of("a") == Fence(0, 0)
+        assert spine.bus.desk.fence_of("b") is None

@@ -1,0 +1,175 @@
+"""The spine of a daemon without its doors, on virtual time: a store, a ledger, a bus, and somebody who owns state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import wraps
+from typing import Any, ClassVar, ParamSpec
+
+import anyio
+from anyio.abc import TaskGroup
+
+from forged.auth.model import Principal, Role
+from forged.bus import Bus
+from forged.journal import Journal
+from forged.ledger import Ledger, Pending
+from forged.messages import Call, Decision, Fact, Record, Request, Signal
+from forged.store.port import Store
+from tests.simulation.loop import VirtualClock, run
+from tests.troubled_store import TroubledStore
+
+P = ParamSpec("P")
+
+PATIENCE_S = 3600.0
+"""Virtual seconds after which a test that waits for something has waited in vain."""
+TOTAL_KEY = "tally/total"
+OPERATOR = Principal("an operator", Role.OPERATOR)
+CLIENT = b"c" * 16
+
+
+class Added(Fact, frozen=True):
+    """The tally has grown."""
+
+    amount: int
+    total: int
+
+
+class Echoed(Fact, frozen=True):
+    """Somebody has reacted to a fact."""
+
+    of: int
+
+
+class Add(Request[int], frozen=True):
+    """Let the tally grow; the answer is the total."""
+
+    job_field: ClassVar[str | None] = None
+
+    amount: int = 1
+
+
+class ReadTotal(Request[int], frozen=True):
+    """The total, as far as it is durable."""
+
+    decides: ClassVar[bool] = False
+    job_field: ClassVar[str | None] = None
+
+
+class Level(Signal, frozen=True):
+    """How high something is."""
+
+    name: str
+    height: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+
+class Tally:
+    """An owner of state: one number."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.loads = 0
+
+    async def load(self, store: Store) -> None:
+        """Become what the store holds."""
+        entry = await store.get(TOTAL_KEY)
+        self.total = int(entry.value) if entry else 0
+        self.loads += 1
+
+    def add(self, amount: int) -> Decision[int]:
+        """Grow at once, and say what must become durable for it."""
+        self.total += amount
+        return Decision(self.total, (Added(amount, self.total),), {TOTAL_KEY: b"%d" % self.total})
+
+
+class Spine:
+    """All of it. `serve` on the bus before `running`, or in its `register`."""
+
+    def __init__(self, store: Store, *, facts_max: int = 50_000) -> None:
+        self.store = store
+        self.clock = VirtualClock(asyncio.get_running_loop())
+        self.journal = Journal(facts_max)
+        self.bus = Bus(self.clock)
+        self.ledger = Ledger(store, self.journal, self.clock, self.bus)
+        self.tally = Tally()
+        self.ledger.join(self.tally)
+        self.bus.serve(Add, lambda request, _: self.tally.add(request.amount), owner="tally")
+        self.bus.serve(ReadTotal, lambda *_: self.tally.total, owner="tally")
+
+    def submit(self, amount: int = 1) -> Pending:
+        """Decide that the tally has grown."""
+        return self.bus.submit(Add(amount), call())
+
+    async def add(self, amount: int = 1) -> int:
+        """Let the tally grow and wait until that is durable."""
+        total: int = await self.submit(amount).wait()
+        return total
+
+    async def settle(self) -> None:
+        """Wait until everything decided is durable and every fact is handled."""
+        await self.bus.drain()
+
+    def facts(self, fact_type: type[Fact] | None = None) -> list[Any]:
+        """The facts in the journal, oldest first."""
+        records = self.journal.after(0, len(self.journal))
+        return [record.fact for record in records if fact_type is None or isinstance(record.fact, fact_type)]
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """Tasks that run as long as the block. One that ends it before, as a lost cancellation would, is an error."""
+    whole = False
+    async with anyio.create_task_group() as tasks:
+        yield tasks
+        whole = True
+        tasks.cancel_scope.cancel()
+    assert whole, "a task has cancelled the others"
+
+
+@asynccontextmanager
+async def running(
+    store: Store | None = None,
+    register: Callable[[Spine], object] = lambda spine: None,
+    *,
+    requests: Sequence[type[Request[Any]]] = (),
+    facts_max: int = 50_000,
+) -> AsyncIterator[Spine]:
+    """A spine that works inside the block, and is killed at its end: nothing is drained and nothing said."""
+    spine = Spine(store or TroubledStore(), facts_max=facts_max)
+    register(spine)
+    spine.bus.seal(requests, spine.ledger)
+    async with task_group() as tasks:
+        await spine.ledger.start()
+        tasks.start_soon(spine.ledger.run)
+        await tasks.start(spine.bus.run)
+        yield spine
+
+
+def call(number: int = 0, acknowledged: int = 0, digest: int = 0, **more: Any) -> Call:
+    """A call by an operator's client; number 0 is one that nobody remembers."""
+    client = CLIENT if number else b""
+    return Call(OPERATOR, "a test", client=client, number=number, acknowledged=acknowledged, digest=digest, **more)
+
+
+def ids(records: Sequence[Record]) -> list[int]:
+    """Which facts."""
+    return [record.id for record in records]
+
+
+def virtual(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Run a test on a loop of its own, where time passes only in the imagination."""
+
+    @wraps(test)
+    def run_it(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def within_reason() -> None:
+            with anyio.fail_after(PATIENCE_S):
+                await test(*args, **kwargs)
+
+        run(within_reason, test.__name__)
+
+    return run_it
