@@ -1,0 +1,218 @@
+"""The composition root: what the daemon is made of, in the order in which it starts.
+
+Law: every dependency is an argument, and nothing below this module knows how it came to be. Things start from the
+inside out (store, ledger, bus, doors) and stop from the outside in, so that nobody is let in who cannot be served and
+nothing that was acknowledged is lost.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from forged.auth.access import AccessPolicy
+from forged.auth.messages import REQUESTS as TOKEN_REQUESTS
+from forged.auth.model import Role
+from forged.auth.service import TokenService
+from forged.bus import Bus
+from forged.clock import Clock
+from forged.config import Config
+from forged.errors import ForgedError, Unavailable
+from forged.jobs.core import JobBook
+from forged.jobs.model import REQUESTS as JOB_REQUESTS
+from forged.jobs.service import JobService
+from forged.journal import Journal
+from forged.ledger import Ledger
+from forged.messages import Decision, Request
+from forged.net.connection import ConnectionLimits
+from forged.net.network import Address, Network
+from forged.net.server import Server
+from forged.net.tickets import SideConnections, TicketBooth
+from forged.status.backup import BackupService
+from forged.status.model import REQUESTS as STATUS_REQUESTS
+from forged.status.model import DaemonStarted, DaemonStopping, Status
+from forged.status.service import StatusService
+from forged.store.port import BackedUp, Store
+from forged.version import VERSION
+
+REQUESTS: Sequence[type[Request[Any]]] = (*STATUS_REQUESTS, *JOB_REQUESTS, *TOKEN_REQUESTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The outside world, put together by whoever starts the daemon. Nobody else may have the store open."""
+
+    clock: Clock
+    network: Network
+    pid: int
+    uid: int
+    open_store: Callable[[], Awaitable[Store]]
+    token_bytes: Callable[[int], bytes] = secrets.token_bytes
+
+
+class Daemon:
+    """A running control plane; `Daemon.running` is the way to one."""
+
+    def __init__(self, config: Config, ports: Ports, store: Store) -> None:
+        clock = ports.clock
+        self.config = config
+        self.store = store
+        self.started_at = clock.monotonic()
+        self._ports = ports
+
+        self.journal = Journal(config.journal_facts_max)
+        self.bus = Bus(clock, backlog_max=config.backlog_max)
+        self.ledger = Ledger(store, self.journal, clock, self.bus)
+
+        self.jobs = JobService(self.bus, clock, JobBook())
+        self.tokens = TokenService(self.bus, clock, _policy(config, ports.uid), self._check_rights)
+        self.status = StatusService(self.bus, self.journal, self._read_status)
+        self.booth = TicketBooth(clock, ports.token_bytes)
+        self.sides = SideConnections(self.booth)
+        copy = store.backup if isinstance(store, BackedUp) else None
+        self.backup = BackupService(self.bus, self.booth, copy, Path(config.data_dir))
+        self.ledger.join(self.jobs)
+        self.ledger.join(self.tokens)
+
+        self.server = Server(
+            ports.network,
+            self.bus,
+            self.journal,
+            clock,
+            history=store.history,
+            identify=self.tokens.identify,
+            limits=_limits(config),
+            connections_max=config.connections_max,
+            side_connection=self.sides.accept,
+        )
+
+    @classmethod
+    @asynccontextmanager
+    async def running(
+        cls, config: Config, ports: Ports, *, extend: Callable[[Daemon], None] = lambda daemon: None
+    ) -> AsyncIterator[Daemon]:
+        """A daemon that serves inside the block and stops in good order behind it.
+
+        `extend` may register more on the bus before it is sealed.
+        """
+        store = await ports.open_store()
+        failure: ForgedError | None = None
+        try:
+            daemon = cls(config, ports, store)
+            extend(daemon)
+            async with anyio.create_task_group() as tasks:
+                try:
+                    await daemon._start(tasks)
+                    yield daemon
+                except ForgedError as error:
+                    # Carried around the task group, which would wrap it.
+                    failure = error
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await daemon._stop()
+                    tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await store.close()
+        if failure is not None:
+            raise failure
+
+    @property
+    def listening(self) -> list[str]:
+        """Where workers and clients connect, besides the Unix socket."""
+        return [str(address) for address in self.server.addresses if address.scheme != "unix"]
+
+    async def _start(self, tasks: TaskGroup) -> None:
+        self.bus.seal(REQUESTS, self.ledger)
+        await self.ledger.start()
+        tasks.start_soon(self.ledger.run)
+        await tasks.start(self.bus.run)
+        await tasks.start(self.sides.run)
+        tasks.start_soon(self._announce)
+        tasks.start_soon(self.server.run)
+        await self.server.listen(Address("unix", path=self.config.socket))
+        for address in self.config.listen:
+            await self.server.listen(Address.parse(address))
+
+    async def _announce(self) -> None:
+        """Put the start on record, as soon as the store takes it."""
+        await self.ledger.writable()
+        fact = DaemonStarted(VERSION, self._ports.pid, self.ledger.term)
+        self.ledger.append(Decision(None, (fact,)), origin="start")
+
+    async def _stop(self) -> None:
+        await self.server.close_doors()
+        with anyio.move_on_after(self.config.drain_timeout_s):
+            await self._finish()
+        await self.server.say_goodbye(self.config.drain_timeout_s)
+
+    async def _finish(self) -> None:
+        await self.bus.drain()
+        try:
+            self.ledger.require_writable()
+            self.bus.save_cursors()
+            fact = DaemonStopping(self._ports.pid, "asked to")
+            await self.ledger.append(Decision(None, (fact,)), origin="stop").wait()
+        except Unavailable:
+            # A full disk is no reason to stay: what was acknowledged is in the store already.
+            return
+
+    def _check_rights(self) -> None:
+        self.server.check_rights()
+
+    def _read_status(self) -> Status:
+        ledger = self.ledger
+        trouble = ledger.trouble or ledger.read_only
+        return Status(
+            version=VERSION,
+            pid=self._ports.pid,
+            uptime_s=round(self._ports.clock.monotonic() - self.started_at, 3),
+            listen=self.listening,
+            http=None,
+            socket=self.config.socket,
+            data_dir=self.config.data_dir,
+            jobs=len(self.jobs.book),
+            workers=0,
+            plugins=[],
+            connections=len(self.server.sessions),
+            facts=len(self.journal),
+            last_fact=self.journal.last,
+            revision=ledger.durable,
+            term=ledger.term,
+            history=self.store.history,
+            decisions=ledger.decisions,
+            batches=ledger.batches,
+            trouble=str(trouble) if trouble else None,
+        )
+
+
+def _policy(config: Config, uid: int) -> AccessPolicy:
+    roles: Mapping[str, str] = config.certificate_roles
+    return AccessPolicy(
+        daemon_uid=uid,
+        unix_other_role=_role(config.unix_other_role),
+        certificate_roles={name: Role(role) for name, role in roles.items()},
+        anonymous_loopback_role=_role(config.anonymous_loopback_role),
+    )
+
+
+def _role(name: str) -> Role | None:
+    return None if name == "none" else Role(name)
+
+
+def _limits(config: Config) -> ConnectionLimits:
+    return ConnectionLimits(
+        frame_bytes_max=config.frame_bytes_max,
+        in_flight_max=config.in_flight_max,
+        hello_timeout_s=config.hello_timeout_s,
+        frame_timeout_s=config.frame_timeout_s,
+        silence_max_s=config.silence_max_s,
+        ping_after_s=config.silence_max_s / 3,
+    )

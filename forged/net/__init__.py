@@ -1,0 +1,1 @@
+"""How bytes travel: frames, messages, connections, and the networks that carry them."""

@@ -1,0 +1,118 @@
+"""The ends of real connections, recorded, and the certificates for them."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trustme
+
+from forged.net import tls
+from forged.net.network import Address, Listener, Network
+
+
+class End(asyncio.Protocol):
+    """One end of a connection: what came, and how it ended."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.made = asyncio.Event()
+        self.heard = asyncio.Event()
+        self.received = b""
+        self.lost: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.made.set()
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        self.heard.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set_result(exc)
+
+    @property
+    def open_transport(self) -> asyncio.Transport:
+        assert self.transport is not None
+        return self.transport
+
+    async def hear(self, expected: bytes) -> None:
+        """Wait for these bytes and no others."""
+        while len(self.received) < len(expected):
+            self.heard.clear()
+            await self.heard.wait()
+        assert self.received == expected
+
+
+@dataclass
+class Ends:
+    """Makes ends and listeners, and closes all of them."""
+
+    accepted: asyncio.Queue[End] = field(default_factory=asyncio.Queue)
+    made: list[End] = field(default_factory=list)
+    listeners: list[Listener] = field(default_factory=list)
+
+    def near(self) -> End:
+        self.made.append(End())
+        return self.made[-1]
+
+    def far(self) -> End:
+        end = self.near()
+        self.accepted.put_nowait(end)
+        return end
+
+    async def listen(self, network: Network, address: Address) -> Listener:
+        return self.keep(await network.listen(address, self.far))
+
+    def keep(self, listener: Listener) -> Listener:
+        self.listeners.append(listener)
+        return listener
+
+    async def connect(self, network: Network, address: Address) -> tuple[End, End]:
+        """A connection's near and far end, both open."""
+        near = self.near()
+        await network.connect(address, lambda: near)
+        far = await self.accepted.get()
+        await far.made.wait()
+        return near, far
+
+    async def close(self) -> None:
+        for listener in self.listeners:
+            await listener.close()
+        for end in self.made:
+            if end.transport is not None:
+                end.transport.abort()
+                await end.lost
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """An authority and the files that it signed."""
+
+    directory: Path
+    authority: trustme.CA = field(default_factory=trustme.CA)
+
+    @property
+    def ca(self) -> Path:
+        path = self.directory / "ca.pem"
+        self.authority.cert_pem.write_to_path(path)
+        return path
+
+    def issue(self, *names: str, common_name: str | None = None) -> tuple[Path, Path]:
+        """A certificate and its key, each in a file."""
+        issued = self.authority.issue_cert(*names, common_name=common_name)
+        stem = (common_name or names[0]).replace(" ", "-")
+        certificate, key = self.directory / f"{stem}.pem", self.directory / f"{stem}.key"
+        certificate.write_bytes(b"".join(part.bytes() for part in issued.cert_chain_pems))
+        issued.private_key_pem.write_to_path(key)
+        return certificate, key
+
+    def server(self) -> ssl.SSLContext:
+        return tls.server_context(*self.issue("localhost", "127.0.0.1"))
+
+    def client(self) -> ssl.SSLContext:
+        return tls.client_context(self.ca)

@@ -1,0 +1,323 @@
+"""Connections worked by hand: no sockets, and time that stands until it is told to go on.
+
+A daemon on a `HandNetwork` meets clients that the test plays frame by frame; what the daemon does with its transport
+can be seen, and what the network would do to it can be done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+
+from forged.config import Config
+from forged.daemon import Daemon, Ports
+from forged.errors import PeerError
+from forged.net.frames import FrameDecoder
+from forged.net.network import Address, Peer, ProtocolFactory
+from forged.store.memory import MemoryStore
+
+T = TypeVar("T")
+
+Message = list[Any]
+
+CLIENT = bytes(range(16))
+OPERATOR = Peer("unix", "pid 1", uid=0)
+WORKER = Peer("tcp", "127.0.0.1:4000", loopback=True)
+STRANGER = Peer("tcp", "10.0.0.7:4000")
+
+HELLO, WELCOME, REQUEST, REPLY, FAILURE, CANCEL, SUBSCRIBE, FACTS, GAP = range(9)
+CREDIT, UNSUBSCRIBE, ENDED, PING, PONG, BYE, SIGNAL = range(9, 16)
+
+SWIFT_TURNS = 500
+TURNS_MAX = 1500
+TURN_PAUSE_S = 0.005
+
+
+def frame(message: Any) -> bytes:
+    """A frame as somebody else's library would write it."""
+    payload: bytes = msgpack.packb(message)
+    return struct.pack(">I", len(payload)) + payload
+
+
+class HandClock:
+    """Both kinds of time, moved by hand."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def wall(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class HandTransport(asyncio.Transport):
+    """Keeps what is written; `clog` stands for a peer that does not read."""
+
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        super().__init__()
+        self.protocol = protocol
+        self.written = bytearray()
+        self.writes = 0
+        self.unread = 0
+        self.reading = True
+        self.closed = False
+        self.aborted = False
+        self.gone = False
+        self._reads = True
+        self._high = 1 << 16
+
+    def clog(self) -> None:
+        """From now on the peer reads nothing."""
+        self._reads = False
+
+    def unclog(self) -> None:
+        """The peer reads all there is, and goes on reading."""
+        self._reads, clogged, self.unread = True, self.unread > self._high, 0
+        if clogged:
+            self.protocol.resume_writing()
+        if self.closed:
+            self._go()
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self.written += data
+        self.writes += 1
+        if self._reads:
+            return
+        was_clogged, self.unread = self.unread > self._high, self.unread + len(data)
+        if not was_clogged and self.unread > self._high:
+            self.protocol.pause_writing()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._high = high or self._high
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def pause_reading(self) -> None:
+        assert self.reading
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        assert not self.reading
+        self.reading = True
+
+    def close(self) -> None:
+        self.closed = True
+        # As with a real one, what waits for a peer that does not read keeps the connection.
+        if not self.unread:
+            self._go()
+
+    def abort(self) -> None:
+        self.closed = self.aborted = True
+        self._go()
+
+    def _go(self) -> None:
+        if not self.gone:
+            self.gone = True
+            asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
+
+
+class HandClient:
+    """A client whose every frame is the test's."""
+
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        self.protocol = protocol
+        self.transport = HandTransport(protocol)
+        self._decoder = FrameDecoder(1 << 30)
+        self._frames: deque[bytes] = deque()
+        self._messages: deque[Message] = deque()
+        self._seen = 0
+        protocol.connection_made(self.transport)
+
+    def send(self, *elements: Any) -> None:
+        """Send one message."""
+        self.send_bytes(frame(list(elements)))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Let these bytes arrive in one piece."""
+        assert self.transport.reading, "the other end does not read"
+        self.protocol.data_received(data)
+
+    def hello(self, client: bytes = CLIENT, token: str | None = None) -> None:
+        """Say hello as a client of version 1 does."""
+        self.send(HELLO, 1, 1, client, "by hand", token)
+
+    def request(self, number: int, method: str, acknowledged: int = 0, **fields: Any) -> None:
+        """Ask something."""
+        self.send(REQUEST, number, acknowledged, method, fields)
+
+    def heard(self) -> list[Message]:
+        """All messages that have come and were not looked at."""
+        self._read()
+        messages, self._messages = list(self._messages), deque()
+        return messages
+
+    async def next(self, *kinds: int) -> Message:
+        """The next message of one of these kinds (any, when none is named); what comes before it is passed over."""
+        async for _ in turns():
+            self._read()
+            while self._messages:
+                message = self._messages.popleft()
+                if not kinds or message[0] in kinds:
+                    return message
+        raise AssertionError(f"no message of {kinds} came")
+
+    async def lost(self) -> None:
+        """Wait until the daemon has closed the connection."""
+        await until(lambda: self.transport.gone)
+        await asyncio.sleep(0)
+
+    def _read(self) -> None:
+        written = self.transport.written
+        self._decoder.feed(bytes(written[self._seen :]), self._frames)
+        self._seen = len(written)
+        while self._frames:
+            self._messages.append(msgpack.unpackb(self._frames.popleft(), strict_map_key=False))
+
+
+class HandNetwork:
+    """The port `forged.net.network.Network`, with one door."""
+
+    def __init__(self) -> None:
+        self._factory: ProtocolFactory | None = None
+        self._peers: dict[asyncio.BaseTransport, Peer] = {}
+        self.clients: list[HandClient] = []
+        self.peer_of_next = OPERATOR
+
+    def client(self, peer: Peer = OPERATOR) -> HandClient:
+        """Somebody connects."""
+        self.peer_of_next = peer
+        self.clients.append(HandClient(self.accept()))
+        return self.clients[-1]
+
+    def accept(self) -> asyncio.Protocol:
+        """Somebody knocks, and has yet to shake hands."""
+        assert self._factory is not None
+        return self._factory()
+
+    async def listen(self, address: Address, factory: ProtocolFactory) -> HandListener:
+        self._factory = factory
+        return HandListener(address)
+
+    async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
+        raise PeerError("by_hand", "nobody connects from here")
+
+    def peer(self, transport: asyncio.BaseTransport) -> Peer:
+        return self._peers.setdefault(transport, self.peer_of_next)
+
+
+class HandListener:
+    """A door that is always where it was asked to be."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+class HandDaemon:
+    """A daemon, the network it listens on, and its clock."""
+
+    def __init__(self, daemon: Daemon, network: HandNetwork, clock: HandClock) -> None:
+        self.daemon = daemon
+        self.network = network
+        self.clock = clock
+        self.server = daemon.server
+
+    def client(self, peer: Peer = OPERATOR) -> HandClient:
+        """Somebody connects."""
+        return self.network.client(peer)
+
+    async def greeted(self, peer: Peer = OPERATOR, client: bytes = CLIENT, token: str | None = None) -> HandClient:
+        """Somebody connects and is welcome."""
+        made = self.client(peer)
+        made.hello(client, token)
+        await made.next(WELCOME)
+        return made
+
+    async def ask(self, client: HandClient, method: str, number: int = 1, acknowledged: int = 0, **fields: Any) -> Any:
+        """What a client is answered."""
+        client.request(number, method, acknowledged, **fields)
+        answer = await client.next(REPLY, FAILURE)
+        assert answer[:2] == [REPLY, number], answer
+        return answer[2]
+
+    def sweep(self, seconds: float) -> None:
+        """Let time pass, in one step, and have everybody looked at."""
+        self.clock.now += seconds
+        for session in list(self.server.sessions):
+            session.sweep(self.clock.now)
+
+    async def serves_others(self) -> None:
+        """Fail unless somebody new is let in and answered."""
+        client = await self.greeted(client=os.urandom(16))
+        assert await self.ask(client, "PingDaemon") == {}
+        client.send(BYE, 1)
+        await client.lost()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Let the loop turn until this is so."""
+    async for _ in turns():
+        if true():
+            return
+    raise AssertionError("it never became so")
+
+
+async def turns() -> AsyncIterator[None]:
+    """Turns of the loop, many and swift, and then fewer with time for its timers between them."""
+    for turn in range(TURNS_MAX):
+        yield
+        await asyncio.sleep(0 if turn < SWIFT_TURNS else TURN_PAUSE_S)
+
+
+@asynccontextmanager
+async def hand_daemon(
+    tmp_path: Path, *, extend: Callable[[Daemon], None] = lambda daemon: None, **settings: Any
+) -> AsyncIterator[HandDaemon]:
+    """A daemon that meets nobody but those whom the test plays."""
+
+    async def open_store() -> MemoryStore:
+        return MemoryStore("history-1")
+
+    network, clock = HandNetwork(), HandClock()
+    quiet = Config(data_dir=str(tmp_path), socket=str(tmp_path / "s"), listen=(), drain_timeout_s=0.0)
+    config = replace(quiet, **settings)
+    running = Daemon.running(config, Ports(clock, network, 1, 0, open_store), extend=extend)
+    async with in_one_task(running) as daemon:
+        yield HandDaemon(daemon, network, clock)
+
+
+@asynccontextmanager
+async def in_one_task(context: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+    """Enter and leave a context in a task of its own, for fixtures: they begin and end in different ones."""
+    entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    left = asyncio.Event()
+
+    async def live() -> None:
+        async with context as value:
+            entered.set_result(value)
+            await left.wait()
+
+    task = asyncio.create_task(live())
+    either: set[asyncio.Future[Any]] = {task, entered}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+    try:
+        yield await entered
+    finally:
+        left.set()
+        await task

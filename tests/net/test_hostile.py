@@ -1,0 +1,377 @@
+"""Clients that mean harm, over real sockets. After each of them the daemon serves others."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.auth.tokens import spell
+from forged.net import server
+from forged.net.network import Address
+from tests.net.ends import Certificates
+from tests.net.hand import (
+    BYE,
+    CLIENT,
+    CREDIT,
+    FACTS,
+    FAILURE,
+    GAP,
+    HELLO,
+    PING,
+    REPLY,
+    REQUEST,
+    SIGNAL,
+    SUBSCRIBE,
+    WELCOME,
+    frame,
+    until,
+)
+from tests.net.raw import RawClient, RealDaemon, real_daemon
+
+SECRET = bytes(range(32))
+POLITE = frame([HELLO, 1, 1, CLIENT])
+CONNECTIONS_MAX = 200
+CROWD_MAX = 10_000
+BATCH = 500
+DESCRIPTORS_SPARED = 200
+
+
+@pytest.fixture
+async def here(tmp_path: Path) -> AsyncIterator[RealDaemon]:
+    async with real_daemon(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def swift_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SWEEP_INTERVAL_S", 0.02)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def endpoint(here: RealDaemon, request: pytest.FixtureRequest) -> str:
+    return here.unix if request.param == "unix" else here.tcp
+
+
+def header(length: int) -> bytes:
+    return struct.pack(">I", length)
+
+
+def framed(payload: bytes) -> bytes:
+    return header(len(payload)) + payload
+
+
+BAD_BYTES = {
+    "HTTP": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "frame_length"),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(512), "frame_length"),
+    "a length of zero": (header(0), "frame_length"),
+    "a length over the limit": (header(4 << 20) + bytes(100), "frame_length"),
+    "the greatest length": (header(2**32 - 1), "frame_length"),
+    "no msgpack": (framed(b"\xc1\xc1\xc1"), "message_invalid"),
+    "a map": (frame({"hello": 1}), "message_invalid"),
+    "an unknown message": (frame([77, 1, 2]), "message_invalid"),
+    "deep nesting": (framed(b"\x91" * 10_000), "message_invalid"),
+    "deep nesting behind what is known": (framed(b"\x93\x0c\x01" + b"\x91" * 10_000), "message_invalid"),
+    "an array of four billion": (framed(b"\xdd\xff\xff\xff\xff\x00"), "message_invalid"),
+    "too few elements": (frame([HELLO, 1]), "message_invalid"),
+    "wrong types": (frame([HELLO, "1", 1, CLIENT]), "message_invalid"),
+}
+BEFORE_HELLO = BAD_BYTES | {
+    "a request": (frame([REQUEST, 1, 0, "PingDaemon", {}]), "hello_expected"),
+    "a ping": (frame([PING, 1]), "hello_expected"),
+    "a version that is too old": (frame([HELLO, 0, 0, CLIENT]), "version_mismatch"),
+    "a version that is too new": (frame([HELLO, 2, 9, CLIENT]), "version_mismatch"),
+    "a short id": (frame([HELLO, 1, 1, b"me"]), "client_invalid"),
+    "a token that never was": (frame([HELLO, 1, 1, CLIENT, "", spell(bytes(32))[1]]), "token_unknown"),
+    "a ticket that never was": (frame([HELLO, 1, 1, CLIENT, "", None, bytes(16)]), "ticket_unknown"),
+    "a hello that is too large": (frame([HELLO, 1, 1, CLIENT, "x" * 20_000]), "frame_length"),
+}
+AFTER_HELLO = BAD_BYTES | {
+    "a length over the limit": (header((4 << 20) + 1), "frame_length"),
+    "another hello": (POLITE, "message_unexpected"),
+    "a welcome": (frame([WELCOME, 1, "a", "p", "r", "h", 1, 1, 1, 1]), "message_unexpected"),
+    "facts": (frame([FACTS, 1, 1, []]), "message_unexpected"),
+    "a request without a number": (frame([REQUEST, 0, 0, "PingDaemon", {}]), "message_invalid"),
+    "a time that is none": (frame([REQUEST, 1, 0, "PingDaemon", {}, float("nan")]), "message_invalid"),
+    "streams numbered twice": (frame([SUBSCRIBE, 1, None, "", [], [], 1]) * 2, "stream_taken"),
+    "credit that overflows": (
+        frame([SUBSCRIBE, 1, None, "", [], [], 65_536]) + frame([CREDIT, 1, 65_536]),
+        "credit_overflow",
+    ),
+    "credit that is none": (frame([CREDIT, 1, -5]), "message_invalid"),
+    "a signal of another shape": (frame([SIGNAL, "Tick", {"at": "noon"}]), "signal_invalid"),
+}
+
+
+@pytest.mark.parametrize(("data", "code"), BEFORE_HELLO.values(), ids=BEFORE_HELLO.keys())
+async def test_bad_bytes_before_the_hello_are_named_and_the_others_are_served(
+    here: RealDaemon, endpoint: str, data: bytes, code: str
+) -> None:
+    async with RawClient.connected(endpoint) as client:
+        client.write(data)
+        assert await client.last_word() == code
+    await here.serves_others()
+
+
+@pytest.mark.parametrize(("data", "code"), AFTER_HELLO.values(), ids=AFTER_HELLO.keys())
+async def test_bad_bytes_after_the_hello_are_named_and_the_others_are_served(
+    here: RealDaemon, endpoint: str, data: bytes, code: str
+) -> None:
+    async with RawClient.greeted(endpoint) as client:
+        client.write(data)
+        assert await client.last_word() == code
+    await here.serves_others()
+
+
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "an unknown method": ([REQUEST, 1, 0, "DestroyWorld", {}], "request_unknown"),
+    "wrong types": ([REQUEST, 1, 0, "CreateJob", {"job": 5}], "request_invalid"),
+    "a list of fields": ([REQUEST, 1, 0, "CreateJob", ["a"]], "request_invalid"),
+    "a name that is none": ([REQUEST, 1, 0, "CreateJob", {"job": "../../etc/passwd"}], "name_invalid"),
+}
+
+
+@pytest.mark.parametrize(("message", "code"), REFUSED.values(), ids=REFUSED.keys())
+async def test_a_bad_request_is_refused_and_its_connection_lives(
+    here: RealDaemon, endpoint: str, message: list[Any], code: str
+) -> None:
+    async with RawClient.greeted(endpoint) as client:
+        await client.send(*message)
+        assert (await client.receive())[1:4] == [1, "refused", code]
+        assert await client.request(2, "PingDaemon") == {}
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", header(100) + b"half a frame", POLITE[:9]])
+async def test_one_who_leaves_in_the_middle_leaves_nothing(here: RealDaemon, endpoint: str, data: bytes) -> None:
+    async with RawClient.connected(endpoint) as client:
+        client.write(data)
+        await until(lambda: here.sessions == 1)
+    await until(lambda: here.sessions == 0)
+    await here.serves_others()
+
+
+async def test_a_hello_one_byte_at_a_time_is_a_hello(here: RealDaemon, endpoint: str) -> None:
+    async with RawClient.connected(endpoint) as client:
+        for index in range(len(POLITE)):
+            await client.send_bytes(POLITE[index : index + 1])
+        assert (await client.receive())[0] == WELCOME
+
+
+@pytest.mark.usefixtures("swift_sweeps")
+async def test_one_who_stops_in_the_middle_of_a_frame_is_let_go(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, frame_timeout_s=0.1) as here, RawClient.greeted(here.tcp) as client:
+        client.write(header(1000) + b"the beginning")
+        await here.serves_others()
+        assert await client.last_word() == "frame_slow"
+
+
+@pytest.mark.usefixtures("swift_sweeps")
+async def test_one_who_never_says_hello_is_let_go(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, hello_timeout_s=0.1) as here, RawClient.connected(here.tcp) as client:
+        assert await client.last_word() == "hello_late"
+        await here.serves_others()
+
+
+@pytest.mark.usefixtures("swift_sweeps")
+async def test_one_who_falls_silent_is_let_go(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, silence_max_s=0.1) as here, RawClient.greeted(here.tcp) as client:
+        assert await client.last_word() == "silent"
+        await here.serves_others()
+
+
+@pytest.mark.usefixtures("swift_sweeps")
+@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", POLITE, b"\x16\x03\x01"])
+async def test_one_who_does_not_speak_tls_where_it_is_spoken_leaves_nothing(
+    tmp_path: Path, certificates: Certificates, data: bytes
+) -> None:
+    async with real_daemon(tmp_path, tls=certificates.server(), connections_max=5, hello_timeout_s=0.1) as here:
+        for _ in range(20):
+            with await _dial(here.tcp) as plain:
+                await asyncio.get_running_loop().sock_sendall(plain, data)
+        await until(lambda: here.sessions == 0)
+        async with RawClient.greeted(here.unix) as client:
+            assert await client.request(1, "PingDaemon") == {}
+
+
+async def test_a_revoked_token_ends_its_connections_and_cannot_be_played_again(here: RealDaemon) -> None:
+    async with RawClient.greeted(here.unix) as operator:
+        await operator.request(1, "CreateToken", name="guest", role="viewer", secret=SECRET)
+        token_id, text = spell(SECRET)
+        async with RawClient.greeted(here.tcp, text) as guest:
+            assert await guest.request(1, "PingDaemon") == {}
+            assert await guest.request(2, "CreateJob", job="a") == "forbidden"
+            await operator.request(2, "RevokeToken", token_id=token_id)
+            assert await guest.last_word() == "token_revoked"
+        async with RawClient.connected(here.tcp) as again:
+            await again.hello(text)
+            assert await again.last_word() == "token_revoked"
+    await here.serves_others()
+
+
+@pytest.mark.usefixtures("swift_sweeps")
+async def test_an_expired_token_ends_its_connections_and_cannot_be_played_again(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path) as here:
+        async with RawClient.greeted(here.unix) as operator:
+            await operator.request(1, "CreateToken", name="guest", role="viewer", secret=SECRET, ttl_s=60.0)
+        text = spell(SECRET)[1]
+        async with RawClient.greeted(here.tcp, text) as guest:
+            here.clock.ahead_s = 60.0
+            assert await guest.last_word() == "token_expired"
+        async with RawClient.connected(here.tcp) as again:
+            await again.hello(text)
+            assert await again.last_word() == "token_expired"
+        await here.serves_others()
+
+
+async def test_connections_beyond_the_limit_by_the_thousand_are_turned_away_and_the_others_are_served(
+    tmp_path: Path,
+) -> None:
+    async with real_daemon(tmp_path, connections_max=CONNECTIONS_MAX, hello_timeout_s=60.0) as here:
+        async with RawClient.greeted(here.tcp) as inside:
+            with ExitStack() as crowd:
+                for _ in range(CONNECTIONS_MAX - 1):
+                    crowd.enter_context(await _dial(here.tcp))
+                await until(lambda: here.sessions == CONNECTIONS_MAX)
+                for _ in range(_sockets_left() // BATCH):
+                    batch = [crowd.enter_context(await _dial(here.tcp)) for _ in range(BATCH)]
+                    assert await inside.request(1, "PingDaemon") == {}
+                    assert await asyncio.gather(*map(_turned_away, batch)) == [True] * BATCH
+                await until(lambda: here.sessions == CONNECTIONS_MAX)
+                async with RawClient.greeted(here.unix) as operator:
+                    assert (await operator.request(1, "ReadStatus"))["connections"] == CONNECTIONS_MAX + 1
+            await until(lambda: here.sessions == 1)
+            assert await inside.request(1, "PingDaemon") == {}
+        await here.serves_others()
+        await until(lambda: here.sessions == 0)
+
+
+def _sockets_left() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(soft - 2 * CONNECTIONS_MAX - BATCH - DESCRIPTORS_SPARED, CROWD_MAX)
+
+
+async def _dial(endpoint: str) -> socket.socket:
+    address = Address.parse(endpoint)
+    dialled = socket.socket()
+    dialled.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(dialled, (address.host, address.port))
+    return dialled
+
+
+async def _turned_away(one: socket.socket) -> bool:
+    told = b""
+    while data := await asyncio.get_running_loop().sock_recv(one, 1000):
+        told += data
+    return b"too_many_connections" in told
+
+
+async def test_a_subscriber_that_never_reads_costs_a_bounded_amount_and_is_told_of_its_gap(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, journal_facts_max=200) as here:
+        async with RawClient.greeted(here.unix) as reader, RawClient.greeted(here.unix) as writer:
+            await writer.request(1, "CreateJob", job="a")
+            await reader.send(SUBSCRIBE, 1, None, "", [], [], 65_536)
+            assert (await reader.receive())[0] == FACTS
+            session = next(iter(here.daemon.server._streaming))
+            reader.stop_reading()
+            for number in range(2, 2000):
+                await writer.request(number, "AddNote", job="a", text="x" * 4000)
+            assert session.clogged
+            assert session._transport is not None
+            assert session._transport.get_write_buffer_size() < 2 << 20
+            await here.serves_others()
+            reader.read_again()
+            seen, missed = await _read_until(reader, here.daemon.journal.last)
+        assert missed
+        ids = set(seen) | {fact_id for first, last in missed for fact_id in range(first, last + 1)}
+        assert ids == set(range(min(ids), here.daemon.journal.last + 1))
+
+
+async def _read_until(reader: RawClient, last: int) -> tuple[list[int], list[tuple[int, int]]]:
+    seen: list[int] = []
+    missed: list[tuple[int, int]] = []
+    while not seen or seen[-1] < last:
+        message = await reader.receive()
+        if message[0] == GAP:
+            missed.append((message[2], message[3]))
+        else:
+            seen += [record[0] for record in message[3]]
+    return seen, missed
+
+
+async def test_a_client_that_never_reads_its_replies_is_not_read_either(here: RealDaemon) -> None:
+    async with RawClient.greeted(here.unix) as client:
+        await client.request(1, "CreateJob", job="a", settings={"x": "x" * 60_000})
+        (session,) = here.daemon.server.sessions
+        for number in range(2, 2002):
+            client.write(frame([REQUEST, number, 1, "ShowJob", {"job": "a"}]))
+        await until(lambda: session.clogged)
+        await here.serves_others()
+        assert session._transport is not None
+        assert session._transport.get_write_buffer_size() < 3 << 20
+        answered = [(await client.receive())[:2] for _ in range(2000)]
+        assert answered == [[REPLY, number] for number in range(2, 2002)]
+
+
+async def test_more_requests_than_may_be_in_flight_push_back_and_none_is_lost(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, in_flight_max=8) as here, RawClient.greeted(here.tcp) as client:
+        client.write(frame([REQUEST, 1, 0, "CreateJob", {"job": "a"}]))
+        for number in range(2, 3002):
+            client.write(frame([REQUEST, number, 0, "AddNote", {"job": "a", "text": "x"}]))
+        await here.serves_others()
+        answered = [(await client.receive())[:2] for _ in range(3001)]
+        assert sorted(answered) == [[REPLY, number] for number in range(1, 3002)]
+        assert here.daemon.journal.last >= 3001
+
+
+async def test_a_frame_that_comes_twice_is_done_once(here: RealDaemon, endpoint: str) -> None:
+    async with RawClient.greeted(endpoint) as client:
+        await client.request(1, "CreateJob", job="a")
+        note = frame([REQUEST, 2, 1, "AddNote", {"job": "a", "text": "once"}])
+        before = len(here.daemon.journal)
+        client.write(note + note)
+        assert [await client.receive() for _ in range(2)] == [[REPLY, 2, {}]] * 2
+        assert len(here.daemon.journal) == before + 1
+
+
+async def test_answers_to_calls_that_nobody_made_say_nothing(here: RealDaemon, endpoint: str) -> None:
+    async with RawClient.greeted(endpoint) as client:
+        client.write(frame([REPLY, 1, {}]) + frame([FAILURE, 2, "refused", "c", "t"]))
+        assert await client.request(1, "PingDaemon") == {}
+    await here.serves_others()
+
+
+async def test_what_comes_after_bye_is_not_done(here: RealDaemon, endpoint: str) -> None:
+    async with RawClient.greeted(endpoint) as client:
+        client.write(frame([BYE, 0]) + frame([REQUEST, 1, 0, "CreateJob", {"job": "a"}]))
+        assert await client.last_word() == ""
+    assert len(here.daemon.jobs.book) == 0
+    await here.serves_others()
+
+
+async def test_one_who_resets_the_connection_under_a_flood_of_answers_leaves_nothing(here: RealDaemon) -> None:
+    async with RawClient.greeted(here.tcp) as client:
+        for number in range(1, 500):
+            client.write(frame([REQUEST, number, 0, "ListHandlers", {}]))
+        await client.receive()
+    await until(lambda: here.sessions == 0)
+    await here.serves_others()
+
+
+async def test_hostile_clients_of_every_sort_at_once_do_not_keep_others_from_being_served(here: RealDaemon) -> None:
+    async def harm(data: bytes, polite: bool) -> None:
+        meet = RawClient.greeted if polite else RawClient.connected
+        async with meet(here.tcp) as client:
+            client.write(data)
+            await client.last_word()
+
+    harmful = [harm(data, False) for data, _ in BEFORE_HELLO.values()]
+    harmful += [harm(data, True) for data, _ in AFTER_HELLO.values()]
+    await asyncio.gather(*harmful, *(here.serves_others() for _ in range(10)))
+    await until(lambda: here.sessions == 0)

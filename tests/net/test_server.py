@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from forged.auth.model import Role
+from forged.client import ForgedClient
+from forged.clock import SystemClock
+from forged.config import Config
+from forged.daemon import Daemon, Ports
+from forged.errors import RequestRefused, Unavailable
+from forged.messages import Call, Request
+from forged.net.network import Address
+from forged.net.server import UNIX_RESERVE
+from forged.net.session import Session
+from forged.net.sockets import SystemNetwork
+from forged.store.memory import MemoryStore
+from tests.net.hand import (
+    BYE,
+    FACTS,
+    FAILURE,
+    REPLY,
+    REQUEST,
+    STRANGER,
+    SUBSCRIBE,
+    UNSUBSCRIBE,
+    WORKER,
+    HandClient,
+    HandDaemon,
+    frame,
+    hand_daemon,
+    in_one_task,
+    until,
+)
+
+
+class AskBack(Request[str], frozen=True):
+    """Have the daemon ask its caller for an echo."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+    job_field: ClassVar[str | None] = None
+
+    word: str
+
+
+class EchoWord(Request[str], frozen=True):
+    """What the daemon asks."""
+
+    word: str
+
+
+@pytest.fixture
+async def here(tmp_path: Path) -> AsyncIterator[HandDaemon]:
+    async with hand_daemon(tmp_path) as made:
+        yield made
+
+
+def client_id(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def subscribe(client: HandClient, stream: int = 1, since: int | None = -1) -> None:
+    client.send(SUBSCRIBE, stream, since, "", [], [], 60_000)
+
+
+# Room.
+
+
+async def test_one_too_many_is_told_so_and_the_others_are_served(tmp_path: Path) -> None:
+    async with hand_daemon(tmp_path, connections_max=2) as here:
+        first, second = [await here.greeted(WORKER, client_id(number)) for number in (1, 2)]
+        third = here.client(WORKER)
+        assert (await third.next())[1:4] == [0, "unavailable", "too_many_connections"]
+        await third.lost()
+        assert await here.ask(first, "PingDaemon") == {}
+        second.send(BYE, 0)
+        await second.lost()
+        await here.greeted(WORKER, client_id(3))
+
+
+async def test_a_few_get_in_by_the_unix_socket_when_all_else_is_full(tmp_path: Path) -> None:
+    async with hand_daemon(tmp_path, connections_max=2) as here:
+        for number in range(2 + UNIX_RESERVE):
+            await here.greeted(client=client_id(number))
+        for peer in (WORKER, STRANGER):
+            assert (await here.client(peer).next(FAILURE))[3] == "too_many_connections"
+        assert (await here.client().next(FAILURE))[3] == "too_many_connections"
+
+
+async def test_many_at_once_beyond_the_limit_leave_nothing_behind(tmp_path: Path) -> None:
+    async with hand_daemon(tmp_path, connections_max=3) as here:
+        for _ in range(200):
+            here.client(WORKER)
+        here.sweep(5.1)
+        await until(lambda: not here.server.sessions)
+        await here.serves_others()
+
+
+async def test_a_handshake_that_never_ends_does_not_take_up_room_for_ever(tmp_path: Path) -> None:
+    async with hand_daemon(tmp_path, connections_max=1) as here:
+        protocol = here.network.accept()
+        assert len(here.server.sessions) == 1
+        here.sweep(5.1)
+        assert here.server.sessions == {}
+        late = HandClient(protocol)
+        assert late.transport.aborted
+        await late.lost()
+        await here.greeted(WORKER)
+
+
+async def test_a_session_that_has_left_is_held_nowhere(here: HandDaemon) -> None:
+    client = await here.greeted()
+    subscribe(client)
+    await client.next(FACTS)
+    client.transport.abort()
+    await client.lost()
+    server = here.server
+    assert not server.sessions
+    assert not server._streaming
+    assert not server._due
+    assert server.session_of(client_id(1)) is None
+
+
+async def test_an_idle_connection_costs_little_memory(here: HandDaemon) -> None:
+    await here.greeted()
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            client = await here.greeted(WORKER, client_id(number))
+            client.transport.written.clear()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / 200 < 16 << 10, "the hands of the test included"
+
+
+# Who is who.
+
+
+async def test_a_session_is_found_by_its_client_s_id(here: HandDaemon) -> None:
+    client = await here.greeted(client=client_id(7))
+    session = here.server.session_of(client_id(7))
+    assert session is not None
+    assert session.client == client_id(7)
+    assert here.server.session_of(client_id(8)) is None
+    client.send(BYE, 0)
+    await client.lost()
+    assert here.server.session_of(client_id(7)) is None
+
+
+async def test_the_latest_session_of_a_client_is_the_one_that_is_found(here: HandDaemon) -> None:
+    old = await here.greeted(client=client_id(7))
+    before = here.server.session_of(client_id(7))
+    new = await here.greeted(client=client_id(7))
+    after = here.server.session_of(client_id(7))
+    assert after is not before
+    old.transport.abort()
+    await old.lost()
+    assert here.server.session_of(client_id(7)) is after
+    new.transport.abort()
+    await new.lost()
+    assert here.server.session_of(client_id(7)) is None
+
+
+# Facts, by turns.
+
+
+async def test_an_idle_connection_is_not_looked_at_when_facts_come(
+    here: HandDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle, reader = await here.greeted(client=client_id(1)), await here.greeted(client=client_id(2))
+    subscribe(reader, since=None)
+    subscribe(idle, since=None)
+    await reader.next(FACTS)
+    await idle.next(FACTS)
+    idle.send(UNSUBSCRIBE, 1)
+    pumped: list[bytes] = []
+
+    def pump(session: Session) -> bool:
+        pumped.append(session.client)
+        return False
+
+    monkeypatch.setattr(Session, "pump", pump)
+    await here.ask(reader, "CreateJob", job="a")
+    await until(lambda: bool(pumped))
+    assert set(pumped) == {client_id(2)}
+
+
+async def test_one_with_much_to_catch_up_does_not_keep_another_waiting(tmp_path: Path) -> None:
+    async with hand_daemon(tmp_path) as here:
+        writer = await here.greeted(client=client_id(1))
+        await here.ask(writer, "CreateJob", job="a")
+        note = {"job": "a", "text": "x"}
+        for first in range(2, 3002, 500):
+            notes = [[REQUEST, number, first - 1, "AddNote", note] for number in range(first, first + 500)]
+            writer.send_bytes(b"".join(map(frame, notes)))
+            answers = [await writer.next(REPLY) for _ in notes]
+            assert len(answers) == 500
+        slow, fresh = await here.greeted(client=client_id(2)), await here.greeted(client=client_id(3))
+        subscribe(slow, since=-1)
+        subscribe(fresh, since=here.daemon.journal.last - 1)
+        while not (await fresh.next(FACTS))[3]:
+            """Where the stream begins was told first."""
+        assert sum(len(message[3]) for message in slow.heard() if message[0] == FACTS) < 3000
+
+
+# Requests, by turns.
+
+
+async def test_when_the_bus_is_free_again_those_who_waited_longest_are_first(
+    here: HandDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = here.daemon.bus.desk
+    clients = [await here.greeted(client=client_id(number)) for number in range(3)]
+    served: list[bytes] = []
+    submit = desk.submit
+
+    def one_at_a_time(request: Request[Any], call: Call) -> Any:
+        served.append(call.client)
+        desk.in_flight = 1_000_000
+        return submit(request, call)
+
+    monkeypatch.setattr(desk, "submit", one_at_a_time)
+    for client in clients:
+        client.send_bytes(b"".join(frame([REQUEST, number, 0, "PingDaemon", {}]) for number in (1, 2, 3)))
+
+    def free_again() -> bool:
+        desk.in_flight = 0
+        return len(served) == 9
+
+    await until(free_again)
+    # The first client waited already when the others came.
+    assert served == [client_id(number) for number in (0, 0, 1, 2, 0, 1, 2, 1, 2)]
+
+
+# The end.
+
+
+async def test_at_the_end_everybody_is_told_goodbye_and_why(here: HandDaemon) -> None:
+    clients = [await here.greeted(client=client_id(number)) for number in range(3)]
+    await here.server.say_goodbye(1.0)
+    for client in clients:
+        assert (await client.next(BYE))[1:] == [0, "the daemon is stopping"]
+        assert client.transport.gone
+    assert not here.server.sessions
+
+
+async def test_one_who_was_accepted_too_late_is_told_so(here: HandDaemon) -> None:
+    await here.server.say_goodbye(1.0)
+    late = here.client()
+    assert (await late.next(FAILURE))[3] == "stopping"
+    await late.lost()
+    assert not here.server.sessions
+
+
+async def test_the_last_facts_leave_before_the_goodbye(here: HandDaemon) -> None:
+    client = await here.greeted()
+    subscribe(client)
+    await here.server.say_goodbye(1.0)
+    kinds = [message[0] for message in client.heard()]
+    assert kinds == [FACTS, FACTS, BYE]
+
+
+async def test_one_who_does_not_take_the_goodbye_is_cut_off(here: HandDaemon) -> None:
+    client = await here.greeted()
+    client.transport.clog()
+    client.request(1, "PingDaemon")
+    await here.server.say_goodbye(0.01)
+    assert client.transport.aborted
+    await client.lost()
+
+
+# Over real connections.
+
+Answer = Callable[[EchoWord], Any]
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
+    def extend(made: Daemon) -> None:
+        async def ask_back(request: AskBack, call: Call) -> str:
+            session = made.server.session_of(call.client)
+            if session is None:
+                raise Unavailable("client_gone", "the caller is gone")
+            return await session.request(EchoWord(request.word), 5.0)
+
+        made.bus.serve(AskBack, ask_back, owner="test")
+
+    async def open_store() -> MemoryStore:
+        return MemoryStore("history-1")
+
+    config = Config(data_dir=str(tmp_path), socket=str(tmp_path / "s"), listen=("tcp://127.0.0.1:0",))
+    ports = Ports(SystemClock(), SystemNetwork(), 1, 0, open_store)
+    async with in_one_task(Daemon.running(config, ports, extend=extend)) as made:
+        yield made
+
+
+async def test_the_daemon_asks_the_client_that_asks_it_over_the_same_connection(daemon: Daemon) -> None:
+    async def echo(request: EchoWord) -> str:
+        return request.word.upper()
+
+    for endpoint in (f"unix://{daemon.config.socket}", *daemon.listening):
+        async with ForgedClient(endpoint) as client:
+            client.serve(EchoWord, echo)
+            words = [f"word-{number}" for number in range(20)]
+            assert await asyncio.gather(*(client.request(AskBack(word)) for word in words)) == [
+                word.upper() for word in words
+            ]
+
+
+async def test_a_client_that_serves_nothing_refuses(daemon: Daemon) -> None:
+    async with ForgedClient(*daemon.listening) as client:
+        with pytest.raises(RequestRefused) as caught:
+            await client.request(AskBack("hi"))
+        assert caught.value.code == "request_unknown"
+
+
+async def test_what_a_client_refuses_comes_back_as_it_was_said(daemon: Daemon) -> None:
+    async def refuse(request: EchoWord) -> str:
+        raise RequestRefused("not_today", f"no {request.word} today", "come tomorrow")
+
+    async with ForgedClient(*daemon.listening) as client:
+        client.serve(EchoWord, refuse)
+        with pytest.raises(RequestRefused) as caught:
+            await client.request(AskBack("bread"))
+        assert (caught.value.code, caught.value.fix) == ("not_today", "come tomorrow")
+
+
+async def test_where_it_listens_is_told_with_the_port_that_it_got(daemon: Daemon) -> None:
+    socket, tcp = daemon.server.addresses
+    assert socket == Address("unix", path=daemon.config.socket)
+    assert (tcp.scheme, tcp.host) == ("tcp", "127.0.0.1")
+    assert tcp.port != 0
+
+
+async def test_behind_closed_doors_those_inside_are_served(daemon: Daemon) -> None:
+    (endpoint,) = daemon.listening
+    async with ForgedClient(endpoint) as client:
+        await daemon.server.close_doors()
+        assert daemon.server.addresses == []
+        await client.ping()
+        with pytest.raises(Unavailable):
+            async with ForgedClient(endpoint, connect_timeout_s=0.05):
+                pass

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Any
+
+import pytest
+
+from forged.errors import ConfigError
+from forged.net import tcp
+from forged.net.network import Address
+from forged.net.tcp import Liveness
+
+BACKLOG = 4
+
+
+async def test_a_host_with_several_addresses_listens_at_one_port_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve(monkeypatch, "127.0.0.2", "127.0.0.3")
+    sockets = await tcp.listen(Address("tcp", host="several"), BACKLOG, Liveness())
+    names = [sock.getsockname() for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    assert [host for host, _ in names] == ["127.0.0.2", "127.0.0.3"]
+    assert names[0][1] == names[1][1] != 0
+
+
+async def test_an_address_listed_twice_is_listened_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve(monkeypatch, "127.0.0.2", "127.0.0.2")
+    [sock] = await tcp.listen(Address("tcp", host="twice"), BACKLOG, Liveness())
+    sock.close()
+
+
+async def test_an_address_of_a_family_that_is_switched_off_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve(monkeypatch, "192.0.2.1", "127.0.0.2")
+    [sock] = await tcp.listen(Address("tcp", host="half"), BACKLOG, Liveness())
+    with sock:
+        assert sock.getsockname()[0] == "127.0.0.2"
+
+
+async def test_no_address_of_this_machine_is_a_config_error() -> None:
+    with pytest.raises(ConfigError) as raised:
+        await tcp.listen(Address("tcp", host="192.0.2.1"), BACKLOG, Liveness())
+    assert raised.value.code == "address_not_available"
+
+
+async def test_a_name_to_listen_at_that_is_unknown_is_a_config_error() -> None:
+    with pytest.raises(ConfigError) as raised:
+        await tcp.listen(Address("tcp", host="host.invalid"), BACKLOG, Liveness())
+    assert raised.value.code == "host_not_found"
+
+
+async def test_a_port_that_is_not_permitted_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_sock: socket.socket, _where: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(ConfigError) as raised:
+        await tcp.listen(Address("tcp", host="127.0.0.1", port=80), BACKLOG, Liveness())
+    assert raised.value.code == "address_not_permitted"
+
+
+async def test_an_address_in_use_closes_those_already_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.3", 0)) as taken:
+        port = taken.getsockname()[1]
+        resolve(monkeypatch, "127.0.0.2", "127.0.0.3")
+        with pytest.raises(ConfigError, match=str(port)) as raised:
+            await tcp.listen(Address("tcp", host="several", port=port), BACKLOG, Liveness())
+    assert raised.value.code == "address_in_use"
+    socket.create_server(("127.0.0.2", port)).close()
+
+
+async def test_a_dial_goes_on_to_the_address_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.3", 0)) as listener:
+        resolve(monkeypatch, "127.0.0.2", "127.0.0.3")
+        where = Address("tcp", host="several", port=listener.getsockname()[1])
+        with await tcp.dial(where, Liveness()) as sock:
+            assert sock.getpeername() == listener.getsockname()
+
+
+async def test_a_dial_that_nobody_answers_raises_what_the_system_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.3", 0))
+        resolve(monkeypatch, "127.0.0.2", "127.0.0.3")
+        with pytest.raises(ConnectionRefusedError):
+            await tcp.dial(Address("tcp", host="several", port=bound.getsockname()[1]), Liveness())
+
+
+async def test_a_port_is_free_again_at_once_after_its_connections_were_closed_here() -> None:
+    [sock] = await tcp.listen(Address("tcp", host="127.0.0.1"), BACKLOG, Liveness())
+    with sock, socket.create_connection(sock.getsockname()):
+        port = sock.getsockname()[1]
+        sock.accept()[0].close()
+    [again] = await tcp.listen(Address("tcp", host="127.0.0.1", port=port), BACKLOG, Liveness())
+    again.close()
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
+    """Let every name resolve to these addresses."""
+
+    def getaddrinfo(_host: str, port: int, **_options: Any) -> list[tcp.AddressInfo]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port)) for host in hosts]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
