@@ -1,0 +1,1 @@
+"""The commands: `forged` runs the daemon, `forgectl` asks it."""

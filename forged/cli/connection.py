@@ -1,0 +1,42 @@
+"""Where `forgectl` finds its daemon.
+
+Law: what the options name comes before what the environment names, and both before the place where a daemon of this
+user would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from forged.cli.wire import Wire
+
+PROGRAM = "forgectl"
+
+Options = argparse.Namespace
+
+
+class Connection:
+    """A connection to the daemon that the options name."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __enter__(self) -> Wire:
+        options = self._options
+        token = options.token or os.environ.get("FORGED_TOKEN") or None
+        self._wire = Wire(_endpoint(options), token, options.timeout)
+        return self._wire
+
+    def __exit__(self, *error: object) -> None:
+        self._wire.close()
+
+
+def _endpoint(options: Options) -> str:
+    if options.endpoint:
+        return str(options.endpoint)
+    if options.socket:
+        return f"unix://{options.socket}"
+    from forged.paths import default_socket
+
+    return f"unix://{default_socket(os.environ, os.getuid())}"

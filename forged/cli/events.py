@@ -1,0 +1,56 @@
+"""The facts, as `forgectl events` reads them.
+
+Law: whoever follows sees every fact once and in order, over any number of daemons at the same place, or the gap where
+one is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+from forged.cli.connection import PROGRAM, Connection, Options
+from forged.cli.wire import Event
+from forged.errors import Unavailable
+
+RECONNECT_PAUSE_S = 0.2
+RECONNECT_PAUSE_MAX_S = 3.0
+EARLIEST = -1
+
+
+def past(options: Options) -> Iterator[Event]:
+    """The facts until now."""
+    since = EARLIEST if options.since is None else options.since
+    with Connection(options) as wire:
+        latest = wire.request("ReadStatus")["last_fact"]
+        for _, event in wire.facts(since, options.type, options.job, until=latest):
+            if event is not None:
+                yield event
+
+
+def follow(options: Options) -> Iterator[Event]:
+    """Facts for ever: when the daemon goes, wait for it and go on behind the last fact that was shown."""
+    position, history, pause_s = options.since, "", 0.0
+    while True:
+        try:
+            with Connection(options) as wire:
+                if pause_s > RECONNECT_PAUSE_S:
+                    _remark("the daemon is back")
+                position = wire.latest if position is None else position
+                history, pause_s = history or wire.history, RECONNECT_PAUSE_S
+                for reached, event in wire.facts(position, options.type, options.job, history=history):
+                    position, history = reached, wire.history
+                    if event is not None:
+                        yield event
+        except Unavailable as error:
+            if not pause_s:
+                raise  # there was nobody from the start
+            if pause_s == RECONNECT_PAUSE_S:
+                _remark(f"{error.message}; waiting for the daemon")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, RECONNECT_PAUSE_MAX_S)
+
+
+def _remark(text: str) -> None:
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)

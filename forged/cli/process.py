@@ -1,0 +1,38 @@
+"""What both commands are as processes: their exit codes, and how they write.
+
+Law: the exit code says which kind of thing went wrong, the same way in both. Whoever reads our output may stop at any
+time; that is no failure.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_REFUSED = 3
+EXIT_UNAVAILABLE = 4
+EXIT_INTERRUPTED = 130
+
+_CODES: tuple[tuple[type[ForgedError], int], ...] = (
+    (ConfigError, EXIT_USAGE),
+    (RequestRefused, EXIT_REFUSED),
+    (Unavailable, EXIT_UNAVAILABLE),
+)
+
+
+def complain(program: str, error: ForgedError) -> int:
+    """Say what went wrong; returns the exit code."""
+    print(f"{program}: {error}", file=sys.stderr)
+    return next((code for kind, code in _CODES if isinstance(error, kind)), EXIT_FAILED)
+
+
+def stop_writing() -> None:
+    """Drop what has not been written, or Python would try once more at exit, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -1,0 +1,277 @@
+"""The client library for programs without an event loop.
+
+Law: there is no second implementation. A blocking client runs a `ForgedClient` on a loop in a thread of its own and
+waits for it; it may be used from several threads, and closing it ends what the others wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import copy
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypedDict, TypeVar, Unpack
+
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from forged.auth.messages import TokenView
+from forged.auth.model import Role
+from forged.client.client import CLOSED, EARLIEST, ForgedClient
+from forged.client.stream import FactStream
+from forged.clock import Clock
+from forged.errors import RequestRefused
+from forged.jobs.model import Job, SettingValue
+from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
+from forged.net.connection import ConnectionLimits
+from forged.net.network import Network
+from forged.retry import RetryPolicy
+from forged.status.model import HandlerView, Status
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ClientOptions(TypedDict, total=False):
+    """The options of `ForgedClient`."""
+
+    token: str | None
+    timeout_s: float
+    connect_timeout_s: float
+    reconnect: RetryPolicy
+    network: Network | None
+    clock: Clock | None
+    source: random.Random | None
+    limits: ConnectionLimits | None
+
+
+class BlockingFacts:
+    """An iterator over records and gaps, and a context manager; made by `BlockingClient.facts`.
+
+    It waits for the next fact for ever, or ends with `until`. Closing it, or dropping it, ends the subscription.
+    """
+
+    def __init__(self, run: Callable[..., Any], stream: FactStream, loop: asyncio.AbstractEventLoop) -> None:
+        self._run = run
+        self._stream = stream
+        self._loop = loop
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Record | Gap:
+        item: Record | Gap | None = self._run(anext, self._stream, None)
+        if item is None:
+            raise StopIteration
+        return item
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Want no more. Idempotent, and does not wait: also for whoever waits for the next fact in another thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the stream with it
+            self._loop.call_soon_threadsafe(self._stream.close)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class BlockingClient:
+    """`ForgedClient` without `await`; a context manager. Its arguments are those of `ForgedClient`."""
+
+    def __init__(self, *endpoints: str, **options: Unpack[ClientOptions]) -> None:
+        self._make = lambda: ForgedClient(*endpoints, **options)
+        self._open = ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._client: ForgedClient | None = None
+
+    def __enter__(self) -> Self:
+        if self._portal is not None:
+            raise RequestRefused("client_reopened", "a client is opened once", "make another")
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal(name="forged-client"))
+            # Made on the loop's thread: a client belongs to its loop.
+            self._client = stack.enter_context(self._portal.wrap_async_context_manager(self._portal.call(self._make)))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Say goodbye and end the thread. Idempotent."""
+        self._open.close()
+
+    @property
+    def aio(self) -> ForgedClient:
+        """The client that does the work."""
+        if self._client is None:
+            raise _not_open()
+        return self._client
+
+    def request(self, request: Request[R], *, timeout_s: float | None = None, fence: Fence | None = None) -> R:
+        """Have a request done once and return its reply."""
+
+        async def ask() -> R:
+            return await self.aio.request(request, timeout_s=timeout_s, fence=fence)
+
+        return self._run(ask)
+
+    def signal(self, signal: Signal) -> None:
+        """Tell the daemon something that need not arrive."""
+        self._run(_soon, self.aio.signal, signal)
+
+    def serve(self, request: type[Request[R]], handler: Callable[[Any], R]) -> None:
+        """Answer requests of this type that come from the daemon; the handler runs in a thread of its own."""
+
+        async def answer(asked: Any) -> R:
+            return await anyio.to_thread.run_sync(handler, asked, abandon_on_cancel=True)
+
+        self._run(_soon, self.aio.serve, request, answer)
+
+    def facts(
+        self,
+        *types: type[Fact] | str,
+        since: int | None = None,
+        jobs: Iterable[str] = (),
+        until: int | None = None,
+    ) -> BlockingFacts:
+        """Facts as they become durable. The subscription stands when this returns."""
+
+        async def subscribe() -> BlockingFacts:
+            stream = self.aio.facts(*types, since=since, jobs=jobs, until=until)
+            return BlockingFacts(self._run, await stream.__aenter__(), asyncio.get_running_loop())
+
+        return self._run(subscribe)
+
+    def ping(self) -> float:
+        """How many seconds it takes to the daemon's bus and back."""
+        return self._run(self.aio.ping)
+
+    def status(self) -> Status:
+        """How the daemon is."""
+        return self._run(self.aio.status)
+
+    def story(self, fact_id: int) -> list[Record]:
+        """A fact between its causes and its consequences."""
+        return self._run(self.aio.story, fact_id)
+
+    def past_facts(
+        self, *types: type[Fact] | str, since: int = EARLIEST, jobs: Iterable[str] = ()
+    ) -> list[Record | Gap]:
+        """The facts until now."""
+
+        async def collect() -> list[Record | Gap]:
+            return [item async for item in self.aio.past_facts(*types, since=since, jobs=jobs)]
+
+        return self._run(collect)
+
+    def handlers(self) -> list[HandlerView]:
+        """Every handler on the daemon's bus, in numbers."""
+        return self._run(self.aio.handlers)
+
+    def readmit_handler(self, handler: str) -> None:
+        """Give a quarantined handler facts again."""
+        self._run(self.aio.readmit_handler, handler)
+
+    def create_job(self, job: str, settings: Mapping[str, SettingValue] | None = None) -> Job:
+        """Create a job, or get the one that exists."""
+        return self._run(self.aio.create_job, job, settings)
+
+    def change_job(self, job: str, settings: Mapping[str, SettingValue], version: int) -> Job:
+        """Replace a job's settings if it is still at this version."""
+        return self._run(self.aio.change_job, job, settings, version)
+
+    def job(self, job: str) -> Job:
+        """One job."""
+        return self._run(self.aio.job, job)
+
+    def jobs(self) -> list[Job]:
+        """All jobs that this client may see."""
+        return self._run(self.aio.jobs)
+
+    def remove_job(self, job: str) -> None:
+        """Remove a job."""
+        self._run(self.aio.remove_job, job)
+
+    def note(self, job: str, text: str) -> None:
+        """Put a remark on a job's record."""
+        self._run(self.aio.note, job, text)
+
+    def create_token(
+        self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None
+    ) -> str:
+        """Create a token and return its text, which nobody can tell again."""
+
+        async def create() -> str:
+            return await self.aio.create_token(name, role, jobs=jobs, ttl_s=ttl_s)
+
+        return self._run(create)
+
+    def tokens(self) -> list[TokenView]:
+        """All tokens."""
+        return self._run(self.aio.tokens)
+
+    def revoke_token(self, token_id: str) -> TokenView:
+        """Accept a token no more."""
+        return self._run(self.aio.revoke_token, token_id)
+
+    # Bulk.
+
+    def fetch_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
+        """Receive what a ticket is for into an open file, from `offset` on."""
+        self._run(partial(self.aio.fetch_file, ticket, fd, offset=offset))
+
+    def fetch_bytes(self, ticket: Ticket) -> bytearray:
+        """Receive what a ticket is for into memory."""
+        return self._run(self.aio.fetch_bytes, ticket)
+
+    def fetch_descriptors(self, ticket: Ticket) -> list[int]:
+        """Receive file descriptors, over a Unix socket; they are the caller's to close."""
+        return self._run(self.aio.fetch_descriptors, ticket)
+
+    def deliver_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
+        """Send the bytes of an open file that a ticket asks for, from `offset` on."""
+        self._run(partial(self.aio.deliver_file, ticket, fd, offset=offset))
+
+    def deliver_bytes(self, ticket: Ticket, view: memoryview) -> None:
+        """Send the bytes that a ticket asks for from memory."""
+        self._run(self.aio.deliver_bytes, ticket, view)
+
+    def backup(self, path: Path) -> int:
+        """Fetch a consistent copy of the daemon's state; returns its size."""
+        return self._run(self.aio.backup, path)
+
+    def _run(self, call: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+        portal = self._portal
+        if portal is None:
+            raise _not_open()
+        try:
+            future = portal.start_task_soon(partial(call, *args, **kwargs))
+        except RuntimeError:
+            raise copy(CLOSED) from None
+        return future.result()
+
+
+async def _soon(call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call it on the loop's thread."""
+    call(*args, **kwargs)
+
+
+def _not_open() -> RequestRefused:
+    return RequestRefused(
+        "client_not_open", "the client is not open", "use it inside `with BlockingClient(...) as client`"
+    )

@@ -1,0 +1,395 @@
+"""The client library.
+
+Law: a client outlives its connections. What was asked is sent again, with the same number, until it is answered or its
+deadline has passed, so it is done once; streams go on where they were. Only what the daemon refuses, or time, ends a
+request. How many may wait is limited: one more waits for its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from copy import copy
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from forged.client.connector import Connector
+from forged.client.link import Link
+from forged.client.methods import DaemonMethods
+from forged.client.servant import Servant
+from forged.client.stream import FactStream
+from forged.clock import Clock, SystemClock
+from forged.errors import ForgedError, NotLeader, RequestRefused, Unavailable
+from forged.ids import new_client_id
+from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
+from forged.net import side
+from forged.net.calls import TIMEOUT_S, OutgoingCalls
+from forged.net.connection import ConnectionLimits
+from forged.net.messages import (
+    Cancel,
+    Credit,
+    Ended,
+    Facts,
+    Failure,
+    GapMessage,
+    Reply,
+    RequestMessage,
+    SignalMessage,
+    Unsubscribe,
+    encode,
+    failure,
+)
+from forged.net.network import Address, Network
+from forged.net.tls import client_context
+from forged.retry import RECONNECTING, RetryPolicy
+from forged.status.model import BackUp
+
+R = TypeVar("R")
+
+CONNECT_TIMEOUT_S = 10.0
+BACKUP_TIMEOUT_S = 3600.0
+REQUESTS_WAITING_MAX = 1000
+"""Below the 1024 at which a daemon stops reading, so that it still hears what is cancelled."""
+REQUEST_HEAD_BYTES_MAX = 512
+"""What a frame holds besides a request's own fields."""
+EARLIEST = -1
+"""As `since`: everything that the daemon still keeps."""
+
+NOT_OPEN = RequestRefused("client_not_open", "the client is not open", "use it inside `async with ForgedClient(...)`")
+CLOSED = Unavailable("client_closed", "the client was closed", "open a new one")
+
+
+class ForgedClient(DaemonMethods):
+    """Talks to a daemon, or to the one of several that answers; an asynchronous context manager.
+
+    Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`. Entering waits for the first connection.
+    Another `network` is for other ways to connect: `SystemNetwork(tls_client=...)` for certificates of one's own.
+    """
+
+    def __init__(
+        self,
+        *endpoints: str,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        reconnect: RetryPolicy = RECONNECTING,
+        network: Network | None = None,
+        clock: Clock | None = None,
+        source: random.Random | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        self.endpoints = tuple(Address.parse(endpoint) for endpoint in endpoints)
+        if not self.endpoints:
+            raise RequestRefused(
+                "endpoint_missing", "a client needs an endpoint", "give unix:///path or tcp://host:port"
+            )
+        self.timeout_s = timeout_s
+        clock, source = clock or SystemClock(), source or random.SystemRandom()
+        super().__init__(clock, source)
+        self._token = token or None
+        self._limits = limits or ConnectionLimits()
+        self._client = new_client_id(source.getrandbits)
+        self._calls = OutgoingCalls(self._clock)
+        self._room = asyncio.Semaphore(REQUESTS_WAITING_MAX)
+        self._streams: dict[int, FactStream] = {}
+        self._stream_number = 0
+        self._servant = Servant()
+        self._end: ForgedError | None = NOT_OPEN
+        self._tasks: TaskGroup | None = None
+        self._network = network if network is not None else _system_network(self.endpoints)
+        self._connector = Connector(
+            self.endpoints,
+            self._network,
+            clock,
+            source,
+            reconnect,
+            connect_timeout_s,
+            make_link=self._make_link,
+            connected=self._resume,
+            ended=self._finish,
+        )
+
+    async def __aenter__(self) -> Self:
+        if self._tasks is not None:
+            raise RequestRefused("client_reopened", "a client is opened once", "make another")
+        self._tasks = anyio.create_task_group()
+        self._end = None
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._connector.run)
+        try:
+            await self._connector.first()
+        except BaseException as error:
+            await self._close(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._close(error)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a daemon is at the other end right now."""
+        return self._link is not None and not self._link.lost
+
+    @property
+    def endpoint(self) -> str | None:
+        """The endpoint of the present connection."""
+        return str(self._link.address) if self._link is not None else None
+
+    # What the daemon does.
+
+    async def request(self, request: Request[R], *, timeout_s: float | None = None, fence: Fence | None = None) -> R:
+        """Have a request done once, however often the connection breaks, and return its reply."""
+        left_s = self.timeout_s if timeout_s is None else timeout_s
+        if self._room.locked():
+            left_s = await self._wait_for_room(left_s)
+        else:
+            await self._room.acquire()
+        try:
+            return await self._ask(request, left_s, fence)
+        finally:
+            self._room.release()
+
+    def signal(self, signal: Signal) -> None:
+        """Tell the daemon something that need not arrive; without a connection, or on a clogged one, it does not."""
+        if self._link is not None and not self._link.clogged:
+            self._link.send(SignalMessage(type(signal).__name__, msgspec.Raw(encode(signal))))
+
+    def facts(
+        self,
+        *types: type[Fact] | str,
+        since: int | None = None,
+        jobs: Iterable[str] = (),
+        until: int | None = None,
+    ) -> FactStream:
+        """A stream of facts with ids greater than `since` (None: from now on; `EARLIEST`: all that are kept).
+
+        Use it as `async with client.facts(...) as stream: async for record in stream: ...`. It yields `Gap`s too.
+        """
+        self._stream_number += 1
+        names = tuple(one if isinstance(one, str) else one.__name__ for one in types)
+        wanted = () if "Fact" in names else names
+        return FactStream(
+            self._stream_number,
+            since,
+            wanted,
+            tuple(jobs),
+            until=until,
+            opened=self._open_stream,
+            closed=self._close_stream,
+            grant=self._grant,
+        )
+
+    async def past_facts(
+        self, *types: type[Fact] | str, since: int = EARLIEST, jobs: Iterable[str] = ()
+    ) -> AsyncIterator[Record | Gap]:
+        """The facts until now; ends when there are no more."""
+        latest = (await self.status()).last_fact
+        async with self.facts(*types, since=since, jobs=jobs, until=latest) as stream:
+            async for item in stream:
+                yield item
+
+    def serve(self, request: type[Request[R]], handler: Callable[[Any], Awaitable[R]]) -> None:
+        """Answer requests of this type that come from the daemon."""
+        self._servant.serve(request, handler)
+
+    # Bulk.
+
+    async def fetch_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
+        """Receive what a ticket is for into an open file, from `offset` on."""
+        await self._use(ticket, side.want_file(fd, ticket.size), offset)
+
+    async def fetch_bytes(self, ticket: Ticket) -> bytearray:
+        """Receive what a ticket is for into memory."""
+        data = bytearray(ticket.size)
+        await self._use(ticket, side.want_buffer(memoryview(data)))
+        return data
+
+    async def fetch_descriptors(self, ticket: Ticket) -> list[int]:
+        """Receive file descriptors, over a Unix socket; they are the caller's to close."""
+        taken: list[int] = []
+        await self._use(ticket, side.want_descriptors(ticket.size, taken))
+        return taken
+
+    async def deliver_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
+        """Send the bytes of an open file that a ticket asks for, from `offset` on."""
+        await self._use(ticket, side.offer_file(fd, ticket.size), offset)
+
+    async def deliver_bytes(self, ticket: Ticket, view: memoryview) -> None:
+        """Send the bytes that a ticket asks for from memory."""
+        await self._use(ticket, side.offer_buffer(view))
+
+    async def backup(self, path: Path) -> int:
+        """Fetch a consistent copy of the daemon's state, to be used as a data directory's database; returns its size.
+
+        The file is there whole or not at all.
+        """
+        ticket = await self.request(BackUp(), timeout_s=BACKUP_TIMEOUT_S)
+        partial_path = path.with_name(f"{path.name}.part")
+        fd = os.open(partial_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            await self.fetch_file(ticket, fd)
+            os.fsync(fd)
+        except BaseException:
+            partial_path.unlink()
+            raise
+        finally:
+            os.close(fd)
+        partial_path.replace(path)
+        return ticket.size
+
+    async def _use(self, ticket: Ticket, offer: side.Offer, offset: int = 0) -> None:
+        link = self._link
+        if link is None:
+            raise Unavailable("connection_lost", "there is no daemon to open a side connection to", "ask again")
+        await side.use(self._network, self._clock, self._limits, link.address, self._client, ticket, offer, offset)
+
+    # Opening and closing.
+
+    @property
+    def _link(self) -> Link | None:
+        return self._connector.link
+
+    def _make_link(self, address: Address) -> Link:
+        return Link(self, self._clock, self._limits, address, self._client, self._token)
+
+    def _resume(self, link: Link) -> None:
+        """Ask again what is not answered, and go on with the streams."""
+        for number in self._calls.unanswered():
+            self._send(link, number)
+        for stream in list(self._streams.values()):
+            self._subscribe(link, stream)
+
+    def _finish(self, error: ForgedError) -> None:
+        """Nothing will be answered any more."""
+        self._end = error
+        self._calls.fail_all(error)
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+
+    async def _close(self, error: BaseException | None) -> bool | None:
+        assert self._tasks is not None
+        with anyio.CancelScope(shield=True):
+            self._connector.finish(CLOSED)
+            await self._connector.leave(self._calls.acknowledged)
+        self._tasks.cancel_scope.cancel()
+        try:
+            return await self._tasks.__aexit__(None if error is None else type(error), error, None)
+        except BaseExceptionGroup as group:
+            # What the block raised leaves it as it is; only what our own tasks raise comes as a group.
+            if error is not None and group.exceptions == (error,):
+                return None
+            raise
+
+    # Requests.
+
+    async def _ask(self, request: Request[R], timeout_s: float, fence: Fence | None) -> R:
+        if self._end is not None:
+            raise copy(self._end)
+        number, answer = self._calls.open(request, timeout_s, fence)
+        if self._link is not None:
+            self._send(self._link, number)
+        try:
+            reply: R = await answer
+        except BaseException as error:
+            if self._calls.abandon(number) and self._link is not None:
+                self._link.send(Cancel(number))
+            if isinstance(error, Unavailable) and error.code == "deadline_exceeded" and self._connector.trouble:
+                raise Unavailable(error.code, f"{error.message}: {self._connector.trouble}", error.fix) from None
+            raise
+        return reply
+
+    async def _wait_for_room(self, timeout_s: float) -> float:
+        """Wait until fewer requests wait for answers; returns what is left of the time."""
+        deadline = self._clock.monotonic() + timeout_s
+        with anyio.move_on_after(timeout_s) as scope:
+            await self._room.acquire()
+        if scope.cancelled_caught:
+            raise Unavailable(
+                "congested",
+                f"{REQUESTS_WAITING_MAX} requests wait for answers; this one was not sent",
+                "ask for fewer things at once",
+            )
+        return deadline - self._clock.monotonic()
+
+    def _send(self, link: Link, number: int) -> None:
+        message = self._calls.message(number)
+        frame_bytes_max = min(link.welcome.result().frame_bytes_max, self._limits.frame_bytes_max)
+        if len(message.body) + REQUEST_HEAD_BYTES_MAX <= frame_bytes_max:
+            link.send(message)
+        else:
+            # The daemon would close the connection over it, every time.
+            text = f"{message.method} does not fit into a frame of {frame_bytes_max} bytes"
+            fix = "send large data over a side connection"
+            self._calls.outcome(failure(number, RequestRefused("request_too_large", text, fix)))
+
+    # What the link tells.
+
+    def on_outcome(self, link: Link, message: Reply | Failure) -> None:
+        if type(message) is Failure and message.code == _NOT_LEADER and len(self.endpoints) > 1:
+            # It was not done here. Elsewhere, it is asked again.
+            link.close(NotLeader(message.code, message.text, message.fix))
+        else:
+            self._calls.outcome(message)
+
+    def on_stream(self, message: Facts | GapMessage | Ended) -> None:
+        stream = self._streams.get(message.stream)
+        if stream is None:
+            return
+        if type(message) is Ended:
+            del self._streams[message.stream]
+        stream.take(message)
+
+    def on_request(self, link: Link, message: RequestMessage) -> None:
+        assert self._tasks is not None
+        self._tasks.start_soon(self._servant.answer, link, message)
+
+    def on_cancel(self, link: Link, message: Cancel) -> None:
+        self._servant.cancel(link, message)
+
+    # Streams.
+
+    def _open_stream(self, stream: FactStream) -> None:
+        if self._end is not None:
+            raise copy(self._end)
+        self._streams[stream.number] = stream
+        if self._link is not None:
+            self._subscribe(self._link, stream)
+
+    def _subscribe(self, link: Link, stream: FactStream) -> None:
+        try:
+            link.send(stream.subscribe(link.welcome.result().history))
+        except ForgedError as error:
+            # No frame holds all the names that it asks for.
+            del self._streams[stream.number]
+            stream.fail(error)
+
+    def _close_stream(self, stream: FactStream) -> None:
+        if self._streams.pop(stream.number, None) is not None and self._link is not None:
+            self._link.send(Unsubscribe(stream.number))
+
+    def _grant(self, credit: Credit) -> None:
+        if self._link is not None:
+            self._link.send(credit)
+
+
+_NOT_LEADER = "not_leader"
+
+
+def _system_network(endpoints: Iterable[Address]) -> Network:
+    """The machine's network; for TLS with what `$FORGED_CA`, `$FORGED_CERTIFICATE` and `$FORGED_KEY` name."""
+    from forged.net.sockets import SystemNetwork
+
+    if not any(address.scheme == "tls" for address in endpoints):
+        return SystemNetwork()
+    names = ("FORGED_CA", "FORGED_CERTIFICATE", "FORGED_KEY")
+    return SystemNetwork(tls_client=client_context(*(os.environ.get(name) or None for name in names)))

@@ -1,0 +1,94 @@
+"""What the daemon does, as methods.
+
+Law: each method is one request and its reply, without a decision of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from forged.auth.messages import CreateToken, ListTokens, RevokeToken, TokenView
+from forged.auth.model import Role
+from forged.auth.tokens import SECRET_BYTES_MIN, spell
+from forged.clock import Clock
+from forged.jobs.model import AddNote, ChangeJob, CreateJob, Job, ListJobs, RemoveJob, SettingValue, ShowJob
+from forged.messages import Fence, Record, Request
+from forged.status.model import HandlerView, ListHandlers, PingDaemon, ReadmitHandler, ReadStatus, Status, TellStory
+
+R = TypeVar("R")
+
+
+class DaemonMethods:
+    """Everything that can be asked of a daemon, typed; who inherits it knows how to ask."""
+
+    def __init__(self, clock: Clock, source: random.Random) -> None:
+        self._clock = clock
+        self._source = source
+
+    async def request(self, request: Request[R], *, timeout_s: float | None = None, fence: Fence | None = None) -> R:
+        """Have a request done, and return its reply."""
+        raise NotImplementedError
+
+    async def ping(self) -> float:
+        """How many seconds it takes to the daemon's bus and back."""
+        started = self._clock.monotonic()
+        await self.request(PingDaemon())
+        return self._clock.monotonic() - started
+
+    async def status(self) -> Status:
+        """How the daemon is."""
+        return await self.request(ReadStatus())
+
+    async def story(self, fact_id: int) -> list[Record]:
+        """A fact between its causes and its consequences."""
+        return [Record.read(raw) for raw in await self.request(TellStory(fact_id))]
+
+    async def handlers(self) -> list[HandlerView]:
+        """Every handler on the daemon's bus, in numbers."""
+        return await self.request(ListHandlers())
+
+    async def readmit_handler(self, handler: str) -> None:
+        """Give a quarantined handler facts again."""
+        await self.request(ReadmitHandler(handler))
+
+    async def create_job(self, job: str, settings: Mapping[str, SettingValue] | None = None) -> Job:
+        """Create a job, or get the one that exists; refused when that one has other settings."""
+        return await self.request(CreateJob(job, dict(settings or {})))
+
+    async def change_job(self, job: str, settings: Mapping[str, SettingValue], version: int) -> Job:
+        """Replace a job's settings if it is still at this version."""
+        return await self.request(ChangeJob(job, dict(settings), version))
+
+    async def job(self, job: str) -> Job:
+        """One job."""
+        return await self.request(ShowJob(job))
+
+    async def jobs(self) -> list[Job]:
+        """All jobs that this client may see."""
+        return await self.request(ListJobs())
+
+    async def remove_job(self, job: str) -> None:
+        """Remove a job; one that does not exist is no error."""
+        await self.request(RemoveJob(job))
+
+    async def note(self, job: str, text: str) -> None:
+        """Put a remark on a job's record."""
+        await self.request(AddNote(job, text))
+
+    async def create_token(
+        self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None
+    ) -> str:
+        """Create a token and return its text, which nobody can tell again."""
+        secret = self._source.randbytes(SECRET_BYTES_MIN)
+        await self.request(CreateToken(name, role, secret, None if jobs is None else tuple(jobs), ttl_s))
+        return spell(secret)[1]
+
+    async def tokens(self) -> list[TokenView]:
+        """All tokens."""
+        return await self.request(ListTokens())
+
+    async def revoke_token(self, token_id: str) -> TokenView:
+        """Accept a token no more."""
+        return await self.request(RevokeToken(token_id))

@@ -1,0 +1,26 @@
+"""Requests and signals that only the tests know."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from forged.auth.model import Role
+from forged.messages import ANY_JOB, Request, Signal
+
+
+class Ponder(Request[str], frozen=True):
+    """Think about it, perhaps for ever."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+    job_field: ClassVar[str | None] = ANY_JOB
+
+    about: str
+
+
+class Whisper(Signal, frozen=True):
+    """Something that need not arrive."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+
+    text: str

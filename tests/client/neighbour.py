@@ -1,0 +1,84 @@
+"""A daemon for tests that have no event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from forged.client import BlockingClient
+from forged.daemon import Daemon
+from forged.messages import Call
+from tests.client.asked import Ponder, Whisper
+from tests.client.house import SOON, House, config_in
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in another thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Have it awaited over there."""
+
+        async def run() -> T:
+            return await function(*args, **kwargs)
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result()
+
+    def end(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class Neighbour(LoopThread):
+    """A daemon on a loop in another thread."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.heard: list[Any] = []
+        self.house: House = self.call(self._open, directory)
+
+    @property
+    def socket(self) -> str:
+        return self.house.config.socket
+
+    def close(self) -> None:
+        self.call(self.house.close)
+        self.end()
+
+    def client(self, **options: Any) -> BlockingClient:
+        return BlockingClient(self.house.endpoint, **({"reconnect": SOON} | options))
+
+    async def subscriptions(self) -> int:
+        """How many streams the daemon's clients have."""
+        return sum(len(session._streams) for session in self.house.daemon.server.sessions)
+
+    async def ask(self) -> Any:
+        """Have the daemon ask its only client to ponder."""
+        (session,) = self.house.daemon.server.sessions
+        number, answer = session.calls.open(Ponder("life"), 60.0, None)
+        session.send(session.calls.message(number))
+        return await answer
+
+    async def _open(self, directory: Path) -> House:
+        house = House(config_in(directory), extend=self._extend)
+        await house.open()
+        return house
+
+    def _extend(self, daemon: Daemon) -> None:
+        async def ponder(request: Ponder, call: Call) -> str:
+            await asyncio.Event().wait()
+            return ""
+
+        daemon.bus.serve(Ponder, ponder, owner="a test")
+        daemon.bus.on_signal(Whisper, lambda signal, call: self.heard.append(signal), name="a test")

@@ -1,0 +1,192 @@
+"""The client library without an event loop."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from forged.auth.model import Role
+from forged.client import BlockingClient, ForgedClient
+from forged.client.blocking import ClientOptions
+from forged.client.client import EARLIEST
+from forged.errors import RequestRefused, Unavailable
+from forged.jobs.model import JobCreated, NoteAdded
+from forged.messages import Record
+from forged.status.model import PingDaemon
+from tests.client.asked import Ponder, Whisper
+from tests.client.neighbour import Neighbour
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Give the other threads their turn until something is so."""
+    while not true():
+        threading.Event().wait(0.001)
+
+
+class TestCalls:
+    def test_it_does_what_the_other_does(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client:
+            assert client.ping() >= 0
+            assert client.status().socket == neighbour.house.config.socket
+            job = client.create_job("a", {"lr": 0.1})
+            assert client.job("a") == job
+            assert client.change_job("a", {}, job.version).settings == {}
+            client.note("a", "hello")
+            assert [one.name for one in client.jobs()] == ["a"]
+            client.remove_job("a")
+            assert client.handlers()
+            with pytest.raises(RequestRefused, match="not in quarantine"):
+                client.readmit_handler("nobody")
+            notes = [item for item in client.past_facts(NoteAdded, since=EARLIEST) if isinstance(item, Record)]
+            assert [record.fact for record in notes] == [NoteAdded("hello")]
+            assert client.story(notes[0].id)[0].id == notes[0].id
+            text = client.create_token("bot", Role.VIEWER, jobs=["a"])
+            (token,) = client.tokens()
+            assert token.token_id in text
+            assert client.revoke_token(token.token_id).revoked_at is not None
+
+    def test_every_method_and_option_of_the_other_is_there(self) -> None:
+        ours, theirs = (
+            {name for name, _ in inspect.getmembers(cls, inspect.isroutine) if not name.startswith(("_", "on_"))}
+            for cls in (BlockingClient, ForgedClient)
+        )
+        assert theirs <= ours
+        options = inspect.signature(ForgedClient.__init__).parameters.keys() - {"self", "endpoints"}
+        assert options == ClientOptions.__annotations__.keys()
+
+    def test_a_refusal_is_raised_in_the_thread_that_asked(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client, pytest.raises(RequestRefused, match="no job"):
+            client.note("nobody", "hello")
+
+    def test_a_deadline_is_kept(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client, pytest.raises(Unavailable, match="is unknown"):
+            client.request(Ponder("life"), timeout_s=0.02)
+
+    def test_several_threads_may_use_it_at_once(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client, ThreadPoolExecutor(8) as threads:
+            client.create_job("a")
+            list(threads.map(lambda number: client.note("a", f"{number}"), range(200)))
+            facts = [item.fact for item in client.past_facts() if isinstance(item, Record)]
+        texts = sorted(int(fact.text) for fact in facts if isinstance(fact, NoteAdded))
+        assert texts == list(range(200))
+
+    def test_a_signal_arrives(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client:
+            client.signal(Whisper("psst"))
+            wait_until(lambda: neighbour.heard == [Whisper("psst")])
+
+    def test_a_request_of_the_daemon_is_answered_by_a_plain_function(self, neighbour: Neighbour) -> None:
+        threads: list[str] = []
+
+        def ponder(request: Ponder) -> str:
+            threads.append(threading.current_thread().name)
+            return f"{request.about} is short"
+
+        with neighbour.client() as client:
+            client.serve(Ponder, ponder)
+            assert neighbour.call(neighbour.ask) == "life is short"
+        assert threads[0] not in ("forged-client", "MainThread")
+
+
+class TestOpeningAndClosing:
+    def test_without_a_daemon_it_says_how_to_start_one_and_leaves_no_thread(self, tmp_path: Path) -> None:
+        with (
+            pytest.raises(Unavailable, match="start one with `forged run`"),
+            BlockingClient(f"unix://{tmp_path}/none", connect_timeout_s=0.05),
+        ):
+            pass
+        assert "forged-client" not in {thread.name for thread in threading.enumerate()}
+
+    def test_it_is_used_inside_its_block(self, neighbour: Neighbour) -> None:
+        client = neighbour.client()
+        for use in (client.ping, client.facts, lambda: client.aio):
+            with pytest.raises(RequestRefused, match="not open"):
+                use()
+        with client:
+            client.ping()
+        for use in (client.ping, client.facts):
+            with pytest.raises(Unavailable, match="was closed"):
+                use()
+
+    def test_it_is_opened_once(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client, pytest.raises(RequestRefused, match="opened once"):
+            client.__enter__()
+
+    def test_closing_ends_what_other_threads_wait_for(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client, ThreadPoolExecutor(2) as threads:
+            asking = threads.submit(client.request, Ponder("life"))
+            reading = threads.submit(next, client.facts())
+            wait_until(lambda: bool(neighbour.house.daemon.bus.desk.in_flight))
+            client.close()
+            for waiting in (asking, reading):
+                with pytest.raises(Unavailable, match="was closed"):
+                    waiting.result()
+            client.close()
+
+    def test_what_the_block_raises_leaves_it_as_it_is(self, neighbour: Neighbour) -> None:
+        with pytest.raises(KeyError, match="mine"), neighbour.client():
+            raise KeyError("mine")
+
+    def test_an_open_iterator_does_not_keep_it_from_closing(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client:
+            read, unread = client.facts(since=EARLIEST), client.facts(since=EARLIEST)
+            next(read)
+        with pytest.raises(Unavailable, match="was closed"):
+            next(unread)
+
+
+class TestFacts:
+    def test_they_come_as_they_become_durable(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client, client.facts(JobCreated) as facts:
+            client.create_job("a")
+            record = next(facts)
+        assert isinstance(record, Record)
+        assert record.fact == JobCreated("a", {})
+
+    def test_they_end_with_until(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client:
+            client.create_job("a")
+            last = client.status().last_fact
+            ids = [item.id for item in client.facts(since=EARLIEST, until=last) if isinstance(item, Record)]
+        assert ids[-1] == last
+
+    def test_closed_early_the_subscription_ends(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client:
+            facts = client.facts(since=EARLIEST)
+            next(facts)
+            facts.close()
+            facts.close()
+            client.ping()
+            assert neighbour.call(neighbour.subscriptions) == 0
+            assert next(facts, "over") == "over"
+
+    def test_dropped_early_the_subscription_ends(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client:
+            for _ in client.facts(since=EARLIEST):
+                break
+            gc.collect()
+            client.ping()
+            assert neighbour.call(neighbour.subscriptions) == 0
+
+    def test_closing_it_ends_the_wait_of_another_thread(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client, ThreadPoolExecutor(1) as threads:
+            facts = client.facts()
+            waiting = threads.submit(next, facts, "over")
+            client.ping()
+            facts.close()
+            assert waiting.result() == "over"
+
+    def test_they_go_on_over_a_restart_of_the_daemon(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client, client.facts(JobCreated) as facts:
+            client.create_job("a")
+            neighbour.call(neighbour.house.reopen)
+            client.request(PingDaemon())
+            client.create_job("b")
+            jobs = [item.job for item in (next(facts), next(facts)) if isinstance(item, Record)]
+        assert jobs == ["a", "b"]

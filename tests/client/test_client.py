@@ -1,0 +1,457 @@
+"""What `ForgedClient` promises to the program that uses it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.auth.messages import TokenCreated
+from forged.auth.model import Role
+from forged.client.client import REQUESTS_WAITING_MAX, ForgedClient
+from forged.daemon import Daemon
+from forged.errors import ConfigError, NotLeader, RequestRefused, Unavailable
+from forged.jobs.model import AddNote, Job, NoteAdded
+from forged.messages import Call, Record
+from forged.net.connection import ConnectionLimits
+from forged.net.messages import Bye, Reply, RequestMessage
+from forged.status.model import DaemonStarted, HandlerView, ReadStatus, Status
+from tests.client.asked import Ponder, Whisper
+from tests.client.fake import FakeDaemon, Guest
+from tests.client.house import SOON, House, config_in
+from tests.client.proxy import Proxy, cut_once
+
+
+def client_of(*places: House | Proxy | FakeDaemon, **options: Any) -> ForgedClient:
+    return ForgedClient(*(place.endpoint for place in places), **({"reconnect": SOON} | options))
+
+
+async def notes(client: ForgedClient) -> list[str]:
+    """The text of every note on record, in order."""
+    facts = [item.fact async for item in client.past_facts() if isinstance(item, Record)]
+    return [fact.text for fact in facts if isinstance(fact, NoteAdded)]
+
+
+async def ponder_forever(request: Ponder, call: Call) -> str:
+    await asyncio.Event().wait()
+    return request.about
+
+
+def serving(handler: Callable[[Ponder, Call], Any]) -> Callable[[Daemon], None]:
+    return lambda daemon: daemon.bus.serve(Ponder, handler, owner="a test")
+
+
+class TestCalls:
+    async def test_the_daemons_status_is_typed(self, house: House) -> None:
+        async with client_of(house) as client:
+            status = await client.status()
+            assert isinstance(status, Status)
+            assert status.socket == house.config.socket
+            assert await client.ping() >= 0
+
+    async def test_a_jobs_life(self, house: House) -> None:
+        async with client_of(house) as client:
+            job = await client.create_job("a", {"lr": 0.1})
+            assert job == await client.job("a") == Job(**_fields(job))
+            changed = await client.change_job("a", {"lr": 0.2}, job.version)
+            assert changed.version == job.version + 1
+            assert await client.jobs() == [changed]
+            await client.remove_job("a")
+            assert await client.jobs() == []
+
+    async def test_a_story_and_the_handlers(self, house: House) -> None:
+        async with client_of(house) as client:
+            (started,) = [item async for item in client.past_facts(DaemonStarted)]
+            assert isinstance(started, Record)
+            assert [record.id for record in await client.story(started.id)] == [started.id]
+            handlers = await client.handlers()
+            assert all(isinstance(handler, HandlerView) for handler in handlers)
+            with pytest.raises(RequestRefused, match="not in quarantine"):
+                await client.readmit_handler(handlers[0].name)
+
+    async def test_a_tokens_life(self, house: House) -> None:
+        async with client_of(house) as client:
+            text = await client.create_token("bot", Role.VIEWER, jobs=["a"], ttl_s=60)
+            (token,) = await client.tokens()
+            assert (token.name, token.role, token.jobs) == ("bot", Role.VIEWER, ("a",))
+            async with client_of(house, token=text) as bot:
+                assert await bot.jobs() == []
+            assert (await client.revoke_token(token.token_id)).revoked_at is not None
+
+    async def test_a_tokens_text_reaches_neither_daemon_nor_record(self, house: House, proxy: Proxy) -> None:
+        async with client_of(proxy) as client:
+            text = await client.create_token("bot", Role.VIEWER)
+            (created,) = [item async for item in client.past_facts(TokenCreated)]
+        assert isinstance(created, Record)
+        assert text.encode() not in created.data
+        assert not any(text.encode() in bytes(one.body) for _, one in proxy.seen if isinstance(one, RequestMessage))
+
+    async def test_what_the_daemon_refuses_is_raised_with_its_code_and_fix(self, house: House) -> None:
+        async with client_of(house) as client:
+            with pytest.raises(RequestRefused) as refused:
+                await client.note("nobody", "hi")
+            assert refused.value.code == "job_unknown"
+            assert "forgectl jobs create" in refused.value.fix
+
+    async def test_a_request_that_takes_too_long_says_that_the_outcome_is_unknown(self, house: House) -> None:
+        house.extend = serving(ponder_forever)
+        await house.reopen()
+        async with client_of(house) as client:
+            with pytest.raises(Unavailable, match="is unknown") as late:
+                await client.request(Ponder("life"), timeout_s=0.02)
+            assert late.value.code == "deadline_exceeded"
+
+    async def test_no_time_at_all_is_not_the_default_time(self, house: House) -> None:
+        house.extend = serving(ponder_forever)
+        await house.reopen()
+        async with client_of(house) as client:
+            with pytest.raises(Unavailable, match="unknown"):
+                await client.request(Ponder("life"), timeout_s=0)
+
+    async def test_a_deadline_that_passes_while_nobody_is_there_says_so(self, house: House) -> None:
+        async with client_of(house) as client:
+            await house.close()
+            with pytest.raises(Unavailable, match=r": .*(stopping|cannot connect)") as late:
+                await client.request(ReadStatus(), timeout_s=0.02)
+            assert late.value.code == "deadline_exceeded"
+
+    async def test_a_cancelled_call_is_cancelled_at_the_daemon(self, house: House) -> None:
+        begun, stopped = asyncio.Event(), asyncio.Event()
+
+        async def ponder(request: Ponder, call: Call) -> str:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                stopped.set()
+            return ""
+
+        house.extend = serving(ponder)
+        await house.reopen()
+        async with client_of(house) as client:
+            call = asyncio.create_task(client.request(Ponder("life")))
+            await begun.wait()
+            call.cancel()
+            await stopped.wait()
+            assert await client.ping() >= 0
+        assert call.cancelled()
+
+    @pytest.mark.parametrize("frame_bytes_max", [2 << 20, 8 << 20])
+    async def test_a_request_that_no_frame_holds_is_refused_before_it_breaks_the_connection(
+        self, house: House, proxy: Proxy, frame_bytes_max: int
+    ) -> None:
+        await house.reopen(frame_bytes_max=frame_bytes_max)
+        async with client_of(proxy) as client:
+            with pytest.raises(RequestRefused) as refused:
+                await client.note("a", "x" * frame_bytes_max)
+            assert refused.value.code == "request_too_large"
+            assert await client.ping() >= 0
+        assert proxy.connections == 1
+
+    async def test_the_clients_own_limits_hold_too(self, house: House) -> None:
+        async with client_of(house, limits=ConnectionLimits(frame_bytes_max=10_000)) as client:
+            with pytest.raises(RequestRefused) as refused:
+                await client.note("a", "x" * 10_000)
+            assert refused.value.code == "request_too_large"
+            await house.reopen()
+            assert await client.ping() >= 0
+
+    async def test_more_requests_than_may_wait_take_turns(self, house: House) -> None:
+        async with client_of(house) as client:
+            pings = await asyncio.gather(*(client.ping() for _ in range(REQUESTS_WAITING_MAX + 500)))
+        assert len(pings) == REQUESTS_WAITING_MAX + 500
+
+    async def test_a_request_that_never_got_its_turn_says_that_it_was_not_sent(self, house: House) -> None:
+        house.extend = serving(ponder_forever)
+        await house.reopen()
+        async with client_of(house) as client:
+            waiting = [asyncio.create_task(client.request(Ponder("life"))) for _ in range(REQUESTS_WAITING_MAX)]
+            await asyncio.sleep(0)
+            with pytest.raises(Unavailable, match="was not sent") as congested:
+                await client.request(ReadStatus(), timeout_s=0.02)
+            assert congested.value.code == "congested"
+            for one in waiting:
+                one.cancel()
+            await asyncio.wait(waiting)
+            assert await client.ping() >= 0
+
+    async def test_large_requests_and_large_answers_do_not_lock_each_other_up(self, house: House) -> None:
+        settings = {"blob": "x" * 60_000}
+        async with client_of(house) as client:
+            jobs = await asyncio.gather(*(client.create_job("a", settings) for _ in range(500)))
+        assert {job.name for job in jobs} == {"a"}
+
+    async def test_a_signal_arrives(self, house: House) -> None:
+        heard: asyncio.Queue[Any] = asyncio.Queue()
+        house.extend = lambda daemon: daemon.bus.on_signal(
+            Whisper, lambda signal, call: heard.put_nowait(signal), name="a test"
+        )
+        await house.reopen()
+        async with client_of(house) as client:
+            client.signal(Whisper("psst"))
+            assert await heard.get() == Whisper("psst")
+
+    async def test_a_signal_to_nobody_is_dropped(self, house: House) -> None:
+        async with client_of(house) as client:
+            await house.close()
+            while client.connected:
+                await asyncio.sleep(0)
+            client.signal(Whisper("psst"))
+            assert client.endpoint is None
+
+
+class TestOpening:
+    async def test_without_a_daemon_it_says_how_to_start_one(self, tmp_path: Path) -> None:
+        with pytest.raises(Unavailable, match="start one with `forged run`") as nobody:
+            async with ForgedClient(f"unix://{tmp_path}/none.sock", connect_timeout_s=0.05):
+                pass
+        assert nobody.value.code == "no_daemon"
+
+    async def test_what_is_not_an_endpoint_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="not an address"):
+            ForgedClient("gopher://somewhere")
+        with pytest.raises(RequestRefused, match="needs an endpoint"):
+            ForgedClient()
+
+    async def test_a_token_that_is_refused_ends_it_at_once(self, house: House) -> None:
+        with pytest.raises(RequestRefused, match="token is not known") as refused:
+            async with client_of(house, token="forged_0_0", connect_timeout_s=60):
+                pass
+        assert refused.value.code == "token_unknown"
+
+    async def test_of_several_endpoints_the_one_that_answers_is_used(self, house: House, tmp_path: Path) -> None:
+        async with ForgedClient(f"unix://{tmp_path}/none.sock", house.endpoint, reconnect=SOON) as client:
+            assert client.endpoint == house.endpoint
+            assert await client.ping() >= 0
+
+    async def test_an_endpoint_that_never_answers_does_not_keep_the_next_from_its_turn(
+        self, house: House, tmp_path: Path
+    ) -> None:
+        async with (
+            FakeDaemon(tmp_path / "mute.sock", Guest.gone) as mute,
+            client_of(mute, house, connect_timeout_s=1.5) as client,
+        ):
+            assert client.endpoint == house.endpoint
+
+    async def test_use_before_opening_is_refused(self, house: House) -> None:
+        client = client_of(house)
+        with pytest.raises(RequestRefused, match="not open"):
+            await client.ping()
+        with pytest.raises(RequestRefused, match="not open"):
+            async with client.facts():
+                pass
+
+    async def test_a_client_is_opened_once(self, house: House) -> None:
+        async with client_of(house) as client:
+            with pytest.raises(RequestRefused, match="opened once"):
+                await client.__aenter__()
+            assert await client.ping() >= 0
+
+    async def test_opening_can_be_cancelled(self, tmp_path: Path) -> None:
+        arrived = asyncio.Event()
+
+        async def keep_waiting(guest: Guest) -> None:
+            arrived.set()
+            await guest.gone()
+
+        async with FakeDaemon(tmp_path / "mute.sock", keep_waiting) as mute:
+            opening = asyncio.create_task(client_of(mute, connect_timeout_s=60).__aenter__())
+            await arrived.wait()
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+
+
+class TestLosingTheDaemon:
+    async def test_a_call_while_the_daemon_is_away_is_done_when_it_is_back(self, house: House) -> None:
+        async with client_of(house) as client:
+            await client.create_job("a")
+            await house.close()
+            note = asyncio.create_task(client.note("a", "while you were out"))
+            await asyncio.sleep(0)
+            await house.open()
+            await note
+            assert await notes(client) == ["while you were out"]
+
+    async def test_a_request_that_was_lost_on_its_way_is_sent_again(self, house: House, proxy: Proxy) -> None:
+        async with client_of(proxy) as client:
+            await client.create_job("a")
+            proxy.rule = cut_once("up", RequestMessage)
+            await client.note("a", "hello")
+            assert proxy.cuts == 1
+            assert await notes(client) == ["hello"]
+
+    async def test_a_request_whose_answer_was_lost_is_done_once(self, house: House, proxy: Proxy) -> None:
+        async with client_of(proxy) as client:
+            await client.create_job("a")
+            proxy.rule = cut_once("down", Reply)
+            await client.note("a", "hello")
+            assert proxy.cuts == 1
+            assert await notes(client) == ["hello"]
+        sent = [one for way, one in proxy.seen if way == "up" and isinstance(one, RequestMessage)]
+        first, again = (one for one in sent if one.method == AddNote.__name__)
+        assert first.number == again.number
+
+    async def test_many_lost_answers_are_all_done_once(self, house: House, proxy: Proxy) -> None:
+        replies = 0
+
+        def every_seventh_answer(way: str, message: Any) -> bool:
+            nonlocal replies
+            replies += isinstance(message, Reply)
+            return isinstance(message, Reply) and replies % 7 == 0
+
+        async with client_of(proxy) as client:
+            await client.create_job("a")
+            proxy.rule = every_seventh_answer
+            await asyncio.gather(*(client.note("a", f"note {number}") for number in range(50)))
+            proxy.rule = lambda way, message: False
+            assert sorted(await notes(client)) == sorted(f"note {number}" for number in range(50))
+        assert proxy.cuts > 1
+
+    async def test_a_request_is_done_once_over_a_restart_of_the_daemon(self, house: House, proxy: Proxy) -> None:
+        async with client_of(proxy) as client:
+            await client.create_job("a")
+            proxy.rule = cut_once("down", Reply)
+            note = asyncio.create_task(client.note("a", "hello"))
+            while not proxy.cuts:
+                await asyncio.sleep(0)
+            await house.reopen()
+            await note
+            assert await notes(client) == ["hello"]
+
+    async def test_it_turns_to_the_next_endpoint(self, house: House, tmp_path: Path) -> None:
+        other = House(config_in(tmp_path / "other"))
+        await other.open()
+        async with client_of(house, other) as client:
+            assert client.endpoint == house.endpoint
+            await house.close()
+            assert (await client.status()).socket == other.config.socket
+        await other.close()
+
+    async def test_a_daemon_that_does_not_lead_sends_it_to_the_next_endpoint(
+        self, house: House, tmp_path: Path
+    ) -> None:
+        async def not_here(request: AddNote, call: Call, proceed: Any) -> Any:
+            raise NotLeader("not_leader", "another daemon leads")
+
+        follower = House(
+            config_in(tmp_path / "other"), extend=lambda daemon: daemon.bus.wrap(AddNote, not_here, owner="a test")
+        )
+        await follower.open()
+        async with client_of(house) as direct, client_of(follower, house) as client:
+            await direct.create_job("a")
+            assert client.endpoint == follower.endpoint
+            await client.note("a", "hello")
+            assert client.endpoint == house.endpoint
+            assert await notes(direct) == ["hello"]
+        async with client_of(follower) as client:
+            with pytest.raises(NotLeader):
+                await client.note("a", "hello")
+        await follower.close()
+
+    async def test_a_token_that_is_revoked_ends_it_with_the_reason(self, house: House) -> None:
+        async with client_of(house) as operator:
+            text = await operator.create_token("bot", Role.VIEWER)
+            async with client_of(house, token=text) as bot, bot.facts(since=None) as stream:
+                (token,) = await operator.tokens()
+                await operator.revoke_token(token.token_id)
+                with pytest.raises(RequestRefused, match="revoked"):
+                    await _exhaust(stream)
+                with pytest.raises(RequestRefused, match="revoked") as refused:
+                    await bot.ping()
+                assert refused.value.code == "token_revoked"
+                assert not bot.connected
+
+
+class TestClosing:
+    async def test_calls_that_wait_are_told(self, house: House) -> None:
+        house.extend = serving(ponder_forever)
+        await house.reopen()
+        async with client_of(house) as client:
+            waiting = asyncio.create_task(client.request(Ponder("life")))
+            await client.ping()
+        with pytest.raises(Unavailable) as closed:
+            await waiting
+        assert closed.value.code == "client_closed"
+
+    async def test_streams_that_wait_are_told(self, house: House) -> None:
+        async with client_of(house) as client:
+            stream = await client.facts(since=None).__aenter__()
+            waiting = asyncio.create_task(stream.__anext__())
+            await client.ping()
+        with pytest.raises(Unavailable) as closed:
+            await waiting
+        assert closed.value.code == "client_closed"
+
+    async def test_use_after_closing_is_refused(self, house: House) -> None:
+        async with client_of(house) as client:
+            await client.ping()
+        with pytest.raises(Unavailable, match="was closed"):
+            await client.ping()
+        with pytest.raises(Unavailable, match="was closed"):
+            async with client.facts():
+                pass
+        assert not client.connected
+
+    async def test_it_says_goodbye_and_acknowledges_all_answers(self, house: House, proxy: Proxy) -> None:
+        async with client_of(proxy) as client:
+            await client.create_job("a")
+            await client.note("a", "hello")
+        while len(house.daemon.ledger.replies):
+            await asyncio.sleep(0)
+        assert [one for _, one in proxy.seen if isinstance(one, Bye)] == [Bye(2)]
+
+    async def test_it_can_be_closed_while_the_daemon_is_away(self, house: House) -> None:
+        async with client_of(house) as client:
+            await house.close()
+            while client.connected:
+                await asyncio.sleep(0)
+
+    async def test_what_the_block_raises_leaves_it_as_it_is(self, house: House) -> None:
+        with pytest.raises(KeyError, match="mine"):
+            async with client_of(house):
+                raise KeyError("mine")
+
+    async def test_cancelling_the_block_passes_through(self, house: House) -> None:
+        opened = asyncio.Event()
+
+        async def block() -> None:
+            async with client_of(house):
+                opened.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(block())
+        await opened.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def test_a_timeout_around_it_is_a_timeout(self, house: House) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02), client_of(house):
+                await asyncio.Event().wait()
+        with pytest.raises(TimeoutError):
+            async with client_of(house), asyncio.timeout(0.02):
+                await asyncio.Event().wait()
+
+    async def test_two_clients_in_one_loop_do_not_know_each_other(self, house: House) -> None:
+        async with client_of(house) as first, client_of(house) as second:
+            await asyncio.gather(first.create_job("a"), second.create_job("b"))
+            async with second.facts(NoteAdded, since=None) as stream:
+                await first.note("a", "hello")
+                heard = await anext(stream)
+            assert isinstance(heard, Record)
+            assert heard.fact == NoteAdded("hello")
+            assert len(await first.jobs()) == 2
+
+
+def _fields(job: Job) -> dict[str, Any]:
+    return {name: getattr(job, name) for name in job.__struct_fields__}
+
+
+async def _exhaust(stream: Any) -> None:
+    async for _ in stream:
+        pass

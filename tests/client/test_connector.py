@@ -1,0 +1,142 @@
+"""How a client stays connected, and whom it spares."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from forged.client import connector
+from forged.errors import ConfigError, Unavailable
+from forged.retry import RetryPolicy
+from tests.client.fake import FakeDaemon, Guest
+from tests.client.house import SOON, House
+from tests.client.test_client import client_of
+
+
+class Dice(Random):
+    """Counts the pauses: each draws once for its jitter."""
+
+    pauses = 0
+
+    def random(self) -> float:
+        self.pauses += 1
+        return super().random()
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def wall(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def welcome_and_drop(guest: Guest) -> None:
+    await guest.greet()
+
+
+class TestPauses:
+    async def test_a_daemon_that_drops_whom_it_greets_is_not_stormed(self, tmp_path: Path) -> None:
+        dice = Dice(1)
+        async with FakeDaemon(tmp_path / "s", welcome_and_drop) as fake, client_of(fake, source=dice):
+            while fake.guests < 6:
+                await asyncio.sleep(0.001)
+        assert dice.pauses >= 5
+
+    async def test_a_lost_connection_that_had_lasted_is_made_anew_without_a_pause(self, tmp_path: Path) -> None:
+        dice, clock = Dice(1), Clock()
+        leave = asyncio.Event()
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await (leave.wait() if fake.guests == 1 else guest.gone())
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, source=dice, clock=clock) as client:
+            clock.now += 60
+            leave.set()
+            while fake.guests < 2 or not client.connected:
+                await asyncio.sleep(0)
+            assert dice.pauses == 0
+
+    async def test_every_endpoint_has_its_turn_before_a_pause(self, tmp_path: Path) -> None:
+        dice = Dice(1)
+        async with (
+            FakeDaemon(tmp_path / "a", welcome_and_drop) as first,
+            FakeDaemon(tmp_path / "b", welcome_and_drop) as second,
+            client_of(first, second, source=dice),
+        ):
+            while dice.pauses < 4:
+                await asyncio.sleep(0.001)
+            assert min(first.guests, second.guests) >= 4
+
+    async def test_a_hurried_start_does_not_hurry_what_comes_later(self, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            if fake.guests > 1:
+                await asyncio.sleep(0.5)
+            await guest.greet()
+            if fake.guests > 1:
+                await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, connect_timeout_s=0.8) as client:
+            while fake.guests < 2 or not client.connected:
+                await asyncio.sleep(0.001)
+            assert fake.guests == 2
+
+    async def test_a_policy_that_gives_up_ends_the_client(self, house: House) -> None:
+        async with client_of(house, reconnect=RetryPolicy(attempts=3, delay_s=0.001)) as client:
+            await house.close()
+            with pytest.raises(Unavailable, match="cannot connect") as nobody:
+                await client.status()
+            assert nobody.value.code == "no_daemon"
+            with pytest.raises(Unavailable, match="no daemon on"):
+                await client.status()
+
+
+class TestEnd:
+    async def test_what_the_operator_must_mend_is_not_tried_again(self, house: House) -> None:
+        endpoint = f"unix:///{'x' * 200}"
+        client = client_of(house)
+        with pytest.raises(ConfigError, match="path"):
+            await type(client)(endpoint, connect_timeout_s=60, reconnect=SOON).__aenter__()
+
+    async def test_a_client_that_is_left_while_it_connects_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        tried = asyncio.Event()
+
+        async def treat(guest: Guest) -> None:
+            if fake.guests == 1:
+                await guest.greet()
+            else:
+                tried.set()
+                await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake:
+            async with client_of(fake):
+                await tried.wait()
+            guests = fake.guests
+        assert guests == 2
+
+    async def test_a_daemon_that_does_not_read_does_not_keep_it_from_leaving(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connector, "GOODBYE_TIMEOUT_S", 0.02)
+        over = asyncio.Event()
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            # With its buffer full, as a process that hangs, it reads no more.
+            await over.wait()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake:
+            async with client_of(fake) as client:
+                notes = [asyncio.create_task(client.note("a", "x" * 1_000_000)) for _ in range(5)]
+                await asyncio.sleep(0.01)
+            over.set()
+            assert {type(error) for error in await asyncio.gather(*notes, return_exceptions=True)} == {Unavailable}

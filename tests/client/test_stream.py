@@ -1,0 +1,372 @@
+"""What a reader of facts may rely on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec import Raw
+
+from forged.auth.model import Role
+from forged.client.client import EARLIEST
+from forged.client.stream import WINDOW_FACTS, FactStream
+from forged.errors import ForgedError, RequestRefused
+from forged.jobs.model import JobCreated, NoteAdded
+from forged.messages import Fact, Gap, Record
+from forged.net.messages import Credit, Ended, Facts, GapMessage, Subscribe, Unsubscribe
+from tests.client.house import House, LastingStore, config_in
+from tests.client.proxy import Proxy
+from tests.client.test_client import client_of
+
+SEED = 7
+
+
+def record(fact_id: int) -> Raw:
+    fact = NoteAdded(f"note {fact_id}")
+    return Raw(Record.of(fact, fact_id=fact_id, at=0.0, job="a", generation=0, cause=0, origin="a test").data)
+
+
+def facts(*ids: int, upto: int | None = None) -> Facts:
+    return Facts(1, max(ids, default=0) if upto is None else upto, tuple(map(record, ids)))
+
+
+class Reader:
+    """A stream without a client, and what it said to its daemon."""
+
+    def __init__(self, since: int | None = EARLIEST, until: int | None = None) -> None:
+        self.said: list[Any] = []
+        self.stream = FactStream(
+            1, since, (), (), opened=self.said.append, closed=self.said.append, until=until, grant=self.said.append
+        )
+
+    async def open(self, *, history: str = "h1", upto: int = 0) -> Reader:
+        opening = asyncio.create_task(self.stream.__aenter__())
+        await asyncio.sleep(0)
+        self.subscribe(history)
+        self.stream.take(facts(upto=upto))
+        await opening
+        return self
+
+    def subscribe(self, history: str = "h1") -> Subscribe:
+        return self.stream.subscribe(history)
+
+    async def read(self, count: int) -> list[int | Gap]:
+        return [_id(await anext(self.stream)) for _ in range(count)]
+
+
+def _id(item: Record | Gap) -> int | Gap:
+    return item.id if isinstance(item, Record) else item
+
+
+class TestPosition:
+    async def test_facts_are_read_once_and_in_order(self) -> None:
+        reader = await Reader().open()
+        reader.stream.take(facts(1, 2))
+        reader.stream.take(facts(1, 2, 3))
+        assert await reader.read(3) == [1, 2, 3]
+        assert reader.stream.waiting == 0
+
+    async def test_it_asks_for_what_comes_behind_the_last_that_arrived(self) -> None:
+        reader = await Reader().open()
+        reader.stream.take(facts(1, 2, upto=9))
+        assert reader.subscribe().since == 9
+
+    async def test_before_the_daemon_has_said_from_where_it_asks_as_its_reader_did(self) -> None:
+        reader = Reader(since=None)
+        assert reader.subscribe().since is None
+        assert reader.subscribe().since is None
+        reader.stream.take(facts(upto=5))
+        assert reader.subscribe().since == 5
+
+    async def test_a_gap_stands_where_the_facts_would(self) -> None:
+        reader = await Reader().open()
+        reader.stream.take(facts(1))
+        reader.stream.take(GapMessage(1, 2, 7, "forgotten"))
+        reader.stream.take(facts(8))
+        assert await reader.read(3) == [1, Gap(2, 7, "forgotten"), 8]
+
+    async def test_its_position_belongs_to_the_history_of_who_sent_the_facts(self) -> None:
+        reader = await Reader().open(history="h1")
+        reader.stream.take(facts(1, 2))
+        lost_before_an_answer = reader.subscribe("h2")
+        assert (lost_before_an_answer.history, lost_before_an_answer.since) == ("h1", 2)
+        again = reader.subscribe("h2")
+        assert again.history == "h1"
+        reader.stream.take(GapMessage(1, 0, 0, "another history"))
+        reader.stream.take(facts(1))
+        assert (reader.subscribe("h2").history, reader.stream.position) == ("h2", 1)
+        assert await reader.read(4) == [1, 2, Gap(0, 0, "another history"), 1]
+
+    async def test_in_another_history_there_is_no_end_to_wait_for(self) -> None:
+        reader = await Reader(until=100).open(history="h1")
+        reader.stream.take(facts(1))
+        reader.subscribe("h2")
+        reader.stream.take(GapMessage(1, 0, 0, "another history"))
+        assert [_id(item) async for item in reader.stream] == [1, Gap(0, 0, "another history")]
+
+
+class TestCredit:
+    async def test_the_first_credit_is_a_window(self) -> None:
+        assert Reader().subscribe().credit == WINDOW_FACTS
+
+    async def test_it_grants_half_a_window_when_that_has_been_read(self) -> None:
+        reader = await Reader().open()
+        reader.stream.take(facts(*range(1, WINDOW_FACTS + 1)))
+        await reader.read(WINDOW_FACTS // 2 - 1)
+        assert not any(isinstance(one, Credit) for one in reader.said)
+        await reader.read(1)
+        assert reader.said[-1] == Credit(1, WINDOW_FACTS // 2)
+
+    async def test_subscribing_again_leaves_room_for_what_waits_to_be_read(self) -> None:
+        reader = await Reader().open()
+        reader.stream.take(facts(*range(1, 101)))
+        await reader.read(40)
+        assert reader.subscribe().credit == WINDOW_FACTS - 60
+        await reader.read(60)
+        reader.stream.take(facts(*range(101, WINDOW_FACTS // 2 + 41)))
+        await reader.read(WINDOW_FACTS // 2 - 60)
+        assert reader.said[-1] == Credit(1, WINDOW_FACTS // 2)
+
+    async def test_a_reader_that_rests_holds_no_more_than_the_window(self, house: House) -> None:
+        async with client_of(house) as client, client_of(house) as other:
+            await other.create_job("a")
+            async with client.facts(NoteAdded, since=None) as stream:
+                for start in range(0, 2 * WINDOW_FACTS, 100):
+                    await asyncio.gather(*(other.note("a", f"{start + number}") for number in range(100)))
+                await client.ping()
+                assert stream.waiting == WINDOW_FACTS
+                heard = [_fact(await anext(stream)).text for _ in range(2 * WINDOW_FACTS)]
+        assert sorted(map(int, heard)) == list(range(2 * WINDOW_FACTS))
+
+
+class TestEnding:
+    async def test_it_is_used_inside_its_block(self) -> None:
+        reader = Reader()
+        with pytest.raises(RequestRefused, match="not open"):
+            await anext(reader.stream)
+
+    async def test_it_is_opened_once(self) -> None:
+        reader = await Reader().open()
+        with pytest.raises(RequestRefused, match="opened once"):
+            await reader.stream.__aenter__()
+
+    async def test_closed_it_is_over_for_everybody_who_reads(self) -> None:
+        reader = await Reader().open()
+        first, second = (asyncio.create_task(anext(reader.stream, None)) for _ in range(2))
+        await asyncio.sleep(0)
+        reader.stream.close()
+        assert (await first, await second) == (None, None)
+
+    async def test_closed_it_forgets_what_nobody_has_read(self) -> None:
+        reader = await Reader().open()
+        reader.stream.take(facts(1, 2))
+        reader.stream.close()
+        assert [item async for item in reader.stream] == []
+
+    async def test_closing_it_while_it_opens_ends_the_wait(self) -> None:
+        reader = Reader()
+        opening = asyncio.create_task(reader.stream.__aenter__())
+        await asyncio.sleep(0)
+        reader.stream.close()
+        assert await opening is reader.stream
+        assert [item async for item in reader.stream] == []
+
+    async def test_one_whose_opening_is_cancelled_is_not_subscribed_again(self) -> None:
+        reader = Reader()
+        opening = asyncio.create_task(reader.stream.__aenter__())
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert reader.said == [reader.stream, reader.stream]
+
+    async def test_what_arrived_before_a_failure_is_read_before_it(self) -> None:
+        reader = await Reader().open()
+        reader.stream.take(facts(1))
+        reader.stream.take(Ended(1, "refused", "forbidden", "not yours"))
+        assert await reader.read(1) == [1]
+        for _ in range(2):
+            with pytest.raises(RequestRefused, match="not yours"):
+                await anext(reader.stream)
+
+    async def test_several_tasks_share_the_facts(self) -> None:
+        reader = await Reader().open()
+        first, second = (asyncio.create_task(reader.read(1)) for _ in range(2))
+        await asyncio.sleep(0)
+        reader.stream.take(facts(1, 2))
+        assert sorted([*await first, *await second], key=str) == [1, 2]
+
+    async def test_a_cancelled_read_loses_nothing(self) -> None:
+        reader = await Reader().open()
+        reading = asyncio.create_task(reader.read(1))
+        await asyncio.sleep(0)
+        reader.stream.take(facts(1))
+        reading.cancel()
+        await asyncio.wait([reading])
+        assert await reader.read(1) == [1]
+
+    async def test_it_ends_behind_the_last_that_was_wanted(self) -> None:
+        reader = await Reader(until=3).open()
+        reader.stream.take(facts(1, 3))
+        assert [_id(item) async for item in reader.stream] == [1, 3]
+
+
+class TestAgainstADaemon:
+    async def test_facts_come_as_they_become_durable(self, house: House) -> None:
+        async with client_of(house) as client, client.facts(since=None) as stream:
+            job = await client.create_job("a", {"lr": 1})
+            created = await anext(stream)
+            assert isinstance(created, Record)
+            assert created.fact == JobCreated(job.name, job.settings)
+            assert created.job == "a"
+
+    async def test_only_what_was_asked_for_comes(self, house: House) -> None:
+        async with client_of(house) as client:
+            await client.create_job("a")
+            await client.create_job("b")
+            await client.note("a", "mine")
+            async with client.facts(NoteAdded, "JobCreated", since=EARLIEST, jobs=["b"]) as stream:
+                await client.note("b", "theirs")
+                heard = [await anext(stream) for _ in range(2)]
+            assert [_fact(item) for item in heard] == [JobCreated("b", {}), NoteAdded("theirs")]
+
+    async def test_every_type_is_what_fact_means(self, house: House) -> None:
+        async with client_of(house) as client:
+            everything = [item async for item in client.past_facts(Fact)]
+            assert [_id(item) for item in everything] == [_id(item) async for item in client.past_facts()]
+
+    async def test_past_facts_end_where_none_of_them_is_wanted(self, house: House) -> None:
+        async with client_of(house) as client:
+            await client.create_job("a")
+            assert [item async for item in client.past_facts("NoSuchFact")] == []
+            assert [item async for item in client.past_facts(jobs=["none"])] == []
+
+    async def test_past_facts_end_for_those_who_may_not_see_the_last(self, house: House) -> None:
+        async with client_of(house) as operator:
+            await operator.create_job("a")
+            text = await operator.create_token("bot", Role.VIEWER, jobs=["a"])
+        async with client_of(house, token=text) as client:
+            assert [_fact(item) async for item in client.past_facts()] == [JobCreated("a", {})]
+
+    async def test_what_may_not_be_seen_is_refused_and_stays_refused(self, house: House, proxy: Proxy) -> None:
+        async with client_of(house) as operator:
+            text = await operator.create_token("bot", Role.VIEWER, jobs=["a"])
+        async with client_of(proxy, token=text) as client:
+            with pytest.raises(RequestRefused, match="b"):
+                async with client.facts(jobs=["b"]):
+                    pass
+            proxy.cut()
+            await client.ping()
+        subscriptions = [one for way, one in proxy.seen if isinstance(one, Subscribe)]
+        assert len(subscriptions) == 1
+
+    async def test_more_names_than_a_frame_holds_are_refused_to_their_reader_alone(
+        self, house: House, proxy: Proxy
+    ) -> None:
+        async with client_of(proxy) as client:
+            with pytest.raises(ForgedError):
+                async with client.facts(jobs=["x" * 1000] * 5000):
+                    pass
+            proxy.cut()
+            assert await client.ping() >= 0
+
+    async def test_leaving_the_block_unsubscribes(self, house: House, proxy: Proxy) -> None:
+        async with client_of(proxy) as client:
+            async with client.facts() as stream:
+                pass
+            await client.ping()
+        assert [one for _, one in proxy.seen if isinstance(one, Unsubscribe)] == [Unsubscribe(stream.number)]
+
+    async def test_no_fact_is_lost_or_seen_twice_over_broken_connections(self, house: House, proxy: Proxy) -> None:
+        random = Random(SEED)
+        notes = 600
+
+        async def write(writer: Any) -> None:
+            await writer.create_job("a")
+            for start in range(0, notes, 10):
+                await asyncio.gather(*(writer.note("a", f"{start + number}") for number in range(10)))
+
+        proxy.rule = lambda way, message: isinstance(message, Facts) and random.random() < 0.4
+        async with client_of(house) as writer, client_of(proxy) as client:
+            async with client.facts(since=EARLIEST) as stream:
+                writing = asyncio.create_task(write(writer))
+                heard = await _until_last_note(stream, notes)
+                await writing
+            journal = [_id(item) async for item in writer.past_facts()]
+        assert [_id(item) for item in heard] == journal
+        assert proxy.cuts > 5
+
+    async def test_it_goes_on_over_restarts_of_the_daemon(self, house: House) -> None:
+        async with client_of(house) as client, client.facts(NoteAdded, since=None) as stream:
+            await client.create_job("a")
+            for text in ("one", "two", "three"):
+                await client.note("a", text)
+                await house.reopen()
+            assert [_fact(await anext(stream)) for _ in range(3)] == [
+                NoteAdded("one"),
+                NoteAdded("two"),
+                NoteAdded("three"),
+            ]
+
+    async def test_what_the_journal_has_forgotten_meanwhile_is_a_gap(self, house: House, proxy: Proxy) -> None:
+        await house.reopen(journal_facts_max=100)
+        async with client_of(house) as writer, client_of(proxy) as client:
+            await writer.create_job("a")
+            async with client.facts(since=None) as stream:
+                await writer.note("a", "seen")
+                seen = await anext(stream)
+                proxy.rule = lambda way, message: way == "down"
+                proxy.cut()
+                for number in range(200):
+                    await writer.note("a", f"{number}")
+                proxy.rule = lambda way, message: False
+                gap, next_one = await anext(stream), await anext(stream)
+        assert isinstance(seen, Record)
+        assert isinstance(gap, Gap)
+        assert isinstance(next_one, Record)
+        assert (gap.first, gap.last) == (seen.id + 1, next_one.id - 1)
+
+    @pytest.mark.parametrize("notes", [0, 50])
+    async def test_another_history_at_the_same_address_is_a_gap(self, house: House, tmp_path: Path, notes: int) -> None:
+        """Whether the other daemon has said more so far than this one had, or less."""
+        other = await _other_history(tmp_path / "other", notes)
+        async with client_of(house) as client:
+            await client.create_job("a")
+            async with client.facts(JobCreated, NoteAdded, since=EARLIEST) as stream:
+                await client.note("a", "seen")
+                assert [_fact(await anext(stream)) for _ in range(2)] == [JobCreated("a", {}), NoteAdded("seen")]
+                await house.reopen(other)
+                gap = await anext(stream)
+                assert isinstance(gap, Gap)
+                assert "another one" in gap.reason
+                rest = [_id(await anext(stream)) for _ in range(notes + 1)]
+            journal = [_id(item) async for item in client.past_facts(JobCreated, NoteAdded)]
+        assert rest == journal
+
+
+async def _other_history(directory: Path, notes: int) -> LastingStore:
+    """A store in which a daemon has taken these notes."""
+    house = House(config_in(directory), store := LastingStore("another history"))
+    await house.open()
+    async with client_of(house) as client:
+        await client.create_job("b")
+        for number in range(notes):
+            await client.note("b", f"{number}")
+    await house.close()
+    return store
+
+
+async def _until_last_note(stream: FactStream, notes: int) -> list[Record | Gap]:
+    heard: list[Record | Gap] = []
+    left = notes
+    while left:
+        heard.append(await anext(stream))
+        left -= isinstance(_fact(heard[-1]), NoteAdded)
+    return heard
+
+
+def _fact(item: Record | Gap) -> Any:
+    return item.fact if isinstance(item, Record) else item

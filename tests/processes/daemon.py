@@ -1,0 +1,52 @@
+"""A daemon in a process of its own, started as an operator would."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from forged.client import BlockingClient
+
+ENDS_WITHIN_S = 30.0
+
+
+class DaemonProcess:
+    """`forged run` in a directory, by default on a Unix socket alone; killed at the end of the block."""
+
+    def __init__(self, directory: Path, *flags: str, listen: str = "127.0.0.1:0", **settings: Any) -> None:
+        self.directory = directory
+        self.socket = directory / "forged.sock"
+        self._settings = directory / "forged.toml"
+        self._settings.write_text("".join(f"{key} = {value!r}\n" for key, value in settings.items()))
+        self._flags = ["--config", str(self._settings), "--data-dir", str(directory), "--socket", str(self.socket)]
+        self._flags += ["--listen", listen, *flags]
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-m", "forged.cli.forged", "run", *self._flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.said = self.hear()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def hear(self) -> str:
+        """Its next line."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def end(self, name: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
+        """Send a signal; returns the exit code and what was still said and complained of."""
+        self.process.send_signal(name)
+        said, complaints = self.process.communicate(timeout=ENDS_WITHIN_S)
+        return self.process.returncode, said, complaints
+
+    def client(self, **options: Any) -> BlockingClient:
+        return BlockingClient(f"unix://{self.socket}", **options)

@@ -1,0 +1,115 @@
+"""`kill -9` of the daemon under load loses nothing that was acknowledged and does nothing twice.
+
+`FORGED_KILLS` says how often the daemon dies, `FORGED_SEED` when; both are printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from random import Random, SystemRandom
+
+import pytest
+
+from forged.client import EARLIEST, ForgedClient
+from forged.messages import Gap, Record
+from forged.status.model import DaemonStarted
+from tests.processes.load import SOON, Account, Loader, names
+from tests.processes.nursery import Nursery
+
+KILLS = int(os.environ.get("FORGED_KILLS", "100"))
+SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
+KILLS_PER_STORE = 100
+STARTING_S_MAX = 0.1
+ACKNOWLEDGED_PER_LIFE_MAX = 200
+HOST = "127.0.0.2"
+"""Not 127.0.0.1, from which the clients connect: one that knocks at a free port would in time connect to itself."""
+CLIENTS = (("unix",), ("tcp",), ("unix", "tcp"), ("tcp", "unix"))
+
+SETTINGS = """
+journal_facts_max = 1_000_000
+"""
+
+
+class Victim:
+    """A daemon that is killed and started again in the same place."""
+
+    def __init__(self, nursery: Nursery, directory: Path) -> None:
+        self._nursery = nursery
+        self._log = directory / "log"
+        settings = directory / "forged.toml"
+        settings.write_text(SETTINGS)
+        self._places = [f"--config={settings}", f"--data-dir={directory}", f"--socket={directory / 's'}"]
+        self._pid = 0
+        self.endpoints = {"unix": f"unix://{directory / 's'}", "tcp": f"{HOST}:0"}
+
+    async def start(self) -> None:
+        listen = self.endpoints["tcp"].removeprefix("tcp://")
+        self._pid = await self._nursery.start(["run", *self._places, f"--listen={listen}"], self._log)
+
+    async def find_its_port(self) -> None:
+        """It listens where it happened to; its next lives will listen there too."""
+        async with ForgedClient(self.endpoints["unix"], reconnect=SOON) as client:
+            (self.endpoints["tcp"],) = (await client.status()).listen
+
+    async def kill(self) -> None:
+        status = await self._nursery.kill(self._pid)
+        assert status == -signal.SIGKILL, f"it ended by itself, with {status}:\n{self._log.read_text()}"
+
+
+@pytest.mark.parametrize("number", range(-(-KILLS // KILLS_PER_STORE)))
+async def test_kill_9_under_load_loses_nothing_and_does_nothing_twice(number: int, tmp_path: Path) -> None:
+    kills = min(KILLS - number * KILLS_PER_STORE, KILLS_PER_STORE)
+    print(f"FORGED_KILLS={kills} FORGED_SEED={SEED + number}")
+    account = Account(asyncio.Barrier(len(CLIENTS)))
+    async with Nursery() as nursery:
+        victim = Victim(nursery, tmp_path)
+        await victim.start()
+        await victim.find_its_port()
+        loaders = [
+            Loader(f"c{index}", [victim.endpoints[way] for way in ways], account) for index, ways in enumerate(CLIENTS)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            for loader in loaders:
+                tasks.create_task(loader.run())
+            await _kill_often(victim, account, Random(SEED + number), kills)
+            account.over = True
+        async with ForgedClient(victim.endpoints["unix"]) as client:
+            journal = [item async for item in client.past_facts(since=EARLIEST)]
+        await victim.kill()
+    _check(account, loaders, journal, kills)
+
+
+async def _kill_often(victim: Victim, account: Account, random: Random, kills: int) -> None:
+    """Kill it while it starts, or some time after it has begun to answer, and start it again."""
+    for _ in range(kills):
+        if random.random() < 0.25:
+            await asyncio.sleep(random.uniform(0, STARTING_S_MAX))
+        else:
+            await account.more(random.randrange(ACKNOWLEDGED_PER_LIFE_MAX))
+        await victim.kill()
+        await victim.start()
+    await account.more(ACKNOWLEDGED_PER_LIFE_MAX)
+
+
+def _check(account: Account, loaders: list[Loader], journal: list[Record | Gap], kills: int) -> None:
+    ids = [_id(item) for item in journal]
+    assert ids == sorted(set(ids))
+    found = names(journal)
+    assert not account.asked - found, "lost"
+    assert not found - account.asked, "done twice"
+    assert account.acknowledged == account.asked.keys(), "never acknowledged"
+    for loader in loaders:
+        heard = [_id(item) for item in loader.heard]
+        assert heard == ids[: len(heard)], f"{loader.name} missed a fact, or heard one twice"
+        assert names(loader.heard) == found, f"{loader.name} did not hear everything"
+    terms = [item.fact.term for item in journal if isinstance(item, Record) and isinstance(item.fact, DaemonStarted)]
+    assert terms == sorted(set(terms))
+    assert kills // 2 < len(terms) <= kills + 1
+
+
+def _id(item: Record | Gap) -> int:
+    assert isinstance(item, Record), f"{item} though the journal holds everything"
+    return item.id
