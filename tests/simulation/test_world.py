@@ -1,0 +1,54 @@
+"""The simulation itself: it passes, it is reproducible, and it finds bugs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.runner import live_through
+
+SEEDS = range(12)
+SEEDS_TO_CATCH = 60
+ROOT = Path(__file__).parents[2]
+
+TRACE_OF = """
+import hashlib, sys
+from tests.simulation.runner import live_through
+ballast = [object() for _ in range(int(sys.argv[2]))]
+print(hashlib.sha256("\\n".join(live_through(int(sys.argv[1])).trace).encode()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_world_keeps_its_promises(seed: int) -> None:
+    outcome = live_through(seed)
+    assert not outcome.error, outcome.error
+    assert outcome.facts
+    assert outcome.starts > 1
+
+
+@pytest.mark.parametrize("mutant", sorted(MUTANTS))
+def test_a_planted_bug_is_found(mutant: str) -> None:
+    outcomes = (live_through(seed, mutant) for seed in range(SEEDS_TO_CATCH))
+    caught = next((outcome for outcome in outcomes if outcome.error), None)
+    assert caught is not None, f"{mutant} survived {SEEDS_TO_CATCH} seeds"
+    assert caught.broken, f"{mutant} was noticed by accident, not by an invariant:\n{caught.error}"
+
+
+def _trace_in_another_process(seed: int, hash_seed: str, ballast: int) -> str:
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TRACE_OF, str(seed), str(ballast)]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize("seed", [3, 7])
+def test_the_same_seed_gives_the_same_trace_byte_for_byte_in_every_process(seed: int) -> None:
+    here = hashlib.sha256("\n".join(live_through(seed).trace).encode()).hexdigest()
+    assert _trace_in_another_process(seed, "1", 0) == here
+    assert _trace_in_another_process(seed, "4242", 100_000) == here

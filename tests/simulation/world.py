@@ -1,0 +1,362 @@
+"""A whole cluster in one process: a daemon that dies and comes back, clients that go on, and much that fails.
+
+Law: a world is a function of its seed. Time is virtual, every draw comes from the seed, and what happens is written to
+a trace that is the same byte for byte in every process. Trouble ends after a while; then everything must come right
+within a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from forged.auth.messages import CreateToken
+from forged.auth.model import Role
+from forged.auth.tokens import spell
+from forged.client import ForgedClient
+from forged.config import Config
+from forged.daemon import Daemon, Ports
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.jobs.model import NoteAdded
+from forged.messages import Decision, Fact, Gap, Record
+from forged.net.connection import ConnectionLimits
+from tests.simulation.disk import DiskFaults, SimulatedDisk
+from tests.simulation.links import Faults
+from tests.simulation.loop import VirtualClock, VirtualLoop, run
+from tests.simulation.network import SimulatedNetwork
+from tests.simulation.oracle import Broken, Oracle
+from tests.simulation.store import LogStore
+
+SERVER = "server"
+SOCKET = "/run/forged.sock"
+PORT = 7433
+CLIENTS = 4
+TROUBLE_S = 30.0
+RECOVERY_MAX_S = 300.0
+CLIENT_TIMEOUT_S = 20.0
+FOUND_WITHIN_S = 120.0
+STRAGGLERS_S = 20.0
+
+
+class NoteSeen(Fact, frozen=True):
+    """The durable handler has seen a note."""
+
+    text: str
+
+
+class World:
+    """What one seed makes of it all."""
+
+    def __init__(self, seed: int, loop: VirtualLoop, random: Random) -> None:
+        self.seed = seed
+        self.loop = loop
+        self.random = random
+        self.oracle = Oracle()
+        self.trace: list[str] = []
+        self.trouble = True
+        self.daemon: Daemon | None = None
+        self.starts = 0
+        self.working = 0
+        """Clients that still ask for things."""
+        self.watching = 0
+        """Clients that have not seen everything yet."""
+        self.network = SimulatedNetwork(loop, random, _network_faults(random), trace=self.note)
+        self.disk = SimulatedDisk(random, _disk_faults(random))
+        self.clock = VirtualClock(loop)
+        self._small_journal = random.random() < 0.3
+        self._token = ""
+        self._prepared = anyio.Event()
+
+    def note(self, text: str) -> None:
+        """Write a line of the trace."""
+        self.trace.append(f"{self.loop.time():.6f} {text}")
+
+    # The daemon and what happens to it.
+
+    async def keep_daemon(self, tasks: TaskGroup) -> None:
+        """Run daemon after daemon, each until it is killed; the last one lives on."""
+        while True:
+            killed = anyio.Event()
+            tasks.start_soon(self._run_daemon, killed)
+            await self._prepared.wait()
+            await anyio.sleep(self.random.uniform(0.05, 8.0))
+            if not self.trouble:
+                return
+            self._kill_daemon()
+            killed.set()
+            await anyio.sleep(self.random.choice((0.0, 0.01, 0.5, 3.0)))
+
+    def _kill_daemon(self) -> None:
+        power_cut = self.random.random() < 0.5
+        self.note("power cut" if power_cut else "kill -9")
+        self.daemon = None
+        self.disk = self.disk.crash() if power_cut else self.disk.kill()
+        self.network.crash(SERVER, host_gone=power_cut and self.random.random() < 0.3)
+
+    async def _run_daemon(self, killed: anyio.Event) -> None:
+        """One process: when it is killed nothing that it still does has any effect."""
+        async with anyio.create_task_group() as process:
+            process.start_soon(self._serve)
+            await killed.wait()
+            process.cancel_scope.cancel()
+
+    async def _serve(self) -> None:
+        self.starts += 1
+        number = self.starts
+        disk = self.disk
+        offset_s = self.random.uniform(0, 1e6)
+
+        async def open_store() -> LogStore:
+            return await LogStore.open(disk, self.random)
+
+        clock = VirtualClock(self.loop, offset_s=offset_s, skew_s=self.random.uniform(-5, 5))
+        ports = Ports(clock, self.network.host(SERVER), number, 0, open_store)
+        config = Config(
+            data_dir="/",
+            socket=SOCKET,
+            listen=(f"tcp://{SERVER}:{PORT}",),
+            anonymous_loopback_role="none",
+            unix_other_role="operator",
+            journal_facts_max=100 if self._small_journal else 50_000,
+            in_flight_max=self.random.choice((2, 1024)),
+        )
+        while True:
+            try:
+                async with Daemon.running(config, ports, extend=self._extend) as daemon:
+                    self.note(f"daemon {number} is ready at {daemon.ledger.durable}")
+                    self.daemon = daemon
+                    await anyio.sleep_forever()
+            except ForgedError as error:
+                # As systemd does: what cannot start is started again.
+                self.note(f"daemon {number} did not start: {error.code}")
+                await anyio.sleep(0.5)
+
+    def _extend(self, daemon: Daemon) -> None:
+        """Handlers inside the daemon that tell the oracle what they are given."""
+        last = [0]
+
+        async def in_order(record: Record) -> None:
+            self.oracle.handled("handler", last[0], record)
+            last[0] = record.id
+            if self.random.random() < 0.1:
+                await anyio.sleep(self.random.uniform(0, 0.01))
+
+        def react(record: Record) -> Decision[None]:
+            assert isinstance(record.fact, NoteAdded)
+            return Decision(None, (NoteSeen(record.fact.text),), job=record.job)
+
+        daemon.bus.on(Fact, in_order, name="order")
+        daemon.bus.on(NoteAdded, react, name="reaction", durable=True)
+
+    # Clients.
+
+    def client(self, name: str) -> ForgedClient:
+        """A client on a host of its own."""
+        return ForgedClient(
+            f"tcp://{SERVER}:{PORT}",
+            token=self._token,
+            timeout_s=CLIENT_TIMEOUT_S,
+            connect_timeout_s=FOUND_WITHIN_S,
+            network=self.network.host(name),
+            clock=VirtualClock(self.loop, offset_s=self.random.uniform(0, 1e6)),
+            source=Random(f"{name} {self.seed}"),
+            limits=ConnectionLimits(ping_after_s=2.0, silence_max_s=6.0),
+        )
+
+    async def _make_token(self) -> None:
+        """Over the Unix socket, as an operator would."""
+        async with ForgedClient(
+            f"unix://{SOCKET}",
+            network=self.network.host(SERVER),
+            clock=self.clock,
+            source=Random(f"operator {self.seed}"),
+            connect_timeout_s=FOUND_WITHIN_S,
+        ) as operator:
+            while not self._token:
+                secret = self.random.randbytes(32)
+                try:
+                    await operator.request(CreateToken("simulation", Role.OPERATOR, secret))
+                except Unavailable as error:
+                    self.note(f"the operator was told {error.code}")
+                    await anyio.sleep(0.1)
+                else:
+                    self._token = spell(secret)[1]
+
+    async def work(self, name: str) -> None:
+        """One client's life: it writes, reads and observes until the trouble is over, and a little longer."""
+        async with self.client(name) as client, anyio.create_task_group() as observing:
+            observing.start_soon(self._observe, name, client)
+            operations = 0
+            while self.trouble or operations < 5:
+                operations += 1
+                await self._operate(name, client, operations)
+                if self.random.random() < 0.3:
+                    await anyio.sleep(self.random.uniform(0, 0.5))
+            self.working -= 1
+            await self._until_caught_up(name)
+            self.watching -= 1
+            observing.cancel_scope.cancel()
+
+    async def _operate(self, name: str, client: ForgedClient, count: int) -> None:
+        job = f"job{self.random.randrange(3)}"
+        operation = self.random.choice((self._note, self._note, self._change, self._read))
+        try:
+            await operation(name, client, job, f"{name}-{count}")
+        except RequestRefused as error:
+            if error.code == "job_unknown":
+                await self._quietly(client.create_job(job))
+            elif error.code != "job_changed":
+                raise
+        except Unavailable as error:
+            self.note(f"{name} was told {error.code}")
+            await anyio.sleep(0.1)
+
+    async def _quietly(self, creating: Any) -> None:
+        try:
+            await creating
+        except Unavailable as error:
+            self.note(f"creating a job: {error.code}")
+
+    async def _note(self, name: str, client: ForgedClient, job: str, text: str) -> None:
+        self.oracle.attempted.add(text)
+        await client.note(job, text)
+        self.note(f"{name} noted {text}")
+        self.oracle.acknowledged.add(text)
+
+    async def _change(self, name: str, client: ForgedClient, job: str, text: str) -> None:
+        version = await self._read(name, client, job, text)
+        changed = await client.change_job(job, {"by": text}, version)
+        self.note(f"{name} changed {job} to {changed.version}")
+        self.oracle.told_version(job, changed.version, version + 1)
+
+    async def _read(self, name: str, client: ForgedClient, job: str, text: str) -> int:
+        before = self.oracle.versions.get(job, 0)
+        found = await client.job(job)
+        self.note(f"{name} reads {job} at {found.version}, at least {before}")
+        self.oracle.told_version(job, found.version, before)
+        return found.version
+
+    async def _observe(self, name: str, client: ForgedClient) -> None:
+        slow = self.random.random() < 0.3
+        async with client.facts(since=0) as stream:
+            async for item in stream:
+                self.note(f"{name} saw {f'a gap to {item.last}' if isinstance(item, Gap) else item.id}")
+                self.oracle.saw(name, item)
+                if slow and self.trouble:
+                    await anyio.sleep(self.random.uniform(0, 0.2))
+
+    async def _until_caught_up(self, name: str) -> None:
+        while self.working:
+            await anyio.sleep(0.2)
+        # What somebody gave up waiting for may still arrive and be done.
+        await anyio.sleep(STRAGGLERS_S)
+        while True:
+            daemon = self.daemon
+            observer = self.oracle.observers.get(name)
+            if daemon is not None and observer is not None and self._all_seen(daemon, observer.last):
+                return
+            await anyio.sleep(0.2)
+
+    def _all_seen(self, daemon: Daemon, seen: int) -> bool:
+        """Whether somebody who has seen that much has seen all, and nothing more is coming."""
+        idle = all(mailbox.idle for mailbox in daemon.bus.mailboxes.values())
+        quiet = idle and daemon.ledger.revision == daemon.ledger.durable
+        return quiet and seen >= daemon.journal.last
+
+    # Trouble.
+
+    async def make_trouble(self) -> None:
+        """Partitions, full disks and bad disks, until it ends."""
+        names = [f"c{index}" for index in range(CLIENTS)]
+        ends_at = self.loop.time() + TROUBLE_S
+        while self.loop.time() < ends_at:
+            await anyio.sleep(self.random.uniform(0.1, 4.0))
+            trouble = self.random.choice((self._partition, self._full_disk, self._heal))
+            trouble(names)
+        self.note("the trouble ends")
+        self.trouble = False
+        self.network.calm()
+        self.disk.capacity_bytes = None
+        self.disk.faults = DiskFaults()
+
+    def _partition(self, names: list[str]) -> None:
+        cut_off = self.random.sample(names, self.random.randint(1, len(names)))
+        self.network.partition(cut_off, [SERVER], one_way=self.random.random() < 0.3)
+
+    def _full_disk(self, names: list[str]) -> None:
+        self.note("the disk is full")
+        self.disk.capacity_bytes = self.disk.used_bytes + self.random.randrange(2000)
+
+    def _heal(self, names: list[str]) -> None:
+        self.network.heal()
+        self.disk.capacity_bytes = None
+
+    # The whole.
+
+    async def live(self) -> None:
+        """From the first start to the last check."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.keep_daemon, tasks)
+            await self._make_token()
+            self._prepared.set()
+            self.working = self.watching = CLIENTS
+            async with anyio.create_task_group() as clients:
+                clients.start_soon(self.make_trouble)
+                for index in range(CLIENTS):
+                    clients.start_soon(self.work, f"c{index}")
+                await self._bounded(clients)
+            assert self.daemon is not None
+            journal = self.daemon.journal
+            self.oracle.check_end(journal.after(0, len(journal)), journal.floor)
+            tasks.cancel_scope.cancel()
+
+    async def _bounded(self, clients: TaskGroup) -> None:
+        """After the trouble everything must come right within a bound."""
+        while self.trouble:
+            await anyio.sleep(1.0)
+        with anyio.move_on_after(RECOVERY_MAX_S):
+            while self.watching:
+                await anyio.sleep(0.5)
+        if self.watching:
+            raise Broken(f"{self.watching} clients are not done {RECOVERY_MAX_S} s after the trouble ended")
+
+
+def _network_faults(random: Random) -> Faults:
+    hostile = random.random() < 0.8
+    return Faults(
+        latency_s=(0.0001, random.choice((0.001, 0.02, 0.2))),
+        split=random.choice((0.0, 0.2)),
+        merge=random.choice((0.0, 0.2)),
+        reset=random.choice((0.0, 0.002, 0.02)) if hostile else 0.0,
+        drop=random.choice((0.0, 0.005)) if hostile else 0.0,
+        duplicate=random.choice((0.0, 0.0, 0.01)) if hostile else 0.0,
+        give_up_after_s=(1.0, 8.0),
+        keepalive_s=(1.0, 3.0),
+    )
+
+
+def _disk_faults(random: Random) -> DiskFaults:
+    return DiskFaults(
+        sync_s=(0.0002, random.choice((0.002, 0.02, 0.2))),
+        append_fails=random.choice((0.0, 0.0, 0.01)),
+        sync_fails=random.choice((0.0, 0.0, 0.01)),
+    )
+
+
+def simulate(seed: int, watch: Callable[[World], None] = lambda world: None) -> World:
+    """Live through a world; raises what was broken in it."""
+
+    async def main() -> World:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        world = World(seed, loop, Random(f"world {seed}"))
+        watch(world)
+        await world.live()
+        return world
+
+    return run(main, seed)
