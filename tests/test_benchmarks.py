@@ -1,0 +1,49 @@
+"""Every benchmark runs, and prints what it promises; how fast anything is, is not for tests to say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.harness import Figure, interleaved
+
+KEYS = {"name", "unit", "ours", "reference", "ratio", "aim", "met"}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_prints_one_object_with_its_figures(name: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed["benchmark"] == name
+    assert printed["figures"]
+    for figure in printed["figures"]:
+        assert figure.keys() == KEYS
+        assert figure["ours"] > 0
+
+
+def test_a_reference_that_is_not_there_is_not_guessed() -> None:
+    record = Figure("rate", "1/s", 10.0, None, 2.0).as_record()
+    assert (record["reference"], record["ratio"], record["met"]) == (None, None, None)
+
+
+def test_a_larger_ratio_is_better_for_rates_and_for_durations() -> None:
+    assert Figure("rate", "1/s", 10.0, 5.0).ratio == 2.0
+    assert Figure("duration", "s", 5.0, 10.0, higher_is_better=False).ratio == 2.0
+
+
+def test_subjects_take_turns_and_every_other_round_goes_backwards() -> None:
+    order: list[str] = []
+
+    def subject(name: str, value: float) -> float:
+        order.append(name)
+        return value
+
+    medians = interleaved(2, {"a": lambda: subject("a", 1.0), "b": lambda: subject("b", 2.0)})
+    assert order == ["a", "b", "b", "a"]
+    assert medians == {"a": 1.0, "b": 2.0}
