@@ -1,0 +1,44 @@
+# Every target sets up what it needs: a virtual environment in .venv, made anew when the requirements change.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SEEDS ?= 0:200
+KILLS ?= 2000
+
+.PHONY: demo test check bench soak clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,http]'
+	touch $@
+
+# Start a daemon, stream facts, kill -9 the daemon under a client that resumes.
+demo: $(READY)
+	$(BIN)/python -m examples.spine_demo
+
+# Lint, types, import direction.
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# All checks, all tests, and the simulation over many seeds.
+test: check
+	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# Measure, and write benchmarks/RESULTS.md. Peers that are not installed are left out.
+bench: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m benchmarks
+
+# Long runs: thousands of kills and seeds.
+soak: $(READY)
+	FORGED_KILLS=$(KILLS) $(BIN)/pytest -m '' tests/processes
+	$(BIN)/python -m tests.simulation --seeds 0:5000
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
