@@ -199,6 +199,11 @@ class Ledger:
         if self.read_only is not None:
             raise _anew(self.read_only)
 
+    @property
+    def writable_now(self) -> bool:
+        """Whether something can be decided now."""
+        return self.trouble is None and self.read_only is None
+
     async def writable(self) -> None:
         """Wait until something can be decided."""
         while not self._writable.is_set():

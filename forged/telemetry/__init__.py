@@ -1,0 +1,1 @@
+"""How the daemon shows itself to machines that watch machines."""

@@ -1,0 +1,104 @@
+"""The daemon's HTTP door: health, readiness and metrics; nothing can be changed through it.
+
+Law: whoever asks from this host is answered; whoever asks from elsewhere brings a token that may read. Health is the
+bus answering, not this door; readiness is the store taking decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+
+import anyio
+from aiohttp import web
+
+from forged.auth.access import authorise
+from forged.auth.model import Principal, Role
+from forged.bus import Bus
+from forged.errors import ConfigError, ForgedError, RequestRefused
+from forged.ledger import Ledger
+from forged.net.network import Address, Peer
+from forged.net.server import Server
+from forged.status.model import PingDaemon
+from forged.telemetry.metrics import DaemonCollector, exposition
+
+HEALTH_TIMEOUT_S = 2.0
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BEARER = "Bearer "
+
+Identify = Callable[[Peer, str | None], Principal]
+
+
+class HttpDoor:
+    """Answers `/healthz`, `/readyz` and `/metrics`."""
+
+    def __init__(self, bus: Bus, ledger: Ledger, server: Server, identify: Identify) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._identify = identify
+        self._collector = DaemonCollector(bus, ledger, server)
+
+    @asynccontextmanager
+    async def open(self, address: Address) -> AsyncIterator[Address]:
+        """Listen inside the block; yields where it really is."""
+        application = web.Application(middlewares=[self._admit])
+        application.router.add_get("/healthz", self._health)
+        application.router.add_get("/readyz", self._readiness)
+        application.router.add_get("/metrics", self._metrics)
+        runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, address.host, address.port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise ConfigError("http_address", f"http = {address}: {error.strerror}", "name another") from error
+            host, port, *_ = runner.addresses[0]
+            yield Address("tcp", host=host, port=port)
+        finally:
+            await runner.cleanup()
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+        try:
+            self._check_rights(request)
+        except RequestRefused as error:
+            return web.json_response({"code": error.code, "error": str(error)}, status=401)
+        answer = await handler(request)  # type: ignore[misc]  # aiohttp's own type for handlers says object
+        assert isinstance(answer, web.StreamResponse)
+        return answer
+
+    def _check_rights(self, request: web.Request) -> None:
+        remote = request.remote or ""
+        header = request.headers.get("Authorization", "")
+        token = header.removeprefix(BEARER) if header.startswith(BEARER) else None
+        principal = self._identify(Peer("tcp", remote, loopback=_is_loopback(remote)), token)
+        authorise(principal, Role.VIEWER, None)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        try:
+            with anyio.fail_after(HEALTH_TIMEOUT_S):
+                await self._bus.ask(PingDaemon())
+        except TimeoutError:
+            return web.json_response({"healthy": False, "why": f"no answer in {HEALTH_TIMEOUT_S} s"}, status=503)
+        except ForgedError as error:
+            return web.json_response({"healthy": False, "why": str(error)}, status=503)
+        return web.json_response({"healthy": True})
+
+    async def _readiness(self, request: web.Request) -> web.Response:
+        try:
+            self._ledger.require_writable()
+        except ForgedError as error:
+            return web.json_response({"ready": False, "code": error.code, "why": str(error)}, status=503)
+        return web.json_response({"ready": True})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=exposition(self._collector), headers={"Content-Type": METRICS_TYPE})
+
+
+def _is_loopback(remote: str) -> bool:
+    try:
+        return ip_address(remote).is_loopback
+    except ValueError:
+        return False
