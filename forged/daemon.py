@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import anyio
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 
 from forged.auth.access import AccessPolicy
 from forged.auth.messages import REQUESTS as TOKEN_REQUESTS
@@ -24,7 +25,7 @@ from forged.auth.service import TokenService
 from forged.bus import Bus
 from forged.clock import Clock
 from forged.config import Config
-from forged.errors import ForgedError, Unavailable
+from forged.errors import ConfigError, ForgedError, Unavailable
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.jobs.service import JobService
@@ -65,6 +66,8 @@ class Daemon:
         self.config = config
         self.store = store
         self.started_at = clock.monotonic()
+        self.http: str | None = None
+        """Where health and metrics are served."""
         self._ports = ports
 
         self.journal = Journal(config.journal_facts_max)
@@ -140,6 +143,17 @@ class Daemon:
         await self.server.listen(Address("unix", path=self.config.socket))
         for address in self.config.listen:
             await self.server.listen(Address.parse(address))
+        if self.config.http:
+            await tasks.start(self._serve_http, Address.parse(self.config.http))
+
+    async def _serve_http(self, address: Address, *, task_status: TaskStatus[None]) -> None:
+        """Answer health checks and scrapers until the daemon stops."""
+        http = _http()
+        door = http.HttpDoor(self.bus, self.ledger, self.server, self.tokens.identify)
+        async with door.open(address) as listening:
+            self.http = f"http://{listening.host}:{listening.port}"
+            task_status.started()
+            await anyio.sleep_forever()
 
     async def _announce(self) -> None:
         """Put the start on record, as soon as the store takes it."""
@@ -175,7 +189,7 @@ class Daemon:
             pid=self._ports.pid,
             uptime_s=round(self._ports.clock.monotonic() - self.started_at, 3),
             listen=self.listening,
-            http=None,
+            http=self.http,
             socket=self.config.socket,
             data_dir=self.config.data_dir,
             jobs=len(self.jobs.book),
@@ -191,6 +205,14 @@ class Daemon:
             batches=ledger.batches,
             trouble=str(trouble) if trouble else None,
         )
+
+
+def _http() -> ModuleType:
+    try:
+        from forged.telemetry import http
+    except ImportError as error:
+        raise ConfigError("http_missing", f"http needs {error.name}", "pip install 'forged[http]'") from error
+    return http
 
 
 def _policy(config: Config, uid: int) -> AccessPolicy:
