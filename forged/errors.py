@@ -98,3 +98,8 @@ def from_wire(kind: str, code: str, message: str, fix: str) -> ForgedError:
     if code == "not_leader":
         return NotLeader(code, message, fix)
     return KINDS.get(kind, ForgedError)(code, message, fix)
+
+
+def anew(error: ForgedError) -> ForgedError:
+    """An error that many will meet, without the frames of those who met it before: they would never be let go."""
+    return error.with_traceback(None)

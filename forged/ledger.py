@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import anyio
 import msgspec
 
 from forged.clock import Clock
-from forged.errors import ForgedError, NotLeader, Unavailable, describe
+from forged.errors import ForgedError, NotLeader, Unavailable, anew, describe
 from forged.journal import Journal
 from forged.messages import Call, Decision, Record
+from forged.pending import Pending
 from forged.replies import PREFIX as REPLY_PREFIX
 from forged.replies import ReplyBook
 from forged.store.port import ABSENT, OPERATIONS_MAX, Conflict, Entry, Store, StoreFenced, Transaction, check
@@ -74,47 +75,6 @@ class Participant(Protocol):
     async def load(self, store: Store) -> None:
         """Forget everything and read it from the store."""
         ...
-
-
-class Pending:
-    """A reply that waits for its revision to become durable."""
-
-    __slots__ = ("_callbacks", "encoded", "error", "reply", "revision")
-
-    def __init__(self, revision: int, reply: Any = None, encoded: bytes = b"") -> None:
-        self.revision = revision
-        self.reply = reply
-        self.encoded = encoded
-        self.error: ForgedError | None = None
-        self._callbacks: list[Callable[[Pending], None]] | None = []
-
-    @property
-    def done(self) -> bool:
-        return self._callbacks is None
-
-    def when_done(self, callback: Callable[[Pending], None]) -> None:
-        """Call back once the outcome is certain; at once if it is."""
-        if self._callbacks is None:
-            callback(self)
-        else:
-            self._callbacks.append(callback)
-
-    def resolve(self, error: ForgedError | None = None) -> None:
-        """The outcome is certain."""
-        callbacks, self._callbacks = self._callbacks, None
-        self.error = error
-        for callback in callbacks or ():
-            callback(self)
-
-    async def wait(self) -> Any:
-        """The reply, once it is durable."""
-        if not self.done:
-            arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.when_done(lambda _: None if arrived.done() else arrived.set_result(None))
-            await arrived
-        if self.error is not None:
-            raise _anew(self.error)
-        return self.reply
 
 
 class _Entry:
@@ -191,13 +151,13 @@ class Ledger:
     def require_sound(self) -> None:
         """Raise unless state in memory is what the store holds, or will hold."""
         if self.trouble is not None:
-            raise _anew(self.trouble)
+            raise anew(self.trouble)
 
     def require_writable(self) -> None:
         """Raise unless something can be decided now."""
         self.require_sound()
         if self.read_only is not None:
-            raise _anew(self.read_only)
+            raise anew(self.read_only)
 
     @property
     def writable_now(self) -> bool:
@@ -450,11 +410,6 @@ class Ledger:
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
-
-
-def _anew(error: ForgedError) -> ForgedError:
-    """An error that many will meet, without the frames of those who met it before: they would never be let go."""
-    return error.with_traceback(None)
 
 
 def _translated(error: ForgedError) -> ForgedError:

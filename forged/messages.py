@@ -253,6 +253,7 @@ class Call:
     client: bytes = b""
     number: int = 0
     acknowledged: int = 0
+    done: tuple[int, ...] = ()
     digest: int = 0
     timeout_s: float | None = None
     fence: Fence | None = None

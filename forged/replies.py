@@ -22,6 +22,7 @@ from forged.store.port import Entry
 
 PREFIX = "reply/"
 UNACKNOWLEDGED_MAX = 4096
+DONE_MAX = 1 << 16
 FORGET_PER_TRANSACTION = 16
 REMEMBERED_S = 7200.0
 """How long the answers to a client that fell silent are kept at least: longer than a request may take."""
@@ -43,6 +44,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class _Client:
     acknowledged: int = 0
     seen_at: float = 0.0
+    done: set[int] = field(default_factory=set)
+    """Numbers behind `acknowledged` that the client has done with as well."""
     answers: dict[int, tuple[int, Any]] = field(default_factory=dict)
 
 
@@ -76,7 +79,9 @@ class ReplyBook:
         client.seen_at = now
         if call.acknowledged > client.acknowledged:
             self._acknowledge(call.client, client, call.acknowledged)
-        if call.number <= client.acknowledged:
+        for number in call.done:
+            self._forget_one(call.client, client, number)
+        if call.number <= client.acknowledged or call.number in client.done:
             raise RequestRefused(
                 "request_stale",
                 f"request {call.number} was answered, and its client has done with it",
@@ -84,7 +89,7 @@ class ReplyBook:
             )
         known = client.answers.get(call.number)
         if known is None:
-            if len(client.answers) >= UNACKNOWLEDGED_MAX:
+            if len(client.answers) >= UNACKNOWLEDGED_MAX or len(client.done) >= DONE_MAX:
                 raise RequestRefused(
                     "too_many_unacknowledged",
                     f"{len(client.answers)} answers to this client wait for its acknowledgement",
@@ -144,9 +149,16 @@ class ReplyBook:
             else:
                 self._forgotten.extend(_key(client_id, number) for number in client.answers)
 
+    def _forget_one(self, client_id: bytes, client: _Client, number: int) -> None:
+        if number > client.acknowledged and len(client.done) < DONE_MAX:
+            client.done.add(number)
+        if client.answers.pop(number, None) is not None:
+            self._forgotten.append(_key(client_id, number))
+
     def _acknowledge(self, client_id: bytes, client: _Client, number: int) -> None:
         client.acknowledged = number
-        done = [answered for answered in client.answers if answered <= number]
-        for answered in done:
-            del client.answers[answered]
-            self._forgotten.append(_key(client_id, answered))
+        client.done = {done for done in client.done if done > number}
+        # Oldest first, as they came; one that came late goes when those before it do.
+        while client.answers and (oldest := next(iter(client.answers))) <= number:
+            del client.answers[oldest]
+            self._forgotten.append(_key(client_id, oldest))

@@ -14,8 +14,9 @@ from anyio.abc import TaskGroup
 from forged.auth.model import Principal, Role
 from forged.bus import Bus
 from forged.journal import Journal
-from forged.ledger import Ledger, Pending
+from forged.ledger import Ledger
 from forged.messages import Call, Decision, Fact, Record, Request, Signal
+from forged.pending import Pending
 from forged.store.port import Store
 from tests.simulation.loop import VirtualClock, run
 from tests.troubled_store import TroubledStore
@@ -55,6 +56,12 @@ class ReadTotal(Request[int], frozen=True):
 
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = None
+
+
+class Tick(Signal, frozen=True):
+    """Some time has passed."""
+
+    at: float
 
 
 class Level(Signal, frozen=True):

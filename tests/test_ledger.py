@@ -11,8 +11,9 @@ import pytest
 
 from forged.errors import ForgedError, NotLeader, RequestRefused, Unavailable
 from forged.journal import Journal
-from forged.ledger import BATCH_MAX, PROBE_PAUSE_S, Ledger, Pending, fact_key, read_all
+from forged.ledger import BATCH_MAX, PROBE_PAUSE_S, Ledger, fact_key, read_all
 from forged.messages import Decision, Fact, Record
+from forged.pending import Pending
 from forged.replies import PREFIX as REPLY_PREFIX
 from forged.store.memory import MemoryStore
 from forged.store.port import OPERATIONS_MAX, VALUE_BYTES_MAX, StoreFenced

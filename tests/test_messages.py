@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.errors import PeerError
+from forged.jobs.model import NoteAdded
 from forged.messages import FACTS, REQUESTS, SIGNALS, Fact, Fence, Nothing, Record, Request, Signal, UnknownFact
 from tests.spine import Add, Added, Level, ReadTotal
 
@@ -162,6 +163,7 @@ def test_a_fact_of_a_known_name_with_other_fields_is_shown_as_it_is(body: dict[s
         stored(7, 1.5, "Added", "", 0, 0, "", ["no", "map"]),
         stored(7, 1.5, "Landed", "", 0, 0, "", ["no", "map"]),
         stored(7, 1.5, "Added", "", 0, 0, "", msgspec.Raw(b"\x81\xa6amount\xa1\xff")),
+        stored(7, 1.5, NoteAdded.__name__, "", 0, 0, "", msgspec.Raw(b"\x81\xa4text\xa1\xff")),
         stored(7, 1.5, "Landed", "", 0, 0, "", msgspec.Raw(b"\x81\xa1a\xa1\xff")),
         stored(7, 1.5, "Landed", "", 0, 0, "", msgspec.Raw(b"\x81\xa1a" + b"\x91" * 100_000 + b"\x90")),
     ],

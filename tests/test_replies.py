@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -236,3 +236,27 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
+
+
+def test_a_number_that_is_done_is_forgotten_though_an_older_one_waits() -> None:
+    book = book_with(2, 3)
+    assert book.recall(replace(call(4), done=(2, 3)), 0.0) is None
+    assert len(book) == 0
+    assert len(book.take_forgotten(EVERYTHING)) == 2
+
+
+def test_a_number_that_is_done_is_refused_when_it_comes_again() -> None:
+    book = book_with(2)
+    assert book.recall(replace(call(4), done=(2,)), 0.0) is None
+    with pytest.raises(RequestRefused) as caught:
+        book.recall(call(2), 0.0)
+    assert caught.value.code == "request_stale"
+
+
+def test_one_slow_request_does_not_use_up_the_room_for_the_answers_to_others() -> None:
+    book = book_with()
+    for number in range(2, 3 * UNACKNOWLEDGED_MAX):
+        request = replace(call(number), done=(number - 1,) if number > 2 else ())
+        assert book.recall(request, 0.0) is None
+        book.remember(request, "answer")
+    assert len(book) == 1

@@ -26,8 +26,9 @@ from forged.bus.signals import SignalHandler, SignalSlot
 from forged.bus.subscription import FactHandler, Subscription
 from forged.clock import Clock
 from forged.errors import ForgedError, RequestRefused, Unavailable
-from forged.ledger import Ledger, Pending
+from forged.ledger import Ledger
 from forged.messages import Call, Decision, Fact, Gap, Nothing, Record, Request, Signal
+from forged.pending import Pending
 
 R = TypeVar("R")
 

@@ -21,8 +21,9 @@ from forged.bus.cancellation import is_ending
 from forged.bus.requests import RequestTable, Route, chain
 from forged.clock import Clock
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
-from forged.ledger import Ledger, Pending
+from forged.ledger import Ledger
 from forged.messages import ANY_JOB, Call, Decision, Fence, Request
+from forged.pending import Pending
 from forged.replies import reused
 
 _Key = tuple[bytes, int]

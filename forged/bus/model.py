@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forged.messages import Fact, Signal
+from forged.messages import Fact
 
 
 class HandlerFailed(Fact, frozen=True):
@@ -25,9 +25,3 @@ class HandlerReadmitted(Fact, frozen=True):
     """A quarantined handler takes facts again."""
 
     handler: str
-
-
-class Tick(Signal, frozen=True):
-    """A second or so has passed."""
-
-    at: float

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 PROGRAM = "forged"
 DATABASE = "forged.sqlite3"
+FILES_BESIDES_CONNECTIONS = 128
+"""Database, sockets, pipes, side connections."""
 LOCK = "lock"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -80,9 +84,24 @@ def _check_config(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     given = {"data_dir": options.data_dir, "socket": options.socket, "listen": options.listen, "http": options.http}
     config = load(options.config, given, os.environ, os.getuid())
+    config = _within_file_limit(config)
     with _exclusive(Path(config.data_dir)):
         asyncio.run(_serve(config))
     return EXIT_OK
+
+
+def _within_file_limit(config: Config) -> Config:
+    """Ask the system for as many open files as connections need; where it gives fewer, fewer connections are let in."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.connections_max + FILES_BESIDES_CONNECTIONS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return config
+    room = max(1, soft - FILES_BESIDES_CONNECTIONS)
+    _say(f"forged lets in {room} connections, not {config.connections_max}: the system allows {soft} open files")
+    return replace(config, connections_max=room)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from dataclasses import replace
 from typing import Any, Protocol
 
 from forged.clock import Clock
@@ -124,5 +125,7 @@ class Link(Connection):
             )
         largest = max(self.limits.frame_bytes_max, message.frame_bytes_max)
         self._decoder.frame_bytes_max = min(largest, FRAME_BYTES_CEILING)
+        # What is sent must fit the daemon's frames, whatever this end would take.
+        self.limits = replace(self.limits, frame_bytes_max=message.frame_bytes_max)
         if not self.welcome.done():
             self.welcome.set_result(message)

@@ -1,12 +1,14 @@
 """Requests that wait for their answers, at the end that asked.
 
-Law: numbers grow and are never used twice. A number below the lowest that still waits is acknowledged: its answer has
-arrived or is no longer wanted. One timer watches over all deadlines.
+Law: numbers grow and are never used twice. A number below the lowest that decides and still waits is acknowledged: its
+answer has arrived or is no longer wanted. Those behind it are told one by one, so that a request that waits for long
+does not keep the answers to all others. One timer watches over all deadlines.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from forged.net.frames import FRAME_BYTES_MAX
 from forged.net.messages import Failure, Reply, RequestMessage, decode_body, encode
 
 TIMEOUT_S = 30.0
+DONE_PER_MESSAGE = 64
 BODY_BYTES_MAX = FRAME_BYTES_MAX - 1024
 """What fits into a frame with all that a request says besides."""
 
@@ -41,6 +44,10 @@ class OutgoingCalls:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waiting: dict[int, Waiting] = {}
+        self._deciding: dict[int, None] = {}
+        """Those that the other end remembers the answers to."""
+        self._done: deque[int] = deque()
+        """Those that were answered before an older one, and of which the other end has not been told."""
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -51,7 +58,7 @@ class OutgoingCalls:
     @property
     def acknowledged(self) -> int:
         """All answers up to this number have arrived or are no longer wanted."""
-        return next(iter(self._waiting)) - 1 if self._waiting else self._number
+        return next(iter(self._deciding)) - 1 if self._deciding else self._number
 
     def open(self, request: Request[Any], timeout_s: float, fence: Fence | None) -> tuple[int, asyncio.Future[Any]]:
         """Number a request and wait for its answer until its deadline."""
@@ -67,6 +74,8 @@ class OutgoingCalls:
         cls = type(request)
         waiting = Waiting(answer, cls.reply_type(), cls.__name__, msgspec.Raw(body), deadline, fence)
         self._waiting[self._number] = waiting
+        if cls.decides:
+            self._deciding[self._number] = None
         self._watch(loop, deadline)
         return self._number, answer
 
@@ -74,7 +83,9 @@ class OutgoingCalls:
         """The request as it is sent, or sent again, with what is left of its time."""
         waiting = self._waiting[number]
         left_s = max(0.0, waiting.deadline - self._clock.monotonic())
-        return RequestMessage(number, self.acknowledged, waiting.method, waiting.body, left_s, waiting.fence)
+        acknowledged = min(self.acknowledged, number - 1)
+        done = self._take_done(acknowledged) if self._done else ()
+        return RequestMessage(number, acknowledged, waiting.method, waiting.body, left_s, waiting.fence, done)
 
     def unanswered(self) -> list[int]:
         """The numbers that wait, oldest first."""
@@ -82,11 +93,11 @@ class OutgoingCalls:
 
     def abandon(self, number: int) -> bool:
         """Want an answer no longer; tells whether it was still to come."""
-        return self._waiting.pop(number, None) is not None
+        return self._take(number) is not None
 
     def outcome(self, message: Reply | Failure) -> None:
         """An answer arrived. One that nobody waits for is dropped: it was asked for twice, or given up."""
-        waiting = self._waiting.pop(message.number, None)
+        waiting = self._take(message.number)
         if waiting is None or waiting.answer.done():
             return
         if isinstance(message, Failure):
@@ -101,12 +112,29 @@ class OutgoingCalls:
     def fail_all(self, error: ForgedError) -> None:
         """No answer will come any more."""
         waiting, self._waiting = self._waiting, {}
+        self._deciding.clear()
+        self._done.clear()
         for one in waiting.values():
             if not one.answer.done():
                 one.answer.set_exception(error)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _take(self, number: int) -> Waiting | None:
+        """Wait no longer for this one."""
+        waiting = self._waiting.pop(number, None)
+        if number in self._deciding:
+            oldest = next(iter(self._deciding))
+            del self._deciding[number]
+            if number != oldest:
+                self._done.append(number)
+        return waiting
+
+    def _take_done(self, acknowledged: int) -> tuple[int, ...]:
+        done = self._done
+        few = (done.popleft() for _ in range(min(len(done), DONE_PER_MESSAGE)))
+        return tuple(number for number in few if number > acknowledged)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, deadline: float) -> None:
         if self._timer is not None and self._timer_at <= deadline:
@@ -120,8 +148,8 @@ class OutgoingCalls:
         self._timer = None
         now = self._clock.monotonic()
         for number in [number for number, waiting in self._waiting.items() if waiting.deadline <= now]:
-            waiting = self._waiting.pop(number)
-            if not waiting.answer.done():
+            waiting = self._take(number)
+            if waiting is not None and not waiting.answer.done():
                 waiting.answer.set_exception(
                     Unavailable(
                         "deadline_exceeded",

@@ -61,7 +61,7 @@ class Welcome(Message, frozen=True, array_like=True, tag=1):
 
 
 class RequestMessage(Message, frozen=True, array_like=True, tag=2):
-    """Do this. `acknowledged` says that all answers up to that number have arrived."""
+    """Do this. `acknowledged` says that all answers up to that number have arrived, `done` which behind it have."""
 
     number: Number
     acknowledged: Count
@@ -69,6 +69,7 @@ class RequestMessage(Message, frozen=True, array_like=True, tag=2):
     body: Raw
     timeout_s: Seconds | None = None
     fence: Fence | None = None
+    done: tuple[Number, ...] = ()
 
 
 class Reply(Message, frozen=True, array_like=True, tag=3):

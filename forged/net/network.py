@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from forged.errors import ConfigError
 
@@ -30,11 +30,11 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         """Read `unix:///path`, `tcp://host:port`, `tls://host:port`, or a bare `host:port` (which is tcp)."""
-        parts = urlsplit(text if "://" in text else f"tcp://{text}")
         try:
+            parts = urlsplit(text if "://" in text else f"tcp://{text}")
             port = parts.port
         except ValueError:
-            port = None
+            parts, port = SplitResult("", "", "", "", ""), None
         if parts.scheme == "unix" and parts.path and not parts.netloc:
             return cls("unix", path=parts.path)
         if parts.scheme in ("tcp", "tls") and parts.hostname and port is not None:

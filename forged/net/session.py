@@ -23,7 +23,6 @@ from forged.clock import Clock
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.ids import CLIENT_ID_BYTES
 from forged.journal import Journal
-from forged.ledger import Pending
 from forged.messages import REQUESTS, SIGNALS, Call, Fence, Request
 from forged.net.calls import TIMEOUT_S, OutgoingCalls
 from forged.net.connection import Connection, ConnectionLimits
@@ -48,6 +47,7 @@ from forged.net.messages import (
 )
 from forged.net.network import Peer
 from forged.net.streams import OutgoingStreams
+from forged.pending import Pending
 from forged.version import VERSION
 
 R = TypeVar("R")
@@ -242,6 +242,7 @@ class Session(Connection):
             client=self.client,
             number=number,
             acknowledged=message.acknowledged,
+            done=message.done,
             digest=crc32(body, crc32(message.method.encode())),
             timeout_s=TIMEOUT_MAX_S if message.timeout_s is None else min(message.timeout_s, TIMEOUT_MAX_S),
             fence=message.fence,

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.bus.bus import CURSOR_INTERVAL_S
-from forged.bus.model import HandlerFailed, HandlerQuarantined, HandlerReadmitted, Tick
+from forged.bus.model import HandlerFailed, HandlerQuarantined, HandlerReadmitted
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.ledger import CURSOR_PREFIX
 from forged.messages import Decision, Fact, Gap, Record
 from forged.status.model import PingDaemon
 from forged.store.memory import MemoryStore
 from forged.store.port import Store
-from tests.spine import Add, Added, Echoed, Level, ReadTotal, Spine, call, ids, running, task_group, virtual
+from tests.spine import Add, Added, Echoed, Level, ReadTotal, Spine, Tick, call, ids, running, task_group, virtual
 from tests.troubled_store import TroubledStore, full
 
 ECHOES_KEY = "echo/count"

@@ -104,6 +104,17 @@ class TestCalls:
                 await client.request(Ponder("life"), timeout_s=0.02)
             assert late.value.code == "deadline_exceeded"
 
+    async def test_a_slow_request_does_not_use_up_the_answers_of_others(self, house: House) -> None:
+        house.extend = serving(ponder_forever)
+        await house.reopen()
+        async with client_of(house) as client:
+            await client.create_job("a")
+            slow = asyncio.create_task(client.request(Ponder("life")))
+            await asyncio.sleep(0)
+            for number in range(5000):
+                await client.note("a", f"{number}")
+            slow.cancel()
+
     async def test_no_time_at_all_is_not_the_default_time(self, house: House) -> None:
         house.extend = serving(ponder_forever)
         await house.reopen()

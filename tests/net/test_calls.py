@@ -36,6 +36,10 @@ def answer(calls: OutgoingCalls, number: int) -> None:
     calls.outcome(Reply(number, Raw(b"\x80")))
 
 
+def note(calls: OutgoingCalls) -> int:
+    return calls.open(AddNote("j", "text"), 60.0, None)[0]
+
+
 async def test_numbers_grow_from_one_and_are_never_used_twice(calls: OutgoingCalls) -> None:
     first, _ = ask(calls)
     answer(calls, first)
@@ -52,7 +56,7 @@ async def test_numbers_grow_from_one_and_are_never_used_twice(calls: OutgoingCal
 async def test_a_number_below_the_lowest_that_waits_is_acknowledged(calls: OutgoingCalls) -> None:
     assert calls.acknowledged == 0
     for _ in range(3):
-        ask(calls)
+        note(calls)
     answer(calls, 2)
     assert calls.acknowledged == 0
     answer(calls, 1)
@@ -62,8 +66,8 @@ async def test_a_number_below_the_lowest_that_waits_is_acknowledged(calls: Outgo
 
 
 async def test_what_is_no_longer_wanted_is_acknowledged_too(calls: OutgoingCalls) -> None:
-    ask(calls)
-    ask(calls)
+    note(calls)
+    note(calls)
     assert calls.abandon(1)
     assert calls.acknowledged == 1
     assert not calls.abandon(1)
@@ -162,3 +166,18 @@ async def test_a_request_that_fits_into_no_frame_is_refused_before_it_has_a_numb
         calls.open(AddNote("a", "x" * BODY_BYTES_MAX), 5.0, None)
     assert caught.value.code == "request_too_large"
     assert (len(calls), calls.acknowledged) == (0, 0)
+
+
+async def test_what_was_answered_before_an_older_request_is_told_once(calls: OutgoingCalls) -> None:
+    slow, quick = note(calls), note(calls)
+    answer(calls, quick)
+    message = calls.message(third := note(calls))
+    assert (message.acknowledged, message.done) == (slow - 1, (quick,))
+    assert calls.message(third).done == ()
+
+
+async def test_a_read_that_waits_does_not_hold_back_the_acknowledgement(calls: OutgoingCalls) -> None:
+    ask(calls)
+    answer(calls, note(calls))
+    third = note(calls)
+    assert calls.message(third).acknowledged == third - 1

@@ -16,6 +16,7 @@ import pytest
 from forged.auth.tokens import spell
 from forged.net import server
 from forged.net.network import Address
+from tests import spine
 from tests.net.ends import Certificates
 from tests.net.hand import (
     BYE,
@@ -106,7 +107,7 @@ AFTER_HELLO = BAD_BYTES | {
         "credit_overflow",
     ),
     "credit that is none": (frame([CREDIT, 1, -5]), "message_invalid"),
-    "a signal of another shape": (frame([SIGNAL, "Tick", {"at": "noon"}]), "signal_invalid"),
+    "a signal of another shape": (frame([SIGNAL, spine.Tick.__name__, {"at": "noon"}]), "signal_invalid"),
 }
 
 

@@ -188,7 +188,18 @@ class World:
                     self._token = spell(secret)[1]
 
     async def work(self, name: str) -> None:
-        """One client's life: it writes, reads and observes until the trouble is over, and a little longer."""
+        """One client's life; its token was acknowledged before it began."""
+        try:
+            await self._work(name)
+        except RequestRefused as error:
+            raise Broken(f"{name} was refused: {error}") from error
+        except BaseExceptionGroup as errors:
+            if errors.subgroup(lambda error: isinstance(error, RequestRefused) and error.code == "token_unknown"):
+                raise Broken(f"the token of {name} was acknowledged and is lost") from errors
+            raise
+
+    async def _work(self, name: str) -> None:
+        """It writes, reads and observes until the trouble is over, and a little longer."""
         async with self.client(name) as client, anyio.create_task_group() as observing:
             observing.start_soon(self._observe, name, client)
             operations = 0
