@@ -24,9 +24,19 @@ def write_whole(name: str, pieces: Iterable[bytes]) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(target)
+            _sync_directory(target.parent)
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise ForgedError(
             "backup_failed", f"{name} cannot be written: {error.strerror}", "name another file"
         ) from error
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the new name survive a power cut, too."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

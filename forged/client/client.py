@@ -234,17 +234,17 @@ class ForgedClient(DaemonMethods):
         The file is there whole or not at all.
         """
         ticket = await self.request(BackUp(), timeout_s=BACKUP_TIMEOUT_S)
-        partial_path = path.with_name(f"{path.name}.part")
-        fd = os.open(partial_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        unfinished = path.with_name(f"{path.name}.part")
+        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             await self.fetch_file(ticket, fd)
-            os.fsync(fd)
+            await anyio.to_thread.run_sync(os.fsync, fd)
         except BaseException:
-            partial_path.unlink()
+            unfinished.unlink()
             raise
         finally:
             os.close(fd)
-        partial_path.replace(path)
+        unfinished.replace(path)
         return ticket.size
 
     async def _use(self, ticket: Ticket, offer: side.Offer, offset: int = 0) -> None:

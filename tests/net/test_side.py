@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgpack
 import pytest
 import trustme
 
@@ -284,3 +286,21 @@ def test_tickets_are_limited_and_one_too_many_lets_go_of_its_offer() -> None:
         booth.issue(side.Offer(1, lambda sock, offset: None, lambda: closed.append(1)))
     assert full.value.code == "tickets_full"
     assert closed == [1]
+
+
+async def test_a_side_connection_is_as_the_protocol_page_says(tmp_path: Path) -> None:
+    async with a_house(tmp_path) as house, client_of(house) as client:
+        house.offer = side.offer_buffer(memoryview(b"abcdef"))
+        ticket = await client.request(AskForTicket())
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s.sock"))
+        hello = msgpack.packb([0, 1, 1, b"x" * 16, "a test", None, ticket.ticket, 2])
+        writer.write(struct.pack(">I", len(hello)) + hello)
+        (length,) = struct.unpack(">I", await reader.readexactly(4))
+        welcome = msgpack.unpackb(await reader.readexactly(length))
+        assert (welcome[0], welcome[3], welcome[10]) == (1, "", 6)
+        writer.write(b"\x01")
+        assert await reader.readexactly(4) == b"cdef"
+        writer.write(struct.pack(">Q", 4))
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
