@@ -12,20 +12,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import anyio
 import msgspec
 
 from forged.clock import Clock
-from forged.errors import ForgedError, NotLeader, Unavailable, anew, describe
+from forged.errors import ForgedError, NotLeader, PeerError, Unavailable, anew, describe
 from forged.journal import Journal
 from forged.messages import Call, Decision, Record
 from forged.pending import Pending
 from forged.replies import PREFIX as REPLY_PREFIX
 from forged.replies import ReplyBook
-from forged.store.port import ABSENT, OPERATIONS_MAX, Conflict, Entry, Store, StoreFenced, Transaction, check
+from forged.store.port import (
+    ABSENT,
+    OPERATIONS_MAX,
+    Conflict,
+    Entry,
+    Store,
+    StoreCorrupt,
+    StoreFenced,
+    Transaction,
+    check,
+)
 
 FACT_PREFIX = "fact/"
 CURSOR_PREFIX = "cursor/"
@@ -114,6 +125,8 @@ class Ledger:
         self.batches = 0
         self.decisions = 0
         self.failures = 0
+        self.reloads = 0
+        """How many times state was read anew; what was seen before the last time may not have happened."""
         self.trouble: ForgedError | None = Unavailable("starting", "the daemon is starting", "try again")
         """Why nothing can be decided or read now; None while all is well."""
         self.read_only: ForgedError | None = None
@@ -217,7 +230,7 @@ class Ledger:
             raise _unfit(error) from error
         self.revision = entry.transaction.revision
         if call is not None:
-            self.replies.remember(call, entry.pending)
+            self.replies.remember(call, entry.pending, len(entry.pending.encoded))
         self._queue.append(entry)
         self.decisions += 1
         self._wake()
@@ -391,17 +404,22 @@ class Ledger:
         self.term, self.revision, self.durable, self._fence = term, revision, revision, {TERM_KEY: revision}
 
     async def _load(self) -> None:
+        self.reloads += 1
         # The revision comes first: what somebody else may write meanwhile then fences this ledger.
         self.revision = self.durable = self.store.revision
-        facts = [Record.read(entry.value) for entry in await read_all(self.store, FACT_PREFIX)]
-        floor = await self.store.get(FLOOR_KEY)
-        self.journal.reset(facts, int(floor.value) if floor else 0)
+        with _readable("a fact"):
+            facts = [Record.read(entry.value) for entry in await read_all(self.store, FACT_PREFIX)]
+            floor = await self.store.get(FLOOR_KEY)
+            self.journal.reset(facts, int(floor.value) if floor else 0)
         self._kept = deque(record.id for record in facts)
-        cursors = await read_all(self.store, CURSOR_PREFIX)
-        self.cursors = {entry.key.removeprefix(CURSOR_PREFIX): int(entry.value) for entry in cursors}
-        self.replies.load(await read_all(self.store, REPLY_PREFIX), self._clock.monotonic())
+        with _readable("a cursor"):
+            cursors = await read_all(self.store, CURSOR_PREFIX)
+            self.cursors = {entry.key.removeprefix(CURSOR_PREFIX): int(entry.value) for entry in cursors}
+        with _readable("a remembered reply"):
+            self.replies.load(await read_all(self.store, REPLY_PREFIX), self._clock.monotonic())
         for participant in self._participants:
-            await participant.load(self.store)
+            with _readable(f"what belongs to {type(participant).__name__}"):
+                await participant.load(self.store)
 
     def _close(self, error: ForgedError) -> None:
         self.trouble = error
@@ -429,3 +447,14 @@ def _not_leader(reason: str) -> NotLeader:
     return NotLeader(
         "not_leader", f"somebody else writes to the store: {reason}", "let one daemon use a data directory"
     )
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """What cannot be decoded was not written by a ledger: that is the store's damage, and is said so."""
+    try:
+        yield
+    except (msgspec.MsgspecError, PeerError, ValueError) as error:
+        raise StoreCorrupt(
+            "store_undecodable", f"{what} in the store cannot be read: {error}", "restore a backup into a new directory"
+        ) from error

@@ -88,9 +88,14 @@ def _reply_type(cls: type[Request[Any]]) -> Any:
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """Something that was so a moment ago; only the latest per key counts."""
+    """Something that was so a moment ago; only the latest per job and key counts.
+
+    `needs` and `job_field` are as for requests. `external` tells that clients may send it, not only the daemon's parts.
+    """
 
     needs: ClassVar[Role] = Role.WORKER
+    job_field: ClassVar[str | None] = "job"
+    external: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -98,8 +103,14 @@ class Signal(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the signal is about; a later one with the same key takes its place."""
+        """What in its job the signal is about; a later one with the same key takes its place."""
         return ""
+
+    @property
+    def about(self) -> str | None:
+        """The job that it is about; None where no field of its own says so."""
+        field = self.job_field
+        return None if field is None or field == ANY_JOB else getattr(self, field)
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -253,7 +264,6 @@ class Call:
     client: bytes = b""
     number: int = 0
     acknowledged: int = 0
-    done: tuple[int, ...] = ()
     digest: int = 0
     timeout_s: float | None = None
     fence: Fence | None = None

@@ -61,11 +61,16 @@ class ReadTotal(Request[int], frozen=True):
 class Tick(Signal, frozen=True):
     """Some time has passed."""
 
+    external: ClassVar[bool] = True
+    job_field: ClassVar[str | None] = None
+
     at: float
 
 
 class Level(Signal, frozen=True):
     """How high something is."""
+
+    job_field: ClassVar[str | None] = None
 
     name: str
     height: int = 0

@@ -16,9 +16,9 @@ from forged.messages import Decision, Fact, Record
 from forged.pending import Pending
 from forged.replies import PREFIX as REPLY_PREFIX
 from forged.store.memory import MemoryStore
-from forged.store.port import OPERATIONS_MAX, VALUE_BYTES_MAX, StoreFenced
+from forged.store.port import OPERATIONS_MAX, VALUE_BYTES_MAX, StoreCorrupt, StoreFenced, Transaction
 from tests.simulation.loop import VirtualClock
-from tests.spine import TOTAL_KEY, Added, Tally, call, ids, task_group, virtual
+from tests.spine import TOTAL_KEY, Added, Spine, Tally, call, ids, task_group, virtual
 from tests.troubled_store import TroubledStore, full
 
 
@@ -817,3 +817,13 @@ async def test_a_cause_lies_in_the_past() -> None:
             it.add(cause=last + 1)
         await it.recovered()
         assert it.tally.total == 1
+
+
+@pytest.mark.parametrize("key", ["fact/0000000000000001", "cursor/x", "reply/00/01", "ledger/floor"])
+@virtual
+async def test_a_store_that_holds_what_no_ledger_wrote_is_damaged(key: str) -> None:
+    store = TroubledStore()
+    await store.commit([Transaction(1, {key: b"\xc1 garbage"})])
+    with pytest.raises(StoreCorrupt) as damaged:
+        await Spine(store).ledger.start()
+    assert damaged.value.code == "store_undecodable"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -9,9 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forged.errors import RequestRefused
+from forged.errors import RequestRefused, Unavailable
 from forged.messages import Call
-from forged.replies import FORGET_PER_TRANSACTION, REMEMBERED_S, UNACKNOWLEDGED_MAX, ReplyBook
+from forged.replies import (
+    CLIENTS_MAX,
+    FORGET_PER_TRANSACTION,
+    REMEMBERED_S,
+    SILENT_S,
+    UNACKNOWLEDGED_BYTES_MAX,
+    UNACKNOWLEDGED_MAX,
+    ReplyBook,
+)
 from forged.store.port import Entry
 from tests.spine import OPERATOR, call
 
@@ -238,25 +246,64 @@ class Books(RuleBasedStateMachine):
 TestBooks = Books.TestCase
 
 
-def test_a_number_that_is_done_is_forgotten_though_an_older_one_waits() -> None:
+def told(book: ReplyBook, number: int, *waiting: int) -> None:
+    book.note(call(number).client, 0, number, waiting)
+
+
+def test_what_does_not_wait_any_more_is_forgotten_though_an_older_one_waits() -> None:
     book = book_with(2, 3)
-    assert book.recall(replace(call(4), done=(2, 3)), 0.0) is None
+    told(book, 4, 1)
     assert len(book) == 0
     assert len(book.take_forgotten(EVERYTHING)) == 2
 
 
-def test_a_number_that_is_done_is_refused_when_it_comes_again() -> None:
+def test_what_does_not_wait_any_more_is_refused_when_it_comes_again() -> None:
     book = book_with(2)
-    assert book.recall(replace(call(4), done=(2,)), 0.0) is None
+    told(book, 4, 1)
     with pytest.raises(RequestRefused) as caught:
         book.recall(call(2), 0.0)
     assert caught.value.code == "request_stale"
 
 
+def test_what_still_waits_may_come_again() -> None:
+    book = book_with(2, 3)
+    told(book, 5, 1, 3)
+    assert book.recall(call(3), 0.0) == "answer 3"
+    assert book.recall(call(1), 0.0) is None
+
+
+def test_what_is_told_late_does_not_undo_what_was_told_since() -> None:
+    book = book_with(2, 3)
+    told(book, 5, 1, 2)
+    told(book, 4, 1, 2, 3)
+    with pytest.raises(RequestRefused):
+        book.recall(call(3), 0.0)
+
+
 def test_one_slow_request_does_not_use_up_the_room_for_the_answers_to_others() -> None:
     book = book_with()
     for number in range(2, 3 * UNACKNOWLEDGED_MAX):
-        request = replace(call(number), done=(number - 1,) if number > 2 else ())
-        assert book.recall(request, 0.0) is None
-        book.remember(request, "answer")
-    assert len(book) == 1
+        if number % 256 == 0:
+            told(book, number, 1)
+        assert book.recall(call(number), 0.0) is None
+        book.remember(call(number), "answer")
+    assert len(book) <= 256
+
+
+def test_answers_to_one_client_are_bounded_in_bytes() -> None:
+    book = ReplyBook()
+    assert book.recall(call(1), 0.0) is None
+    book.remember(call(1), "answer", UNACKNOWLEDGED_BYTES_MAX)
+    with pytest.raises(RequestRefused) as caught:
+        book.recall(call(2), 0.0)
+    assert caught.value.code == "too_many_unacknowledged"
+
+
+def test_when_there_is_no_room_the_client_that_was_silent_longest_makes_room() -> None:
+    book = ReplyBook()
+    for client in range(CLIENTS_MAX):
+        assert book.recall(from_client(client), 0.0) is None
+    with pytest.raises(Unavailable) as caught:
+        book.recall(from_client(CLIENTS_MAX), 1.0)
+    assert caught.value.code == "reply_memory_full"
+    assert book.recall(from_client(CLIENTS_MAX), 1.0 + SILENT_S) is None

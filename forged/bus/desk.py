@@ -26,6 +26,9 @@ from forged.messages import ANY_JOB, Call, Decision, Fence, Request
 from forged.pending import Pending
 from forged.replies import reused
 
+ROUTE_IN_FLIGHT_MAX = 1024
+"""How many requests of one type may await something, so that a handler that hangs does not keep the others out."""
+
 _Key = tuple[bytes, int]
 
 
@@ -73,6 +76,8 @@ class Desk:
             running = self._running.get((call.client, call.number)) if call.client else None
             if running is not None:
                 return _joined(running, call)
+            if route.in_flight >= ROUTE_IN_FLIGHT_MAX:
+                raise _busy(route)
             if route.wrappers:
                 return self._spawn(route, chain(route, call, self._innermost(route, call))(request), call)
             begun = self._begin(route, request, call)
@@ -94,17 +99,22 @@ class Desk:
             if not principal.role.covers(request.needs):
                 authorise(principal, request.needs, None)
             return
-        job = getattr(request, field) if field else None
-        authorise(principal, request.needs, job)
-        if call.fence is not None and job is not None:
-            current = self.fence_of(job)
-            if current is not None and call.fence < current:
-                raise RequestRefused(
-                    "fenced",
-                    f"job {job} is at term {current.term}, generation {current.generation}; the caller at"
-                    f" {call.fence.term}, {call.fence.generation}",
-                    "attach again and go on from the present generation",
-                )
+        authorise(principal, request.needs, getattr(request, field) if field else None)
+
+    def _check_fence(self, request: Request[Any], call: Call) -> None:
+        """Refuse whoever has not followed the job; asked again after a handler has awaited something."""
+        field = request.job_field
+        if call.fence is None or field is None or field == ANY_JOB:
+            return
+        job = getattr(request, field)
+        current = self.fence_of(job)
+        if current is not None and call.fence < current:
+            raise RequestRefused(
+                "fenced",
+                f"job {job} is at term {current.term}, generation {current.generation}; the caller at"
+                f" {call.fence.term}, {call.fence.generation}",
+                "attach again and go on from the present generation",
+            )
 
     def _innermost(self, route: Route, call: Call) -> Any:
         async def proceed(request: Request[Any]) -> Any:
@@ -124,10 +134,12 @@ class Desk:
             ledger.require_writable()
         else:
             ledger.require_sound()
+        # After recalling: what was done is answered, however far the job has gone since.
+        self._check_fence(request, call)
         started = self._clock.monotonic()
         result = self._handle(route, request, call)
         if isinstance(result, Awaitable):
-            return self._later(route, result, call, remembered)
+            return self._later(route, request, result, call, remembered)
         route.statistics.latency.observe(self._clock.monotonic() - started)
         return self._conclude(route, result, call, remembered)
 
@@ -150,8 +162,11 @@ class Desk:
             raise _bug(route.request, route.owner, TypeError("it decides, and its `decides` says that it does not"))
         return self._ledger.append(result, cause=call.cause, origin=call.origin, call=call if remembered else None)
 
-    async def _later(self, route: Route, result: Awaitable[Any], call: Call, remembered: bool) -> Any:
-        started = self._clock.monotonic()
+    async def _later(
+        self, route: Route, request: Request[Any], result: Awaitable[Any], call: Call, remembered: bool
+    ) -> Any:
+        assert self._ledger is not None
+        started, reloads = self._clock.monotonic(), self._ledger.reloads
         try:
             value = await result
         except ForgedError:
@@ -163,7 +178,20 @@ class Desk:
         except (Exception, SystemExit) as error:
             raise self._broken(route, error) from error
         route.statistics.latency.observe(self._clock.monotonic() - started)
+        self._check_meanwhile(route, request, call, reloads)
         return await self._conclude(route, value, call, remembered).wait()
+
+    def _check_meanwhile(self, route: Route, request: Request[Any], call: Call, reloads: int) -> None:
+        """Refuse what rests on a state that has been taken back, or on a generation that is over."""
+        assert self._ledger is not None
+        try:
+            if self._ledger.reloads != reloads:
+                raise Unavailable("reloading", "state was read anew from the store in between", "try again")
+            self._check_fence(request, call)
+        except ForgedError:
+            if route.request.decides:
+                self._taint()
+            raise
 
     def _spawn(self, route: Route, work: Awaitable[Any], call: Call) -> Pending:
         """Await the work in a task of its own, under the caller's deadline."""
@@ -174,6 +202,7 @@ class Desk:
         if call.client:
             self._running[key] = _Running(pending, scope, call.digest)
         self.in_flight += 1
+        route.in_flight += 1
         self._tasks.start_soon(self._await, route, work, call, pending, scope)
         return pending
 
@@ -235,6 +264,11 @@ def _wrappers(route: Route) -> str:
 def _bug(request: type[Request[Any]], owner: str, error: BaseException) -> ForgedError:
     reason = f"{request.__name__} failed in {owner}: {describe(error)}"
     return ForgedError("handler_broken", reason, "report it as a bug")
+
+
+def _busy(route: Route) -> Unavailable:
+    waiting = f"{route.in_flight} requests of type {route.request.__name__} have begun and not ended"
+    return Unavailable("busy", waiting, "try again later; see `forgectl handlers`")
 
 
 def _recalled(request: type[Request[Any]], encoded: bytes) -> Pending:

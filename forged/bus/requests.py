@@ -34,6 +34,8 @@ class Route:
     handler: RequestHandler
     wrappers: list[tuple[str, Wrapper]] = field(default_factory=list)
     statistics: HandlerStatistics = field(default_factory=HandlerStatistics)
+    in_flight: int = 0
+    """How many are awaiting something."""
 
 
 class RequestTable:

@@ -1,7 +1,7 @@
 """Signals: what was so a moment ago.
 
-Law: of signals with the same key only the latest waits, and of keys only so many; a handler that is slow sees fewer,
-newer ones. Nothing is recorded and a failure is only counted.
+Law: of signals with the same job and key only the latest waits, and of those only so many; a handler that is slow sees
+fewer, newer ones. Nothing is recorded and a failure is only counted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ SignalHandler = Callable[[Any, Call], Awaitable[None] | None]
 
 
 class SignalSlot:
-    """The latest signals that one handler has not seen yet, one per key."""
+    """The latest signals that one handler has not seen yet, one per job and key."""
 
     def __init__(self, name: str, handler: SignalHandler, now: Callable[[], float]) -> None:
         self.name = name
         self.handler = handler
         self.statistics = HandlerStatistics()
         self._now = now
-        self._latest: dict[tuple[str, str], tuple[Signal, Call]] = {}
+        self._latest: dict[tuple[str, str | None, str], tuple[Signal, Call]] = {}
         self._wanted: asyncio.Future[None] | None = None
 
     def put(self, signal: Signal, call: Call) -> None:
-        """Replace what waits under the signal's key."""
-        key = (type(signal).__name__, signal.key)
+        """Replace what waits under the signal's job and key."""
+        key = (type(signal).__name__, signal.about, signal.key)
         if key in self._latest:
             self.statistics.coalesced += 1
         elif len(self._latest) >= KEYS_MAX:

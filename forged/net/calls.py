@@ -1,14 +1,13 @@
 """Requests that wait for their answers, at the end that asked.
 
 Law: numbers grow and are never used twice. A number below the lowest that decides and still waits is acknowledged: its
-answer has arrived or is no longer wanted. Those behind it are told one by one, so that a request that waits for long
-does not keep the answers to all others. One timer watches over all deadlines.
+answer has arrived or is no longer wanted. When that one waits for long, the other end is told now and then which do,
+so that it need not keep the answers to all others. One timer watches over all deadlines.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,9 @@ from forged.net.frames import FRAME_BYTES_MAX
 from forged.net.messages import Failure, Reply, RequestMessage, decode_body, encode
 
 TIMEOUT_S = 30.0
-DONE_PER_MESSAGE = 64
+SPAN_MAX = 1024
+"""How far the oldest that waits may fall behind before the other end is told which others do."""
+TELL_EVERY = 256
 BODY_BYTES_MAX = FRAME_BYTES_MAX - 1024
 """What fits into a frame with all that a request says besides."""
 
@@ -46,8 +47,8 @@ class OutgoingCalls:
         self._waiting: dict[int, Waiting] = {}
         self._deciding: dict[int, None] = {}
         """Those that the other end remembers the answers to."""
-        self._done: deque[int] = deque()
-        """Those that were answered before an older one, and of which the other end has not been told."""
+        self._told_at = 0
+        """The last number with which the other end was told which still wait."""
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -84,8 +85,11 @@ class OutgoingCalls:
         waiting = self._waiting[number]
         left_s = max(0.0, waiting.deadline - self._clock.monotonic())
         acknowledged = min(self.acknowledged, number - 1)
-        done = self._take_done(acknowledged) if self._done else ()
-        return RequestMessage(number, acknowledged, waiting.method, waiting.body, left_s, waiting.fence, done)
+        still = None
+        if number - acknowledged > SPAN_MAX and number - self._told_at > TELL_EVERY:
+            self._told_at = number
+            still = tuple(before for before in self._deciding if before < number)
+        return RequestMessage(number, acknowledged, waiting.method, waiting.body, left_s, waiting.fence, still)
 
     def unanswered(self) -> list[int]:
         """The numbers that wait, oldest first."""
@@ -113,7 +117,6 @@ class OutgoingCalls:
         """No answer will come any more."""
         waiting, self._waiting = self._waiting, {}
         self._deciding.clear()
-        self._done.clear()
         for one in waiting.values():
             if not one.answer.done():
                 one.answer.set_exception(error)
@@ -123,18 +126,8 @@ class OutgoingCalls:
 
     def _take(self, number: int) -> Waiting | None:
         """Wait no longer for this one."""
-        waiting = self._waiting.pop(number, None)
-        if number in self._deciding:
-            oldest = next(iter(self._deciding))
-            del self._deciding[number]
-            if number != oldest:
-                self._done.append(number)
-        return waiting
-
-    def _take_done(self, acknowledged: int) -> tuple[int, ...]:
-        done = self._done
-        few = (done.popleft() for _ in range(min(len(done), DONE_PER_MESSAGE)))
-        return tuple(number for number in few if number > acknowledged)
+        self._deciding.pop(number, None)
+        return self._waiting.pop(number, None)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, deadline: float) -> None:
         if self._timer is not None and self._timer_at <= deadline:

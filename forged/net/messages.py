@@ -61,7 +61,10 @@ class Welcome(Message, frozen=True, array_like=True, tag=1):
 
 
 class RequestMessage(Message, frozen=True, array_like=True, tag=2):
-    """Do this. `acknowledged` says that all answers up to that number have arrived, `done` which behind it have."""
+    """Do this. `acknowledged` says that all answers up to that number have arrived.
+
+    `waiting`, when it is said, names the numbers before this one that decide and still wait: all others are done with.
+    """
 
     number: Number
     acknowledged: Count
@@ -69,7 +72,7 @@ class RequestMessage(Message, frozen=True, array_like=True, tag=2):
     body: Raw
     timeout_s: Seconds | None = None
     fence: Fence | None = None
-    done: tuple[Number, ...] = ()
+    waiting: tuple[Number, ...] | None = None
 
 
 class Reply(Message, frozen=True, array_like=True, tag=3):

@@ -23,7 +23,7 @@ from forged.clock import Clock
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.ids import CLIENT_ID_BYTES
 from forged.journal import Journal
-from forged.messages import REQUESTS, SIGNALS, Call, Fence, Request
+from forged.messages import ANY_JOB, REQUESTS, SIGNALS, Call, Fence, Request
 from forged.net.calls import TIMEOUT_S, OutgoingCalls
 from forged.net.connection import Connection, ConnectionLimits
 from forged.net.messages import (
@@ -230,6 +230,7 @@ class Session(Connection):
 
     def _request(self, message: RequestMessage) -> None:
         number, body = message.number, message.body
+        self.house.bus.ledger.replies.note(self.client, message.acknowledged, number, message.waiting)
         assert self.principal is not None
         try:
             request = _decode_request(message.method, body)
@@ -242,7 +243,6 @@ class Session(Connection):
             client=self.client,
             number=number,
             acknowledged=message.acknowledged,
-            done=message.done,
             digest=crc32(body, crc32(message.method.encode())),
             timeout_s=TIMEOUT_MAX_S if message.timeout_s is None else min(message.timeout_s, TIMEOUT_MAX_S),
             fence=message.fence,
@@ -304,12 +304,15 @@ class Session(Connection):
 
     def _signal(self, message: SignalMessage) -> None:
         cls = SIGNALS.get(message.name)
-        if cls is None or self.principal is None or not self.principal.role.covers(cls.needs):
+        if cls is None or not cls.external or self.principal is None or not self.principal.role.covers(cls.needs):
             return
         try:
             signal = decode_body(message.body, cls)
         except msgspec.ValidationError as error:
             raise PeerError("signal_invalid", f"{message.name}: {error}") from error
+        # As for requests: with `ANY_JOB` its handler looks at the sender's jobs itself.
+        if cls.job_field != ANY_JOB and not self.principal.may(cls.needs, signal.about):
+            return
         self.house.bus.signal(signal, Call(self.principal, self._origin, client=self.client))
 
     def _bye(self, message: Bye) -> None:

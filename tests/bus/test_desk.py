@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from forged.auth.model import Principal, Role
+from forged.bus.desk import ROUTE_IN_FLIGHT_MAX
 from forged.bus.requests import Proceed
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.messages import ANY_JOB, Call, Decision, Fence, Nothing, Request
@@ -219,6 +220,85 @@ async def test_whoever_is_behind_the_job_s_fence_is_refused(held: Fence, code: s
         pending = spine.bus.submit(Tend("a"), Call(OPERATOR, "a test", fence=held))
         assert (pending.error.code if pending.error else "") == code
         assert spine.bus.submit(Tend("b"), Call(OPERATOR, "a test", fence=Fence(0, 0))).error is None
+
+
+@virtual
+async def test_a_request_that_was_done_is_answered_however_far_the_job_has_gone_since() -> None:
+    fences = {"a": Fence(2, 5)}
+
+    def register(spine: Spine) -> None:
+        spine.bus.serve(Tend, lambda *_: Decision(Nothing(), (Added(1, 1),)), owner="tending")
+        spine.bus.desk.fence_of = fences.get
+
+    async with running(register=register) as spine:
+        assert await spine.bus.submit(Tend("a"), call(1, fence=Fence(2, 5))).wait() == Nothing()
+        fences["a"] = Fence(2, 6)
+        assert await spine.bus.submit(Tend("a"), call(1, fence=Fence(2, 5))).wait() == Nothing()
+        assert (await refused(spine.bus.submit(Tend("a"), call(2, fence=Fence(2, 5))))).code == "fenced"
+
+
+@virtual
+async def test_a_job_that_goes_on_while_a_handler_waits_refuses_what_the_handler_decides() -> None:
+    fences = {"a": Fence(2, 5)}
+
+    def register(spine: Spine) -> None:
+        async def slowly(*_: Any) -> Decision[Nothing]:
+            await anyio.sleep(1)
+            spine.tally.total = 99
+            return Decision(Nothing(), (Added(1, 99),))
+
+        spine.bus.serve(Tend, slowly, owner="tending")
+        spine.bus.desk.fence_of = fences.get
+
+    async with running(register=register) as spine:
+        pending = spine.bus.submit(Tend("a"), call(1, fence=Fence(2, 5)))
+        fences["a"] = Fence(2, 6)
+        assert (await refused(pending)).code == "fenced"
+        await spine.ledger.writable()
+        assert await spine.bus.ask(ReadTotal()) == 0
+        assert spine.facts(Added) == []
+
+
+@pytest.mark.parametrize("request_type", [AddSlowly, Contemplate])
+@virtual
+async def test_what_a_handler_saw_before_state_was_taken_back_is_not_told(request_type: type[Request[int]]) -> None:
+    def register(spine: Spine) -> None:
+        async def slowly(*_: Any) -> Any:
+            seen = spine.tally.total
+            await anyio.sleep(30)
+            return spine.tally.add(seen) if request_type.decides else seen
+
+        spine.bus.serve(request_type, slowly, owner="slow")
+
+    store = TroubledStore()
+    async with running(store, register) as spine:
+        store.block()
+        failing = spine.submit(10)
+        slow = spine.bus.submit(request_type(), call())
+        await anyio.sleep(1)
+        store.commit_error = full()
+        store.unblock()
+        assert (await refused(failing)).code == "store_full"
+        store.commit_error = None
+        assert (await refused(slow)).code == "reloading"
+        await spine.ledger.writable()
+        assert await spine.bus.ask(ReadTotal()) == 0
+
+
+@virtual
+async def test_a_handler_that_hangs_keeps_out_its_own_requests_and_no_others() -> None:
+    def register(spine: Spine) -> None:
+        async def hang(*_: Any) -> None:
+            await anyio.sleep_forever()
+
+        spine.bus.serve(Contemplate, hang, owner="hanging")
+
+    async with running(register=register) as spine:
+        hanging = [spine.bus.submit(Contemplate(), call()) for _ in range(ROUTE_IN_FLIGHT_MAX)]
+        assert (await refused(spine.bus.submit(Contemplate(), call()))).code == "busy"
+        assert await spine.add(1) == 1
+        assert not spine.bus.congested
+        assert not any(pending.done for pending in hanging)
 
 
 # Handlers that break.

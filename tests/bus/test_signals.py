@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -20,7 +20,21 @@ CALL = call()
 class Rain(Signal, frozen=True):
     """Another signal, about one thing."""
 
+    job_field: ClassVar[str | None] = None
+
     millimetres: int
+
+
+class Step(Signal, frozen=True):
+    """How far a worker of a job is."""
+
+    job: str
+    worker: str
+    step: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.worker
 
 
 class Gauge:
@@ -67,6 +81,17 @@ async def test_signals_with_different_keys_do_not_touch_each_other() -> None:
         slot.put(Rain(1), CALL)
         await anyio.sleep(1)
         assert gauge.seen == [Level("a", 2), Level("b", 2), Rain(1)]
+
+
+@virtual
+async def test_equal_keys_in_two_jobs_do_not_touch_each_other() -> None:
+    gauge = Gauge()
+    async with slot_of(gauge) as slot:
+        for step in range(3):
+            slot.put(Step("a", "w0", step), CALL)
+            slot.put(Step("b", "w0", step), CALL)
+        await anyio.sleep(1)
+        assert gauge.seen == [Step("a", "w0", 2), Step("b", "w0", 2)]
 
 
 @virtual

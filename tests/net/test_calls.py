@@ -10,7 +10,7 @@ from msgspec import Raw
 from forged.errors import PeerError, RequestRefused, Unavailable
 from forged.jobs.model import AddNote, ShowJob
 from forged.messages import Fence, Nothing
-from forged.net.calls import BODY_BYTES_MAX, OutgoingCalls
+from forged.net.calls import BODY_BYTES_MAX, SPAN_MAX, TELL_EVERY, OutgoingCalls
 from forged.net.messages import Failure, Reply
 from forged.status.model import PingDaemon
 from tests.net.hand import HandClock
@@ -168,12 +168,16 @@ async def test_a_request_that_fits_into_no_frame_is_refused_before_it_has_a_numb
     assert (len(calls), calls.acknowledged) == (0, 0)
 
 
-async def test_what_was_answered_before_an_older_request_is_told_once(calls: OutgoingCalls) -> None:
-    slow, quick = note(calls), note(calls)
-    answer(calls, quick)
-    message = calls.message(third := note(calls))
-    assert (message.acknowledged, message.done) == (slow - 1, (quick,))
-    assert calls.message(third).done == ()
+async def test_now_and_then_the_other_end_is_told_which_old_requests_still_wait(calls: OutgoingCalls) -> None:
+    slow = note(calls)
+    said = []
+    for _ in range(2 * (SPAN_MAX + TELL_EVERY)):
+        number = note(calls)
+        said.append(calls.message(number).waiting)
+        answer(calls, number)
+    assert calls.acknowledged == slow - 1
+    assert 2 <= said.count((slow,)) <= len(said) // TELL_EVERY
+    assert said.count(None) == len(said) - said.count((slow,))
 
 
 async def test_a_read_that_waits_does_not_hold_back_the_acknowledgement(calls: OutgoingCalls) -> None:

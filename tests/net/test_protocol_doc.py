@@ -51,7 +51,7 @@ TYPES: dict[Any, str] = {
     Seconds | None: "seconds or nil",
     msgspec.Raw: "fields",
     tuple[msgspec.Raw, ...]: "list of record",
-    tuple[Number, ...]: "list of number",
+    tuple[Number, ...] | None: "list of number or nil",
 }
 
 VECTORS = list(page.vectors())
@@ -126,7 +126,7 @@ def test_the_fields_of_a_message_are_those_of_the_code(number: int) -> None:
 def fields_of(message: type[Message]) -> Iterator[tuple[str, str, str]]:
     hints = get_type_hints(message, include_extras=True)
     for field in msgspec.structs.fields(message):
-        default = "" if field.required else {"": '""', None: "nil", 0: "0", (): "empty"}[field.default]
+        default = "" if field.required else {"": '""', None: "nil", 0: "0"}[field.default]
         yield field.name, TYPES.get(hints[field.name]) or page.describe(hints[field.name]), default
 
 

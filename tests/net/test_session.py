@@ -75,11 +75,20 @@ class AskClient(Request[Nothing], frozen=True):
 class LightBlinked(Signal, frozen=True):
     """Something that a worker may say."""
 
+    external: ClassVar[bool] = True
+
+    job: str
     light: str
 
     @property
     def key(self) -> str:
         return self.light
+
+
+class FuseBlown(Signal, frozen=True):
+    """Something that only the daemon's own parts say."""
+
+    job: str
 
 
 class Extras:
@@ -89,12 +98,13 @@ class Extras:
         self.gate = asyncio.Event()
         self.waiting = 0
         self.back: Any = {}
-        self.signals: list[LightBlinked] = []
+        self.signals: list[Signal] = []
 
     def extend(self, daemon: Daemon) -> None:
         daemon.bus.serve(WaitForGate, self.wait, owner="test")
         daemon.bus.serve(SendBack, lambda request, call: self.back, owner="test")
         daemon.bus.on_signal(LightBlinked, self.blinked, name="test.light")
+        daemon.bus.on_signal(FuseBlown, self.blinked, name="test.light")
 
     async def wait(self, request: WaitForGate, call: Call) -> Nothing:
         self.waiting += 1
@@ -104,7 +114,7 @@ class Extras:
             self.waiting -= 1
         return Nothing()
 
-    def blinked(self, signal: LightBlinked, call: Call) -> None:
+    def blinked(self, signal: Signal, call: Call) -> None:
         self.signals.append(signal)
 
 
@@ -840,8 +850,8 @@ async def test_what_only_a_daemon_says_breaks_the_protocol(here: HandDaemon, mes
 
 async def test_a_signal_reaches_its_handler(here: HandDaemon, extras: Extras) -> None:
     client = await here.greeted(WORKER)
-    client.send(SIGNAL, "LightBlinked", {"light": "green"})
-    await until(lambda: extras.signals == [LightBlinked("green")])
+    client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
+    await until(lambda: extras.signals == [LightBlinked("a", "green")])
 
 
 async def test_a_signal_that_nobody_knows_says_nothing(here: HandDaemon) -> None:
@@ -852,12 +862,29 @@ async def test_a_signal_that_nobody_knows_says_nothing(here: HandDaemon) -> None
 
 async def test_a_signal_of_one_who_may_not_send_it_is_not_heard(here: HandDaemon, extras: Extras) -> None:
     client = await here.greeted(STRANGER, token=await token(here, Role.VIEWER))
-    client.send(SIGNAL, "LightBlinked", {"light": "green"})
+    client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
     assert await here.ask(client, "PingDaemon") == {}
     assert extras.signals == []
 
 
-@pytest.mark.parametrize("body", [msgpack.packb({"light": 5}), b"\x81\xa5light\xa1\xff", b"\x90"])
+async def test_a_signal_about_a_job_that_the_sender_is_not_bound_to_is_not_heard(
+    here: HandDaemon, extras: Extras
+) -> None:
+    client = await here.greeted(STRANGER, token=await token(here, Role.WORKER, jobs=["a"]))
+    client.send(SIGNAL, "LightBlinked", {"job": "b", "light": "red"})
+    client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
+    await until(lambda: extras.signals == [LightBlinked("a", "green")])
+
+
+async def test_a_signal_of_the_daemons_own_parts_is_not_taken_from_outside(here: HandDaemon, extras: Extras) -> None:
+    client = await here.greeted(WORKER)
+    client.send(SIGNAL, "FuseBlown", {"job": "a"})
+    client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
+    await until(lambda: extras.signals != [])
+    assert extras.signals == [LightBlinked("a", "green")]
+
+
+@pytest.mark.parametrize("body", [msgpack.packb({"job": "a", "light": 5}), b"\x81\xa5light\xa1\xff", b"\x90"])
 async def test_a_signal_of_another_shape_breaks_the_protocol(here: HandDaemon, body: bytes) -> None:
     client = await here.greeted(WORKER)
     payload = b"\x93\x0f\xacLightBlinked" + body

@@ -18,12 +18,13 @@ from anyio.abc import TaskGroup
 from forged.auth.messages import CreateToken
 from forged.auth.model import Role
 from forged.auth.tokens import spell
+from forged.bus.requests import Proceed
 from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import ForgedError, RequestRefused, Unavailable
-from forged.jobs.model import NoteAdded
-from forged.messages import Decision, Fact, Gap, Record
+from forged.jobs.model import AddNote, NoteAdded, ShowJob
+from forged.messages import Call, Decision, Fact, Gap, Record
 from forged.net.connection import ConnectionLimits
 from tests.simulation.disk import DiskFaults, SimulatedDisk
 from tests.simulation.links import Faults
@@ -69,6 +70,7 @@ class World:
         self.disk = SimulatedDisk(random, _disk_faults(random))
         self.clock = VirtualClock(loop)
         self._small_journal = random.random() < 0.3
+        self._slow_handlers = random.random() < 0.4
         self._token = ""
         self._prepared = anyio.Event()
 
@@ -150,6 +152,17 @@ class World:
             assert isinstance(record.fact, NoteAdded)
             return Decision(None, (NoteSeen(record.fact.text),), job=record.job)
 
+        async def dawdle(request: Any, call: Call, proceed: Proceed) -> Any:
+            if self.random.random() < 0.2:
+                await anyio.sleep(self.random.uniform(0, 2.0))
+            reply = await proceed(request)
+            if self.random.random() < 0.2:
+                await anyio.sleep(self.random.uniform(0, 0.5))
+            return reply
+
+        if self._slow_handlers:
+            daemon.bus.wrap(AddNote, dawdle, owner="simulation")
+            daemon.bus.wrap(ShowJob, dawdle, owner="simulation")
         daemon.bus.on(Fact, in_order, name="order")
         daemon.bus.on(NoteAdded, react, name="reaction", durable=True)
 
