@@ -25,7 +25,7 @@ from forged.auth.service import TokenService
 from forged.bus import Bus
 from forged.clock import Clock
 from forged.config import Config
-from forged.errors import ConfigError, ForgedError, Unavailable
+from forged.errors import ConfigError, ForgedError
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.jobs.service import JobService
@@ -42,6 +42,9 @@ from forged.status.model import DaemonStarted, DaemonStopping, Status
 from forged.status.service import StatusService
 from forged.store.port import BackedUp, Store
 from forged.version import VERSION
+
+FAREWELL_S = 2.0
+"""What a stop may take beyond the drain: half of it to put the stop on record, half to let everybody go."""
 
 REQUESTS: Sequence[type[Request[Any]]] = (*STATUS_REQUESTS, *JOB_REQUESTS, *TOKEN_REQUESTS)
 
@@ -110,6 +113,8 @@ class Daemon:
         try:
             daemon = cls(config, ports, store)
             extend(daemon)
+            # Before anything has started, so that nothing has to be stopped when it is refused.
+            daemon.bus.seal(REQUESTS, daemon.ledger)
             async with anyio.create_task_group() as tasks:
                 try:
                     await daemon._start(tasks)
@@ -133,7 +138,7 @@ class Daemon:
         return [str(address) for address in self.server.addresses if address.scheme != "unix"]
 
     async def _start(self, tasks: TaskGroup) -> None:
-        self.bus.seal(REQUESTS, self.ledger)
+        self.backup.clear()
         await self.ledger.start()
         tasks.start_soon(self.ledger.run)
         await tasks.start(self.bus.run)
@@ -163,19 +168,22 @@ class Daemon:
 
     async def _stop(self) -> None:
         await self.server.close_doors()
+        self.server.stop_admitting()
         with anyio.move_on_after(self.config.drain_timeout_s):
-            await self._finish()
-        await self.server.say_goodbye(self.config.drain_timeout_s)
+            await self.bus.drain()
+        with anyio.move_on_after(FAREWELL_S / 2):
+            await self._put_on_record()
+        await self.server.say_goodbye(FAREWELL_S / 2)
 
-    async def _finish(self) -> None:
-        await self.bus.drain()
+    async def _put_on_record(self) -> None:
+        """Store how far everything came, and that it ended in good order."""
         try:
             self.ledger.require_writable()
             self.bus.save_cursors()
             fact = DaemonStopping(self._ports.pid, "asked to")
             await self.ledger.append(Decision(None, (fact,)), origin="stop").wait()
-        except Unavailable:
-            # A full disk is no reason to stay: what was acknowledged is in the store already.
+        except ForgedError:
+            # A full or broken disk is no reason to stay: what was acknowledged is in the store already.
             return
 
     def _check_rights(self) -> None:

@@ -36,8 +36,10 @@ class Servant:
         self._handlers[request.__name__] = handler
 
     async def answer(self, link: Link, message: RequestMessage) -> None:
-        """Have a request done, and answer it."""
+        """Have a request done, and answer it; one that is being done already is not begun again."""
         number = message.number
+        if (link, number) in self._running:
+            return
         scope = self._running[link, number] = anyio.CancelScope()
         answer: Message = failure(number, Unavailable("cancelled", f"{message.method} was cancelled", ""))
         try:

@@ -156,18 +156,24 @@ async def run(mover: Callable[[socket.socket], T], sock: socket.socket, *, limit
 
     Without a `limiter`, at most `THREADS_MAX` movers run at once in an event loop.
     """
-    outcome: list[T | ForgedError] = []
+    outcome: list[T | Exception] = []
     ended = anyio.Event()
 
-    def attempt() -> T | ForgedError:
+    def attempt() -> T | Exception:
         # An error raised in the task would come out of its task group in an exception group.
         try:
             return mover(sock)
-        except ForgedError as error:
+        except OSError as error:
+            return _refused(error)
+        except Exception as error:  # noqa: BLE001 - raised as it is below, by the task that waits for it
             return error
 
     async def work() -> None:
-        outcome.append(await to_thread.run_sync(attempt, limiter=limiter or _default_limiter()))
+        try:
+            outcome.append(await to_thread.run_sync(attempt, limiter=limiter or _default_limiter()))
+        except RuntimeError as error:
+            # That of the thread, which did not start: what the mover raises is returned.
+            outcome.append(Unavailable("bulk_no_thread", f"no thread moves the bytes: {error}", "try later"))
         ended.set()
 
     async with anyio.create_task_group() as tasks:
@@ -178,7 +184,7 @@ async def run(mover: Callable[[socket.socket], T], sock: socket.socket, *, limit
             _hang_up(sock)
             raise
     [result] = outcome
-    if isinstance(result, ForgedError):
+    if isinstance(result, Exception):
         raise result
     return result
 
@@ -265,7 +271,10 @@ def _exchange_user_timeout(sock: socket.socket, timeout_ms: int) -> int:
 
 @contextmanager
 def _pipe() -> Iterator[tuple[int, int]]:
-    outlet, inlet = os.pipe()
+    try:
+        outlet, inlet = os.pipe()
+    except OSError as error:
+        raise _refused(error) from error
     try:
         # Past a quota for pipes an ordinary user gets none of this size; a small one is slower and does as well.
         with suppress(PermissionError):
@@ -310,6 +319,11 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
 
 def _truncated(moved: int, count: int) -> Unavailable:
     return Unavailable("bulk_truncated", f"the connection ended after {moved} of {count} bytes", "move them again")
+
+
+def _refused(error: OSError) -> Unavailable:
+    """What the system did not give for the bytes to be moved at all, or not between them."""
+    return Unavailable("bulk_failed", f"the bytes cannot be moved: {error.strerror or error}", "move them again later")
 
 
 def _failure(error: OSError, moved: int, count: int, stall_timeout_s: float) -> ForgedError:

@@ -16,8 +16,15 @@ from forged.errors import Unavailable
 
 async def detach(transport: asyncio.Transport) -> socket.socket:
     """The socket of a transport whose protocol has nothing more to say; the caller owns it."""
-    if transport.get_extra_info("ssl_object") is not None:
-        return await _bridge(transport)
+    try:
+        return await _bridge(transport) if transport.get_extra_info("ssl_object") is not None else _taken(transport)
+    except OSError as error:
+        transport.abort()
+        reason = f"the connection cannot be taken over: {error.strerror or error}"
+        raise Unavailable("side_not_taken", reason, "ask again later") from error
+
+
+def _taken(transport: asyncio.Transport) -> socket.socket:
     if transport.get_write_buffer_size() or transport.is_closing():
         transport.abort()
         raise Unavailable("side_not_free", "the connection was still being written to, or is lost", "ask again")
@@ -34,7 +41,12 @@ async def _bridge(secured: asyncio.Transport) -> socket.socket:
     loop = asyncio.get_running_loop()
     far, near = _BridgeEnd(), _BridgeEnd()
     inner.settimeout(0)
-    transport, _ = await loop.create_connection(lambda: near, sock=inner)
+    try:
+        transport, _ = await loop.create_connection(lambda: near, sock=inner)
+    except BaseException:
+        inner.close()
+        outer.close()
+        raise
     far.opposite, near.opposite = transport, secured
     secured.set_protocol(far)
     secured.resume_reading()

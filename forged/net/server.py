@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import anyio
 
@@ -54,6 +55,8 @@ class Server:
         side_connection: SideConnection = no_side_connections,
     ) -> None:
         self.sessions: dict[Session, None] = {}
+        self.stopping = False
+        """Nobody is let in any more, and nothing new is begun."""
         self._network = network
         self._bus = bus
         self._clock = clock
@@ -64,7 +67,6 @@ class Server:
         self._due: dict[Session, None] = {}
         self._held: dict[Session, None] = {}
         self._release_scheduled = False
-        self._stopping = False
         self._someone_left = asyncio.Event()
         self._house = House(
             bus=bus,
@@ -118,9 +120,16 @@ class Server:
         for listener in listeners:
             await listener.close()
 
+    def stop_admitting(self) -> None:
+        """Read no more from anybody; what was begun is answered still."""
+        self.stopping = True
+        for session in list(self.sessions):
+            session.limits = replace(session.limits, in_flight_max=0)
+            session.work()
+
     async def say_goodbye(self, deadline_s: float) -> None:
         """Let everybody go in good order, those who take too long without ceremony."""
-        self._stopping = True
+        self.stopping = True
         for session in list(self.sessions):
             session.pump()
             session.send(Bye(0, "the daemon is stopping"))
@@ -139,7 +148,7 @@ class Server:
 
     def _admit(self, peer: Peer) -> None:
         """Refuse one too many; it is among the sessions already."""
-        if self._stopping:
+        if self.stopping:
             # It was accepted while the doors were being closed.
             raise Unavailable("stopping", "the daemon is stopping", "reconnect")
         room = self._connections_max + (UNIX_RESERVE if peer.scheme == "unix" else 0)

@@ -1,13 +1,14 @@
 """Backups, on the bus.
 
 Law: a backup is made while commits go on, and is consistent. It is a file of its own for as long as its ticket is good,
-and is gone when it was fetched, when nobody came, and when the daemon died in between.
+and is gone when it was fetched, when nobody came, and, from the next start on, when the daemon died in between.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from forged.bus import Bus
@@ -32,6 +33,15 @@ class BackupService:
         self._path = directory / NAME
         self._busy = False
         bus.serve(BackUp, self._back_up, owner=OWNER)
+
+    def clear(self) -> None:
+        """Remove what a daemon left that died over a backup. Nobody else may use the directory."""
+        if self._copy is None:
+            return
+        for left in self._path.parent.glob(f"{NAME}*"):
+            # Where nothing can be removed, the store has its own word for that; an old copy keeps nobody from starting.
+            with suppress(OSError):
+                left.unlink()
 
     async def _back_up(self, request: BackUp, call: Call) -> Ticket:
         if self._copy is None:

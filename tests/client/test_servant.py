@@ -168,6 +168,29 @@ async def test_more_than_it_can_do_at_once_is_turned_away(house: House, monkeypa
             await ask(house)[1]
 
 
+async def test_a_number_that_comes_again_while_it_is_being_answered_is_answered_once(house: House) -> None:
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    asked: list[Ponder] = []
+
+    async def think(request: Ponder) -> str:
+        asked.append(request)
+        begun.set()
+        await goes_on.wait()
+        return await ponder(request)
+
+    async with client_of(house) as client:
+        client.serve(Ponder, think)
+        number, answer = ask(house)
+        await begun.wait()
+        session_of(house).send(session_of(house).calls.message(number))
+        # Signed for behind the second one, so that has come.
+        assert await client.ping() >= 0
+        goes_on.set()
+        assert await answer == "life is short"
+        assert await client.ping() >= 0
+    assert len(asked) == 1
+
+
 async def test_a_handler_goes_on_when_the_daemon_is_gone_and_ends_with_the_client(house: House) -> None:
     begun, goes_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

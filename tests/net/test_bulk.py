@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from anyio import to_thread
 
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.net import bulk
@@ -308,6 +310,43 @@ async def test_the_error_of_a_mover_comes_back_as_it_is() -> None:
         with pytest.raises(Unavailable) as raised:
             await bulk.run(lambda sock: bulk.receive_into_buffer(sock, memoryview(bytearray(10))), near)
     assert raised.value.code == "bulk_truncated"
+
+
+async def test_what_the_system_refuses_a_mover_is_unavailable() -> None:
+    def mover(sock: socket.socket) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with unix_pair() as (near, _), pytest.raises(Unavailable, match="Too many open files") as raised:
+        await bulk.run(mover, near)
+    assert raised.value.code == "bulk_failed"
+
+
+def test_a_receive_that_gets_no_pipe_is_unavailable(destination: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with unix_pair() as (near, _):
+        monkeypatch.setattr(os, "pipe", refuse)
+        with pytest.raises(Unavailable, match="Too many open files"):
+            bulk.receive_into_file(near, destination, 0, 1)
+
+
+async def test_a_thread_that_does_not_start_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(to_thread, "run_sync", refuse)
+    with unix_pair() as (near, _), pytest.raises(Unavailable, match="new thread") as raised:
+        await bulk.run(lambda sock: None, near)
+    assert raised.value.code == "bulk_no_thread"
+
+
+async def test_the_mistake_of_a_mover_comes_back_as_it_is_too() -> None:
+    def mover(sock: socket.socket) -> None:
+        raise RuntimeError("a mistake")
+
+    with unix_pair() as (near, _), pytest.raises(RuntimeError, match="a mistake"):
+        await bulk.run(mover, near)
 
 
 class Watched:

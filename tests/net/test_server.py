@@ -19,6 +19,7 @@ from forged.net.network import Address
 from forged.net.server import UNIX_RESERVE
 from forged.net.session import Session
 from forged.net.sockets import SystemNetwork
+from forged.pending import Pending
 from forged.store.memory import MemoryStore
 from tests.net.hand import (
     BYE,
@@ -274,6 +275,38 @@ async def test_one_who_does_not_take_the_goodbye_is_cut_off(here: HandDaemon) ->
     await here.server.say_goodbye(0.01)
     assert client.transport.aborted
     await client.lost()
+
+
+async def test_whoever_stops_admitting_reads_no_more_and_answers_what_it_has_begun(
+    here: HandDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await here.greeted()
+    begun: list[Pending] = []
+
+    def begin(request: Request[Any], call: Call) -> Pending:
+        begun.append(Pending(0))
+        return begun[-1]
+
+    monkeypatch.setattr(here.daemon.bus, "submit", begin)
+    client.request(1, "PingDaemon")
+    here.server.stop_admitting()
+    assert not client.transport.reading
+    # In the kernel's hands already when reading stopped.
+    client.protocol.data_received(frame([REQUEST, 2, 0, "PingDaemon", {}]))
+    begun[0].resolve()
+    assert (await client.next())[:2] == [REPLY, 1]
+    assert len(begun) == 1
+    assert not client.transport.reading
+
+
+async def test_one_who_has_not_said_hello_is_not_greeted_any_more(here: HandDaemon) -> None:
+    client = here.client()
+    here.server.stop_admitting()
+    assert not client.transport.reading
+    await here.server.say_goodbye(1.0)
+    assert client.transport.gone
+    late = here.client()
+    assert (await late.next(FAILURE))[3] == "stopping"
 
 
 # Over real connections.

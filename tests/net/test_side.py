@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
 import struct
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,15 +19,17 @@ import trustme
 
 from forged.auth.model import Role
 from forged.client import ForgedClient
+from forged.client import client as client_module
 from forged.clock import SystemClock
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.messages import ANY_JOB, Request, Ticket
-from forged.net import frames, side
+from forged.net import frames, side, tickets
+from forged.net.detach import detach
 from forged.net.messages import Hello, encode
 from forged.net.sockets import SystemNetwork
-from forged.net.tickets import TicketBooth
+from forged.net.tickets import SIDE_CONNECTIONS_MAX, TicketBooth
 from forged.net.tls import client_context, server_context
 from forged.store.memory import MemoryStore
 from forged.store.sqlite import SqliteStore
@@ -44,8 +49,9 @@ class AskForTicket(Request[Ticket], frozen=True):
 class House:
     """A daemon with TCP, TLS and Unix doors that gives a ticket for `offer`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, side_connections_max: int) -> None:
         self.directory = directory
+        self.side_connections_max = side_connections_max
         self.offer: side.Offer | None = None
         self.endpoints: dict[str, str] = {}
         authority = trustme.CA()
@@ -66,12 +72,13 @@ class House:
             return daemon.booth.issue(self.offer)
 
         daemon.bus.serve(AskForTicket, give, owner="test")
+        daemon.sides.connections_max = self.side_connections_max
         self.daemon = daemon
 
 
 @asynccontextmanager
-async def a_house(tmp_path: Path) -> AsyncIterator[House]:
-    house = House(tmp_path)
+async def a_house(tmp_path: Path, side_connections_max: int = SIDE_CONNECTIONS_MAX) -> AsyncIterator[House]:
+    house = House(tmp_path, side_connections_max)
 
     async def open_store() -> MemoryStore:
         return MemoryStore("test")
@@ -227,6 +234,113 @@ async def test_a_peer_that_hangs_up_after_the_welcome_leaves_nothing_behind(tmp_
         assert len(house.daemon.booth) == 0
 
 
+async def refuse_once(offer: side.Offer, house: House) -> None:
+    """Have a client ask for what the daemon cannot give just now, and see that nothing else is harmed."""
+    house.offer = offer
+    async with client_of(house) as client:
+        with pytest.raises(Unavailable):
+            await client.fetch_bytes(await client.request(AskForTicket()))
+        await client.ping()
+
+
+async def test_a_mover_that_is_refused_something_by_the_system_ends_its_side_connection_alone(tmp_path: Path) -> None:
+    closed: list[int] = []
+
+    def move(sock: socket.socket, offset: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with a_house(tmp_path) as house:
+        await refuse_once(side.Offer(3, move, lambda: closed.append(1)), house)
+        assert closed == [1]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "unix"])
+async def test_a_connection_that_cannot_be_taken_over_for_want_of_descriptors_ends_alone(
+    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = asyncio.Event()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def detach_without_descriptors(transport: asyncio.Transport) -> socket.socket:
+        with monkeypatch.context() as meanwhile:
+            # Only the daemon's end: the client's is detached in the same process.
+            meanwhile.setattr(socket, "socketpair", refuse)
+            meanwhile.setattr(os, "dup", refuse)
+            return await detach(transport)
+
+    monkeypatch.setattr(tickets, "detach", detach_without_descriptors)
+    async with a_house(tmp_path) as house, client_of(house, scheme) as client:
+        house.offer = side.Offer(3, lambda sock, offset: None, closed.set)
+        with pytest.raises(Unavailable):
+            await client.fetch_bytes(await client.request(AskForTicket()))
+        await closed.wait()
+        await client.ping()
+
+
+@pytest.mark.parametrize("culprit", ["move", "close"])
+async def test_a_mistake_over_a_side_connection_is_reported_and_ends_that_one_alone(
+    tmp_path: Path, culprit: str
+) -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    def move(sock: socket.socket, offset: int) -> None:
+        raise Unavailable("not_now", "not now")
+
+    offer = side.Offer(3, fail) if culprit == "move" else side.Offer(3, move, fail)
+    async with a_house(tmp_path) as house:
+        await refuse_once(offer, house)
+    assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
+
+
+async def test_one_side_connection_too_many_is_refused_and_its_ticket_stays_good(tmp_path: Path) -> None:
+    async with a_house(tmp_path, side_connections_max=1) as house, client_of(house) as client:
+        begun, goes_on = asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def move(sock: socket.socket, offset: int) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            goes_on.wait()
+            raise Unavailable("not_now", "not now")
+
+        house.offer = side.Offer(3, move)
+        first = asyncio.create_task(client.fetch_bytes(await client.request(AskForTicket())))
+        await begun.wait()
+        house.offer = side.offer_buffer(memoryview(b"abc"))
+        ticket = await client.request(AskForTicket())
+        with pytest.raises(Unavailable) as refused:
+            await client.fetch_bytes(ticket)
+        assert refused.value.code == "too_many_connections"
+        goes_on.set()
+        with pytest.raises(Unavailable):
+            await first
+        while house.daemon.sides.open_count:
+            await client.ping()
+        assert await client.fetch_bytes(ticket) == b"abc"
+
+
+async def test_a_backup_is_durable_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[Path, bool]] = []
+    copied = tmp_path / "copies" / "backup.sqlite3"
+    copied.parent.mkdir()
+    (tmp_path / "data").mkdir()
+
+    async def open_store() -> SqliteStore:
+        return await SqliteStore.open(tmp_path / "data" / "forged.sqlite3")
+
+    monkeypatch.setattr(client_module, "sync_directory", lambda path: synced.append((path, copied.exists())))
+    config = Config(data_dir=str(tmp_path / "data"), socket=str(tmp_path / "s.sock"), listen=())
+    ports = Ports(SystemClock(), SystemNetwork(), os.getpid(), os.getuid(), open_store)
+    async with Daemon.running(config, ports), ForgedClient(f"unix://{config.socket}") as client:
+        await client.backup(copied)
+    assert synced == [(copied.parent, True)]
+
+
 async def test_a_backup_is_a_data_directory_that_a_daemon_can_be_started_on(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
 
@@ -238,7 +352,7 @@ async def test_a_backup_is_a_data_directory_that_a_daemon_can_be_started_on(tmp_
     copied = tmp_path / "backup.sqlite3"
     async with Daemon.running(config, ports), ForgedClient(f"unix://{config.socket}") as client:
         await client.create_job("kept", {"a": 1})
-        size = await client.backup(copied)
+        size = await client.backup(str(copied))
         await client.create_job("later")
     assert copied.stat().st_size == size
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["forged.sqlite3"]

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from forged.bus import Bus
+from forged.net.tickets import TicketBooth
+from forged.status.backup import NAME, BackupService, Copy
+from tests.net.hand import HandClock
+
+UNFINISHED = f"{NAME}.0123abcd.new"
+
+
+async def copy_nothing(path: Path) -> None:
+    """No backup is made here."""
+
+
+def service_in(directory: Path, copy: Copy | None = copy_nothing) -> BackupService:
+    clock = HandClock()
+    return BackupService(Bus(clock), TicketBooth(clock, os.urandom), copy, directory)
+
+
+@pytest.mark.parametrize("name", [NAME, UNFINISHED])
+def test_what_a_backup_that_was_cut_short_left_is_removed(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"half a copy")
+    service_in(tmp_path).clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_else_is_removed(tmp_path: Path) -> None:
+    for name in ("forged.sqlite3", "lock", "backup.sqlite3"):
+        (tmp_path / name).write_bytes(b"kept")
+    service_in(tmp_path).clear()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_daemon_without_files_removes_none(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"somebody else's")
+    service_in(tmp_path, copy=None).clear()
+    assert (tmp_path / NAME).exists()
+
+
+def test_what_cannot_be_removed_is_left_and_the_rest_is_not(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    (tmp_path / UNFINISHED).write_bytes(b"half a copy")
+    service_in(tmp_path).clear()
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]

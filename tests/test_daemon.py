@@ -1,0 +1,230 @@
+"""How a daemon starts and stops, on virtual time and with clients that are played frame by frame."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from forged import daemon as daemon_module
+from forged.auth.model import Role
+from forged.config import Config
+from forged.daemon import FAREWELL_S, REQUESTS, Daemon, Ports
+from forged.errors import ConfigError, ForgedError
+from forged.jobs.model import CreateJob
+from forged.ledger import FACT_PREFIX, read_all
+from forged.messages import Call, Fact, Record, Request
+from forged.net.sockets import SystemNetwork
+from forged.status.backup import NAME
+from forged.store.port import Store, StoreCorrupt
+from forged.store.sqlite import SqliteStore
+from tests.client.house import LastingStore
+from tests.net.hand import BYE, FAILURE, REPLY, REQUEST, HandClock, HandDaemon, HandNetwork, frame, until
+from tests.spine import virtual
+from tests.troubled_store import TroubledStore, full
+
+DRAIN_TIMEOUT_S = 5.0
+
+
+class Linger(Request[str], frozen=True):
+    """Answered when the test allows."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+    job_field: ClassVar[str | None] = None
+
+
+class Unserved(Request[str], frozen=True):
+    """Nobody answers it."""
+
+
+class Host:
+    """A handler that takes its time, and notices when somebody has come and when it was let go."""
+
+    def __init__(self) -> None:
+        self.busy = asyncio.Event()
+        self.free = asyncio.Event()
+
+    def extend(self, daemon: Daemon) -> None:
+        daemon.bus.serve(Linger, self._answer, owner="test")
+
+    async def _answer(self, request: Linger, call: Call) -> str:
+        self.busy.set()
+        await self.free.wait()
+        return "done"
+
+
+def a_store() -> TroubledStore:
+    """One that can be looked into when its daemon has stopped."""
+    return TroubledStore(LastingStore("h"))
+
+
+@asynccontextmanager
+async def a_daemon(
+    store: Store | None = None,
+    extend: Callable[[Daemon], None] = lambda daemon: None,
+    **settings: Any,
+) -> AsyncIterator[HandDaemon]:
+    async def open_store() -> Store:
+        return store or a_store()
+
+    network, clock = HandNetwork(), HandClock()
+    config = replace(Config(socket="s", listen=(), drain_timeout_s=DRAIN_TIMEOUT_S), **settings)
+    async with Daemon.running(config, Ports(clock, network, 1, 0, open_store), extend=extend) as daemon:
+        yield HandDaemon(daemon, network, clock)
+
+
+async def kinds_on_record(store: Store) -> list[str]:
+    return [Record.read(entry.value).type for entry in await read_all(store, FACT_PREFIX)]
+
+
+def names_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+# The start.
+
+
+@virtual
+async def test_a_request_that_nobody_answers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_module, "REQUESTS", (*REQUESTS, Unserved))
+    with pytest.raises(ConfigError, match="Unserved") as refused:
+        async with a_daemon():
+            """It does not come to this."""
+    assert refused.value.code == "requests_unsettled"
+
+
+@virtual
+async def test_a_request_that_two_answer_is_refused_by_name() -> None:
+    def answer_too(daemon: Daemon) -> None:
+        daemon.bus.serve(CreateJob, lambda request, call: None, owner="a plugin")
+
+    with pytest.raises(ConfigError, match=r"CreateJob.*a plugin") as refused:
+        async with a_daemon(extend=answer_too):
+            """It does not come to this."""
+    assert refused.value.code == "requests_unsettled"
+
+
+@virtual
+async def test_a_store_that_cannot_be_read_is_the_error_of_the_start() -> None:
+    store = a_store()
+    store.read_error = StoreCorrupt("store_corrupt", "it is damaged", "restore a backup")
+    with pytest.raises(StoreCorrupt):
+        async with a_daemon(store):
+            """It does not come to this."""
+
+
+async def test_what_a_backup_that_was_cut_short_left_is_gone_after_the_start(tmp_path: Path) -> None:
+    for name in (NAME, f"{NAME}.0123.new"):
+        (tmp_path / name).write_bytes(b"half a copy")
+    (tmp_path / "notes").write_bytes(b"somebody else's")
+
+    async def open_store() -> SqliteStore:
+        return await SqliteStore.open(tmp_path / "forged.sqlite3")
+
+    config = Config(data_dir=str(tmp_path), socket=str(tmp_path / "s"), listen=())
+    async with Daemon.running(config, Ports(HandClock(), SystemNetwork(), 1, 0, open_store)):
+        left = names_in(tmp_path)
+    assert left >= {"forged.sqlite3", "notes"}
+    assert not [name for name in left if name.startswith(NAME)]
+
+
+# The stop.
+
+
+@virtual
+async def test_what_is_being_done_is_answered_before_the_goodbye_and_nothing_new_is_begun() -> None:
+    host = Host()
+    async with a_daemon(extend=host.extend) as here:
+        client = await here.greeted()
+        client.request(1, "Linger")
+        await host.busy.wait()
+        stopping = asyncio.create_task(here.daemon._stop())
+        await until(lambda: not client.transport.reading)
+        # It was on its way already.
+        client.protocol.data_received(frame([REQUEST, 2, 0, "PingDaemon", {}]))
+        host.free.set()
+        await stopping
+        assert [message[:3] for message in client.heard()] == [[REPLY, 1, "done"], [BYE, 0, "the daemon is stopping"]]
+
+
+@virtual
+async def test_a_drain_that_finds_no_end_is_cut_short_and_the_stop_is_on_record_all_the_same() -> None:
+    host, store = Host(), a_store()
+    async with a_daemon(store, host.extend) as here:
+        client = await here.greeted()
+        client.request(1, "Linger")
+        await host.busy.wait()
+        began = asyncio.get_running_loop().time()
+    assert DRAIN_TIMEOUT_S <= asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + FAREWELL_S
+    assert (await client.next(BYE))[2] == "the daemon is stopping"
+    assert (await kinds_on_record(store))[-1] == "DaemonStopping"
+
+
+@virtual
+async def test_how_far_durable_handlers_have_come_is_saved_after_a_drain_that_was_cut_short() -> None:
+    host, store = Host(), a_store()
+
+    async def watch(record: Record) -> None:
+        """Sees everything."""
+
+    def extend(daemon: Daemon) -> None:
+        host.extend(daemon)
+        daemon.bus.on(Fact, watch, name="watcher", durable=True)
+
+    async with a_daemon(store, extend, drain_timeout_s=0.0) as here:
+        client = await here.greeted()
+        await here.ask(client, "CreateJob", job="a")
+        client.request(2, "Linger", acknowledged=1)
+        await host.busy.wait()
+        seen = here.daemon.bus.mailboxes["watcher"].position
+    cursor = await store.get("cursor/watcher")
+    assert cursor is not None
+    assert int(cursor.value) >= seen > 0
+
+
+@virtual
+async def test_a_stop_takes_no_longer_than_the_drain_and_the_farewell_whatever_hangs() -> None:
+    host, store = Host(), a_store()
+    async with a_daemon(store, host.extend) as here:
+        stuck = await here.greeted()
+        stuck.transport.clog()
+        stuck.request(1, "Linger")
+        stuck.request(2, "PingDaemon")
+        await host.busy.wait()
+        store.block()
+        began = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + FAREWELL_S
+    assert stuck.transport.aborted
+
+
+@pytest.mark.parametrize("error", [full(), StoreCorrupt("store_corrupt", "it is damaged", "restore a backup")])
+@virtual
+async def test_everybody_is_told_goodbye_when_the_store_takes_nothing_more(error: ForgedError) -> None:
+    store = a_store()
+    async with a_daemon(store) as here:
+        client = await here.greeted()
+        store.commit_error = error
+        client.request(1, "CreateJob", job="a")
+        assert (await client.next(FAILURE))[3] == error.code
+    assert (await client.next(BYE))[2] == "the daemon is stopping"
+
+
+@virtual
+async def test_what_broke_the_block_comes_out_of_it_when_the_store_is_broken_too() -> None:
+    async def make_a_mistake() -> None:
+        store = a_store()
+        async with a_daemon(store) as here:
+            client = await here.greeted()
+            store.commit_error = StoreCorrupt("store_corrupt", "it is damaged", "restore a backup")
+            client.request(1, "CreateJob", job="a")
+            await client.next(FAILURE)
+            raise ConfigError("mistaken", "a mistake", "mend it")
+
+    with pytest.raises(ConfigError, match="a mistake"):
+        await make_a_mistake()
