@@ -76,14 +76,15 @@ def _by_certificate(peer: Peer, policy: AccessPolicy) -> Principal | None:
     if peer.scheme != "tls" or peer.certificate_name is None:
         return None
     role = policy.certificate_roles.get(peer.certificate_name)
-    return None if role is None else Principal(f"certificate:{peer.certificate_name}", role)
+    if role is None:
+        # Whoever shows who they are is that one, and not also a stranger who may do more.
+        raise _token_required(f"the certificate {peer.certificate_name!r} has no role in certificate_roles")
+    return Principal(f"certificate:{peer.certificate_name}", role)
 
 
 def _anonymous(peer: Peer, policy: AccessPolicy) -> Principal:
     if peer.loopback and policy.anonymous_loopback_role is not None:
         return Principal("anonymous:loopback", policy.anonymous_loopback_role)
-    if peer.certificate_name is not None:
-        raise _token_required(f"the certificate {peer.certificate_name!r} has no role in certificate_roles")
     raise _token_required(f"{peer.address} brings neither a token nor a certificate")
 
 

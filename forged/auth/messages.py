@@ -8,6 +8,7 @@ import msgspec
 
 from forged.auth.model import Role
 from forged.messages import Fact, Request
+from forged.pages import PAGE_ENTRIES_MAX
 
 
 class TokenView(msgspec.Struct, frozen=True):
@@ -53,11 +54,24 @@ class CreateToken(Request[TokenView], frozen=True):
     ttl_s: float | None = None
 
 
-class ListTokens(Request[list[TokenView]], frozen=True):
-    """All tokens, revoked and expired ones included, oldest first."""
+class TokenPage(msgspec.Struct, frozen=True):
+    """Some tokens; `more` tells that there are others behind the last of them."""
+
+    tokens: list[TokenView]
+    more: bool
+
+
+class ListTokens(Request[TokenPage], frozen=True):
+    """The tokens, by id, behind the id `after`: `limit` at most, and no more than fit.
+
+    Those that were revoked or have expired are included, until there are so many that the oldest are let go of.
+    """
 
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = None
+
+    after: str = ""
+    limit: int = PAGE_ENTRIES_MAX
 
 
 class RevokeToken(Request[TokenView], frozen=True):

@@ -6,6 +6,7 @@ daemon as a whole, whatever the role: otherwise the operator of one job could is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -74,3 +75,8 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     def live(self, now: float) -> bool:
         """Whether it is accepted."""
         return self.revoked_at is None and not self.expired(now)
+
+    @property
+    def ends_at(self) -> float:
+        """From when on it is not accepted any more, as far as that is known."""
+        return min(math.inf if end is None else end for end in (self.revoked_at, self.expires_at))

@@ -1,13 +1,27 @@
-"""Tokens on the bus."""
+"""Tokens on the bus.
+
+Law: who is let in, and who is sent away for good, is judged by what is durable. What was decided and is still on its
+way to the store counts for the next decision, and for nobody at the door; a token is accepted, or no more, from the
+moment at which its creation or revocation is acknowledged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from forged.auth.access import AccessPolicy, identify
-from forged.auth.messages import CreateToken, ListTokens, RevokeToken, TokenCreated, TokenRevoked, TokenView
+from forged.auth.messages import (
+    CreateToken,
+    ListTokens,
+    RevokeToken,
+    TokenCreated,
+    TokenPage,
+    TokenRevoked,
+    TokenView,
+)
 from forged.auth.model import Principal, Token
 from forged.auth.tokens import SECRET_BYTES_MAX, SECRET_BYTES_MIN, TokenBook
 from forged.bus import Bus
@@ -16,6 +30,7 @@ from forged.errors import RequestRefused
 from forged.ledger import read_all
 from forged.messages import Call, Decision, Record
 from forged.net.network import Peer
+from forged.pages import take_page
 from forged.store.port import Store
 
 PREFIX = "token/"
@@ -23,6 +38,8 @@ OWNER = "auth"
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Token).decode
+_Change = tuple[Token, list[str]]
+_CHANGES = frozenset(fact.__name__ for fact in (TokenCreated, TokenRevoked))
 
 
 class TokenService:
@@ -30,21 +47,30 @@ class TokenService:
 
     def __init__(self, bus: Bus, clock: Clock, policy: AccessPolicy, rights_changed: Callable[[], None]) -> None:
         self.book = TokenBook()
+        """All that was decided; what is decided next rests on it."""
+        self._durable = TokenBook()
+        self._undurable: dict[tuple[str, str], _Change] = {}
+        """What changes in the durable book when these facts are published, by their type and token."""
         self._clock = clock
         self._policy = policy
         self._rights_changed = rights_changed
         bus.serve(CreateToken, self._create, owner=OWNER)
         bus.serve(RevokeToken, self._revoke, owner=OWNER)
-        bus.serve(ListTokens, lambda *_: [_view(token) for token in self.book.list()], owner=OWNER)
+        bus.serve(ListTokens, self._list, owner=OWNER)
+        # Not a mailbox: what is acknowledged right after must be so at the door already.
+        bus.on_publish.append(self._advance)
         bus.on(TokenRevoked, self._revoked, name="auth.revocation")
 
     async def load(self, store: Store) -> None:
         """Become what the store holds."""
-        self.book.load(_decode(entry.value) for entry in await read_all(store, PREFIX))
+        tokens = [_decode(entry.value) for entry in await read_all(store, PREFIX)]
+        self._undurable.clear()
+        self.book.load(tokens)
+        self._durable.load(tokens)
 
     def identify(self, peer: Peer, token: str | None) -> Principal:
         """Who the peer is, or `RequestRefused`."""
-        return identify(peer, token, self.book, self._policy, self._clock.wall())
+        return identify(peer, token, self._durable, self._policy, self._clock.wall())
 
     def _create(self, request: CreateToken, call: Call) -> Decision[TokenView]:
         _check_secret(request.secret)
@@ -52,15 +78,34 @@ class TokenService:
         expires_at = None if request.ttl_s is None else now + request.ttl_s
         token, _ = self.book.issue(request.name, request.role, request.jobs, expires_at, now, request.secret)
         fact = TokenCreated(token.token_id, token.name, token.role, token.jobs)
-        return Decision(_view(token), (fact,), {PREFIX + token.token_id: _encode(token)})
+        return self._decide(token, fact, self.book.forget_dead(now))
 
     def _revoke(self, request: RevokeToken, call: Call) -> Decision[TokenView]:
-        unrevoked = {token.token_id for token in self.book.list() if token.revoked_at is None}
-        token = self.book.revoke(request.token_id, self._clock.wall())
-        if token.token_id not in unrevoked:
-            return Decision(_view(token))
-        fact = TokenRevoked(token.token_id, token.name)
-        return Decision(_view(token), (fact,), {PREFIX + token.token_id: _encode(token)})
+        known = self.book.get(request.token_id)
+        if known.revoked_at is not None:
+            return Decision(_view(known))
+        token = self.book.revoke(known.token_id, self._clock.wall())
+        return self._decide(token, TokenRevoked(token.token_id, token.name), [])
+
+    def _list(self, request: ListTokens, call: Call) -> TokenPage:
+        return TokenPage(*take_page(map(_view, self.book.behind(request.after)), request.limit))
+
+    def _decide(self, token: Token, fact: TokenCreated | TokenRevoked, forgotten: list[str]) -> Decision[TokenView]:
+        self._undurable[type(fact).__name__, token.token_id] = token, forgotten
+        writes: dict[str, bytes | None] = {PREFIX + token_id: None for token_id in forgotten}
+        return Decision(_view(token), (fact,), writes | {PREFIX + token.token_id: _encode(token)})
+
+    def _advance(self, records: Sequence[Record]) -> None:
+        if not self._undurable:
+            return
+        for record in records:
+            fact: Any = record.fact if record.type in _CHANGES else None
+            # After a reload nothing is waiting: the book that was read holds what is published then.
+            change = self._undurable.pop((record.type, fact.token_id), None) if fact else None
+            if change is not None:
+                token, forgotten = change
+                self._durable.put(token)
+                self._durable.forget(forgotten)
 
     def _revoked(self, record: Record) -> None:
         self._rights_changed()

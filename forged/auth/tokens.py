@@ -3,7 +3,7 @@
 Law: the text of a token is told once, when it is issued, and kept nowhere; only its digest is. Exactly the text that
 was issued authenticates: the digest covers all of it, so no second spelling of an id or a secret stands for the
 first. Somebody without the text learns nothing here, by message or by timing: not whether an id exists, nor whether
-it expired or was revoked.
+it expired or was revoked. Of the tokens that are dead only so many are kept, for people to look at.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ import hmac
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
+from heapq import nsmallest
+from operator import attrgetter
 
 import msgspec
 
 from forged.auth.model import Principal, Role, Token
 from forged.errors import ForgedError, Problem, RequestRefused, Unavailable
+from forged.pages import ascending
 
 TOKENS_MAX = 4096
+DEAD_MAX = 1024
+"""How many tokens are kept that were revoked or have expired."""
+FORGOTTEN_MAX = 32
+"""How many of those beyond that are let go of at once: each is a delete in a transaction."""
 NAME_CHARS_MAX = 64
 JOBS_PER_TOKEN_MAX = 256
 JOB_CHARS_MAX = 128
@@ -38,17 +45,43 @@ _DIGEST_OF_NONE = bytes(hashlib.sha256().digest_size)
 class TokenBook:
     """All tokens of a daemon, by id: a plain synchronous class with one owner."""
 
-    def __init__(self, tokens_max: int = TOKENS_MAX) -> None:
+    def __init__(self, tokens_max: int = TOKENS_MAX, dead_max: int = DEAD_MAX) -> None:
         self.tokens_max = tokens_max
+        self.dead_max = dead_max
         self._tokens: dict[str, Token] = {}
 
     def load(self, tokens: Iterable[Token]) -> None:
         """Forget what is here and take what the store holds."""
         self._tokens = {token.token_id: token for token in tokens}
 
-    def list(self) -> tuple[Token, ...]:
-        """All tokens, revoked and expired ones included, oldest first."""
-        return tuple(sorted(self._tokens.values(), key=lambda token: (token.created_at, token.token_id)))
+    def get(self, token_id: str) -> Token:
+        """The token of that id, or a refusal."""
+        token = self._tokens.get(token_id)
+        if token is None:
+            shown = token_id[:TOKEN_ID_CHARS]
+            raise RequestRefused("token_not_found", f"there is no token {shown!r}", "see `forgectl tokens list`")
+        return token
+
+    def behind(self, after: str) -> Iterator[Token]:
+        """The tokens whose ids come behind `after`, by id, revoked and expired ones included."""
+        return (self._tokens[token_id] for token_id in ascending(self._tokens, after))
+
+    def put(self, token: Token) -> None:
+        """Take over what another book has decided."""
+        self._tokens[token.token_id] = token
+
+    def forget(self, token_ids: Iterable[str]) -> None:
+        """Let go of these tokens."""
+        for token_id in token_ids:
+            self._tokens.pop(token_id, None)
+
+    def forget_dead(self, now: float) -> list[str]:
+        """Let go of some of the dead, those that died first, as far as there are too many; returns their ids."""
+        dead = [token for token in self._tokens.values() if not token.live(now)]
+        surplus = min(len(dead) - self.dead_max, FORGOTTEN_MAX)
+        forgotten = [token.token_id for token in nsmallest(surplus, dead, key=attrgetter("ends_at", "token_id"))]
+        self.forget(forgotten)
+        return forgotten
 
     def issue(
         self,
@@ -74,7 +107,7 @@ class TokenBook:
             expires_at=expires_at,
             digest=_digest(text),
         )
-        self._tokens[token_id] = token
+        self.put(token)
         return token, text
 
     def authenticate(self, text: str, now: float) -> Principal:
@@ -97,13 +130,10 @@ class TokenBook:
 
     def revoke(self, token_id: str, now: float) -> Token:
         """Accept the token no more; one that was revoked stays as it was."""
-        token = self._tokens.get(token_id)
-        if token is None:
-            shown = token_id[:TOKEN_ID_CHARS]
-            raise RequestRefused("token_not_found", f"there is no token {shown!r}", "see forgectl tokens list")
+        token = self.get(token_id)
         if token.revoked_at is None:
             token = msgspec.structs.replace(token, revoked_at=now)
-            self._tokens[token_id] = token
+            self.put(token)
         return token
 
     def _refuse_full(self, now: float) -> None:
@@ -113,7 +143,7 @@ class TokenBook:
             raise RequestRefused(
                 "tokens_full",
                 f"there are {live} live tokens, and tokens_max is {self.tokens_max}",
-                "revoke those no longer needed: forgectl tokens list, forgectl tokens revoke ID",
+                "revoke those no longer needed: `forgectl tokens list`, `forgectl tokens revoke ID`",
             )
 
     @staticmethod

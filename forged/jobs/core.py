@@ -1,12 +1,14 @@
 """Which jobs there are, decided without I/O.
 
 Law: a job is its name; whoever creates one again gets the one that exists, and is refused when they meant another. A
-refusal changes nothing. Every change of state is in the decision's writes, and nowhere else.
+refusal changes nothing. Every change of state is in the decision's writes, and nowhere else. A job that is created
+again is another job: it begins above the fence of the one that was removed, so who held that one is fenced off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite
 
 import msgspec
 
@@ -26,14 +28,17 @@ from forged.jobs.model import (
     SettingValue,
 )
 from forged.messages import Decision, Fact, Fence, Nothing
+from forged.pages import ascending
 
 PREFIX = "job/"
+FLOOR_KEY = "jobs/floor"
 JOBS_MAX = 10_000
 SETTINGS_BYTES_MAX = 64 << 10
 NOTE_CHARS_MAX = 4096
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Job).decode
+_decode_fence = msgspec.msgpack.Decoder(Fence).decode
 
 
 class JobBook:
@@ -42,17 +47,20 @@ class JobBook:
     def __init__(self, jobs_max: int = JOBS_MAX) -> None:
         self.jobs_max = jobs_max
         self._jobs: dict[str, Job] = {}
+        self._floor = Fence(0, 0)
+        """No new job begins below: it lies above all that were removed."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def load(self, values: Iterable[bytes]) -> None:
+    def load(self, values: Iterable[bytes], floor: bytes | None) -> None:
         """Become what the store holds."""
+        self._floor = Fence(0, 0) if floor is None else _decode_fence(floor)
         jobs = (_decode(value) for value in values)
         self._jobs = {job.name: job for job in jobs}
 
-    def create(self, request: CreateJob, by: str, now: float) -> Decision[Job]:
-        """A new job, or the one that exists."""
+    def create(self, request: CreateJob, by: str, now: float, term: int) -> Decision[Job]:
+        """A new job, or the one that exists; `term` is the present leader's."""
         name = check_name("job", request.job)
         _check_settings(request.settings)
         known = self._jobs.get(name)
@@ -60,7 +68,8 @@ class JobBook:
             return _same_or_refused(known, request.settings)
         if len(self._jobs) >= self.jobs_max:
             raise RequestRefused("jobs_full", f"there are {len(self._jobs)} jobs already", "remove those that are done")
-        job = Job(name=name, settings=request.settings, created_at=now, created_by=by)
+        fence = max(self._floor, Fence(term, 0))
+        job = Job(name=name, settings=request.settings, created_at=now, created_by=by, fence=fence)
         return self._put(job, JobCreated(name, job.settings))
 
     def change(self, request: ChangeJob) -> Decision[Job]:
@@ -78,9 +87,15 @@ class JobBook:
 
     def remove(self, request: RemoveJob) -> Decision[Nothing]:
         """The job is gone."""
-        if self._jobs.pop(request.job, None) is None:
+        job = self._jobs.pop(request.job, None)
+        if job is None:
             return Decision(Nothing())
-        return Decision(Nothing(), (JobRemoved(request.job),), {PREFIX + request.job: None}, job=request.job)
+        writes: dict[str, bytes | None] = {PREFIX + job.name: None}
+        above = Fence(job.fence.term, job.fence.generation + 1)
+        if above > self._floor:
+            self._floor = above
+            writes[FLOOR_KEY] = _encode(above)
+        return Decision(Nothing(), (JobRemoved(job.name),), writes, job=job.name)
 
     def note(self, request: AddNote) -> Decision[Nothing]:
         """A remark on an existing job's record."""
@@ -99,9 +114,10 @@ class JobBook:
             )
         return job
 
-    def visible(self, principal: Principal) -> list[Job]:
-        """The jobs that somebody may see, by name."""
-        return [job for name, job in sorted(self._jobs.items()) if principal.may(Role.VIEWER, name)]
+    def visible(self, principal: Principal, after: str) -> Iterator[Job]:
+        """The jobs that somebody may see, by name, behind the name `after`."""
+        names = (name for name in self._jobs if principal.may(Role.VIEWER, name))
+        return (self._jobs[name] for name in ascending(names, after))
 
     def fence(self, name: str) -> Fence | None:
         """How far the job is; None for a job that does not exist."""
@@ -114,9 +130,8 @@ class JobBook:
 
 
 def _same_or_refused(job: Job, settings: dict[str, SettingValue]) -> Decision[Job]:
-    if settings and settings != job.settings:
-        keys = sorted(job.settings.keys() | settings.keys())
-        different = [key for key in keys if job.settings.get(key) != settings.get(key)]
+    different = _different(job.settings, settings) if settings else []
+    if different:
         raise RequestRefused(
             "job_differs",
             f"job {job.name} exists with other settings: {', '.join(different)[:500]}",
@@ -125,7 +140,17 @@ def _same_or_refused(job: Job, settings: dict[str, SettingValue]) -> Decision[Jo
     return Decision(job)
 
 
+def _different(settings: Mapping[str, SettingValue], others: Mapping[str, SettingValue]) -> list[str]:
+    """The keys whose values differ as they are stored; to Python, 1 and True would be the same."""
+    stored, wanted = ({key: _encode(value) for key, value in one.items()} for one in (settings, others))
+    return [key for key in sorted(stored.keys() | wanted.keys()) if stored.get(key) != wanted.get(key)]
+
+
 def _check_settings(settings: dict[str, SettingValue]) -> None:
+    for key, value in settings.items():
+        if isinstance(value, float) and not isfinite(value):
+            text = f"setting {key[:80]!r} is {value}, which JSON cannot say"
+            raise RequestRefused("setting_invalid", text, "give a finite number, a text or none")
     size = len(_encode(settings))
     if size > SETTINGS_BYTES_MAX:
         raise RequestRefused(

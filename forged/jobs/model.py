@@ -8,12 +8,16 @@ import msgspec
 
 from forged.auth.model import Role
 from forged.messages import ANY_JOB, Fact, Fence, Nothing, Request
+from forged.pages import PAGE_ENTRIES_MAX
 
 SettingValue = str | int | float | bool | None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One training job. `version` grows with every change; `fence` is the term and generation of its last rescale."""
+    """One training job. `version` grows with every change; `fence` is the term and generation of its last rescale.
+
+    A new job begins with the term in which it was created, above all that jobs removed before have reached.
+    """
 
     name: str
     settings: dict[str, SettingValue]
@@ -76,12 +80,22 @@ class ShowJob(Request[Job], frozen=True):
     job: str
 
 
-class ListJobs(Request[list[Job]], frozen=True):
-    """All jobs that the caller may see, by name."""
+class JobPage(msgspec.Struct, frozen=True):
+    """Some jobs; `more` tells that there are others behind the last of them."""
+
+    jobs: list[Job]
+    more: bool
+
+
+class ListJobs(Request[JobPage], frozen=True):
+    """The jobs that the caller may see, by name, behind the name `after`: `limit` at most, and no more than fit."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = ANY_JOB
+
+    after: str = ""
+    limit: int = PAGE_ENTRIES_MAX
 
 
 class RemoveJob(Request[Nothing], frozen=True):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from forged.bus import Bus
 from forged.clock import Clock
-from forged.jobs.core import PREFIX, JobBook
-from forged.jobs.model import AddNote, ChangeJob, CreateJob, Job, ListJobs, RemoveJob, ShowJob
+from forged.jobs.core import FLOOR_KEY, PREFIX, JobBook
+from forged.jobs.model import AddNote, ChangeJob, CreateJob, Job, JobPage, ListJobs, RemoveJob, ShowJob
 from forged.ledger import read_all
 from forged.messages import Call, Decision
+from forged.pages import take_page
 from forged.store.port import Store
 
 OWNER = "jobs"
@@ -18,18 +19,24 @@ class JobService:
 
     def __init__(self, bus: Bus, clock: Clock, book: JobBook) -> None:
         self.book = book
+        self._bus = bus
         self._clock = clock
         bus.serve(CreateJob, self._create, owner=OWNER)
         bus.serve(ChangeJob, lambda request, _: book.change(request), owner=OWNER)
         bus.serve(RemoveJob, lambda request, _: book.remove(request), owner=OWNER)
         bus.serve(AddNote, lambda request, _: book.note(request), owner=OWNER)
         bus.serve(ShowJob, lambda request, _: book.get(request.job), owner=OWNER)
-        bus.serve(ListJobs, lambda _, call: book.visible(call.principal), owner=OWNER)
+        bus.serve(ListJobs, self._list, owner=OWNER)
         bus.desk.fence_of = book.fence
 
     async def load(self, store: Store) -> None:
         """Become what the store holds."""
-        self.book.load(entry.value for entry in await read_all(store, PREFIX))
+        jobs = await read_all(store, PREFIX)
+        floor = await store.get(FLOOR_KEY)
+        self.book.load((entry.value for entry in jobs), None if floor is None else floor.value)
 
     def _create(self, request: CreateJob, call: Call) -> Decision[Job]:
-        return self.book.create(request, call.principal.name, self._clock.wall())
+        return self.book.create(request, call.principal.name, self._clock.wall(), self._bus.ledger.term)
+
+    def _list(self, request: ListJobs, call: Call) -> JobPage:
+        return JobPage(*take_page(self.book.visible(call.principal, request.after), request.limit))

@@ -41,17 +41,23 @@ class StatusService:
     def _tell_story(self, request: TellStory, call: Call) -> list[msgspec.Raw]:
         record = self._journal.get(request.fact_id)
         if record is None or not _visible(call.principal, record):
-            kept = f"kept are {self._journal.floor + 1} to {self._journal.last}"
+            kept = self._kept()
             raise RequestRefused("fact_unknown", f"there is no fact {request.fact_id}; {kept}", "see `forgectl events`")
         told: list[msgspec.Raw] = []
         size = 0
         for part in self._journal.story(request.fact_id):
+            if not _visible(call.principal, part):
+                continue
             size += len(part.data)
             if size > STORY_BYTES_MAX:
                 break
-            if _visible(call.principal, part):
-                told.append(msgspec.Raw(part.data))
+            told.append(msgspec.Raw(part.data))
         return told
+
+    def _kept(self) -> str:
+        # Ids have holes, so the first is not the one behind the floor.
+        oldest = self._journal.after(self._journal.floor, 1)
+        return f"kept are {oldest[0].id} to {self._journal.last}" if oldest else "none are kept"
 
     def _readmit(self, request: ReadmitHandler, call: Call) -> Decision[Nothing]:
         return self._bus.readmit(request.handler)

@@ -119,9 +119,11 @@ def test_a_certificate_without_a_role_is_refused_by_name() -> None:
     assert "'host-a'" in error.message
 
 
-def test_a_certificate_without_a_role_counts_as_anonymous_on_loopback() -> None:
-    peer = Peer("tls", "127.0.0.1:4000", loopback=True, certificate_name="stranger")
-    assert who(peer) == Principal("anonymous:loopback", Role.WORKER)
+@pytest.mark.parametrize("name", ["stranger", ""])
+def test_a_certificate_without_a_role_is_not_anonymous_on_loopback(name: str) -> None:
+    error = refusal(Peer("tls", "127.0.0.1:4000", loopback=True, certificate_name=name))
+    assert error.code == "token_required"
+    assert f"the certificate {name!r} has no role" in error.message
 
 
 def test_a_certificate_s_name_counts_only_on_tls() -> None:

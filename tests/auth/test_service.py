@@ -6,13 +6,23 @@ import msgspec
 import pytest
 
 from forged.auth.access import AccessPolicy
-from forged.auth.messages import REQUESTS, CreateToken, ListTokens, RevokeToken, TokenCreated, TokenRevoked
+from forged.auth.messages import (
+    REQUESTS,
+    CreateToken,
+    ListTokens,
+    RevokeToken,
+    TokenCreated,
+    TokenPage,
+    TokenRevoked,
+    TokenView,
+)
 from forged.auth.model import Principal, Role
-from forged.auth.service import TokenService
-from forged.auth.tokens import SECRET_BYTES_MAX, SECRET_BYTES_MIN, spell
+from forged.auth.service import PREFIX, TokenService
+from forged.auth.tokens import JOB_CHARS_MAX, JOBS_PER_TOKEN_MAX, SECRET_BYTES_MAX, SECRET_BYTES_MIN, spell
 from forged.errors import RequestRefused, Unavailable
 from forged.messages import Call
 from forged.net.network import Peer
+from forged.pages import PAGE_BYTES_MAX
 from tests.spine import Spine, call, running, virtual
 from tests.troubled_store import TroubledStore, full
 
@@ -56,7 +66,7 @@ async def test_whoever_has_the_text_is_let_in_once_the_token_was_created() -> No
         view = await spine.bus.ask(create(jobs=("a",)))
         assert door.knock() == Principal("laptop", Role.WORKER, frozenset({"a"}))
         assert spine.facts() == [TokenCreated(view.token_id, "laptop", Role.WORKER, ("a",))]
-        assert await spine.bus.ask(ListTokens()) == [view]
+        assert await spine.bus.ask(ListTokens()) == TokenPage([view], more=False)
 
 
 @virtual
@@ -116,6 +126,98 @@ async def test_a_token_whose_commit_failed_is_not_known() -> None:
 
 
 @virtual
+async def test_a_token_whose_revocation_is_not_durable_is_accepted_and_stays_so_when_that_fails() -> None:
+    door, store = Door(), TroubledStore()
+    async with running(store, door.register) as spine:
+        view = await spine.bus.ask(create())
+        store.block()
+        pending = spine.bus.submit(RevokeToken(view.token_id), call())
+        await store.entered.wait()
+        assert door.knock() == Principal("laptop", Role.WORKER)
+        store.commit_error = full()
+        store.unblock()
+        with pytest.raises(Unavailable):
+            await pending.wait()
+        assert (door.knock(), door.told) == (Principal("laptop", Role.WORKER), 0)
+        store.commit_error = None
+        await spine.ledger.writable()
+        await spine.bus.ask(RevokeToken(view.token_id))
+        assert door.knock() == "token_revoked"
+
+
+@virtual
+async def test_a_token_is_unknown_until_it_is_durable() -> None:
+    door, store = Door(), TroubledStore()
+    async with running(store, door.register) as spine:
+        store.block()
+        pending = spine.bus.submit(create(), call())
+        await store.entered.wait()
+        assert door.knock() == "token_unknown"
+        store.unblock()
+        await pending.wait()
+        assert isinstance(door.knock(), Principal)
+
+
+@virtual
+async def test_the_door_knows_what_is_acknowledged_at_that_very_moment_and_nothing_that_is_still_on_its_way() -> None:
+    door, store = Door(), TroubledStore()
+    async with running(store, door.register) as spine:
+        store.block()
+        created = spine.bus.submit(create(), call())
+        await store.entered.wait()
+        seen: list[Principal | str] = []
+        created.when_done(lambda _: seen.append(door.knock()))
+        revoked = spine.bus.submit(RevokeToken(spell(SECRET)[0]), call())
+        revoked.when_done(lambda _: seen.append(door.knock()))
+        store.unblock()
+        await revoked.wait()
+        assert seen == [Principal("laptop", Role.WORKER), "token_revoked"]
+
+
+@virtual
+async def test_creating_lets_go_of_the_oldest_of_the_dead_in_the_same_decision() -> None:
+    door, store = Door(), TroubledStore()
+    async with running(store, door.register) as spine:
+        door.service.book.dead_max = 1
+        for number in range(3):
+            await spine.bus.ask(create(secret=bytes([number]) * 32, ttl_s=60.0 + number))
+        spine.clock.jump(100.0)
+        view = await spine.bus.ask(create())
+        held = {spell(bytes([2]) * 32)[0], view.token_id}
+        assert {token.token_id for token in (await spine.bus.ask(ListTokens())).tokens} == held
+        assert {entry.key.removeprefix(PREFIX) for entry in await store.list(PREFIX)} == held
+        assert door.knock(spell(bytes(32))[1]) == "token_unknown"
+        assert door.knock(spell(bytes([2]) * 32)[1]) == "token_expired"
+
+
+@virtual
+async def test_the_list_is_told_in_pages_that_follow_each_other() -> None:
+    async with running(register=Door().register) as spine:
+        views = [await spine.bus.ask(create(secret=bytes([number]) * 32)) for number in range(5)]
+        listed: list[TokenView] = []
+        sizes = []
+        more = True
+        while more:
+            page = await spine.bus.ask(ListTokens(listed[-1].token_id if listed else "", limit=2))
+            listed += page.tokens
+            sizes.append(len(page.tokens))
+            more = page.more
+        assert listed == sorted(views, key=lambda view: view.token_id)
+        assert sizes == [2, 2, 1]
+
+
+@virtual
+async def test_a_page_of_tokens_fits_into_a_frame() -> None:
+    jobs = tuple(f"{number:0{JOB_CHARS_MAX}}" for number in range(JOBS_PER_TOKEN_MAX))
+    async with running(register=Door().register) as spine:
+        for number in range(40):
+            await spine.bus.ask(create(secret=bytes([number]) * 32, jobs=jobs))
+        page = await spine.bus.ask(ListTokens())
+        assert page.more
+        assert len(msgspec.msgpack.encode(page)) < PAGE_BYTES_MAX + len(b"some framing" * 4)
+
+
+@virtual
 async def test_neither_store_nor_facts_nor_answers_hold_the_secret() -> None:
     store = TroubledStore()
     async with running(store, Door().register) as spine:
@@ -155,7 +257,7 @@ async def test_what_is_no_token_is_the_caller_s_to_mend_and_changes_nothing(more
     async with running(register=Door().register) as spine:
         with pytest.raises(RequestRefused):
             await spine.bus.ask(create(**more))
-        assert (await spine.bus.ask(ListTokens()), spine.facts()) == ([], [])
+        assert (await spine.bus.ask(ListTokens()), spine.facts()) == (TokenPage([], more=False), [])
 
 
 @pytest.mark.parametrize("principal", [Principal("w", Role.WORKER), Principal("o", Role.OPERATOR, frozenset({"a"}))])

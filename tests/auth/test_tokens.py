@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from forged.auth.model import Principal, Role, Token
 from forged.auth.tokens import (
+    FORGOTTEN_MAX,
     JOB_CHARS_MAX,
     JOBS_PER_TOKEN_MAX,
     NAME_CHARS_MAX,
@@ -45,6 +46,10 @@ def issue(
     return book.issue(name, Role.WORKER, jobs, expires_at, now, secret(number))
 
 
+def everything(book: TokenBook) -> tuple[Token, ...]:
+    return tuple(book.behind(""))
+
+
 def refusal(book: TokenBook, text: str, now: float = NOW) -> RequestRefused:
     with pytest.raises(RequestRefused) as caught:
         book.authenticate(text, now)
@@ -56,7 +61,7 @@ def invalid(name: str = "ci", jobs: Collection[str] | None = None, expires_at: f
     with pytest.raises(RequestRefused) as caught:
         issue(book, name=name, jobs=jobs, expires_at=expires_at)
     assert caught.value.code == "token_invalid"
-    assert book.list() == ()
+    assert everything(book) == ()
     return caught.value.message
 
 
@@ -73,10 +78,10 @@ def test_the_issued_text_authenticates_as_what_was_issued(
 def test_a_book_loaded_from_what_was_stored_knows_the_same_texts(entropies: list[bytes]) -> None:
     book = TokenBook()
     texts = [book.issue(f"n{i}", Role.VIEWER, None, None, NOW, entropy)[1] for i, entropy in enumerate(entropies)]
-    stored = [msgspec.msgpack.encode(token) for token in book.list()]
+    stored = [msgspec.msgpack.encode(token) for token in everything(book)]
     again = TokenBook()
     again.load(msgspec.msgpack.decode(entry, type=Token) for entry in stored)
-    assert again.list() == book.list()
+    assert everything(again) == everything(book)
     assert [again.authenticate(text, NOW).name for text in texts] == [f"n{i}" for i in range(len(texts))]
 
 
@@ -260,7 +265,7 @@ def test_revoking_twice_keeps_the_first_time() -> None:
     token, _ = issue(book)
     first = book.revoke(token.token_id, NOW + 1)
     assert book.revoke(token.token_id, NOW + 2) == first
-    assert book.list() == (first,)
+    assert everything(book) == (first,)
 
 
 def test_revoking_one_token_leaves_the_others() -> None:
@@ -277,19 +282,41 @@ def test_revoking_an_unknown_token_is_refused_and_does_not_repeat_a_long_id() ->
     assert len(str(caught.value)) < 200
 
 
-def test_the_list_is_oldest_first_and_has_the_revoked_and_expired() -> None:
+def test_the_list_is_in_the_order_of_ids_and_has_the_revoked_and_expired() -> None:
     book = TokenBook()
-    late, _ = issue(book, 1, now=NOW + 5)
-    early, _ = issue(book, 2, now=NOW, expires_at=NOW + 1)
-    revoked = book.revoke(late.token_id, NOW + 9)
-    assert book.list() == (early, revoked)
+    expired, _ = issue(book, 2, expires_at=NOW + 1)
+    revoked = book.revoke(issue(book, 1)[0].token_id, NOW + 9)
+    first, second = sorted((expired, revoked), key=lambda token: token.token_id)
+    assert everything(book) == (first, second)
+    assert tuple(book.behind(first.token_id)) == (second,)
+
+
+def test_of_the_dead_beyond_the_limit_those_that_died_first_are_forgotten() -> None:
+    book = TokenBook(dead_max=1)
+    (revoked, _), (expired, _), (late, _), (live, _) = (
+        issue(book, 1),
+        issue(book, 2, expires_at=NOW + 1),
+        issue(book, 3, expires_at=NOW + 9),
+        issue(book, 4),
+    )
+    book.revoke(revoked.token_id, NOW + 5)
+    assert book.forget_dead(NOW + 9) == [expired.token_id, revoked.token_id]
+    assert book.forget_dead(NOW + 9) == []
+    assert set(everything(book)) == {late, live}
+
+
+def test_how_many_are_forgotten_at_once_is_bounded() -> None:
+    book = TokenBook(dead_max=0)
+    for number in range(FORGOTTEN_MAX + 1):
+        issue(book, number, expires_at=NOW + 1)
+    assert [len(book.forget_dead(NOW + 1)) for _ in range(3)] == [FORGOTTEN_MAX, 1, 0]
 
 
 def test_loading_replaces_what_was_there() -> None:
     book = TokenBook()
     _, text = issue(book)
     book.load(())
-    assert book.list() == ()
+    assert everything(book) == ()
     assert refusal(book, text).code == "token_unknown"
 
 
@@ -297,7 +324,7 @@ def test_one_name_may_have_several_tokens() -> None:
     book = TokenBook()
     issue(book, 1, name="ci")
     issue(book, 2, name="ci")
-    assert [token.name for token in book.list()] == ["ci", "ci"]
+    assert [token.name for token in everything(book)] == ["ci", "ci"]
 
 
 def test_jobs_are_stored_once_each_and_in_order() -> None:
@@ -312,7 +339,7 @@ def test_no_more_than_tokens_max_are_live_at_a_time() -> None:
         issue(book, 3)
     assert caught.value.code == "tokens_full"
     assert "tokens_max is 2" in caught.value.message
-    assert len(book.list()) == 2
+    assert len(everything(book)) == 2
 
 
 def test_a_revoked_or_expired_token_makes_room() -> None:

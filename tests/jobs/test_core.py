@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from forged.auth.model import Principal, Role
 from forged.errors import RequestRefused
-from forged.jobs.core import NOTE_CHARS_MAX, PREFIX, SETTINGS_BYTES_MAX, JobBook
+from forged.jobs.core import FLOOR_KEY, NOTE_CHARS_MAX, PREFIX, SETTINGS_BYTES_MAX, JobBook
 from forged.jobs.model import (
     AddNote,
     ChangeJob,
@@ -23,13 +24,14 @@ from forged.jobs.model import (
 )
 from forged.messages import Decision, Fence, Nothing
 
+TERM = 3
 SETTINGS: dict[str, Any] = {"lr": 0.1, "workers": 4, "name": "x", "fast": True, "note": None}
 
 
 def book_with(*names: str, **settings: Any) -> JobBook:
     book = JobBook()
     for name in names:
-        book.create(CreateJob(name, settings), "somebody", 1.0)
+        book.create(CreateJob(name, settings), "somebody", 1.0, TERM)
     return book
 
 
@@ -46,8 +48,9 @@ def stored(decision: Decision[Any]) -> Job:
 
 
 def test_a_new_job_is_returned_stored_and_told_of() -> None:
-    decision = JobBook().create(CreateJob("a", SETTINGS), "somebody", 7.0)
-    assert decision.reply == Job(name="a", settings=SETTINGS, version=1, created_at=7.0, created_by="somebody")
+    decision = JobBook().create(CreateJob("a", SETTINGS), "somebody", 7.0, TERM)
+    fence = Fence(TERM, 0)
+    assert decision.reply == Job(name="a", settings=SETTINGS, created_at=7.0, created_by="somebody", fence=fence)
     assert decision.facts == (JobCreated("a", SETTINGS),)
     assert list(decision.writes) == [PREFIX + "a"]
     assert stored(decision) == decision.reply
@@ -59,35 +62,54 @@ def test_a_job_that_exists_with_the_same_settings_or_for_any_is_returned_and_not
     settings: dict[str, Any],
 ) -> None:
     book = book_with("a", **SETTINGS)
-    assert book.create(CreateJob("a", settings), "another", 9.0) == Decision(book.get("a"))
+    assert book.create(CreateJob("a", settings), "another", 9.0, TERM) == Decision(book.get("a"))
 
 
 def test_a_job_that_exists_with_other_settings_is_refused_and_named_in_which() -> None:
-    error = refusal(book_with("a", **SETTINGS).create, CreateJob("a", SETTINGS | {"lr": 0.2, "more": 1}), "x", 9.0)
+    other = CreateJob("a", SETTINGS | {"lr": 0.2, "more": 1})
+    error = refusal(book_with("a", **SETTINGS).create, other, "x", 9.0, TERM)
     assert error.code == "job_differs"
     assert error.message.endswith("lr, more")
 
 
+@pytest.mark.parametrize("value", [1.0, True, "1", None])
+def test_settings_that_python_calls_equal_are_others_when_they_are_of_another_kind(value: Any) -> None:
+    error = refusal(book_with("a", same=0, lr=1).create, CreateJob("a", {"same": 0, "lr": value}), "x", 9.0, TERM)
+    assert error.code == "job_differs"
+    assert error.message.endswith(": lr")
+
+
+def test_a_setting_that_is_missing_is_another_than_none() -> None:
+    error = refusal(book_with("a", x=None, y=1).create, CreateJob("a", {"y": 1}), "x", 9.0, TERM)
+    assert error.message.endswith(": x")
+
+
+def test_settings_are_the_same_in_any_order() -> None:
+    book = book_with("a", lr=0.1, steps=2)
+    again: dict[str, Any] = {"steps": 2, "lr": 0.1}
+    assert book.create(CreateJob("a", again), "x", 9.0, TERM) == Decision(book.get("a"))
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "-", "a" * 200])
 def test_a_name_that_is_none_is_refused(name: str) -> None:
-    assert refusal(JobBook().create, CreateJob(name), "x", 1.0).code == "name_invalid"
+    assert refusal(JobBook().create, CreateJob(name), "x", 1.0, TERM).code == "name_invalid"
 
 
 def test_settings_are_bounded() -> None:
     large: dict[str, Any] = {"x": "y" * SETTINGS_BYTES_MAX}
     book = book_with("a")
-    assert refusal(book.create, CreateJob("b", large), "x", 1.0).code == "settings_too_large"
+    assert refusal(book.create, CreateJob("b", large), "x", 1.0, TERM).code == "settings_too_large"
     assert refusal(book.change, ChangeJob("a", large, 1)).code == "settings_too_large"
 
 
 def test_how_many_jobs_there_are_is_bounded_and_those_that_exist_stay_usable() -> None:
     book = JobBook(jobs_max=2)
     for name in ("a", "b"):
-        book.create(CreateJob(name), "x", 1.0)
-    assert refusal(book.create, CreateJob("c"), "x", 1.0).code == "jobs_full"
-    assert book.create(CreateJob("a"), "x", 1.0).reply.name == "a"
+        book.create(CreateJob(name), "x", 1.0, TERM)
+    assert refusal(book.create, CreateJob("c"), "x", 1.0, TERM).code == "jobs_full"
+    assert book.create(CreateJob("a"), "x", 1.0, TERM).reply.name == "a"
     book.remove(RemoveJob("a"))
-    assert book.create(CreateJob("c"), "x", 1.0).reply.name == "c"
+    assert book.create(CreateJob("c"), "x", 1.0, TERM).reply.name == "c"
 
 
 def test_a_change_replaces_the_settings_and_counts_the_version() -> None:
@@ -107,7 +129,8 @@ def test_a_change_of_what_somebody_has_changed_in_between_is_refused(version: in
 
 def test_a_removed_job_is_deleted_and_told_of() -> None:
     book = book_with("a")
-    assert book.remove(RemoveJob("a")) == Decision(Nothing(), (JobRemoved("a"),), {PREFIX + "a": None}, job="a")
+    writes = {PREFIX + "a": None, FLOOR_KEY: msgspec.msgpack.encode(Fence(TERM, 1))}
+    assert book.remove(RemoveJob("a")) == Decision(Nothing(), (JobRemoved("a"),), writes, job="a")
     assert len(book) == 0
 
 
@@ -134,13 +157,44 @@ def test_a_job_that_does_not_exist_is_refused(act: str, request_: Any) -> None:
 def test_everybody_sees_the_jobs_that_they_may_see_by_name() -> None:
     book = book_with("b", "c", "a")
     bound = Principal("x", Role.VIEWER, frozenset({"a", "c", "z"}))
-    assert [job.name for job in book.visible(bound)] == ["a", "c"]
-    assert [job.name for job in book.visible(Principal("x", Role.VIEWER))] == ["a", "b", "c"]
+    assert [job.name for job in book.visible(bound, "")] == ["a", "c"]
+    assert [job.name for job in book.visible(bound, "a")] == ["c"]
+    assert [job.name for job in book.visible(Principal("x", Role.VIEWER), "")] == ["a", "b", "c"]
 
 
-def test_a_job_begins_with_the_lowest_fence_and_what_is_no_job_has_none() -> None:
+# Fences.
+
+
+def test_a_job_begins_with_the_term_and_what_is_no_job_has_no_fence() -> None:
     book = book_with("a")
-    assert (book.fence("a"), book.fence("b")) == (Fence(0, 0), None)
+    assert (book.fence("a"), book.fence("b")) == (Fence(TERM, 0), None)
+
+
+def removed_at(fence: Fence) -> tuple[JobBook, bytes | None]:
+    """A book whose job was removed when it was that far, and what is stored of it."""
+    book = JobBook()
+    book.load([msgspec.msgpack.encode(Job(name="a", settings={}, created_at=1.0, created_by="x", fence=fence))], None)
+    return book, book.remove(RemoveJob("a")).writes.get(FLOOR_KEY)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(Fence(TERM, 5), Fence(TERM, 6)), (Fence(TERM, 0), Fence(TERM, 1)), (Fence(TERM - 1, 5), Fence(TERM, 0))],
+)
+def test_a_job_created_again_begins_above_its_predecessor_also_after_a_restart(old: Fence, new: Fence) -> None:
+    book, floor = removed_at(old)
+    again = JobBook()
+    again.load([], floor)
+    for one in (book, again):
+        assert one.create(CreateJob("a"), "x", 2.0, TERM).reply.fence == new
+
+
+def test_removing_a_job_that_is_less_far_does_not_lower_where_new_ones_begin() -> None:
+    _, floor = removed_at(Fence(TERM, 5))
+    book = JobBook()
+    book.load([msgspec.msgpack.encode(Job(name="b", settings={}, created_at=1.0, created_by="x"))], floor)
+    assert book.remove(RemoveJob("b")).writes == {PREFIX + "b": None}
+    assert book.create(CreateJob("c"), "x", 2.0, TERM).reply.fence == Fence(TERM, 6)
 
 
 class JobBooks(RuleBasedStateMachine):
@@ -153,7 +207,7 @@ class JobBooks(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc-"), lr=st.none() | st.integers(0, 1))
     def create(self, name: str, lr: int | None) -> None:
-        self.decide(self.book.create, CreateJob(name, {} if lr is None else {"lr": lr}), "somebody", 1.0)
+        self.decide(self.book.create, CreateJob(name, {} if lr is None else {"lr": lr}), "somebody", 1.0, TERM)
 
     @rule(name=st.sampled_from("abc"), lr=st.integers(0, 1), version=st.integers(1, 3))
     def change(self, name: str, lr: int, version: int) -> None:
@@ -178,8 +232,22 @@ class JobBooks(RuleBasedStateMachine):
     @invariant()
     def the_book_is_what_the_store_holds(self) -> None:
         loaded = JobBook()
-        loaded.load(self.store.values())
-        assert loaded._jobs == self.book._jobs
+        jobs = [value for key, value in self.store.items() if key.startswith(PREFIX)]
+        loaded.load(jobs, self.store.get(FLOOR_KEY))
+        assert (loaded._jobs, loaded._floor) == (self.book._jobs, self.book._floor)
 
 
 TestJobBooks = JobBooks.TestCase
+
+
+@pytest.mark.parametrize("value", [inf, -inf, nan])
+def test_a_number_that_json_cannot_say_is_refused_by_its_key(value: float) -> None:
+    book = book_with("a")
+    settings: dict[str, Any] = {"nodes": 4, "lr": value}
+    for error in (
+        refusal(book.create, CreateJob("b", settings), "x", 1.0, TERM),
+        refusal(book.change, ChangeJob("a", settings, 1)),
+    ):
+        assert error.code == "setting_invalid"
+        assert "'lr'" in error.message
+    assert len(book) == 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from forged.auth.model import Principal, Role
@@ -12,6 +13,7 @@ from forged.jobs.model import (
     CreateJob,
     JobChanged,
     JobCreated,
+    JobPage,
     JobRemoved,
     ListJobs,
     NoteAdded,
@@ -20,6 +22,7 @@ from forged.jobs.model import (
 )
 from forged.jobs.service import JobService
 from forged.messages import Call, Fence, Nothing
+from forged.pages import PAGE_BYTES_MAX
 from forged.store.port import Store
 from tests.simulation.loop import EPOCH_S
 from tests.spine import OPERATOR, Spine, running, virtual
@@ -28,14 +31,20 @@ from tests.troubled_store import TroubledStore, full
 WORKER_OF_A = Call(Principal("a worker", Role.WORKER, frozenset({"a"})), "a test")
 
 
+def join(spine: Spine) -> JobService:
+    service = JobService(spine.bus, spine.clock, JobBook())
+    spine.ledger.join(service)
+    return service
+
+
 def serving(spine: Spine) -> None:
-    spine.ledger.join(JobService(spine.bus, spine.clock, JobBook()))
+    join(spine)
 
 
 async def jobs_in(store: Store) -> dict[str, int]:
     """The versions of the jobs that a daemon on this store knows."""
     async with running(store, serving) as spine:
-        return {job.name: job.version for job in await spine.bus.ask(ListJobs())}
+        return {job.name: job.version for job in (await spine.bus.ask(ListJobs())).jobs}
 
 
 @virtual
@@ -46,9 +55,9 @@ async def test_it_answers_everything_that_is_said_of_jobs() -> None:
         assert await spine.bus.ask(ShowJob("a")) == job
         assert (await spine.bus.ask(ChangeJob("a", {"lr": 0.2}, 1))).version == 2
         assert await spine.bus.ask(AddNote("a", "hi")) == Nothing()
-        assert [one.name for one in await spine.bus.ask(ListJobs())] == ["a"]
+        assert [one.name for one in (await spine.bus.ask(ListJobs())).jobs] == ["a"]
         assert await spine.bus.ask(RemoveJob("a")) == Nothing()
-        assert await spine.bus.ask(ListJobs()) == []
+        assert await spine.bus.ask(ListJobs()) == JobPage([], more=False)
         assert [type(fact) for fact in spine.facts()] == [JobCreated, JobChanged, NoteAdded, JobRemoved]
 
 
@@ -79,7 +88,7 @@ async def test_a_job_whose_commit_failed_does_not_exist() -> None:
         store.commit_error = full()
         with pytest.raises(Unavailable):
             await spine.bus.ask(CreateJob("a"))
-        assert await spine.bus.ask(ListJobs()) == []
+        assert await spine.bus.ask(ListJobs()) == JobPage([], more=False)
         store.commit_error = None
         await spine.ledger.writable()
         assert (await spine.bus.ask(CreateJob("a", {"lr": 1}))).settings == {"lr": 1}
@@ -90,7 +99,7 @@ async def test_a_worker_creates_the_job_that_it_is_bound_to_and_sees_no_other() 
     async with running(register=serving) as spine:
         await spine.bus.ask(CreateJob("b"))
         assert (await spine.bus.ask(CreateJob("a"), WORKER_OF_A)).created_by == "a worker"
-        assert [job.name for job in await spine.bus.ask(ListJobs(), WORKER_OF_A)] == ["a"]
+        assert [job.name for job in (await spine.bus.ask(ListJobs(), WORKER_OF_A)).jobs] == ["a"]
         with pytest.raises(RequestRefused) as caught:
             await spine.bus.ask(ShowJob("b"), WORKER_OF_A)
         assert caught.value.code == "forbidden"
@@ -110,7 +119,63 @@ async def test_a_viewer_changes_nothing() -> None:
 @virtual
 async def test_the_fence_that_callers_are_held_against_is_the_job_s() -> None:
     async with running(register=serving) as spine:
-        await spine.bus.ask(CreateJob("a"))
-        assert await spine.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=Fence(0, 0))) == Nothing()
-        assert spine.bus.desk.fence_of("a") == Fence(0, 0)
+        fence = (await spine.bus.ask(CreateJob("a"))).fence
+        assert await spine.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=fence)) == Nothing()
+        assert spine.bus.desk.fence_of("a") == fence == Fence(spine.ledger.term, 0)
         assert spine.bus.desk.fence_of("b") is None
+
+
+@virtual
+async def test_who_held_a_job_that_was_removed_is_fenced_off_the_one_of_the_same_name() -> None:
+    async with running(register=serving) as spine:
+        held = (await spine.bus.ask(CreateJob("a"))).fence
+        await spine.bus.ask(RemoveJob("a"))
+        await spine.bus.ask(CreateJob("a"))
+        with pytest.raises(RequestRefused) as caught:
+            await spine.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=held))
+        assert caught.value.code == "fenced"
+
+
+@virtual
+async def test_where_new_jobs_begin_survives_a_restart() -> None:
+    store = TroubledStore()
+    async with running(store, serving) as spine:
+        await spine.bus.ask(CreateJob("a"))
+        await spine.bus.ask(RemoveJob("a"))
+    service: list[JobService] = []
+    async with running(store, lambda spine: service.append(join(spine))) as spine:
+        first_term = spine.ledger.term - 1
+        again = service[0].book.create(CreateJob("a"), "somebody", 1.0, first_term)
+        assert again.reply.fence == Fence(first_term, 1)
+
+
+# Pages.
+
+
+@virtual
+async def test_jobs_are_listed_in_pages_that_follow_each_other() -> None:
+    async with running(register=serving) as spine:
+        for name in "dbeca":
+            await spine.bus.ask(CreateJob(name))
+        first = await spine.bus.ask(ListJobs(limit=3))
+        second = await spine.bus.ask(ListJobs(first.jobs[-1].name, limit=3))
+        assert ([job.name for job in first.jobs], first.more) == (["a", "b", "c"], True)
+        assert ([job.name for job in second.jobs], second.more) == (["d", "e"], False)
+
+
+@virtual
+async def test_a_page_of_jobs_fits_into_a_frame() -> None:
+    async with running(register=serving) as spine:
+        for number in range(30):
+            await spine.bus.ask(CreateJob(f"j{number}", {"x": "y" * 60_000}))
+        page = await spine.bus.ask(ListJobs())
+        assert page.more
+        assert len(msgspec.msgpack.encode(page)) < PAGE_BYTES_MAX + len(b"some framing" * 4)
+
+
+@virtual
+async def test_a_page_ends_when_what_follows_is_not_for_the_caller() -> None:
+    async with running(register=serving) as spine:
+        await spine.bus.ask(CreateJob("a"))
+        await spine.bus.ask(CreateJob("b"))
+        assert not (await spine.bus.ask(ListJobs(limit=1), WORKER_OF_A)).more

@@ -112,7 +112,9 @@ async def test_a_fact_that_somebody_may_not_see_is_unknown_to_them(jobs: tuple[s
 async def test_a_fact_that_is_not_kept_is_refused_with_those_that_are(fact_id: int) -> None:
     async with running(register=serving) as spine:
         await spine.add()
-        with pytest.raises(RequestRefused, match=f"kept are 1 to {spine.journal.last}"):
+        [oldest] = spine.journal.after(spine.journal.floor, 1)
+        assert oldest.id == 2, "ids have holes"
+        with pytest.raises(RequestRefused, match=f"kept are 2 to {spine.journal.last}"):
             await spine.bus.ask(TellStory(fact_id))
 
 
@@ -127,6 +129,19 @@ async def test_a_story_fits_into_a_frame() -> None:
         told = await spine.bus.ask(TellStory(origin))
         assert 1 < len(told) < 13
         assert sum(len(bytes(raw)) for raw in told) <= STORY_BYTES_MAX
+
+
+@virtual
+async def test_what_somebody_may_not_see_takes_no_room_in_their_story() -> None:
+    async with running(register=serving) as spine:
+        cause = 0
+        for _ in range(12):
+            hidden = Decision(None, (Added(1, 1),), job="j" * 100_000)
+            await spine.ledger.append(hidden, cause=cause).wait()
+            cause = spine.journal.last
+        await spine.ledger.append(Decision(None, (Echoed(cause),), job="a"), cause=cause).wait()
+        own = spine.journal.last
+        assert story_of(await spine.bus.ask(TellStory(own), viewer("a"))) == [own]
 
 
 # Handlers.
