@@ -37,7 +37,7 @@ bench: $(READY)
 
 # Long runs: thousands of kills and seeds.
 soak: $(READY)
-	FORGED_KILLS=$(KILLS) $(BIN)/pytest -m '' tests/processes
+	FORGED_KILLS=$(KILLS) $(BIN)/pytest tests/processes
 	$(BIN)/python -m tests.simulation --seeds 0:5000
 
 clean:

@@ -101,7 +101,7 @@ def _problems(values: Mapping[str, Any]) -> Iterator[Problem]:
         if key not in defaults:
             yield Problem(key, value, f"one of the known keys: {', '.join(defaults)}")
         elif not _same_kind(value, defaults[key]):
-            yield Problem(key, value, _kind(defaults[key]))
+            yield Problem(key, value, _mode_hint(value) if key == "socket_mode" else _kind(defaults[key]))
         elif key in _RANGES and not _RANGES[key][0] <= value <= _RANGES[key][1]:
             yield Problem(key, value, f"{_RANGES[key][0]} to {_RANGES[key][1]}")
         else:
@@ -122,6 +122,8 @@ def _tls_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     for address in listen if isinstance(listen, (list, tuple)) else ():
         if str(address).startswith("tls://") and not certificate:
             yield Problem("listen", address, "tcp://host:port, unless tls_certificate and tls_key are set")
+    if str(values.get("http")).startswith("tls://"):
+        yield Problem("http", values["http"], "host:port or tcp://host:port: it is served as plain HTTP only")
 
 
 def _default(setting: Any) -> Any:
@@ -131,6 +133,12 @@ def _default(setting: Any) -> Any:
 def _kind(default: Any) -> str:
     kinds = ((tuple, "a list of texts"), (float, "a number"), (int, "a whole number"), (Mapping, "a table of texts"))
     return next((name for kind, name in kinds if isinstance(default, kind)), "a text")
+
+
+def _mode_hint(value: Any) -> str:
+    """How to write a file mode: the digits that people give as text, or `0o660`."""
+    digits = str(value).lower().removeprefix("0o").lstrip("0")
+    return f"0o{digits}, without quotes" if digits and set(digits) <= set("01234567") else "a mode such as 0o660"
 
 
 def _same_kind(value: Any, default: Any) -> bool:
@@ -153,9 +161,10 @@ def _meaning(key: str, value: Any) -> Iterator[Problem]:
     elif key.endswith("_role") and value not in _ROLES:
         yield Problem(key, value, f"one of {', '.join(_ROLES)}")
     elif key in ("listen", "http"):
+        wanted = "tcp://host:port or tls://host:port" if key == "listen" else "host:port or tcp://host:port"
         for address in value if key == "listen" else [value] if value else []:
             try:
                 if Address.parse(address).scheme == "unix":
-                    yield Problem(key, address, "tcp://host:port or tls://host:port; the Unix socket is `socket`")
+                    yield Problem(key, address, f"{wanted}; the Unix socket is `socket`")
             except ConfigError:
-                yield Problem(key, address, "tcp://host:port or tls://host:port")
+                yield Problem(key, address, wanted)

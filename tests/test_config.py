@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forged.config import _RANGES, DEFAULT_LISTEN, Config, load
+from forged.config import _RANGES, DEFAULT_LISTEN, Config, _frozen, load
 from forged.errors import ConfigError
 from forged.paths import ROOT_DATA_DIR, ROOT_SOCKET, default_data_dir, default_socket
 
@@ -137,8 +140,8 @@ def test_an_unknown_key_is_told_the_known_ones(tmp_path: Path) -> None:
         ("data_dir = 5", "a text"),
         ("listen = 'x'", "a list of texts"),
         ("listen = [5]", "a list of texts"),
-        ("socket_mode = '660'", "a whole number"),
-        ("socket_mode = 1.5", "a whole number"),
+        ("socket_mode = 1.5", "a mode such as 0o660"),
+        ("connections_max = '660'", "a whole number"),
         ("connections_max = true", "a whole number"),
         ("drain_timeout_s = '5'", "a number"),
         ("drain_timeout_s = false", "a number"),
@@ -208,6 +211,18 @@ def test_a_tls_setting_without_its_other_half_is_a_mistake(tmp_path: Path, text:
     assert problems(tmp_path, text) == keys
 
 
+def test_http_with_tls_is_refused_because_it_would_be_served_without(tmp_path: Path) -> None:
+    text = 'tls_certificate = "c"\ntls_key = "k"\nhttp = "tls://127.0.0.1:1"'
+    with pytest.raises(ConfigError, match="host:port or tcp://host:port: it is served as plain HTTP only"):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize("value", ["0660", "660", "0o660"])
+def test_a_mode_in_quotes_is_told_how_to_write_it(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match="0o660, without quotes"):
+        read(tmp_path, f'socket_mode = "{value}"')
+
+
 @pytest.mark.parametrize(("data", "code"), [(b"data_dir = ", "config_not_toml"), (b"\xff\xfe", "config_not_toml")])
 def test_what_is_no_toml_is_said_to_be_none(tmp_path: Path, data: bytes, code: str) -> None:
     path = tmp_path / "forged.toml"
@@ -242,3 +257,26 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
 )
 def test_the_places_of_a_user(environment: dict[str, str], uid: int, data_dir: str, socket: str) -> None:
     assert (default_data_dir(environment, uid), default_socket(environment, uid)) == (data_dir, socket)
+
+
+# The file that comes along.
+
+DEFAULTS = Path(__file__).parents[1] / "config" / "forged.toml"
+
+
+def test_the_file_that_comes_along_is_valid_and_changes_nothing() -> None:
+    assert load(DEFAULTS, NOTHING, HOME, USER) == load(None, NOTHING, HOME, USER)
+
+
+def test_its_commented_settings_are_all_there_are_at_their_defaults() -> None:
+    lines = re.findall(r"^# (\w+ = .*)$", DEFAULTS.read_text(), re.MULTILINE)
+    told = tomllib.loads("\n".join(lines))
+    assert _frozen(told) == {setting.name: getattr(Config(), setting.name) for setting in fields(Config)}
+    assert list(told) == [setting.name for setting in fields(Config)]
+
+
+def test_each_of_its_settings_has_a_line_that_says_what_it_is() -> None:
+    lines = DEFAULTS.read_text().splitlines()
+    for before, line in pairwise(lines):
+        if re.match(r"# \w+ = ", line):
+            assert re.match(r"# [A-Z].*\.$", before), line

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from forged.cli import forgectl
 from forged.config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -77,3 +78,34 @@ def test_the_table_of_settings_names_every_setting() -> None:
 @pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "soak"])
 def test_make_knows_the_targets_that_are_written_about(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def commands_written_about() -> list[str]:
+    """Every `forgectl ...` in the pages, and in the texts of the code that tell people what to do."""
+    blocks_of_shell = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    sources = [page.read_text() for page in (*PAGES, *(ROOT / "forged").rglob("*.py"), *ROOT.glob("*/README.md"))]
+    quoted = [text for source in sources for text in re.findall(r"`(forgectl [^`\n]+)`", source)]
+    return sorted({*quoted, *(line for line in blocks_of_shell if line.startswith("forgectl "))})
+
+
+def spelt_out(command: str) -> list[str]:
+    """The arguments of a command as somebody would type them: optional ones given, names put in."""
+    plain = re.sub(r"[\[\]]|\.\.\.", "", command)
+    put_in = {"ROLE": "viewer", "role": "viewer", "S": "60", "ID": "7"}
+    return [put_in.get(word.strip("{}"), word) for word in shlex.split(re.sub(r"\{[^}]*bound[^}]*\}", "", plain))[1:]]
+
+
+def test_commands_are_written_about_at_all() -> None:
+    assert len(commands_written_about()) >= 10
+
+
+@pytest.mark.parametrize("command", commands_written_about())
+def test_every_command_that_is_written_about_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = spelt_out(command)
+    # Where a text names a command without its arguments, it is the command that has to exist.
+    try:
+        assert forgectl._options(words)
+    except SystemExit:
+        complaint = capsys.readouterr().err
+        assert "the following arguments are required" in complaint, f"{command}: {complaint}"
+        assert "COMMAND" not in complaint.splitlines()[-1], f"{command}: {complaint}"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -70,9 +70,16 @@ def test_messages_are_frozen() -> None:
 
 def test_a_signal_without_a_key_is_about_one_thing() -> None:
     class Plain(Signal, frozen=True):
-        pass
+        job_field: ClassVar[str | None] = None
 
-    assert Plain().key == ""
+    assert (Plain().key, Plain().about) == ("", None)
+
+
+def test_a_signal_is_about_the_job_that_its_field_names_and_stays_inside_unless_it_says_otherwise() -> None:
+    class Beat(Signal, frozen=True):
+        job: str
+
+    assert (Beat("a").about, Beat.external) == ("a", False)
 
 
 @pytest.mark.parametrize(

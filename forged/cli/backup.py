@@ -1,6 +1,7 @@
 """Writing a backup.
 
-Law: the file is there whole or not at all, and what was there before stays until then.
+Law: the file is there whole or not at all, and what was there before stays until then. Nobody but its owner reads it:
+it holds all that the daemon knows.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from forged.durable import sync_directory
 from forged.errors import ForgedError
 
 
@@ -18,13 +20,13 @@ def write_whole(name: str, pieces: Iterable[bytes]) -> None:
     unfinished = target.with_name(f"{target.name}.part")
     try:
         try:
-            with unfinished.open("wb") as file:
+            with open(unfinished, "wb", opener=_open_private) as file:
                 for piece in pieces:
                     file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(target)
-            _sync_directory(target.parent)
+            sync_directory(target.parent)
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
@@ -33,10 +35,7 @@ def write_whole(name: str, pieces: Iterable[bytes]) -> None:
         ) from error
 
 
-def _sync_directory(directory: Path) -> None:
-    """Make the new name survive a power cut, too."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _open_private(name: str, flags: int) -> int:
+    # One that a killed backup left may have another mode, and may be open elsewhere.
+    Path(name).unlink(missing_ok=True)
+    return os.open(name, flags | os.O_EXCL, 0o600)

@@ -24,8 +24,8 @@ class Connection:
 
     def __enter__(self) -> Wire:
         options = self._options
-        token = options.token or os.environ.get("FORGED_TOKEN") or None
-        self._wire = Wire(_endpoint(options), token, options.timeout)
+        token = os.environ.get("FORGED_TOKEN") if options.token is None else options.token
+        self._wire = Wire(_endpoint(options), token or None, options.timeout)
         return self._wire
 
     def __exit__(self, *error: object) -> None:

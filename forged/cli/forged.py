@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_config(options: argparse.Namespace) -> int:
-    load(options.config, {}, os.environ, os.getuid())
+    _tls(load(options.config, {}, os.environ, os.getuid()))
     print(f"{options.config} is valid")
     return EXIT_OK
 

@@ -25,10 +25,19 @@ _CODES: tuple[tuple[type[ForgedError], int], ...] = (
 )
 
 
-def complain(program: str, error: ForgedError) -> int:
-    """Say what went wrong; returns the exit code."""
-    print(f"{program}: {error}", file=sys.stderr)
+def complain(program: str, error: ForgedError, *, json: bool = False) -> int:
+    """Say what went wrong, to people or to a program; returns the exit code."""
+    print(_as_json(error) if json else f"{program}: {error}", file=sys.stderr)
     return next((code for kind, code in _CODES if isinstance(error, kind)), EXIT_FAILED)
+
+
+def _as_json(error: ForgedError) -> str:
+    from json import dumps
+
+    what = {"kind": error.kind, "code": error.code, "message": error.message, "fix": error.fix}
+    if isinstance(error, ConfigError) and error.problems:
+        what["message"] = "; ".join([error.message, *map(str, error.problems)])
+    return dumps({"error": what})
 
 
 def stop_writing() -> None:

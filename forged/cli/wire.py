@@ -46,6 +46,7 @@ class Wire:
         self._deadline: float | None = None
         """By when something must have come; None while nothing need come."""
         self._pinged = False
+        self._greeted = False
         self._number = 0
         self._frame_bytes_max = FIRST_FRAME_BYTES_MAX
         self._buffer = bytearray()
@@ -118,6 +119,7 @@ class Wire:
                 f"{self.endpoint} speaks version {welcome[1]}, this end {PROTOCOL}",
                 "upgrade the older of the two",
             )
+        self._greeted = True
         self.history: str = welcome[5]
         self.latest: int = welcome[6]
         self._frame_bytes_max = welcome[8]
@@ -176,13 +178,19 @@ class Wire:
         except OSError as error:
             raise self._lost(error) from error
         if not data:
-            raise Unavailable("connection_lost", f"{self.endpoint} closed the connection", "try again")
+            raise Unavailable("connection_lost", f"{self.endpoint} closed the connection", self._again)
         self._pinged = False
         return data
 
     @property
     def _patience_s(self) -> float:
         return 2 * PING_AFTER_S if self._deadline is None else self._timeout_s
+
+    @property
+    def _again(self) -> str:
+        # A port for TLS closes on whoever does not speak it, without a word that they would understand.
+        plain = not self._greeted and not self.endpoint.startswith(("unix://", "tls://"))
+        return f"if it wants TLS, write tls://{self.endpoint.removeprefix('tcp://')}" if plain else "try again"
 
     def _send(self, message: Message) -> None:
         payload: bytes = msgpack.packb(message)
@@ -197,7 +205,7 @@ class Wire:
 
     def _lost(self, error: OSError) -> ForgedError:
         return _tls_refusal(self.endpoint, error) or Unavailable(
-            "connection_lost", f"{self.endpoint}: {error.strerror or error}", "try again"
+            "connection_lost", f"{self.endpoint}: {error.strerror or error}", self._again
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from functools import partial
-from pathlib import Path
+from os import PathLike
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
@@ -251,7 +251,7 @@ class BlockingClient:
         """Send the bytes that a ticket asks for from memory."""
         self._run(self.aio.deliver_bytes, ticket, view)
 
-    def backup(self, path: Path) -> int:
+    def backup(self, path: str | PathLike[str]) -> int:
         """Fetch a consistent copy of the daemon's state; returns its size."""
         return self._run(self.aio.backup, path)
 

@@ -26,6 +26,7 @@ from forged.client.methods import DaemonMethods
 from forged.client.servant import Servant
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
+from forged.durable import sync_directory
 from forged.errors import ForgedError, NotLeader, RequestRefused, Unavailable
 from forged.ids import new_client_id
 from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
@@ -48,6 +49,7 @@ from forged.net.messages import (
 )
 from forged.net.network import Address, Network
 from forged.net.tls import client_context
+from forged.paths import default_socket
 from forged.retry import RECONNECTING, RetryPolicy
 from forged.status.model import BackUp
 
@@ -69,7 +71,9 @@ CLOSED = Unavailable("client_closed", "the client was closed", "open a new one")
 class ForgedClient(DaemonMethods):
     """Talks to a daemon, or to the one of several that answers; an asynchronous context manager.
 
-    Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`. Entering waits for the first connection.
+    Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`; without one it is the socket that
+    `$FORGED_SOCKET` names, or where a daemon of this user would be. Without `token` it is `$FORGED_TOKEN`'s; an empty
+    one is none. Entering waits for the first connection.
     Another `network` is for other ways to connect: `SystemNetwork(tls_client=...)` for certificates of one's own.
     """
 
@@ -85,15 +89,11 @@ class ForgedClient(DaemonMethods):
         source: random.Random | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        self.endpoints = tuple(Address.parse(endpoint) for endpoint in endpoints)
-        if not self.endpoints:
-            raise RequestRefused(
-                "endpoint_missing", "a client needs an endpoint", "give unix:///path or tcp://host:port"
-            )
+        self.endpoints = tuple(Address.parse(endpoint) for endpoint in endpoints or [_default_endpoint()])
         self.timeout_s = timeout_s
         clock, source = clock or SystemClock(), source or random.SystemRandom()
         super().__init__(clock, source)
-        self._token = token or None
+        self._token = (token if token is not None else os.environ.get("FORGED_TOKEN")) or None
         self._limits = limits or ConnectionLimits()
         self._client = new_client_id(source.getrandbits)
         self._calls = OutgoingCalls(self._clock)
@@ -228,13 +228,14 @@ class ForgedClient(DaemonMethods):
         """Send the bytes that a ticket asks for from memory."""
         await self._use(ticket, side.offer_buffer(view))
 
-    async def backup(self, path: Path) -> int:
+    async def backup(self, path: str | os.PathLike[str]) -> int:
         """Fetch a consistent copy of the daemon's state, to be used as a data directory's database; returns its size.
 
         The file is there whole or not at all.
         """
         ticket = await self.request(BackUp(), timeout_s=BACKUP_TIMEOUT_S)
-        unfinished = path.with_name(f"{path.name}.part")
+        target = Path(path)
+        unfinished = target.with_name(f"{target.name}.part")
         fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             await self.fetch_file(ticket, fd)
@@ -244,7 +245,8 @@ class ForgedClient(DaemonMethods):
             raise
         finally:
             os.close(fd)
-        unfinished.replace(path)
+        unfinished.replace(target)
+        await anyio.to_thread.run_sync(sync_directory, target.parent)
         return ticket.size
 
     async def _use(self, ticket: Ticket, offer: side.Offer, offset: int = 0) -> None:
@@ -383,6 +385,10 @@ class ForgedClient(DaemonMethods):
 
 
 _NOT_LEADER = "not_leader"
+
+
+def _default_endpoint() -> str:
+    return f"unix://{default_socket(os.environ, os.getuid())}"
 
 
 def _system_network(endpoints: Iterable[Address]) -> Network:

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 
 import anyio
 
@@ -172,7 +173,10 @@ class Connector:
             self._notify()
 
     def _failed(self, address: Address, error: ForgedError) -> None:
-        self._failures[address] = error.message
+        # A port for TLS closes on whoever does not speak it, without a word that they would understand.
+        plain = address.scheme == "tcp" and error.code == "connection_lost"
+        hint = f" (if it wants TLS, write {replace(address, scheme='tls')})" if plain else ""
+        self._failures[address] = f"{error.message}{hint}"
         if isinstance(error, (ConfigError, RequestRefused)) or error.code in _FINAL_CODES:
             self.finish(error)
 

@@ -1,6 +1,6 @@
 """What the daemon does, as methods.
 
-Law: each method is one request and its reply, without a decision of its own.
+Law: each method is one request and its reply, without a decision of its own; a list is as many as it has pages.
 """
 
 from __future__ import annotations
@@ -66,8 +66,14 @@ class DaemonMethods:
         return await self.request(ShowJob(job))
 
     async def jobs(self) -> list[Job]:
-        """All jobs that this client may see."""
-        return await self.request(ListJobs())
+        """All jobs that this client may see, by name."""
+        jobs: list[Job] = []
+        more = True
+        while more:
+            page = await self.request(ListJobs(jobs[-1].name if jobs else ""))
+            jobs += page.jobs
+            more = page.more
+        return jobs
 
     async def remove_job(self, job: str) -> None:
         """Remove a job; one that does not exist is no error."""
@@ -86,8 +92,14 @@ class DaemonMethods:
         return spell(secret)[1]
 
     async def tokens(self) -> list[TokenView]:
-        """All tokens."""
-        return await self.request(ListTokens())
+        """All tokens, oldest first; of those that are accepted no more, the last ones."""
+        tokens: list[TokenView] = []
+        more = True
+        while more:
+            page = await self.request(ListTokens(tokens[-1].token_id if tokens else ""))
+            tokens += page.tokens
+            more = page.more
+        return sorted(tokens, key=lambda token: token.created_at)
 
     async def revoke_token(self, token_id: str) -> TokenView:
         """Accept a token no more."""

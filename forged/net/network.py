@@ -61,6 +61,7 @@ class Peer:
     loopback: bool = False
     uid: int | None = None
     certificate_name: str | None = None
+    """The name in a verified certificate, empty where that has none; None without a certificate."""
 
 
 class Listener(Protocol):

@@ -25,6 +25,8 @@ from forged.net.tcp import Liveness
 if TYPE_CHECKING:
     import ssl
 
+SERVER_NEEDS = "set tls_certificate and tls_key"
+CLIENT_NEEDS = "give the network a context: SystemNetwork(tls_client=...)"
 BACKLOG = 1024
 SOCKET_MODE = 0o660
 CONNECT_TIMEOUT_S = 5.0
@@ -77,7 +79,7 @@ class SystemNetwork:
 
     async def listen(self, address: Address, factory: ProtocolFactory) -> Listener:
         """Call `factory` for every connection that arrives; over TLS, for every one that tries."""
-        context = _required(self._tls_server, address) if address.scheme == "tls" else None
+        context = _required(self._tls_server, address, SERVER_NEEDS) if address.scheme == "tls" else None
         if address.scheme == "unix":
             sock, file = unix.listen(address.path, self._socket_mode, self._backlog)
             return await self._serve([sock], factory, address, file=file)
@@ -91,7 +93,7 @@ class SystemNetwork:
         A socket that is refused stays the caller's; any other belongs to the listener.
         """
         address = _address_of(sock, tls=tls)
-        context = _required(self._tls_server, address) if address.scheme == "tls" else None
+        context = _required(self._tls_server, address, SERVER_NEEDS) if address.scheme == "tls" else None
         if sock.family in IP_FAMILIES:
             self._liveness.apply(sock)
         sock.set_inheritable(False)
@@ -99,7 +101,7 @@ class SystemNetwork:
 
     async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
         """Connect within `connect_timeout_s`, the TLS handshake included."""
-        context = _required(self._tls_client, address) if address.scheme == "tls" else None
+        context = _required(self._tls_client, address, CLIENT_NEEDS) if address.scheme == "tls" else None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 sock = await (
@@ -189,9 +191,9 @@ class _SocketListener:
             server.close()
 
 
-def _required(context: ssl.SSLContext | None, address: Address) -> ssl.SSLContext:
+def _required(context: ssl.SSLContext | None, address: Address, fix: str) -> ssl.SSLContext:
     if context is None:
-        raise ConfigError("tls_not_configured", f"{address} needs TLS, which is not configured", "set the tls section")
+        raise ConfigError("tls_not_configured", f"{address} needs TLS, which is not configured", fix)
     return context
 
 
@@ -249,4 +251,5 @@ def _certificate_name(certificate: Mapping[str, Any]) -> str | None:
     """The common name, or else the first DNS name."""
     common = (value for part in certificate.get("subject", ()) for key, value in part if key == "commonName")
     names = (value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS")
-    return next(common, None) or next(names, None)
+    # A certificate without a name is one all the same: it must not pass for none.
+    return next(common, None) or next(names, "" if certificate else None)

@@ -114,11 +114,15 @@ class OutgoingStream:
             return journal.last
         if since == ALL_KEPT:
             return journal.floor
-        if request.history not in ("", history) or since > journal.last:
-            reason = "the daemon's history is another one now: its data directory was replaced"
-            self._beginning.append(GapMessage(self.number, 0, journal.floor, reason))
-            return journal.floor
+        if request.history not in ("", history):
+            return self._start_over("the daemon's history is another one now: its data directory was replaced", journal)
+        if since > journal.last:
+            return self._start_over(f"fact {since} is ahead of the newest fact, {journal.last}", journal)
         return since
+
+    def _start_over(self, reason: str, journal: Journal) -> int:
+        self._beginning.append(GapMessage(self.number, 0, journal.floor, reason))
+        return journal.floor
 
 
 class OutgoingStreams:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from forged.errors import ConfigError, PeerError, Problem
 
@@ -32,6 +32,19 @@ REASONS = {
 """OpenSSL's reasons, without the prefixes that tell which version reported them, in words."""
 
 ALERT_PREFIXES = ("TLSV13_ALERT_", "TLSV1_ALERT_", "SSLV3_ALERT_", "TLSV1_", "SSLV3_")
+
+
+class Settings(NamedTuple):
+    """What the files are called where operators name them."""
+
+    authority: str
+    certificate: str
+    key: str
+
+
+DAEMON_SETTINGS = Settings("tls_client_ca", "tls_certificate", "tls_key")
+CLIENT_SETTINGS = Settings("FORGED_CA", "FORGED_CERTIFICATE", "FORGED_KEY")
+"""Variables of the environment, in the order of `client_context`."""
 
 
 class _TellingContext(ssl.SSLContext):
@@ -81,18 +94,14 @@ def server_context(
     client_ca: str | Path | None = None,
     *,
     minimum: Version = "1.3",
-    section: str = "tls",
 ) -> ssl.SSLContext:
-    """What a listener shows; with `client_ca`, only clients whose certificate that authority signed get in.
-
-    `section` is where the settings stand, for the errors that name them.
-    """
+    """What a listener shows; with `client_ca`, only clients whose certificate that authority signed get in."""
     context = _TellingContext(ssl.PROTOCOL_TLS_SERVER)
     context.sslobject_class = _TellingObject
-    context.minimum_version = _version(minimum, section)
-    problems = _identity_problems(context, certificate, key, section)
+    context.minimum_version = _version(minimum)
+    problems = _identity_problems(context, certificate, key, DAEMON_SETTINGS)
     if client_ca is not None:
-        problems += _authority_problems(context, client_ca, f"{section}.client_ca")
+        problems += _authority_problems(context, client_ca, DAEMON_SETTINGS.authority)
         context.verify_mode = ssl.CERT_REQUIRED
     _refuse(problems)
     return context
@@ -104,21 +113,20 @@ def client_context(
     key: str | Path | None = None,
     *,
     minimum: Version = "1.3",
-    section: str = "tls",
 ) -> ssl.SSLContext:
     """What a client trusts (`ca`, or else the system's authorities) and the certificate that it shows, if any."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = _version(minimum, section)
+    context.minimum_version = _version(minimum)
     problems = []
     if ca is None:
         context.load_default_certs()
     else:
-        problems += _authority_problems(context, ca, f"{section}.ca")
+        problems += _authority_problems(context, ca, CLIENT_SETTINGS.authority)
     if certificate is not None and key is not None:
-        problems += _identity_problems(context, certificate, key, section)
+        problems += _identity_problems(context, certificate, key, CLIENT_SETTINGS)
     elif certificate is not None or key is not None:
-        missing = "key" if key is None else "certificate"
-        problems.append(Problem(f"{section}.{missing}", None, "certificate and key are set together or not at all"))
+        missing = CLIENT_SETTINGS.key if key is None else CLIENT_SETTINGS.certificate
+        problems.append(Problem(missing, None, "certificate and key are set together or not at all"))
     _refuse(problems)
     return context
 
@@ -137,13 +145,13 @@ def _reason(error: ssl.SSLError) -> str:
     return REASONS.get(reason, reason.lower().replace("_", " "))
 
 
-def _version(minimum: Version, section: str) -> ssl.TLSVersion:
+def _version(minimum: Version) -> ssl.TLSVersion:
     if minimum not in VERSIONS:
         raise ConfigError(
             "tls_version_invalid",
             f"TLS {minimum!r} cannot be the minimum",
             "use 1.3, or 1.2 for old peers",
-            [Problem(f"{section}.minimum", minimum, '"1.2" or "1.3"')],
+            [Problem("minimum", minimum, '"1.2" or "1.3"')],
         )
     return VERSIONS[minimum]
 
@@ -154,12 +162,12 @@ def _refuse(problems: Iterable[Problem]) -> None:
 
 
 def _identity_problems(
-    context: ssl.SSLContext, certificate: str | Path, key: str | Path, section: str
+    context: ssl.SSLContext, certificate: str | Path, key: str | Path, settings: Settings
 ) -> list[Problem]:
     """Load our certificate and key. Each file is read by itself first: OpenSSL does not say which one it disliked."""
     problems = [
-        *_file_problems(certificate, f"{section}.certificate", "CERTIFICATE"),
-        *_file_problems(key, f"{section}.key", "PRIVATE KEY"),
+        *_file_problems(certificate, settings.certificate, "CERTIFICATE"),
+        *_file_problems(key, settings.key, "PRIVATE KEY"),
     ]
     if problems:
         return problems
@@ -168,10 +176,10 @@ def _identity_problems(
         context.load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            return [Problem(f"{section}.key", str(key), f"must be the key of the certificate {certificate}")]
+            return [Problem(settings.key, str(key), f"must be the key of the certificate {certificate}")]
         return [
-            Problem(f"{section}.certificate", str(certificate), "must be a certificate chain in PEM"),
-            Problem(f"{section}.key", str(key), "must be its private key in PEM, without a passphrase"),
+            Problem(settings.certificate, str(certificate), "must be a certificate chain in PEM"),
+            Problem(settings.key, str(key), "must be its private key in PEM, without a passphrase"),
         ]
     return []
 

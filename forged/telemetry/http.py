@@ -1,7 +1,8 @@
 """The daemon's HTTP door: health, readiness and metrics; nothing can be changed through it.
 
-Law: whoever asks from this host is answered; whoever asks from elsewhere brings a token that may read. Health is the
-bus answering, not this door; readiness is the store taking decisions.
+Law: health and readiness tell nothing secret, so whoever asks for them from this host is answered. For metrics, and
+from elsewhere for anything, one needs the rights of a viewer of all jobs: by a token, or by the role of those who come
+from this host without one. Health is the bus answering, not this door; readiness is the store taking decisions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from aiohttp import web
 from forged.auth.access import authorise
 from forged.auth.model import Principal, Role
 from forged.bus import Bus
-from forged.errors import ConfigError, ForgedError, RequestRefused
+from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
 from forged.ledger import Ledger
 from forged.net.network import Address, Peer
 from forged.net.server import Server
@@ -25,7 +26,9 @@ from forged.telemetry.metrics import DaemonCollector, exposition
 
 HEALTH_TIMEOUT_S = 2.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-BEARER = "Bearer "
+BEARER = "bearer "
+OPEN_TO_THIS_HOST = ("/healthz", "/readyz")
+HOW_TO_SHOW = "send `Authorization: Bearer TOKEN`; `forgectl tokens create NAME --role viewer` makes the token"
 
 Identify = Callable[[Peer, str | None], Principal]
 
@@ -37,6 +40,7 @@ class HttpDoor:
         self._bus = bus
         self._ledger = ledger
         self._identify = identify
+        self._server = server
         self._collector = DaemonCollector(bus, ledger, server)
 
     @asynccontextmanager
@@ -64,16 +68,20 @@ class HttpDoor:
         try:
             self._check_rights(request)
         except RequestRefused as error:
-            return web.json_response({"code": error.code, "error": str(error)}, status=401)
+            status = 403 if error.code == "forbidden" else 401
+            return web.json_response({"code": error.code, "error": f"{error.message} ({HOW_TO_SHOW})"}, status=status)
         answer = await handler(request)  # type: ignore[misc]  # aiohttp's own type for handlers says object
         assert isinstance(answer, web.StreamResponse)
         return answer
 
     def _check_rights(self, request: web.Request) -> None:
         remote = request.remote or ""
+        loopback = _is_loopback(remote)
+        if loopback and request.path in OPEN_TO_THIS_HOST:
+            return
         header = request.headers.get("Authorization", "")
-        token = header.removeprefix(BEARER) if header.startswith(BEARER) else None
-        principal = self._identify(Peer("tcp", remote, loopback=_is_loopback(remote)), token)
+        token = header[len(BEARER) :].strip() if header.lower().startswith(BEARER) else None
+        principal = self._identify(Peer("tcp", remote, loopback=loopback), token)
         authorise(principal, Role.VIEWER, None)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -88,6 +96,8 @@ class HttpDoor:
 
     async def _readiness(self, request: web.Request) -> web.Response:
         try:
+            if self._server.stopping:
+                raise Unavailable("stopping", "the daemon is stopping", "ask another")
             self._ledger.require_writable()
         except ForgedError as error:
             return web.json_response({"ready": False, "code": error.code, "why": str(error)}, status=503)

@@ -17,12 +17,17 @@ from typing import Any
 
 import pytest
 
+from forged.auth.model import Role
 from forged.cli import forgectl
 from forged.cli.wire import WINDOW_FACTS
 from forged.client import BlockingClient
+from forged.daemon import Daemon
+from forged.jobs.model import JobCreated
 from forged.messages import Record
+from forged.net.sockets import SystemNetwork
 from tests.client.fake import FakeDaemon, Guest
 from tests.client.neighbour import Neighbour
+from tests.net.ends import Certificates
 
 STATUS_KEYS = {"version", "pid", "uptime_s", "listen", "http", "socket", "data_dir", "jobs", "workers", "plugins"}
 HUNG_TIMEOUT_S = "0.05"
@@ -64,6 +69,12 @@ class TestArguments:
             "story",
             "story three",
             "events --since yesterday",
+            "events --since -5",
+            "events --since 1_0",
+            "--socket /x ping --endpoint tcp://h:1",
+            "ping --timeout 0",
+            "tokens create bot --role viewer --ttl nan",
+            "jobs change a",
             "--timeout 0 ping",
             "--timeout nan ping",
             "--timeout soon ping",
@@ -90,6 +101,57 @@ class TestArguments:
         code, _, err = ctl("jobs create a lr:0.1")
         assert code == 2
         assert "write KEY=VALUE" in err
+
+    def test_a_lifetime_below_0_is_told_by_its_flag(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            forgectl.main(shlex.split("tokens create bot --role viewer --ttl -1"))
+        assert "argument --ttl: '-1' is not a number of seconds above 0" in capsys.readouterr().err
+
+    def test_help_tells_the_time_that_it_waits(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            forgectl.main(["ping", "--help"])
+        assert "(default: 10)" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("command", ["ping", "handlers", "jobs ls", "tokens list", "events"])
+    def test_what_names_the_daemon_may_stand_behind_the_command(
+        self, ctl: Ctl, neighbour: Neighbour, command: str
+    ) -> None:
+        for line in (f"{command} --socket {neighbour.socket} --timeout 5 --token ''", f"--json {command}"):
+            assert ctl(line, " " if "--socket" in line else None)[0] == 0
+        assert ctl(f"{command} --token forged_nonsense")[0] == 3
+        assert json.loads(ctl(f"--json {command}")[1].splitlines()[0])
+
+    def test_what_stands_before_the_command_holds_where_nothing_stands_behind_it(self, ctl: Ctl) -> None:
+        code, _, err = ctl("--token forged_nonsense jobs ls --json")
+        assert code == 3
+        assert json.loads(err)["error"]["code"] == "token_unknown"
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("7", 7), ("-7", -7), ("0", 0), ("0.5", 0.5), ("1e-3", 1e-3), (".5", 0.5), ("007", "007"),
+            ("1_000", "1_000"), ("+1", "+1"), (" 1", " 1"), ("nan", "nan"), ("inf", "inf"), ("٣", "٣"), ("", ""),
+        ],
+    )  # fmt: skip
+    def test_only_plain_decimal_numbers_are_numbers(self, ctl: Ctl, text: str, value: object) -> None:
+        settings = told(ctl, f"jobs create a {shlex.quote(f'x={text}')}")["settings"]
+        assert (settings["x"], type(settings["x"])) == (value, type(value))
+
+    def test_a_number_that_is_too_large_is_refused_by_its_key(self, ctl: Ctl) -> None:
+        assert ctl("jobs create a lr=1e999")[0] == 3
+        code, _, err = ctl(f"jobs create a steps={10**30}")
+        assert code == 2
+        assert "steps is a whole number of more than 64 bits" in err
+
+    def test_a_plain_endpoint_where_tls_is_spoken_is_told_how_to_write_it(
+        self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path
+    ) -> None:
+        neighbour.house.network = SystemNetwork(tls_server=Certificates(tmp_path).server())
+        neighbour.call(neighbour.house.reopen, listen=("tls://127.0.0.1:0",))
+        (secure,) = neighbour.house.daemon.listening
+        code, _, err = ctl("ping", f"--endpoint {secure.replace('tls://', 'tcp://')}")
+        assert code == 4
+        assert f"write {secure}" in err
 
     def test_the_socket_is_the_one_that_the_environment_names(
         self, ctl: Ctl, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +223,18 @@ class TestJson:
         assert told(ctl, "jobs rm a") == {}
         assert told(ctl, "jobs ls") == {"jobs": []}
 
+    def test_lists_that_do_not_fit_into_a_frame_are_whole(self, ctl: Ctl, client: BlockingClient) -> None:
+        names = [f"j{number:02}" for number in range(80)]
+        for name in names:
+            client.create_job(name, {"blob": "x" * 60_000})
+        assert [job["name"] for job in told(ctl, "jobs ls")["jobs"]] == names
+
+    def test_tokens_are_listed_oldest_first(self, ctl: Ctl, client: BlockingClient) -> None:
+        names = [f"bot-{number}" for number in range(9)]
+        for name in names:
+            client.create_token(name, Role.VIEWER)
+        assert [token["name"] for token in told(ctl, "tokens ls")["tokens"]] == names
+
     def test_events_are_one_object_a_line(self, ctl: Ctl, client: BlockingClient) -> None:
         client.create_job("a", {"lr": 0.1})
         code, out, _ = ctl("events --json")
@@ -171,6 +245,61 @@ class TestJson:
             "id": started["id"] + 1, "at": 0, "type": "JobCreated", "job": "a", "generation": 0, "cause": 0,
             "origin": "", "fact": {"name": "a", "settings": {"lr": 0.1}},
         }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("line", "code", "kind", "what"),
+        [
+            ("story 999", 3, "refused", "fact_unknown"),
+            ("jobs create a x", 2, "config", "setting_invalid"),
+            ("backup /none/file", 3, "refused", "backup_impossible"),
+            ("ping --socket /none", 4, "unavailable", "no_daemon"),
+        ],
+    )
+    def test_an_error_is_one_object_on_stderr(self, ctl: Ctl, line: str, code: int, kind: str, what: str) -> None:
+        left, out, err = ctl(f"{line} --json")
+        error = json.loads(err)["error"]
+        assert (left, out, error["kind"], error["code"]) == (code, "", kind, what)
+        assert error.keys() == {"kind", "code", "message", "fix"}
+        assert error["message"]
+
+    def test_a_number_that_json_cannot_say_is_null(self, capsys: pytest.CaptureFixture[str]) -> None:
+        forgectl._print_json({"fact": [{"loss": float("nan"), "lr": float("inf")}, 1.5]})
+        assert capsys.readouterr().out == '{"fact": [{"loss": null, "lr": null}, 1.5]}\n'
+
+
+class TestChangingJobs:
+    def test_a_change_replaces_the_settings_of_the_present_version(self, ctl: Ctl) -> None:
+        told(ctl, "jobs create a nodes=4 lr=0.1")
+        changed = told(ctl, "jobs change a nodes=8")
+        assert (changed["version"], changed["settings"]) == (2, {"nodes": 8})
+
+    def test_a_change_of_another_version_is_refused(self, ctl: Ctl) -> None:
+        told(ctl, "jobs create a nodes=4")
+        assert told(ctl, "jobs change a nodes=8 --version 1")["version"] == 2
+        code, _, err = ctl("jobs change a nodes=9 --version 1")
+        assert code == 3
+        assert "is at version 2, not 1" in err
+
+    def test_remove_is_rm(self, ctl: Ctl) -> None:
+        told(ctl, "jobs create a")
+        assert ctl("jobs remove a")[1] == "a is removed\n"
+
+
+class TestHandlers:
+    def test_a_quarantined_handler_is_readmitted(self, ctl: Ctl, neighbour: Neighbour) -> None:
+        def break_down(record: Record) -> None:
+            raise ValueError
+
+        def extend(daemon: Daemon) -> None:
+            daemon.bus.on(JobCreated, break_down, name="broken", failures_max=1)
+
+        neighbour.house.extend = extend
+        neighbour.call(neighbour.house.reopen)
+        assert ctl("handlers readmit broken")[0] == 3
+        told(ctl, "jobs create a")
+        while "HandlerQuarantined" not in ctl("events")[1]:
+            pass
+        assert ctl("handlers readmit broken")[1] == "broken gets facts again\n"
 
 
 class TestTokens:
@@ -350,11 +479,16 @@ def command(neighbour: Neighbour, line: str) -> list[str]:
 @contextmanager
 def running(neighbour: Neighbour, line: str) -> Iterator[subprocess.Popen[str]]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command(neighbour, line), **pipes) as process:
+    # Whoever runs the tests in the background has them ignore interrupts, and so would what they start.
+    with subprocess.Popen(command(neighbour, line), preexec_fn=_heed_interrupts, **pipes) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _read_until(process: subprocess.Popen[str], text: str) -> list[dict[str, Any]]:

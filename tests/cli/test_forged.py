@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from forged.cli import forged
 from forged.cli.wire import SUBSCRIBE, Wire
 from forged.client import BlockingClient
 from forged.client.client import EARLIEST
+from forged.config import Config
 from forged.messages import Record
 from forged.status.model import DaemonStarted, DaemonStopping
 from tests.client.neighbour import Neighbour
@@ -73,6 +75,53 @@ class TestCheckConfig:
             path.write_text(text)
         assert forged.main(["check-config", str(path)]) == 2
         assert reason in capsys.readouterr().err
+
+    def test_certificates_that_are_not_there_are_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "forged.toml"
+        path.write_text('tls_certificate = "/none/cert.pem"\ntls_key = "/none/key.pem"\n')
+        assert forged.main(["check-config", str(path)]) == 2
+        complaint = capsys.readouterr().err
+        assert "tls_certificate = '/none/cert.pem': cannot be read" in complaint
+        assert "tls_key = '/none/key.pem': cannot be read" in complaint
+
+
+class TestFileLimit:
+    """How many files the system lets a process open decides how many connections there may be."""
+
+    @pytest.fixture
+    def limits(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+        """The soft and the hard limit; the last is what holds."""
+        held: list[tuple[int, int]] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda _: held[-1])
+        monkeypatch.setattr(resource, "setrlimit", lambda _, limit: held.append(limit))
+        return held
+
+    @pytest.mark.parametrize(
+        ("before", "after", "connections"),
+        [
+            ((1024, 4096), (1128, 4096), 1000),
+            ((1024, resource.RLIM_INFINITY), (1128, resource.RLIM_INFINITY), 1000),
+            ((1128, 1128), (1128, 1128), 1000),
+            ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), (resource.RLIM_INFINITY, resource.RLIM_INFINITY), 1000),
+            ((256, 628), (628, 628), 500),
+            ((64, 64), (64, 64), 1),
+        ],
+    )
+    def test_it_is_raised_as_far_as_needed_and_connections_fit_into_what_there_is(
+        self,
+        limits: list[tuple[int, int]],
+        before: tuple[int, int],
+        after: tuple[int, int],
+        connections: int,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        limits.append(before)
+        assert forged._within_file_limit(Config(connections_max=1000)).connections_max == connections
+        assert limits[-1] == after
+        fewer = f"forged lets in {connections} connections, not 1000: the system allows {after[0]} open files\n"
+        assert capsys.readouterr().out == ("" if connections == 1000 else fewer)
 
 
 class TestRefusingToStart:

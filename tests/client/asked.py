@@ -22,5 +22,7 @@ class Whisper(Signal, frozen=True):
     """Something that need not arrive."""
 
     needs: ClassVar[Role] = Role.VIEWER
+    external: ClassVar[bool] = True
+    job_field: ClassVar[str | None] = None
 
     text: str

@@ -30,6 +30,17 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 class TestCalls:
+    def test_without_an_endpoint_it_asks_whom_the_environment_names(
+        self, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORGED_SOCKET", neighbour.socket)
+        with BlockingClient() as client:
+            assert client.status().socket == neighbour.socket
+            reader = client.create_token("reader", Role.VIEWER)
+        monkeypatch.setenv("FORGED_TOKEN", reader)
+        with BlockingClient() as client, pytest.raises(RequestRefused, match="reader is viewer"):
+            client.create_job("a")
+
     def test_it_does_what_the_other_does(self, neighbour: Neighbour) -> None:
         with neighbour.client() as client:
             assert client.ping() >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from forged.jobs.model import AddNote, Job, NoteAdded
 from forged.messages import Call, Record
 from forged.net.connection import ConnectionLimits
 from forged.net.messages import Bye, Reply, RequestMessage
+from forged.net.sockets import SystemNetwork
+from forged.paths import default_socket
 from forged.status.model import DaemonStarted, HandlerView, ReadStatus, Status
 from tests.client.asked import Ponder, Whisper
 from tests.client.fake import FakeDaemon, Guest
 from tests.client.house import SOON, House, config_in
 from tests.client.proxy import Proxy, cut_once
+from tests.net.ends import Certificates
 
 
 def client_of(*places: House | Proxy | FakeDaemon, **options: Any) -> ForgedClient:
@@ -61,6 +65,21 @@ class TestCalls:
             assert await client.jobs() == [changed]
             await client.remove_job("a")
             assert await client.jobs() == []
+
+    async def test_lists_that_do_not_fit_into_a_frame_are_whole(self, house: House) -> None:
+        names = [f"j{number:02}" for number in range(80)]
+        async with client_of(house) as client:
+            for name in names:
+                await client.create_job(name, {"blob": "x" * 60_000})
+            assert [job.name for job in await client.jobs()] == names
+
+    async def test_tokens_are_listed_oldest_first_over_all_pages(self, house: House) -> None:
+        jobs = [f"{number:0128}" for number in range(256)]
+        names = [f"bot-{number}" for number in range(40)]
+        async with client_of(house) as client:
+            for name in names:
+                await client.create_token(name, Role.VIEWER, jobs=jobs)
+            assert [token.name for token in await client.tokens()] == names
 
     async def test_a_story_and_the_handlers(self, house: House) -> None:
         async with client_of(house) as client:
@@ -221,11 +240,50 @@ class TestOpening:
                 pass
         assert nobody.value.code == "no_daemon"
 
+    async def test_without_an_endpoint_it_is_the_socket_of_the_environment(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORGED_SOCKET", house.config.socket)
+        async with ForgedClient() as client:
+            assert client.endpoint == house.endpoint
+
+    async def test_without_an_environment_either_it_is_where_a_daemon_of_this_user_would_be(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("FORGED_SOCKET", raising=False)
+        assert [str(one) for one in ForgedClient().endpoints] == [f"unix://{default_socket(os.environ, os.getuid())}"]
+
+    async def test_the_token_of_the_environment_decides_who_it_is(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ForgedClient(house.endpoint) as operator:
+            viewer = await operator.create_token("reader", Role.VIEWER)
+        monkeypatch.setenv("FORGED_TOKEN", viewer)
+        async with ForgedClient(house.endpoint) as client:
+            with pytest.raises(RequestRefused, match="reader is viewer"):
+                await client.create_job("a")
+        async with ForgedClient(house.endpoint, token="") as nobody:
+            assert (await nobody.create_job("a")).name == "a"
+
+    async def test_an_empty_token_in_the_environment_is_none(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORGED_TOKEN", "")
+        async with ForgedClient(house.endpoint) as client:
+            assert (await client.create_job("a")).name == "a"
+
     async def test_what_is_not_an_endpoint_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="not an address"):
             ForgedClient("gopher://somewhere")
-        with pytest.raises(RequestRefused, match="needs an endpoint"):
-            ForgedClient()
+
+    async def test_a_plain_endpoint_where_tls_is_spoken_is_told_how_to_write_it(self, tmp_path: Path) -> None:
+        network = SystemNetwork(tls_server=Certificates(tmp_path).server())
+        house = House(config_in(tmp_path / "tls", listen=("tls://127.0.0.1:0",)), network=network)
+        (secure,) = (await house.open()).listening
+        with pytest.raises(Unavailable, match=f"write {secure}"):
+            async with ForgedClient(secure.replace("tls://", "tcp://"), connect_timeout_s=0.5):
+                pass
+        await house.close()
 
     async def test_a_token_that_is_refused_ends_it_at_once(self, house: House) -> None:
         with pytest.raises(RequestRefused, match="token is not known") as refused:

@@ -12,7 +12,7 @@ import trustme
 
 from forged.client.client import ForgedClient
 from forged.errors import PeerError, Unavailable
-from forged.jobs.model import Job, ListJobs
+from forged.jobs.model import Job, JobPage, ListJobs
 from forged.net import tls
 from forged.net.messages import Bye, Facts, Failure, Hello, Ping, Pong, ReplyOut, RequestMessage, Welcome
 from forged.net.sockets import SystemNetwork
@@ -141,15 +141,16 @@ class TestConversation:
 
     async def test_frames_may_be_as_large_as_the_daemon_says(self, tmp_path: Path) -> None:
         job = Job(name="a", settings={"blob": "x" * (5 << 20)}, created_at=0.0, created_by="a test")
+        page = JobPage([job], more=False)
 
         async def treat(guest: Guest) -> None:
             await guest.greet(msgspec.structs.replace(WELCOME, frame_bytes_max=8 << 20))
             request: RequestMessage = await guest.hear()
-            guest.say(ReplyOut(request.number, [job]))
+            guest.say(ReplyOut(request.number, page))
             await guest.gone()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client:
-            assert await client.request(ListJobs()) == [job]
+            assert await client.request(ListJobs()) == page
 
     async def test_goodbye_says_why_the_daemon_went(self, tmp_path: Path) -> None:
         async def treat(guest: Guest) -> None:

@@ -259,3 +259,12 @@ def test_every_fact_comes_once_in_order_or_lies_in_a_gap(
     assert missed.isdisjoint(seen)
     wanted = {fact_id for fact_id in range(start + 1, facts.last + 1) if not jobs or "ab"[fact_id % 2] in jobs}
     assert wanted - missed == set(seen)
+
+
+def test_a_position_ahead_of_the_newest_fact_is_said_to_be_that_and_not_another_history() -> None:
+    facts = journal(5)
+    for history in (HISTORY, ""):
+        gap = next(
+            one for one in advanced(stream(subscribe(9, history=history), facts), facts) if type(one) is GapMessage
+        )
+        assert gap.reason == "fact 9 is ahead of the newest fact, 5"

@@ -76,8 +76,8 @@ async def test_an_old_client_is_refused_by_default(certificates: Certificates, e
 @pytest.mark.parametrize("make", ["server", "client"])
 def test_a_version_below_1_2_is_a_config_error_that_names_the_setting(certificates: Certificates, make: str) -> None:
     arguments = certificates.issue("localhost") if make == "server" else ()
-    with pytest.raises(ConfigError, match=r"peers\.tls\.minimum") as raised:
-        getattr(tls, f"{make}_context")(*arguments, minimum="1.1", section="peers.tls")
+    with pytest.raises(ConfigError, match="minimum") as raised:
+        getattr(tls, f"{make}_context")(*arguments, minimum="1.1")
     assert raised.value.code == "tls_version_invalid"
 
 
@@ -169,6 +169,15 @@ async def test_a_certificate_without_a_common_name_is_known_by_its_first_dns_nam
     assert network.peer(far.open_transport).certificate_name == "worker.example"
 
 
+async def test_a_certificate_without_a_name_is_not_taken_for_none(
+    certificates: Certificates, mutual: ssl.SSLContext, ends: Ends
+) -> None:
+    network, _, far = await connection(
+        ends, mutual, tls.client_context(certificates.ca, *certificates.issue("192.0.2.1"))
+    )
+    assert network.peer(far.open_transport).certificate_name == ""
+
+
 async def test_a_client_nobody_asked_for_a_certificate_has_no_name(certificates: Certificates, ends: Ends) -> None:
     identity = certificates.issue("worker.example", common_name="worker 7")
     client = tls.client_context(certificates.ca, *identity)
@@ -220,53 +229,53 @@ async def test_with_tls_1_2_a_client_without_a_certificate_is_refused_at_once(
 
 def test_every_missing_file_is_named_with_its_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        tls.server_context(tmp_path / "a.pem", tmp_path / "b.key", tmp_path / "c.pem", section="peers.tls")
+        tls.server_context(tmp_path / "a.pem", tmp_path / "b.key", tmp_path / "c.pem")
     assert raised.value.code == "tls_files"
     assert [(problem.key, problem.value) for problem in raised.value.problems] == [
-        ("peers.tls.certificate", str(tmp_path / "a.pem")),
-        ("peers.tls.key", str(tmp_path / "b.key")),
-        ("peers.tls.client_ca", str(tmp_path / "c.pem")),
+        ("tls_certificate", str(tmp_path / "a.pem")),
+        ("tls_key", str(tmp_path / "b.key")),
+        ("tls_client_ca", str(tmp_path / "c.pem")),
     ]
     assert "No such file" in str(raised.value)
 
 
 def test_a_missing_ca_of_a_client_is_named_with_its_setting(tmp_path: Path) -> None:
-    assert_problems(lambda: tls.client_context(tmp_path / "ca.pem"), "tls.ca")
+    assert_problems(lambda: tls.client_context(tmp_path / "ca.pem"), "FORGED_CA")
 
 
 def test_swapped_certificate_and_key_are_both_named(certificates: Certificates) -> None:
     certificate, key = certificates.issue("localhost")
-    assert_problems(lambda: tls.server_context(key, certificate), "tls.certificate", "tls.key")
+    assert_problems(lambda: tls.server_context(key, certificate), "tls_certificate", "tls_key")
 
 
 def test_the_key_of_another_certificate_is_named(certificates: Certificates) -> None:
     certificate, _ = certificates.issue("one.example")
     _, key = certificates.issue("two.example")
-    assert_problems(lambda: tls.server_context(certificate, key), "tls.key")
+    assert_problems(lambda: tls.server_context(certificate, key), "tls_key")
 
 
 def test_a_key_with_a_passphrase_is_an_error_and_asks_for_nothing(certificates: Certificates, tmp_path: Path) -> None:
     certificate, key = certificates.issue("localhost")
     locked = tmp_path / "locked.key"
     locked.write_bytes(with_passphrase(key.read_bytes()))
-    assert_problems(lambda: tls.server_context(certificate, locked), "tls.certificate", "tls.key")
+    assert_problems(lambda: tls.server_context(certificate, locked), "tls_certificate", "tls_key")
 
 
 def test_garbage_in_pem_clothes_is_named(certificates: Certificates, tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     certificate, key = certificates.issue("localhost")
-    assert_problems(lambda: tls.server_context(certificate, key, garbage), "tls.client_ca")
+    assert_problems(lambda: tls.server_context(certificate, key, garbage), "tls_client_ca")
 
 
 def test_a_client_certificate_without_its_key_is_an_error(certificates: Certificates) -> None:
     certificate, _ = certificates.issue("localhost")
-    assert_problems(lambda: tls.client_context(certificates.ca, certificate), "tls.key")
+    assert_problems(lambda: tls.client_context(certificates.ca, certificate), "FORGED_KEY")
 
 
 def test_a_client_key_without_its_certificate_is_an_error(certificates: Certificates) -> None:
     _, key = certificates.issue("localhost")
-    assert_problems(lambda: tls.client_context(certificates.ca, key=key), "tls.certificate")
+    assert_problems(lambda: tls.client_context(certificates.ca, key=key), "FORGED_CERTIFICATE")
 
 
 def test_an_unknown_reason_is_told_in_openssls_words() -> None:

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from forged.auth.model import Role
 from forged.client import ForgedClient
 from forged.clock import SystemClock
 from forged.config import Config
@@ -18,6 +19,7 @@ from forged.daemon import Daemon, Ports
 from forged.errors import ConfigError, Unavailable
 from forged.net.sockets import SystemNetwork
 from forged.store.memory import MemoryStore
+from forged.telemetry import http
 
 
 @asynccontextmanager
@@ -33,8 +35,8 @@ async def watched(tmp_path: Path, *, anonymous: str = "worker", http: str = "127
         yield daemon
 
 
-async def get(daemon: Daemon, path: str, token: str | None = None) -> tuple[int, str]:
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+async def get(daemon: Daemon, path: str, token: str | None = None, scheme: str = "Bearer") -> tuple[int, str]:
+    headers = {} if token is None else {"Authorization": f"{scheme} {token}"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
         session.get(f"{daemon.http}{path}", headers=headers) as answer,
@@ -81,8 +83,6 @@ async def test_the_metrics_are_prometheus_text_and_count_what_happened(tmp_path:
 
 
 async def test_somebody_without_rights_is_refused_and_a_token_is_accepted(tmp_path: Path) -> None:
-    from forged.auth.model import Role
-
     async with watched(tmp_path, anonymous="none") as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
         status, text = await get(daemon, "/metrics")
         assert status == 401
@@ -90,6 +90,44 @@ async def test_somebody_without_rights_is_refused_and_a_token_is_accepted(tmp_pa
         token = await client.create_token("prometheus", Role.VIEWER)
         assert (await get(daemon, "/metrics", token))[0] == 200
         assert (await get(daemon, "/metrics", token[:-1]))[0] == 401
+
+
+async def test_health_and_readiness_are_told_to_this_host_without_rights(tmp_path: Path) -> None:
+    async with watched(tmp_path, anonymous="none") as daemon:
+        for path in ("/healthz", "/readyz"):
+            assert (await get(daemon, path))[0] == 200
+            assert (await get(daemon, path, "nonsense"))[0] == 200
+
+
+async def test_who_asks_from_elsewhere_needs_rights_for_health_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_is_loopback", lambda remote: False)
+    async with watched(tmp_path) as daemon:
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert (await get(daemon, path))[0] == 401
+
+
+async def test_a_refusal_tells_how_to_show_a_token(tmp_path: Path) -> None:
+    async with watched(tmp_path, anonymous="none") as daemon:
+        _, text = await get(daemon, "/metrics")
+        assert "send `Authorization: Bearer TOKEN`" in text
+        assert "forgectl tokens create NAME --role viewer" in text
+
+
+async def test_a_token_that_does_not_reach_is_forbidden(tmp_path: Path) -> None:
+    async with watched(tmp_path) as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
+        bound = await client.create_token("of-a-job", Role.OPERATOR, jobs=["a"])
+        status, text = await get(daemon, "/metrics", bound)
+        assert status == 403
+        assert "forbidden" in text
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+async def test_bearer_is_understood_in_any_case(tmp_path: Path, scheme: str) -> None:
+    async with watched(tmp_path, anonymous="none") as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
+        token = await client.create_token("prometheus", Role.VIEWER)
+        assert (await get(daemon, "/metrics", token, scheme))[0] == 200
 
 
 async def test_a_port_in_use_is_the_operators_error(tmp_path: Path) -> None:
@@ -100,3 +138,11 @@ async def test_a_port_in_use_is_the_operators_error(tmp_path: Path) -> None:
             async with watched(tmp_path / "other", http=daemon.http.removeprefix("http://")):
                 pass
     assert refused.value.code == "http_address"
+
+
+async def test_a_daemon_that_stops_is_not_ready(tmp_path: Path) -> None:
+    async with watched(tmp_path) as daemon:
+        daemon.server.stop_admitting()
+        status, text = await get(daemon, "/readyz")
+        assert status == 503
+        assert "stopping" in text

@@ -1,0 +1,102 @@
+"""A daemon on a disk that is really full: reads go on, and so does everything once there is space."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.processes.daemon import DaemonProcess
+
+DISK_MIB = 4
+BLOCK = bytes(4096)
+TRIES_MAX = 300
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no `mount` here")
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Take all the space there is, with a file; returns it."""
+    filler = disk / "filler"
+    with filler.open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(BLOCK)
+    assert shutil.disk_usage(disk).free == 0
+    return filler
+
+
+def forgectl(daemon: DaemonProcess, *arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "forged.cli.forgectl", "--socket", str(daemon.socket), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def write_until_refused(daemon: DaemonProcess) -> tuple[int, str, str]:
+    """What the first write says for which there is no space: files have some room inside."""
+    for number in range(2000):
+        answer = forgectl(daemon, "note", "a", f"{number} {'x' * 4000}")
+        if answer[0]:
+            return answer
+    raise AssertionError("the disk is not full")
+
+
+def write_until_done(daemon: DaemonProcess) -> None:
+    """The daemon tries the disk from time to time; a writer that is refused in between may go on trying."""
+    for _ in range(TRIES_MAX):
+        if forgectl(daemon, "note", "a", "there is space again")[0] == 0:
+            return
+    raise AssertionError("the daemon does not find that there is space")
+
+
+def assert_reads_go_on(daemon: DaemonProcess) -> None:
+    assert forgectl(daemon, "jobs", "show", "a")[0] == 0
+    assert "there is no space left" in forgectl(daemon, "status")[1]
+    assert "JobCreated" in forgectl(daemon, "events")[1]
+
+
+def test_a_full_disk_refuses_writes_and_nothing_else_until_there_is_space(disk: Path) -> None:
+    with DaemonProcess(disk) as daemon:
+        assert forgectl(daemon, "jobs", "create", "a")[0] == 0
+        filler = fill(disk)
+        code, _, complaint = write_until_refused(daemon)
+        assert code == 4
+        assert "No space" in complaint or "full" in complaint
+        assert_reads_go_on(daemon)
+        filler.unlink()
+        write_until_done(daemon)
+        assert "there is space again" in forgectl(daemon, "events")[1]
+
+
+def test_a_daemon_that_is_started_on_a_full_disk_reads_and_recovers_without_another_start(disk: Path) -> None:
+    with DaemonProcess(disk) as daemon:
+        assert forgectl(daemon, "jobs", "create", "a")[0] == 0
+        filler = fill(disk)
+        assert write_until_refused(daemon)[0] == 4
+    with DaemonProcess(disk) as again:
+        assert "is ready" in again.said
+        assert write_until_refused(again)[0] == 4
+        assert_reads_go_on(again)
+        filler.unlink()
+        write_until_done(again)
+        assert "there is space again" in forgectl(again, "events")[1]
