@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
+import gc
 import os
 import resource
 import signal
@@ -30,6 +31,7 @@ PROGRAM = "forged"
 DATABASE = "forged.sqlite3"
 FILES_BESIDES_CONNECTIONS = 128
 """Database, sockets, pipes, side connections."""
+GC_THRESHOLDS = (50_000, 20, 50)
 LOCK = "lock"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -134,17 +136,26 @@ async def _serve(config: Config) -> None:
     from forged.store.sqlite import SqliteStore
 
     async def open_store() -> SqliteStore:
-        return await SqliteStore.open(Path(config.data_dir) / DATABASE)
+        # Nobody watches the store from inside the daemon, so it need not remember changes.
+        return await SqliteStore.open(Path(config.data_dir) / DATABASE, changes_max=0)
 
     network = SystemNetwork(tls_server=_tls(config), socket_mode=config.socket_mode)
     ports = Ports(SystemClock(), network, os.getpid(), os.getuid(), open_store)
     stop = _stop_signal()
     async with Daemon.running(config, ports) as daemon:
+        _collect_seldom()
         addresses = ", ".join([f"unix://{config.socket}", *daemon.listening])
         _say(f"forged {VERSION} is ready on {addresses}; data in {config.data_dir}")
         await stop.wait()
         _say("forged is stopping; a second signal ends it at once")
     _say("forged has stopped")
+
+
+def _collect_seldom() -> None:
+    """What was loaded stays, and requests leave no cycles behind: looking for them took a sixth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _stop_signal() -> asyncio.Event:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from copy import copy
 from pathlib import Path
@@ -97,7 +98,8 @@ class ForgedClient(DaemonMethods):
         self._limits = limits or ConnectionLimits()
         self._client = new_client_id(source.getrandbits)
         self._calls = OutgoingCalls(self._clock)
-        self._room = asyncio.Semaphore(REQUESTS_WAITING_MAX)
+        self._asking = 0
+        self._waiting_for_room: deque[asyncio.Future[None]] = deque()
         self._streams: dict[int, FactStream] = {}
         self._stream_number = 0
         self._servant = Servant()
@@ -150,14 +152,15 @@ class ForgedClient(DaemonMethods):
     async def request(self, request: Request[R], *, timeout_s: float | None = None, fence: Fence | None = None) -> R:
         """Have a request done once, however often the connection breaks, and return its reply."""
         left_s = self.timeout_s if timeout_s is None else timeout_s
-        if self._room.locked():
+        if self._asking >= REQUESTS_WAITING_MAX:
             left_s = await self._wait_for_room(left_s)
-        else:
-            await self._room.acquire()
+        self._asking += 1
         try:
             return await self._ask(request, left_s, fence)
         finally:
-            self._room.release()
+            self._asking -= 1
+            if self._waiting_for_room:
+                self._let_one_in()
 
     def signal(self, signal: Signal) -> None:
         """Tell the daemon something that need not arrive; without a connection, or on a clogged one, it does not."""
@@ -314,7 +317,16 @@ class ForgedClient(DaemonMethods):
         """Wait until fewer requests wait for answers; returns what is left of the time."""
         deadline = self._clock.monotonic() + timeout_s
         with anyio.move_on_after(timeout_s) as scope:
-            await self._room.acquire()
+            while self._asking >= REQUESTS_WAITING_MAX:
+                room = asyncio.get_running_loop().create_future()
+                self._waiting_for_room.append(room)
+                try:
+                    await room
+                except BaseException:
+                    # Whoever was let in and goes away lets the next one in.
+                    if room.done() and not room.cancelled():
+                        self._let_one_in()
+                    raise
         if scope.cancelled_caught:
             raise Unavailable(
                 "congested",
@@ -323,9 +335,16 @@ class ForgedClient(DaemonMethods):
             )
         return deadline - self._clock.monotonic()
 
+    def _let_one_in(self) -> None:
+        while self._waiting_for_room:
+            room = self._waiting_for_room.popleft()
+            if not room.done():
+                room.set_result(None)
+                return
+
     def _send(self, link: Link, number: int) -> None:
         message = self._calls.message(number)
-        frame_bytes_max = min(link.welcome.result().frame_bytes_max, self._limits.frame_bytes_max)
+        frame_bytes_max = link.limits.frame_bytes_max
         if len(message.body) + REQUEST_HEAD_BYTES_MAX <= frame_bytes_max:
             link.send(message)
         else:

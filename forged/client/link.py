@@ -125,7 +125,8 @@ class Link(Connection):
             )
         largest = max(self.limits.frame_bytes_max, message.frame_bytes_max)
         self._decoder.frame_bytes_max = min(largest, FRAME_BYTES_CEILING)
-        # What is sent must fit the daemon's frames, whatever this end would take.
-        self.limits = replace(self.limits, frame_bytes_max=message.frame_bytes_max)
+        # What is sent must fit the daemon's frames as well as keep this end's own limit.
+        sendable = min(self.limits.frame_bytes_max, message.frame_bytes_max)
+        self.limits = replace(self.limits, frame_bytes_max=sendable)
         if not self.welcome.done():
             self.welcome.set_result(message)
