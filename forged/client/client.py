@@ -13,7 +13,6 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from copy import copy
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,13 +20,12 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
+from forged.client.bulk import BulkMethods
 from forged.client.connector import Connector
 from forged.client.link import Link
-from forged.client.methods import DaemonMethods
 from forged.client.servant import Servant
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
-from forged.durable import sync_directory
 from forged.errors import ForgedError, NotLeader, RequestRefused, Unavailable
 from forged.ids import new_client_id
 from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
@@ -52,12 +50,10 @@ from forged.net.network import Address, Network
 from forged.net.tls import client_context
 from forged.paths import default_socket
 from forged.retry import RECONNECTING, RetryPolicy
-from forged.status.model import BackUp
 
 R = TypeVar("R")
 
 CONNECT_TIMEOUT_S = 10.0
-BACKUP_TIMEOUT_S = 3600.0
 REQUESTS_WAITING_MAX = 1000
 """Below the 1024 at which a daemon stops reading, so that it still hears what is cancelled."""
 REQUEST_HEAD_BYTES_MAX = 512
@@ -69,7 +65,7 @@ NOT_OPEN = RequestRefused("client_not_open", "the client is not open", "use it i
 CLOSED = Unavailable("client_closed", "the client was closed", "open a new one")
 
 
-class ForgedClient(DaemonMethods):
+class ForgedClient(BulkMethods):
     """Talks to a daemon, or to the one of several that answers; an asynchronous context manager.
 
     Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`; without one it is the socket that
@@ -205,52 +201,7 @@ class ForgedClient(DaemonMethods):
         """Answer requests of this type that come from the daemon."""
         self._servant.serve(request, handler)
 
-    # Bulk.
-
-    async def fetch_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
-        """Receive what a ticket is for into an open file, from `offset` on."""
-        await self._use(ticket, side.want_file(fd, ticket.size), offset)
-
-    async def fetch_bytes(self, ticket: Ticket) -> bytearray:
-        """Receive what a ticket is for into memory."""
-        data = bytearray(ticket.size)
-        await self._use(ticket, side.want_buffer(memoryview(data)))
-        return data
-
-    async def fetch_descriptors(self, ticket: Ticket) -> list[int]:
-        """Receive file descriptors, over a Unix socket; they are the caller's to close."""
-        taken: list[int] = []
-        await self._use(ticket, side.want_descriptors(ticket.size, taken))
-        return taken
-
-    async def deliver_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
-        """Send the bytes of an open file that a ticket asks for, from `offset` on."""
-        await self._use(ticket, side.offer_file(fd, ticket.size), offset)
-
-    async def deliver_bytes(self, ticket: Ticket, view: memoryview) -> None:
-        """Send the bytes that a ticket asks for from memory."""
-        await self._use(ticket, side.offer_buffer(view))
-
-    async def backup(self, path: str | os.PathLike[str]) -> int:
-        """Fetch a consistent copy of the daemon's state, to be used as a data directory's database; returns its size.
-
-        The file is there whole or not at all.
-        """
-        ticket = await self.request(BackUp(), timeout_s=BACKUP_TIMEOUT_S)
-        target = Path(path)
-        unfinished = target.with_name(f"{target.name}.part")
-        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            await self.fetch_file(ticket, fd)
-            await anyio.to_thread.run_sync(os.fsync, fd)
-        except BaseException:
-            unfinished.unlink()
-            raise
-        finally:
-            os.close(fd)
-        unfinished.replace(target)
-        await anyio.to_thread.run_sync(sync_directory, target.parent)
-        return ticket.size
+    # Side connections.
 
     async def _use(self, ticket: Ticket, offer: side.Offer, offset: int = 0) -> None:
         link = self._link

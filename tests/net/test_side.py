@@ -19,7 +19,7 @@ import trustme
 
 from forged.auth.model import Role
 from forged.client import ForgedClient
-from forged.client import client as client_module
+from forged.client import bulk as client_bulk
 from forged.clock import SystemClock
 from forged.config import Config
 from forged.daemon import Daemon, Ports
@@ -333,7 +333,7 @@ async def test_a_backup_is_durable_under_its_name(tmp_path: Path, monkeypatch: p
     async def open_store() -> SqliteStore:
         return await SqliteStore.open(tmp_path / "data" / "forged.sqlite3")
 
-    monkeypatch.setattr(client_module, "sync_directory", lambda path: synced.append((path, copied.exists())))
+    monkeypatch.setattr(client_bulk, "sync_directory", lambda path: synced.append((path, copied.exists())))
     config = Config(data_dir=str(tmp_path / "data"), socket=str(tmp_path / "s.sock"), listen=())
     ports = Ports(SystemClock(), SystemNetwork(), os.getpid(), os.getuid(), open_store)
     async with Daemon.running(config, ports), ForgedClient(f"unix://{config.socket}") as client:

@@ -1,0 +1,73 @@
+"""What is too large for a message, as methods.
+
+Law: bytes go over a side connection, from and into what the caller has open; a file that is made here is there whole or
+not at all.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import anyio
+
+from forged.client.methods import DaemonMethods
+from forged.durable import sync_directory
+from forged.messages import Ticket
+from forged.net import side
+from forged.status.model import BackUp
+
+BACKUP_TIMEOUT_S = 3600.0
+
+
+class BulkMethods(DaemonMethods):
+    """Uses tickets; who inherits it knows how to open a side connection."""
+
+    async def fetch_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
+        """Receive what a ticket is for into an open file, from `offset` on."""
+        await self._use(ticket, side.want_file(fd, ticket.size), offset)
+
+    async def fetch_bytes(self, ticket: Ticket) -> bytearray:
+        """Receive what a ticket is for into memory."""
+        data = bytearray(ticket.size)
+        await self._use(ticket, side.want_buffer(memoryview(data)))
+        return data
+
+    async def fetch_descriptors(self, ticket: Ticket) -> list[int]:
+        """Receive file descriptors, over a Unix socket; they are the caller's to close."""
+        taken: list[int] = []
+        await self._use(ticket, side.want_descriptors(ticket.size, taken))
+        return taken
+
+    async def deliver_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
+        """Send the bytes of an open file that a ticket asks for, from `offset` on."""
+        await self._use(ticket, side.offer_file(fd, ticket.size), offset)
+
+    async def deliver_bytes(self, ticket: Ticket, view: memoryview) -> None:
+        """Send the bytes that a ticket asks for from memory."""
+        await self._use(ticket, side.offer_buffer(view))
+
+    async def backup(self, path: str | os.PathLike[str]) -> int:
+        """Fetch a consistent copy of the daemon's state, to be used as a data directory's database; returns its size.
+
+        The file is there whole or not at all.
+        """
+        ticket = await self.request(BackUp(), timeout_s=BACKUP_TIMEOUT_S)
+        target = Path(path)
+        unfinished = target.with_name(f"{target.name}.part")
+        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            await self.fetch_file(ticket, fd)
+            await anyio.to_thread.run_sync(os.fsync, fd)
+        except BaseException:
+            unfinished.unlink()
+            raise
+        finally:
+            os.close(fd)
+        unfinished.replace(target)
+        await anyio.to_thread.run_sync(sync_directory, target.parent)
+        return ticket.size
+
+    async def _use(self, ticket: Ticket, offer: side.Offer, offset: int = 0) -> None:
+        """Present the ticket, and move the bytes that it is for."""
+        raise NotImplementedError
