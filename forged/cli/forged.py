@@ -152,7 +152,7 @@ async def _serve(config: Config) -> None:
 
 
 def _collect_seldom() -> None:
-    """What was loaded stays, and requests leave no cycles behind: looking for them took a sixth of the time."""
+    """What was loaded stays, and requests leave no cycles behind: looking for them often is time for nothing."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

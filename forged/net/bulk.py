@@ -4,14 +4,11 @@ Law: the bytes pass neither msgpack nor the event loop, and no memory is touched
 mover moves exactly the bytes it was asked for, or raises; then the connection is of no more use, and its owner closes
 it. A mover that sees no byte move for `stall_timeout_s` gives up before twice that time has passed.
 
-How, as measured on loopback with 1 GiB into a file: 7.8 GiB/s through a pipe of 1 MiB (`splice` hands the pages on),
-6.3 through a warm buffer, 5.4 with Python's own socket timeouts, which poll before every call, and 2.2 with
-MSG_WAITALL, which sleeps until the whole buffer is there. So plain sockets block with the kernel's timeouts. Larger
-socket buffers gained nothing beyond noise and would switch off the kernel's tuning of them, so they are left alone.
-`benchmarks/bulk.py` measures the outcome.
-
-TLS sockets have no `sendfile` and ignore the kernel's timeouts: they use Python's, and a warm buffer for
-files, whose pieces of 256 KiB gave 1.8 GiB/s where 1 MiB, written record by record, gave 1.5.
+How: into files through a pipe, since `splice` hands the pages on without a copy. Plain sockets block with the kernel's
+timeouts, because Python's own poll before every call, and MSG_WAITALL would sleep until the whole buffer is there.
+Larger socket buffers would switch off the kernel's tuning of them, so they are left alone. TLS sockets have no
+`sendfile` and ignore the kernel's timeouts: they use Python's, and a warm buffer for files. `benchmarks/bulk.py`
+measures the outcome.
 """
 
 from __future__ import annotations

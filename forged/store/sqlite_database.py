@@ -5,8 +5,7 @@ exclusive lock is taken at opening and kept; therefore the revision in memory is
 the -shm file: the index of the log lives in this process.
 
 A commit is one transaction and one sync of the log. After every `LOG_PAGES` pages SQLite moves the log into the
-database, within the commit that got there (5 to 15 ms were seen), and begins it anew: overwriting syncs faster than
-growing.
+database, within the commit that got there, and begins it anew: to overwrite a file needs no change of its length.
 """
 
 from __future__ import annotations

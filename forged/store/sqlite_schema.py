@@ -17,8 +17,8 @@ from forged.errors import ConfigError
 from forged.store.sqlite_connection import APPLICATION_ID, Connection, corrupt, single, transaction
 
 CHECKED_BYTES_MAX = 512 << 20
-"""Up to this size every page is looked at when a store is opened, at some 360 MB/s when cached. Above it, only what
-opening reads is: header, length, schema and meta; other damage is `StoreCorrupt` at the first read that meets it."""
+"""Up to this size every page is looked at when a store is opened. Above it, only what opening reads is: header, length,
+schema and meta; other damage is `StoreCorrupt` at the first read that meets it."""
 
 HISTORY_BYTES = 16
 
@@ -100,7 +100,7 @@ def _examine_length(connection: Connection, path: Path) -> None:
 
 
 def _examine_pages(connection: Connection, path: Path) -> None:
-    # `quick_check` is five times as fast, but passes an index whose entries lead nowhere.
+    # `quick_check` does less, and passes an index whose entries lead nowhere.
     found = single(connection, "PRAGMA integrity_check(1)")
     if found != "ok":
         raise corrupt(path, " ".join(found.split()))

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 
 import anyio
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from forged.auth.access import authorise
 from forged.auth.model import Principal, Role
@@ -64,15 +65,13 @@ class HttpDoor:
             await runner.cleanup()
 
     @web.middleware
-    async def _admit(self, request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._check_rights(request)
         except RequestRefused as error:
             status = 403 if error.code == "forbidden" else 401
             return web.json_response({"code": error.code, "error": f"{error.message} ({HOW_TO_SHOW})"}, status=status)
-        answer = await handler(request)  # type: ignore[misc]  # aiohttp's own type for handlers says object
-        assert isinstance(answer, web.StreamResponse)
-        return answer
+        return await handler(request)
 
     def _check_rights(self, request: web.Request) -> None:
         remote = request.remote or ""
