@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -131,6 +131,8 @@ class Ledger:
         """Why nothing can be decided or read now; None while all is well."""
         self.read_only: ForgedError | None = None
         """Why nothing can be decided while reading goes on; None while all is well."""
+        self.on_commit: Callable[[float, int], None] = lambda seconds, decisions: None
+        """Called for every batch that became durable, with how long that took and how many decisions it held."""
         self._clock = clock
         self._audience = audience
         self._participants: list[Participant] = []
@@ -138,6 +140,7 @@ class Ledger:
         self._in_flight: list[_Entry] = []
         self._kept: deque[int] = deque()
         self._fence: dict[str, int] = {}
+        self._beginnings: dict[str, int] = {}
         self._tainted = False
         self._wanted: asyncio.Future[None] | None = None
         self._writable = asyncio.Event()
@@ -236,6 +239,15 @@ class Ledger:
         self._wake()
         return entry.pending
 
+    def begin_cursor(self, handler: str, position: int) -> None:
+        """Have a durable handler that is new go on from here after a restart.
+
+        Where that cannot be stored now, it will be before anything else is decided.
+        """
+        self._beginnings[handler] = position
+        if self.writable_now:
+            self.save_cursor(handler, position)
+
     def save_cursor(self, handler: str, position: int) -> Pending:
         """Remember how far a durable handler has come without deciding; if that is lost, nobody is rewound."""
         self.cursors[handler] = position
@@ -277,7 +289,7 @@ class Ledger:
                 deletes.append(key)
             else:
                 puts[key] = value
-        records = self._record(decision, cause, origin, at, puts)
+        records = self._record(decision, decision.cause or cause, origin, at, puts)
         pending = Pending(revision, decision.reply)
         if call is not None:
             pending.encoded = _encode(decision.reply)
@@ -325,6 +337,7 @@ class Ledger:
     async def _write_batch(self) -> None:
         batch, self._queue = self._queue[:BATCH_MAX], self._queue[BATCH_MAX:]
         self._in_flight = batch
+        began = self._clock.monotonic()
         try:
             outcomes = await self.store.commit([entry.transaction for entry in batch])
         except ForgedError as error:
@@ -337,6 +350,7 @@ class Ledger:
                 await self._recover(self.read_only)
                 return
         self.batches += 1
+        self.on_commit(self._clock.monotonic() - began, len(batch))
         self._in_flight = []
         self.durable = batch[-1].transaction.revision
         records = [record for entry in batch for record in entry.records]
@@ -360,6 +374,9 @@ class Ledger:
             if self._tainted or self.store.revision != self.durable:
                 await self._reload_until_sound(self.read_only)
             await self._claim()
+        for handler, position in self._beginnings.items():
+            if handler not in self.cursors:
+                self.save_cursor(handler, position)
         self._writable.set()
 
     async def _reload_until_sound(self, error: ForgedError) -> None:

@@ -36,7 +36,9 @@ def _register(table: dict[str, type[Any]], cls: type[Any]) -> None:
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """Something that has become true."""
+    """Something that has become true. `level` is how much it matters to whoever reads the log."""
+
+    level: ClassVar[str] = "info"
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -235,7 +237,8 @@ def _invalid(error: Exception) -> PeerError:
 class Decision(Generic[R]):
     """What follows from one message: the caller's reply, the facts that are now true, and the keys that say so.
 
-    `writes` maps keys to their new values, None to delete.
+    `writes` maps keys to their new values, None to delete. `cause` is the id of the fact that led to it, where the one
+    who decides knows better than whoever asked.
     """
 
     reply: R
@@ -243,6 +246,7 @@ class Decision(Generic[R]):
     writes: Mapping[str, bytes | None] = field(default_factory=dict)
     job: str = ""
     generation: int = 0
+    cause: int = 0
 
 
 @dataclass(frozen=True, slots=True)

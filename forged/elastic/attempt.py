@@ -1,0 +1,105 @@
+"""One attempt at agreeing on a new world.
+
+Law: an attempt has a fixed set of members, and every one of them has to answer: first that it has stopped and where,
+then, if its state is another one, that it has the source's. What anybody has committed is not taken back, so the source
+is at the highest committed step. A step that some have finished and nobody has committed counts only if nobody is left
+who has not finished it; otherwise it is done again, by those too who had finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from forged.elastic.model import RescaleType
+
+
+class Stage(StrEnum):
+    """What an attempt waits for."""
+
+    PAUSING = "pausing"
+    """That all have stopped."""
+    SYNCHRONISING = "synchronising"
+    """That those behind have the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Where a member has stopped: so many steps are committed, and its state is that of the next if it `finished` it.
+
+    `holds_state` is false for who has nothing that others could take.
+    """
+
+    step: int
+    holds_state: bool
+    finished: bool = False
+    epoch: int = 0
+    learning_rate: float = 0.0
+    global_batch_size: int = 0
+
+    @property
+    def position(self) -> int:
+        """The steps that its state has behind it."""
+        return self.step + 1 if self.finished else self.step
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The world that is wanted, and who has answered."""
+
+    number: int
+    type: RescaleType
+    target: tuple[str, ...]
+    """The ids of the members in the order of the ranks that they will have."""
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    reason: str
+    began_at: float
+    stage: Stage = Stage.PAUSING
+    source: str = ""
+    step: int = 0
+    """The steps that the new world has behind it, once that is settled."""
+    stops: dict[str, Stop] = field(default_factory=dict)
+    behind: set[str] = field(default_factory=set)
+    """Who does not have the source's state yet."""
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """Who has not answered, in the order of ranks."""
+        missing = self.behind if self.stage is Stage.SYNCHRONISING else set(self.target) - self.stops.keys()
+        return [worker for worker in self.target if worker in missing]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all have stopped."""
+        return len(self.stops) == len(self.target)
+
+    def settle(self) -> None:
+        """Choose the source, now that all have stopped."""
+        self.source = choose_source(self.target, self.stops, frozenset(self.added))
+        self.step = self.stops[self.source].position
+        self.behind = set(_behind(self.stops, self.source))
+        self.stage = Stage.SYNCHRONISING
+
+
+def choose_source(target: tuple[str, ...], stops: Mapping[str, Stop], added: Collection[str] = ()) -> str:
+    """Whose state the others take. Where nobody has one yet, it is what the first begins with.
+
+    What `added` workers bring along counts only where nobody is left of the world before.
+    """
+    holders = [worker for worker in target if stops[worker].holds_state]
+    if not holders:
+        return target[0]
+    holders = [worker for worker in holders if worker not in added] or holders
+    committed = max(stops[worker].step for worker in holders)
+    exact = (worker for worker in holders if stops[worker].position == committed)
+    # Where nobody is there, all have finished the step behind it; `max` keeps the lowest rank of several.
+    return next(exact, max(holders, key=lambda worker: stops[worker].position))
+
+
+def _behind(stops: Mapping[str, Stop], source: str) -> Iterator[str]:
+    position = stops[source].position
+    for worker, stop in stops.items():
+        if worker != source and not (stop.holds_state and stop.position == position):
+            yield worker

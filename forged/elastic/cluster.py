@@ -1,0 +1,827 @@
+"""The training of one job: who is in its world, and how one world becomes the next.
+
+Law: everything that happens comes in as a call with `now` and goes out as facts, writes and probes; nothing here waits.
+Every decision says in words why it was taken. There is one committed world at a time, each under a generation of its
+own, and between two of them one attempt: what belongs to an older attempt is refused. What is kept in the store is
+enough to go on after a crash; the rest comes back as evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from forged.elastic.attempt import Attempt, Stage, Stop
+from forged.elastic.complaints import Complaints
+from forged.elastic.config import ElasticTrainingConfig, tolerated_failures
+from forged.elastic.learning_rate import adapt_learning_rate
+from forged.elastic.members import Member, death_of
+from forged.elastic.messages import (
+    JobAborted,
+    JobCompleted,
+    JobPaused,
+    JobResumed,
+    JobWaiting,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleStarted,
+    RescaleSynchronising,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRecovered,
+    WorkerReturned,
+    WorkerStalled,
+)
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescaleType, WorkerId
+from forged.elastic.phases import OVER, Cause, Phase, following
+from forged.elastic.ranks import assign_ranks
+from forged.errors import RequestRefused, Unavailable
+from forged.jobs.model import SettingValue
+from forged.messages import Fact
+
+SCAN_INTERVAL_S = 0.25
+"""How often every member is looked at."""
+LATE_S = 0.5
+"""A look that comes so much too late says more of this process than of the workers."""
+PROBE_INTERVAL_S = 1.0
+QUARRELS_MAX = 3
+"""So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
+REASONS_MAX = 8
+REASON_CHARS_MAX = 500
+ROOM_BYTES = 600 << 10
+"""What the names of a job's workers may take: a commit names all of them, and has to fit into the store."""
+WORKER_BYTES = 64
+"""What a worker takes besides its names."""
+WISH = "an operator's wish"
+NEVER = float("inf")
+
+
+class Moment(NamedTuple):
+    """Now, by both clocks."""
+
+    wall: float
+    monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Somebody should see whether anybody answers at a worker's address."""
+
+    worker: WorkerId
+    incarnation: bytes
+
+
+class Base(NamedTuple):
+    """The world for which this rate and this batch are right: that of the first commit. A world of 0 is none yet."""
+
+    world: int = 0
+    learning_rate: float = 0.0
+    global_batch_size: int = 0
+
+
+class Outbox:
+    """What has come out of the calls since it was emptied."""
+
+    def __init__(self) -> None:
+        self.facts: list[Fact] = []
+        self.probes: list[Probe] = []
+        self.triggers: list[Fact] = []
+        """Those of the facts that make a rescale necessary."""
+        self.members: set[str] = set()
+        """Whose records have to be written, or deleted where they are members no more."""
+        self.cluster = False
+        self.world = False
+
+    def trigger(self) -> None:
+        """What was said last makes a rescale necessary."""
+        self.triggers += self.facts[-1:]
+
+    def __bool__(self) -> bool:
+        return bool(self.facts or self.members or self.cluster or self.world)
+
+
+class Cluster:
+    """The workers and the world of one job."""
+
+    def __init__(self, job: str, settings: Mapping[str, SettingValue], key: bytes = b"") -> None:
+        self.job = job
+        self.key = key
+        """The secret of the job's workers."""
+        self.configure(settings)
+        self.known = False
+        """Whether the store has a record of it."""
+        self.phase = Phase.FORMING
+        self.paused = False
+        self.topology = ClusterTopology()
+        self.world: dict[str, bytes] = {}
+        """The incarnations of those in the committed world, in the order of their ranks."""
+        self.state = GlobalTrainingState()
+        self.attempts = 0
+        self.failures = 0
+        """In the world, since it was committed."""
+        self.failures_in_a_row = 0
+        """Without a committed step in between."""
+        self.failed_at_step = 0
+        self.base = Base()
+        self.reason = ""
+        """Why the phase is what it is."""
+        self.why: list[str] = []
+        """What has happened since the last commit that makes a new world necessary."""
+
+        self.cause = 0
+        """The id of the fact that the next rescale, or what is left of this one, follows from."""
+
+        self.members: dict[str, Member] = {}
+        self.attempt: Attempt | None = None
+        self.out = Outbox()
+        self._hole_at: float | None = None
+        """Since when somebody is missing in the world, or from the attempt."""
+        self._wanted_at: float | None = None
+        """Since when somebody wants a rescale at once."""
+        self._waiting_at: float | None = None
+        """Since when there are too few workers."""
+        self._scanned_at: float | None = None
+        self._complaints = Complaints()
+        self._lost_told: set[str] = set()
+        self._probed_at: dict[str, float] = {}
+
+    def configure(self, settings: Mapping[str, SettingValue]) -> None:
+        """Go by these settings from now on."""
+        self.settings = dict(settings)
+        self.config = ElasticTrainingConfig.from_settings(settings)
+
+    @property
+    def generation(self) -> int:
+        """The number of the committed world."""
+        return self.topology.epoch
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will happen any more."""
+        return self.phase in OVER
+
+    def resume_from_store(self, now: Moment) -> None:
+        """Go on where another daemon, or this one before its store failed, has left off."""
+        missing = [worker for worker, incarnation in self.world.items() if self._known(worker, incarnation) is None]
+        if missing and not self.why:
+            self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
+        if self.why and self.phase is Phase.RUNNING:
+            self._hole_at = now.monotonic
+        if self.phase is Phase.WAITING:
+            self._waiting_at = now.monotonic
+
+    # Coming and going.
+
+    def join(self, newcomer: Member, now: Moment) -> None:
+        """Register a worker; the same incarnation again changes nothing but that it is there."""
+        self._require_alive()
+        known = self.members.get(newcomer.id)
+        if known is not None and known.incarnation != newcomer.incarnation:
+            self._refuse_twin(known, now)
+        if known is not None:
+            known.client, known.heard_at = newcomer.client, now.monotonic
+            self._put_member(known)
+            self.returned(known.id, now)
+            return
+        self._require_room(newcomer)
+        if not self.members:
+            self._scanned_at = None
+        newcomer.seen_at = newcomer.progress_at = now.monotonic
+        self.members[newcomer.id] = newcomer
+        self.out.cluster = self.out.cluster or not self.known
+        self._put_member(newcomer)
+        self._say(WorkerJoined(newcomer.worker))
+        self._consider(now)
+
+    def leave(self, worker_id: str, incarnation: bytes, now: Moment, *, reason: str, done: bool, step: int) -> None:
+        """Let a worker go in good order. One that is not known is gone already."""
+        member = self._known(worker_id, incarnation)
+        if member is None:
+            return
+        self._progress(member, step, now)
+        self._drop(member)
+        reason = in_words(reason, "the training is done" if done else "it wanted to")
+        self._say(WorkerLeft(worker_id, reason))
+        if done and self.holds(member) and not self.over:
+            self.out.trigger()
+            self._end(Cause.COMPLETED, "the training is done", JobCompleted(self.state.current_step))
+        elif self._is_needed(member) and not self.over:
+            self._hole(f"{worker_id} left: {reason}", now)
+        self._consider(now)
+
+    def died(self, worker_id: str, incarnation: bytes, now: Moment, reason: str) -> None:
+        """Take evidence that a worker's process is no more."""
+        member = self._known(worker_id, incarnation)
+        if member is not None:
+            self._fail(member, in_words(reason, "its process has ended"), now)
+            self._consider(now)
+
+    def lost(self, worker_id: str, now: Moment) -> None:
+        """A worker's connection is gone, which proves nothing yet."""
+        member = self.members.get(worker_id)
+        if member is None or not member.connected:
+            return
+        if self.over:
+            self._drop(member)
+            return
+        member.lost_at = now.monotonic
+        reporter = self._complaints.about(worker_id, self.generation)
+        if reporter:
+            self._fail(member, f"neither the daemon nor {reporter} reaches it", now)
+        else:
+            self._look_for(member, now)
+        self._consider(now)
+
+    def returned(self, worker_id: str, now: Moment) -> None:
+        """A worker has a connection again."""
+        member = self.members.get(worker_id)
+        if member is None or member.connected:
+            return
+        assert member.lost_at is not None
+        after_s = now.monotonic - member.lost_at
+        member.lost_at, member.heard_at = None, now.monotonic
+        if worker_id in self._lost_told:
+            self._lost_told.discard(worker_id)
+            self._say(WorkerReturned(worker_id, round(after_s, 3)))
+        self._consider(now)
+
+    def probed(self, worker_id: str, incarnation: bytes, now: Moment, *, refused: bool) -> None:
+        """Take what came of a probe; only a refusal proves something."""
+        member = self._known(worker_id, incarnation)
+        if refused and member is not None and not member.connected:
+            self._fail(member, f"nobody listens at {member.worker.hostname}:{member.worker.port} any more", now)
+            self._consider(now)
+
+    # Word of progress. Called for every heartbeat, so it costs next to nothing.
+
+    def heartbeat(self, worker_id: str, incarnation: bytes, step: int, marks: int, now: Moment) -> None:
+        """A worker's library says that it lives."""
+        member = self._known(worker_id, incarnation)
+        if member is not None:
+            member.heard_at = now.monotonic
+            self._progress(member, step, now, marks)
+
+    def pulse(self, worker_id: str, incarnation: bytes, step: int, marks: int, cpu_s: float, now: Moment) -> None:
+        """A worker's pulse says that its process lives."""
+        member = self._known(worker_id, incarnation)
+        if member is not None:
+            member.pulse_at, member.cpu_s = now.monotonic, cpu_s
+            self._progress(member, step, now, marks)
+
+    # Answers in an attempt.
+
+    def stopped(self, worker_id: str, incarnation: bytes, number: int, stop: Stop, now: Moment) -> None:
+        """A member of the attempt has stopped."""
+        attempt, member = self._answering(worker_id, incarnation, number)
+        member.heard_at = now.monotonic
+        self._progress(member, stop.step, now)
+        if attempt.stage is Stage.PAUSING:
+            attempt.stops[worker_id] = stop
+            if attempt.stopped and not self._is_doomed:
+                self._synchronise(attempt, now)
+        self._consider(now)
+
+    def ready(self, worker_id: str, incarnation: bytes, number: int, now: Moment) -> None:
+        """A member of the attempt has the source's state."""
+        attempt, member = self._answering(worker_id, incarnation, number)
+        member.heard_at = now.monotonic
+        if attempt.stage is Stage.SYNCHRONISING:
+            attempt.behind.discard(worker_id)
+            if not (attempt.behind or self._is_doomed):
+                self._commit(attempt, now)
+        self._consider(now)
+
+    @property
+    def _is_doomed(self) -> bool:
+        """Whether a member of the attempt is gone, so that another attempt follows."""
+        return self._hole_at is not None
+
+    def trouble(self, worker_id: str, incarnation: bytes, generation: int, now: Moment, *, peer: str, why: str) -> None:
+        """A worker cannot go on with its world. Trouble in an older world is over."""
+        member = self._known(worker_id, incarnation)
+        if member is None or not self.holds(member) or generation != self.generation or self.over:
+            return
+        other = self.members.get(peer)
+        if other is not None and other is not member and self.holds(other):
+            self._complaints.add(worker_id, peer, generation)
+        if other is not None and _is_lost(other):
+            self._fail(other, f"neither the daemon nor {worker_id} reaches it", now)
+        elif self.phase is Phase.RUNNING:
+            self._hole(f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}", now)
+            self._settle_quarrel(now)
+        self._consider(now)
+
+    def _settle_quarrel(self, now: Moment) -> None:
+        """Part those who will not work together in any world."""
+        worlds = self._complaints.worlds
+        worst = self._complaints.worst(list(self.world).index) if worlds >= QUARRELS_MAX else None
+        if worst is not None:
+            self._fail(self.members[worst], f"{worlds} worlds in a row could not work with it in them", now)
+            self._complaints.clear()
+
+    # What operators want.
+
+    def drain(self, worker_id: str, now: Moment, reason: str) -> None:
+        """Have a worker finish its step and go."""
+        member = self.member(worker_id)
+        if member.leaving is None:
+            member.leaving = in_words(reason, WISH)
+            self._put_member(member)
+            self._say(WorkerDraining(worker_id, member.leaving))
+
+    def evict(self, worker_id: str, now: Moment, reason: str) -> None:
+        """Count a worker as dead."""
+        self._fail(self.member(worker_id), f"evicted: {in_words(reason, WISH)}", now)
+        self._consider(now)
+
+    def pause(self, now: Moment, reason: str) -> None:
+        """Let training rest."""
+        self._require_alive()
+        if not self.paused:
+            self.paused, self.reason = True, in_words(reason, WISH)
+            self._changed(JobPaused(self.reason))
+
+    def resume(self, now: Moment, reason: str) -> None:
+        """Let training go on."""
+        self._require_alive()
+        if self.paused:
+            self.paused, self.reason = False, in_words(reason, WISH)
+            for member in self.members.values():
+                member.progress_at = now.monotonic
+            self._changed(JobResumed(self.reason))
+
+    def abort(self, now: Moment, reason: str) -> None:
+        """Give the training up."""
+        if self.phase is not Phase.ABORTED:
+            reason = in_words(reason, WISH)
+            self._end(Cause.ABORTED, reason, JobAborted(reason, self.state.current_step))
+
+    def rescale(self, now: Moment, reason: str) -> None:
+        """Agree on a new world now."""
+        self._require_alive()
+        if not self.members:
+            raise RequestRefused("workers_none", f"job {self.job} has no workers", "start some")
+        self._wanted_at = now.monotonic
+        self._because(in_words(reason, WISH))
+        self._consider(now)
+
+    # Time.
+
+    def tick(self, now: Moment) -> None:
+        """Do what is due."""
+        if self.over:
+            self._forget_gone(now)
+            return
+        if self._scan_at() <= now.monotonic:
+            self._forgive(now)
+            self._scanned_at = now.monotonic
+            self._scan(now)
+        self._consider(now)
+
+    def due_at(self) -> float:
+        """When to tick again, by the monotonic clock."""
+        if self.over:
+            return min((self._gone_at(member) for member in self.members.values()), default=NEVER)
+        return min(self._scan_at(), self._rescale_at(), self._silent_at(), self._alone_at())
+
+    def _scan_at(self) -> float:
+        if not self.members:
+            return NEVER
+        return -NEVER if self._scanned_at is None else self._scanned_at + SCAN_INTERVAL_S
+
+    def _silent_at(self) -> float:
+        """When those who have not answered have failed."""
+        if self.attempt is None or self._is_doomed:
+            return NEVER
+        return self.attempt.began_at + (self.config.rescale_timeout_s or NEVER)
+
+    def _alone_at(self) -> float:
+        """When there have been too few workers for too long."""
+        return NEVER if self._waiting_at is None else self._waiting_at + self.config.min_workers_timeout_s
+
+    def _gone_at(self, member: Member) -> float:
+        return NEVER if member.lost_at is None else member.lost_at + self.config.reconnect_grace_s
+
+    def _forget_gone(self, now: Moment) -> None:
+        """Let go of who did not come back to a job that is over."""
+        for member in list(self.members.values()):
+            if self._gone_at(member) <= now.monotonic:
+                self._drop(member)
+
+    def _forgive(self, now: Moment) -> None:
+        """Hold nothing against anybody that has piled up while this process did not get its turn."""
+        late_s = 0.0 if self._scanned_at is None else now.monotonic - self._scanned_at - SCAN_INTERVAL_S
+        if late_s < LATE_S:
+            return
+        for member in self.members.values():
+            member.forgive(late_s, now.monotonic)
+        if self.attempt is not None:
+            self.attempt.began_at = min(self.attempt.began_at + late_s, now.monotonic)
+
+    def _scan(self, now: Moment) -> None:
+        """Look at every member."""
+        marks = [member.marks for member in self.members.values() if self.holds(member)]
+        last = min(marks, default=0)
+        for member in list(self.members.values()):
+            death = death_of(member, self.config, now.monotonic)
+            if death is not None:
+                self._fail(member, death, now)
+                continue
+            if not member.connected:
+                self._look_for(member, now)
+                self._tell_lost(member, now)
+            # Whoever waits for others has come further than they have.
+            if self.holds(member) and member.marks == last:
+                self._see_whether_stalled(member, now)
+
+    def _see_whether_stalled(self, member: Member, now: Moment) -> None:
+        if self.phase is not Phase.RUNNING or self.paused:
+            member.progress_at = now.monotonic
+            return
+        still_s = now.monotonic - member.progress_at
+        if member.stalled or still_s < self.config.stall_timeout_s:
+            return
+        member.stalled = True
+        self._say(WorkerStalled(member.id, member.step, round(still_s, 1)))
+        if self.config.evict_stalled:
+            self._fail(member, f"it lives and made no progress for {still_s:.1f} s", now)
+
+    def _look_for(self, member: Member, now: Moment) -> None:
+        """Have a lost worker's address probed, unless a pulse would tell of its death."""
+        last = self._probed_at.get(member.id, -PROBE_INTERVAL_S)
+        if not member.has_pulse(now.monotonic) and now.monotonic - last >= PROBE_INTERVAL_S:
+            self._probed_at[member.id] = now.monotonic
+            self.out.probes.append(Probe(member.worker, member.incarnation))
+
+    def _tell_lost(self, member: Member, now: Moment) -> None:
+        assert member.lost_at is not None
+        if member.id not in self._lost_told and _is_lost(member):
+            self._lost_told.add(member.id)
+            grace_s = member.lost_at + self.config.reconnect_grace_s - now.monotonic
+            self._say(WorkerLost(member.id, "its connection is gone", round(grace_s, 3)))
+
+    # Deciding.
+
+    def _consider(self, now: Moment) -> None:
+        """Start what has become due."""
+        if self.over:
+            return
+        if self.attempt is not None and self._silent_at() <= now.monotonic:
+            self._give_up_silent(self.attempt, now)
+        if self._too_many_failures(now) or self._too_long_alone(now):
+            return
+        if self._rescale_at() > now.monotonic:
+            return
+        staying, joining = self._staying(), self._joining()
+        if len(staying) + len(joining) < self.config.min_workers:
+            self._wait(len(staying) + len(joining), now)
+        else:
+            self._begin(staying, joining, now)
+
+    def _rescale_at(self) -> float:
+        """When a rescale is due, if nothing happens before."""
+        if self._hole_at is not None:
+            return self._hole_at + self.config.failure_window_s
+        if self._wanted_at is not None:
+            return self._wanted_at
+        if self.attempt is not None:
+            return NEVER
+        if self.phase is Phase.RESCALING:
+            # A daemon died over an attempt. It starts again when all are back, or have failed.
+            return -NEVER if all(member.connected for member in self.members.values()) else NEVER
+        return self._growth_at()
+
+    def _growth_at(self) -> float:
+        """When those who wait are taken in."""
+        there, joining = len(self._staying()), self._joining()
+        if there + len(joining) < self.config.min_workers:
+            return NEVER
+        if self.phase is Phase.WAITING:
+            return -NEVER
+        if not joining:
+            return NEVER
+        if there + len(joining) >= self.config.max_workers:
+            return -NEVER
+        # Since when nobody has joined any more.
+        return max(self.members[worker].seen_at for worker in joining) + self.config.stability_window_s
+
+    def _staying(self) -> set[str]:
+        """Who is in the world and can be in the next one."""
+        return {member.id for member in self.members.values() if self.holds(member)}
+
+    def _waiting(self) -> list[Member]:
+        """Who wants to be in the next world, the first to come first."""
+        found = [member for member in self.members.values() if not self.holds(member)]
+        return [member for member in found if member.connected and member.leaving is None]
+
+    def _joining(self) -> list[str]:
+        room = self.config.max_workers - len(self._staying())
+        return [member.id for member in self._waiting()][: max(0, room)]
+
+    def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
+        """Start an attempt."""
+        reason = "; ".join([*self.why, *_joined(joining)]) or self.reason
+        if self.attempt is not None:
+            self._say(RescaleAborted(self.attempt.number, reason))
+        cause = Cause.RESCALE_RESTARTED if self.phase is Phase.RESCALING else Cause.RESCALE_STARTED
+        self._go_on(cause, reason)
+        target = assign_ranks(list(self.world), staying, joining)
+        removed = tuple(worker for worker in self.world if worker not in staying)
+        self.attempts += 1
+        self.attempt = Attempt(
+            number=self.attempts,
+            type=_type(len(self.world), len(target)),
+            target=target,
+            added=tuple(joining),
+            removed=removed,
+            reason=reason,
+            began_at=now.monotonic,
+        )
+        self._hole_at = self._wanted_at = self._waiting_at = None
+        attempt = self.attempt
+        self._say(RescaleStarted(attempt.number, attempt.type, len(target), list(attempt.added), list(removed), reason))
+        if not self.config.use_synchronous_rescaling:
+            self._commit(attempt, now)
+
+    def _synchronise(self, attempt: Attempt, now: Moment) -> None:
+        """All have stopped: settle whose state holds."""
+        attempt.settle()
+        if not attempt.behind:
+            self._commit(attempt, now)
+            return
+        source = self.members[attempt.source].worker
+        self._say(RescaleSynchronising(attempt.number, source, attempt.step, len(attempt.behind)))
+
+    def _commit(self, attempt: Attempt, now: Moment) -> None:
+        """Let the new world hold."""
+        members = [self.members[worker] for worker in attempt.target]
+        topology = ClusterTopology(tuple(member.worker for member in members), self.generation + 1, now.wall)
+        delta = self.topology.delta_to(topology)
+        self.topology = topology
+        self.world = {member.id: member.incarnation for member in members}
+        if attempt.source:
+            self.state = _state(self.state, attempt.stops[attempt.source], now)
+        if not self.base.world:
+            self.base = Base(len(members), self.state.learning_rate, self.state.global_batch_size)
+        rate, batch = self.paces(len(members))
+        self.state = GlobalTrainingState(
+            self.state.current_epoch, self.state.current_step, rate, batch, len(members), now.wall
+        )
+        self.failures, self.attempt, self.why = 0, None, []
+        self.failed_at_step = min(self.failed_at_step, self.state.current_step)
+        for member in members:
+            self._recovered(member, self.state.current_step)
+            member.step, member.progress_at = self.state.current_step, now.monotonic
+        self._go_on(Cause.RESCALE_COMPLETED, attempt.reason)
+        self.out.world = True
+        self._say(
+            RescaleCompleted(
+                attempt=attempt.number,
+                type=attempt.type,
+                delta=delta,
+                step=self.state.current_step,
+                epoch=self.state.current_epoch,
+                learning_rate=rate,
+                global_batch_size=batch,
+                added=list(attempt.added),
+                removed=list(attempt.removed),
+                reason=attempt.reason,
+                took_s=round(now.monotonic - attempt.began_at, 6),
+            )
+        )
+
+    def paces(self, world: int) -> tuple[float, int]:
+        """The learning rate and the global batch for a world of that size."""
+        config, state, base = self.config, self.state, self.base
+        if not config.scale_batch_with_world:
+            return state.learning_rate or config.base_learning_rate or 0.0, (
+                state.global_batch_size or config.global_batch_size or 0
+            )
+        size = config.base_world_size or base.world or world
+        rate = config.base_learning_rate or base.learning_rate or state.learning_rate
+        batch = config.global_batch_size or base.global_batch_size or state.global_batch_size
+        return adapt_learning_rate(rate, size, world, config.lr_adaptation_strategy), batch * world // size
+
+    def _give_up_silent(self, attempt: Attempt, now: Moment) -> None:
+        """Fail those who did not answer in time."""
+        for worker in attempt.waiting_for:
+            member = self.members.get(worker)
+            if member is not None:
+                limit_s = self.config.rescale_timeout_s
+                self._fail(member, f"it did not answer in attempt {attempt.number} within {limit_s:g} s", now)
+
+    def _wait(self, there: int, now: Moment) -> None:
+        """Rest until there are enough workers."""
+        self._hole_at = self._wanted_at = None
+        if self.phase is Phase.FORMING or self._waiting_at is not None:
+            return
+        if self.attempt is not None:
+            self._say(RescaleAborted(self.attempt.number, "too few workers are left"))
+            self.attempt = None
+        if self.phase is not Phase.WAITING:
+            self._go_on(Cause.TOO_FEW, f"{there} workers are left, and {self.config.min_workers} are needed")
+            self._say(JobWaiting(there, self.config.min_workers))
+        self._waiting_at = now.monotonic
+
+    def _too_long_alone(self, now: Moment) -> bool:
+        if self.phase is Phase.FORMING:
+            self._see_whether_short(now)
+        if self._alone_at() > now.monotonic:
+            return False
+        limit_s = self.config.min_workers_timeout_s
+        self.abort(now, f"fewer than {self.config.min_workers} workers for {limit_s:g} s")
+        return True
+
+    def _see_whether_short(self, now: Moment) -> None:
+        if not self.members or len(self._joining()) >= self.config.min_workers:
+            self._waiting_at = None
+        elif self._waiting_at is None:
+            self._waiting_at = now.monotonic
+
+    def _too_many_failures(self, now: Moment) -> bool:
+        tolerated = tolerated_failures(len(self.world), self.config.failure_tolerance_percentage)
+        in_a_row = self.failures_in_a_row
+        if self.failures > tolerated:
+            self.abort(now, f"{self.failures} of {len(self.world)} workers failed, and {tolerated} may")
+        elif in_a_row and in_a_row >= self.config.max_consecutive_failures:
+            self.abort(now, f"{in_a_row} failures without a committed step in between")
+        return self.over
+
+    def _fail(self, member: Member, reason: str, now: Moment) -> None:
+        rank = self.topology.rank_of(member.worker) if self.holds(member) else -1
+        self._drop(member)
+        self._say(WorkerFailed(member.id, rank, reason))
+        if self.over:
+            return
+        if rank >= 0:
+            self.failures += 1
+            self.failures_in_a_row += 1
+            self.failed_at_step = self.state.current_step
+        if self._is_needed(member):
+            self._hole(f"{member.id} failed: {reason}", now)
+
+    def _is_needed(self, member: Member) -> bool:
+        """Whether the world, or the attempt at one, cannot go on without it."""
+        return self.holds(member) or (self.attempt is not None and member.id in self.attempt.target)
+
+    def _hole(self, why: str, now: Moment) -> None:
+        """Somebody is missing; others may follow within the window."""
+        self._because(why)
+        if self._hole_at is None:
+            self._hole_at = now.monotonic
+            self.out.trigger()
+
+    def _because(self, why: str) -> None:
+        if len(self.why) < REASONS_MAX:
+            self.why.append(why)
+            self.out.cluster = True
+
+    def _progress(self, member: Member, step: int, now: Moment, marks: int = 0) -> None:
+        if not member.hear(now.monotonic, step, marks):
+            return
+        self._recovered(member, step)
+        if step > self.state.current_step and self.holds(member) and self.phase is Phase.RUNNING:
+            self.state = _at_step(self.state, step, now)
+            self._complaints.clear()
+            if self.failures_in_a_row and step > self.failed_at_step:
+                # Told to the store at once: after a restart it would count with the next failures otherwise.
+                self.failures_in_a_row, self.out.cluster = 0, True
+
+    def _recovered(self, member: Member, step: int) -> None:
+        if member.stalled:
+            member.stalled = False
+            self._say(WorkerRecovered(member.id, step))
+
+    def _end(self, cause: Cause, reason: str, fact: Fact) -> None:
+        if self.attempt is not None:
+            self._say(RescaleAborted(self.attempt.number, reason))
+            self.attempt = None
+        self._hole_at = self._wanted_at = self._waiting_at = None
+        self._go_on(cause, reason)
+        self._say(fact)
+
+    # Small things.
+
+    def _go_on(self, cause: Cause, reason: str) -> None:
+        self.phase, self.reason = following(self.phase, cause), reason
+        self.out.cluster = True
+
+    def _changed(self, fact: Fact) -> None:
+        self.out.cluster = True
+        self._say(fact)
+
+    def _say(self, fact: Fact) -> None:
+        self.out.facts.append(fact)
+
+    def holds(self, member: Member) -> bool:
+        """Whether it is in the committed world."""
+        return self.world.get(member.id) == member.incarnation
+
+    def _put_member(self, member: Member) -> None:
+        self.out.members.add(member.id)
+
+    def _drop(self, member: Member) -> None:
+        del self.members[member.id]
+        self._complaints.forget(member.id)
+        self._lost_told.discard(member.id)
+        self._probed_at.pop(member.id, None)
+        self.out.members.add(member.id)
+
+    def _known(self, worker_id: str, incarnation: bytes) -> Member | None:
+        member = self.members.get(worker_id)
+        return member if member is not None and member.incarnation == incarnation else None
+
+    def member(self, worker_id: str) -> Member:
+        """The worker of that id, or a refusal."""
+        member = self.members.get(worker_id)
+        if member is None:
+            raise RequestRefused(
+                "worker_unknown", f"job {self.job} has no worker {worker_id[:80]!r}", "see `forgectl workers ls`"
+            )
+        return member
+
+    def _answering(self, worker_id: str, incarnation: bytes, number: int) -> tuple[Attempt, Member]:
+        attempt = self.attempt
+        member = self._known(worker_id, incarnation)
+        if attempt is None or attempt.number != number or worker_id not in attempt.target or member is None:
+            present = "there is none now" if attempt is None else f"attempt {attempt.number} is under way"
+            raise RequestRefused("attempt_over", f"attempt {number} is over; {present}", "go by the newest")
+        return attempt, member
+
+    def _require_alive(self) -> None:
+        if self.over:
+            raise RequestRefused("job_over", f"job {self.job} is {self.phase}: {self.reason}", "create another job")
+
+    def _require_room(self, newcomer: Member) -> None:
+        taken = sum(map(_room, self.members.values()))
+        if taken + _room(newcomer) > ROOM_BYTES:
+            there = f"job {self.job} has {len(self.members)} workers, and their names take {taken} bytes"
+            raise RequestRefused("workers_full", there, "use fewer workers, or shorter names")
+
+    def _refuse_twin(self, known: Member, now: Moment) -> None:
+        if known.connected:
+            raise RequestRefused(
+                "worker_exists", f"worker {known.id} of job {self.job} is alive", "give this one another id"
+            )
+        self._look_for(known, now)
+        raise Unavailable(
+            "worker_undecided",
+            f"the connection of worker {known.id} is lost, and nothing says yet that it died",
+            "try again in a moment, or take another id",
+        )
+
+
+def in_words(reason: str, otherwise: str) -> str:
+    """A reason that somebody gave, as it can be kept and shown."""
+    return reason.strip()[:REASON_CHARS_MAX] or otherwise
+
+
+def _is_lost(member: Member) -> bool:
+    """Whether its connection broke here. Who was here before this daemon is not lost, but on the way back."""
+    return member.lost_at is not None and member.lost_at > member.seen_at
+
+
+def _room(member: Member) -> int:
+    worker = member.worker
+    # The id stands in the topology, and among those who were added or removed.
+    return 2 * len(worker.id.encode()) + len(worker.hostname.encode()) + WORKER_BYTES
+
+
+def _joined(joining: Iterable[str]) -> Iterator[str]:
+    names = list(joining)
+    if names:
+        shown = ", ".join(names[:REASONS_MAX])
+        yield f"{shown} joined" if len(names) <= REASONS_MAX else f"{shown} and {len(names) - REASONS_MAX} more joined"
+
+
+def _type(before: int, after: int) -> RescaleType:
+    if after == before:
+        return RescaleType.REPLACE
+    return RescaleType.SCALE_UP if after > before else RescaleType.SCALE_DOWN
+
+
+def _state(state: GlobalTrainingState, stop: Stop, now: Moment) -> GlobalTrainingState:
+    """The job's state as the source has it."""
+    return GlobalTrainingState(
+        stop.epoch,
+        stop.position,
+        stop.learning_rate or state.learning_rate,
+        stop.global_batch_size or state.global_batch_size,
+        state.active_worker_count,
+        now.wall,
+    )
+
+
+def _at_step(state: GlobalTrainingState, step: int, now: Moment) -> GlobalTrainingState:
+    return GlobalTrainingState(
+        state.current_epoch,
+        step,
+        state.learning_rate,
+        state.global_batch_size,
+        state.active_worker_count,
+        now.wall,
+    )

@@ -1,0 +1,56 @@
+"""Who of a world does not reach whom.
+
+Law: a worker's word about another proves nothing alone. It counts together with the daemon's own loss of that worker,
+or when world after world has come to nothing over it: then whoever most others are at odds with has to go, and the
+higher rank of two who only name each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+
+class Complaints:
+    """What workers said of each other since the last step that was committed."""
+
+    def __init__(self) -> None:
+        self._generation_of: dict[tuple[str, str], int] = {}
+        """By who complained, and of whom."""
+        self._generations: set[int] = set()
+
+    @property
+    def worlds(self) -> int:
+        """How many worlds there were complaints in."""
+        return len(self._generations)
+
+    def add(self, reporter: str, peer: str, generation: int) -> None:
+        """The one does not reach the other."""
+        self._generations.add(generation)
+        self._generation_of[reporter, peer] = generation
+
+    def about(self, peer: str, generation: int) -> str:
+        """Who does not reach it in this world; empty where everybody does."""
+        said = self._generation_of.items()
+        return next((who for (who, whom), when in said if whom == peer and when == generation), "")
+
+    def worst(self, rank_of: Callable[[str], int]) -> str | None:
+        """Whom most others are at odds with; None where nobody was named."""
+        others: dict[str, set[str]] = {}
+        for one, other in self._pairs():
+            others.setdefault(one, set()).add(other)
+        return max(others, key=lambda worker: (len(others[worker]), rank_of(worker)), default=None)
+
+    def forget(self, worker: str) -> None:
+        """Drop what it said, and what was said of it."""
+        self._generation_of = {pair: when for pair, when in self._generation_of.items() if worker not in pair}
+
+    def clear(self) -> None:
+        """All is well."""
+        if self._generations:
+            self._generation_of.clear()
+            self._generations.clear()
+
+    def _pairs(self) -> Iterator[tuple[str, str]]:
+        for one, other in self._generation_of:
+            yield one, other
+            yield other, one

@@ -1,0 +1,223 @@
+"""How a job's training is elastic: the settings, and what is wrong with them.
+
+Law: settings are checked as a whole, and every one that is wrong is named at once with what would be right. A job's
+settings hold those that differ from the defaults, under their names; a job may have settings of its own beside them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from forged.elastic.model import WORLD_SIZE_MAX, AdaptationStrategy, RedistributionType
+from forged.errors import ConfigError, Problem
+from forged.jobs.model import SettingValue
+
+WHOLE_NUMBER_MAX = 2**31 - 1
+HEARTBEATS_PER_TIMEOUT = 3
+
+
+class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job's training follows its workers as they come, go and die. Times are whole milliseconds."""
+
+    min_workers: int = 1
+    """With fewer, the job waits."""
+    max_workers: int = WORLD_SIZE_MAX
+    """With so many, those who wait to join need not wait for more."""
+    rescale_timeout_ms: int = 30_000
+    """How long a rescale may take; who has not answered by then has failed."""
+    max_consecutive_failures: int = 3
+    """So many failures without a committed step in between abort the job."""
+    lr_adaptation_strategy: AdaptationStrategy = AdaptationStrategy.LINEAR
+    """How the learning rate follows the number of workers, when the batch does."""
+    redistribution_type: RedistributionType = RedistributionType.FULL_RESHUFFLE
+    """What happens to the training data when the workers change."""
+    use_synchronous_rescaling: bool = True
+    """Whether training stops for a rescale, so that all take it up at the same step."""
+    stability_window_ms: int = 30_000
+    """How long nobody must have joined before those who did are taken in."""
+    worker_heartbeat_timeout_ms: int = 10_000
+    """How long nothing must have been heard of a worker before it has failed."""
+    failure_tolerance_percentage: int = 20
+    """How much of the world at the last commit may fail before the job is aborted; one worker always may."""
+    use_parallel_data_transfer: bool = True
+    """Whether training data travels in several transfers at once."""
+
+    failure_window_ms: int = 50
+    """How long after a failure the rescale starts, so that several failures at once make one rescale."""
+    reconnect_grace_ms: int = 15_000
+    """How long a worker may be without a connection when nothing tells that it died."""
+    min_workers_timeout_ms: int | None = 600_000
+    """How long a job waits for `min_workers` before it is aborted; None: for ever."""
+    stall_timeout_ms: int = 60_000
+    """How long a living worker may make no step before it counts as stalled."""
+    evict_stalled: bool = False
+    """Whether who is stalled is put out, or only shown."""
+    max_concurrent_transfers: int = 4
+    """How many transfers of training data run at once."""
+    scale_batch_with_world: bool = False
+    """Whether the global batch grows with the number of workers, and with it the learning rate."""
+    base_world_size: int | None = None
+    """The number of workers that the base rate and batch are right for; None: those of the first commit."""
+    base_learning_rate: float | None = None
+    """The learning rate for `base_world_size` workers; None: the rate of the first commit."""
+    global_batch_size: int | None = None
+    """The batch of all `base_world_size` workers together; None: the batch of the first commit."""
+
+    def validate(self) -> None:
+        """Raise one `ConfigError` that names every setting that is wrong."""
+        _check(self._values())
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, SettingValue]) -> ElasticTrainingConfig:
+        """What a job's settings say; the defaults, where they say nothing."""
+        values = {key: settings[key] for key in RULES if key in settings}
+        _check({**DEFAULTS, **values})
+        return msgspec.convert(values, cls)
+
+    def to_settings(self) -> dict[str, SettingValue]:
+        """What a job's settings must say for this to be read from them."""
+        self.validate()
+        changed = {key: value for key, value in self._values().items() if value != DEFAULTS[key]}
+        if self.base_learning_rate is not None:
+            changed["base_learning_rate"] = float(self.base_learning_rate)
+        return {key: value.value if isinstance(value, StrEnum) else value for key, value in changed.items()}
+
+    def _values(self) -> dict[str, SettingValue]:
+        return {key: getattr(self, key) for key in self.__struct_fields__}
+
+    @property
+    def rescale_timeout_s(self) -> float:
+        """`rescale_timeout_ms` in seconds."""
+        return self.rescale_timeout_ms / 1000
+
+    @property
+    def stability_window_s(self) -> float:
+        """`stability_window_ms` in seconds."""
+        return self.stability_window_ms / 1000
+
+    @property
+    def failure_window_s(self) -> float:
+        """`failure_window_ms` in seconds."""
+        return self.failure_window_ms / 1000
+
+    @property
+    def worker_heartbeat_timeout_s(self) -> float:
+        """`worker_heartbeat_timeout_ms` in seconds."""
+        return self.worker_heartbeat_timeout_ms / 1000
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """How many seconds lie between two heartbeats: two of them may be lost without a timeout."""
+        return self.worker_heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+
+    @property
+    def reconnect_grace_s(self) -> float:
+        """`reconnect_grace_ms` in seconds."""
+        return self.reconnect_grace_ms / 1000
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """`stall_timeout_ms` in seconds."""
+        return self.stall_timeout_ms / 1000
+
+    @property
+    def min_workers_timeout_s(self) -> float:
+        """`min_workers_timeout_ms` in seconds; infinite when the job waits for ever."""
+        return math.inf if self.min_workers_timeout_ms is None else self.min_workers_timeout_ms / 1000
+
+
+DEFAULTS: Mapping[str, SettingValue] = msgspec.structs.asdict(ElasticTrainingConfig())
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a setting must be: a test, and the same in words."""
+
+    accepts: Callable[[object], bool]
+    wanted: str
+
+
+def _whole(low: int, high: int = WHOLE_NUMBER_MAX) -> Rule:
+    def accepts(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+    return Rule(accepts, f"a whole number from {low} to {high}")
+
+
+def _rate() -> Rule:
+    def accepts(value: object) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value <= sys.float_info.max
+
+    return Rule(accepts, "a finite number more than 0")
+
+
+def _flag() -> Rule:
+    return Rule(lambda value: isinstance(value, bool), "true or false")
+
+
+def _one_of(choices: type[StrEnum]) -> Rule:
+    names = tuple(choice.value for choice in choices)
+    return Rule(lambda value: isinstance(value, str) and value in names, f"one of {', '.join(names)}")
+
+
+def _or_none(rule: Rule, meaning: str) -> Rule:
+    return Rule(lambda value: value is None or rule.accepts(value), f"{rule.wanted}, or none for {meaning}")
+
+
+RULES: Mapping[str, Rule] = {
+    "min_workers": _whole(1, WORLD_SIZE_MAX),
+    "max_workers": _whole(1, WORLD_SIZE_MAX),
+    "rescale_timeout_ms": _whole(0),
+    "max_consecutive_failures": _whole(0),
+    "lr_adaptation_strategy": _one_of(AdaptationStrategy),
+    "redistribution_type": _one_of(RedistributionType),
+    "use_synchronous_rescaling": _flag(),
+    "stability_window_ms": _whole(0),
+    "worker_heartbeat_timeout_ms": _whole(1),
+    "failure_tolerance_percentage": _whole(0, 100),
+    "use_parallel_data_transfer": _flag(),
+    "failure_window_ms": _whole(0),
+    "reconnect_grace_ms": _whole(0),
+    "min_workers_timeout_ms": _or_none(_whole(0), "no end"),
+    "stall_timeout_ms": _whole(1),
+    "evict_stalled": _flag(),
+    "max_concurrent_transfers": _whole(1),
+    "scale_batch_with_world": _flag(),
+    "base_world_size": _or_none(_whole(1, WORLD_SIZE_MAX), "that of the first commit"),
+    "base_learning_rate": _or_none(_rate(), "that of the first commit"),
+    "global_batch_size": _or_none(_whole(1), "that of the first commit"),
+}
+
+
+def find_problems(values: Mapping[str, SettingValue]) -> Iterator[Problem]:
+    """Everything that is wrong with settings, all of which are given."""
+    for key, rule in RULES.items():
+        value = values[key]
+        if not rule.accepts(value):
+            yield Problem(key, value, rule.wanted)
+        elif key == "max_workers" and _falls_short(value, values["min_workers"]):
+            yield Problem(key, value, f"at least min_workers, which is {values['min_workers']}")
+
+
+def _falls_short(most: object, least: object) -> bool:
+    """Whether the one is less than the other, where the other is right; a wrong one is named for itself."""
+    is_right = RULES["min_workers"].accepts(least)
+    return is_right and isinstance(most, int) and isinstance(least, int) and most < least
+
+
+def _check(values: Mapping[str, SettingValue]) -> None:
+    problems = tuple(find_problems(values))
+    if problems:
+        keys = ", ".join(problem.key for problem in problems)
+        raise ConfigError("elastic_config_invalid", f"elastic training cannot have this: {keys}", problems=problems)
+
+
+def tolerated_failures(world: int, percentage: int) -> int:
+    """How many of `world` workers may fail before the job is aborted: so many percent, rounded down, at least one."""
+    return max(1, world * percentage // 100)

@@ -1,0 +1,93 @@
+"""The workers of a job, and what speaks for and against their being alive.
+
+Law: a worker fails by evidence, and the evidence is in words. What its process says of itself counts for it, the end of
+its process against it at once; silence counts only when it has lasted, because a busy machine is silent too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.model import WorkerId
+
+PULSE_INTERVAL_S = 0.5
+"""How often the pulse of a worker speaks."""
+PULSES_MISSED_MAX = 4
+"""So many intervals without a word, and there is no pulse that could tell of a death."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that has registered. What the store keeps of it comes first; the rest is known by evidence."""
+
+    worker: WorkerId
+    incarnation: bytes
+    client: bytes
+    joined_at: float
+    pid: int = 0
+    host: str = ""
+    local_world_size: int = 1
+    attributes: dict[str, str] = field(default_factory=dict)
+    leaving: str | None = None
+    """Why it is to go; None while it may stay."""
+
+    joined_id: int = 0
+    """The id of the fact that it has joined; 0 where another daemon has told that."""
+    seen_at: float = 0.0
+    """When it registered with, or was loaded by, this daemon; like all times below by the monotonic clock."""
+    lost_at: float | None = None
+    """Since when it has no connection; None while it has one."""
+    heard_at: float | None = None
+    pulse_at: float | None = None
+    cpu_s: float | None = None
+    step: int = 0
+    """The steps that it has committed, as far as it said."""
+    marks: int = 0
+    """How often it has come to where workers meet, which shows who keeps the others waiting."""
+    progress_at: float = 0.0
+    stalled: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.worker.id
+
+    @property
+    def connected(self) -> bool:
+        return self.lost_at is None
+
+    def last_heard_at(self) -> float:
+        """When anything of it was heard last: its library, its pulse, or its registering."""
+        return max(self.seen_at, self.heard_at or 0.0, self.pulse_at or 0.0)
+
+    def has_pulse(self, now: float) -> bool:
+        """Whether there is a pulse that would tell of its death."""
+        return self.pulse_at is not None and now - self.pulse_at < PULSES_MISSED_MAX * PULSE_INTERVAL_S
+
+    def forgive(self, late_s: float, now: float) -> None:
+        """Hold nothing against it that nobody could have heard for so long."""
+        self.seen_at = min(self.seen_at + late_s, now)
+        self.progress_at = min(self.progress_at + late_s, now)
+        self.lost_at = None if self.lost_at is None else min(self.lost_at + late_s, now)
+        self.heard_at = None if self.heard_at is None else min(self.heard_at + late_s, now)
+        self.pulse_at = None if self.pulse_at is None else min(self.pulse_at + late_s, now)
+
+    def hear(self, now: float, step: int, marks: int) -> bool:
+        """Take word of how far it is; tells whether that is further than before."""
+        further = step > self.step or marks > self.marks
+        if further:
+            self.step, self.marks, self.progress_at = max(step, self.step), max(marks, self.marks), now
+        return further
+
+
+def death_of(member: Member, config: ElasticTrainingConfig, now: float) -> str | None:
+    """Why it counts as dead by now; None while it does not."""
+    if member.lost_at is not None:
+        # Whoever has no connection is silent of course, and has its grace to come back.
+        if now - member.lost_at < config.reconnect_grace_s:
+            return None
+        return f"its connection was lost {now - member.lost_at:.1f} s ago and did not come back"
+    silent_s = now - member.last_heard_at()
+    if silent_s < config.worker_heartbeat_timeout_s:
+        return None
+    return f"neither its library nor its pulse was heard for {silent_s:.1f} s"

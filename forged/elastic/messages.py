@@ -1,0 +1,501 @@
+"""What is said about elastic training: by the daemon (facts), to it (requests, signals).
+
+Law: a worker is named by its id, and speaks for itself only with the incarnation that it drew when it started: another
+process under the same id is another worker. What concerns one attempt at a rescale carries the attempt's number.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from forged.auth.model import Role
+from forged.elastic.model import (
+    ClusterTopology,
+    GlobalTrainingState,
+    RescaleType,
+    TopologyDelta,
+    WorkerId,
+    WorkerStatus,
+)
+from forged.elastic.phases import Phase
+from forged.jobs.model import SettingValue
+from forged.messages import Fact, Fence, Nothing, Request, Signal
+
+INCARNATION_BYTES = 16
+
+
+# Facts.
+
+
+class WorkerJoined(Fact, frozen=True):
+    """A worker has registered and waits for its rank."""
+
+    worker: WorkerId
+
+
+class WorkerReturned(Fact, frozen=True):
+    """A worker whose connection was lost is back, the same process; its rank is its own still."""
+
+    worker_id: str
+    after_s: float
+
+
+class WorkerLeft(Fact, frozen=True):
+    """A worker has gone in good order, or was told to."""
+
+    worker_id: str
+    reason: str
+
+
+class WorkerFailed(Fact, frozen=True):
+    """A worker is dead, or counts as dead; the reason is the evidence."""
+
+    level: ClassVar[str] = "warning"
+
+    worker_id: str
+    rank: int
+    reason: str
+
+
+class WorkerDraining(Fact, frozen=True):
+    """A worker is to finish its step and go."""
+
+    worker_id: str
+    reason: str
+
+
+class WorkerStalled(Fact, frozen=True):
+    """A worker lives and makes no progress."""
+
+    level: ClassVar[str] = "warning"
+
+    worker_id: str
+    step: int
+    for_s: float
+
+
+class WorkerRecovered(Fact, frozen=True):
+    """A worker that was stalled makes progress again."""
+
+    worker_id: str
+    step: int
+
+
+class WorkerLost(Fact, frozen=True):
+    """A worker's connection is gone, and nothing says yet that it died; it has its grace to come back."""
+
+    worker_id: str
+    reason: str
+    grace_s: float
+
+
+class RescaleStarted(Fact, frozen=True):
+    """A new world is to be agreed on: its members stop behind their step and say how far they are."""
+
+    attempt: int
+    type: RescaleType
+    world_size: int
+    added: list[str]
+    removed: list[str]
+    reason: str
+
+
+class RescaleSynchronising(Fact, frozen=True):
+    """All members have stopped; who is behind the step, or new, takes the state from the source."""
+
+    attempt: int
+    source: WorkerId
+    step: int
+    behind: int
+
+
+class RescaleCompleted(Fact, frozen=True):
+    """The new world holds, and goes on behind the step. `delta` leads to it from the one before."""
+
+    attempt: int
+    type: RescaleType
+    delta: TopologyDelta
+    step: int
+    epoch: int
+    learning_rate: float
+    global_batch_size: int
+    added: list[str]
+    removed: list[str]
+    reason: str
+    took_s: float
+
+
+class RescaleAborted(Fact, frozen=True):
+    """An attempt was given up; another follows, or the job waits."""
+
+    attempt: int
+    reason: str
+
+
+class JobWaiting(Fact, frozen=True):
+    """Too few workers are left; the job goes on when there are enough."""
+
+    level: ClassVar[str] = "warning"
+
+    workers: int
+    needed: int
+
+
+class JobPaused(Fact, frozen=True):
+    """Training is to rest behind its step."""
+
+    reason: str
+
+
+class JobResumed(Fact, frozen=True):
+    """Training goes on."""
+
+    reason: str
+
+
+class JobCompleted(Fact, frozen=True):
+    """Training is done."""
+
+    step: int
+
+
+class JobAborted(Fact, frozen=True):
+    """Training was given up; its state is kept."""
+
+    level: ClassVar[str] = "error"
+
+    reason: str
+    step: int
+
+
+# Requests of workers.
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """What a worker has to know: where the job is. `attempt` is the one that is under way, 0 without one."""
+
+    generation: int
+    fence: Fence
+    phase: Phase
+    paused: bool
+    attempt: int
+    peer_key: bytes
+    """With which the workers of the job tell each other from strangers."""
+    topology: ClusterTopology
+    state: GlobalTrainingState
+    settings: dict[str, SettingValue]
+
+
+class JoinJob(Request[Joined], frozen=True):
+    """Register as a worker of a job; the same incarnation may do so again. The first one creates the job.
+
+    `settings`, if given, are those that the job has to have.
+    """
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    worker: WorkerId
+    incarnation: bytes
+    pid: int = 0
+    local_world_size: int = 1
+    attributes: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
+    settings: dict[str, SettingValue] | None = None
+
+
+class LeaveJob(Request[Nothing], frozen=True):
+    """Go: in good order, because the training is `done`, or because the worker `failed`. Unknown workers: no error."""
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    reason: str = ""
+    done: bool = False
+    failed: bool = False
+    step: int = 0
+
+
+class ReportPaused(Request[Nothing], frozen=True):
+    """The worker has stopped for an attempt, with so many steps committed.
+
+    `finished` tells that it has done the next one too, and does not know whether all have. `holds_state` is false for
+    who has no state yet.
+    """
+
+    needs: ClassVar[Role] = Role.WORKER
+    decides: ClassVar[bool] = True
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    attempt: int
+    step: int
+    epoch: int = 0
+    learning_rate: float = 0.0
+    global_batch_size: int = 0
+    holds_state: bool = True
+    finished: bool = False
+
+
+class ReportReady(Request[Nothing], frozen=True):
+    """The worker has the state of the attempt's source."""
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    attempt: int
+
+
+class ReportTrouble(Request[Nothing], frozen=True):
+    """The worker cannot go on with its world, because it does not reach a peer (if one is named)."""
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    generation: int
+    peer: str = ""
+    reason: str = ""
+
+
+class ReportDeath(Request[Nothing], frozen=True):
+    """The pulse of a worker says that the worker's process has ended."""
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    reason: str = ""
+
+
+class ReadTopology(Request[ClusterTopology], frozen=True):
+    """The world that was committed last."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+
+    job: str
+
+
+# Signals of workers.
+
+
+class Heartbeat(Signal, frozen=True):
+    """A worker lives, has committed so many steps, and has come so often to where workers meet."""
+
+    external: ClassVar[bool] = True
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    step: int = 0
+    marks: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.worker_id
+
+
+class Pulse(Signal, frozen=True):
+    """The process of a worker lives, whatever its library does: CPU seconds used, steps made."""
+
+    external: ClassVar[bool] = True
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    cpu_s: float = 0.0
+    step: int = 0
+    marks: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.worker_id
+
+
+# Requests of people.
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as it is shown."""
+
+    id: str
+    rank: int
+    status: WorkerStatus
+    job: str
+    generation: int
+    step: int
+    last_heartbeat_age_s: float | None
+    address: str
+    host: str
+    pid: int
+    connected: bool
+    stalled: bool
+    cpu_s: float | None
+    joined_at: float
+    local_world_size: int
+    attributes: dict[str, str]
+
+
+class WorkerPage(msgspec.Struct, frozen=True):
+    """Some workers; `more` tells that there are others behind the last of them."""
+
+    workers: list[WorkerView]
+    more: bool
+
+
+class RescaleView(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt at a rescale that is under way."""
+
+    attempt: int
+    stage: str
+    for_s: float
+    waiting_for: list[str]
+    added: list[str]
+    removed: list[str]
+    reason: str
+
+
+class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's training as it is shown."""
+
+    job: str
+    phase: Phase
+    paused: bool
+    generation: int
+    world_size: int
+    joining: int
+    state: GlobalTrainingState
+    failures: int
+    reason: str
+    rescale: RescaleView | None
+
+
+class ListWorkers(Request[WorkerPage], frozen=True):
+    """The workers of a job by id, behind the id `after`."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+
+    job: str
+    after: str = ""
+    limit: int = 500
+
+
+class ShowWorker(Request[WorkerView], frozen=True):
+    """One worker."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+
+    job: str
+    worker_id: str
+
+
+class ShowCluster(Request[ClusterView], frozen=True):
+    """Where a job's training is."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+
+    job: str
+
+
+class DrainWorker(Request[Nothing], frozen=True):
+    """Have a worker finish its step and go."""
+
+    job: str
+    worker_id: str
+    reason: str = "an operator's wish"
+
+
+class EvictWorker(Request[Nothing], frozen=True):
+    """Count a worker as dead."""
+
+    job: str
+    worker_id: str
+    reason: str = "an operator's wish"
+
+
+class PauseJob(Request[Nothing], frozen=True):
+    """Let training rest behind its step."""
+
+    job: str
+    reason: str = "an operator's wish"
+
+
+class ResumeJob(Request[Nothing], frozen=True):
+    """Let training go on."""
+
+    job: str
+    reason: str = "an operator's wish"
+
+
+class AbortJob(Request[Nothing], frozen=True):
+    """Give training up."""
+
+    job: str
+    reason: str = "an operator's wish"
+
+
+class RescaleJob(Request[Nothing], frozen=True):
+    """Start a rescale now, with whoever is there."""
+
+    job: str
+    reason: str = "an operator's wish"
+
+
+class PlannedWorker(msgspec.Struct, frozen=True):
+    """Who would have which rank; -1 for none."""
+
+    id: str
+    rank: int
+    new_rank: int
+
+
+class RescalePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rescale to so many workers would do."""
+
+    world_size: int
+    new_world_size: int
+    workers: list[PlannedWorker]
+    moves: int
+    learning_rate: float
+    new_learning_rate: float
+    global_batch_size: int
+    new_global_batch_size: int
+    remarks: list[str]
+
+
+class PlanRescale(Request[RescalePlan], frozen=True):
+    """Say what a rescale to so many workers would do, and do nothing."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+
+    job: str
+    workers: int
+
+
+WORKER_REQUESTS = (JoinJob, LeaveJob, ReportPaused, ReportReady, ReportTrouble, ReportDeath, ReadTopology)
+OPERATOR_REQUESTS = (
+    ListWorkers,
+    ShowWorker,
+    ShowCluster,
+    DrainWorker,
+    EvictWorker,
+    PauseJob,
+    ResumeJob,
+    AbortJob,
+    RescaleJob,
+    PlanRescale,
+)
+REQUESTS = (*WORKER_REQUESTS, *OPERATOR_REQUESTS)

@@ -1,0 +1,147 @@
+"""What is kept of a job's training in the store.
+
+Law: a change writes only what it changed: a member its record, a commit the world, everything else the cluster. What
+comes back is what was there, but for what is known by evidence only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from forged.elastic.cluster import Base, Cluster, Moment
+from forged.elastic.members import Member
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, WorkerId
+from forged.elastic.phases import Phase
+from forged.jobs.model import SettingValue
+
+PREFIX = "elastic/"
+CLUSTER, WORLD, MEMBER = "cluster", "world", "member"
+
+
+class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the training is, and with which of the job's settings."""
+
+    settings: dict[str, SettingValue]
+    key: bytes
+    phase: Phase
+    paused: bool
+    state: GlobalTrainingState
+    attempts: int
+    failures: int
+    failures_in_a_row: int
+    failed_at_step: int
+    base: tuple[int, float, int]
+    reason: str
+    why: list[str]
+
+
+class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The committed world; `incarnations` are those of its workers, in the order of their ranks."""
+
+    topology: ClusterTopology
+    incarnations: tuple[bytes, ...]
+
+
+class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that has registered."""
+
+    worker: WorkerId
+    incarnation: bytes
+    client: bytes
+    joined_at: float
+    pid: int
+    host: str
+    local_world_size: int
+    attributes: dict[str, str]
+    leaving: str | None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_cluster = msgspec.msgpack.Decoder(ClusterRecord).decode
+_decode_world = msgspec.msgpack.Decoder(WorldRecord).decode
+_decode_member = msgspec.msgpack.Decoder(MemberRecord).decode
+
+
+def job_of(key: str) -> str:
+    """The job that a key is about."""
+    return key.removeprefix(PREFIX).partition("/")[0]
+
+
+def writes(cluster: Cluster) -> dict[str, bytes | None]:
+    """What has changed since the outbox was emptied."""
+    out, prefix = cluster.out, f"{PREFIX}{cluster.job}/"
+    found: dict[str, bytes | None] = {}
+    if out.cluster or out.world:
+        found[prefix + CLUSTER] = _encode(_cluster_record(cluster))
+    if out.world:
+        found[prefix + WORLD] = _encode(
+            WorldRecord(topology=cluster.topology, incarnations=tuple(cluster.world.values()))
+        )
+    for worker in out.members:
+        member = cluster.members.get(worker)
+        found[f"{prefix}{MEMBER}/{worker}"] = None if member is None else _encode(_member_record(member))
+    return found
+
+
+def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Cluster | None:
+    """The cluster that these entries were written for; all members have yet to come back. None where it is no more."""
+    cluster = Cluster(job, {})
+    members: list[Member] = []
+    for key, value in entries:
+        kind = key.removeprefix(f"{PREFIX}{job}/").partition("/")[0]
+        if kind == CLUSTER:
+            _take_cluster(cluster, _decode_cluster(value))
+        elif kind == WORLD:
+            _take_world(cluster, _decode_world(value))
+        else:
+            members.append(_member(_decode_member(value), now))
+    if not cluster.known:
+        return None
+    # Who came first is taken in first, also behind a restart.
+    cluster.members = {member.id: member for member in sorted(members, key=lambda member: member.joined_at)}
+    cluster.resume_from_store(now)
+    return cluster
+
+
+def _cluster_record(cluster: Cluster) -> ClusterRecord:
+    return ClusterRecord(
+        settings=cluster.settings,
+        key=cluster.key,
+        phase=cluster.phase,
+        paused=cluster.paused,
+        state=cluster.state,
+        attempts=cluster.attempts,
+        failures=cluster.failures,
+        failures_in_a_row=cluster.failures_in_a_row,
+        failed_at_step=cluster.failed_at_step,
+        base=cluster.base,
+        reason=cluster.reason,
+        why=cluster.why,
+    )
+
+
+def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
+    cluster.known, cluster.key = True, record.key
+    cluster.configure(record.settings)
+    cluster.phase, cluster.paused, cluster.state = record.phase, record.paused, record.state
+    cluster.attempts, cluster.failures = record.attempts, record.failures
+    cluster.failures_in_a_row, cluster.failed_at_step = record.failures_in_a_row, record.failed_at_step
+    cluster.base, cluster.reason, cluster.why = Base(*record.base), record.reason, record.why
+
+
+def _take_world(cluster: Cluster, record: WorldRecord) -> None:
+    cluster.topology = record.topology
+    ids = (worker.id for worker in record.topology.workers)
+    cluster.world = dict(zip(ids, record.incarnations, strict=True))
+
+
+def _member_record(member: Member) -> MemberRecord:
+    return MemberRecord(**{name: getattr(member, name) for name in MemberRecord.__struct_fields__})
+
+
+def _member(record: MemberRecord, now: Moment) -> Member:
+    member = Member(**msgspec.structs.asdict(record))
+    member.seen_at = member.lost_at = member.progress_at = now.monotonic
+    return member

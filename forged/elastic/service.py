@@ -1,0 +1,556 @@
+"""Elastic training on the bus: the coordinator.
+
+Law: a cluster is changed by one call at a time, and what comes out of the call is decided together, at once. What
+happens by itself (a connection that is lost, time that is over) waits until decisions can be written; what somebody
+asks for is refused until then. A fact that made a rescale necessary is that rescale's cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from forged.bus import Bus
+from forged.clock import Clock
+from forged.elastic.attempt import Stop
+from forged.elastic.cluster import NEVER, Cluster, Moment, Probe
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.members import Member
+from forged.elastic.messages import (
+    INCARNATION_BYTES,
+    AbortJob,
+    ClusterView,
+    DrainWorker,
+    EvictWorker,
+    Heartbeat,
+    JobAborted,
+    JobCompleted,
+    JobWaiting,
+    Joined,
+    JoinJob,
+    LeaveJob,
+    ListWorkers,
+    PauseJob,
+    PlanRescale,
+    Pulse,
+    ReadTopology,
+    ReportDeath,
+    ReportPaused,
+    ReportReady,
+    ReportTrouble,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleJob,
+    RescalePlan,
+    RescaleStarted,
+    RescaleSynchronising,
+    ResumeJob,
+    ShowCluster,
+    ShowWorker,
+    WorkerJoined,
+    WorkerPage,
+    WorkerView,
+)
+from forged.elastic.model import ClusterTopology, WorkerId, check_worker
+from forged.elastic.records import PREFIX, job_of, restored, writes
+from forged.elastic.views import cluster_view, plan, worker_view
+from forged.errors import RequestRefused
+from forged.jobs.model import CreateJob, JobChanged, JobRemoved
+from forged.ledger import read_all
+from forged.messages import Call, Decision, Fact, Fence, Nothing, Record
+from forged.pages import take_page
+from forged.store.port import Store
+
+R = TypeVar("R")
+
+OWNER = "elastic"
+PART_MAX = 40
+"""Facts, and keys, that are decided together: a transaction has its limits."""
+ATTRIBUTES_MAX = 64
+ATTRIBUTE_CHARS_MAX = 1_000
+PEER_KEY_BYTES = 32
+PROBES_MAX = 256
+"""Addresses that are asked at once; the others are asked later."""
+STEP_MAX = 2**53
+BATCH_MAX = 2**31 - 1
+LEARNING_RATE_MAX = 1e100
+"""Beyond these, nobody trains, and the world's size times the number could not be written any more."""
+
+AskWhether = Callable[[WorkerId], Awaitable[bool]]
+"""Whether an address refuses connections; false where it accepts one, and where nothing can be said."""
+
+_FOLLOWS = (
+    RescaleStarted,
+    RescaleAborted,
+    RescaleSynchronising,
+    RescaleCompleted,
+    JobWaiting,
+    JobAborted,
+    JobCompleted,
+)
+
+
+class ElasticService:
+    """Owns the clusters of all jobs."""
+
+    def __init__(self, bus: Bus, clock: Clock, is_refused: AskWhether, token_bytes: Callable[[int], bytes]) -> None:
+        self.clusters: dict[str, Cluster] = {}
+        self._bus = bus
+        self._clock = clock
+        self._is_refused = is_refused
+        self._token_bytes = token_bytes
+        self._by_client: defaultdict[bytes, set[tuple[str, str]]] = defaultdict(set)
+        self._connected: set[bytes] = set()
+        self._remains: dict[str, None] = {}
+        """Keys of what is no more, which are deleted by and by."""
+        self._probing: set[Probe] = set()
+        self._tasks: TaskGroup | None = None
+        self._woken = anyio.Event()
+        self._serve()
+
+    def _serve(self) -> None:
+        serve = self._bus.serve
+        serve(JoinJob, self._join, owner=OWNER)
+        serve(LeaveJob, self._leave, owner=OWNER)
+        serve(ReportPaused, self._paused, owner=OWNER)
+        serve(ReportReady, self._ready, owner=OWNER)
+        serve(ReportTrouble, self._trouble, owner=OWNER)
+        serve(ReportDeath, self._death, owner=OWNER)
+        serve(ReadTopology, self._topology, owner=OWNER)
+        serve(ListWorkers, self._list, owner=OWNER)
+        serve(ShowWorker, self._show, owner=OWNER)
+        serve(ShowCluster, self._show_cluster, owner=OWNER)
+        serve(PlanRescale, self._plan, owner=OWNER)
+        serve(DrainWorker, self._drain, owner=OWNER)
+        serve(EvictWorker, self._evict, owner=OWNER)
+        serve(PauseJob, lambda request, call: self._want(request, call, Cluster.pause), owner=OWNER)
+        serve(ResumeJob, lambda request, call: self._want(request, call, Cluster.resume), owner=OWNER)
+        serve(AbortJob, lambda request, call: self._want(request, call, Cluster.abort), owner=OWNER)
+        serve(RescaleJob, lambda request, call: self._want(request, call, Cluster.rescale), owner=OWNER)
+        self._bus.on_signal(Heartbeat, self._heartbeat, name="elastic.heartbeats")
+        self._bus.on_signal(Pulse, self._pulse, name="elastic.pulses")
+        self._bus.on(JobChanged, self._job_changed, name="elastic.settings", durable=True)
+        self._bus.on(JobRemoved, self._job_removed, name="elastic.removal", durable=True)
+
+    # Loading.
+
+    async def load(self, store: Store) -> None:
+        """Become what the store holds; who is connected is known already, or will be."""
+        entries: defaultdict[str, list[tuple[str, bytes]]] = defaultdict(list)
+        for entry in await read_all(store, PREFIX):
+            entries[job_of(entry.key)].append((entry.key, entry.value))
+        now = self._now()
+        self.clusters.clear()
+        self._by_client.clear()
+        self._remains.clear()
+        for job, found in entries.items():
+            cluster = restored(job, found, now)
+            if cluster is None:
+                self._remains.update(dict.fromkeys(key for key, _ in found))
+            else:
+                self.clusters[job] = cluster
+        for cluster in self.clusters.values():
+            for member in cluster.members.values():
+                self._by_client[member.client].add((cluster.job, member.id))
+                if member.client in self._connected:
+                    member.lost_at = None
+        self._wake()
+
+    def generation(self, job: str) -> int:
+        """The number of a job's committed world; 0 where there is none."""
+        cluster = self.clusters.get(job)
+        return 0 if cluster is None else cluster.generation
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are, in all jobs."""
+        return sum(len(cluster.members) for cluster in self.clusters.values())
+
+    # Connections.
+
+    def arrived(self, client: bytes) -> None:
+        """A client has said hello."""
+        self._connected.add(client)
+        for cluster, worker in self._workers_of(client):
+            cluster.returned(worker, self._now())
+            self._settle(cluster)
+
+    def departed(self, client: bytes) -> None:
+        """A client's last connection is gone."""
+        self._connected.discard(client)
+        for cluster, worker in self._workers_of(client):
+            cluster.lost(worker, self._now())
+            self._settle(cluster)
+
+    def _workers_of(self, client: bytes) -> list[tuple[Cluster, str]]:
+        """The workers that a client speaks for; those that it did once are forgotten."""
+        found: list[tuple[Cluster, str]] = []
+        for job, worker in tuple(self._by_client.get(client, ())):
+            cluster = self.clusters.get(job)
+            member = cluster.members.get(worker) if cluster else None
+            if cluster is not None and member is not None and member.client == client:
+                found.append((cluster, worker))
+            else:
+                self._by_client[client].discard((job, worker))
+        if not found:
+            self._by_client.pop(client, None)
+        return found
+
+    # Running.
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Do what is due, for ever."""
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            task_status.started()
+            while True:
+                self._woken = anyio.Event()
+                await self._rest()
+                if self._bus.ledger.writable_now:
+                    self._tick()
+
+    async def _rest(self) -> None:
+        """Sleep until something is due, or has happened."""
+        await self._bus.ledger.writable()
+        due = min((cluster.due_at() for cluster in self.clusters.values()), default=NEVER)
+        with anyio.move_on_after(max(0.0, due - self._clock.monotonic())):
+            await self._woken.wait()
+
+    def _tick(self) -> None:
+        now = self._now()
+        for cluster in self.clusters.values():
+            if cluster.due_at() <= now.monotonic or cluster.out:
+                cluster.tick(now)
+                self._settle(cluster)
+        if self._remains:
+            keys = list(islice(self._remains, PART_MAX))
+            self._bus.ledger.append(Decision(None, writes=dict.fromkeys(keys)), origin=OWNER)
+            for key in keys:
+                del self._remains[key]
+
+    async def _probe(self, job: str, probe: Probe) -> None:
+        try:
+            refused = await self._is_refused(probe.worker)
+        finally:
+            self._probing.discard(probe)
+        if not refused:
+            return
+        cluster = self.clusters.get(job)
+        if cluster is not None:
+            cluster.probed(probe.worker.id, probe.incarnation, self._now(), refused=True)
+            self._settle(cluster)
+
+    # What workers ask.
+
+    async def _join(self, request: JoinJob, call: Call) -> Decision[Joined]:
+        worker = check_worker("worker", request.worker)
+        _check_joining(request)
+        known = self.clusters.get(request.job) if request.settings is None else None
+        settings = known.settings if known else await self._settings(request, call)
+        cluster = self.clusters.get(request.job)
+        if cluster is None:
+            key = self._token_bytes(PEER_KEY_BYTES)
+            cluster = self.clusters[request.job] = Cluster(request.job, settings, key)
+        now = self._now()
+        newcomer = Member(
+            worker,
+            request.incarnation,
+            call.client,
+            now.wall,
+            pid=request.pid,
+            host=call.origin.rpartition(" at ")[2],
+            local_world_size=request.local_world_size,
+            attributes=request.attributes,
+        )
+        cluster.join(newcomer, now)
+        self._by_client[call.client].add((cluster.job, worker.id))
+        fence = self._bus.desk.fence_of(cluster.job) or Fence(self._bus.ledger.term, cluster.generation)
+        return self._decide(cluster, _joined(cluster, fence))
+
+    async def _settings(self, request: JoinJob, call: Call) -> dict[str, Any]:
+        """The settings of the job, which is created if need be."""
+        # Refused before there is a job that nobody could train.
+        ElasticTrainingConfig.from_settings(request.settings or {})
+        ours = Call(call.principal, call.origin, cause=call.cause, timeout_s=call.timeout_s)
+        job = await self._bus.ask(CreateJob(request.job, request.settings or {}), ours)
+        return dict(job.settings)
+
+    def _leave(self, request: LeaveJob, call: Call) -> Decision[Nothing]:
+        cluster = self.clusters.get(request.job)
+        if cluster is None:
+            return Decision(Nothing())
+        now = self._now()
+        if request.failed:
+            cluster.died(request.worker_id, request.incarnation, now, request.reason or "it said so")
+        else:
+            cluster.leave(
+                request.worker_id,
+                request.incarnation,
+                now,
+                reason=request.reason,
+                done=request.done,
+                step=request.step,
+            )
+        return self._decide(cluster, Nothing())
+
+    def _paused(self, request: ReportPaused, call: Call) -> Decision[Nothing]:
+        cluster = self._get(request.job)
+        _check_stop(request)
+        stop = Stop(
+            request.step,
+            request.holds_state,
+            request.finished,
+            request.epoch,
+            request.learning_rate,
+            request.global_batch_size,
+        )
+        cluster.stopped(request.worker_id, request.incarnation, request.attempt, stop, self._now())
+        return self._decide(cluster, Nothing())
+
+    def _ready(self, request: ReportReady, call: Call) -> Decision[Nothing]:
+        cluster = self._get(request.job)
+        cluster.ready(request.worker_id, request.incarnation, request.attempt, self._now())
+        return self._decide(cluster, Nothing())
+
+    def _trouble(self, request: ReportTrouble, call: Call) -> Decision[Nothing]:
+        cluster = self._get(request.job)
+        cluster.trouble(
+            request.worker_id,
+            request.incarnation,
+            request.generation,
+            self._now(),
+            peer=request.peer,
+            why=request.reason,
+        )
+        return self._decide(cluster, Nothing())
+
+    def _death(self, request: ReportDeath, call: Call) -> Decision[Nothing]:
+        cluster = self.clusters.get(request.job)
+        if cluster is None:
+            return Decision(Nothing())
+        reason = request.reason or "its process has ended"
+        cluster.died(request.worker_id, request.incarnation, self._now(), reason)
+        return self._decide(cluster, Nothing())
+
+    def _topology(self, request: ReadTopology, call: Call) -> ClusterTopology:
+        return self._get(request.job).topology
+
+    def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
+        cluster = self.clusters.get(signal.job)
+        if cluster is not None:
+            cluster.heartbeat(signal.worker_id, signal.incarnation, signal.step, signal.marks, self._now())
+            self._settle(cluster)
+
+    def _pulse(self, signal: Pulse, call: Call) -> None:
+        cluster = self.clusters.get(signal.job)
+        if cluster is not None:
+            now = self._now()
+            cluster.pulse(signal.worker_id, signal.incarnation, signal.step, signal.marks, signal.cpu_s, now)
+            self._settle(cluster)
+
+    # What operators ask.
+
+    def _list(self, request: ListWorkers, call: Call) -> WorkerPage:
+        cluster = self._get(request.job)
+        now = self._clock.monotonic()
+        names = sorted(worker for worker in cluster.members if worker > request.after)
+        return WorkerPage(
+            *take_page((worker_view(cluster, cluster.members[name], now) for name in names), request.limit)
+        )
+
+    def _show(self, request: ShowWorker, call: Call) -> WorkerView:
+        cluster = self._get(request.job)
+        return worker_view(cluster, cluster.member(request.worker_id), self._clock.monotonic())
+
+    def _show_cluster(self, request: ShowCluster, call: Call) -> ClusterView:
+        return cluster_view(self._get(request.job), self._clock.monotonic())
+
+    def _plan(self, request: PlanRescale, call: Call) -> RescalePlan:
+        return plan(self._get(request.job), request.workers)
+
+    def _drain(self, request: DrainWorker, call: Call) -> Decision[Nothing]:
+        cluster = self._get(request.job)
+        cluster.drain(request.worker_id, self._now(), request.reason)
+        return self._decide(cluster, Nothing())
+
+    def _evict(self, request: EvictWorker, call: Call) -> Decision[Nothing]:
+        cluster = self._get(request.job)
+        cluster.evict(request.worker_id, self._now(), request.reason)
+        return self._decide(cluster, Nothing())
+
+    def _want(self, request: Any, call: Call, act: Callable[[Cluster, Moment, str], None]) -> Decision[Nothing]:
+        cluster = self._get(request.job)
+        act(cluster, self._now(), request.reason)
+        return self._decide(cluster, Nothing())
+
+    # What happens to jobs.
+
+    def _job_changed(self, record: Record) -> Decision[None] | None:
+        fact, cluster = record.fact, self.clusters.get(record.job)
+        if cluster is None or not isinstance(fact, JobChanged):
+            return None
+        cluster.configure(fact.settings)
+        cluster.out.cluster = True
+        return self._decide(cluster, None)
+
+    def _job_removed(self, record: Record) -> Decision[None] | None:
+        cluster = self.clusters.pop(record.job, None)
+        if cluster is None:
+            return None
+        for member in cluster.members.values():
+            self._by_client[member.client].discard((cluster.job, member.id))
+            cluster.out.members.add(member.id)
+        cluster.members.clear()
+        cluster.out.cluster = cluster.out.world = True
+        keys = list(writes(cluster))
+        # First what makes it known, so that what is left of it is known for what it is.
+        keys.sort(key=lambda key: key.count("/"))
+        self._remains.update(dict.fromkeys(keys[PART_MAX:]))
+        self._wake()
+        return Decision(None, writes=dict.fromkeys(keys[:PART_MAX]))
+
+    # Deciding.
+
+    def _settle(self, cluster: Cluster) -> None:
+        """Decide what has come out of something that nobody asked for, if that can be done now."""
+        self._send_probes(cluster)
+        if cluster.out and self._bus.ledger.writable_now:
+            self._bus.ledger.append(self._decide(cluster, None), origin=OWNER)
+
+    def _decide(self, cluster: Cluster, reply: R) -> Decision[R]:
+        """What has come out of a call, as a decision; what does not fit into one goes before it."""
+        self._send_probes(cluster)
+        out, changed = cluster.out, writes(cluster)
+        cluster.known = cluster.known or bool(changed)
+        cluster.out = type(out)()
+        for key in changed:
+            self._remains.pop(key, None)
+        *before, last = _parts(out.facts, changed)
+        for facts, keys in before:
+            self._bus.ledger.append(self._decision(cluster, None, facts, keys, out.triggers), origin=OWNER)
+        self._wake()
+        return self._decision(cluster, reply, *last, out.triggers)
+
+    def _decision(
+        self, cluster: Cluster, reply: R, facts: tuple[Fact, ...], keys: dict[str, bytes | None], triggers: list[Fact]
+    ) -> Decision[R]:
+        cause = _cause(cluster, facts)
+        self._remember_causes(cluster, facts, triggers)
+        return Decision(reply, facts, keys, cluster.job, cluster.generation, cause)
+
+    def _remember_causes(self, cluster: Cluster, facts: tuple[Fact, ...], triggers: list[Fact]) -> None:
+        """What the next rescale, or what is left of this one, will be said to follow from."""
+        for fact_id, fact in enumerate(facts, self._bus.ledger.revision + 1):
+            if isinstance(fact, RescaleCompleted):
+                cluster.cause = 0
+            elif isinstance(fact, RescaleStarted) or any(fact is trigger for trigger in triggers):
+                cluster.cause = fact_id
+            elif isinstance(fact, WorkerJoined) and fact.worker.id in cluster.members:
+                cluster.members[fact.worker.id].joined_id = fact_id
+
+    def _send_probes(self, cluster: Cluster) -> None:
+        probes, cluster.out.probes = cluster.out.probes, []
+        for probe in probes:
+            if self._tasks is not None and probe not in self._probing and len(self._probing) < PROBES_MAX:
+                self._probing.add(probe)
+                self._tasks.start_soon(self._probe, cluster.job, probe)
+
+    def _get(self, job: str) -> Cluster:
+        cluster = self.clusters.get(job)
+        if cluster is None:
+            raise RequestRefused("job_untrained", f"no worker has joined job {job[:80]!r} yet", "start some")
+        return cluster
+
+    def _now(self) -> Moment:
+        return Moment(self._clock.wall(), self._clock.monotonic())
+
+    def _wake(self) -> None:
+        self._woken.set()
+
+
+def _cause(cluster: Cluster, facts: tuple[Fact, ...]) -> int:
+    """The id of the fact that these follow from: the newest that made a rescale necessary, or the first joiner's."""
+    if not (facts and isinstance(facts[0], _FOLLOWS)):
+        return 0
+    added = [worker for fact in facts if isinstance(fact, RescaleStarted) for worker in fact.added[:1]]
+    return cluster.cause or next((cluster.members[worker].joined_id for worker in added), 0)
+
+
+def _parts(
+    facts: list[Fact], changed: dict[str, bytes | None]
+) -> Iterator[tuple[tuple[Fact, ...], dict[str, bytes | None]]]:
+    """So much at a time as fits into a transaction, and no facts together of which one is the other's cause.
+
+    The last facts, and what is written of the cluster and its world, are together in the last part, so that nobody
+    hears of a world that is not kept.
+    """
+    keys = sorted(changed, key=lambda key: key.count("/"), reverse=True)
+    runs = list(_runs(facts))
+    count = max(1, len(runs), math.ceil(len(keys) / PART_MAX))
+    nothing: tuple[Fact, ...] = ()
+    for index, run in enumerate([*[nothing] * (count - len(runs)), *runs], 1 - count):
+        end = len(keys) + index * PART_MAX
+        yield run, {key: changed[key] for key in keys[max(0, end - PART_MAX) : max(0, end)]}
+
+
+def _runs(facts: list[Fact]) -> Iterator[tuple[Fact, ...]]:
+    """Facts that have one cause, as many at a time as fit."""
+    run: list[Fact] = []
+    for fact in facts:
+        if run and (
+            len(run) == PART_MAX
+            or isinstance(run[-1], RescaleStarted)
+            or isinstance(run[-1], _FOLLOWS) != isinstance(fact, _FOLLOWS)
+        ):
+            yield tuple(run)
+            run = []
+        run.append(fact)
+    if run:
+        yield tuple(run)
+
+
+def _joined(cluster: Cluster, fence: Fence) -> Joined:
+    return Joined(
+        generation=cluster.generation,
+        fence=fence,
+        phase=cluster.phase,
+        paused=cluster.paused,
+        attempt=cluster.attempt.number if cluster.attempt else 0,
+        peer_key=cluster.key,
+        topology=cluster.topology,
+        state=cluster.state,
+        settings=cluster.settings,
+    )
+
+
+def _check_stop(request: ReportPaused) -> None:
+    sound = {
+        "step": 0 <= request.step <= STEP_MAX,
+        "epoch": 0 <= request.epoch <= STEP_MAX,
+        "learning_rate": 0.0 <= request.learning_rate <= LEARNING_RATE_MAX,
+        "global_batch_size": 0 <= request.global_batch_size <= BATCH_MAX,
+    }
+    for name, is_sound in sound.items():
+        if not is_sound:
+            text = f"{name} = {getattr(request, name)} is nowhere that training can be"
+            raise RequestRefused("stop_invalid", text, "report a finite number, 0 or more")
+
+
+def _check_joining(request: JoinJob) -> None:
+    if len(request.incarnation) != INCARNATION_BYTES:
+        raise RequestRefused("incarnation_invalid", f"incarnation has {len(request.incarnation)} bytes", "draw 16")
+    attributes = request.attributes
+    if len(attributes) > ATTRIBUTES_MAX or any(
+        len(key) + len(value) > ATTRIBUTE_CHARS_MAX for key, value in attributes.items()
+    ):
+        raise RequestRefused(
+            "attributes_invalid", "attributes are too many or too long", f"give at most {ATTRIBUTES_MAX} short ones"
+        )
+    if request.local_world_size < 1:
+        raise RequestRefused("local_world_size_invalid", f"local_world_size = {request.local_world_size}", "at least 1")

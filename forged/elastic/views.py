@@ -1,0 +1,128 @@
+"""A job's training as it is shown.
+
+Law: a view tells what is, decides nothing, and names the units in its fields.
+"""
+
+from __future__ import annotations
+
+from forged.elastic.cluster import Cluster
+from forged.elastic.members import Member
+from forged.elastic.messages import ClusterView, PlannedWorker, RescalePlan, RescaleView, WorkerView
+from forged.elastic.model import RANK_NONE, WorkerStatus
+from forged.elastic.ranks import assign_ranks, moves
+from forged.errors import RequestRefused
+
+PLANNED_MAX = 10_000
+
+
+def worker_view(cluster: Cluster, member: Member, now: float) -> WorkerView:
+    """One worker."""
+    heard_at = max(member.heard_at or 0.0, member.pulse_at or 0.0)
+    return WorkerView(
+        id=member.id,
+        rank=rank_of(cluster, member),
+        status=status_of(cluster, member),
+        job=cluster.job,
+        generation=cluster.generation,
+        step=member.step,
+        last_heartbeat_age_s=round(now - heard_at, 3) if heard_at else None,
+        address=f"{member.worker.hostname}:{member.worker.port}",
+        host=member.host,
+        pid=member.pid,
+        connected=member.connected,
+        stalled=member.stalled,
+        cpu_s=member.cpu_s,
+        joined_at=member.joined_at,
+        local_world_size=member.local_world_size,
+        attributes=member.attributes,
+    )
+
+
+def rank_of(cluster: Cluster, member: Member) -> int:
+    """Its rank in the committed world; -1 for who is not in it."""
+    return cluster.topology.rank_of(member.worker) if cluster.holds(member) else RANK_NONE
+
+
+def status_of(cluster: Cluster, member: Member) -> WorkerStatus:
+    """What it is doing."""
+    if member.leaving is not None:
+        return WorkerStatus.LEAVING
+    if cluster.attempt is not None and member.id in cluster.attempt.target:
+        return WorkerStatus.RESCALING
+    return WorkerStatus.ACTIVE if cluster.holds(member) else WorkerStatus.JOINING
+
+
+def cluster_view(cluster: Cluster, now: float) -> ClusterView:
+    """The whole in one look."""
+    return ClusterView(
+        job=cluster.job,
+        phase=cluster.phase,
+        paused=cluster.paused,
+        generation=cluster.generation,
+        world_size=len(cluster.world),
+        joining=sum(1 for member in cluster.members.values() if not cluster.holds(member)),
+        state=cluster.state,
+        failures=cluster.failures,
+        reason=cluster.reason,
+        rescale=_rescale_view(cluster, now),
+    )
+
+
+def _rescale_view(cluster: Cluster, now: float) -> RescaleView | None:
+    attempt = cluster.attempt
+    if attempt is None:
+        return None
+    return RescaleView(
+        attempt=attempt.number,
+        stage=attempt.stage.value,
+        for_s=round(now - attempt.began_at, 3),
+        waiting_for=attempt.waiting_for,
+        added=list(attempt.added),
+        removed=list(attempt.removed),
+        reason=attempt.reason,
+    )
+
+
+def plan(cluster: Cluster, size: int) -> RescalePlan:
+    """What a rescale to so many workers would do; workers that are not there yet are called `new-1` and so on."""
+    if not 1 <= size <= PLANNED_MAX:
+        raise RequestRefused("plan_invalid", f"workers = {size}", f"give 1 to {PLANNED_MAX}")
+    old = list(cluster.world)
+    there = [member.id for member in cluster.members.values() if not cluster.holds(member)]
+    missing = max(0, size - len(old) - len(there))
+    joining = [*there, *(f"new-{number + 1}" for number in range(missing))][: max(0, size - len(old))]
+    # The highest ranks go first, so that nobody else has to move.
+    new = assign_ranks(old, set(old[:size]), joining)
+    rate, batch = cluster.paces(size)
+    return RescalePlan(
+        world_size=len(old),
+        new_world_size=size,
+        workers=_planned(old, new),
+        moves=moves(old, new),
+        learning_rate=cluster.state.learning_rate,
+        new_learning_rate=rate,
+        global_batch_size=cluster.state.global_batch_size,
+        new_global_batch_size=batch,
+        remarks=list(_remarks(cluster, size, missing)),
+    )
+
+
+def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:
+    before = {worker: rank for rank, worker in enumerate(old)}
+    after = {worker: rank for rank, worker in enumerate(new)}
+    return [
+        PlannedWorker(worker, before.get(worker, RANK_NONE), after.get(worker, RANK_NONE))
+        for worker in dict.fromkeys([*new, *old])
+    ]
+
+
+def _remarks(cluster: Cluster, size: int, missing: int) -> list[str]:
+    config = cluster.config
+    remarks = []
+    if missing:
+        remarks.append(f"{missing} workers have yet to join")
+    if size < config.min_workers:
+        remarks.append(f"the job would wait: min_workers is {config.min_workers}")
+    if size > config.max_workers:
+        remarks.append(f"so many are not taken in: max_workers is {config.max_workers}")
+    return remarks

@@ -1,0 +1,43 @@
+"""The public names of `forged.elastic`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from forged import elastic
+from forged.elastic import config, model
+
+
+def is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def undescribed(cls: ast.ClassDef) -> Iterator[str]:
+    """The members of a class that no text follows."""
+    for member, after in zip(cls.body, [*cls.body[1:], ast.Pass()], strict=True):
+        if isinstance(member, (ast.Assign, ast.AnnAssign)) and not is_text(after):
+            yield f"{cls.name}.{ast.unparse(member)}"
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    public = {name: getattr(elastic, name) for name in elastic.__all__}
+    methods = {
+        f"{name}.{method}": found
+        for name, cls in public.items()
+        for method, found in vars(cls).items()
+        if not method.startswith("_") and (inspect.isfunction(found) or isinstance(found, (classmethod, property)))
+    }
+    assert [name for name, found in (public | methods).items() if not found.__doc__] == []
+
+
+@pytest.mark.parametrize(("module", "base"), [(model, "StrEnum"), (config, "msgspec.Struct")])
+def test_every_choice_and_every_setting_says_what_it_means(module: ModuleType, base: str) -> None:
+    classes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)]
+    chosen = [cls for cls in classes if base in map(ast.unparse, cls.bases)]
+    assert chosen
+    assert [name for cls in chosen for name in undescribed(cls)] == []
