@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from reprlib import Repr
 
 DESCRIPTION_CHARS_MAX = 2_000
+VALUE_CHARS_MAX = 200
+
+_brief = Repr()
+_brief.maxlevel = 4
+_brief.maxdict = _brief.maxlist = _brief.maxtuple = 20
+_brief.maxstring = _brief.maxlong = _brief.maxother = VALUE_CHARS_MAX
 
 
 class ForgedError(Exception):
@@ -42,14 +49,36 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong in an input: where it is, what was found there, and what would be right."""
+    """One thing that is wrong in an input: where it is, what was found there, and what would be right.
+
+    `line` is where in a file the key is written; `place` says where it is when that is no line.
+    """
 
     key: str
     value: object
     wanted: str
+    line: int | None = None
+    place: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value!r}: {self.wanted}"
+        place = self.place if self.line is None else f"line {self.line}"
+        text = f"{_legible(self.key)} = {_in_brief(self.value)}: {self.wanted}"
+        return f"{place}: {text}" if place else text
+
+
+def _legible(key: str) -> str:
+    """A key as it is, unless somebody wrote one that would upset a terminal or fill it."""
+    return key if key.isprintable() and len(key) <= VALUE_CHARS_MAX else _in_brief(key)
+
+
+def _in_brief(value: object) -> str:
+    """A value as Python writes it, cut to what people read."""
+    try:
+        text = _brief.repr(value)
+    except (ValueError, RecursionError):
+        # A number with more digits than Python writes, or nesting without end.
+        text = f"a {type(value).__name__} too large to be shown"
+    return text if len(text) <= VALUE_CHARS_MAX * 2 else f"{text[: VALUE_CHARS_MAX * 2]}..."
 
 
 class ConfigError(ForgedError):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from forged.errors import (
     DESCRIPTION_CHARS_MAX,
     KINDS,
+    VALUE_CHARS_MAX,
     ConfigError,
     ForgedError,
     NotLeader,
@@ -51,6 +52,51 @@ def test_a_configuration_error_names_every_problem() -> None:
     error = ConfigError("config_invalid", "it is not valid", "mend these keys", problems)
     assert error.problems == tuple(problems)
     assert str(error) == "it is not valid (mend these keys)\n  listen = 'x': an address\n  socket_mode = -1: 0 to 511"
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        (Problem("drain_timeout_s", "x", "a number", line=12), "line 12: drain_timeout_s = 'x': a number"),
+        (Problem("listen", "x", "an address", place="the command line"), "the command line: listen = 'x': an address"),
+        (Problem("a.b", 1, "2", line=3, place="the command line"), "line 3: a.b = 1: 2"),
+    ],
+)
+def test_a_problem_says_where_it_is(problem: Problem, text: str) -> None:
+    assert str(problem) == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 100_000,
+        {"x" * 1000: ["y" * 1000] * 1000},
+        10**10_000,
+        b"x" * 100_000,
+        [str(number) * 100 for number in range(1000)],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_problem_with_a_large_value_is_short(value: object) -> None:
+    text = str(Problem("key", value, "something small"))
+    assert len(text) < 2 * VALUE_CHARS_MAX + 100
+    assert text.endswith(": something small")
+
+
+def test_a_problem_with_a_value_nested_without_end_can_be_told() -> None:
+    value: object = 1
+    for _ in range(100_000):
+        value = {"a": value}
+    assert str(Problem("key", value, "a text")).startswith("key = {'a': ")
+
+
+@pytest.mark.parametrize(("key", "text"), [("\x1b[31m", "'\\x1b[31m' = 1: 2"), ("a\nb", "'a\\nb' = 1: 2")])
+def test_a_key_that_would_upset_a_terminal_is_written_as_python_would(key: str, text: str) -> None:
+    assert str(Problem(key, 1, "2")) == text
+
+
+def test_a_key_without_end_is_cut() -> None:
+    assert len(str(Problem("k" * 10_000, 1, "2"))) < VALUE_CHARS_MAX + 100
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,7 +1,8 @@
 """Contexts for TLS, and what its failures mean in words.
 
-Law: a context is whole or not made. Every file it needs is read here, at start, and every one that is missing or wrong
-is named together with its setting; nothing is asked at a terminal, and nothing below TLS 1.2 is spoken.
+Law: a context is whole or not made. Every file it needs is read here, and every one that is missing or wrong is named
+together with its setting; nothing is asked at a terminal, and nothing below TLS 1.2 is spoken. A listener whose files
+are renewed shows the old ones until the new ones are whole.
 """
 
 from __future__ import annotations
@@ -48,13 +49,19 @@ CLIENT_SETTINGS = Settings("FORGED_CA", "FORGED_CERTIFICATE", "FORGED_KEY")
 
 
 class _TellingContext(ssl.SSLContext):
-    """A server's context whose connections let a client know why its handshake failed.
+    """A server's context that can be renewed, and whose connections let a client know why its handshake failed.
 
     asyncio closes a failed handshake without sending the alert that OpenSSL has written (gh-98078), and the client
     would see a broken network where a certificate is missing. So while there is an alert to send, the failure is
     reported as "more input wanted", at which asyncio sends what there is. The failure is raised when more comes, and
     until then the handshake's time limit runs on.
+
+    A context that holds a certificate never lets go of it: one with another kind of key would be loaded beside it, and
+    the client's preference would decide which is shown. So each handshake is handed over to the latest successor.
     """
+
+    successor: ssl.SSLContext | None = None
+    """What was made of the files when they were last renewed."""
 
     def wrap_bio(
         self,
@@ -68,6 +75,13 @@ class _TellingContext(ssl.SSLContext):
         assert isinstance(made, _TellingObject)
         made.outgoing = outgoing
         return made
+
+
+def _hand_over(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    """Called by OpenSSL in each handshake, before a certificate is chosen."""
+    assert isinstance(context, _TellingContext)
+    if context.successor is not None:
+        connection.context = context.successor
 
 
 class _TellingObject(ssl.SSLObject):
@@ -98,6 +112,10 @@ def server_context(
     """What a listener shows; with `client_ca`, only clients whose certificate that authority signed get in."""
     context = _TellingContext(ssl.PROTOCOL_TLS_SERVER)
     context.sslobject_class = _TellingObject
+    context.sni_callback = _hand_over
+    # A session that is taken up again is not verified again, and would outlive the authority that let it in. Only with
+    # TLS 1.2, which has to be asked for, OpenSSL remembers sessions of which Python cannot make it let go.
+    context.num_tickets = 0
     context.minimum_version = _version(minimum)
     problems = _identity_problems(context, certificate, key, DAEMON_SETTINGS)
     if client_ca is not None:
@@ -105,6 +123,18 @@ def server_context(
         context.verify_mode = ssl.CERT_REQUIRED
     _refuse(problems)
     return context
+
+
+def renew(
+    context: ssl.SSLContext, certificate: str | Path, key: str | Path, client_ca: str | Path | None = None
+) -> None:
+    """Let a listener show what the files hold now, to those who connect from now on.
+
+    The files are those of its `server_context`, or others in their place. Where they do not fit, nothing changes.
+    """
+    assert isinstance(context, _TellingContext), "only what a listener shows is renewed"
+    assert (client_ca is None) == (context.verify_mode == ssl.CERT_NONE), "whether clients are asked is for good"
+    context.successor = server_context(certificate, key, client_ca)
 
 
 def client_context(

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
+from trustme import KeyType
 
 from forged.errors import ConfigError, PeerError
 from forged.net import tls
@@ -225,6 +227,122 @@ async def test_with_tls_1_2_a_client_without_a_certificate_is_refused_at_once(
     server.maximum_version = ssl.TLSVersion.TLSv1_2
     client = tls.client_context(certificates.ca, minimum="1.2")
     assert "it does not accept our certificate, or wants one" in str(await refused(ends, server, client))
+
+
+# Renewal.
+
+
+@pytest.mark.parametrize("after", KeyType)
+@pytest.mark.parametrize("before", KeyType)
+@pytest.mark.parametrize("version", tls.VERSIONS)
+async def test_those_who_connect_after_a_renewal_are_shown_the_new_certificate_whatever_its_key(
+    certificates: Certificates, ends: Ends, version: tls.Version, before: KeyType, after: KeyType
+) -> None:
+    server = tls.server_context(*issue_daemon(certificates, "old.example", before), minimum=version)
+    client = tls.client_context(certificates.ca, minimum=version)
+    client.maximum_version = tls.VERSIONS[version]
+    network, near, _ = await connection(ends, server, client)
+    tls.renew(server, *issue_daemon(certificates, "new.example", after))
+    assert network.peer(near.open_transport).certificate_name == "old.example"
+    again, _ = await ends.connect(network, ends.listeners[-1].address)
+    assert network.peer(again.open_transport).certificate_name == "new.example"
+
+
+async def test_connections_made_before_a_renewal_go_on(certificates: Certificates, ends: Ends) -> None:
+    server = tls.server_context(*issue_daemon(certificates, "old.example"))
+    _, near, far = await connection(ends, server, certificates.client())
+    tls.renew(server, *issue_daemon(certificates, "new.example"))
+    near.open_transport.write(b"still here")
+    await far.hear(b"still here")
+
+
+async def test_of_many_renewals_the_last_holds(certificates: Certificates, ends: Ends) -> None:
+    server = certificates.server()
+    for name in ("one.example", "two.example", "three.example"):
+        tls.renew(server, *issue_daemon(certificates, name))
+    network, near, _ = await connection(ends, server, certificates.client())
+    assert network.peer(near.open_transport).certificate_name == "three.example"
+
+
+async def test_a_renewed_authority_decides_who_gets_in(
+    certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, ends: Ends
+) -> None:
+    ours = tls.client_context(certificates.ca, *certificates.issue("worker.example"))
+    theirs = tls.client_context(certificates.ca, *strangers.issue("stranger.example"))
+    tls.renew(mutual, *certificates.issue("127.0.0.1"), strangers.ca)
+    network, _, far = await connection(ends, mutual, theirs)
+    assert network.peer(far.open_transport).certificate_name == "stranger.example"
+    assert "does not trust the authority" in str(tls.refusal("the daemon", await thrown_out(ends, mutual, ours)))
+
+
+async def test_no_session_outlives_the_authority_that_let_it_in(
+    certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, ends: Ends
+) -> None:
+    listener = ends.keep(await SystemNetwork(tls_server=mutual).listen(LOCALHOST, Greeter))
+    client = tls.client_context(certificates.ca, *certificates.issue("worker.example"))
+    session = await asyncio.to_thread(visit, client, listener.address)
+    tls.renew(mutual, *certificates.issue("127.0.0.1"), strangers.ca)
+    with pytest.raises(ssl.SSLError, match="UNKNOWN_CA"):
+        await asyncio.to_thread(visit, client, listener.address, session)
+
+
+def visit(client: ssl.SSLContext, address: Address, session: ssl.SSLSession | None = None) -> ssl.SSLSession | None:
+    """Connect as those do who keep sessions, which asyncio does not; returns the session to go on with."""
+    with (
+        socket.create_connection((address.host, address.port)) as plain,
+        client.wrap_socket(plain, server_hostname=address.host, session=session) as secured,
+    ):
+        # What the server has to say after the handshake, a session or an alert, is only seen by reading.
+        assert secured.recv(1)
+        return secured.session
+
+
+class Greeter(asyncio.Protocol):
+    """Says a word to whoever is let in, and hangs up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b".")
+        transport.close()
+
+
+async def test_after_a_renewal_a_client_still_needs_a_certificate_and_learns_so(
+    certificates: Certificates, mutual: ssl.SSLContext, ends: Ends
+) -> None:
+    tls.renew(mutual, *certificates.issue("127.0.0.1"), certificates.ca)
+    error = await thrown_out(ends, mutual, certificates.client())
+    assert "it wants a client certificate and got none" in str(tls.refusal("the daemon", error))
+
+
+@pytest.mark.parametrize("broken", ["half a certificate", "another key", "no certificate", "no authority"])
+async def test_files_that_do_not_fit_change_nothing(
+    certificates: Certificates, mutual: ssl.SSLContext, ends: Ends, broken: str
+) -> None:
+    certificate, key = certificates.issue("new.example", "127.0.0.1")
+    authority = certificates.ca
+    if broken == "half a certificate":
+        certificate.write_bytes(certificate.read_bytes()[:400])
+    elif broken == "another key":
+        _, key = certificates.issue("other.example")
+    elif broken == "no certificate":
+        certificate.unlink()
+    else:
+        authority = certificates.directory / "none.pem"
+    with pytest.raises(ConfigError) as refused:
+        tls.renew(mutual, certificate, key, authority)
+    assert refused.value.code == "tls_files"
+    client = tls.client_context(certificates.ca, *certificates.issue("worker.example"))
+    network, near, _ = await connection(ends, mutual, client)
+    assert network.peer(near.open_transport).certificate_name == "localhost"
+
+
+def issue_daemon(certificates: Certificates, name: str, kind: KeyType = KeyType.ECDSA) -> tuple[Path, Path]:
+    """A daemon's certificate with a key of some kind, and the key."""
+    issued = certificates.authority.issue_cert("127.0.0.1", name, common_name=name, key_type=kind)
+    certificate, key = certificates.directory / f"{name}.pem", certificates.directory / f"{name}.key"
+    certificate.write_bytes(b"".join(part.bytes() for part in issued.cert_chain_pems))
+    issued.private_key_pem.write_to_path(key)
+    return certificate, key
 
 
 def test_every_missing_file_is_named_with_its_setting(tmp_path: Path) -> None:

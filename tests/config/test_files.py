@@ -1,0 +1,82 @@
+"""The files that come along."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from forged.config import Config, load
+from forged.config.lines import key_lines
+from forged.config.model import CHOICES, RANGES
+from forged.config.reload import LIVE
+from forged.net.network import Address
+from tests.config.files import HOME, NOTHING, USER
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS = ROOT / "config" / "forged.toml"
+PRODUCTION = ROOT / "config" / "production.toml"
+OPERATIONS = ROOT / "docs" / "operations.md"
+NAMES = [setting.name for setting in fields(Config)]
+SETTING = r"^# (\w+ = .*|\[plugins\])$"
+
+
+def test_the_file_of_defaults_is_valid_and_changes_nothing() -> None:
+    assert load(DEFAULTS, NOTHING, HOME, USER) == load(None, NOTHING, HOME, USER)
+
+
+def test_its_commented_settings_are_all_there_are_at_their_defaults() -> None:
+    told = tomllib.loads("\n".join(re.findall(SETTING, DEFAULTS.read_text(), re.MULTILINE)))
+    assert Config(**told) == Config()
+    assert list(told) == NAMES
+
+
+def test_each_of_its_settings_has_a_line_that_says_what_it_is() -> None:
+    for before, line in pairwise(DEFAULTS.read_text().splitlines()):
+        if re.match(r"# (\w+ = |\[)", line):
+            assert re.match(r"# [A-Z].*\.$", before), line
+
+
+def test_with_every_sign_taken_away_it_is_valid_examples_included(tmp_path: Path) -> None:
+    path = tmp_path / "forged.toml"
+    path.write_text(re.sub(r"^# (?=\w+ = |\[|  )", "", DEFAULTS.read_text(), flags=re.MULTILINE))
+    config = load(path, NOTHING, HOME, USER)
+    assert set(config.plugins) == {"webhook", "event_log"}
+    assert {"url", "secret_file", "types"} <= set(config.plugins["webhook"])
+    assert {"path", "bytes_max", "files_max"} <= set(config.plugins["event_log"])
+
+
+def test_the_example_of_production_is_valid_as_a_whole() -> None:
+    config = load(PRODUCTION, NOTHING, {}, 0)
+    assert [Address.parse(address).scheme for address in config.listen] == ["tls"]
+    assert config.tls_client_ca
+    assert set(config.certificate_roles.values()) == {"worker", "viewer", "operator"}
+    assert (config.anonymous_loopback_role, config.unix_other_role) == ("none", "operator")
+    assert set(config.plugins) == {"webhook", "event_log"}
+
+
+def test_each_setting_of_production_stands_below_a_comment_that_says_why() -> None:
+    lines = PRODUCTION.read_text().splitlines()
+    blocks = "\n".join(lines).split("\n\n")
+    for block in blocks:
+        assert block.startswith("# "), block
+    assert len(key_lines(PRODUCTION.read_text())) > 20
+
+
+@pytest.mark.parametrize("key", [*RANGES, *CHOICES])
+def test_the_page_of_operations_tells_the_range_of_each_setting(key: str) -> None:
+    [row] = re.findall(rf"^\| `{key}` \|.*$", OPERATIONS.read_text(), re.MULTILINE)
+    if key in RANGES:
+        low, high = RANGES[key]
+        assert (f"| {low} to {high} |" if key != "socket_mode" else "| 0o0 to 0o777 |") in row
+    elif not key.endswith("_role"):
+        assert f"| {', '.join(CHOICES[key])} |" in row
+
+
+def test_the_page_of_operations_tells_which_settings_change_at_a_reload() -> None:
+    [sentence] = re.findall(r"These settings change at once: (.*?)\. ", OPERATIONS.read_text(), re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", sentence)) == LIVE

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+
+from forged.config.model import CHOICES, RANGES, Config, find_problems
+from forged.config.redaction import DEPTH_MAX, HIDDEN
+
+
+def found(**values: Any) -> list[tuple[str, str]]:
+    """The keys that are wrong, and what would be right."""
+    return [(problem.key, problem.wanted) for problem in find_problems(values)]
+
+
+def keys(**values: Any) -> list[str]:
+    """The keys that are wrong."""
+    return [key for key, _ in found(**values)]
+
+
+# Frozen.
+
+
+def test_the_whole_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Config().http = "x"  # type: ignore[misc]  # that it is one is the claim
+
+
+def test_tables_and_lists_are_frozen_to_the_last() -> None:
+    config = Config(plugins={"a": {"list": [1, {"b": [2]}], "table": {"c": {}}}}, certificate_roles={"h": "viewer"})
+    settings: Any = config.plugins["a"]
+    assert settings["list"] == (1, {"b": (2,)})
+    tables: list[Any] = [
+        config.plugins,
+        settings,
+        settings["list"][1],
+        settings["table"]["c"],
+        config.certificate_roles,
+    ]
+    for table in tables:
+        with pytest.raises(TypeError):
+            table["x"] = 1
+
+
+def test_what_it_was_made_of_may_change() -> None:
+    plugins = {"a": {"x": 1}}
+    config = Config(plugins=plugins)
+    plugins["a"]["x"] = 2
+    assert config.plugins == {"a": {"x": 1}}
+
+
+def test_it_is_compared_by_what_is_in_it() -> None:
+    def config(value: Any) -> Config:
+        return Config(plugins={"a": {"x": [value]}})
+
+    assert config(1) == config(1) == replace(config(2), plugins={"a": {"x": (1,)}})
+    assert config(1) != config(2)
+    assert Config() == replace(Config())
+
+
+# What is right.
+
+
+def test_the_defaults_are_valid() -> None:
+    assert keys(**{setting.name: getattr(Config(), setting.name) for setting in fields(Config)}) == []
+
+
+def test_every_number_has_a_range() -> None:
+    assert set(RANGES) == {setting.name for setting in fields(Config) if setting.type in ("int", "float")}
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_the_ends_of_a_range_are_within_and_what_is_beyond_is_not(key: str) -> None:
+    low, high = RANGES[key]
+    for value in (low, high):
+        assert keys(**{key: value}) == []
+    for value in (low - 1, high + 1, 10**5000):
+        assert keys(**{key: value}) == [key]
+
+
+@pytest.mark.parametrize("key", [key for key in RANGES if isinstance(getattr(Config(), key), float)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_finite_number_is_beyond_every_range(key: str, value: float) -> None:
+    assert keys(**{key: value}) == [key]
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_choice_is_one_of_those_there_are(key: str) -> None:
+    for choice in CHOICES[key]:
+        assert keys(**{key: choice}) == []
+    for other in ("", "boss", CHOICES[key][0].upper()):
+        assert found(**{key: other}) == [(key, f"one of {', '.join(CHOICES[key])}")]
+
+
+# What is wrong.
+
+
+@pytest.mark.parametrize("key", RANGES)
+@pytest.mark.parametrize("value", ["x", True, [], {}])
+def test_a_number_that_is_none_is_told_the_range(key: str, value: Any) -> None:
+    low, high = RANGES[key]
+    ends = "0o0 to 0o777" if key == "socket_mode" else f"{low} to {high}"
+    [(_, wanted)] = found(**{key: value})
+    assert wanted.endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("data_dir", 5, "a text"),
+        ("data_dir", "/a\0b", "a text without zero bytes"),
+        ("listen", "x", "a list of texts"),
+        ("listen", [5], "a list of texts"),
+        ("socket_mode", 1.5, "a mode such as 0o660, 0o0 to 0o777"),
+        ("socket_mode", "0660", "0o660, without quotes"),
+        ("socket_mode", "660", "0o660, without quotes"),
+        ("socket_mode", "0o660", "0o660, without quotes"),
+        ("socket_mode", "rw", "a mode such as 0o660, 0o0 to 0o777"),
+        ("connections_max", "660", "a whole number, 1 to 1000000"),
+        ("connections_max", 1.5, "a whole number, 1 to 1000000"),
+        ("drain_timeout_s", "5", "a number, 0 to 3600"),
+        ("drain_timeout_s", -1, "0 to 3600"),
+        ("log_level", 5, "one of debug, info, warning, error"),
+        ("certificate_roles", "operator", "a table"),
+        ("plugins", ["webhook"], "a table"),
+    ],
+)
+def test_a_value_is_told_what_is_wanted(key: str, value: Any, wanted: str) -> None:
+    assert found(**{key: value}) == [(key, wanted)]
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("data-dir", "data_dir"),
+        ("data_dire", "data_dir"),
+        ("Drain_Timeout", "drain_timeout_s"),
+        ("plugin", "plugins"),
+        ("loglevel", "log_level"),
+    ],
+)
+def test_a_mistyped_key_is_told_the_nearest(key: str, nearest: str) -> None:
+    assert found(**{key: "x"}) == [(key, f"a known key; the nearest is {nearest}")]
+
+
+def test_a_key_like_no_other_is_told_all_there_are() -> None:
+    [(_, wanted)] = found(zebra=1)
+    assert all(setting.name in wanted for setting in fields(Config))
+
+
+@pytest.mark.parametrize(
+    "address", ["nowhere", "tcp://host", "http://host:1", "host:99999", ":1", "unix:///s", "", "a b:1", "a\0b:1"]
+)
+def test_where_it_listens_is_a_host_and_a_port(address: str) -> None:
+    assert keys(listen=[address]) == ["listen"]
+    assert not address or keys(http=address) == ["http"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"tls_certificate": "/c"}, ["tls_certificate"]),
+        ({"tls_key": "/k"}, ["tls_key"]),
+        ({"tls_client_ca": "/ca"}, ["tls_client_ca"]),
+        ({"certificate_roles": {"a": "viewer"}}, ["certificate_roles"]),
+        ({"listen": ["tls://0.0.0.0:1"]}, ["listen"]),
+        ({"tls_certificate": "/c", "tls_key": "/k", "listen": ["tls://0.0.0.0:1"]}, []),
+    ],
+)
+def test_a_tls_setting_without_its_other_half_is_a_mistake(settings: dict[str, Any], wrong: list[str]) -> None:
+    assert keys(**settings) == wrong
+
+
+def test_http_with_tls_is_refused_because_it_would_be_served_without() -> None:
+    [(_, wanted)] = found(tls_certificate="c", tls_key="k", http="tls://127.0.0.1:1")
+    assert wanted == "host:port or tcp://host:port: it is served as plain HTTP only"
+
+
+@pytest.mark.parametrize("role", ["none", "boss", "", 5, ["viewer"], {}])
+def test_a_certificate_has_a_role_that_lets_somebody_in(role: object) -> None:
+    settings = {"certificate_roles": {"host.a": role}, "tls_client_ca": "/ca", "tls_certificate": "c", "tls_key": "k"}
+    assert found(**settings) == [("certificate_roles.host.a", "one of viewer, worker, operator")]
+
+
+@pytest.mark.parametrize("table", ["certificate_roles", "plugins"])
+def test_a_setting_below_a_table_is_told_where_it_belongs(table: str) -> None:
+    [(key, wanted), *_] = found(**{table: {"log_level": "debug"}})
+    assert key == f"{table}.log_level"
+    assert wanted.endswith("; a setting of the daemon stands above the first [table]")
+
+
+# Plugins.
+
+
+@pytest.mark.parametrize("name", ["a", "web-hook", "event_log", "a9", "a" * 64])
+def test_a_plugin_has_settings_of_any_kind(name: str) -> None:
+    settings = {"enabled": False, "x": [1, 2.5, {"y": True}], "big": 2**64 - 1, "small": -(2**63), "text": "t"}
+    assert keys(plugins={name: settings}) == []
+
+
+@pytest.mark.parametrize("name", ["", "A", "9a", "_a", "a.b", "a b", "a" * 65, "ä", "a\n"])
+def test_a_plugin_name_that_is_none_is_told_how_one_looks(name: str) -> None:
+    [(key, wanted)] = found(plugins={name: {}})
+    assert key == f"plugins.{name}"
+    assert "a to z" in wanted
+
+
+@pytest.mark.parametrize("value", ["x", 5, [{}], True])
+def test_a_plugin_s_settings_are_a_table(value: object) -> None:
+    assert found(plugins={"a": value}) == [("plugins.a", "a table with the settings of this plugin")]
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0, [], {}])
+def test_whether_a_plugin_is_enabled_is_true_or_false(value: object) -> None:
+    assert found(plugins={"a": {"enabled": value}}) == [("plugins.a.enabled", "true or false")]
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "wanted"),
+    [
+        (float("nan"), "plugins.a.x", "a finite number"),
+        ([1.0, float("inf")], "plugins.a.x", "a finite number"),
+        ({"y": {"z": 2**64}}, "plugins.a.x.y.z", "a whole number of 64 bits"),
+        (-(2**63) - 1, "plugins.a.x", "a whole number of 64 bits"),
+    ],
+)
+def test_a_number_that_no_reply_can_carry_is_refused(value: object, key: str, wanted: str) -> None:
+    assert found(plugins={"a": {"x": value}}) == [(key, wanted)]
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: {"a": inner}])
+def test_settings_that_are_nested_too_deep_are_refused(wrap: Any) -> None:
+    deep: Any = 1
+    for _ in range(DEPTH_MAX):
+        deep = wrap(deep)
+    assert keys(plugins={"p": {"x": deep}}) == []
+    for _ in range(100_000):
+        deep = wrap(deep)
+    [(key, wanted)] = found(plugins={"p": {"x": deep}})
+    assert key.startswith("plugins.p.x")
+    assert f"{DEPTH_MAX} deep" in wanted
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"plugin": {"webhook": {"secret": "hush"}}},
+        {"webhook_secret": "hush"},
+        {"plugins": {"Web Hook": {"secret": "hush"}}},
+        {"plugins": {"token": "hush"}},
+        {"plugins": {"a": [{"password": "hush"}]}},
+        {"plugins": {"a": {"enabled": {"key": "hush"}}}},
+    ],
+)
+def test_no_problem_tells_a_secret(values: dict[str, Any]) -> None:
+    [problem] = find_problems(values)
+    assert "hush" not in str(problem)
+    assert HIDDEN in str(problem)
+
+
+def test_a_secret_number_is_not_told_either() -> None:
+    [problem] = find_problems({"plugins": {"a": {"token": 2**70}}})
+    assert problem.value == HIDDEN
