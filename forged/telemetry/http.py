@@ -7,12 +7,15 @@ from this host without one. Health is the bus answering, not this door; readines
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
 
 import anyio
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from forged.auth.access import authorise
@@ -22,10 +25,15 @@ from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
 from forged.ledger import Ledger
 from forged.net.network import Address, Peer
 from forged.net.server import Server
+from forged.plugins.model import PluginView
 from forged.status.model import PingDaemon
-from forged.telemetry.metrics import DaemonCollector, exposition
+from forged.telemetry.exposition import Exposition
+from forged.telemetry.metrics import DaemonCollector
+from forged.telemetry.visitors import Visitors
 
 HEALTH_TIMEOUT_S = 2.0
+SWEEP_INTERVAL_S = 1.0
+BACKLOG = 128
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BEARER = "bearer "
 OPEN_TO_THIS_HOST = ("/healthz", "/readyz")
@@ -37,32 +45,73 @@ Identify = Callable[[Peer, str | None], Principal]
 class HttpDoor:
     """Answers `/healthz`, `/readyz` and `/metrics`."""
 
-    def __init__(self, bus: Bus, ledger: Ledger, server: Server, identify: Identify) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        server: Server,
+        identify: Identify,
+        log_lines_lost: Callable[[], int] = lambda: 0,
+        plugins: Callable[[], Iterable[PluginView]] = tuple,
+    ) -> None:
         self._bus = bus
         self._ledger = ledger
         self._identify = identify
         self._server = server
-        self._collector = DaemonCollector(bus, ledger, server)
+        self._visitors = Visitors()
+        self._exposition = Exposition(DaemonCollector(bus, ledger, server, log_lines_lost, plugins), _now)
 
     @asynccontextmanager
     async def open(self, address: Address) -> AsyncIterator[Address]:
         """Listen inside the block; yields where it really is."""
-        application = web.Application(middlewares=[self._admit])
+        runner = web.AppRunner(self._application(), access_log=None, logger=_logger())
+        await runner.setup()
+        try:
+            assert runner.server is not None
+            self._visitors.begin(runner.server)
+            listener = await self._listen(address)
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._look_after_visitors)
+                    host, port, *_ = listener.sockets[0].getsockname()
+                    yield Address("tcp", host=host, port=port)
+                    tasks.cancel_scope.cancel()
+            finally:
+                listener.close()
+        finally:
+            await runner.cleanup()
+
+    def _application(self) -> web.Application:
+        application = web.Application(middlewares=[self._attend, self._admit])
         application.router.add_get("/healthz", self._health)
         application.router.add_get("/readyz", self._readiness)
         application.router.add_get("/metrics", self._metrics)
-        runner = web.AppRunner(application, access_log=None)
-        await runner.setup()
+        return application
+
+    async def _listen(self, address: Address) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
         try:
-            site = web.TCPSite(runner, address.host, address.port)
-            try:
-                await site.start()
-            except OSError as error:
-                raise ConfigError("http_address", f"http = {address}: {error.strerror}", "name another") from error
-            host, port, *_ = runner.addresses[0]
-            yield Address("tcp", host=host, port=port)
-        finally:
-            await runner.cleanup()
+            return await loop.create_server(self._visitors.enter, address.host, address.port, backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError("http_address", f"http = {address}: {error.strerror}", "name another") from error
+
+    async def _look_after_visitors(self) -> None:
+        while True:
+            await anyio.sleep(SWEEP_INTERVAL_S)
+            self._visitors.sweep()
+
+    @web.middleware
+    async def _attend(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """See to it that an answer is made and read in time."""
+        if request.transport is not None:
+            # Until all of it has left, an answer is not given: its reader may be one who does not read.
+            request.transport.set_write_buffer_limits(0)
+        with self._visitors.serving(request.protocol):
+            response = await handler(request)
+            with suppress(ConnectionError):
+                await response.prepare(request)
+                await response.write_eof()
+            return response
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -103,7 +152,22 @@ class HttpDoor:
         return web.json_response({"ready": True})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=exposition(self._collector), headers={"Content-Type": METRICS_TYPE})
+        return web.Response(body=await self._exposition.text(), headers={"Content-Type": METRICS_TYPE})
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger(__name__)
+    logger.addFilter(_is_no_fault_of_theirs)
+    return logger
+
+
+def _is_no_fault_of_theirs(record: logging.LogRecord) -> bool:
+    """What is no HTTP is answered with 400; it is no mistake of ours, and strangers can cause any amount of it."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 def _is_loopback(remote: str) -> bool:

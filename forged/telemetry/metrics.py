@@ -6,36 +6,82 @@ nothing in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    StateSetMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from forged.bus import Bus
 from forged.bus.statistics import EXPONENT_MAX, EXPONENT_MIN, HandlerStatistics, Latency
 from forged.ledger import Ledger
 from forged.net.server import Server
+from forged.plugins.model import PluginState, PluginView
+from forged.version import VERSION
 
 SHOWN_EXPONENTS = range(-20, 6)
 """Buckets from a microsecond to half a minute; what is outside is counted in the first and the last."""
+SHOWN_SIZES = range(11)
+"""Buckets from one decision to all that one commit may carry."""
 
 _Handler = tuple[str, str, HandlerStatistics]
+
+
+class Commits:
+    """How long the commits of a ledger took, and how many decisions they carried."""
+
+    def __init__(self) -> None:
+        self.took = Latency()
+        self.took_s = 0.0
+        self.sizes = Latency()
+        self.decisions = 0
+
+    def observe(self, seconds: float, decisions: int) -> None:
+        """Count one commit."""
+        self.took.observe(seconds)
+        self.took_s += seconds
+        # A bucket ends below its bound; half a decision less puts 2**n into the one whose bound is 2**n.
+        self.sizes.observe(decisions - 0.5)
+        self.decisions += decisions
 
 
 class DaemonCollector(Collector):
     """Reads the parts of a daemon when it is scraped."""
 
-    def __init__(self, bus: Bus, ledger: Ledger, server: Server) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        server: Server,
+        log_lines_lost: Callable[[], int],
+        plugins: Callable[[], Iterable[PluginView]],
+    ) -> None:
         self._bus = bus
         self._ledger = ledger
         self._server = server
+        self._log_lines_lost = log_lines_lost
+        self._plugins = plugins
+        self._process = ProcessCollector(registry=None)
+        self._commits = Commits()
+        ledger.on_commit = self._commits.observe
 
     def collect(self) -> Iterable[Metric]:
         """All families."""
+        yield InfoMetricFamily("forged_build", "What is running", value={"version": VERSION})
+        yield _counter("forged_log_lines_lost", "Log lines that could not be written", self._log_lines_lost())
+        yield from self._process.collect()
         yield from self._of_the_store()
+        yield from self._of_the_commits()
         yield from self._of_the_edges()
         yield from self._of_the_handlers()
+        yield from self._of_the_plugins()
 
     def _of_the_store(self) -> Iterator[Metric]:
         ledger = self._ledger
@@ -48,6 +94,14 @@ class DaemonCollector(Collector):
         yield _gauge("forged_term", "How many times the store was taken over", ledger.term)
         yield _gauge("forged_journal_facts", "Facts that are kept", len(ledger.journal))
         yield _gauge("forged_remembered_replies", "Replies that wait for their acknowledgement", len(ledger.replies))
+
+    def _of_the_commits(self) -> Iterator[Metric]:
+        commits = self._commits
+        took = HistogramMetricFamily("forged_store_commit_seconds", "How long a batch took to become durable")
+        took.add_metric([], _buckets(commits.took, SHOWN_EXPONENTS), commits.took_s)
+        sizes = HistogramMetricFamily("forged_store_commit_decisions", "Decisions made durable by one commit")
+        sizes.add_metric([], _buckets(commits.sizes, SHOWN_SIZES), commits.decisions)
+        yield from (took, sizes)
 
     def _of_the_edges(self) -> Iterator[Metric]:
         bus, sessions = self._bus, self._server.sessions
@@ -65,17 +119,32 @@ class DaemonCollector(Collector):
             labels = [kind, name]
             failed.add_metric(labels, statistics.failed)
             dropped.add_metric(labels, statistics.dropped)
-            took.add_metric(labels, _buckets(statistics.latency), sum_value=None)
+            took.add_metric(labels, _buckets(statistics.latency, SHOWN_EXPONENTS), sum_value=None)
         queued = GaugeMetricFamily("forged_mailbox_facts", "Facts that wait for a handler", labels=["handler"])
         quarantined = GaugeMetricFamily("forged_handler_quarantined", "Whether it was given up", labels=["handler"])
         for mailbox in self._bus.mailboxes.values():
             queued.add_metric([mailbox.name], len(mailbox.queue))
             quarantined.add_metric([mailbox.name], mailbox.quarantined)
+        for follower in self._bus.followers.values():
+            queued.add_metric([follower.name], follower.behind)
+            quarantined.add_metric([follower.name], follower.paused)
         yield from (failed, dropped, took, queued, quarantined)
+
+    def _of_the_plugins(self) -> Iterator[Metric]:
+        states = StateSetMetricFamily("forged_plugin_state", "What has become of a plugin", labels=["plugin"])
+        failed = CounterMetricFamily("forged_plugin_failures", "Times that a plugin failed", labels=["plugin"])
+        published = CounterMetricFamily("forged_plugin_facts", "Facts that a plugin published", labels=["plugin"])
+        for plugin in self._plugins():
+            states.add_metric([plugin.name], {state.value: state is plugin.state for state in PluginState})
+            failed.add_metric([plugin.name], plugin.failed)
+            published.add_metric([plugin.name], plugin.published)
+        yield from (states, failed, published)
 
     def _handlers(self) -> Iterator[_Handler]:
         for mailbox in self._bus.mailboxes.values():
             yield "fact", mailbox.name, mailbox.statistics
+        for follower in self._bus.followers.values():
+            yield "fact", follower.name, follower.statistics
         for slot in self._bus.slots.values():
             yield "signal", slot.name, slot.statistics
         for request, route in self._bus.requests.routes.items():
@@ -83,13 +152,6 @@ class DaemonCollector(Collector):
 
 
 _LABELS = ["kind", "handler"]
-
-
-def exposition(collector: Collector) -> bytes:
-    """What a scraper is sent."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-    return generate_latest(registry)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:
@@ -100,12 +162,12 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _buckets(latency: Latency) -> list[tuple[str, float]]:
-    """Counts of all durations up to each bound, the last without one."""
+def _buckets(latency: Latency, shown: range) -> list[tuple[str, float]]:
+    """Counts of all that was observed up to each bound, the last without one."""
     total = 0
     buckets: list[tuple[str, float]] = []
     for exponent in range(EXPONENT_MIN, EXPONENT_MAX + 1):
         total += latency.counts[exponent]
-        if exponent in SHOWN_EXPONENTS:
+        if exponent in shown:
             buckets.append((f"{2.0**exponent:.9g}", total))
     return [*buckets, ("+Inf", total)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp.web_protocol import RequestHandler
 from prometheus_client.parser import text_string_to_metric_families
 
 from forged.auth.model import Role
@@ -18,8 +21,15 @@ from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import ConfigError, Unavailable
 from forged.net.sockets import SystemNetwork
+from forged.status.model import PingDaemon
 from forged.store.memory import MemoryStore
-from forged.telemetry import http
+from forged.telemetry import http, visitors
+from forged.telemetry.exposition import EXPOSITION_AGE_MAX_S, Exposition
+from forged.telemetry.visitors import Visitors
+
+SCRAPERS = 100
+LARGE_BYTES = 64 << 20
+BIG_REQUEST = b"GET /metrics HTTP/1.1\r\nHost: here\r\n"
 
 
 @asynccontextmanager
@@ -146,3 +156,132 @@ async def test_a_daemon_that_stops_is_not_ready(tmp_path: Path) -> None:
         status, text = await get(daemon, "/readyz")
         assert status == 503
         assert "stopping" in text
+
+
+async def test_a_hundred_scrapers_at_once_are_all_served_and_hold_nobody_up(tmp_path: Path) -> None:
+    async with watched(tmp_path) as daemon:
+        pings = 0
+        scraped = asyncio.Event()
+
+        async def work() -> None:
+            nonlocal pings
+            while not scraped.is_set():
+                await daemon.bus.ask(PingDaemon())
+                pings += 1
+                await asyncio.sleep(0)
+
+        working = asyncio.create_task(work())
+        connector = aiohttp.TCPConnector(limit=SCRAPERS)
+        async with aiohttp.ClientSession(connector=connector) as session:
+
+            async def scrape() -> str:
+                async with session.get(f"{daemon.http}/metrics") as answer:
+                    assert answer.status == 200
+                    return await answer.text()
+
+            before, began = pings, asyncio.get_running_loop().time()
+            texts = [text for _ in range(3) for text in await asyncio.gather(*(scrape() for _ in range(SCRAPERS)))]
+            during = pings - before
+            made_at_most = 2 + int((asyncio.get_running_loop().time() - began) / EXPOSITION_AGE_MAX_S)
+        scraped.set()
+        await working
+        assert during > SCRAPERS
+        assert len(texts) == 3 * SCRAPERS
+        for text in set(texts):
+            assert "forged_decisions" in {family.name for family in text_string_to_metric_families(text)}
+        assert len(set(texts)) <= made_at_most
+
+
+async def raw(daemon: Daemon, request: bytes) -> bytes:
+    """All that comes back for these bytes, until the door closes the connection."""
+    assert daemon.http is not None
+    host, _, port = daemon.http.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("HEAD", "/metrics", 200),
+        ("HEAD", "/healthz", 200),
+        ("GET", "/", 404),
+        ("GET", "/metrics/", 404),
+        ("GET", "/../etc/passwd", 404),
+        ("POST", "/metrics", 405),
+        ("DELETE", "/healthz", 405),
+        ("PUT", "/readyz", 405),
+    ],
+)
+async def test_only_what_is_there_can_be_read_and_nothing_written(
+    tmp_path: Path, method: str, path: str, status: int
+) -> None:
+    async with watched(tmp_path) as daemon:
+        request = f"{method} {path} HTTP/1.1\r\nHost: here\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        head, _, body = (await raw(daemon, request.encode())).partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode())
+        assert method != "HEAD" or body == b""
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        BIG_REQUEST + b"X-Huge: " + b"x" * (1 << 20) + b"\r\n\r\n",
+        BIG_REQUEST + b"X-Many: x\r\n" * 10_000 + b"\r\n",
+        b"GET /" + b"x" * (1 << 20) + b" HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00 this is TLS",
+        b"GET /metrics HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"\x00" * 1000 + b"\r\n\r\n",
+    ],
+    ids=["huge header", "many headers", "huge path", "tls", "negative length", "zeros"],
+)
+async def test_what_is_no_sound_request_is_refused_and_others_are_served(
+    tmp_path: Path, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with watched(tmp_path) as daemon:
+        answer = await raw(daemon, request_bytes)
+        assert answer == b"" or answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 "))
+        assert (await get(daemon, "/healthz"))[0] == 200
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+async def test_who_does_not_read_the_answer_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    later_s = 0.0
+    swept = asyncio.Event()
+    cut_off = visitors._cut_off
+
+    def note(visitor: RequestHandler) -> None:
+        cut_off(visitor)
+        swept.set()
+
+    monkeypatch.setattr(visitors, "_cut_off", note)
+    monkeypatch.setattr(Visitors, "_now", lambda _: loop.time() + later_s)
+    monkeypatch.setattr(http, "SWEEP_INTERVAL_S", 0.01)
+    monkeypatch.setattr(Exposition, "text", lambda _: large())
+    async with watched(tmp_path) as daemon:
+        assert daemon.http is not None
+        host, _, port = daemon.http.removeprefix("http://").rpartition(":")
+        with socket.socket() as sleepy:
+            sleepy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sleepy.setblocking(False)
+            await loop.sock_connect(sleepy, (host, int(port)))
+            await loop.sock_sendall(sleepy, BIG_REQUEST + b"\r\n")
+            assert await loop.sock_recv(sleepy, 1) == b"H"
+            later_s = 3600.0
+            await swept.wait()
+            read = 1
+            while part := await loop.sock_recv(sleepy, 1 << 20):
+                read += len(part)
+            assert read < LARGE_BYTES
+        assert (await get(daemon, "/healthz"))[0] == 200
+
+
+async def large() -> bytes:
+    return b"#" * LARGE_BYTES

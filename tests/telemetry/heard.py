@@ -1,0 +1,47 @@
+"""A log that keeps what it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from forged.log import LEVELS, Log
+
+
+@dataclass
+class Heard:
+    """The port `forged.log.Log`; those that are bound to fields share one list."""
+
+    lines: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    level: str = "debug"
+    bound: dict[str, Any] = field(default_factory=dict)
+
+    def hears(self, level: str, /) -> bool:
+        return LEVELS[level] >= LEVELS[self.level]
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._keep("debug", event, fields)
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._keep("info", event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._keep("warning", event, fields)
+
+    def error(self, event: str, **fields: Any) -> None:
+        self._keep("error", event, fields)
+
+    def bind(self, **fields: Any) -> Log:
+        return Heard(self.lines, self.level, self.bound | fields)
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """The fields of all lines with this event."""
+        return [fields for _, said, fields in self.lines if said == event]
+
+    def levels(self, event: str) -> set[str]:
+        """The levels at which it was said."""
+        return {level for level, said, _ in self.lines if said == event}
+
+    def _keep(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        if self.hears(level):
+            self.lines.append((level, event, self.bound | fields))

@@ -1,0 +1,74 @@
+"""One text for all who scrape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+
+import anyio
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from forged.telemetry.exposition import EXPOSITION_AGE_MAX_S, Exposition
+from tests.net.hand import HandClock
+
+
+class Numbers(Collector):
+    """Many families, and how often they were read."""
+
+    def __init__(self, families: int = 50) -> None:
+        self.reads = 0
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        self.reads += 1
+        return list(self._all())
+
+    def _all(self) -> Iterator[Metric]:
+        for number in range(self._families):
+            yield GaugeMetricFamily(f"family_{number}", "Some number", value=self.reads)
+
+
+async def test_a_hundred_who_ask_at_once_are_given_one_text_that_was_made_once() -> None:
+    numbers, clock = Numbers(), HandClock()
+    exposition = Exposition(numbers, clock.monotonic)
+    texts = await asyncio.gather(*(exposition.text() for _ in range(100)))
+    assert numbers.reads == exposition.made == 1
+    assert len(set(texts)) == 1
+    families = list(text_string_to_metric_families(texts[0].decode()))
+    assert [family.name for family in families] == [f"family_{number}" for number in range(50)]
+
+
+async def test_a_text_that_is_too_old_is_made_anew() -> None:
+    numbers, clock = Numbers(1), HandClock()
+    exposition = Exposition(numbers, clock.monotonic)
+    first = await exposition.text()
+    clock.now += EXPOSITION_AGE_MAX_S
+    assert await exposition.text() is first
+    clock.now += 0.01
+    assert b"family_0 2.0" in await exposition.text()
+
+
+async def test_others_have_their_turn_between_the_families() -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    await Exposition(Numbers(50), HandClock().monotonic).text()
+    counting.cancel()
+    assert turns >= 50
+
+
+async def test_who_goes_away_while_it_is_made_does_not_keep_others_from_it() -> None:
+    numbers = Numbers()
+    exposition = Exposition(numbers, HandClock().monotonic)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await exposition.text()
+    assert b"family_49 2.0" in await exposition.text()

@@ -1,0 +1,145 @@
+"""The numbers themselves, read from the parts of a daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_open_metrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as strictly_parsed
+from prometheus_client.parser import text_string_to_metric_families
+
+from forged.net.server import Server
+from forged.plugins.model import PluginState, PluginView
+from forged.telemetry.metrics import Commits, DaemonCollector, _buckets
+from forged.version import VERSION
+from tests.net.hand import HandClock, HandNetwork
+from tests.spine import Added, Spine, running, virtual
+from tests.troubled_store import TroubledStore
+
+
+def registry_of(spine: Spine, lost: int = 0, plugins: Sequence[PluginView] = ()) -> CollectorRegistry:
+    server = Server(HandNetwork(), spine.bus, spine.journal, HandClock(), history="h", identify=refuse)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(DaemonCollector(spine.bus, spine.ledger, server, lambda: lost, lambda: plugins))
+    return registry
+
+
+def refuse(*_: object) -> Any:
+    raise AssertionError("nobody comes")
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+@virtual
+async def test_commits_are_counted_with_their_size_and_duration() -> None:
+    store = TroubledStore()
+    async with running(store) as spine:
+        registry = registry_of(spine)
+        await spine.add()
+        store.block()
+        first = spine.submit()
+        await store.entered.wait()
+        pending = [spine.submit() for _ in range(5)]
+        store.unblock()
+        for one in (first, *pending):
+            await one.wait()
+        assert value(registry, "forged_store_commits_total") == 3
+        assert value(registry, "forged_store_commit_seconds_count") == 3
+        assert value(registry, "forged_store_commit_decisions_count") == 3
+        assert value(registry, "forged_store_commit_decisions_sum") == 7
+        assert value(registry, "forged_store_commit_decisions_bucket", le="1") == 2
+        assert value(registry, "forged_store_commit_decisions_bucket", le="4") == 2
+        assert value(registry, "forged_store_commit_decisions_bucket", le="8") == 3
+
+
+def test_each_size_is_in_the_bucket_whose_bound_it_does_not_exceed() -> None:
+    for size in (1, 2, 3, 4, 5, 8, 9, 512, 513, 1024):
+        commits = Commits()
+        commits.observe(0.01, size)
+        for bound, count in _buckets(commits.sizes, range(11)):
+            assert count == (size <= float(bound))
+
+
+@virtual
+async def test_what_waits_for_handlers_and_what_they_failed_on_is_shown() -> None:
+    def fail(record: object) -> None:
+        raise ZeroDivisionError
+
+    def register(spine: Spine) -> None:
+        spine.bus.on(Added, fail, name="plugin", failures_max=1, lossless=False)
+
+    async with running(register=register) as spine:
+        registry = registry_of(spine)
+        await spine.add()
+        await spine.settle()
+        assert value(registry, "forged_handler_failures_total", kind="fact", handler="plugin") == 1
+        assert value(registry, "forged_handler_quarantined", handler="plugin") == 1
+        assert value(registry, "forged_mailbox_facts", handler="plugin") == 0
+        assert value(registry, "forged_handler_seconds_bucket", kind="request", handler="Add", le="+Inf") == 1
+        assert value(registry, "forged_decisions_total") == spine.ledger.decisions
+
+
+@virtual
+async def test_one_that_follows_the_journal_is_shown_among_the_handlers() -> None:
+    async def deliver(records: object) -> None:
+        """Takes all."""
+
+    async with running(register=lambda spine: spine.bus.follow(Added, deliver, name="follower")) as spine:
+        registry = registry_of(spine)
+        await spine.add()
+        await spine.settle()
+        assert value(registry, "forged_mailbox_facts", handler="follower") is not None
+        assert value(registry, "forged_handler_quarantined", handler="follower") == 0
+
+
+@virtual
+async def test_the_build_the_process_and_the_log_are_shown() -> None:
+    async with running() as spine:
+        registry = registry_of(spine, lost=7)
+        assert value(registry, "forged_build_info", version=VERSION) == 1
+        assert value(registry, "forged_log_lines_lost_total") == 7
+        for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
+            found = value(registry, name)
+            assert found is not None
+            assert found > 0
+
+
+@virtual
+async def test_all_of_it_is_valid_in_both_formats_and_explained() -> None:
+    async with running() as spine:
+        registry = registry_of(spine)
+        await spine.add()
+        families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+        assert len(families) > 20
+        assert all(family.documentation for family in families)
+        assert len({family.name for family in families}) == len(families)
+        assert list(strictly_parsed(generate_open_metrics(registry).decode()))  # type: ignore[no-untyped-call]
+
+
+@virtual
+async def test_a_plugin_shows_its_state_and_what_it_did() -> None:
+    plugin = PluginView(
+        name="noisy",
+        version="1",
+        origin="here",
+        state=PluginState.QUARANTINED,
+        reason="it failed",
+        parts=[],
+        commands=[],
+        handled=7,
+        failed=5,
+        published=3,
+    )
+    async with running() as spine:
+        registry = registry_of(spine, plugins=[plugin])
+        states = {
+            state: value(registry, "forged_plugin_state", plugin="noisy", forged_plugin_state=state)
+            for state in PluginState
+        }
+        assert states == {state: float(state is PluginState.QUARANTINED) for state in PluginState}
+        assert value(registry, "forged_plugin_failures_total", plugin="noisy") == 5
+        assert value(registry, "forged_plugin_facts_total", plugin="noisy") == 3

@@ -1,0 +1,112 @@
+"""Who came, who was sent away and why, as the daemon's log tells it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from forged.config import Config
+from forged.daemon import Daemon, Ports
+from forged.net.server import COMPLAINTS_PER_S_MAX, SWEEP_INTERVAL_S
+from forged.store.memory import MemoryStore
+from tests.net.hand import (
+    BYE,
+    CLIENT,
+    HELLO,
+    OPERATOR,
+    STRANGER,
+    WORKER,
+    HandClient,
+    HandClock,
+    HandDaemon,
+    HandNetwork,
+    until,
+)
+from tests.spine import virtual
+from tests.telemetry.heard import Heard
+
+
+@asynccontextmanager
+async def a_daemon(log: Heard) -> AsyncIterator[HandDaemon]:
+    async def open_store() -> MemoryStore:
+        return MemoryStore("h")
+
+    network, clock = HandNetwork(), HandClock()
+    config = Config(socket="s", listen=(), drain_timeout_s=0.0)
+    async with Daemon.running(config, Ports(clock, network, 1, 0, open_store, log=log)) as daemon:
+        yield HandDaemon(daemon, network, clock)
+
+
+@virtual
+async def test_a_connection_is_told_at_both_its_ends_with_who_it_was() -> None:
+    log = Heard()
+    async with a_daemon(log) as here:
+        client = await here.greeted()
+        client.send(BYE, 0)
+        await client.lost()
+        [opened], [ended] = log.of("a connection was opened"), log.of("a connection has ended")
+    assert opened == {"peer": OPERATOR.address, "door": "unix"}
+    assert ended["client"] == CLIENT.hex()
+    assert ended["principal"] == "unix:0"
+    assert log.levels("a connection was opened") == log.levels("a connection has ended") == {"debug"}
+    assert log.of("a peer was sent away") == []
+
+
+def speak_another_protocol(client: HandClient) -> None:
+    client.send_bytes(b"GET / HTTP/1.1\r\n\r\n")
+
+
+def speak_a_later_version(client: HandClient) -> None:
+    client.send(HELLO, 7, 9, CLIENT, "from the future", None)
+
+
+def bring_a_wrong_token(client: HandClient) -> None:
+    client.hello(token="forged_nonsense")
+
+
+@pytest.mark.parametrize("misbehave", [speak_another_protocol, speak_a_later_version, bring_a_wrong_token])
+def test_who_is_sent_away_is_told_with_the_reason(misbehave: Callable[[HandClient], None]) -> None:
+    log = Heard()
+
+    @virtual
+    async def meet() -> None:
+        async with a_daemon(log) as here:
+            client = here.client(WORKER)
+            misbehave(client)
+            await client.lost()
+
+    meet()
+    [told] = log.of("a peer was sent away")
+    assert told["peer"] == WORKER.address
+    assert told["code"]
+    assert told["why"]
+    assert log.levels("a peer was sent away") == {"warning"}
+    assert log.of("a connection has ended")[0]["code"] == told["code"]
+
+
+@virtual
+async def test_who_breaks_the_protocol_after_the_hello_is_told_by_name() -> None:
+    log = Heard()
+    async with a_daemon(log) as here:
+        client = await here.greeted()
+        client.send(HELLO, 1, 1, CLIENT, "again", None)
+        await client.lost()
+        [told] = log.of("a peer was sent away")
+    assert told["code"] == "message_unexpected"
+    assert told["client"] == CLIENT.hex()
+
+
+@virtual
+async def test_many_who_are_sent_away_do_not_fill_the_log_and_are_counted() -> None:
+    log = Heard()
+    async with a_daemon(log) as here:
+        for _ in range(100):
+            client = here.client(STRANGER)
+            client.hello()
+            await client.lost()
+        assert len(log.of("a peer was sent away")) == COMPLAINTS_PER_S_MAX
+        here.clock.now += 10 * SWEEP_INTERVAL_S
+        await until(lambda: bool(log.of("more peers were sent away")))
+        assert log.of("more peers were sent away") == [{"times": 90}]

@@ -1,0 +1,321 @@
+"""What the log is told of what happens on the bus, in the store and in handlers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import anyio
+import pytest
+
+from forged.bus.model import HandlerFailed
+from forged.clock import Clock
+from forged.errors import RequestRefused
+from forged.messages import Call, Fact, Record, Request
+from forged.telemetry.report import MISTAKES_MAX, TRACEBACK_CHARS_MAX, FactReport, MistakeReport, Reporter
+from tests.net.hand import HandClock
+from tests.spine import Add, Added, Spine, Tick, call, running, virtual
+from tests.telemetry.heard import Heard
+from tests.troubled_store import TroubledStore, full
+
+
+class Shouted(Fact, frozen=True):
+    """A fact whose level nobody knows."""
+
+    level: ClassVar[str] = "deafening"
+
+
+class Stumble(Request[int], frozen=True):
+    """Goes wrong."""
+
+    job_field: ClassVar[str | None] = None
+
+    how: str
+
+
+def reporting(log: Heard, **limits: Any) -> Any:
+    """Registers a reporter on a spine and keeps it there."""
+
+    def register(spine: Spine) -> None:
+        spine.bus.serve(Stumble, stumble, owner="clumsy")
+        spine.reporter = Reporter(log, spine.bus, spine.ledger, spine.clock, **limits)  # type: ignore[attr-defined]
+
+    return register
+
+
+def stumble(request: Stumble, _: Call) -> int:
+    if request.how == "refuse":
+        raise RequestRefused("not_now", "not now")
+    raise ZeroDivisionError(request.how)
+
+
+def record_of(fact: Fact, fact_id: int) -> Record:
+    return Record.of(fact, fact_id=fact_id, at=1.0, job="j", generation=2, cause=3, origin="a test")
+
+
+def added(count: int) -> list[Record]:
+    return [record_of(Added(1, number), number) for number in range(1, count + 1)]
+
+
+def fact_report(log: Heard, per_s_max: float = 10.0, clock: Clock | None = None) -> FactReport:
+    return FactReport(log, clock or HandClock(), per_s_max)
+
+
+def test_a_fact_is_told_with_its_place_in_history_and_its_fields() -> None:
+    log = Heard()
+    fact_report(log).tell([record_of(Added(5, 7), 4)])
+    assert log.lines == [
+        (
+            "info",
+            "fact",
+            {
+                "fact_id": 4,
+                "at": 1.0,
+                "type": "Added",
+                "job": "j",
+                "generation": 2,
+                "cause": 3,
+                "origin": "a test",
+                "fact": {"amount": 5, "total": 7},
+            },
+        )
+    ]
+
+
+def test_a_fact_has_the_level_of_its_class_and_one_that_is_unknown_is_info() -> None:
+    log = Heard()
+    unknown = Record.read(record_of(Shouted(), 2).data.replace(b"Shouted", b"Whisper"))
+    fact_report(log).tell([record_of(HandlerFailed("h", 1, "why"), 1), record_of(Shouted(), 3), unknown])
+    assert [(level, fields["type"]) for level, _, fields in log.lines] == [
+        ("warning", "HandlerFailed"),
+        ("info", "Shouted"),
+        ("info", "Whisper"),
+    ]
+
+
+def test_below_the_level_of_the_log_nothing_is_told_or_counted() -> None:
+    log, clock = Heard(level="warning"), HandClock()
+    report = fact_report(log, clock=clock)
+    report.tell(added(1000))
+    clock.now += 100
+    report.look(clock.now)
+    assert log.lines == []
+
+
+def test_of_a_flood_only_so_much_is_told_and_the_rest_is_counted_in_one_line_at_its_end() -> None:
+    log, clock = Heard(), HandClock()
+    report = fact_report(log, 10.0, clock)
+    report.tell(added(1000))
+    report.look(clock.now)
+    assert len(log.of("fact")) == 10
+    assert log.of("facts were not told") == []
+    clock.now += 1
+    report.look(clock.now)
+    report.look(clock.now + 100)
+    assert [fields["facts"] for fields in log.of("facts were not told")] == [990]
+
+
+def test_a_flood_of_what_is_usual_does_not_hide_a_warning() -> None:
+    log = Heard()
+    report = fact_report(log, 10.0)
+    report.tell([*added(1000), record_of(HandlerFailed("h", 1, "why"), 2000)])
+    assert [fields["type"] for level, _, fields in log.lines if level == "warning"] == ["HandlerFailed"]
+
+
+def test_the_limit_can_be_changed_and_none_at_all_is_told_at_zero() -> None:
+    log, clock = Heard(), HandClock()
+    report = fact_report(log, 0.0, clock)
+    report.tell(added(1000))
+    report.look(clock.now + 100)
+    assert log.lines == []
+    report.set_limit(50)
+    clock.now += 1
+    report.tell(added(1000))
+    assert len(log.of("fact")) == 50
+
+
+@virtual
+async def test_facts_of_the_bus_are_told_once_they_are_durable() -> None:
+    log, store = Heard(), TroubledStore()
+    async with running(store, reporting(log)) as spine:
+        store.block()
+        pending = spine.submit(4)
+        await store.entered.wait()
+        assert log.lines == []
+        store.unblock()
+        await pending.wait()
+        assert [fields["fact"] for fields in log.of("fact")] == [{"amount": 4, "total": 4}]
+
+
+@virtual
+async def test_a_reporter_can_be_told_a_new_limit() -> None:
+    log = Heard()
+    async with running(register=reporting(log, facts_per_s_max=0)) as spine:
+        await spine.add()
+        assert log.of("fact") == []
+        spine.reporter.set_limits(facts_per_s_max=10)  # type: ignore[attr-defined]
+        await spine.add()
+        assert len(log.of("fact")) == 1
+
+
+@virtual
+async def test_a_store_that_stops_taking_writes_is_told_once_and_so_is_its_recovery() -> None:
+    log, store = Heard(), TroubledStore()
+    async with running(store, reporting(log)) as spine, anyio.create_task_group() as tasks:
+        tasks.start_soon(spine.reporter.run)  # type: ignore[attr-defined]
+        store.commit_error = full()
+        spine.submit()
+        await anyio.sleep(5)
+        assert [fields["code"] for fields in log.of("decisions are not written")] == ["store_full"]
+        assert log.levels("decisions are not written") == {"error"}
+        store.commit_error = None
+        await anyio.sleep(5)
+        [again] = log.of("decisions are written again")
+        assert 0 < again["after_s"] <= 6
+        tasks.cancel_scope.cancel()
+
+
+@virtual
+async def test_a_failure_that_is_over_before_anybody_looks_is_told_too() -> None:
+    log = Heard()
+    async with running(register=reporting(log)) as spine:
+        spine.bus.submit(Stumble("once"), call())
+        await spine.ledger.writable()
+        spine.reporter.look()  # type: ignore[attr-defined]
+        assert log.of("state was read anew from the store") == [{"times": 1}]
+
+
+@virtual
+async def test_what_a_handler_of_requests_raised_is_told_with_its_traceback() -> None:
+    log = Heard()
+    async with running(register=reporting(log)) as spine:
+        assert spine.bus.submit(Stumble("over a stone"), call()).error is not None
+        [mistake] = log.of("a mistake in the code")
+        assert mistake["owner"] == "Stumble in clumsy"
+        assert mistake["exception"].startswith("Traceback")
+        assert "ZeroDivisionError: over a stone" in mistake["exception"]
+        assert "in stumble" in mistake["exception"]
+
+
+@virtual
+async def test_what_a_wrapper_raised_is_told_as_the_wrappers() -> None:
+    log = Heard()
+
+    async def wrap(request: Add, _: Call, proceed: Any) -> int:
+        raise KeyError(request.amount)
+
+    def register(spine: Spine) -> None:
+        reporting(log)(spine)
+        spine.bus.wrap(Add, wrap, owner="wrapping paper")
+
+    async with running(register=register) as spine:
+        with pytest.raises(Exception, match="wrapping paper"):
+            await spine.add()
+    assert [fields["owner"] for fields in log.of("a mistake in the code")] == ["Add in wrapping paper"]
+
+
+@virtual
+async def test_what_a_handler_of_facts_raised_is_told_and_a_refusal_is_not() -> None:
+    log = Heard()
+
+    async def break_down(record: Record) -> None:
+        raise ZeroDivisionError(record.id)
+
+    async def refuse(record: Record) -> None:
+        raise RequestRefused("not_now", "not now")
+
+    def register(spine: Spine) -> None:
+        reporting(log)(spine)
+        spine.bus.on(Added, break_down, name="fragile")
+        spine.bus.on(Added, refuse, name="stubborn")
+
+    async with running(register=register) as spine:
+        await spine.add()
+        await spine.settle()
+    assert [fields["owner"] for fields in log.of("a mistake in the code")] == ["fragile"]
+    assert {fields["fact"]["handler"] for fields in log.of("fact") if fields["type"] == "HandlerFailed"} == {
+        "fragile",
+        "stubborn",
+    }
+
+
+@virtual
+async def test_a_refusal_of_a_request_is_no_mistake() -> None:
+    log = Heard()
+    async with running(register=reporting(log)) as spine:
+        assert spine.bus.submit(Stumble("refuse"), call()).error is not None
+    assert log.of("a mistake in the code") == []
+
+
+@virtual
+async def test_without_a_reporter_mistakes_are_answered_as_before() -> None:
+    async with running(register=lambda spine: spine.bus.serve(Stumble, stumble, owner="clumsy")) as spine:
+        error = spine.bus.submit(Stumble("x"), call()).error
+        assert error is not None
+        assert error.code == "handler_broken"
+        spine.bus.signal(Tick(1.0), call())
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_the_same_mistake_is_told_three_times_a_minute_and_counted_otherwise() -> None:
+    log, clock = Heard(), HandClock()
+    report = MistakeReport(log, clock)
+    for _ in range(100):
+        report.tell("h", raised(ValueError("x")))
+    report.look(clock.now)
+    assert len(log.of("a mistake in the code")) == 3
+    assert log.of("the same mistakes again") == []
+    clock.now += 61
+    report.look(clock.now)
+    [again] = log.of("the same mistakes again")
+    assert (again["owner"], again["error"], again["times"]) == ("h", "ValueError", 97)
+    assert "test_report.py:" in again["place"]
+
+
+def test_another_mistake_is_told_while_one_repeats_itself() -> None:
+    log = Heard()
+    report = MistakeReport(log, HandClock())
+    for error in [ValueError("x")] * 10 + [KeyError("y")]:
+        report.tell("h", raised(error))
+    assert "KeyError" in log.lines[-1][2]["exception"]
+
+
+def test_mistakes_of_endless_kinds_take_bounded_memory() -> None:
+    log = Heard()
+    report = MistakeReport(log, HandClock())
+    for number in range(MISTAKES_MAX * 3):
+        report.tell(f"owner {number}", ValueError("x"))
+    assert len(report._floods) == MISTAKES_MAX
+
+
+class Hostile(Exception):
+    """Cannot even be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+    __repr__ = __str__
+
+
+def deep(levels: int = 900) -> None:
+    if levels:
+        deep(levels - 1)
+    raise RecursionError("x" * 100_000)
+
+
+def test_a_hostile_exception_is_told_and_hurts_nobody() -> None:
+    log = Heard()
+    report = MistakeReport(log, HandClock())
+    report.tell("h", raised(Hostile()))
+    try:
+        deep()
+    except RecursionError as error:
+        report.tell("h", error)
+    hostile, huge = (fields["exception"] for fields in log.of("a mistake in the code"))
+    assert "Hostile" in hostile
+    assert len(huge) <= TRACEBACK_CHARS_MAX + 3

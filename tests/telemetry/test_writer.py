@@ -1,0 +1,241 @@
+"""Lines that leave the process, or cannot."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import threading
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from forged.telemetry.writer import (
+    BYTES_WAITING_MAX,
+    LINES_WAITING_MAX,
+    DescriptorWriter,
+    LineWriter,
+    NoWriter,
+    StreamWriter,
+    writer_for,
+)
+
+PATIENCE_S = 10.0
+
+
+def tell_loss(lines: int, why: str) -> bytes:
+    return b"lost %d: %s\n" % (lines, why.encode())
+
+
+def read_all(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as reader:
+        return reader.read()
+
+
+class Disk:
+    """A file that can be full, and a door that can be shut."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.full = False
+        self.tried = threading.Semaphore(0)
+        self.open = threading.Event()
+        self.open.set()
+
+    def __call__(self, line: bytes) -> None:
+        self.tried.release()
+        self.open.wait(PATIENCE_S)
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.lines.append(line)
+
+
+def test_lines_are_written_in_order_and_the_last_ones_at_the_end() -> None:
+    disk = Disk()
+    writer = LineWriter(disk, tell_loss)
+    lines = [b"%d\n" % number for number in range(1000)]
+    for line in lines:
+        writer.put(line)
+    assert writer.close(PATIENCE_S)
+    assert disk.lines == lines
+    assert writer.lost == 0
+
+
+def test_what_a_full_disk_loses_is_counted_and_told_when_it_is_written_to_again() -> None:
+    disk = Disk()
+    disk.full = True
+    writer = LineWriter(disk, tell_loss)
+    for _ in range(3):
+        writer.put(b"lost\n")
+        assert disk.tried.acquire(timeout=PATIENCE_S)
+    disk.full = False
+    writer.put(b"kept\n")
+    assert writer.close(PATIENCE_S)
+    assert writer.lost == 3
+    assert disk.lines == [b"kept\n", b"lost 3: writing failed: No space left on device\n"]
+
+
+def test_who_logs_does_not_wait_for_a_writer_that_hangs_and_what_finds_no_room_is_counted() -> None:
+    disk = Disk()
+    disk.open.clear()
+    writer = LineWriter(disk, tell_loss)
+    writer.put(b"in the writer's hand\n")
+    assert disk.tried.acquire(timeout=PATIENCE_S)
+    for _ in range(LINES_WAITING_MAX + 7):
+        writer.put(b"line\n")
+    assert writer.lost == 7
+    disk.open.set()
+    assert writer.close(PATIENCE_S)
+    assert len(disk.lines) == 1 + LINES_WAITING_MAX + 1
+    assert disk.lines[-1].startswith(b"lost 7: ")
+
+
+def test_few_long_lines_may_take_no_more_room_than_many_short_ones() -> None:
+    disk = Disk()
+    disk.open.clear()
+    writer = LineWriter(disk, tell_loss)
+    writer.put(b"x")
+    assert disk.tried.acquire(timeout=PATIENCE_S)
+    writer.put(b"y" * (BYTES_WAITING_MAX - 1))
+    writer.put(b"zz")
+    assert writer.lost == 1
+    disk.open.set()
+    assert writer.close(PATIENCE_S)
+
+
+def test_a_line_that_could_not_be_made_is_told_without_another_line() -> None:
+    disk = Disk()
+    writer = LineWriter(disk, tell_loss)
+    writer.lose("an event could not be shown")
+    assert disk.tried.acquire(timeout=PATIENCE_S)
+    assert writer.close(PATIENCE_S)
+    assert disk.lines == [b"lost 1: an event could not be shown\n"]
+
+
+def test_closing_waits_no_longer_than_it_is_told_to() -> None:
+    disk = Disk()
+    disk.open.clear()
+    writer = LineWriter(disk, tell_loss)
+    writer.put(b"x\n")
+    assert disk.tried.acquire(timeout=PATIENCE_S)
+    assert not writer.close(0.0)
+    writer.put(b"too late\n")
+    disk.open.set()
+    assert writer.close(PATIENCE_S)
+    assert disk.lines == [b"x\n"]
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody_and_what_was_kept_is_whole() -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    sink = DescriptorWriter(writing)
+    os.close(writing)
+    writer = LineWriter(sink, tell_loss)
+    sent = LINES_WAITING_MAX * 2
+    for number in range(sent):
+        writer.put(b"%08d\n" % number)
+    assert writer.lost > 0
+    lines: list[bytes] = []
+    reader = threading.Thread(target=lambda: lines.extend(read_all(reading).splitlines()))
+    reader.start()
+    assert writer.close(PATIENCE_S)
+    sink.close()
+    reader.join()
+    kept = [line for line in lines if line.isdigit()]
+    told = [int(line.split()[1].rstrip(b":")) for line in lines if line.startswith(b"lost ")]
+    assert kept == sorted(kept)
+    assert len(kept) + len(told) == len(lines)
+    assert sum(told) == writer.lost == sent - len(kept)
+
+
+def test_a_pipe_whose_reader_has_gone_loses_lines_and_nothing_else() -> None:
+    reading, writing = os.pipe()
+    sink = DescriptorWriter(writing)
+    os.close(writing)
+    os.close(reading)
+    writer = LineWriter(sink, tell_loss)
+    writer.put(b"x\n")
+    assert writer.close(PATIENCE_S)
+    assert writer.lost == 1
+
+
+def test_the_full_device_loses_lines_and_nothing_else() -> None:
+    with Path("/dev/full").open("w") as full:
+        sink = writer_for(full)
+        writer = LineWriter(sink, tell_loss)
+        writer.put(b"x\n")
+        assert writer.close(PATIENCE_S)
+    assert writer.lost == 1
+
+
+def test_a_descriptor_that_somebody_made_non_blocking_is_waited_for() -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.set_blocking(writing, False)
+    sink = DescriptorWriter(writing)
+    os.close(writing)
+    data = b"z" * 100_000
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(read_all(reading)))
+    reader.start()
+    sink(data)
+    sink.close()
+    reader.join()
+    assert read == [data]
+
+
+def test_a_line_that_broke_off_does_not_swallow_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = bytearray()
+    room = [4]
+
+    def write(descriptor: int, data: memoryview) -> int:
+        taken = min(room[0], len(data))
+        if not taken:
+            raise OSError(28, "No space left on device")
+        room[0] -= taken
+        written.extend(data[:taken])
+        return taken
+
+    with Path(os.devnull).open("w") as stream:
+        sink = DescriptorWriter(stream.fileno())
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match="No space"):
+        sink(b"first line\n")
+    room[0] = 1000
+    sink(b"second line\n")
+    sink(b"third line\n")
+    sink.close()
+    assert bytes(written) == b"firs\nsecond line\nthird line\n"
+
+
+def test_the_descriptor_is_its_own_so_the_stream_may_be_closed(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as stream:
+        sink = writer_for(stream)
+    sink(b"after\n")
+    sink.close()
+    assert (tmp_path / "log").read_bytes() == b"after\n"
+
+
+def test_a_stream_that_is_no_file_is_written_to_all_the_same() -> None:
+    stream = io.StringIO()
+    sink = writer_for(stream)
+    sink("é\n".encode())
+    assert isinstance(sink, StreamWriter)
+    assert stream.getvalue() == "é\n"
+
+
+def closed() -> IO[str]:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, closed()])
+def test_where_there_is_no_stream_every_line_is_lost_and_counted(stream: IO[str] | None) -> None:
+    sink = writer_for(stream)  # type: ignore[arg-type]
+    assert isinstance(sink, NoWriter)
+    writer = LineWriter(sink, tell_loss)
+    writer.put(b"x\n")
+    assert writer.close(PATIENCE_S)
+    assert writer.lost == 1

@@ -1,0 +1,17 @@
+"""The log that says nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from forged.log import LEVELS, SILENT
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_silent_log_hears_nothing_and_takes_everything(level: str) -> None:
+    assert not SILENT.hears(level)
+    getattr(SILENT.bind(peer="a"), level)("an event", field=object())
+
+
+def test_the_levels_are_in_order() -> None:
+    assert list(LEVELS) == sorted(LEVELS, key=LEVELS.__getitem__)
