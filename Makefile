@@ -7,11 +7,11 @@ READY := $(VENV)/.ready
 SEEDS ?= 0:200
 KILLS ?= 2000
 
-.PHONY: demo test check bench soak clean
+.PHONY: demo test check bench soak wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,http]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 # Start a daemon, stream facts, kill -9 the daemon under a client that resumes.
@@ -39,6 +39,10 @@ bench: $(READY)
 soak: $(READY)
 	FORGED_KILLS=$(KILLS) $(BIN)/pytest tests/processes
 	$(BIN)/python -m tests.simulation --seeds 0:5000
+
+# Build dist/forged-*.whl, which carries the commands, the units, the settings and the plugins.
+wheel: $(READY)
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

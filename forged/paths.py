@@ -1,11 +1,13 @@
 """Where things are when nobody says otherwise.
 
-Law: the daemon and those who look for it agree, by calling the same functions.
+Law: the daemon and those who look for it agree, by calling the same functions. What systemd says of directories is said
+to the service that it started, and to nobody else: a client in another service has that one's directories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 
 ROOT_UID = 0
 ROOT_DATA_DIR = "/var/lib/forged"
@@ -14,6 +16,31 @@ ROOT_SOCKET = "/run/forged/forged.sock"
 
 def default_data_dir(environment: Mapping[str, str], uid: int) -> str:
     """Where the daemon of this user keeps its state."""
+    return _first(environment.get("STATE_DIRECTORY")) or _own_data_dir(environment, uid)
+
+
+def default_socket(environment: Mapping[str, str], uid: int) -> str:
+    """Where the daemon of this user listens."""
+    if given := environment.get("FORGED_SOCKET"):
+        return given
+    if runtime := _first(environment.get("RUNTIME_DIRECTORY")):
+        return f"{runtime}/forged.sock"
+    return _own_socket(environment, uid, default_data_dir(environment, uid))
+
+
+def client_socket(environment: Mapping[str, str], uid: int, exists: Callable[[str], bool] = os.path.exists) -> str:
+    """Where this user finds a daemon: the own one, or else the machine's where there is one."""
+    if given := environment.get("FORGED_SOCKET"):
+        return given
+    own = _own_socket(environment, uid, _own_data_dir(environment, uid))
+    places = [own, ROOT_SOCKET]
+    if runtime := environment.get("XDG_RUNTIME_DIR"):
+        # Where a service of the user's own systemd has its directory.
+        places.insert(1, f"{runtime}/forged/forged.sock")
+    return next(filter(exists, places), own)
+
+
+def _own_data_dir(environment: Mapping[str, str], uid: int) -> str:
     if uid == ROOT_UID:
         return ROOT_DATA_DIR
     home = environment.get("HOME", "").rstrip("/")
@@ -21,11 +48,12 @@ def default_data_dir(environment: Mapping[str, str], uid: int) -> str:
     return f"{state}/forged"
 
 
-def default_socket(environment: Mapping[str, str], uid: int) -> str:
-    """Where the daemon of this user listens."""
-    if given := environment.get("FORGED_SOCKET"):
-        return given
+def _own_socket(environment: Mapping[str, str], uid: int, data_dir: str) -> str:
     if uid == ROOT_UID:
         return ROOT_SOCKET
-    runtime = environment.get("XDG_RUNTIME_DIR")
-    return f"{runtime}/forged.sock" if runtime else f"{default_data_dir(environment, uid)}/forged.sock"
+    return f"{environment.get('XDG_RUNTIME_DIR') or data_dir}/forged.sock"
+
+
+def _first(directories: str | None) -> str:
+    """The first of the directories that systemd made, where it made several."""
+    return (directories or "").split(":")[0].rstrip("/")

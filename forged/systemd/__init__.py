@@ -1,0 +1,1 @@
+"""What the daemon and the system's service manager tell each other."""

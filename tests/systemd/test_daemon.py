@@ -1,0 +1,112 @@
+"""`forged run` as systemd runs it: what it tells, what it is handed, and what it takes for granted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from forged.client import BlockingClient
+from tests.systemd.manager import Manager
+
+ACTIVATE = shutil.which("systemd-socket-activate")
+ENDS_WITHIN_S = 30.0
+WATCHDOG_USEC = 300_000
+
+
+@contextmanager
+def started(directory: Path, *before: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """The daemon in a directory, with a command before its own and more in its environment."""
+    settings = directory / "forged.toml"
+    settings.write_text('listen = ["tcp://127.0.0.1:0"]\n')
+    command = [*before, sys.executable, "-m", "forged.cli.forged", "run", "--config", str(settings)]
+    known = {name: value for name, value in os.environ.items() if not name.startswith("FORGED_")}
+    places = {"STATE_DIRECTORY": str(directory / "state"), "RUNTIME_DIRECTORY": str(directory)}
+    with subprocess.Popen(
+        command, env=known | places | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until(manager: Manager, line: str) -> list[str]:
+    """The message with this line; what comes before is the watchdog's, or a status."""
+    while True:
+        lines = manager.hear()
+        if line in lines:
+            return lines
+        assert lines == ["WATCHDOG=1"] or lines[0].startswith("STATUS="), lines
+
+
+def test_the_manager_hears_of_readiness_life_a_reload_and_the_end(manager: Manager, tmp_path: Path) -> None:
+    with started(tmp_path, **manager.environment, WATCHDOG_USEC=str(WATCHDOG_USEC)) as process:
+        assert any(line.startswith("STATUS=0 jobs") for line in until(manager, "READY=1"))
+        until(manager, "WATCHDOG=1")
+        with BlockingClient(f"unix://{tmp_path}/forged.sock") as client:
+            assert client.status().data_dir == str(tmp_path / "state")
+        process.send_signal(signal.SIGHUP)
+        [_, monotonic, *_] = until(manager, "RELOADING=1")
+        assert monotonic.partition("=")[0] == "MONOTONIC_USEC"
+        assert int(monotonic.partition("=")[2]) > 0
+        until(manager, "READY=1")
+        until(manager, "WATCHDOG=1")
+        process.terminate()
+        stopping = until(manager, "STOPPING=1")
+        assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in stopping)
+        process.communicate(timeout=ENDS_WITHIN_S)
+        assert process.returncode == 0
+
+
+def test_without_a_timeout_the_watchdog_is_left_alone(manager: Manager, tmp_path: Path) -> None:
+    with started(tmp_path, **manager.environment) as process:
+        until(manager, "READY=1")
+        process.terminate()
+        process.communicate(timeout=ENDS_WITHIN_S)
+    assert ["WATCHDOG=1"] not in manager.heard()
+
+
+def test_a_watchdog_without_a_manager_is_no_reason_not_to_serve(tmp_path: Path) -> None:
+    with started(tmp_path, WATCHDOG_USEC=str(WATCHDOG_USEC)) as process:
+        assert process.stdout is not None
+        assert " is ready on " in process.stdout.readline()
+
+
+@pytest.mark.parametrize("name", ["LISTEN_FDS", "WATCHDOG_USEC", "NOTIFY_SOCKET"])
+def test_what_makes_no_sense_in_the_environment_is_refused(tmp_path: Path, name: str) -> None:
+    with started(tmp_path, **{name: "nonsense"}) as process:
+        _, complaint = process.communicate(timeout=ENDS_WITHIN_S)
+    assert process.returncode == 2
+    assert f"{name} = 'nonsense'" in complaint
+
+
+@pytest.mark.skipif(ACTIVATE is None, reason="systemd-socket-activate is not installed")
+def test_the_real_systemd_socket_activate_starts_it_for_whoever_connects(manager: Manager, tmp_path: Path) -> None:
+    assert ACTIVATE is not None
+    control = tmp_path / "control"
+    before = [ACTIVATE, "--listen", str(control), "--setenv", f"NOTIFY_SOCKET={manager.address}"]
+    for name in ("STATE_DIRECTORY", "RUNTIME_DIRECTORY", "PYTHONPATH"):
+        before += ["--setenv", name]
+    with started(tmp_path, *before, PYTHONPATH=str(Path(__file__).parents[2])) as process:
+        assert process.stderr is not None
+        assert "Listening on" in process.stderr.readline()
+        with BlockingClient(f"unix://{control}") as client:
+            status = client.status()
+            client.create_job("a")
+        assert status.socket == str(control)
+        assert status.listen[0].startswith("tcp://127.0.0.1:")
+        assert not (tmp_path / "forged.sock").exists()
+        until(manager, "READY=1")
+        process.terminate()
+        process.communicate(timeout=ENDS_WITHIN_S)
+        assert process.returncode == 0
+    # The file is systemd's: whoever connects from now on wakes the next daemon.
+    assert control.is_socket()

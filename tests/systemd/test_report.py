@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from forged.errors import Unavailable
+from forged.status.model import Status
+from forged.systemd.report import LOOK_INTERVAL_S, report, status_line
+from tests.spine import virtual
+from tests.systemd.manager import Manager
+
+
+def status(**known: Any) -> Status:
+    """A status with nothing in it but this."""
+    blank: dict[str, Any] = {}
+    for field in msgspec.structs.fields(Status):
+        kinds = {int: 0, float: 0.0, str: ""}
+        blank[field.name] = kinds.get(field.type, [] if "list" in str(field.type) else None)
+    return Status(**blank | {"trouble": None} | known)
+
+
+@pytest.mark.parametrize(
+    ("known", "line"),
+    [
+        ({"jobs": 3, "connections": 12, "last_fact": 1234}, "3 jobs, 12 connections, fact 1234"),
+        ({"jobs": 1, "connections": 1}, "1 job, 1 connection, fact 0"),
+        ({"jobs": 3, "trouble": "the disk is full (make room)"}, "cannot write: the disk is full (make room)"),
+    ],
+)
+def test_the_line_says_what_one_wants_to_know_first(known: dict[str, Any], line: str) -> None:
+    assert status_line(status(**known)) == line
+
+
+@virtual
+async def test_the_line_is_told_when_it_changes_and_not_more_often_than_somebody_looks(manager: Manager) -> None:
+    jobs = 0
+
+    async def read() -> Status:
+        return status(jobs=jobs)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(report, manager.notifier, read)
+        await anyio.sleep(LOOK_INTERVAL_S * 3.5)
+        for jobs in range(1, 100):  # noqa: B007 - the reader sees it
+            await anyio.sleep(LOOK_INTERVAL_S / 50)
+        await anyio.sleep(LOOK_INTERVAL_S)
+        tasks.cancel_scope.cancel()
+    messages = manager.heard()
+    assert messages[0] == ["STATUS=0 jobs, 0 connections, fact 0"]
+    assert messages[-1] == ["STATUS=99 jobs, 0 connections, fact 0"]
+    assert len(messages) <= 4
+
+
+@virtual
+async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: Manager) -> None:
+    looks = 0
+
+    async def read() -> Status:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            raise Unavailable("reloading", "state is being read anew", "try again")
+        if looks == 2:
+            await anyio.sleep_forever()
+        return status()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(report, manager.notifier, read)
+        await anyio.sleep(LOOK_INTERVAL_S * 4)
+        tasks.cancel_scope.cancel()
+    assert manager.heard() == [
+        ["STATUS=cannot answer: state is being read anew"],
+        ["STATUS=0 jobs, 0 connections, fact 0"],
+    ]
+
+
+@virtual
+async def test_readiness_that_did_not_get_through_is_told_as_soon_as_it_does(manager: Manager) -> None:
+    async def read() -> Status:
+        return status()
+
+    waiting, notifier = manager.be_busy(), manager.notifier
+    notifier.ready("serving")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(report, notifier, read)
+        await anyio.sleep(LOOK_INTERVAL_S)
+        assert notifier.owes
+        assert len(manager.heard()) == waiting
+        await anyio.sleep(1)
+        tasks.cancel_scope.cancel()
+    assert manager.heard()[0] == ["READY=1", "STATUS=serving"]

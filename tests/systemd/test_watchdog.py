@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from forged.errors import ConfigError, Unavailable
+from forged.messages import Call, Decision, Nothing, Record, Request
+from forged.status.model import PingDaemon
+from forged.systemd.watchdog import BusProbe, feed, feeding_interval_s
+from tests.spine import Added, Echoed, Spine, running, virtual
+from tests.systemd.manager import Manager
+from tests.troubled_store import TroubledStore, full
+
+INTERVAL_S = 10.0
+FED = ["WATCHDOG=1"]
+
+
+class TestTheInterval:
+    def test_is_a_third_of_the_timeout(self) -> None:
+        assert feeding_interval_s({"WATCHDOG_USEC": "30000000"}, 7) == 10
+        assert feeding_interval_s({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "7"}, 7) == 10
+
+    @pytest.mark.parametrize(
+        "environment",
+        [{}, {"WATCHDOG_USEC": "0"}, {"WATCHDOG_PID": "7"}, {"WATCHDOG_USEC": "3000", "WATCHDOG_PID": "8"}],
+    )
+    def test_is_none_where_nobody_wants_to_hear_of_this_process(self, environment: dict[str, str]) -> None:
+        assert feeding_interval_s(environment, 7) is None
+        assert environment == {}
+
+    @pytest.mark.parametrize("name", ["WATCHDOG_USEC", "WATCHDOG_PID"])
+    def test_that_makes_no_sense_is_the_operators_to_mend(self, name: str) -> None:
+        environment = {"WATCHDOG_USEC": "1", "WATCHDOG_PID": "1"} | {name: "soon"}
+        with pytest.raises(ConfigError, match=f"{name} = 'soon'"):
+            feeding_interval_s(environment, 1)
+        assert environment == {}
+
+
+@asynccontextmanager
+async def fed(
+    manager: Manager, store: TroubledStore | None = None, register: Callable[[Spine], object] = lambda spine: None
+) -> AsyncIterator[Spine]:
+    """A spine whose watchdog is being fed."""
+
+    def serve(spine: Spine) -> None:
+        spine.bus.serve(PingDaemon, lambda *_: Nothing(), owner="status")
+        register(spine)
+
+    async with running(store, serve) as spine, anyio.create_task_group() as tasks:
+        tasks.start_soon(feed, manager.notifier, INTERVAL_S, BusProbe(spine.bus, INTERVAL_S))
+        # Between two feeds, so that nothing that is counted falls on the border.
+        await anyio.sleep(INTERVAL_S / 2)
+        yield spine
+        tasks.cancel_scope.cancel()
+
+
+async def feeds(manager: Manager, *, intervals: int = 6) -> int:
+    """How often the watchdog is fed from now on, in so many intervals."""
+    manager.heard()
+    await anyio.sleep(intervals * INTERVAL_S)
+    messages = manager.heard()
+    assert all(message == FED for message in messages)
+    return len(messages)
+
+
+@virtual
+async def test_an_idle_bus_is_fed_every_interval(manager: Manager) -> None:
+    async with fed(manager):
+        assert await feeds(manager) == 6
+
+
+@virtual
+async def test_a_busy_bus_whose_queues_move_is_fed(manager: Manager) -> None:
+    async def slow(record: Record) -> None:
+        await anyio.sleep(INTERVAL_S / 2)
+
+    async with fed(manager, register=lambda spine: spine.bus.on(Added, slow, name="slow")) as spine:
+        for _ in range(100):
+            await spine.add()
+        assert await feeds(manager) == 6
+        assert spine.bus.backlog > 50
+
+
+@virtual
+async def test_a_built_in_handler_that_never_returns_is_not_fed(manager: Manager) -> None:
+    release = anyio.Event()
+
+    async def stuck(record: Record) -> None:
+        await release.wait()
+
+    async with fed(manager, register=lambda spine: spine.bus.on(Added, stuck, name="stuck")) as spine:
+        assert await feeds(manager) == 6
+        await spine.add()
+        assert await feeds(manager, intervals=2) <= 1
+        assert await feeds(manager) == 0
+        release.set()
+        await anyio.sleep(INTERVAL_S)
+        assert await feeds(manager) == 6
+
+
+@virtual
+async def test_what_is_stuck_is_told_to_the_log(manager: Manager) -> None:
+    async with fed(manager, register=lambda spine: spine.bus.on(Added, forever, name="stuck")) as spine:
+        await spine.add()
+        probe = BusProbe(spine.bus, INTERVAL_S)
+        await probe()
+        assert await probe() == ["handler stuck"]
+        store = spine.store
+        assert isinstance(store, TroubledStore)
+        store.block()
+        spine.submit()
+        with anyio.move_on_after(INTERVAL_S) as scope:
+            await probe()
+        assert scope.cancelled_caught
+
+
+async def forever(record: Record) -> None:
+    await anyio.sleep_forever()
+
+
+@virtual
+async def test_a_plugins_handler_that_never_returns_is_fed(manager: Manager) -> None:
+    def register(spine: Spine) -> None:
+        spine.bus.on(Added, forever, name="plugin", lossless=False)
+
+    async with fed(manager, register=register) as spine:
+        for _ in range(5):
+            await spine.add()
+        assert await feeds(manager) == 6
+
+
+@virtual
+async def test_a_commit_that_never_ends_is_not_fed(manager: Manager) -> None:
+    store = TroubledStore()
+    async with fed(manager, store) as spine:
+        store.block()
+        spine.submit()
+        await store.entered.wait()
+        assert await feeds(manager, intervals=2) <= 1
+        assert await feeds(manager) == 0
+        store.unblock()
+        await anyio.sleep(INTERVAL_S)
+        assert await feeds(manager) == 6
+
+
+async def hang(request: Request[Any], call: Call, proceed: Callable[[Request[Any]], Any]) -> Any:
+    await anyio.sleep_forever()
+
+
+@virtual
+async def test_a_plugin_that_wraps_the_ping_and_hangs_does_not_end_the_daemon(manager: Manager) -> None:
+    async with fed(manager, register=lambda spine: spine.bus.wrap(PingDaemon, hang, owner="plugin")):
+        await anyio.sleep(INTERVAL_S)
+        assert await feeds(manager) == 6
+
+
+@virtual
+async def test_nor_does_it_hide_a_commit_that_never_ends(manager: Manager) -> None:
+    store = TroubledStore()
+    async with fed(manager, store, lambda spine: spine.bus.wrap(PingDaemon, hang, owner="plugin")) as spine:
+        store.block()
+        spine.submit()
+        await store.entered.wait()
+        await anyio.sleep(2 * INTERVAL_S)
+        assert await feeds(manager) == 0
+
+
+@virtual
+async def test_an_answer_that_refuses_is_an_answer(manager: Manager) -> None:
+    def refuse(request: PingDaemon, call: Call) -> Nothing:
+        raise Unavailable("busy", "not now", "try again")
+
+    async with fed(manager, register=lambda spine: spine.bus.replace(PingDaemon, refuse, owner="plugin")):
+        assert await feeds(manager) == 6
+
+
+@virtual
+async def test_a_full_disk_is_fed_and_so_are_those_who_wait_for_room(manager: Manager) -> None:
+    async def echo(record: Record) -> Decision[None]:
+        return Decision(None, (Echoed(record.id),))
+
+    store = TroubledStore()
+    async with fed(manager, store, lambda spine: spine.bus.on(Added, echo, name="echo", durable=True)) as spine:
+        for _ in range(5):
+            await spine.add()
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await spine.add()
+        await anyio.sleep(INTERVAL_S)
+        assert not spine.ledger.writable_now
+        assert await feeds(manager) == 6
+
+
+@virtual
+async def test_a_probe_that_is_late_once_is_asked_again_at_once(manager: Manager) -> None:
+    asked = []
+
+    async def probe() -> list[str]:
+        asked.append(anyio.current_time())
+        if len(asked) == 1:
+            await anyio.sleep_forever()
+        return []
+
+    async with anyio.create_task_group() as tasks:
+        began = anyio.current_time()
+        tasks.start_soon(feed, manager.notifier, INTERVAL_S, probe)
+        await anyio.sleep(INTERVAL_S * 1.5)
+        tasks.cancel_scope.cancel()
+    assert [at - began for at in asked] == [0, INTERVAL_S]
+    assert manager.heard() == [FED]

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forged import assets
+from forged.assets import asset
+from forged.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+Place = Callable[[Path], None]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Makes the package one that lives in a directory where nothing of the kind is, and nothing is recorded."""
+
+    def move(beside: Path) -> None:
+        monkeypatch.setattr(assets, "BESIDE", beside)
+        monkeypatch.setattr(assets, "DISTRIBUTION", "forged-as-it-was-never-installed")
+        monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "data"))
+
+    return move
+
+
+def put(path: Path) -> Path:
+    path.parent.mkdir(parents=True)
+    path.write_text("here")
+    return path
+
+
+def test_a_checkout_has_them_next_to_the_package() -> None:
+    for kind, name in [("systemd", "forged.service"), ("systemd", "forged.socket"), ("config", "forged.toml")]:
+        assert asset(kind, name) == ROOT / kind / name
+
+
+def test_what_lies_next_to_an_installed_package_is_somebody_elses(place: Place, tmp_path: Path) -> None:
+    put(tmp_path / "site-packages" / "systemd" / "forged.service")
+    place(tmp_path / "site-packages")
+    with pytest.raises(ConfigError) as raised:
+        asset("systemd", "forged.service")
+    assert raised.value.code == "asset_missing"
+    assert "systemd/forged.service" in raised.value.message
+
+
+@pytest.mark.parametrize("where", ["target", "data"])
+def test_without_a_record_they_are_where_installers_put_them(place: Place, tmp_path: Path, where: str) -> None:
+    put_there = put(tmp_path / where / "share" / "forged" / "config" / "forged.toml")
+    place(tmp_path / "target")
+    assert asset("config", "forged.toml") == put_there
+
+
+def test_the_record_of_the_installer_says_where_they_are(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_there = put(tmp_path / "venv" / "share" / "forged" / "plugins" / "webhook.py")
+    package = tmp_path / "venv" / "lib" / "site-packages"
+    info = package / "recorded-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: recorded\nVersion: 1.0\n")
+    (info / "RECORD").write_text("../../share/forged/plugins/webhook.py,,\nplugins/webhook.py,,\n")
+    place(package)
+    monkeypatch.setattr(assets, "DISTRIBUTION", "recorded")
+    monkeypatch.setattr(sys, "path", [str(package), *sys.path])
+    assert asset("plugins", "webhook.py").resolve() == put_there
