@@ -61,6 +61,10 @@ class Journal:
         index = bisect_right(self._ids, position, lo=self._start)
         return self._records[index : index + limit]
 
+    def count_after(self, position: int) -> int:
+        """How many facts are kept with ids greater than `position`."""
+        return len(self._ids) - bisect_right(self._ids, position, lo=self._start)
+
     def newest_first(self) -> Iterator[Record]:
         """All facts that are kept, backwards."""
         return (self._records[index] for index in range(len(self._ids) - 1, self._start - 1, -1))

@@ -51,6 +51,16 @@ def test_after_a_position_come_the_next_facts_oldest_first(position: int, found:
     assert ids(journal_of({1: 0, 5: 0, 9: 0}).after(position, 2)) == found
 
 
+@pytest.mark.parametrize(("position", "count"), [(-1, 3), (0, 3), (1, 2), (4, 2), (5, 1), (9, 0), (99, 0)])
+def test_the_facts_after_a_position_are_counted(position: int, count: int) -> None:
+    assert journal_of({1: 0, 5: 0, 9: 0}).count_after(position) == count
+
+
+def test_facts_that_were_forgotten_are_not_counted() -> None:
+    journal = journal_of(dict.fromkeys(range(1, 101), 0), facts_max=10)
+    assert (journal.count_after(0), journal.count_after(95), Journal().count_after(0)) == (10, 5, 0)
+
+
 def test_the_oldest_facts_are_forgotten_first_and_the_floor_says_up_to_which() -> None:
     journal = Journal(3)
     journal.extend(records(1, 2, 4, 8))
@@ -178,6 +188,7 @@ class Journals(RuleBasedStateMachine):
     def after(self, position: int, limit: int) -> None:
         expected = [fact_id for fact_id in self.model if fact_id > position][:limit]
         assert ids(self.journal.after(position, limit)) == expected
+        assert self.journal.count_after(position) == sum(fact_id > position for fact_id in self.model)
 
     @rule(fact_id=st.integers(-1, 300))
     def get(self, fact_id: int) -> None:

@@ -52,6 +52,8 @@ class Desk:
         self._running: dict[_Key, _Running] = {}
         self.fence_of: Callable[[str], Fence | None] = lambda job: None
         """How far a job is; requests that carry an older fence are refused."""
+        self.on_broken: Callable[[str, BaseException], None] = lambda owner, error: None
+        """Told who raised what it should not have."""
         self.in_flight = 0
         """Requests whose handlers are awaiting something."""
 
@@ -159,7 +161,8 @@ class Desk:
             return self._ledger.settled(result.reply)
         if not route.request.decides:
             self._taint()
-            raise _bug(route.request, route.owner, TypeError("it decides, and its `decides` says that it does not"))
+            error = TypeError("it decides, and its `decides` says that it does not")
+            raise self._mistake(route, route.owner, error)
         return self._ledger.append(result, cause=call.cause, origin=call.origin, call=call if remembered else None)
 
     async def _later(
@@ -223,9 +226,9 @@ class Desk:
         except asyncio.CancelledError as raised:
             if is_ending():
                 raise
-            error = _bug(route.request, _wrappers(route), raised)
+            error = self._mistake(route, _wrappers(route), raised)
         except (Exception, SystemExit) as raised:  # noqa: BLE001 - a wrapper's bug must not be the daemon's end
-            error = _bug(route.request, _wrappers(route), raised)
+            error = self._mistake(route, _wrappers(route), raised)
         finally:
             self._finished(route, call, pending, error)
 
@@ -243,7 +246,12 @@ class Desk:
         """A handler raised what it should not have; what it did to its state before is undone."""
         if route.request.decides:
             self._taint()
-        return _bug(route.request, route.owner, error)
+        return self._mistake(route, route.owner, error)
+
+    def _mistake(self, route: Route, owner: str, error: BaseException) -> ForgedError:
+        name = route.request.__name__
+        self.on_broken(f"{name} in {owner}", error)
+        return ForgedError("handler_broken", f"{name} failed in {owner}: {describe(error)}", "report it as a bug")
 
     def _taint(self) -> None:
         assert self._ledger is not None
@@ -259,11 +267,6 @@ def _joined(running: _Running, call: Call) -> Pending:
 
 def _wrappers(route: Route) -> str:
     return ", ".join(owner for owner, _ in route.wrappers) or route.owner
-
-
-def _bug(request: type[Request[Any]], owner: str, error: BaseException) -> ForgedError:
-    reason = f"{request.__name__} failed in {owner}: {describe(error)}"
-    return ForgedError("handler_broken", reason, "report it as a bug")
 
 
 def _busy(route: Route) -> Unavailable:

@@ -50,6 +50,7 @@ class Mailbox:
         taint: Callable[[], None],
         report: Callable[[Mailbox, Record, str], None],
         writable: Callable[[], Awaitable[None]],
+        broken: Callable[[str, BaseException], None] = lambda name, error: None,
     ) -> None:
         self.subscription = subscription
         self.statistics = HandlerStatistics()
@@ -71,6 +72,7 @@ class Mailbox:
         self._taint = taint
         self._report = report
         self._writable = writable
+        self._broken = broken
         self._task: asyncio.Task[Any] | None = None
         self._cancels = 0
         """How often the handler was told to stop what it is doing."""
@@ -233,6 +235,7 @@ class Mailbox:
             else:
                 self._failed(record, describe(error))
         else:
+            self._broken(self.name, error)
             self._undo_changes(record)
             self._failed(record, describe(error))
         return True
@@ -311,5 +314,7 @@ class Mailbox:
             return
         try:
             self.subscription.on_gap(gap)
-        except _RAISED:
+        except _RAISED as error:
             self.statistics.failed += 1
+            if not isinstance(error, ForgedError):
+                self._broken(self.name, error)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from forged.messages import Fact
 
 
 class HandlerFailed(Fact, frozen=True):
     """A handler raised, or took too long, over one fact; the others have it all the same."""
+
+    level: ClassVar[str] = "warning"
 
     handler: str
     fact_id: int
@@ -15,6 +19,8 @@ class HandlerFailed(Fact, frozen=True):
 
 class HandlerQuarantined(Fact, frozen=True):
     """A plugin's handler failed too many times in a row and is given nothing more until it is readmitted."""
+
+    level: ClassVar[str] = "warning"
 
     handler: str
     failures: int

@@ -65,6 +65,10 @@ class RequestTable:
             return
         self._replacements[request] = Route(request, owner, handler)
 
+    def is_replaced(self, request: type[Request[Any]]) -> bool:
+        """Whether somebody answers it in the place of its handler."""
+        return request in self._replacements
+
     def wrap(self, request: type[Request[Any]], wrapper: Wrapper, owner: str) -> None:
         """See a type of request before its handler and the reply after it."""
         self._wrappers.append((owner, request, wrapper))

@@ -12,6 +12,7 @@ from typing import Any
 
 from forged.bus.cancellation import is_ending
 from forged.bus.statistics import HandlerStatistics
+from forged.errors import ForgedError
 from forged.messages import Call, Signal
 
 KEYS_MAX = 10_000
@@ -23,11 +24,18 @@ SignalHandler = Callable[[Any, Call], Awaitable[None] | None]
 class SignalSlot:
     """The latest signals that one handler has not seen yet, one per job and key."""
 
-    def __init__(self, name: str, handler: SignalHandler, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        handler: SignalHandler,
+        now: Callable[[], float],
+        broken: Callable[[str, BaseException], None] = lambda owner, error: None,
+    ) -> None:
         self.name = name
         self.handler = handler
         self.statistics = HandlerStatistics()
         self._now = now
+        self._broken = broken
         self._latest: dict[tuple[str, str | None, str], tuple[Signal, Call]] = {}
         self._wanted: asyncio.Future[None] | None = None
 
@@ -64,6 +72,8 @@ class SignalSlot:
             if is_ending():
                 raise
             self.statistics.failed += 1
-        except (Exception, SystemExit):  # noqa: BLE001 - a signal that fails is a signal that was lost
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a signal that fails is a signal that was lost
             self.statistics.failed += 1
+            if not isinstance(error, ForgedError):
+                self._broken(self.name, error)
         self.statistics.latency.observe(self._now() - started)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.bus.bus import CURSOR_INTERVAL_S
+from forged.bus.bus import CURSOR_INTERVAL_S, REPORTS_MAX
 from forged.bus.model import HandlerFailed, HandlerQuarantined, HandlerReadmitted
-from forged.errors import ConfigError, RequestRefused, Unavailable
+from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
 from forged.ledger import CURSOR_PREFIX
 from forged.messages import Decision, Fact, Gap, Record
 from forged.status.model import PingDaemon
@@ -398,6 +398,94 @@ async def test_a_failure_while_nothing_can_be_written_is_put_on_record_later() -
 
 
 @virtual
+async def test_every_failure_of_a_handler_is_told_to_who_asked_for_it() -> None:
+    told: list[tuple[str, str]] = []
+
+    def register(spine: Spine) -> None:
+        spine.bus.on(Added, failing, name="failing")
+        spine.bus.on(Fact, failing, name="failing for all")
+        spine.bus.on_failure.append(lambda handler, reason: told.append((handler.name, reason)))
+
+    async with running(register=register) as spine:
+        await spine.add()
+        await anyio.sleep(10)
+        assert told.count(("failing", "ValueError: boom")) == 1
+        # Also where the failure is over a failure, which is not put on record.
+        assert told.count(("failing for all", "ValueError: boom")) == 3
+        assert len(spine.facts(HandlerFailed)) == 2
+
+
+@virtual
+async def test_what_a_handler_raises_is_told_unless_it_is_an_error_of_ours() -> None:
+    told: list[tuple[str, str]] = []
+
+    def refuse(_: Record) -> None:
+        raise RequestRefused("no", "no", "")
+
+    def register(spine: Spine) -> None:
+        spine.bus.on(Added, failing, name="failing")
+        spine.bus.on(Added, refuse, name="refusing")
+        spine.bus.on_signal(Tick, lambda *_: failing(record_of_nothing), name="listening")
+        spine.bus.replace(ReadTotal, lambda *_: failing(record_of_nothing), owner="somebody")
+        spine.bus.on_broken = lambda owner, error: told.append((owner, str(error)))
+
+    record_of_nothing = Record.of(Echoed(0), fact_id=1, at=0.0)
+    async with running(register=register) as spine:
+        await spine.add()
+        spine.bus.signal(Tick(1.0), call())
+        with pytest.raises(ForgedError):
+            await spine.bus.ask(ReadTotal())
+        await spine.settle()
+        await anyio.sleep(1)
+        assert sorted(told) == [
+            ("ReadTotal in somebody", "boom"),
+            ("failing", "boom"),
+            ("listening", "boom"),
+        ]
+
+
+@virtual
+async def test_a_plugin_s_handler_is_readmitted_with_its_plugin_only() -> None:
+    async with running(register=lambda spine: spine.bus.on(Added, failing, name="p/x", failures_max=1)) as spine:
+        spine.bus.owners["p/x"] = "p"
+        await spine.add()
+        await spine.settle()
+        with pytest.raises(RequestRefused) as caught:
+            spine.bus.readmit("p/x")
+        assert (caught.value.code, caught.value.fix) == ("plugins_handler", "forgectl plugins enable p")
+
+
+@virtual
+async def test_what_is_to_be_on_record_later_is_there_in_order_once_the_store_takes_writes() -> None:
+    store = TroubledStore()
+    async with running(store) as spine:
+        spine.bus.record_later(Decision(None, (Echoed(1),)), origin="somebody")
+        store.commit_error = full()
+        await anyio.sleep(1)
+        for number in (2, 3):
+            spine.bus.record_later(Decision(None, (Echoed(number),)), origin="somebody")
+        await anyio.sleep(10)
+        assert spine.facts(Echoed) == []
+        store.commit_error = None
+        await anyio.sleep(10)
+        assert [fact.of for fact in spine.facts(Echoed)] == [1, 2, 3]
+
+
+@virtual
+async def test_what_waits_to_be_on_record_is_bounded_and_the_newest_stay() -> None:
+    store = TroubledStore()
+    async with running(store) as spine:
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await spine.add()
+        for number in range(REPORTS_MAX + 10):
+            spine.bus.record_later(Decision(None, (Echoed(number),)))
+        store.commit_error = None
+        await anyio.sleep(10)
+        assert [fact.of for fact in spine.facts(Echoed)] == list(range(10, REPORTS_MAX + 10))
+
+
+@virtual
 async def test_a_mailbox_that_nobody_bounds_holds_the_edges_back() -> None:
     async def hang(_: Record) -> None:
         await asyncio.Event().wait()
@@ -407,7 +495,7 @@ async def test_a_mailbox_that_nobody_bounds_holds_the_edges_back() -> None:
         spine.bus.on(Added, hang, name="plugin", lossless=False)
 
     async with running(register=register) as spine:
-        spine.bus._backlog_max = 10
+        spine.bus.backlog_max = 10
         for _ in range(11):
             assert not spine.bus.congested
             await spine.add()

@@ -1,0 +1,155 @@
+"""Both plugins in daemons of their own, found in a directory as an operator puts them there, and killed with -9."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.client import EARLIEST, ForgedClient
+from forged.messages import Record
+from forged.plugins.model import ListPlugins, PluginView, RunPluginCommand
+from tests.dropins.hook import SECRET, Hook, hooked
+from tests.processes.daemon import DaemonProcess
+
+PLUGINS = Path(__file__).parents[2] / "plugins"
+NOTES = 60
+DELIVERED_BEFORE_THE_KILL = 20
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> Path:
+    directory = tmp_path / "plugins"
+    directory.mkdir(0o755)
+    for path in PLUGINS.glob("*.py"):
+        copy = directory / path.name
+        shutil.copy(path, copy)
+        copy.chmod(0o644)
+    return directory
+
+
+class Place:
+    """Where a daemon is started again and again."""
+
+    def __init__(self, directory: Path, plugins: Path, url: str, secret: Path) -> None:
+        self.directory = directory
+        self.log = directory / "events.jsonl"
+        self._settings = directory / "all.toml"
+        self._settings.write_text(
+            f"plugin_dir = {str(plugins)!r}\n"
+            f"[plugins.webhook]\nurl = {url!r}\nsecret_file = {str(secret)!r}\nbatch_max = 5\n"
+            f"[plugins.event_log]\npath = {str(self.log)!r}\nbytes_max = 4096\nfiles_max = 1000\n"
+        )
+
+    def daemon(self) -> DaemonProcess:
+        return DaemonProcess(self.directory, "--config", str(self._settings))
+
+    def forgectl(self, *arguments: str) -> Any:
+        command = [
+            sys.executable,
+            "-m",
+            "forged.cli.forgectl",
+            "--socket",
+            str(self.directory / "forged.sock"),
+            "--json",
+        ]
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def check(self) -> None:
+        """Have the settings checked as an operator does before a reload."""
+        command = [sys.executable, "-m", "forged.cli.forged", "check-config", str(self._settings)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    @property
+    def client(self) -> ForgedClient:
+        return ForgedClient(f"unix://{self.directory / 'forged.sock'}")
+
+    def written(self) -> list[int]:
+        """The ids in the files of the event log, in the order in which they were written."""
+        rotated = sorted(self.directory.glob("events.jsonl.*"), key=lambda one: -int(one.suffix[1:]))
+        lines = b"".join(one.read_bytes() for one in (*rotated, self.log)).splitlines()
+        return [json.loads(line)["id"] for line in lines]
+
+
+async def caught_up(client: ForgedClient, plugin: str, last: int) -> None:
+    """Wait until a plugin has come as far as that."""
+    while (await client.request(RunPluginCommand(plugin, "status")))["position"] < last:
+        """It is asked again."""
+
+
+async def test_kill_9_loses_no_fact_for_either_and_doubles_none_in_the_log(
+    tmp_path: Path, plugins: Path, secret: Path
+) -> None:
+    async with hooked(Hook()) as hook:
+        place = Place(tmp_path, plugins, hook.url, secret)
+        hook.judge = lambda body: 503
+        with place.daemon():
+            async with place.client as client:
+                await client.create_job("a")
+                for number in range(NOTES):
+                    await client.note("a", f"{number}")
+            await hook.until(lambda: len(hook.deliveries) > 0)
+        hook.judge = lambda body: 200
+        with place.daemon():
+            await hook.until(lambda: len(hook.taken) >= DELIVERED_BEFORE_THE_KILL)
+        with place.daemon() as daemon:
+            async with place.client as client:
+                await client.note("a", "the last one")
+                facts = [item async for item in client.past_facts(since=EARLIEST)]
+                for plugin in ("webhook", "event_log"):
+                    await caught_up(client, plugin, facts[-1].id if isinstance(facts[-1], Record) else 0)
+                views = await client.request(ListPlugins())
+            assert daemon.end(signal.SIGTERM)[0] == 0
+    _check(place, hook, [fact.id for fact in facts if isinstance(fact, Record)], views)
+
+
+def _check(place: Place, hook: Hook, expected: list[int], views: list[PluginView]) -> None:
+    assert all(delivery.signed for delivery in hook.deliveries)
+    assert set(expected) <= set(hook.taken)
+    first = list(dict.fromkeys(hook.taken))
+    assert first == sorted(first)
+    written = place.written()
+    assert written == sorted(set(written))
+    assert set(expected) <= set(written)
+    assert {view.name: (view.state, view.failed) for view in views} == {
+        "event_log": ("active", 0),
+        "webhook": ("active", 0),
+    }
+
+
+async def test_an_operator_sees_how_they_fare_and_has_them_do_things(
+    tmp_path: Path, plugins: Path, secret: Path
+) -> None:
+    place = Place(tmp_path, plugins, "http://127.0.0.1:1/hook", secret)
+    place.check()
+    with place.daemon():
+        async with place.client as client:
+            await client.create_job("a")
+            while not (await client.request(RunPluginCommand("webhook", "status")))["trouble"]:
+                """It has not tried yet."""
+            await caught_up(client, "event_log", 1)
+        [log, webhook] = place.forgectl("plugins")["plugins"]
+        assert (log["state"], log["reason"]) == ("active", None)
+        assert webhook["state"] == "active"
+        assert "127.0.0.1:1" in webhook["reason"]
+        assert place.forgectl("plugins", "run", "event_log", "rotate")["result"] == {"rotated": True}
+        # What is checked is used by a daemon at that moment.
+        place.check()
+    assert place.log.with_name("events.jsonl.1").exists()

@@ -1,0 +1,567 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forged.errors import RequestRefused, Unavailable
+from forged.messages import Gap, Record
+from forged.store.memory import MemoryStore
+from plugins import event_log
+from plugins.event_log import Files, Line, Mark
+from tests.dropins.house import VIEWER, Blob, House, Rare, plugged, refusal
+from tests.processes.test_full_disk import disk as disk  # a fixture
+from tests.processes.test_full_disk import fill
+from tests.spine import Add
+from tests.troubled_store import TroubledStore
+
+KILLS = 8
+
+Plug = Callable[..., AbstractAsyncContextManager[House]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "log" / "events.jsonl"
+
+
+@pytest.fixture
+def plug(path: Path, tmp_path: Path) -> Plug:
+    def plug(store: TroubledStore | None = None, facts_max: int = 50_000, **given: Any) -> Any:
+        chosen = {"path": str(path)} | given
+        return plugged("event_log", event_log, chosen, tmp_path, store=store, facts_max=facts_max)
+
+    return plug
+
+
+@pytest.fixture
+def refused(path: Path, tmp_path: Path) -> Callable[..., str]:
+    return lambda **given: refusal("event_log", event_log, {"path": str(path)} | given, tmp_path)
+
+
+def lines(first: int, last: int, *, history: str = "h", padding: int = 0) -> Iterator[Line]:
+    """Lines for the facts from `first` to `last`."""
+    yield from event_log.lines_of(
+        history, [Record.of(Blob("x" * padding), fact_id=number, at=1.5) for number in range(first, last + 1)]
+    )
+
+
+def opened(path: Path, *, bytes_max: int = 1 << 30, files_max: int = 5, fsync: bool = False) -> Files:
+    return Files(path, bytes_max=bytes_max, files_max=files_max, fsync=fsync)
+
+
+def write(path: Path, written: Iterator[Line], **given: Any) -> None:
+    """As one daemon does that is killed afterwards."""
+    files = opened(path, **given)
+    try:
+        files.write(written)
+    finally:
+        files.close()
+
+
+def all_files(path: Path) -> list[Path]:
+    """The oldest first."""
+    rotated = path.parent.glob(f"{path.name}.*")
+    return [*sorted(rotated, key=lambda one: -int(one.suffix[1:])), *([path] if path.exists() else [])]
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    """What is in all files, which are whole lines."""
+    text = b"".join(one.read_bytes() for one in all_files(path))
+    assert not text or text.endswith(b"\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def lines_in(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def ids(path: Path) -> list[int]:
+    return [entry["id"] for entry in entries(path)]
+
+
+# Lines.
+
+
+async def test_each_fact_is_a_line_with_its_place_in_history(plug: Plug, path: Path) -> None:
+    async with plug() as house:
+        expected = await house.say(Blob(b"\x00\xff"), Blob(float("nan")), Blob("two\nlines\u2028"), job="a")
+        await house.caught_up()
+        history = house.spine.store.history
+    assert ids(path) == expected
+    assert [entry["fact"]["value"] for entry in entries(path)] == ["00ff", None, "two\nlines\u2028"]
+    assert {(entry["history"], entry["job"], entry["type"]) for entry in entries(path)} == {(history, "a", "Blob")}
+
+
+async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_written(plug: Plug, path: Path) -> None:
+    async with plug(types=["Rare"], jobs=["a"]) as house:
+        await house.say(Blob(1), Rare(1), job="a")
+        await house.say(Rare(2), job="b")
+        await house.say(Rare(3), job="a")
+        await house.caught_up()
+    assert [entry["fact"]["number"] for entry in entries(path)] == [1, 3]
+
+
+async def test_a_gap_is_a_line_too_and_is_written_once(plug: Plug, path: Path) -> None:
+    store = TroubledStore()
+    async with plug(store, facts_max=10) as house:
+        [first] = await house.say(Blob(0))
+        await house.caught_up()
+        await house.run("rotate")
+        house.follower.pause()
+        await house.say(*map(Blob, range(30)))
+        house.follower.resume()
+        await house.caught_up()
+    told = [entry for entry in entries(path) if "gap" in entry]
+    assert len(told) == 1
+    assert told[0]["gap"]["first"] == first + 1
+    place = entries(path).index(told[0])
+    assert entries(path)[place + 1]["id"] == told[0]["gap"]["last"] + 1
+    assert event_log.read_mark(json.dumps(told[0]).encode()).last == told[0]["gap"]["last"]
+
+
+async def test_the_file_is_its_owners_alone_and_in_the_plugins_directory_unless_told_otherwise(
+    plug: Plug, tmp_path: Path
+) -> None:
+    async with plug(path="") as house:
+        await house.say(Blob(1))
+        await house.caught_up()
+    path = tmp_path / "plugins" / "event_log" / "events.jsonl"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(ids(path)) == 1
+
+
+# Exactly once.
+
+
+async def test_what_is_in_the_file_is_not_written_again_by_a_daemon_that_has_forgotten_it(
+    plug: Plug, path: Path
+) -> None:
+    store = TroubledStore()
+    async with plug(store) as house:
+        expected = await house.say(*map(Blob, range(20)))
+        await house.caught_up()
+        assert house.spine.ledger.cursors["event_log/facts"] < expected[-1]
+    async with plug(store) as house:
+        expected += await house.say(Blob(20))
+        await house.caught_up()
+    assert ids(path) == expected
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_file_that_ends_anywhere_is_mended_and_gone_on_with(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("torn") / "events.jsonl"
+    write(path, lines(1, 6))
+    whole = path.read_bytes()
+    kept = data.draw(st.integers(0, len(whole)))
+    zeros = data.draw(st.integers(0, 100))
+    path.write_bytes(whole[:kept] + bytes(zeros))
+    write(path, lines(whole[:kept].count(b"\n") + 1, 6))
+    assert path.read_bytes() == whole
+    path.write_bytes(whole[:kept])
+    write(path, lines(1, 6))
+    assert path.read_bytes() == whole
+
+
+def test_a_line_with_a_hole_from_a_power_cut_is_written_anew(path: Path) -> None:
+    write(path, lines(1, 5))
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    start = whole.index(b'{"history":"h","id":4')
+    damaged[start + 20 : start + 40] = bytes(20)
+    end = whole.index(b"\n", start) + 1
+    path.write_bytes(damaged[:end])
+    write(path, lines(1, 5))
+    assert path.read_bytes() == whole
+
+
+def test_the_file_before_says_how_far_it_came_where_the_live_one_is_new(path: Path) -> None:
+    write(path, lines(1, 5))
+    path.rename(path.with_name("events.jsonl.1"))
+    write(path, lines(1, 7))
+    assert ids(path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_line_of_any_length_is_found_again(path: Path) -> None:
+    write(path, lines(1, 3, padding=300_000))
+    write(path, lines(1, 4, padding=300_000))
+    assert ids(path) == [1, 2, 3, 4]
+
+
+def test_the_same_ids_of_another_history_are_other_facts(path: Path) -> None:
+    write(path, lines(1, 5))
+    write(path, lines(3, 6, history="restored"))
+    assert ids(path) == [1, 2, 3, 4, 5, 3, 4, 5, 6]
+
+
+async def test_a_restored_backup_writes_on(plug: Plug, path: Path) -> None:
+    for history in ("one", "two"):
+        async with plug(TroubledStore(MemoryStore(history))) as house:
+            await house.say(Blob(history))
+            await house.caught_up()
+    assert [entry["history"] for entry in entries(path)] == ["one", "two"]
+
+
+@pytest.mark.parametrize("content", ["a text", "a text\n", "[1]\n", '{"id": 1}\n', '{"history":"h"}\n', '{"a": 1'])
+def test_a_file_that_is_no_event_log_is_left_as_it_is(path: Path, content: str) -> None:
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(OSError, match="it is no event log"):
+        write(path, lines(1, 1))
+    assert path.read_text() == content
+
+
+WRITER = """
+import sys
+from itertools import count
+from pathlib import Path
+from forged.messages import Record
+from plugins.event_log import Files, lines_of
+from tests.dropins.house import Blob
+files = Files(Path(sys.argv[1]), bytes_max=20_000, files_max=1000, fsync=False)
+for start in count(1, 7):
+    records = [Record.of(Blob("x" * (number % 300)), fact_id=number, at=1.5) for number in range(start, start + 10)]
+    files.write(lines_of("h", records))
+    if files.written:
+        print(flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_each_fact_in_the_files_exactly_once(path: Path) -> None:
+    """The writer begins anew with fact 1 in each life, and each batch repeats a part of the one before."""
+    random = Random(7)
+    for _ in range(KILLS):
+        command = [sys.executable, "-c", WRITER, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            for _ in range(random.randrange(1, 60)):
+                assert writer.stdout.readline()
+            writer.kill()
+            assert writer.wait() == -signal.SIGKILL
+    write(path, iter(()))
+    assert len(all_files(path)) > 1
+    assert ids(path) == list(range(1, len(ids(path)) + 1))
+
+
+# Rotation.
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=60), st.integers(1, 9), st.integers(2, 6))
+def test_files_stay_below_their_limits_and_hold_the_latest_facts_in_order(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], together: int, files_max: int
+) -> None:
+    path = tmp_path_factory.mktemp("rotated") / "events.jsonl"
+    files = opened(path, bytes_max=2000, files_max=files_max)
+    records = [Record.of(Blob("x" * size), fact_id=number, at=1.5) for number, size in enumerate(sizes, 1)]
+    for start in range(0, len(records), together):
+        files.write(event_log.lines_of("h", records[start : start + together]))
+    files.close()
+    assert len(all_files(path)) <= files_max
+    for one in all_files(path):
+        assert one.stat().st_size <= 2000 or one.read_bytes().count(b"\n") == 1
+    found = ids(path)
+    assert found == list(range(len(sizes) - len(found) + 1, len(sizes) + 1))
+    if len(all_files(path)) < files_max:
+        assert len(found) == len(sizes)
+
+
+def test_files_beyond_a_limit_that_was_lowered_go(path: Path) -> None:
+    for number in range(1, 9):
+        write(path, lines(number, number, padding=100), bytes_max=100, files_max=8)
+    assert len(all_files(path)) == 8
+    write(path, lines(9, 9, padding=100), bytes_max=100, files_max=3)
+    assert ids(path) == [7, 8, 9]
+
+
+@pytest.mark.parametrize("survived", range(4))
+def test_a_rotation_that_was_cut_short_loses_nothing_and_is_finished(
+    path: Path, survived: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 5):
+        write(path, lines(number, number, padding=100), bytes_max=100, files_max=6)
+    renamed: list[Path] = []
+    replace = Path.replace
+
+    def break_off(self: Path, target: Path) -> Path:
+        if len(renamed) == survived:
+            raise OSError(errno.EIO, "the disk is gone")
+        renamed.append(target)
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", break_off)
+        for _ in range(3):
+            with pytest.raises(OSError, match="the disk is gone"):
+                write(path, lines(5, 5, padding=100), bytes_max=100, files_max=6)
+    write(path, lines(5, 5, padding=100), bytes_max=100, files_max=6)
+    assert ids(path) == [1, 2, 3, 4, 5]
+
+
+async def test_rotation_under_load_keeps_the_order(plug: Plug, path: Path) -> None:
+    async with plug(bytes_max=3000, files_max=1000, batch_max=7) as house:
+        expected = await house.say(*map(Blob, range(500)))
+        await house.caught_up()
+        assert (await house.run("status"))["rotations"] == len(all_files(path)) - 1 > 10
+    assert ids(path) == expected
+
+
+async def test_a_new_file_is_begun_when_somebody_says_so(plug: Plug, path: Path) -> None:
+    async with plug() as house:
+        assert await house.run("rotate") == {"rotated": False}
+        await house.say(Blob(1))
+        await house.caught_up()
+        assert await house.run("rotate") == {"rotated": True}
+        await house.say(Blob(2))
+        await house.caught_up()
+        with pytest.raises(RequestRefused, match="viewer"):
+            await house.run("rotate", VIEWER)
+    assert [len(one.read_text().splitlines()) for one in all_files(path)] == [1, 1]
+
+
+# What others do to the file.
+
+
+def test_a_file_that_was_moved_away_is_begun_anew(path: Path) -> None:
+    files = opened(path)
+    files.write(lines(1, 3))
+    path.rename(path.with_name("events.jsonl-20260501"))
+    files.write(lines(1, 5))
+    files.close()
+    assert ids(path) == [4, 5]
+
+
+def test_a_file_that_was_moved_away_and_made_anew_is_written_on_in_the_new_one(path: Path) -> None:
+    files = opened(path)
+    files.write(lines(1, 3))
+    path.rename(path.with_name("elsewhere"))
+    path.touch(0o640)
+    files.write(lines(4, 5))
+    files.close()
+    assert ids(path) == [4, 5]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_file_that_was_copied_and_emptied_is_written_from_its_beginning(path: Path) -> None:
+    files = opened(path)
+    files.write(lines(1, 3))
+    os.truncate(path, 0)
+    files.write(lines(3, 5))
+    files.close()
+    assert ids(path) == [4, 5]
+
+
+def test_a_link_that_was_put_into_its_place_is_not_followed(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "shadow"
+    other.write_text("")
+    files = opened(path)
+    files.write(lines(1, 1))
+    path.unlink()
+    path.symlink_to(other)
+    with pytest.raises(OSError, match="symbolic links"):
+        files.write(lines(2, 2))
+    assert other.read_text() == ""
+
+
+def test_a_pipe_that_was_put_into_its_place_is_refused_without_waiting(path: Path) -> None:
+    path.parent.mkdir()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a file"):
+        write(path, lines(1, 1))
+
+
+def test_a_second_writer_is_refused(path: Path) -> None:
+    first = opened(path)
+    first.write(lines(1, 1))
+    with pytest.raises(OSError, match="another process writes to it"):
+        write(path, lines(2, 2))
+    first.close()
+    write(path, lines(2, 2))
+    assert ids(path) == [1, 2]
+
+
+# Settings.
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, partial(os.symlink, "/dev/null")])
+def test_what_is_no_file_is_refused(refused: Callable[..., str], path: Path, make: Callable[[Path], None]) -> None:
+    path.parent.mkdir()
+    make(path)
+    reason = refused()
+    assert "plugins.event_log.path = " in reason
+    assert "no link to one" in reason
+
+
+@pytest.mark.parametrize(
+    "given", [{"path": "log/events.jsonl"}, {"files_max": 1}, {"bytes_max": 10}, {"fsync": "yes"}, {"colour": "red"}]
+)
+def test_a_setting_that_is_of_no_use_is_refused_by_its_key(refused: Callable[..., str], given: dict[str, Any]) -> None:
+    assert f"plugins.event_log.{next(iter(given))} = " in refused(**given)
+
+
+def test_a_file_below_a_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "is none" in refused(path=str(tmp_path / "file" / "events.jsonl"))
+
+
+def test_to_be_asked_whether_the_settings_will_do_leaves_nothing_behind(
+    refused: Callable[..., str], path: Path
+) -> None:
+    assert refused() == ""
+    assert not path.parent.exists()
+
+
+# Disks that do not do what they should.
+
+
+def remount(disk: Path, how: str) -> None:
+    """Let it be written, or not."""
+    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
+
+async def test_a_full_disk_loses_nothing_and_is_written_on_when_there_is_space(plug: Plug, disk: Path) -> None:
+    path = disk / "log" / "events.jsonl"
+    async with plug(path=str(path)) as house:
+        expected = await house.say(Blob(0))
+        await house.caught_up()
+        filler = fill(disk)
+        expected += await house.say(*(Blob("x" * 1000) for _ in range(50)))
+        assert "No space left on device" in await house.stalled()
+        assert ids(path) == expected[:1]
+        assert house.view.state == "active"
+        filler.unlink()
+        await house.caught_up()
+        assert house.view.failed == 0
+    assert ids(path) == expected
+
+
+async def test_a_directory_that_cannot_be_written_is_refused_and_waited_for_later(
+    plug: Plug, refused: Callable[..., str], disk: Path
+) -> None:
+    path = disk / "log" / "events.jsonl"
+    async with plug(path=str(path)) as house:
+        remount(disk, "ro")
+        expected = await house.say(Blob(0))
+        assert "Read-only file system" in await house.stalled()
+        assert "in a directory that can be made in" in await asyncio.to_thread(refused, path=str(path))
+        remount(disk, "rw")
+        await house.caught_up()
+    assert ids(path) == expected
+
+
+@pytest.mark.parametrize("taken_back", [True, False])
+def test_a_write_that_fails_halfway_leaves_no_trace(
+    path: Path, taken_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, real, broken = opened(path), os.write, True
+    files.write(lines(1, 2))
+
+    def write_some(fd: int, data: bytes) -> int:
+        if broken and len(data) < 500:
+            raise OSError(errno.ENOSPC, "there is no space left")
+        return real(fd, data[:200])
+
+    def refuse(fd: int, size: int) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(os, "write", write_some)
+    with monkeypatch.context() as patch:
+        if not taken_back:
+            patch.setattr(os, "ftruncate", refuse)
+        with pytest.raises(OSError, match="there is no space left"):
+            files.write(lines(3, 12))
+    if taken_back:
+        assert ids(path) == [1, 2]
+    broken = False
+    files.write(lines(3, 12))
+    files.close()
+    assert ids(path) == list(range(1, 13))
+
+
+def test_what_cannot_be_made_durable_is_written_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    files = opened(path, fsync=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", refuse)
+        with pytest.raises(OSError, match="the disk is gone"):
+            files.write(lines(1, 2))
+    assert ids(path) == []
+    files.write(lines(1, 2))
+    files.close()
+    assert ids(path) == [1, 2]
+
+
+async def test_a_disk_that_hangs_holds_up_nobody_and_what_it_does_in_the_end_counts(
+    plug: Plug, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, works, real = threading.Event(), threading.Event(), os.write
+
+    def hang(fd: int, data: bytes) -> int:
+        hangs.set()
+        works.wait()
+        return real(fd, data)
+
+    monkeypatch.setattr(event_log, "PATIENCE_S", 0.01)
+    async with plug(types=["Blob"]) as house:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", hang)
+            expected = await house.say(Blob(1))
+            try:
+                await asyncio.to_thread(hangs.wait)
+                assert "has not answered" in await house.stalled()
+                assert await house.spine.bus.ask(Add(2)) == 2
+                with pytest.raises(Unavailable, match="has not answered"):
+                    await house.run("rotate")
+                assert (await house.run("status", VIEWER))["trouble"]
+                expected += await house.say(Blob(2))
+            finally:
+                works.set()
+            await house.caught_up()
+        assert house.view.failed == 0
+    assert ids(path) == expected
+
+
+async def test_its_status_says_how_far_it_has_come(plug: Plug, path: Path) -> None:
+    async with plug() as house:
+        [_, last] = await house.say(Blob(1), Blob(2))
+        await house.caught_up()
+        said = await house.run("status", VIEWER)
+    assert said == {
+        "path": str(path),
+        "bytes": sum(map(len, lines_in(path))),
+        "written": 2,
+        "rotations": 0,
+        "last": last,
+        "position": last,
+        "behind": 0,
+        "trouble": None,
+    }
+
+
+def test_a_mark_is_read_from_facts_and_gaps_alone() -> None:
+    gap = event_log.line_of_gap("h", Gap(3, 9, "because"))
+    assert event_log.read_mark(gap.text) == gap.mark == Mark("h", 9)
+    for line in (b"", b"{}", b"[]", b'{"history":1,"id":2}', b'{"history":"h","id":"2"}', b'{"history":"h","id":0}'):
+        with pytest.raises(ValueError):
+            event_log.read_mark(line)

@@ -1,0 +1,728 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.errors import RequestRefused, Unavailable
+from forged.messages import Record
+from plugins import webhook
+from plugins.webhook import Verdict
+from tests.dropins.hook import SECRET, Body, Hook, hooked, speaking
+from tests.dropins.house import VIEWER, Blob, House, Rare, plugged, refusal
+from tests.net.ends import Certificates
+from tests.spine import Add
+from tests.troubled_store import TroubledStore
+
+HOUR_S = 3600.0
+NOBODY = "http://127.0.0.1:1/hook"
+
+Plug = Callable[..., AbstractAsyncContextManager[House]]
+Answer = int | Callable[[], web.Response]
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+async def hook() -> AsyncIterator[Hook]:
+    async with hooked(Hook()) as made:
+        yield made
+
+
+@pytest.fixture
+def plug(secret: Path, tmp_path: Path) -> Plug:
+    def plug(url: str, store: TroubledStore | None = None, facts_max: int = 50_000, **settings: Any) -> Any:
+        given = {"url": url, "secret_file": str(secret)} | settings
+        return plugged("webhook", webhook, given, tmp_path, store=store, facts_max=facts_max)
+
+    return plug
+
+
+@pytest.fixture
+def refused(secret: Path, tmp_path: Path) -> Callable[..., str]:
+    def refused(**settings: Any) -> str:
+        given = {"url": "https://hooks.example/a", "secret_file": str(secret)} | settings
+        return refusal("webhook", webhook, given, tmp_path)
+
+    return refused
+
+
+def records(*facts: Blob) -> list[Record]:
+    return [Record.of(fact, fact_id=number, at=1.5) for number, fact in enumerate(facts, 1)]
+
+
+def contains(number: int, *, status: int) -> Callable[[Body], int]:
+    """Refuse whatever has a fact of this value in it."""
+    return lambda body: status if any(fact["fact"].get("value") == number for fact in body["facts"]) else 200
+
+
+def one_after_the_other(*answers: Answer) -> Callable[[Body], int | web.Response]:
+    """Each answer once, and the last one from then on."""
+    left = list(answers)
+
+    def judge(body: Body) -> int | web.Response:
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        return answer if isinstance(answer, int) else answer()
+
+    return judge
+
+
+# What answers mean.
+
+
+@pytest.mark.parametrize(
+    ("verdict", "statuses"),
+    [
+        (Verdict.DELIVERED, [200, 201, 202, 204, 299]),
+        (Verdict.LATER, [408, 425, 429, 500, 502, 503, 504, 507, 599]),
+        (Verdict.REFUSED, [400, 409, 413, 422]),
+        (Verdict.MISCONFIGURED, [301, 302, 304, 307, 308, 401, 403, 404, 405, 407, 410, 411, 415, 418, 451, 999]),
+    ],
+)
+def test_only_what_says_that_the_body_is_not_wanted_can_lose_a_fact(verdict: Verdict, statuses: list[int]) -> None:
+    assert {webhook.judge(status) for status in statuses} == {verdict}
+
+
+NOW = datetime(2026, 5, 1, 12, 0, 0, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("header", "wanted_s"),
+    [
+        (None, 0.0),
+        ("", 0.0),
+        ("120", 120.0),
+        (" 7 ", 7.0),
+        ("999999999999999999999", HOUR_S),
+        ("-5", 0.0),
+        ("1.5", 0.0),
+        ("soon", 0.0),
+        ("٣", 0.0),
+        (format_datetime(NOW.replace(minute=2), usegmt=True), 120.0),
+        (format_datetime(NOW.replace(hour=11), usegmt=True), 0.0),
+        (format_datetime(NOW.replace(year=2099), usegmt=True), HOUR_S),
+        ("Fri, 01 May 2026 12:01:00 -0000", 60.0),
+        ("Fri, 99 May 2026 12:01:00 GMT", 0.0),
+    ],
+)
+def test_a_receiver_says_in_seconds_or_by_a_date_how_long_to_wait_and_for_an_hour_at_most(
+    header: str | None, wanted_s: float
+) -> None:
+    assert webhook.retry_after_s(header, NOW.timestamp()) == wanted_s
+
+
+@given(st.text())
+def test_no_retry_after_does_harm(header: str) -> None:
+    assert 0.0 <= webhook.retry_after_s(header, NOW.timestamp()) <= HOUR_S
+
+
+# Bodies.
+
+
+@given(st.lists(st.binary(max_size=600), min_size=1, max_size=30), st.integers(4096, 6000))
+def test_bodies_hold_all_facts_in_order_and_each_stays_below_the_limit(blobs: list[bytes], bytes_max: int) -> None:
+    rest, told = records(*map(Blob, blobs)), []
+    while rest:
+        parcel = webhook.pack("h", rest, bytes_max)
+        assert len(parcel.body) <= bytes_max
+        facts = json.loads(parcel.body)["facts"]
+        assert (parcel.first, parcel.last, parcel.count) == (facts[0]["id"], facts[-1]["id"], len(facts))
+        told += [fact["fact"]["value"] for fact in facts]
+        rest = rest[parcel.count :]
+    assert told == [blob.hex() for blob in blobs]
+
+
+def test_a_fact_that_fits_into_no_body_is_named_without_what_it_says() -> None:
+    parcel = webhook.pack("h", records(Blob("x" * 10_000), Blob("small")), 4096)
+    [fact] = json.loads(parcel.body)["facts"]
+    assert len(parcel.body) < 4096
+    assert (fact["id"], fact["type"], fact["fact"]) == (1, "Blob", None)
+    assert fact["omitted_bytes"] > 10_000
+
+
+def test_a_parcel_ends_where_it_ended_before() -> None:
+    facts = records(*map(Blob, range(9)))
+    assert webhook.pack("h", facts, 1 << 20, end=4).key == "h-1-4"
+
+
+def test_a_signature_is_over_the_time_and_the_body() -> None:
+    # As openssl has it: printf '12.body' | openssl dgst -sha256 -hmac key
+    digest = "207315d59098aa7f7eda7f2b5ea2bb7fde0990a5248266262dc02564b4a4efe7"
+    assert webhook.sign(b"key", 12, b"body") == f"t=12,v1={digest}"
+
+
+# Settings.
+
+
+def test_an_endpoint_and_a_secret_are_all_it_needs(refused: Callable[..., str]) -> None:
+    assert refused() == ""
+
+
+def test_everything_that_is_wrong_is_told_at_once(refused: Callable[..., str], tmp_path: Path) -> None:
+    reason = refused(url="ftp://x", proxy="nonsense", secret_file=str(tmp_path / "none"), ca_file=str(tmp_path / "no"))
+    for key in ("url", "proxy", "secret_file", "ca_file"):
+        assert f"plugins.webhook.{key} = " in reason
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"url": 7},
+        {"batch_max": 0},
+        {"timeout_s": 0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": float("inf")},
+        {"attempts_max": "many"},
+        {"body_bytes_max": 10},
+        {"types": "WorkerFailed"},
+        {"secret": "in the settings"},
+    ],
+)
+def test_a_setting_that_is_of_no_use_is_refused_by_its_key(
+    refused: Callable[..., str], settings: dict[str, Any]
+) -> None:
+    assert f"plugins.webhook.{next(iter(settings))} = " in refused(**settings)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "hooks.example",
+        "https://",
+        "https:///path",
+        "file:///etc/passwd",
+        "https://host:99999/",
+        "https://host:0/",
+        "https://[::1/",
+        "https://ho st/",
+        "https://host/\r\nX-Evil: 1",
+        "https://a..b/",
+        "https://user:password@host/",
+        "https://host/#part",
+        "http://hooks.example/",
+        "http://10.0.0.7/",
+        "http://localhost.example/",
+    ],
+)
+def test_a_url_that_cannot_or_should_not_be_posted_to_is_refused(refused: Callable[..., str], url: str) -> None:
+    reason = refused(url=url)
+    assert "plugins.webhook.url = " in reason
+    assert "user:password" not in reason
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost:80/", "http://127.8.9.1/", "http://[::1]:5/", "https://bücher.example/"]
+)
+def test_plain_http_is_for_this_host(refused: Callable[..., str], url: str) -> None:
+    assert refused(url=url) == ""
+
+
+def test_plain_http_to_others_has_to_be_asked_for(refused: Callable[..., str]) -> None:
+    assert refused(url="http://hooks.example/", plain_http=True) == ""
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660])
+def test_a_secret_that_others_can_read_or_write_is_refused_with_the_fix(
+    refused: Callable[..., str], secret: Path, mode: int
+) -> None:
+    secret.chmod(mode)
+    assert f"chmod go= {secret}" in refused()
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"", "not empty"), (b" \n\n", "not empty"), (b"x" * 5000, "at most")])
+def test_a_secret_that_is_none_is_refused(
+    refused: Callable[..., str], secret: Path, content: bytes, reason: str
+) -> None:
+    secret.write_bytes(content)
+    assert reason in refused()
+
+
+def test_a_directory_or_a_pipe_is_no_secret(refused: Callable[..., str], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    assert "a file with the secret" in refused(secret_file=str(tmp_path / "pipe"))
+    assert "plugins.webhook.secret_file" in refused(secret_file=str(tmp_path))
+
+
+def test_an_authority_that_is_none_is_refused(refused: Callable[..., str], secret: Path) -> None:
+    assert "in PEM" in refused(ca_file=str(secret))
+
+
+# Delivery.
+
+
+async def test_facts_are_posted_in_order_with_their_place_in_history_and_signed(plug: Plug, hook: Hook) -> None:
+    async with plug(hook.url) as house:
+        ids = await house.say(Blob(b"\x00\xff"), Blob(float("nan")), Blob({1: "ü"}), job="a")
+        await house.caught_up()
+        [delivery] = hook.deliveries
+        history = house.spine.store.history
+    first = delivery.body["facts"][0]
+    assert delivery.signed
+    assert delivery.body["history"] == history
+    assert delivery.ids == ids
+    assert [fact["fact"]["value"] for fact in delivery.body["facts"]] == ["00ff", None, {"1": "ü"}]
+    assert {key: first[key] for key in ("type", "job", "origin")} == {"type": "Blob", "job": "a", "origin": "a test"}
+    assert set(first) == {"id", "at", "type", "job", "generation", "cause", "origin", "fact"}
+    assert delivery.headers["Forged-Delivery"] == f"{history}-{ids[0]}-{ids[-1]}"
+    assert delivery.headers["Content-Type"] == "application/json"
+    assert delivery.headers["User-Agent"].startswith("forged/")
+
+
+async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_posted(plug: Plug, hook: Hook) -> None:
+    async with plug(hook.url, types=["Rare"], jobs=["a"]) as house:
+        await house.say(Blob(1), Rare(1), job="a")
+        await house.say(Rare(2), job="b")
+        await house.say(Rare(3), job="a")
+        await house.caught_up()
+    assert [fact["fact"]["number"] for one in hook.deliveries for fact in one.body["facts"]] == [1, 3]
+
+
+async def test_a_type_that_nobody_has_named_yet_is_warned_of_and_waited_for(plug: Plug, hook: Hook) -> None:
+    async with plug(hook.url, types=["Rare", "WorkerFialed"]) as house:
+        await house.say(Blob(1), Rare(1))
+        await house.caught_up()
+        assert house.log.said("warning") == ["no facts of these names are known yet"]
+    assert [fact["type"] for one in hook.deliveries for fact in one.body["facts"]] == ["Rare"]
+
+
+async def test_while_the_receiver_is_down_for_an_hour_nothing_is_lost_and_the_pauses_grow(plug: Plug) -> None:
+    async with hooked(Hook()) as reserved:
+        port = int(reserved.url.rpartition(":")[2].partition("/")[0])
+    async with plug(reserved.url) as house:
+        began, over = house.clock.now, asyncio.Event()
+        house.on_nap = lambda: over.set() if house.clock.now - began >= HOUR_S else None
+        ids = [*await house.say(Blob(0)), *await house.say(*map(Blob, range(1, 250)))]
+        assert "127.0.0.1" in await house.stalled()
+        await over.wait()
+        assert house.view.state == "active"
+        assert house.view.failed == 0
+        assert len(house.naps) < HOUR_S / 20
+        assert house.log.said("warning") == ["the receiver takes no facts"]
+        async with hooked(Hook(), port=port) as hook:
+            await house.caught_up()
+            assert hook.taken == ids
+        assert house.log.said("info") == ["the receiver takes facts again"]
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
+async def test_what_the_receiver_cannot_take_now_is_posted_again_as_it_was(plug: Plug, hook: Hook, status: int) -> None:
+    hook.judge = one_after_the_other(status, status, 200)
+    async with plug(hook.url) as house:
+        ids = await house.say(Blob(1), Blob(2))
+        await house.stalled()
+        # What comes meanwhile goes into the next one, so that the same key is the same body.
+        ids += await house.say(Blob(3))
+        await house.caught_up()
+    first, second, third, rest = hook.deliveries
+    assert first.raw == second.raw == third.raw
+    assert len({one.headers["Forged-Delivery"] for one in (first, second, third)}) == 1
+    assert hook.taken == ids
+    assert rest.ids == ids[2:]
+
+
+async def test_a_receiver_that_asks_to_be_left_alone_is(plug: Plug, hook: Hook) -> None:
+    asked = partial(web.Response, status=429, headers={"Retry-After": "600"})
+    hook.judge = one_after_the_other(asked, 200)
+    async with plug(hook.url) as house:
+        began = house.clock.now
+        await house.say(Blob(1))
+        await hook.until(lambda: len(hook.deliveries) == 2)
+        assert 600 <= house.clock.now - began < 600 + 31
+        await house.caught_up()
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 401, 403, 404, 405, 410])
+async def test_a_misconfiguration_is_shown_and_tried_seldom_and_loses_nothing(
+    plug: Plug, hook: Hook, status: int
+) -> None:
+    answer = partial(web.Response, status=status, text="no\x1b[31m way", headers={"Location": "https://else.where/"})
+    hook.judge = one_after_the_other(*[answer] * 20, 200)
+    async with plug(hook.url) as house:
+        began = house.clock.now
+        ids = await house.say(Blob(1))
+        reason = await house.stalled()
+        assert f"{status}" in reason
+        assert "https://else.where/" in reason
+        assert "no [31m way" in reason
+        assert "/hook" not in reason
+        await house.caught_up()
+        assert house.clock.now - began >= 19 * webhook.MISCONFIGURED_PAUSE_S
+        assert house.view.failed == 0
+    assert hook.taken == ids
+
+
+async def test_a_redirect_is_not_followed(plug: Plug, hook: Hook) -> None:
+    async with hooked(Hook()) as elsewhere:
+        hook.judge = lambda body: web.Response(status=307, headers={"Location": elsewhere.url})
+        async with plug(hook.url) as house:
+            await house.say(Blob(1))
+            assert elsewhere.url in await house.stalled()
+        assert elsewhere.deliveries == []
+
+
+@pytest.mark.parametrize("status", [400, 409, 413, 422])
+async def test_a_fact_that_is_refused_is_found_and_left_out_and_the_others_go_on(
+    plug: Plug, hook: Hook, status: int
+) -> None:
+    hook.judge = contains(37, status=status)
+    async with plug(hook.url) as house:
+        ids = await house.say(*map(Blob, range(64)))
+        await house.caught_up()
+        ids += await house.say(Blob("after"))
+        await house.caught_up()
+        said = await house.run("status")
+        assert house.log.said("error") == ["what the receiver refuses is left out"]
+        assert [fields["first"] for level, _, fields in house.log.events if level == "error"] == [ids[37]]
+        assert house.view.failed == 0
+    assert hook.taken == ids[:37] + ids[38:]
+    assert (said["left_out"], said["delivered"], said["trouble"]) == (1, 64, None)
+    attempts = [one for one in hook.deliveries if one.status == status]
+    assert len(attempts) <= 5 + 6
+
+
+async def test_every_refused_fact_of_a_batch_is_left_out_and_no_other(plug: Plug, hook: Hook) -> None:
+    poison = {0, 5, 6, 31}
+    hook.judge = lambda body: 422 if any(fact["fact"]["value"] in poison for fact in body["facts"]) else 200
+    async with plug(hook.url, attempts_max=1) as house:
+        ids = await house.say(*map(Blob, range(32)))
+        await house.caught_up()
+        assert (await house.run("status"))["left_out"] == 4
+    assert hook.taken == [one for number, one in enumerate(ids) if number not in poison]
+
+
+async def test_a_receiver_that_wants_smaller_bodies_gets_them_and_nothing_is_left_out(plug: Plug, hook: Hook) -> None:
+    hook.judge = lambda body: 413 if len(body["facts"]) > 3 else 200
+    async with plug(hook.url) as house:
+        ids = await house.say(*map(Blob, range(40)))
+        await house.caught_up()
+        assert (await house.run("status"))["left_out"] == 0
+    assert hook.taken == ids
+
+
+async def test_a_receiver_that_refuses_everything_does_not_drain_the_queue_at_once(plug: Plug, hook: Hook) -> None:
+    """Each fact that is left out was refused `attempts_max` times, with pauses in between."""
+    async with plug(hook.url, attempts_max=5) as house:
+        hook.judge = lambda body: 400 if len(house.log.said("error")) < 4 else 200
+        ids = await house.say(*map(Blob, range(8)))
+        await house.caught_up()
+        assert (await house.run("status"))["left_out"] == 4
+        assert len(house.naps) == 4 * 4
+    assert hook.taken == ids[4:]
+
+
+async def test_a_search_goes_on_where_the_receiver_went_away_meanwhile(plug: Plug, hook: Hook) -> None:
+    poison = contains(3, status=400)
+    answers = iter([None, 503, None, 503, None, 503])
+    hook.judge = lambda body: next(answers, None) or poison(body)
+    async with plug(hook.url, attempts_max=1) as house:
+        ids = await house.say(*map(Blob, range(8)))
+        await house.caught_up()
+    assert sorted(set(hook.taken)) == [one for number, one in enumerate(ids) if number != 3]
+
+
+async def test_huge_facts_go_in_bodies_of_their_own(plug: Plug, hook: Hook) -> None:
+    async with plug(hook.url, body_bytes_max=300_000) as house:
+        ids = await house.say(*(Blob(bytes([number]) * 60_000) for number in range(20)))
+        await house.caught_up()
+    assert hook.taken == ids
+    assert len(hook.deliveries) == 10
+    assert max(len(one.raw) for one in hook.deliveries) <= 300_000
+
+
+async def test_bodies_of_many_mebibytes_are_posted_where_that_is_allowed(plug: Plug, hook: Hook) -> None:
+    async with plug(hook.url, body_bytes_max=1 << 26) as house:
+        ids = await house.say(*(Blob("x" * 60_000) for _ in range(60)))
+        await house.caught_up()
+    assert hook.taken == ids
+    assert len(hook.deliveries[0].raw) > 2 << 20
+
+
+async def test_a_gap_is_posted_in_its_place(plug: Plug, hook: Hook) -> None:
+    store = TroubledStore()
+    async with plug(NOBODY, store, facts_max=10) as house:
+        await house.say(Blob(0))
+        await house.stalled()
+        await house.say(*map(Blob, range(1, 30)))
+        history = house.spine.store.history
+    async with plug(hook.url, store, facts_max=10) as house:
+        await house.caught_up()
+        assert (await house.run("status"))["gaps"] == 1
+    gap, facts = hook.deliveries[0], hook.deliveries[1:]
+    assert gap.body["facts"] == []
+    assert gap.body["gap"]["last"] + 1 == facts[0].ids[0]
+    assert "journal" in gap.body["gap"]["reason"]
+    assert gap.signed
+    assert gap.headers["Forged-Delivery"] == f"{history}-{gap.body['gap']['first']}-{gap.body['gap']['last']}-gap"
+
+
+async def test_a_gap_that_is_not_taken_is_posted_again(plug: Plug, hook: Hook) -> None:
+    hook.judge = one_after_the_other(503, 503, 200)
+    async with plug(NOBODY, store := TroubledStore(), facts_max=10) as house:
+        await house.say(Blob(0))
+        await house.stalled()
+        await house.say(*map(Blob, range(1, 30)))
+    async with plug(hook.url, store, facts_max=10) as house:
+        await house.caught_up()
+    assert [bool(one.body.get("gap")) for one in hook.deliveries] == [True, True, True, False]
+
+
+async def test_a_gap_that_is_refused_stops_nothing(plug: Plug, hook: Hook) -> None:
+    hook.judge = lambda body: 422 if "gap" in body else 200
+    async with plug(NOBODY, store := TroubledStore(), facts_max=10) as house:
+        await house.say(Blob(0))
+        await house.stalled()
+        await house.say(*map(Blob, range(1, 30)))
+    async with plug(hook.url, store, facts_max=10) as house:
+        await house.caught_up()
+        assert (await house.run("status"))["left_out"] == 1
+    assert len(hook.taken) == 10
+
+
+async def test_the_queue_survives_a_restart_and_goes_on_in_order(plug: Plug, hook: Hook) -> None:
+    store = TroubledStore()
+    async with plug(hook.url, store) as house:
+        ids = await house.say(Blob(0))
+        await house.caught_up()
+        hook.judge = lambda body: 503
+        ids += await house.say(*map(Blob, range(1, 5)))
+        await house.stalled()
+    hook.judge = lambda body: 200
+    async with plug(hook.url, store) as house:
+        ids += await house.say(Blob(5))
+        await house.caught_up()
+    assert list(dict.fromkeys(hook.taken)) == ids
+
+
+# Receivers that behave badly.
+
+
+async def test_a_receiver_that_says_nothing_holds_up_nobody_and_is_given_up_in_time(plug: Plug) -> None:
+    silent = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        silent.set()
+        await asyncio.Event().wait()
+
+    async with speaking(say_nothing) as url, plug(url, timeout_s=0.05) as house:
+        await house.say(Blob(1))
+        await silent.wait()
+        assert await house.spine.bus.ask(Add(2)) == 2
+        assert "no answer in 0.05 s" in await house.stalled()
+        assert house.view.failed == 0
+
+
+async def test_a_refusal_that_never_ends_is_given_up_in_time(plug: Plug) -> None:
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 500 Oh\r\nContent-Length: 1000\r\n\r\nx")
+        await asyncio.Event().wait()
+
+    async with speaking(trickle) as url, plug(url, timeout_s=0.05) as house:
+        await house.say(Blob(1))
+        assert "no answer in 0.05 s" in await house.stalled()
+
+
+async def test_of_a_refusal_no_more_is_read_than_is_shown(plug: Plug, hook: Hook) -> None:
+    hook.judge = lambda body: web.Response(status=500, body=b"x" * (8 << 20))
+    async with plug(hook.url) as house:
+        await house.say(Blob(1))
+        assert len(await house.stalled()) < 2 * webhook.SHOWN_CHARS_MAX
+
+
+async def test_whoever_has_taken_the_facts_need_not_finish_the_answer(plug: Plug) -> None:
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nx")
+        await asyncio.Event().wait()
+
+    async with speaking(trickle) as url, plug(url) as house:
+        await house.say(Blob(1))
+        await house.caught_up()
+        assert (await house.run("status"))["delivered"] == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"HTTP/1.1 20",
+        b"HTTP/1.1 500 Oh\r\nContent-Le",
+        b"\x00\x01\x02\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: " + b"x" * 99_999,
+    ],
+)
+async def test_an_answer_that_breaks_off_or_is_none_is_no_delivery(plug: Plug, said: bytes) -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        await writer.drain()
+
+    async with speaking(say) as url, plug(url) as house:
+        await house.say(Blob(1))
+        await house.stalled()
+        assert (await house.run("status"))["delivered"] == 0
+        assert house.view.failed == 0
+
+
+async def test_a_refusal_that_dies_halfway_is_judged_by_its_status(plug: Plug) -> None:
+    async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 Not here\r\nContent-Length: 1000\r\n\r\nhalf of")
+        await writer.drain()
+
+    async with speaking(die) as url, plug(url) as house:
+        await house.say(Blob(1))
+        assert "it answers 404: half of" in await house.stalled()
+
+
+# TLS.
+
+
+def certificates(tmp_path: Path, *names: str) -> tuple[ssl.SSLContext, str]:
+    authority = Certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue(*names))
+    return context, str(authority.ca)
+
+
+async def test_https_is_verified_by_the_authority_that_is_named(plug: Plug, tmp_path: Path) -> None:
+    tls, ca = certificates(tmp_path, "127.0.0.1")
+    async with hooked(Hook(), tls=tls) as hook, plug(hook.url, ca_file=ca) as house:
+        ids = await house.say(Blob(1))
+        await house.caught_up()
+        assert hook.taken == ids
+
+
+async def test_a_certificate_of_an_unknown_authority_gets_nothing(plug: Plug, tmp_path: Path) -> None:
+    tls, _ = certificates(tmp_path, "127.0.0.1")
+    async with hooked(Hook(), tls=tls) as hook, plug(hook.url) as house:
+        await house.say(Blob(1))
+        assert "its certificate is not accepted" in await house.stalled()
+        assert hook.deliveries == []
+
+
+async def test_a_certificate_for_another_host_gets_nothing(plug: Plug, tmp_path: Path) -> None:
+    tls, ca = certificates(tmp_path, "another.example")
+    async with hooked(Hook(), tls=tls) as hook, plug(hook.url, ca_file=ca) as house:
+        await house.say(Blob(1))
+        assert "IP address mismatch" in await house.stalled()
+        assert hook.deliveries == []
+
+
+async def test_a_self_signed_certificate_gets_nothing(plug: Plug, tmp_path: Path) -> None:
+    context, authority, pem = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), trustme.CA(), tmp_path / "self.pem"
+    pem.write_bytes(authority.private_key_pem.bytes() + authority.cert_pem.bytes())
+    context.load_cert_chain(pem)
+    async with hooked(Hook(), tls=context) as hook, plug(hook.url) as house:
+        await house.say(Blob(1))
+        assert "self-signed" in await house.stalled()
+        assert hook.deliveries == []
+
+
+# The way there.
+
+
+async def test_a_proxy_in_the_environment_is_not_asked(plug: Plug, hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1/")
+    async with plug(hook.url) as house:
+        await house.say(Blob(1))
+        await house.caught_up()
+    assert len(hook.taken) == 1
+
+
+async def test_a_proxy_in_the_settings_is(plug: Plug, hook: Hook) -> None:
+    proxy = hook.url.removesuffix("/hook")
+    async with plug("http://nowhere.invalid/hook", proxy=proxy, plain_http=True) as house:
+        await house.say(Blob(1))
+        await house.caught_up()
+    assert len(hook.taken) == 1
+
+
+# Commands.
+
+
+async def test_its_status_says_how_far_it_has_come(plug: Plug, hook: Hook) -> None:
+    hook.judge = one_after_the_other(200, 503)
+    async with plug(hook.url) as house:
+        [first] = await house.say(Blob(1))
+        await house.caught_up()
+        await house.say(Blob(2), Blob(3))
+        await house.stalled()
+        said = await house.run("status", VIEWER)
+        assert (said["position"], said["behind"], said["delivered"], said["deliveries"]) == (first, 2, 1, 1)
+        assert said["last_status"] == 503
+        assert "it answers 503" in said["trouble"]
+        assert said["receiver"] in hook.url
+        assert "/hook" not in str(said)
+
+
+async def test_a_test_posts_an_empty_delivery_at_once_and_tells_what_came_back(plug: Plug, hook: Hook) -> None:
+    async with plug(hook.url) as house:
+        said = await house.run("test")
+        assert (said["accepted"], said["status"]) == (True, 200)
+        hook.judge = lambda body: web.Response(status=403, text="who are you?")
+        said = await house.run("test")
+        assert (said["accepted"], said["status"], said["answer"]) == (False, 403, "who are you?")
+    ping = hook.deliveries[0]
+    assert ping.signed
+    assert (ping.body["facts"], ping.body["ping"]) == ([], True)
+
+
+async def test_a_test_that_succeeds_ends_a_long_wait(plug: Plug, hook: Hook) -> None:
+    hook.judge = one_after_the_other(partial(web.Response, status=503, headers={"Retry-After": "3600"}), 200)
+    async with plug(hook.url) as house:
+        began = house.clock.now
+        house.on_nap = lambda: None
+        await house.say(Blob(1))
+        await house.stalled()
+        await house.run("test")
+        await house.caught_up()
+        assert house.clock.now - began < 100
+
+
+async def test_a_test_of_a_receiver_that_is_not_there_says_so_and_is_no_failure(plug: Plug) -> None:
+    async with plug(NOBODY) as house:
+        with pytest.raises(Unavailable, match=NOBODY.removesuffix("/hook")):
+            await house.run("test")
+        assert house.view.failed == 0
+
+
+async def test_a_viewer_may_look_and_not_post(plug: Plug, hook: Hook) -> None:
+    async with plug(hook.url) as house:
+        with pytest.raises(RequestRefused, match="viewer"):
+            await house.run("test", VIEWER)
+    assert hook.deliveries == []
+
+
+async def test_a_stop_lets_go_of_the_connection_and_what_is_left_is_posted_by_the_next_daemon(
+    plug: Plug, hook: Hook
+) -> None:
+    store = TroubledStore()
+    async with plug(hook.url, store) as house:
+        ids = await house.say(Blob(1))
+        await house.caught_up()
+        await house.host.stop()
+        ids += await house.say(Blob(2))
+        assert "the daemon is stopping" in await house.stalled()
+    assert hook.taken == ids[:1]
+    async with plug(hook.url, store) as house:
+        await house.caught_up()
+    assert list(dict.fromkeys(hook.taken)) == ids
