@@ -52,7 +52,8 @@ class DaemonProcess:
         began = loop.time()
         places = ("--data-dir", str(self.directory), "--socket", str(self.socket), "--listen", listen)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "forged.cli.forged", "run", *places, stdout=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "forged.cli.forged", "run", *places, "--log-level", "error"),
+            stdout=asyncio.subprocess.PIPE,
         )
         assert self._process.stdout is not None
         if b"is ready" not in await self._process.stdout.readline():

@@ -7,12 +7,13 @@ nothing that was acknowledged is lost.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from random import Random
 from typing import Any
 
 import anyio
@@ -25,28 +26,49 @@ from forged.auth.service import TokenService
 from forged.bus import Bus
 from forged.clock import Clock
 from forged.config import Config
-from forged.errors import ConfigError, ForgedError
+from forged.config.messages import REQUESTS as CONFIG_REQUESTS
+from forged.config.service import ConfigService, SettingsPort
+from forged.elastic.messages import REQUESTS as ELASTIC_REQUESTS
+from forged.elastic.model import WorkerId
+from forged.elastic.service import ElasticService
+from forged.errors import ForgedError
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.jobs.service import JobService
 from forged.journal import Journal
 from forged.ledger import Ledger
+from forged.log import SILENT, Log
 from forged.messages import Decision, Request
 from forged.net.connection import ConnectionLimits
 from forged.net.network import Address, Network
 from forged.net.server import Server
 from forged.net.tickets import SideConnections, TicketBooth
+from forged.plugins.guard import Guard, Unguarded
+from forged.plugins.host import STOP_TIMEOUT_S, PluginHost, PluginSource
+from forged.plugins.model import REQUESTS as PLUGIN_REQUESTS
+from forged.plugins.plugin import PluginLimits
+from forged.plugins.turn import GRACE_S
 from forged.status.backup import BackupService
 from forged.status.model import REQUESTS as STATUS_REQUESTS
 from forged.status.model import DaemonStarted, DaemonStopping, Status
 from forged.status.service import StatusService
 from forged.store.port import BackedUp, Store
+from forged.telemetry.report import Reporter
 from forged.version import VERSION
 
 FAREWELL_S = 2.0
-"""What a stop may take beyond the drain: half of it to put the stop on record, half to let everybody go."""
+"""What a stop may take in the end: half of it to put the stop on record, half to let everybody go."""
+STOP_BEYOND_DRAIN_S = STOP_TIMEOUT_S + GRACE_S + FAREWELL_S
+"""What a stop may take beyond the drain: the plugins have their time, then comes the farewell."""
 
-REQUESTS: Sequence[type[Request[Any]]] = (*STATUS_REQUESTS, *JOB_REQUESTS, *TOKEN_REQUESTS)
+REQUESTS: Sequence[type[Request[Any]]] = (
+    *STATUS_REQUESTS,
+    *CONFIG_REQUESTS,
+    *JOB_REQUESTS,
+    *TOKEN_REQUESTS,
+    *ELASTIC_REQUESTS,
+    *PLUGIN_REQUESTS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +81,12 @@ class Ports:
     uid: int
     open_store: Callable[[], Awaitable[Store]]
     token_bytes: Callable[[int], bytes] = secrets.token_bytes
+    random: Random = field(default_factory=Random)
+    log: Log = SILENT
+    log_lines_lost: Callable[[], int] = lambda: 0
+    settings: SettingsPort = field(default_factory=SettingsPort)
+    plugins: Sequence[PluginSource] = ()
+    guard: Guard = field(default_factory=Unguarded)
 
 
 class Daemon:
@@ -74,17 +102,22 @@ class Daemon:
         self._ports = ports
 
         self.journal = Journal(config.journal_facts_max)
-        self.bus = Bus(clock, backlog_max=config.backlog_max)
+        self.bus = Bus(clock, backlog_max=config.backlog_max, source=ports.random)
         self.ledger = Ledger(store, self.journal, clock, self.bus)
+        self.reporter = Reporter(ports.log, self.bus, self.ledger, clock, facts_per_s_max=config.log_facts_per_s_max)
 
-        self.jobs = JobService(self.bus, clock, JobBook())
+        self.settings = ConfigService(self.bus, ports.settings, self._apply, config)
+
+        self.jobs = JobService(self.bus, clock, JobBook(), lambda job: self.elastic.generation(job))
         self.tokens = TokenService(self.bus, clock, _policy(config, ports.uid), self._check_rights)
         self.status = StatusService(self.bus, self.journal, self._read_status)
         self.booth = TicketBooth(clock, ports.token_bytes)
         self.sides = SideConnections(self.booth)
         copy = store.backup if isinstance(store, BackedUp) else None
         self.backup = BackupService(self.bus, self.booth, copy, Path(config.data_dir))
+        self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
         self.ledger.join(self.jobs)
+        self.ledger.join(self.elastic)
         self.ledger.join(self.tokens)
 
         self.server = Server(
@@ -97,6 +130,18 @@ class Daemon:
             limits=_limits(config),
             connections_max=config.connections_max,
             side_connection=self.sides.accept,
+            log=ports.log,
+        )
+        self.server.on_arrival.append(self.elastic.arrived)
+        self.server.on_departure.append(self.elastic.departed)
+        self.plugins = PluginHost(
+            self.bus,
+            clock,
+            ports.log,
+            ports.guard,
+            settings=config.plugins,
+            directory=Path(config.data_dir) / "plugins",
+            limits=_plugin_limits(config),
         )
 
     @classmethod
@@ -113,6 +158,8 @@ class Daemon:
         try:
             daemon = cls(config, ports, store)
             extend(daemon)
+            # Behind all that they may observe, wrap or replace.
+            daemon.plugins.load(ports.plugins)
             # Before anything has started, so that nothing has to be stopped when it is refused.
             daemon.bus.seal(REQUESTS, daemon.ledger)
             async with anyio.create_task_group() as tasks:
@@ -142,8 +189,12 @@ class Daemon:
         await self.ledger.start()
         tasks.start_soon(self.ledger.run)
         await tasks.start(self.bus.run)
+        if self._ports.log.hears("error"):
+            tasks.start_soon(self.reporter.run)
         await tasks.start(self.sides.run)
         tasks.start_soon(self._announce)
+        await tasks.start(self.plugins.run)
+        await tasks.start(self.elastic.run)
         tasks.start_soon(self.server.run)
         await self.server.listen(Address("unix", path=self.config.socket))
         for address in self.config.listen:
@@ -153,8 +204,17 @@ class Daemon:
 
     async def _serve_http(self, address: Address, *, task_status: TaskStatus[None]) -> None:
         """Answer health checks and scrapers until the daemon stops."""
-        http = _http()
-        door = http.HttpDoor(self.bus, self.ledger, self.server, self.tokens.identify)
+        # What serves HTTP costs more to load than the rest of the daemon together, and not everybody asks for it.
+        from forged.telemetry.http import HttpDoor
+
+        door = HttpDoor(
+            self.bus,
+            self.ledger,
+            self.server,
+            self.tokens.identify,
+            self._ports.log_lines_lost,
+            lambda: self.plugins.views,
+        )
         async with door.open(address) as listening:
             self.http = f"http://{listening.host}:{listening.port}"
             task_status.started()
@@ -171,6 +231,7 @@ class Daemon:
         self.server.stop_admitting()
         with anyio.move_on_after(self.config.drain_timeout_s):
             await self.bus.drain()
+        await self.plugins.stop()
         with anyio.move_on_after(FAREWELL_S / 2):
             await self._put_on_record()
         await self.server.say_goodbye(FAREWELL_S / 2)
@@ -185,6 +246,26 @@ class Daemon:
         except ForgedError:
             # A full or broken disk is no reason to stay: what was acknowledged is in the store already.
             return
+
+    def _apply(self, config: Config) -> None:
+        """Let settings hold that may change while the daemon runs."""
+        self.config = config
+        self.journal.facts_max = config.journal_facts_max
+        self.bus.backlog_max = config.backlog_max
+        self.reporter.set_limits(facts_per_s_max=config.log_facts_per_s_max)
+        self.server.set_limits(_limits(config), config.connections_max)
+        self.tokens.set_policy(_policy(config, self._ports.uid))
+        self.plugins.set_limits(_plugin_limits(config))
+
+    async def _is_refused(self, worker: WorkerId) -> bool:
+        """Whether a worker's host says that nobody listens there."""
+        address = Address("tcp", host=worker.hostname, port=worker.port)
+        try:
+            transport = await self._ports.network.connect(address, asyncio.Protocol)
+        except ForgedError as error:
+            return error.code == "connect_refused"
+        transport.abort()
+        return False
 
     def _check_rights(self) -> None:
         self.server.check_rights()
@@ -201,8 +282,8 @@ class Daemon:
             socket=self.config.socket,
             data_dir=self.config.data_dir,
             jobs=len(self.jobs.book),
-            workers=0,
-            plugins=[],
+            workers=self.elastic.workers,
+            plugins=[plugin.name for plugin in self.plugins.plugins.values() if plugin.active],
             connections=len(self.server.sessions),
             facts=len(self.journal),
             last_fact=self.journal.last,
@@ -215,14 +296,6 @@ class Daemon:
         )
 
 
-def _http() -> ModuleType:
-    try:
-        from forged.telemetry import http
-    except ImportError as error:
-        raise ConfigError("http_missing", f"http needs {error.name}", "pip install 'forged[http]'") from error
-    return http
-
-
 def _policy(config: Config, uid: int) -> AccessPolicy:
     roles: Mapping[str, str] = config.certificate_roles
     return AccessPolicy(
@@ -230,6 +303,15 @@ def _policy(config: Config, uid: int) -> AccessPolicy:
         unix_other_role=_role(config.unix_other_role),
         certificate_roles={name: Role(role) for name, role in roles.items()},
         anonymous_loopback_role=_role(config.anonymous_loopback_role),
+    )
+
+
+def _plugin_limits(config: Config) -> PluginLimits:
+    return PluginLimits(
+        failures_max=config.plugin_failures_max,
+        facts_per_s_max=config.plugin_facts_per_s_max,
+        block_max_s=config.plugin_block_max_s,
+        load_timeout_s=config.plugin_load_timeout_s,
     )
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import msgspec
 import pytest
 
 from forged.cli import forgectl
 from forged.config import Config
+from forged.plugins import PluginContext
+from plugins import event_log, webhook
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLUGINS = ROOT / "docs" / "plugins.md"
 BIN = Path(sys.executable).parent
 READY_S = 10
 
@@ -29,11 +37,11 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @contextmanager
-def a_daemon(directory: Path) -> Iterator[dict[str, str]]:
+def a_daemon(directory: Path, *flags: str) -> Iterator[dict[str, str]]:
     """A daemon as the README starts it; yields the environment of its users."""
     socket = str(directory / "forged.sock")
     command = [str(BIN / "forged"), "run", "--data-dir", str(directory / "data"), "--socket", socket]
-    command += ["--listen", "127.0.0.1:0"]
+    command += ["--listen", "127.0.0.1:0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert b"ready" in process.stdout.readline()
@@ -62,6 +70,69 @@ def test_the_forgectl_examples_of_the_readme_run(tmp_path: Path) -> None:
         for command in commands:
             done = subprocess.run(shlex.split(command), env=environment, cwd=tmp_path, capture_output=True, text=True)
             assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+@pytest.fixture
+def welcome(tmp_path: Path) -> Path:
+    """A directory with the example of the page on plugins in it."""
+    directory = tmp_path / "plugins"
+    directory.mkdir(0o755)
+    example = blocks(PLUGINS, "python")[0]
+    assert len([line for line in example.splitlines() if line]) < 10
+    (directory / "welcome.py").write_text(example)
+    (directory / "welcome.py").chmod(0o644)
+    return directory
+
+
+def test_the_plugin_of_ten_lines_does_what_is_said_of_it(welcome: Path, tmp_path: Path) -> None:
+    commands = [shlex.split(line) for line in blocks(PLUGINS, "sh")[0].splitlines()]
+    assert commands[1][:2] == ["forgectl", "events"]
+    with a_daemon(tmp_path, "--plugin-dir", str(welcome)) as environment:
+        subprocess.run(commands[0], env=environment, check=True, capture_output=True)
+        following = [*commands[1], "--follow", "--since", "0", "--json"]
+        with subprocess.Popen(following, env=environment, stdout=subprocess.PIPE) as follower:
+            assert follower.stdout is not None
+            greeting = json.loads(follower.stdout.readline())
+            follower.terminate()
+        shown = subprocess.run([*commands[2], "--json"], env=environment, check=True, capture_output=True)
+    assert greeting["fact"]["text"] == "welcome, resnet"
+    assert greeting["origin"] == "plugin welcome"
+    assert json.loads(shown.stdout)["state"] == "active"
+
+
+def test_the_test_of_the_plugin_of_ten_lines_passes(welcome: Path) -> None:
+    test = blocks(PLUGINS, "python")[1] + "\ntest_a_new_job_is_welcomed()\n"
+    done = subprocess.run([sys.executable, "-c", test], cwd=welcome, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_receiver_that_is_written_as_shown_knows_a_signature_from_another() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks(PLUGINS, "python")[2], names)
+    now, is_from_forged = int(time.time()), names["is_from_forged"]
+    signature = webhook.sign(b"key", now, b"body")
+    assert is_from_forged(b"key", signature, b"body")
+    assert not is_from_forged(b"another", signature, b"body")
+    assert not is_from_forged(b"key", signature, b"another")
+    assert not is_from_forged(b"key", webhook.sign(b"key", now - 3600, b"body"), b"body")
+
+
+@pytest.mark.parametrize("plugin", [webhook, event_log], ids=lambda plugin: plugin.__name__)
+def test_the_settings_of_a_plugin_are_those_of_its_code(plugin: ModuleType) -> None:
+    _, section = PLUGINS.read_text().split(f"## `{plugin.__name__.rpartition('.')[2]}`")
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|([^|]*)\|", section.split("\n## ")[0], re.MULTILINE)
+    told = {name: default.strip().strip("`") for names, default in rows for name in re.findall(r"\w+", names)}
+    settings = {field.name: field for field in msgspec.structs.fields(plugin.Settings)}
+    assert told.keys() == settings.keys()
+    for name, field in settings.items():
+        if not field.required and isinstance(field.default, (int, float)):
+            assert json.loads(told[name]) == field.default
+
+
+def test_everything_that_a_plugin_is_given_is_told() -> None:
+    told = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", PLUGINS.read_text()))
+    given = {name for name in dir(PluginContext) if not name.startswith("_")} - {"close"}
+    assert given <= told
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -61,6 +61,11 @@ class TokenService:
         bus.on_publish.append(self._advance)
         bus.on(TokenRevoked, self._revoked, name="auth.revocation")
 
+    def set_policy(self, policy: AccessPolicy) -> None:
+        """Judge by this from now on, those who are here already too."""
+        self._policy = policy
+        self._rights_changed()
+
     async def load(self, store: Store) -> None:
         """Become what the store holds."""
         tokens = [_decode(entry.value) for entry in await read_all(store, PREFIX)]

@@ -6,14 +6,12 @@ user would be.
 
 from __future__ import annotations
 
-import argparse
 import os
 
-from forged.cli.wire import Wire
+from forged.cli.grammar import Options
+from forged.line.wire import Wire
 
 PROGRAM = "forgectl"
-
-Options = argparse.Namespace
 
 
 class Connection:
@@ -37,6 +35,6 @@ def _endpoint(options: Options) -> str:
         return str(options.endpoint)
     if options.socket:
         return f"unix://{options.socket}"
-    from forged.paths import default_socket
+    from forged.paths import client_socket
 
-    return f"unix://{default_socket(os.environ, os.getuid())}"
+    return f"unix://{client_socket(os.environ, os.getuid())}"

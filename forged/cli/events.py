@@ -6,13 +6,14 @@ one is missing.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 
-from forged.cli.connection import PROGRAM, Connection, Options
-from forged.cli.wire import Event
+from forged.cli.connection import PROGRAM, Connection
+from forged.cli.grammar import Options
+from forged.cli.process import heed_reader, remark
 from forged.errors import Unavailable
+from forged.line.wire import Event
 
 RECONNECT_PAUSE_S = 0.2
 RECONNECT_PAUSE_MAX_S = 3.0
@@ -23,8 +24,7 @@ def past(options: Options) -> Iterator[Event]:
     """The facts until now."""
     since = EARLIEST if options.since is None else options.since
     with Connection(options) as wire:
-        latest = wire.request("ReadStatus")["last_fact"]
-        for _, event in wire.facts(since, options.type, options.job, until=latest):
+        for _, event in wire.facts(since, options.type, options.job, until=wire.latest):
             if event is not None:
                 yield event
 
@@ -37,6 +37,7 @@ def follow(options: Options) -> Iterator[Event]:
             with Connection(options) as wire:
                 if pause_s > RECONNECT_PAUSE_S:
                     _remark("the daemon is back")
+                wire.while_quiet = heed_reader
                 position = wire.latest if position is None else position
                 history, pause_s = history or wire.history, RECONNECT_PAUSE_S
                 for reached, event in wire.facts(position, options.type, options.job, history=history):
@@ -48,9 +49,10 @@ def follow(options: Options) -> Iterator[Event]:
                 raise  # there was nobody from the start
             if pause_s == RECONNECT_PAUSE_S:
                 _remark(f"{error.message}; waiting for the daemon")
+            heed_reader()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, RECONNECT_PAUSE_MAX_S)
 
 
 def _remark(text: str) -> None:
-    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+    remark(f"{PROGRAM}: {text}")

@@ -10,150 +10,208 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from io import TextIOWrapper
-from typing import Any
 
-from forged.cli import show
-from forged.cli.connection import PROGRAM, Connection, Options
+from forged.cli import answers, show
+from forged.cli.connection import PROGRAM, Connection
 from forged.cli.events import follow, past
-from forged.cli.process import EXIT_INTERRUPTED, EXIT_OK, complain, stop_writing
-from forged.cli.values import fact_id, lifetime, seconds, setting
-from forged.cli.wire import RECORD_FIELDS, Wire
-from forged.errors import ForgedError
+from forged.cli.grammar import TIMEOUT_S, Misuse, Options, Parser, command, everywhere, positional, verb, verbs_of
+from forged.cli.output import answer, print_json
+from forged.cli.process import EXIT_OK, EXIT_USAGE, remark, run
+from forged.cli.values import fact_id, lifetime, settings, version
+from forged.errors import ConfigError
 from forged.version import VERSION
 
-TIMEOUT_S = 10.0
+ASKED_BY_SHELLS = "complete"
+EPILOG = """\
+exit codes:
+  0    done; also when whoever reads the output has stopped
+  1    failed: a mistake in the daemon, something that is no daemon, output that cannot be written
+  2    wrong usage, or something on this side that has to be mended first
+  3    refused by the daemon; the message says why
+  4    unavailable: no daemon, or none that answers in time; try again
+  130  interrupted
+
+environment:
+  FORGED_SOCKET, FORGED_TOKEN   in place of --socket and --token
+  FORGED_CA, FORGED_CERTIFICATE, FORGED_KEY   PEM files for tls:// endpoints
+  NO_COLOR   no colours
+
+Your shell can complete what you type: see "forgectl completion --help"."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    options = _options(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         # A terminal that cannot show a character is shown its number.
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        code = _act(options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        stop_writing()
-        return EXIT_OK
-    except OSError as error:
-        stop_writing()
-        failure = ForgedError("output_failed", f"the output cannot be written: {error.strerror}")
-        return complain(PROGRAM, failure, json=options.json)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return run(PROGRAM, lambda: _act(words), json="--json" in words)
+
+
+def _act(words: Sequence[str]) -> int:
+    if words[:1] == [ASKED_BY_SHELLS]:
+        from forged.cli.complete import print_candidates
+
+        return print_candidates(_parser(), words[1:])
+    options = _options(words)
+    code: int = options.act(options)
     return code
 
 
-def _act(options: Options) -> int:
+def _options(words: Sequence[str]) -> Options:
     try:
-        code: int = options.act(options)
-    except ForgedError as error:
-        sys.stdout.flush()
-        return complain(PROGRAM, error, json=options.json)
-    return code
+        return _parsed(words)
+    except Misuse as misuse:
+        if "--json" in words:
+            raise ConfigError("usage_wrong", misuse.what, f"see `{misuse.program} --help`") from misuse
+        remark(f"{misuse.usage}{misuse.program}: error: {misuse.what}")
+        raise SystemExit(EXIT_USAGE) from misuse
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
+def _parsed(words: Sequence[str]) -> Options:
     # The parsers give no defaults of their own: that of a verb would undo what stands before it.
     parser = _parser()
     options = Options(json=False, socket=None, endpoint=None, token=None, timeout=TIMEOUT_S)
-    parser.parse_args(arguments, options)
+    _, behind = parser.parse_known_args(words, options)
+    if behind and hasattr(options, "settings") and not any(word.startswith("-") for word in behind):
+        # argparse takes what may be repeated for complete at the first option behind it.
+        options.settings += behind
+    elif behind:
+        parser.error(f"unrecognized arguments: {' '.join(behind)}")
     if options.socket and options.endpoint:
         parser.error("argument --endpoint: not allowed with argument --socket")
     return options
 
 
-@cache
-def _everywhere() -> argparse.ArgumentParser:
-    """What may stand before the command and behind it."""
-    parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--socket", metavar="PATH", help="the daemon's Unix socket (default: $FORGED_SOCKET)")
-    parser.add_argument("--endpoint", metavar="URL", help="unix:///path, tcp://host:port or tls://host:port")
-    parser.add_argument("--token", help="who you are (default: $FORGED_TOKEN)")
-    waiting = f"seconds to wait for an answer (default: {TIMEOUT_S:g})"
-    parser.add_argument("--timeout", type=seconds, metavar="S", help=waiting)
-    parser.add_argument("--json", action="store_true", help="for programs, errors too")
-    return parser
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Ask a forged daemon.", parents=[_everywhere()])
+def _parser() -> Parser:
+    parser = Parser(
+        prog=PROGRAM,
+        description="Ask a forged daemon.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[everywhere()],
+    )
     parser.add_argument("--version", action="version", version=f"forgectl {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _simple_commands(commands)
-    _event_commands(commands)
-    _job_commands(commands)
-    _token_commands(commands)
+    for name, text, fill in _COMMANDS:
+        command(commands, name, text, fill)
     return parser
 
 
-def _command(
-    commands: Any, name: str, act: Callable[[Options], int], text: str, aliases: Sequence[str] = ()
-) -> argparse.ArgumentParser:
-    command = _group(commands, name, text, aliases)
-    command.set_defaults(act=act)
-    return command
+def _ping_command(ping: Parser) -> None:
+    ping.set_defaults(act=_ping)
 
 
-def _group(commands: Any, name: str, text: str, aliases: Sequence[str] = ()) -> argparse.ArgumentParser:
-    group: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text, aliases=aliases, parents=[_everywhere()]
-    )
-    return group
+def _status_command(status: Parser) -> None:
+    status.set_defaults(act=_status)
 
 
-def _simple_commands(commands: Any) -> None:
-    _command(commands, "ping", _ping, "see how long the daemon's bus takes to answer")
-    _command(commands, "status", _status, "the daemon in one look")
-    handlers = _command(commands, "handlers", _handlers, "who handles what on the bus, in numbers")
-    verbs = handlers.add_subparsers(metavar="VERB")
-    _command(verbs, "readmit", _readmit, "give a quarantined handler facts again").add_argument("name")
-    backup = _command(commands, "backup", _backup, "fetch a consistent copy of the daemon's state while it works")
-    backup.add_argument("file")
+def _handlers_command(handlers: Parser) -> None:
+    verbs = verbs_of(handlers, _handlers)
+    verb(verbs, "ls", _handlers, "all handlers", aliases=["list"])
+    positional(verb(verbs, "readmit", _readmit, "give a quarantined handler facts again"), "name", "HANDLER")
 
 
-def _event_commands(commands: Any) -> None:
-    events = _command(commands, "events", _events, "the facts, oldest first")
+def _backup_command(backup: Parser) -> None:
+    backup.set_defaults(act=_backup)
+    positional(backup, "file", "FILE")
+
+
+def _events_command(events: Parser) -> None:
+    events.set_defaults(act=_events)
     events.add_argument("--follow", "-f", action="store_true", help="go on with new ones, over restarts of the daemon")
     events.add_argument("--since", type=fact_id, metavar="ID", help="only facts behind this id")
-    events.add_argument("--job", action="append", default=[], help="only facts of this job; may be repeated")
-    events.add_argument("--type", action="append", default=[], help="only facts of this type; may be repeated")
-    story = _command(commands, "story", _story, "why a fact happened, and what followed")
-    story.add_argument("id", type=int)
-    note = _command(commands, "note", _note, "put a remark on a job's record")
-    note.add_argument("job")
-    note.add_argument("text")
+    events.add_argument("--job", action="append", default=[], metavar="JOB", help="only of this job; repeatable")
+    events.add_argument("--type", action="append", default=[], metavar="TYPE", help="only of this type; repeatable")
 
 
-def _job_commands(commands: Any) -> None:
-    jobs = _group(commands, "jobs", "create, list, show, change and remove jobs")
-    verbs = jobs.add_subparsers(required=True, metavar="VERB")
-    create = _command(verbs, "create", _create_job, "create a job, or see that it exists with these settings")
-    create.add_argument("name")
-    create.add_argument("settings", nargs="*", metavar="KEY=VALUE")
-    _command(verbs, "ls", _list_jobs, "all jobs", aliases=["list"])
-    change = _command(verbs, "change", _change_job, "replace a job's settings: those that are not named here are gone")
-    change.add_argument("name")
-    change.add_argument("settings", nargs="+", metavar="KEY=VALUE")
-    change.add_argument("--version", type=int, metavar="N", help="only if it is at this version (default: the present)")
-    _command(verbs, "show", _show_job, "one job").add_argument("name")
-    _command(verbs, "rm", _remove_job, "remove a job", aliases=["remove"]).add_argument("name")
+def _story_command(story: Parser) -> None:
+    story.set_defaults(act=_story)
+    positional(story, "id", "ID", type=fact_id)
 
 
-def _token_commands(commands: Any) -> None:
-    tokens = _group(commands, "tokens", "create, list and revoke tokens")
-    verbs = tokens.add_subparsers(required=True, metavar="VERB")
-    create = _command(verbs, "create", _create_token, "create a token and show its text, this once")
-    create.add_argument("name")
+def _note_command(note: Parser) -> None:
+    note.set_defaults(act=_note)
+    positional(note, "job", "JOB")
+    positional(note, "text", "TEXT")
+
+
+def _jobs_command(jobs: Parser) -> None:
+    from forged.cli import workers
+
+    verbs = verbs_of(jobs, _list_jobs)
+    verb(verbs, "ls", _list_jobs, "all jobs", aliases=["list"])
+    create = verb(verbs, "create", _create_job, "create a job, or see that it exists with these settings")
+    positional(create, "name", "NAME")
+    positional(create, "settings", "KEY=VALUE", nargs="*")
+    change = verb(verbs, "change", _change_job, "replace a job's settings: those that are not named here are gone")
+    positional(change, "name", "JOB")
+    positional(change, "settings", "KEY=VALUE", nargs="+")
+    change.add_argument("--version", type=version, metavar="N", help="only if it is at this version")
+    positional(verb(verbs, "show", _show_job, "one job, and where its training is"), "name", "JOB")
+    positional(verb(verbs, "rm", _remove_job, "remove a job", aliases=["remove"]), "name", "JOB")
+    workers.fill_jobs(verbs)
+
+
+def _workers_command(parser: Parser) -> None:
+    from forged.cli.workers import fill
+
+    fill(parser)
+
+
+def _plan_command(parser: Parser) -> None:
+    from forged.cli.workers import fill_plan
+
+    fill_plan(parser)
+
+
+def _tokens_command(tokens: Parser) -> None:
+    verbs = verbs_of(tokens, _list_tokens)
+    verb(verbs, "ls", _list_tokens, "all tokens", aliases=["list"])
+    create = verb(verbs, "create", _create_token, "create a token and show its text, this once")
+    positional(create, "name", "NAME")
     create.add_argument("--role", required=True, choices=("viewer", "worker", "operator"))
-    create.add_argument("--job", action="append", help="only for this job; may be repeated")
+    create.add_argument("--job", action="append", metavar="JOB", help="only for this job; repeatable")
     create.add_argument("--ttl", type=lifetime, metavar="S", help="seconds until it expires")
-    _command(verbs, "ls", _list_tokens, "all tokens", aliases=["list"])
-    _command(verbs, "revoke", _revoke_token, "accept a token no more").add_argument("token_id")
+    positional(verb(verbs, "revoke", _revoke_token, "accept a token no more"), "token_id", "TOKEN")
+
+
+def _plugins_command(parser: Parser) -> None:
+    from forged.cli.plugins import fill
+
+    fill(parser)
+
+
+def _config_command(parser: Parser) -> None:
+    from forged.cli.config import fill
+
+    fill(parser)
+
+
+def _completion_command(parser: Parser) -> None:
+    from forged.cli.completion import fill
+
+    fill(parser)
+
+
+_COMMANDS = (
+    ("ping", "see how long the daemon's bus takes to answer", _ping_command),
+    ("status", "the daemon in one look", _status_command),
+    ("handlers", "who handles what on the bus, in numbers", _handlers_command),
+    ("plugins", "list, show, enable, disable and use plugins", _plugins_command),
+    ("jobs", "list, create, show, change and remove jobs, and steer their training", _jobs_command),
+    ("workers", "list, show, drain and evict workers", _workers_command),
+    ("plan", "what a rescale to so many workers would do", _plan_command),
+    ("events", "the facts, oldest first", _events_command),
+    ("story", "why a fact happened, and what followed", _story_command),
+    ("note", "put a remark on a job's record", _note_command),
+    ("tokens", "list, create and revoke tokens", _tokens_command),
+    ("config", "the daemon's settings, and which wait for a restart", _config_command),
+    ("backup", "fetch a consistent copy of the daemon's state while it works", _backup_command),
+    ("completion", "print the script with which a shell completes commands", _completion_command),
+)
 
 
 # Commands.
@@ -164,29 +222,31 @@ def _ping(options: Options) -> int:
         started = time.perf_counter()
         wire.request("PingDaemon")
         took_s = time.perf_counter() - started
-        _show(options, {"seconds": took_s}, lambda: print(f"{wire.endpoint} answered in {show.duration(took_s)}"))
+        answer(options, {"seconds": took_s}, lambda: print(f"{wire.endpoint} answered in {show.duration(took_s)}"))
     return EXIT_OK
 
 
 def _status(options: Options) -> int:
+    from forged.cli.plugins import inactive
+
     with Connection(options) as wire:
-        status = wire.request("ReadStatus")
-        _show(options, status, lambda: show.pairs(status))
+        status = answers.one(wire, "ReadStatus")
+        answer(options, status, lambda: show.pairs(status | inactive(wire)))
     return EXIT_OK
 
 
 def _handlers(options: Options) -> int:
     columns = ("name", "kind", "messages", "queued", "handled", "failed", "dropped", "p50_s", "p99_s", "quarantined")
     with Connection(options) as wire:
-        handlers = wire.request("ListHandlers")
-        _show(options, {"handlers": handlers}, lambda: show.table(handlers, columns, "no handlers"))
+        handlers = answers.several(wire, "ListHandlers", field="handlers", key="name")
+        answer(options, {"handlers": handlers}, lambda: show.table(handlers, columns, "no handlers"))
     return EXIT_OK
 
 
 def _readmit(options: Options) -> int:
     with Connection(options) as wire:
         wire.request("ReadmitHandler", handler=options.name)
-        _show(options, {}, lambda: print(f"{options.name} gets facts again"))
+        answer(options, {}, lambda: print(f"{options.name} gets facts again"))
     return EXIT_OK
 
 
@@ -194,78 +254,85 @@ def _backup(options: Options) -> int:
     from forged.cli.backup import write_whole
 
     with Connection(options) as wire:
-        ticket = wire.request("BackUp")
-        write_whole(options.file, wire.fetch(ticket["ticket"], ticket["size"]))
-        _show(
+        ticket, size_bytes = answers.backup(wire)
+        write_whole(options.file, wire.fetch(ticket, size_bytes))
+        answer(
             options,
-            {"file": options.file, "size_bytes": ticket["size"]},
-            lambda: print(f"{options.file} holds the daemon's state, {ticket['size']} bytes"),
+            {"file": options.file, "size_bytes": size_bytes},
+            lambda: print(f"{options.file} holds the daemon's state, {size_bytes} bytes"),
         )
     return EXIT_OK
 
 
 def _events(options: Options) -> int:
+    from forged.cli.workers import in_words
+
     for event in follow(options) if options.follow else past(options):
-        _print_json(event) if options.json else show.event(event)
+        print_json(event) if options.json else show.event(event, in_words)
         if options.follow:
             sys.stdout.flush()
     return EXIT_OK
 
 
 def _story(options: Options) -> int:
+    from forged.cli.workers import in_words
+
     with Connection(options) as wire:
-        records = [
-            dict(zip(RECORD_FIELDS, record, strict=False)) for record in wire.request("TellStory", fact_id=options.id)
-        ]
-        _show(options, {"story": records}, lambda: show.story(records, options.id))
+        records = answers.story(wire, options.id)
+        answer(options, {"story": records}, lambda: show.story(records, options.id, in_words))
     return EXIT_OK
 
 
 def _note(options: Options) -> int:
     with Connection(options) as wire:
         wire.request("AddNote", job=options.job, text=options.text)
-        _show(options, {}, lambda: print("noted"))
+        answer(options, {}, lambda: print("noted"))
     return EXIT_OK
 
 
 def _create_job(options: Options) -> int:
-    settings = dict(setting(text) for text in options.settings)
+    wanted = settings(options.settings)
     with Connection(options) as wire:
-        job = wire.request("CreateJob", job=options.name, settings=settings)
-        _show(options, job, lambda: show.pairs(job))
+        job = answers.one(wire, "CreateJob", job=options.name, settings=wanted)
+        answer(options, job, lambda: show.pairs(job))
     return EXIT_OK
 
 
 def _list_jobs(options: Options) -> int:
     columns = ("name", "version", "created_at", "created_by", "settings")
     with Connection(options) as wire:
-        jobs = _pages(wire, "ListJobs", "jobs", "name")
-        _show(options, {"jobs": jobs}, lambda: show.table(jobs, columns, "no jobs"))
+        jobs = answers.pages(wire, "ListJobs", field="jobs", key="name")
+        answer(options, {"jobs": jobs}, lambda: show.table(jobs, columns, "no jobs"))
     return EXIT_OK
 
 
 def _show_job(options: Options) -> int:
+    from forged.cli import workers
+
     with Connection(options) as wire:
-        job = wire.request("ShowJob", job=options.name)
-        _show(options, job, lambda: show.pairs(job))
+        job = answers.one(wire, "ShowJob", job=options.name)
+        training = workers.training(wire, options.name)
+        answer(options, job | ({"training": training} if training else {}), lambda: show.pairs(job))
+        if training and not options.json:
+            workers.show_training(training)
     return EXIT_OK
 
 
 def _change_job(options: Options) -> int:
-    settings = dict(setting(text) for text in options.settings)
+    wanted = settings(options.settings)
     with Connection(options) as wire:
-        version = options.version
-        if version is None:
-            version = wire.request("ShowJob", job=options.name)["version"]
-        job = wire.request("ChangeJob", job=options.name, settings=settings, version=version)
-        _show(options, job, lambda: show.pairs(job))
+        present = options.version
+        if present is None:
+            present = answers.one(wire, "ShowJob", job=options.name).get("version")
+        job = answers.one(wire, "ChangeJob", job=options.name, settings=wanted, version=present)
+        answer(options, job, lambda: show.pairs(job))
     return EXIT_OK
 
 
 def _remove_job(options: Options) -> int:
     with Connection(options) as wire:
         wire.request("RemoveJob", job=options.name)
-        _show(options, {}, lambda: print(f"{options.name} is removed"))
+        answer(options, {}, lambda: print(f"{options.name} is removed"))
     return EXIT_OK
 
 
@@ -275,65 +342,25 @@ def _create_token(options: Options) -> int:
     secret = os.urandom(SECRET_BYTES_MIN)
     fields = {"name": options.name, "role": options.role, "secret": secret, "jobs": options.job, "ttl_s": options.ttl}
     with Connection(options) as wire:
-        token = wire.request("CreateToken", **fields) | {"token": spell(secret)[1]}
-        _show(options, token, lambda: print(token["token"]))
+        token = answers.one(wire, "CreateToken", **fields) | {"token": spell(secret)[1]}
+        answer(options, token, lambda: print(token["token"]))
     return EXIT_OK
 
 
 def _list_tokens(options: Options) -> int:
     columns = ("token_id", "name", "role", "jobs", "created_at", "expires_at", "revoked_at")
     with Connection(options) as wire:
-        tokens = _pages(wire, "ListTokens", "tokens", "token_id")
-        tokens.sort(key=lambda token: token["created_at"])
-        _show(options, {"tokens": tokens}, lambda: show.table(tokens, columns, "no tokens"))
+        tokens = answers.pages(wire, "ListTokens", field="tokens", key="token_id")
+        tokens.sort(key=lambda token: token.get("created_at") or 0.0)
+        answer(options, {"tokens": tokens}, lambda: show.table(tokens, columns, "no tokens"))
     return EXIT_OK
 
 
 def _revoke_token(options: Options) -> int:
     with Connection(options) as wire:
-        token = wire.request("RevokeToken", token_id=options.token_id)
-        _show(options, token, lambda: print(f"{token['token_id']} ({token['name']}) is revoked"))
+        token = answers.one(wire, "RevokeToken", token_id=options.token_id)
+        answer(options, token, lambda: print(f"{options.token_id} ({show.field('', token.get('name'))}) is revoked"))
     return EXIT_OK
-
-
-# How it reads long lists, and prints.
-
-
-def _pages(wire: Wire, method: str, field: str, key: str) -> list[dict[str, Any]]:
-    """A whole list; each page begins behind the last entry of the one before."""
-    entries: list[dict[str, Any]] = []
-    more = True
-    while more:
-        page = wire.request(method, after=entries[-1][key] if entries else "")
-        entries += page[field]
-        more = page["more"]
-    return entries
-
-
-def _show(options: Options, value: Any, show: Callable[[], Any]) -> None:
-    _print_json(value) if options.json else show()
-
-
-def _print_json(value: Any) -> None:
-    import json
-
-    def say(value: Any) -> str:
-        return json.dumps(value, allow_nan=False, default=lambda one: one.hex() if isinstance(one, bytes) else str(one))
-
-    try:
-        text = say(value)
-    except ValueError:
-        text = say(_finite(value))
-    print(text)
-
-
-def _finite(value: Any) -> Any:
-    """What JSON can say of it: a number that is none, from a plugin's fact, is null."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return value if not isinstance(value, float) or abs(value) < float("inf") else None
 
 
 if __name__ == "__main__":

@@ -1,24 +1,41 @@
 """How the daemon's answers look to people.
 
 Law: units are in the names of the fields, so they need no other description: `_s` is shown as a duration and `_at` as a
-time of day. What comes from elsewhere never reaches the terminal as control characters. Colour is only for terminals,
-and not for those who set NO_COLOR.
+time of day. A field that the daemon did not send is shown like one that is empty. What comes from elsewhere never
+reaches the terminal as control characters. Colour is only for terminals, and not for those who set NO_COLOR; lines are
+cut only on a terminal, too.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Row = Mapping[str, Any]
+from forged.cli.process import plain
 
-BOLD, DIM, YELLOW = "1", "2", "33"
+Row = Mapping[str, Any]
+InWords = Callable[[Any, dict[str, Any]], str | None]
+"""Says a fact of some type as a sentence; None where it knows none for it."""
+
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 NONE = "-"
+CUT = "…"
+CELL_WIDTH_MIN = 8
+NESTED_MAX = 32
+COLUMN_GAP = 2
+_STATE_COLOURS = {
+    "active": GREEN, "disabled": YELLOW, "quarantined": RED, "refused": RED,
+    "joining": YELLOW, "rescaling": YELLOW, "leaving": YELLOW, "failed": RED,
+    "forming": YELLOW, "running": GREEN, "waiting": RED, "completed": GREEN, "aborted": RED,
+}  # fmt: skip
+_STATES = frozenset({"state", "status", "phase"})
+_ADDRESS = frozenset({"id", "hostname", "port"})
 JOB_WIDTH = 8
-TYPE_WIDTH = 16
+TYPE_WIDTH = 20
 
 
 def pairs(value: Row) -> None:
@@ -26,7 +43,7 @@ def pairs(value: Row) -> None:
     labels = [_label(key) for key in value]
     width = max(map(len, labels), default=0)
     for label, (key, one) in zip(labels, value.items(), strict=True):
-        print(f"{_paint(f'{label:<{width}}', DIM)}  {field(key, one)}")
+        print(f"{_paint(f'{label:<{width}}', DIM)}  {_paint(field(key, one) or NONE, _colour(key, one))}")
 
 
 def table(rows: Sequence[Row], columns: Sequence[str], nothing: str) -> None:
@@ -34,56 +51,81 @@ def table(rows: Sequence[Row], columns: Sequence[str], nothing: str) -> None:
     if not rows:
         print(nothing)
         return
-    cells = [[field(column, row[column]) for column in columns] for row in rows]
     labels = [_label(column) for column in columns]
-    widths = [max(map(len, column)) for column in zip(labels, *cells, strict=True)]
-    numeric = [all(_is_number(row[column]) for row in rows) and not column.endswith("_at") for column in columns]
-    print(_paint(_line(labels, widths, numeric), BOLD))
-    for line in cells:
-        print(_line(line, widths, numeric))
+    cells = [[field(column, row.get(column)) for column in columns] for row in rows]
+    numeric = [_is_numeric(column, rows) for column in columns]
+    widths = [max(map(_width, column)) for column in zip(labels, *cells, strict=True)]
+    if sys.stdout.isatty():
+        widths = _fit(widths, numeric, shutil.get_terminal_size().columns)
+    print(_paint(_line(labels, widths, numeric, [""] * len(labels)), BOLD))
+    for row, line in zip(rows, cells, strict=True):
+        colours = [_colour(column, row.get(column)) for column in columns]
+        print(_line(line, widths, numeric, colours))
 
 
-def event(record: Row, *, depth: int = 0, mark: str = "") -> None:
+def anything(value: Any) -> None:
+    """What a plugin answers: one thing, several, or a word."""
+    if isinstance(value, dict) and value:
+        pairs({_text(key): one for key, one in value.items()})
+    elif isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        rows = [{_text(key): one for key, one in row.items()} for row in value]
+        table(rows, list(dict.fromkeys(key for row in rows for key in row)), NONE)
+    elif isinstance(value, list):
+        for one in value:
+            print(field("", one))
+    elif value not in (None, {}, ""):
+        print(field("", value))
+
+
+def event(record: Row, in_words: InWords = lambda kind, fact: None, *, depth: int = 0, mark: str = "") -> None:
     """A fact or a gap in one line; `depth` is how far it is from the first cause."""
-    if "gap" in record:
+    if isinstance(record.get("gap"), dict):
         gap = record["gap"]
-        print(_paint(f"-- facts {gap['first']} to {gap['last']} are missing: {plain(gap['reason'])}", YELLOW))
+        reason = field("", gap.get("reason"))
+        print(_paint(f"-- facts {gap.get('first')} to {gap.get('last')} are missing: {reason}", YELLOW))
         return
-    place = (
-        f"{mark}{record['id']:>{8 - len(mark)}}  {moment(record['at'])}  {plain(record['job']) or NONE:<{JOB_WIDTH}}"
-    )
-    kind = _paint(f"{'  ' * depth}{plain(record['type']):<{TYPE_WIDTH}}", BOLD)
-    why = f"{record['origin']}, because of {record['cause']}" if record["cause"] else record["origin"]
-    print(f"{place}  {kind}  {_fields(record['fact'])}  {_paint(f'({plain(why)})', DIM)}")
+    number, job, kind, origin = (field("", record.get(key)) or NONE for key in ("id", "job", "type", "origin"))
+    place = f"{mark}{number:>{8 - len(mark)}}  {field('at_at', record.get('at'))}  {job:<{JOB_WIDTH}}"
+    kind = _paint(f"{'  ' * depth}{kind:<{TYPE_WIDTH}}", BOLD)
+    why = f"{origin}, because of {field('', record['cause'])}" if record.get("cause") else origin
+    fact = record.get("fact")
+    said = in_words(record.get("type"), fact) or fields(fact) if isinstance(fact, dict) else field("", fact)
+    print(f"{place}  {kind}  {said}  {_paint(f'({why})', DIM)}")
 
 
-def story(records: Sequence[Row], marked: int) -> None:
+def story(records: Sequence[Row], marked: int, in_words: InWords = lambda kind, fact: None) -> None:
     """Facts below what caused them."""
-    depths: dict[int, int] = {}
+    depths: dict[str, int] = {}
     for record in records:
-        depth = depths[record["id"]] = depths.get(record["cause"], -1) + 1
-        event(record, depth=depth, mark=">" if record["id"] == marked else "")
+        depth = depths[f"{record.get('id')}"] = depths.get(f"{record.get('cause', 0)}", -1) + 1
+        event(record, in_words, depth=depth, mark=">" if record.get("id") == marked else "")
 
 
-def field(key: str, value: Any) -> str:
-    """A field's value in the words for its unit."""
+def field(key: str, value: Any, depth: int = 0) -> str:
+    """A field's value in the words for its unit; what is nested too deeply to be read is left out."""
     if value is None or value in ([], {}):
         return NONE
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (int, float)):
         return duration(value) if key.endswith("_s") else moment(value) if key.endswith("_at") else f"{value}"
+    if isinstance(value, bytes):
+        return value.hex()
+    if not isinstance(value, (dict, list)):
+        return plain(str(value))
+    if depth == NESTED_MAX:
+        return CUT
     if isinstance(value, dict):
-        return f"{{{_fields(value)}}}"
-    if isinstance(value, list):
-        return ", ".join(field("", one) for one in value)
-    return plain(str(value))
+        return _address(value) or f"{{{fields(value, depth + 1)}}}"
+    return ", ".join(field("", one, depth + 1) for one in value)
 
 
 def duration(seconds: float) -> str:
     """About how long, in the unit that people would use."""
     if seconds <= 0:
         return NONE
+    if not seconds < float("inf"):
+        return f"{seconds}"
     for factor, unit, limit in ((1e6, "µs", 999.5), (1e3, "ms", 999.5), (1.0, "s", 59.95)):
         if seconds * factor < limit:
             return f"{seconds * factor:.3g} {unit}"
@@ -97,20 +139,26 @@ def duration(seconds: float) -> str:
 
 def moment(at: float) -> str:
     """A wall clock's time here."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    except (ValueError, OverflowError, OSError):
+        return f"{at}"  # no time that a calendar knows
 
 
-def plain(text: str) -> str:
-    """The text without what a terminal would obey."""
-    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+def fields(value: Row, depth: int = 0) -> str:
+    """What is in it, by name, in one line."""
+    return " ".join(f"{plain(_text(key))}={_quoted(_text(key), value[key], depth)}" for key in value)
 
 
-def _fields(value: Row) -> str:
-    return " ".join(f"{plain(name)}={_quoted(name, one)}" for name, one in value.items())
+def _address(value: Row) -> str:
+    """A worker as it is written; empty where this is none."""
+    if value.keys() != _ADDRESS or any(isinstance(one, (dict, list)) for one in value.values()):
+        return ""
+    return plain(f"{value['id']}@{value['hostname']}:{value['port']}")
 
 
-def _quoted(key: str, value: Any) -> str:
-    text = field(key, value)
+def _quoted(key: str, value: Any, depth: int) -> str:
+    text = field(key, value, depth)
     return f'"{text}"' if isinstance(value, str) and (not text or " " in text) else text
 
 
@@ -118,12 +166,66 @@ def _label(key: str) -> str:
     return plain(key).removesuffix("_s").removesuffix("_at")
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
-    aligned = (
-        f"{cell:>{width}}" if right else f"{cell:<{width}}"
-        for cell, width, right in zip(cells, widths, numeric, strict=True)
+def _line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool], colours: Sequence[str]) -> str:
+    *others, last = (
+        _cell(cell, width, colour, to_the_right=right)
+        for cell, width, right, colour in zip(cells, widths, numeric, colours, strict=True)
     )
-    return "  ".join(aligned).rstrip()
+    return (" " * COLUMN_GAP).join([*others, last.rstrip()]).rstrip()
+
+
+def _cell(text: str, width: int, colour: str, *, to_the_right: bool) -> str:
+    text = _cut(text, width)
+    room = " " * (width - _width(text))
+    return room + _paint(text, colour) if to_the_right else _paint(text, colour) + room
+
+
+def _fit(widths: Sequence[int], numeric: Sequence[bool], room: int) -> list[int]:
+    """The widths with which a line fits: the widest columns of text give way, down to what can still be told apart."""
+    fitting = [width if number else min(width, room) for width, number in zip(widths, numeric, strict=True)]
+    text = [at for at, number in enumerate(numeric) if not number]
+    while sum(fitting) + COLUMN_GAP * (len(fitting) - 1) > room and text:
+        widest = max(text, key=fitting.__getitem__)
+        if fitting[widest] <= CELL_WIDTH_MIN:
+            break
+        fitting[widest] -= 1
+    return fitting
+
+
+def _cut(text: str, width: int) -> str:
+    if _width(text) <= width:
+        return text
+    kept, room = "", width - 1
+    for one in text:
+        room -= _width(one)
+        if room < 0:
+            break
+        kept += one
+    return kept + CUT
+
+
+def _width(text: str) -> int:
+    """How many columns of a terminal it takes."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(2 if east_asian_width(one) in "WF" else 0 if combining(one) else 1 for one in text)
+
+
+def _colour(key: str, value: Any) -> str:
+    if key in _STATES:
+        return _STATE_COLOURS.get(f"{value}", "")
+    return RED if value and key in ("trouble", "quarantined") else ""
+
+
+def _is_numeric(column: str, rows: Sequence[Row]) -> bool:
+    values = [row.get(column) for row in rows]
+    return not column.endswith("_at") and any(map(_is_number, values)) and all(map(_is_number_or_none, values))
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or _is_number(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -131,6 +233,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _paint(text: str, colour: str) -> str:
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
+    if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
         return text
     return f"\x1b[{colour}m{text}\x1b[0m"
+
+
+def _text(key: Any) -> str:
+    return key if isinstance(key, str) else field("", key)

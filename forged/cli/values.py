@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from forged.errors import ConfigError
@@ -47,8 +48,26 @@ def fact_id(text: str) -> int:
     return int(text)
 
 
+def version(text: str) -> int:
+    """Which change of a job's settings is meant."""
+    if not text.isdecimal() or len(text) > FACT_ID_DIGITS_MAX or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a version; they count from 1")
+    return int(text)
+
+
+def settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Settings by their keys, each given once."""
+    given: dict[str, Any] = {}
+    for text in texts:
+        key, value = setting(text)
+        if key in given:
+            raise ConfigError("setting_invalid", f"{key} is given twice", "leave one of them out")
+        given[key] = value
+    return given
+
+
 def setting(text: str) -> tuple[str, Any]:
-    """The key and the value of a job's setting."""
+    """The key and the value of a setting."""
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise ConfigError("setting_invalid", f"{text!r} is not a setting", "write KEY=VALUE")

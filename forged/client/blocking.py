@@ -23,13 +23,17 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from forged.auth.messages import TokenView
 from forged.auth.model import Role
 from forged.client.client import CLOSED, EARLIEST, ForgedClient
+from forged.client.methods import WISH
 from forged.client.stream import FactStream
 from forged.clock import Clock
+from forged.config.messages import ConfigView, Reloaded
+from forged.elastic.messages import ClusterView, RescalePlan, WorkerView
 from forged.errors import RequestRefused
 from forged.jobs.model import Job, SettingValue
 from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
 from forged.net.connection import ConnectionLimits
 from forged.net.network import Network
+from forged.plugins.model import PluginView
 from forged.retry import RetryPolicy
 from forged.status.model import HandlerView, Status
 
@@ -187,6 +191,30 @@ class BlockingClient:
         """Give a quarantined handler facts again."""
         self._run(self.aio.readmit_handler, handler)
 
+    def plugins(self) -> list[PluginView]:
+        """Every plugin that the daemon has found."""
+        return self._run(self.aio.plugins)
+
+    def enable_plugin(self, plugin: str) -> None:
+        """Let a plugin take part again."""
+        self._run(self.aio.enable_plugin, plugin)
+
+    def disable_plugin(self, plugin: str) -> None:
+        """Leave a plugin out until it is enabled, or the daemon starts anew."""
+        self._run(self.aio.disable_plugin, plugin)
+
+    def run_plugin_command(self, plugin: str, command: str, arguments: Mapping[str, Any] | None = None) -> Any:
+        """Have a plugin do what one of its commands says."""
+        return self._run(self.aio.run_plugin_command, plugin, command, arguments)
+
+    def config(self) -> ConfigView:
+        """The daemon's settings."""
+        return self._run(self.aio.config)
+
+    def reload_config(self) -> Reloaded:
+        """Have the daemon read its settings anew."""
+        return self._run(self.aio.reload_config)
+
     def create_job(self, job: str, settings: Mapping[str, SettingValue] | None = None) -> Job:
         """Create a job, or get the one that exists."""
         return self._run(self.aio.create_job, job, settings)
@@ -210,6 +238,46 @@ class BlockingClient:
     def note(self, job: str, text: str) -> None:
         """Put a remark on a job's record."""
         self._run(self.aio.note, job, text)
+
+    def workers(self, job: str) -> list[WorkerView]:
+        """All workers of a job."""
+        return self._run(self.aio.workers, job)
+
+    def worker(self, job: str, worker_id: str) -> WorkerView:
+        """One worker of a job."""
+        return self._run(self.aio.worker, job, worker_id)
+
+    def cluster(self, job: str) -> ClusterView:
+        """Where a job's training is."""
+        return self._run(self.aio.cluster, job)
+
+    def drain_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
+        """Have a worker finish its step and go."""
+        self._run(self.aio.drain_worker, job, worker_id, reason)
+
+    def evict_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
+        """Count a worker as dead."""
+        self._run(self.aio.evict_worker, job, worker_id, reason)
+
+    def pause_job(self, job: str, reason: str = WISH) -> None:
+        """Let a job's training rest behind its step."""
+        self._run(self.aio.pause_job, job, reason)
+
+    def resume_job(self, job: str, reason: str = WISH) -> None:
+        """Let a job's training go on."""
+        self._run(self.aio.resume_job, job, reason)
+
+    def abort_job(self, job: str, reason: str = WISH) -> None:
+        """Give a job's training up."""
+        self._run(self.aio.abort_job, job, reason)
+
+    def rescale_job(self, job: str, reason: str = WISH) -> None:
+        """Start a rescale now."""
+        self._run(self.aio.rescale_job, job, reason)
+
+    def plan_rescale(self, job: str, workers: int) -> RescalePlan:
+        """What a rescale to so many workers would do."""
+        return self._run(self.aio.plan_rescale, job, workers)
 
     def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None

@@ -48,7 +48,7 @@ from forged.net.messages import (
 )
 from forged.net.network import Address, Network
 from forged.net.tls import client_context
-from forged.paths import default_socket
+from forged.paths import client_socket
 from forged.retry import RECONNECTING, RetryPolicy
 
 R = TypeVar("R")
@@ -358,7 +358,7 @@ _NOT_LEADER = "not_leader"
 
 
 def _default_endpoint() -> str:
-    return f"unix://{default_socket(os.environ, os.getuid())}"
+    return f"unix://{client_socket(os.environ, os.getuid())}"
 
 
 def _system_network(endpoints: Iterable[Address]) -> Network:

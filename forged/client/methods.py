@@ -7,17 +7,37 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from forged.auth.messages import CreateToken, ListTokens, RevokeToken, TokenView
 from forged.auth.model import Role
 from forged.auth.tokens import SECRET_BYTES_MIN, spell
 from forged.clock import Clock
+from forged.config.messages import ConfigView, ReloadConfig, Reloaded, ShowConfig
+from forged.elastic.messages import (
+    AbortJob,
+    ClusterView,
+    DrainWorker,
+    EvictWorker,
+    ListWorkers,
+    PauseJob,
+    PlanRescale,
+    RescaleJob,
+    RescalePlan,
+    ResumeJob,
+    ShowCluster,
+    ShowWorker,
+    WorkerView,
+)
 from forged.jobs.model import AddNote, ChangeJob, CreateJob, Job, ListJobs, RemoveJob, SettingValue, ShowJob
 from forged.messages import Fence, Record, Request
+from forged.plugins.model import DisablePlugin, EnablePlugin, ListPlugins, PluginView, RunPluginCommand
 from forged.status.model import HandlerView, ListHandlers, PingDaemon, ReadmitHandler, ReadStatus, Status, TellStory
 
 R = TypeVar("R")
+
+WISH = "a client's wish"
+"""The reason that is put on record where none is given."""
 
 
 class DaemonMethods:
@@ -53,6 +73,30 @@ class DaemonMethods:
         """Give a quarantined handler facts again."""
         await self.request(ReadmitHandler(handler))
 
+    async def plugins(self) -> list[PluginView]:
+        """Every plugin that the daemon has found."""
+        return await self.request(ListPlugins())
+
+    async def enable_plugin(self, plugin: str) -> None:
+        """Let a plugin take part again."""
+        await self.request(EnablePlugin(plugin))
+
+    async def disable_plugin(self, plugin: str) -> None:
+        """Leave a plugin out until it is enabled, or the daemon starts anew."""
+        await self.request(DisablePlugin(plugin))
+
+    async def run_plugin_command(self, plugin: str, command: str, arguments: Mapping[str, Any] | None = None) -> Any:
+        """Have a plugin do what one of its commands says."""
+        return await self.request(RunPluginCommand(plugin, command, dict(arguments or {})))
+
+    async def config(self) -> ConfigView:
+        """The daemon's settings."""
+        return await self.request(ShowConfig())
+
+    async def reload_config(self) -> Reloaded:
+        """Have the daemon read its settings anew."""
+        return await self.request(ReloadConfig())
+
     async def create_job(self, job: str, settings: Mapping[str, SettingValue] | None = None) -> Job:
         """Create a job, or get the one that exists; refused when that one has other settings."""
         return await self.request(CreateJob(job, dict(settings or {})))
@@ -82,6 +126,52 @@ class DaemonMethods:
     async def note(self, job: str, text: str) -> None:
         """Put a remark on a job's record."""
         await self.request(AddNote(job, text))
+
+    async def workers(self, job: str) -> list[WorkerView]:
+        """All workers of a job, by id; refused while none has ever joined it."""
+        workers: list[WorkerView] = []
+        more = True
+        while more:
+            page = await self.request(ListWorkers(job, workers[-1].id if workers else ""))
+            workers += page.workers
+            more = page.more
+        return workers
+
+    async def worker(self, job: str, worker_id: str) -> WorkerView:
+        """One worker of a job."""
+        return await self.request(ShowWorker(job, worker_id))
+
+    async def cluster(self, job: str) -> ClusterView:
+        """Where a job's training is, and the rescale that is under way."""
+        return await self.request(ShowCluster(job))
+
+    async def drain_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
+        """Have a worker finish its step and go."""
+        await self.request(DrainWorker(job, worker_id, reason))
+
+    async def evict_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
+        """Count a worker as dead."""
+        await self.request(EvictWorker(job, worker_id, reason))
+
+    async def pause_job(self, job: str, reason: str = WISH) -> None:
+        """Let a job's training rest behind its step."""
+        await self.request(PauseJob(job, reason))
+
+    async def resume_job(self, job: str, reason: str = WISH) -> None:
+        """Let a job's training go on."""
+        await self.request(ResumeJob(job, reason))
+
+    async def abort_job(self, job: str, reason: str = WISH) -> None:
+        """Give a job's training up; its state is kept."""
+        await self.request(AbortJob(job, reason))
+
+    async def rescale_job(self, job: str, reason: str = WISH) -> None:
+        """Start a rescale now, with whoever is there."""
+        await self.request(RescaleJob(job, reason))
+
+    async def plan_rescale(self, job: str, workers: int) -> RescalePlan:
+        """What a rescale to so many workers would do; nothing is done."""
+        return await self.request(PlanRescale(job, workers))
 
     async def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None

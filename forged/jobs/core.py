@@ -85,13 +85,13 @@ class JobBook:
         job = msgspec.structs.replace(job, settings=request.settings, version=job.version + 1)
         return self._put(job, JobChanged(job.name, job.version, job.settings))
 
-    def remove(self, request: RemoveJob) -> Decision[Nothing]:
-        """The job is gone."""
+    def remove(self, request: RemoveJob, generation: int = 0) -> Decision[Nothing]:
+        """The job is gone, after so many rescales."""
         job = self._jobs.pop(request.job, None)
         if job is None:
             return Decision(Nothing())
         writes: dict[str, bytes | None] = {PREFIX + job.name: None}
-        above = Fence(job.fence.term, job.fence.generation + 1)
+        above = Fence(job.fence.term, job.fence.generation + generation + 1)
         if above > self._floor:
             self._floor = above
             writes[FLOOR_KEY] = _encode(above)

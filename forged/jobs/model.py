@@ -14,7 +14,7 @@ SettingValue = str | int | float | bool | None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One training job. `version` grows with every change; `fence` is the term and generation of its last rescale.
+    """One training job. `version` grows with every change; `fence` is where its generations are counted from.
 
     A new job begins with the term in which it was created, above all that jobs removed before have reached.
     """

@@ -239,11 +239,12 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        made = cast("asyncio.Transport", transport)
         if self.lost:
             # Given up while it was being made: a TLS handshake may take longer than a hello.
-            self._transport.abort()
+            made.abort()
             return
+        self._transport = made
         self._transport.set_write_buffer_limits(high=self.limits.write_buffer_bytes_max)
         self.opened()
 
@@ -296,6 +297,8 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         if reason is None:
             how = f"was lost: {exc}" if exc else "was closed by the other end"
             reason = Unavailable("connection_lost", f"the connection {how}", "reconnect")
+        # With TLS it holds a quarter of a megabyte, which would wait with this connection for the garbage collector.
+        self._transport = None
         self.ended(reason)
 
     def _too_large(self, payload_bytes: int) -> RequestRefused:

@@ -18,7 +18,9 @@ from forged.auth.model import Principal
 from forged.bus import Bus
 from forged.clock import Clock
 from forged.errors import PeerError, Unavailable
+from forged.flood import Flood
 from forged.journal import Journal
+from forged.log import SILENT, Log
 from forged.messages import Record
 from forged.net.connection import ConnectionLimits
 from forged.net.messages import Bye, Hello
@@ -29,6 +31,8 @@ CONNECTIONS_MAX = 4096
 UNIX_RESERVE = 16
 SWEEP_INTERVAL_S = 1.0
 CLEAR_INTERVAL_S = 0.01
+COMPLAINTS_PER_S_MAX = 10.0
+"""How many peers that were sent away are told of one by one; anybody can cause them."""
 
 SideConnection = Callable[[Session, Hello], None]
 
@@ -53,15 +57,24 @@ class Server:
         limits: ConnectionLimits | None = None,
         connections_max: int = CONNECTIONS_MAX,
         side_connection: SideConnection = no_side_connections,
+        log: Log = SILENT,
     ) -> None:
         self.sessions: dict[Session, None] = {}
         self.stopping = False
         """Nobody is let in any more, and nothing new is begun."""
+        self.on_arrival: list[Callable[[bytes], None]] = []
+        """Called with the id of a client that has said hello."""
+        self.on_departure: list[Callable[[bytes], None]] = []
+        """Called with the id of a client whose last connection is gone."""
         self._network = network
         self._bus = bus
         self._clock = clock
+        self._log = log
+        self._complaints = Flood(COMPLAINTS_PER_S_MAX, COMPLAINTS_PER_S_MAX, clock.monotonic())
         self._connections_max = connections_max
         self._listeners: list[Listener] = []
+        self._arriving: dict[Session, None] = {}
+        """Those whose connections do not stand yet."""
         self._by_client: dict[bytes, Session] = {}
         self._streaming: dict[Session, None] = {}
         self._due: dict[Session, None] = {}
@@ -82,6 +95,8 @@ class Server:
             streaming=self._streaming,
             pump_soon=self._pump_soon,
             resume_when_clear=self._hold,
+            log=log,
+            complaints=self._complaints,
         )
         bus.on_publish.append(self._published)
 
@@ -107,6 +122,18 @@ class Server:
             now = self._clock.monotonic()
             for session in list(self.sessions):
                 session.sweep(now)
+            if left_out := self._complaints.count(now):
+                self._log.warning("more peers were sent away", times=left_out)
+
+    def set_limits(self, limits: ConnectionLimits, connections_max: int) -> None:
+        """Judge by these from now on; the size of frames was agreed on with those who are here already."""
+        self._connections_max = connections_max
+        self._house = replace(self._house, limits=limits)
+        if self.stopping:
+            return
+        for session in list(self.sessions):
+            session.limits = replace(limits, frame_bytes_max=session.limits.frame_bytes_max)
+            session.work()
 
     def check_rights(self) -> None:
         """Let go of those whose rights have ended."""
@@ -143,28 +170,36 @@ class Server:
 
     def _enter(self) -> Session:
         session = Session(self._house, self._network.peer)
-        self.sessions[session] = None
+        self.sessions[session] = self._arriving[session] = None
         return session
 
-    def _admit(self, peer: Peer) -> None:
+    def _admit(self, session: Session) -> None:
         """Refuse one too many; it is among the sessions already."""
+        self._arriving.pop(session, None)
         if self.stopping:
             # It was accepted while the doors were being closed.
             raise Unavailable("stopping", "the daemon is stopping", "reconnect")
-        room = self._connections_max + (UNIX_RESERVE if peer.scheme == "unix" else 0)
-        if len(self.sessions) > room:
+        room = self._connections_max + (UNIX_RESERVE if session.peer.scheme == "unix" else 0)
+        # Who is in the middle of a TLS handshake takes up no room yet, or silent strangers could lock out everybody.
+        if len(self.sessions) - len(self._arriving) > room:
             raise Unavailable("too_many_connections", "the daemon has all the connections it may have", "try later")
 
     def _greeted(self, session: Session) -> None:
         self._by_client[session.client] = session
+        for hook in self.on_arrival:
+            hook(session.client)
 
     def _left(self, session: Session) -> None:
         self.sessions.pop(session, None)
+        self._arriving.pop(session, None)
         self._streaming.pop(session, None)
         self._due.pop(session, None)
         self._held.pop(session, None)
         if self._by_client.get(session.client) is session:
             del self._by_client[session.client]
+            # Who is sent away by a daemon that stops is not lost.
+            for hook in () if self.stopping else self.on_departure:
+                hook(session.client)
         self._someone_left.set()
 
     def _hold(self, session: Session) -> None:

@@ -21,8 +21,10 @@ from forged.auth.model import Principal, Role
 from forged.bus import Bus
 from forged.clock import Clock
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.flood import Flood
 from forged.ids import CLIENT_ID_BYTES
 from forged.journal import Journal
+from forged.log import Log
 from forged.messages import ANY_JOB, REQUESTS, SIGNALS, Call, Fence, Request
 from forged.net.calls import TIMEOUT_S, OutgoingCalls
 from forged.net.connection import Connection, ConnectionLimits
@@ -66,7 +68,7 @@ class House:
     identify: Callable[[Peer, str | None], Principal]
     limits: ConnectionLimits
     side_connection: Callable[[Session, Hello], None]
-    admit: Callable[[Peer], None]
+    admit: Callable[[Session], None]
     """Raises `Unavailable` when there is no room."""
     greeted: Callable[[Session], None]
     left: Callable[[Session], None]
@@ -74,6 +76,9 @@ class House:
     """Those who have streams."""
     pump_soon: Callable[[Iterable[Session]], None]
     resume_when_clear: Callable[[Session], None]
+    log: Log
+    complaints: Flood
+    """Keeps those who are sent away from filling the log."""
 
 
 class Session(Connection):
@@ -87,6 +92,7 @@ class Session(Connection):
         self.client = b""
         self.calls = OutgoingCalls(house.clock)
         self.in_flight = 0
+        self._log = house.log
         self._peer_of = peer_of
         self._token: str | None = None
         self._origin = ""
@@ -133,8 +139,10 @@ class Session(Connection):
     def opened(self) -> None:
         assert self._transport is not None
         self.peer = self._peer_of(self._transport)
+        self._log = self.house.log.bind(peer=self.peer.address, door=self.peer.scheme)
+        self._log.debug("a connection was opened")
         try:
-            self.house.admit(self.peer)
+            self.house.admit(self)
         except Unavailable as error:
             self.fail(error)
 
@@ -182,7 +190,13 @@ class Session(Connection):
         except ForgedError as error:
             self.fail(error)
 
+    def fail(self, error: ForgedError) -> None:
+        if not (self.closing or self.lost) and self.house.complaints.admits(self._clock.monotonic()):
+            self._log.warning("a peer was sent away", code=error.code, why=error.message)
+        super().fail(error)
+
     def ended(self, error: ForgedError) -> None:
+        self._log.debug("a connection has ended", code=error.code, why=error.message)
         self._streams.clear()
         self._answers.clear()
         self.calls.fail_all(error)
@@ -208,6 +222,7 @@ class Session(Connection):
         self._token = hello.token
         self.client = hello.client
         self._origin = f"{self.principal.name} at {self.peer.address}"
+        self._log = self._log.bind(client=self.client.hex(), principal=self.principal.name)
         self.established()
         self.house.greeted(self)
         self.send(self.welcome(min(hello.version_max, VERSION_MAX)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -10,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ import pytest
 
 from forged.auth.model import Role
 from forged.cli import forgectl
-from forged.cli.wire import WINDOW_FACTS
+from forged.cli.grammar import Parser
 from forged.client import BlockingClient
 from forged.daemon import Daemon
 from forged.jobs.model import JobCreated
+from forged.line.wire import WINDOW_FACTS
 from forged.messages import Record
 from forged.net.sockets import SystemNetwork
+from tests.cli.pretender import say_nothing, trickle
 from tests.client.fake import FakeDaemon, Guest
 from tests.client.neighbour import Neighbour
 from tests.net.ends import Certificates
@@ -33,6 +38,7 @@ STATUS_KEYS = {"version", "pid", "uptime_s", "listen", "http", "socket", "data_d
 HUNG_TIMEOUT_S = "0.05"
 
 Ctl = Callable[..., tuple[int, str, str]]
+Treat = Callable[[Guest], Awaitable[None]]
 
 
 @pytest.fixture
@@ -81,8 +87,18 @@ class TestArguments:
             "--socket /x --endpoint tcp://h:1 ping",
             "tokens create bot",
             "tokens create bot --role king",
-            "jobs",
             "note a",
+            "events --fol",
+            "story 99999999999999999999",
+            "story -1",
+            "jobs change a x=1 --version 0",
+            "jobs change a x=1 --version 99999999999999999999",
+            "jobs create a x=1 --bogus",
+            "ping twice",
+            "plugins show",
+            "plugins run a",
+            "config nonsense",
+            "completion csh",
         ],
     )
     def test_wrong_usage_exits_with_2(self, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +112,28 @@ class TestArguments:
         code, out, err = ctl("ping", f"--endpoint {endpoint}")
         assert (code, out) == (2, "")
         assert "unix:///path, tcp://host:port or tls://host:port" in err
+
+    def test_programs_are_told_of_wrong_usage_as_of_any_error(self, ctl: Ctl) -> None:
+        code, out, err = ctl("jobs nonsense --json")
+        error = json.loads(err)["error"]
+        assert (code, out, error["kind"], error["code"]) == (2, "", "config", "usage_wrong")
+        assert "'nonsense'" in error["message"]
+        assert error["fix"] == "see `forgectl jobs --help`"
+
+    def test_settings_may_stand_on_both_sides_of_an_option(self, ctl: Ctl) -> None:
+        assert told(ctl, "jobs create a x=1 --timeout 5 y=2")["settings"] == {"x": 1, "y": 2}
+        assert told(ctl, "jobs create b --timeout 5 y=2")["settings"] == {"y": 2}
+        assert told(ctl, "jobs change b --version 1 y=3")["settings"] == {"y": 3}
+
+    def test_a_setting_that_is_given_twice_is_refused(self, ctl: Ctl) -> None:
+        code, _, err = ctl("jobs create a x=1 x=2")
+        assert code == 2
+        assert "x is given twice" in err
+
+    @pytest.mark.parametrize("command", ["jobs", "tokens", "handlers"])
+    def test_a_command_alone_lists(self, ctl: Ctl, command: str) -> None:
+        named = [[one["name"] for one in told(ctl, f"{command}{verb}")[command]] for verb in ("", " ls", " list")]
+        assert named == [named[0]] * 3
 
     def test_what_is_no_setting_exits_with_2(self, ctl: Ctl) -> None:
         code, _, err = ctl("jobs create a lr:0.1")
@@ -172,6 +210,33 @@ class TestArguments:
         assert ctl("ping", f"--endpoint {endpoint.removeprefix('tcp://')}")[0] == 0
 
 
+def every_command(parser: Parser, name: str = "") -> Iterator[str]:
+    """The names of all commands and verbs, without their other names."""
+    for action in parser.whole()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for shown in action._choices_actions:
+                yield f"{name} {shown.dest}".strip()
+                yield from every_command(action.choices[shown.dest], f"{name} {shown.dest}".strip())
+
+
+class TestDocumentation:
+    PAGE = (Path(__file__).parents[2] / "docs" / "forgectl.md").read_text()
+
+    @pytest.mark.parametrize("name", list(every_command(forgectl._parser())))
+    def test_every_command_stands_on_the_page(self, name: str) -> None:
+        assert re.search(rf"^\|.*`forgectl {name}\b", self.PAGE, re.MULTILINE)
+
+    @pytest.mark.parametrize("option", ["socket", "endpoint", "token", "timeout", "json"])
+    def test_so_does_what_holds_for_all(self, option: str) -> None:
+        assert re.search(rf"^\| `--{option}\b", self.PAGE, re.MULTILINE)
+
+    def test_help_and_page_tell_the_same_exit_codes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            forgectl.main(["--help"])
+        told = re.findall(r"^  (\d+)  ", capsys.readouterr().out, re.MULTILINE)
+        assert told == re.findall(r"^\| (\d+) \|", self.PAGE, re.MULTILINE) == ["0", "1", "2", "3", "4", "130"]
+
+
 class TestExitCodes:
     def test_what_the_daemon_refuses_exits_with_3(self, ctl: Ctl) -> None:
         code, out, err = ctl("note nobody hello")
@@ -191,15 +256,46 @@ class TestExitCodes:
         assert (code, out) == (4, "")
         assert f"did not answer within {HUNG_TIMEOUT_S} s" in err
 
-    def test_what_is_no_daemon_exits_with_1_and_is_named(self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path) -> None:
-        async def answer_as_a_web_server(guest: Guest) -> None:
+    @pytest.mark.parametrize("greet", [True, False])
+    @pytest.mark.parametrize("treat", [say_nothing, trickle])
+    @pytest.mark.parametrize("line", ["status", "jobs", "events", "backup file", "plugins"])
+    def test_one_that_begins_and_does_not_end_exits_with_4_in_time(
+        self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path, line: str, treat: Treat, *, greet: bool
+    ) -> None:
+        async def receive(guest: Guest) -> None:
+            if greet:
+                await guest.greet()
+            await treat(guest)
+
+        with faking(neighbour, tmp_path / "slow", receive) as endpoint:
+            code, out, err = ctl(line, f"--timeout {HUNG_TIMEOUT_S} --endpoint {endpoint}")
+        assert (code, out) == (4, "")
+        assert f"did not answer within {HUNG_TIMEOUT_S} s" in err
+
+    def test_a_web_server_that_waits_for_more_is_not_waited_for(self, ctl: Ctl) -> None:
+        with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+            serving = threading.Thread(target=server.serve_forever)
+            serving.start()
+            endpoint = f"tcp://127.0.0.1:{server.server_port}"
+            code, out, err = ctl("status", f"--timeout {HUNG_TIMEOUT_S} --endpoint {endpoint}")
+            server.shutdown()
+            serving.join()
+        assert out == ""
+        # This one waits for the end of a line, which does not come; others answer at once.
+        assert code == 4
+        assert "is that where a daemon listens?" in err
+
+    def test_what_answers_as_a_web_server_exits_with_1_and_is_named(
+        self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path
+    ) -> None:
+        async def answer(guest: Guest) -> None:
             guest.writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             await guest.gone()
 
-        with faking(neighbour, tmp_path / "web", answer_as_a_web_server) as endpoint:
+        with faking(neighbour, tmp_path / "web", answer) as endpoint:
             code, out, err = ctl("status", f"--endpoint {endpoint}")
         assert (code, out) == (1, "")
-        assert "is not a forged daemon" in err
+        assert "is not a forged daemon: it speaks HTTP" in err
 
 
 class TestJson:
@@ -261,10 +357,6 @@ class TestJson:
         assert (left, out, error["kind"], error["code"]) == (code, "", kind, what)
         assert error.keys() == {"kind", "code", "message", "fix"}
         assert error["message"]
-
-    def test_a_number_that_json_cannot_say_is_null(self, capsys: pytest.CaptureFixture[str]) -> None:
-        forgectl._print_json({"fact": [{"loss": float("nan"), "lr": float("inf")}, 1.5]})
-        assert capsys.readouterr().out == '{"fact": [{"loss": null, "lr": null}, 1.5]}\n'
 
 
 class TestChangingJobs:
@@ -428,12 +520,6 @@ class TestPipes:
             assert process.wait() == 0
             assert process.stderr is not None
             assert process.stderr.read() == ""
-
-    def test_output_that_cannot_be_written_is_an_error(self, neighbour: Neighbour) -> None:
-        with open("/dev/full", "w") as full:  # noqa: PTH123 - a device, not a path
-            done = subprocess.run(command(neighbour, "status"), stdout=full, stderr=subprocess.PIPE, text=True)
-        assert done.returncode == 1
-        assert done.stderr == "forgectl: the output cannot be written: No space left on device\n"
 
     def test_a_terminal_without_the_character_is_shown_its_number(self, neighbour: Neighbour) -> None:
         environment = os.environ | {"PYTHONIOENCODING": "ascii"}

@@ -20,8 +20,9 @@ def record(fact_id: int, cause: int = 0, **fact: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def be_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def be_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
@@ -65,6 +66,12 @@ class TestUnits:
             ("quarantined", False, "no"),
             ("facts", 0, "0"),
             ("ratio", 0.5, "0.5"),
+            ("secret", b"\x01\xff", "01ff"),
+            ("created_at", float("nan"), "nan"),
+            ("created_at", 1e300, "1e+300"),
+            ("uptime_s", float("inf"), "inf"),
+            ("uptime_s", float("nan"), "nan"),
+            ("settings", {1: "x"}, "{1=x}"),
         ],
     )
     def test_a_field_is_shown_in_the_unit_of_its_name(self, key: str, value: Any, said: str) -> None:
@@ -76,8 +83,8 @@ class TestUnits:
 
 class TestLayout:
     def test_pairs_stand_below_each_other(self, capsys: pytest.CaptureFixture[str]) -> None:
-        show.pairs({"pid": 7, "uptime_s": 192})
-        assert capsys.readouterr().out == "pid     7\nuptime  3m12s\n"
+        show.pairs({"pid": 7, "uptime_s": 192, "socket": ""})
+        assert capsys.readouterr().out == "pid     7\nuptime  3m12s\nsocket  -\n"
 
     def test_numbers_stand_to_the_right(self, capsys: pytest.CaptureFixture[str]) -> None:
         show.table([{"name": "a", "handled": 5}, {"name": "long", "handled": 1234}], ("name", "handled"), "none")
@@ -94,10 +101,92 @@ class TestLayout:
         assert [line[0] for line in lines] == [" ", ">", " ", " "]
         assert lines[1].endswith("(a test, because of 1)")
 
+    def test_what_was_not_sent_is_shown_as_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        show.table([{"name": "a"}, {"handled": 7, "later": 1}], ("name", "handled", "created_at"), "none")
+        assert capsys.readouterr().out == "name  handled  created\na           -  -\n-           7  -\n"
+
+    @pytest.mark.parametrize("element", [{}, {"id": 7}, {"gap": 7}, {"gap": {}}, {"fact": 7, "at": "x", "cause": {}}])
+    def test_a_record_may_lack_anything(self, capsys: pytest.CaptureFixture[str], element: dict[str, Any]) -> None:
+        show.story([element], marked=7)
+        assert capsys.readouterr().out.count("\n") == 1
+
+    def test_what_is_nested_too_deeply_is_cut(self) -> None:
+        nested: Any = {}
+        for _ in range(2000):
+            nested = {"in": nested}
+        assert show.field("settings", nested).endswith(f"in={show.CUT}" + "}" * show.NESTED_MAX)
+
+    def test_wide_characters_take_two_columns(self, capsys: pytest.CaptureFixture[str]) -> None:
+        show.table([{"a": "日本", "b": 1}, {"a": "e\u0301tat", "b": 2}], ("a", "b"), "none")
+        assert capsys.readouterr().out == "a     b\n日本  1\ne\u0301tat  2\n"
+
 
 class TestTerminal:
-    def test_control_characters_are_spelled_out(self) -> None:
-        assert show.plain("a\x1b[2J\nb\u202e") == r"a\x1b[2J\nb\u202e"
+    WIDE = ({"name": "webhook", "failed": 5, "state": "quarantined", "reason": "no route to host " * 20},)
+    COLUMNS = ("name", "failed", "state", "reason")
+
+    @pytest.mark.parametrize("columns", [200, 80, 60, 45])
+    def test_a_table_fits_into_it(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+    ) -> None:
+        be_a_terminal(monkeypatch, columns)
+        monkeypatch.setenv("NO_COLOR", "1")
+        show.table(self.WIDE, self.COLUMNS, "none")
+        _, line = capsys.readouterr().out.splitlines()
+        assert len(line) == columns
+        assert line.startswith("webhook       5  quarantined  no route")
+        assert line.endswith(show.CUT)
+
+    def test_what_can_no_more_be_told_apart_is_not_cut_further(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        be_a_terminal(monkeypatch, 10)
+        monkeypatch.setenv("NO_COLOR", "1")
+        show.table(self.WIDE, self.COLUMNS, "none")
+        assert capsys.readouterr().out.splitlines()[1] == "webhook       5  quarant…  no rout…"
+
+    def test_wide_characters_are_cut_by_their_columns(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        be_a_terminal(monkeypatch, 10)
+        show.table([{"a": "日本語" * 9}], ("a",), "none")
+        assert capsys.readouterr().out.splitlines()[1] == "日本語日…"
+
+    def test_nothing_is_cut_in_a_pipe(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "20")
+        show.table(self.WIDE, self.COLUMNS, "none")
+        assert "no route to host " * 19 in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("key", "value", "colour"),
+        [
+            ("state", "active", "32"),
+            ("state", "disabled", "33"),
+            ("state", "quarantined", "31"),
+            ("state", "refused", "31"),
+            ("trouble", "disk full", "31"),
+            ("quarantined", True, "31"),
+        ],
+    )
+    def test_states_have_colours(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str, value: Any, colour: str
+    ) -> None:
+        be_a_terminal(monkeypatch)
+        show.table([{key: value, "more": "x"}], (key, "more"), "none")
+        cell = show.field(key, value)
+        assert f"\x1b[{colour}m{cell}\x1b[0m" in capsys.readouterr().out.splitlines()[1]
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("state", "news"), ("state", None), ("state", []), ("trouble", None), ("quarantined", False)]
+    )
+    def test_what_is_well_or_unknown_has_none(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str, value: Any
+    ) -> None:
+        be_a_terminal(monkeypatch)
+        show.table([{key: value}], (key,), "none")
+        assert "\x1b" not in capsys.readouterr().out.splitlines()[1]
 
     def test_there_is_colour_on_a_terminal(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

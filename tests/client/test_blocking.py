@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,12 +15,26 @@ from forged.auth.model import Role
 from forged.client import BlockingClient, ForgedClient
 from forged.client.blocking import ClientOptions
 from forged.client.client import EARLIEST
+from forged.client.methods import WISH
+from forged.elastic.messages import (
+    JobAborted,
+    JobPaused,
+    JobResumed,
+    JoinJob,
+    RescaleStarted,
+    WorkerDraining,
+    WorkerFailed,
+)
+from forged.elastic.model import WorkerId, WorkerStatus
+from forged.elastic.phases import Phase
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import JobCreated, NoteAdded
 from forged.messages import Record
+from forged.pages import PAGE_ENTRIES_MAX
 from forged.status.model import PingDaemon
 from tests.client.asked import Ponder, Whisper
 from tests.client.neighbour import Neighbour
+from tests.client.trainees import BATCH, LEARNING_RATE, incarnation_of, train
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -103,6 +117,58 @@ class TestCalls:
             client.serve(Ponder, ponder)
             assert neighbour.call(neighbour.ask) == "life is short"
         assert threads[0] not in ("forged-client", "MainThread")
+
+
+class TestTraining:
+    @pytest.fixture
+    def client(self, neighbour: Neighbour) -> Iterator[BlockingClient]:
+        with neighbour.client() as client:
+            train(client, "run", "w0", "w1")
+            yield client
+
+    def test_workers_are_listed_and_shown(self, client: BlockingClient) -> None:
+        workers = client.workers("run")
+        assert [(one.id, one.rank, one.status) for one in workers] == [
+            ("w0", 0, WorkerStatus.ACTIVE),
+            ("w1", 1, WorkerStatus.ACTIVE),
+        ]
+        assert client.worker("run", "w1").address == workers[1].address
+
+    def test_the_cluster_is_shown_whole(self, client: BlockingClient) -> None:
+        cluster = client.cluster("run")
+        assert (cluster.phase, cluster.generation, cluster.world_size) == (Phase.RUNNING, 1, 2)
+        assert (cluster.state.learning_rate, cluster.state.global_batch_size) == (LEARNING_RATE, BATCH)
+
+    def test_a_plan_changes_nothing(self, client: BlockingClient) -> None:
+        before = client.cluster("run")
+        plan = client.plan_rescale("run", 3)
+        assert (plan.world_size, plan.new_world_size, plan.moves) == (2, 3, 0)
+        assert client.cluster("run") == before
+
+    def test_every_wish_is_on_record_with_its_reason(self, client: BlockingClient) -> None:
+        client.pause_job("run", "lunch")
+        client.resume_job("run", "coffee")
+        client.drain_worker("run", "w0", "upgrade")
+        client.rescale_job("run", "a test")
+        client.evict_worker("run", "w1", "tired")
+        client.abort_job("run")
+        wanted = (JobPaused, JobResumed, WorkerDraining, RescaleStarted, WorkerFailed, JobAborted)
+        facts = [item.fact for item in client.past_facts(*wanted) if isinstance(item, Record)]
+        reasons = {type(fact): fact.reason for fact in facts if isinstance(fact, wanted)}
+        assert [reasons[kind] for kind in wanted] == ["lunch", "coffee", "upgrade", "a test", "evicted: tired", WISH]
+
+    def test_a_job_that_nobody_has_joined_has_no_workers_to_list(self, client: BlockingClient) -> None:
+        client.create_job("idle")
+        for ask in (client.workers, client.cluster):
+            with pytest.raises(RequestRefused, match="no worker has joined"):
+                ask("idle")
+
+    def test_more_workers_than_a_page_holds_are_whole(self, client: BlockingClient) -> None:
+        client.create_job("large", {"min_workers": PAGE_ENTRIES_MAX + 2})
+        names = [f"w{number:04}" for number in range(PAGE_ENTRIES_MAX + 1)]
+        for name in names:
+            client.request(JoinJob("large", WorkerId(name, "127.0.0.1", 1), incarnation_of(name)))
+        assert [one.id for one in client.workers("large")] == names
 
 
 class TestOpeningAndClosing:

@@ -20,7 +20,7 @@ from forged.messages import Call, Record
 from forged.net.connection import ConnectionLimits
 from forged.net.messages import Bye, Reply, RequestMessage
 from forged.net.sockets import SystemNetwork
-from forged.paths import default_socket
+from forged.paths import client_socket
 from forged.status.model import DaemonStarted, HandlerView, ReadStatus, Status
 from tests.client.asked import Ponder, Whisper
 from tests.client.fake import FakeDaemon, Guest
@@ -251,7 +251,7 @@ class TestOpening:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("FORGED_SOCKET", raising=False)
-        assert [str(one) for one in ForgedClient().endpoints] == [f"unix://{default_socket(os.environ, os.getuid())}"]
+        assert [str(one) for one in ForgedClient().endpoints] == [f"unix://{client_socket(os.environ, os.getuid())}"]
 
     async def test_the_token_of_the_environment_decides_who_it_is(
         self, house: House, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import struct
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +17,13 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.net.connection import MESSAGES_PER_TURN, WRITE_BYTES, Connection, ConnectionLimits
 from forged.net.frames import FRAME_BYTES_MAX
 from forged.net.messages import Bye, Cancel, Ping
+from forged.net.network import Address
+from forged.net.sockets import SystemNetwork
+from tests.net.ends import Certificates, Ends
 from tests.net.hand import BYE, CANCEL, FAILURE, PING, PONG, HandClient, HandClock, frame, until
 
 LIMITS = ConnectionLimits()
+GONE_WITHIN_S = 30.0
 
 
 class Recorded(Connection):
@@ -467,3 +473,26 @@ async def test_then_they_may_be_as_large_as_the_limit(scene: Scene) -> None:
     assert isinstance(scene.connection.messages[0], Bye)
     scene.peer.send_bytes(struct.pack(">I", FRAME_BYTES_MAX + 1))
     assert failure_of(scene) == ("peer", "frame_length")
+
+
+async def test_one_that_is_lost_leaves_nothing_for_the_garbage_collector(
+    certificates: Certificates, ends: Ends
+) -> None:
+    clock, gone = HandClock(), asyncio.Event()
+    held: list[weakref.ref[Connection]] = []
+
+    def accepted() -> Connection:
+        connection = Recorded(clock)
+        held.append(weakref.ref(connection, lambda _: gone.set()))
+        return connection
+
+    network = SystemNetwork(tls_server=certificates.server(), tls_client=certificates.client())
+    listener = ends.keep(await network.listen(Address("tls", host="127.0.0.1"), accepted))
+    gc.disable()
+    try:
+        transport = await network.connect(listener.address, ends.near)
+        transport.close()
+        async with asyncio.timeout(GONE_WITHIN_S):
+            await gone.wait()
+    finally:
+        gc.enable()

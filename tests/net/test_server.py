@@ -115,6 +115,16 @@ async def test_a_handshake_that_never_ends_does_not_take_up_room_for_ever(tmp_pa
         await here.greeted(WORKER)
 
 
+async def test_handshakes_that_do_not_end_lock_nobody_out(tmp_path: Path) -> None:
+    async with hand_daemon(tmp_path, connections_max=2) as here:
+        for _ in range(100):
+            here.network.accept()
+        for number, peer in enumerate((WORKER, STRANGER)):
+            await here.greeted(peer, client_id(number))
+        assert (await here.client(WORKER).next(FAILURE))[3] == "too_many_connections"
+        await here.greeted(client=client_id(3))
+
+
 async def test_a_session_that_has_left_is_held_nowhere(here: HandDaemon) -> None:
     client = await here.greeted()
     subscribe(client)
@@ -123,6 +133,7 @@ async def test_a_session_that_has_left_is_held_nowhere(here: HandDaemon) -> None
     await client.lost()
     server = here.server
     assert not server.sessions
+    assert not server._arriving
     assert not server._streaming
     assert not server._due
     assert server.session_of(client_id(1)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ class DaemonProcess:
     def __init__(self, directory: Path, *flags: str, listen: str = "127.0.0.1:0", **settings: Any) -> None:
         self.directory = directory
         self.socket = directory / "forged.sock"
+        self.log: list[dict[str, Any]] = []
+        """What was read of its log so far."""
         self._settings = directory / "forged.toml"
         self._settings.write_text("".join(f"{key} = {value!r}\n" for key, value in settings.items()))
         self._flags = ["--config", str(self._settings), "--data-dir", str(directory), "--socket", str(self.socket)]
@@ -43,10 +46,21 @@ class DaemonProcess:
         return self.process.stdout.readline()
 
     def end(self, name: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
-        """Send a signal; returns the exit code and what was still said and complained of."""
+        """Send a signal; returns the exit code, what was still said, and what it complained of outside its log."""
         self.process.send_signal(name)
-        said, complaints = self.process.communicate(timeout=ENDS_WITHIN_S)
-        return self.process.returncode, said, complaints
+        said, written = self.process.communicate(timeout=ENDS_WITHIN_S)
+        lines = written.splitlines()
+        self.log += [json.loads(line) for line in lines if line.startswith("{")]
+        return self.process.returncode, said, "\n".join(line for line in lines if not line.startswith("{"))
+
+    def wait_for(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Read its log up to an event with these fields."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(json.loads(line))
+            if {"event": event, **fields}.items() <= self.log[-1].items():
+                return self.log[-1]
+        raise AssertionError(f"the daemon has ended without saying {event!r}: {self.log}")
 
     def client(self, **options: Any) -> BlockingClient:
         return BlockingClient(f"unix://{self.socket}", **options)

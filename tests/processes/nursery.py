@@ -19,7 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from forged.cli import forged
+from forged.cli import forged, serve
+
+LOADED = serve
+"""What a daemon is made of is loaded once, for all of them."""
 
 
 class Nursery:

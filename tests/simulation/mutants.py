@@ -6,16 +6,22 @@ must be caught within the seeds that CI runs; one that survives says that an inv
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from forged.bus.follower import Follower
 from forged.bus.mailbox import Mailbox
 from forged.client.stream import FactStream
 from forged.ledger import Ledger
+from forged.messages import Gap, Record
 from forged.net.messages import Subscribe
 from forged.net.streams import OutgoingStream
+from forged.plugins import host
+from forged.plugins.parts import Installer
+from forged.plugins.plugin import Plugin
 from forged.replies import ReplyBook
 from tests.simulation.disk import SimulatedDisk
 
@@ -159,6 +165,132 @@ def lose_a_cursor() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def save_a_followers_position_too_early() -> Iterator[None]:
+    """A follower's position counts facts as delivered while they are being delivered."""
+    following = Follower._next
+
+    def early(self: Follower) -> Any:
+        reached, give = following(self)
+
+        async def give_and_hope() -> None:
+            assert give is not None
+            position, self.position = self.position, reached
+            try:
+                await give()
+            except BaseException:
+                self.position = position
+                raise
+
+        return reached, give_and_hope if give else None
+
+    with patch.object(Follower, "_next", early):
+        yield
+
+
+@contextmanager
+def skip_what_could_not_be_delivered() -> Iterator[None]:
+    """A follower goes on behind the facts over which it failed."""
+    given = Follower._given
+
+    async def careless(self: Follower, give: Any) -> bool:
+        await given(self, give)
+        return True
+
+    with patch.object(Follower, "_given", careless):
+        yield
+
+
+class _Premature:
+    """A ledger and its journal, with what has been decided and is not stored yet."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.published = sys.maxsize
+        self.journal: Any = self
+        self._ledger = ledger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ledger.journal, name)
+
+    def after(self, position: int, limit: int) -> list[Record]:
+        entries = [*self._ledger._in_flight, *self._ledger._queue]
+        undurable = [record for entry in entries for record in entry.records if record.id > position]
+        return [*self._ledger.journal.after(position, limit), *undurable]
+
+
+@contextmanager
+def deliver_undurable_facts() -> Iterator[None]:
+    """A follower takes what has been decided, before the store has it."""
+    begin = Follower.begin
+
+    def hasty(self: Follower, source: Any, position: int) -> None:
+        begin(self, _Premature(source), position)
+
+    with patch.object(Follower, "begin", hasty):
+        yield
+
+
+@contextmanager
+def hide_a_followers_gaps() -> Iterator[None]:
+    """A follower that comes too late is not told what it missed."""
+
+    async def silent(self: Follower, gap: Gap) -> None:
+        return
+
+    with patch.object(Follower, "_miss", silent):
+        yield
+
+
+@contextmanager
+def leave_followers_behind() -> Iterator[None]:
+    """A plugin that takes part again is not followed up on what it was told to leave."""
+    take_part = Plugin.take_part
+
+    def without_followers(self: Plugin) -> None:
+        followers, self.followers = self.followers, []
+        take_part(self)
+        self.followers = followers
+
+    with patch.object(Plugin, "take_part", without_followers):
+        yield
+
+
+class _AlwaysActive:
+    """A plugin for whoever does not look whether it is."""
+
+    active = True
+
+    def __init__(self, plugin: Plugin) -> None:
+        self._plugin = plugin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plugin, name)
+
+
+@contextmanager
+def go_through_the_wrapper_of_a_plugin_left_out() -> Iterator[None]:
+    """Quarantine forgets what a plugin wraps."""
+    wrap = Installer._wrap
+
+    def forgetful(self: Installer, wrapping: Any) -> None:
+        plugin: Any = _AlwaysActive(self._plugin)
+        wrap(Installer(self._bus, self._turns, plugin), wrapping)
+
+    with patch.object(Installer, "_wrap", forgetful):
+        yield
+
+
+@contextmanager
+def let_a_plugin_say_anything() -> Iterator[None]:
+    """Nobody looks at what a plugin publishes."""
+
+    def indulgent(facts: Any, *, own: bool) -> None:
+        return
+
+    with patch.object(host, "check_facts", indulgent):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -172,5 +304,12 @@ MUTANTS: dict[str, Mutant] = {
         keep_state_after_failed_commit,
         hide_gaps,
         lose_a_cursor,
+        save_a_followers_position_too_early,
+        skip_what_could_not_be_delivered,
+        deliver_undurable_facts,
+        hide_a_followers_gaps,
+        leave_followers_behind,
+        go_through_the_wrapper_of_a_plugin_left_out,
+        let_a_plugin_say_anything,
     )
 }

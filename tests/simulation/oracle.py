@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from forged.messages import Gap, Record
+from tests.simulation.plugin_oracle import PluginOracle
 
 
 class Broken(AssertionError):
@@ -43,6 +45,22 @@ class Oracle:
     attempted: set[str] = field(default_factory=set)
     versions: dict[str, int] = field(default_factory=dict)
     """The highest version of each job that anybody was ever told."""
+    breaches: list[str] = field(default_factory=list)
+    """Promises that were broken where the daemon contains what is raised; whoever runs the world has to look."""
+    plugins: PluginOracle = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plugins = PluginOracle(self.breach, self.is_history)
+
+    def breach(self, what: str) -> NoReturn:
+        """A promise was not kept."""
+        self.breaches.append(what)
+        raise Broken(what)
+
+    def check(self) -> None:
+        """Raise what was found where nobody heard of it."""
+        if self.breaches:
+            raise Broken(self.breaches[0])
 
     def saw(self, name: str, item: Record | Gap) -> None:
         """A subscriber received something."""
@@ -52,7 +70,7 @@ class Oracle:
             observer.last = max(observer.last, item.last)
             return
         if item.id <= observer.last:
-            raise Broken(f"{name} saw fact {item.id} after {observer.last}: twice, or out of order")
+            self.breach(f"{name} saw fact {item.id} after {observer.last}: twice, or out of order")
         observer.last = item.id
         observer.seen.add(item.id)
         self.is_history(item, name)
@@ -61,32 +79,39 @@ class Oracle:
         """Everybody must see the same fact under the same id."""
         known = self.facts.setdefault(record.id, record.data)
         if known != record.data:
-            raise Broken(f"{by} saw another fact {record.id} than somebody before: {record!r}")
+            self.breach(f"{by} saw another fact {record.id} than somebody before: {record!r}")
 
     def handled(self, handler: str, last: int, record: Record) -> None:
         """A handler inside the daemon was given a fact."""
         if record.id <= last:
-            raise Broken(f"{handler} was given fact {record.id} after {last}")
+            self.breach(f"{handler} was given fact {record.id} after {last}")
         self.is_history(record, handler)
 
     def told_version(self, job: str, version: int, at_least: int) -> None:
         """A client was told a job's version; `at_least` is what had been told to anybody before it asked."""
         if version < at_least:
-            raise Broken(f"job {job} was at version {at_least} and is told to be at {version}")
+            self.breach(f"job {job} was at version {at_least} and is told to be at {version}")
         self.versions[job] = max(version, self.versions.get(job, 0))
+
+    def did_not_start(self, code: str) -> None:
+        """A daemon could not start; its store, and nothing else, may be a reason."""
+        if not code.startswith("store_"):
+            self.breach(f"a daemon did not start: {code}")
 
     def check_end(self, journal: Iterable[Record], floor: int) -> None:
         """All is quiet, and this is the final journal: what is older than `floor` is no longer in it."""
         final = {record.id: record for record in journal}
         for fact_id, data in self.facts.items():
             if fact_id > floor and (fact_id not in final or final[fact_id].data != data):
-                raise Broken(f"fact {fact_id} was seen and is not in the journal: {Record.read(data)!r}")
+                self.breach(f"fact {fact_id} was seen and is not in the journal: {Record.read(data)!r}")
         for record in final.values():
             self.is_history(record, "the journal")
         self._check_notes()
         self._check_reactions(floor)
         for observer in self.observers.values():
             self._check_observer(observer)
+        self.check()
+        self.plugins.check_end({fact_id: Record.read(self.facts[fact_id]) for fact_id in sorted(self.facts)}, floor)
 
     def _notes(self) -> list[tuple[int, str]]:
         records = (Record.read(data) for data in self.facts.values())
@@ -96,11 +121,11 @@ class Oracle:
         counted = Counter(text for _, text in self._notes())
         for text, count in counted.items():
             if count > 1:
-                raise Broken(f"note {text} is on the record {count} times")
+                self.breach(f"note {text} is on the record {count} times")
             if text not in self.attempted:
-                raise Broken(f"note {text} is on the record and nobody wrote it")
+                self.breach(f"note {text} is on the record and nobody wrote it")
         if lost := sorted(self.acknowledged - counted.keys()):
-            raise Broken(f"notes that were acknowledged are lost: {', '.join(lost[:5])}")
+            self.breach(f"notes that were acknowledged are lost: {', '.join(lost[:5])}")
 
     def _check_reactions(self, floor: int) -> None:
         """The durable handler decided once on every note, however often the daemon died."""
@@ -108,14 +133,14 @@ class Oracle:
         reactions = Counter(record.cause for record in records if record.type == "NoteSeen")
         for fact_id, count in reactions.items():
             if count > 1:
-                raise Broken(f"the durable handler decided {count} times on fact {fact_id}")
+                self.breach(f"the durable handler decided {count} times on fact {fact_id}")
         for fact_id, text in self._notes():
             if fact_id > floor and not reactions[fact_id]:
-                raise Broken(f"the durable handler never decided on fact {fact_id}, note {text}")
+                self.breach(f"the durable handler never decided on fact {fact_id}, note {text}")
 
     def _check_observer(self, observer: Observer) -> None:
         for fact_id in sorted(self.facts):
             if fact_id > observer.last:
-                raise Broken(f"{observer.name} stopped at {observer.last} and never saw fact {fact_id}")
+                self.breach(f"{observer.name} stopped at {observer.last} and never saw fact {fact_id}")
             if fact_id not in observer.seen and not observer.missed(fact_id):
-                raise Broken(f"{observer.name} never saw fact {fact_id} and was not told")
+                self.breach(f"{observer.name} never saw fact {fact_id} and was not told")

@@ -63,6 +63,7 @@ class LogStore:
         self._changes = changes
         self._end = end
         self._lock = asyncio.Lock()
+        self.failed_commits = 0
 
     @classmethod
     async def open(
@@ -139,6 +140,7 @@ class LogStore:
             self._disk.append(LOG, record)
             await self._disk.sync(LOG)
         except OSError as error:
+            self.failed_commits += 1
             await self._cut_back()
             raise _unavailable(error) from error
         self._end += len(record)

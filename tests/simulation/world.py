@@ -1,4 +1,4 @@
-"""A whole cluster in one process: a daemon that dies and comes back, clients that go on, and much that fails.
+"""A whole cluster in one process: a daemon that dies and comes back, clients that go on, plugins, and much that fails.
 
 Law: a world is a function of its seed. Time is virtual, every draw comes from the seed, and what happens is written to
 a trace that is the same byte for byte in every process. Trouble ends after a while; then everything must come right
@@ -8,7 +8,7 @@ within a bound.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
 
@@ -24,13 +24,18 @@ from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import AddNote, NoteAdded, ShowJob
+from forged.ledger import FACT_PREFIX, read_all
 from forged.messages import Call, Decision, Fact, Gap, Record
 from forged.net.connection import ConnectionLimits
+from forged.plugins.model import DisablePlugin, EnablePlugin, ListPlugins, PluginState, RunPluginCommand
+from forged.store.port import Store
 from tests.simulation.disk import DiskFaults, SimulatedDisk
 from tests.simulation.links import Faults
 from tests.simulation.loop import VirtualClock, VirtualLoop, run
 from tests.simulation.network import SimulatedNetwork
 from tests.simulation.oracle import Broken, Oracle
+from tests.simulation.plugin_oracle import Lifetime
+from tests.simulation.plugins import Cast, Life
 from tests.simulation.store import LogStore
 
 SERVER = "server"
@@ -42,12 +47,33 @@ RECOVERY_MAX_S = 300.0
 CLIENT_TIMEOUT_S = 20.0
 FOUND_WITHIN_S = 120.0
 STRAGGLERS_S = 20.0
+REFUSALS_IN_ORDER = frozenset({"job_changed", "gate_closed", "plugin_unknown", "plugin_not_loaded", "command_unknown"})
+"""What a client may be told at any time that has done nothing wrong."""
+
+
+Operation = Callable[[str, ForgedClient, str, str], Awaitable[Any]]
 
 
 class NoteSeen(Fact, frozen=True):
     """The durable handler has seen a note."""
 
     text: str
+
+
+class Reader:
+    """An owner of no state, which notices that everybody's is read from the store."""
+
+    def __init__(self, oracle: Oracle, life: Lifetime) -> None:
+        self._oracle = oracle
+        self._life = life
+
+    async def load(self, store: Store) -> None:
+        """Count it. What a daemon finds when it starts is history, also if the one before told nobody any more."""
+        assert isinstance(store, LogStore)
+        if not self._life.loads:
+            for entry in await read_all(store, FACT_PREFIX):
+                self._oracle.is_history(Record.read(entry.value), "the store")
+        self._oracle.plugins.state_read(self._life, store.failed_commits)
 
 
 class World:
@@ -71,6 +97,8 @@ class World:
         self.clock = VirtualClock(loop)
         self._small_journal = random.random() < 0.3
         self._slow_handlers = random.random() < 0.4
+        self._cast = Cast(random, self.oracle.plugins, self.note)
+        self._life: Life | None = None
         self._token = ""
         self._prepared = anyio.Event()
 
@@ -97,6 +125,7 @@ class World:
         power_cut = self.random.random() < 0.5
         self.note("power cut" if power_cut else "kill -9")
         self.daemon = None
+        self._end_life()
         self.disk = self.disk.crash() if power_cut else self.disk.kill()
         self.network.crash(SERVER, host_gone=power_cut and self.random.random() < 0.3)
 
@@ -117,7 +146,15 @@ class World:
             return await LogStore.open(disk, self.random)
 
         clock = VirtualClock(self.loop, offset_s=offset_s, skew_s=self.random.uniform(-5, 5))
-        ports = Ports(clock, self.network.host(SERVER), number, 0, open_store)
+        ports = Ports(
+            clock,
+            self.network.host(SERVER),
+            number,
+            0,
+            open_store,
+            random=Random(f"daemon {number} {self.seed}"),
+            plugins=self._cast.sources(self._present_life),
+        )
         config = Config(
             data_dir="/",
             socket=SOCKET,
@@ -126,21 +163,37 @@ class World:
             unix_other_role="operator",
             journal_facts_max=100 if self._small_journal else 50_000,
             in_flight_max=self.random.choice((2, 1024)),
+            plugin_failures_max=self.random.choice((1, 5)),
+            plugin_facts_per_s_max=self.random.choice((1.0, 20.0)),
         )
         while True:
             try:
                 async with Daemon.running(config, ports, extend=self._extend) as daemon:
                     self.note(f"daemon {number} is ready at {daemon.ledger.durable}")
+                    self._cast.check_taken_in(daemon)
                     self.daemon = daemon
                     await anyio.sleep_forever()
             except ForgedError as error:
                 # As systemd does: what cannot start is started again.
                 self.note(f"daemon {number} did not start: {error.code}")
+                self._end_life()
+                self.oracle.did_not_start(error.code)
                 await anyio.sleep(0.5)
+
+    def _end_life(self) -> None:
+        if self._life is not None:
+            self._life.alive = False
+
+    def _present_life(self) -> Life:
+        assert self._life is not None, "plugins are loaded into a daemon"
+        return self._life
 
     def _extend(self, daemon: Daemon) -> None:
         """Handlers inside the daemon that tell the oracle what they are given."""
         last = [0]
+        seen = self.oracle.plugins.life_began(daemon.store.revision)
+        self._life = Life(daemon, seen)
+        daemon.ledger.join(Reader(self.oracle, seen))
 
         async def in_order(record: Record) -> None:
             self.oracle.handled("handler", last[0], record)
@@ -221,24 +274,41 @@ class World:
                 await self._operate(name, client, operations)
                 if self.random.random() < 0.3:
                     await anyio.sleep(self.random.uniform(0, 0.5))
+            while not await self._all_is_answered(name, client, operations := operations + 1):
+                await anyio.sleep(0.5)
             self.working -= 1
             await self._until_caught_up(name)
             self.watching -= 1
             observing.cancel_scope.cancel()
 
     async def _operate(self, name: str, client: ForgedClient, count: int) -> None:
+        operations: tuple[Operation, ...] = (self._note, self._note, self._change, self._read)
+        if self._cast.names and self.random.random() < 0.15:
+            operations = (self._manage, self._manage, self._recite)
+        await self._try(self.random.choice(operations), name, client, count)
+
+    async def _try(self, operation: Operation, name: str, client: ForgedClient, count: int) -> bool:
+        """Do something; tells whether it was answered."""
         job = f"job{self.random.randrange(3)}"
-        operation = self.random.choice((self._note, self._note, self._change, self._read))
         try:
             await operation(name, client, job, f"{name}-{count}")
         except RequestRefused as error:
             if error.code == "job_unknown":
                 await self._quietly(client.create_job(job))
-            elif error.code != "job_changed":
+            elif error.code not in REFUSALS_IN_ORDER:
                 raise
-        except Unavailable as error:
+        except ForgedError as error:
+            if not isinstance(error, Unavailable) and error.code != "plugin_broken":
+                raise
             self.note(f"{name} was told {error.code}")
             await anyio.sleep(0.1)
+        else:
+            return True
+        return False
+
+    async def _all_is_answered(self, name: str, client: ForgedClient, count: int) -> bool:
+        """Whether what is asked is answered, wrapped or not, as it has to be a while after the trouble."""
+        return await self._try(self._note, name, client, count) and await self._try(self._read, name, client, count)
 
     async def _quietly(self, creating: Any) -> None:
         try:
@@ -265,6 +335,15 @@ class World:
         self.oracle.told_version(job, found.version, before)
         return found.version
 
+    async def _manage(self, name: str, client: ForgedClient, job: str, text: str) -> None:
+        plugin = self.random.choice(self._cast.names)
+        await client.request(self.random.choice((EnablePlugin, EnablePlugin, DisablePlugin))(plugin))
+        self.note(f"{name} has managed {plugin}")
+
+    async def _recite(self, name: str, client: ForgedClient, job: str, text: str) -> None:
+        said = await client.request(RunPluginCommand("herald", "recite"))
+        self.note(f"{name} heard that it is {said}")
+
     async def _observe(self, name: str, client: ForgedClient) -> None:
         slow = self.random.random() < 0.3
         async with client.facts(since=0) as stream:
@@ -289,7 +368,7 @@ class World:
     def _all_seen(self, daemon: Daemon, seen: int) -> bool:
         """Whether somebody who has seen that much has seen all, and nothing more is coming."""
         idle = all(mailbox.idle for mailbox in daemon.bus.mailboxes.values())
-        quiet = idle and daemon.ledger.revision == daemon.ledger.durable
+        quiet = idle and daemon.ledger.revision == daemon.ledger.durable and self._cast.all_active(daemon)
         return quiet and seen >= daemon.journal.last
 
     # Trouble.
@@ -300,11 +379,12 @@ class World:
         ends_at = self.loop.time() + TROUBLE_S
         while self.loop.time() < ends_at:
             await anyio.sleep(self.random.uniform(0.1, 4.0))
-            trouble = self.random.choice((self._partition, self._full_disk, self._heal))
-            trouble(names)
+            troubles = (self._partition, self._full_disk, self._heal, self._change_limits, self._change_the_receiver)
+            self.random.choice(troubles)(names)
         self.note("the trouble ends")
         self.trouble = False
         self.network.calm()
+        self._cast.behave()
         self.disk.capacity_bytes = None
         self.disk.faults = DiskFaults()
 
@@ -320,6 +400,33 @@ class World:
         self.network.heal()
         self.disk.capacity_bytes = None
 
+    def _change_limits(self, names: list[str]) -> None:
+        if self.daemon is not None:
+            self.note("the limits of plugins change")
+            self.daemon.plugins.set_limits(self._cast.limits())
+
+    def _change_the_receiver(self, names: list[str]) -> None:
+        self.note("the receiver changes")
+        self._cast.change_the_receiver()
+
+    async def _enable_plugins(self) -> None:
+        """When the trouble is over an operator sees to it that every plugin takes part again."""
+        while self.trouble:
+            await anyio.sleep(1.0)
+        async with self.client("tender") as client:
+            while self.watching:
+                try:
+                    await self._enable_all(client)
+                except (Unavailable, RequestRefused) as error:
+                    self.note(f"the operator was told {error.code}")
+                await anyio.sleep(1.0)
+
+    async def _enable_all(self, client: ForgedClient) -> None:
+        for plugin in await client.request(ListPlugins()):
+            if plugin.state in (PluginState.QUARANTINED, PluginState.DISABLED):
+                self.note(f"the operator enables {plugin.name}: {plugin.reason}")
+                await client.request(EnablePlugin(plugin.name))
+
     # The whole.
 
     async def live(self) -> None:
@@ -333,6 +440,8 @@ class World:
                 clients.start_soon(self.make_trouble)
                 for index in range(CLIENTS):
                     clients.start_soon(self.work, f"c{index}")
+                if self._cast.names:
+                    clients.start_soon(self._enable_plugins)
                 await self._bounded(clients)
             assert self.daemon is not None
             journal = self.daemon.journal
@@ -343,9 +452,11 @@ class World:
         """After the trouble everything must come right within a bound."""
         while self.trouble:
             await anyio.sleep(1.0)
+            self.oracle.check()
         with anyio.move_on_after(RECOVERY_MAX_S):
             while self.watching:
                 await anyio.sleep(0.5)
+                self.oracle.check()
         if self.watching:
             raise Broken(f"{self.watching} clients are not done {RECOVERY_MAX_S} s after the trouble ended")
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import msgspec
 import pytest
 import trustme
 
-from forged.cli import wire
-from forged.cli.wire import Wire
 from forged.client import BlockingClient
-from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.errors import ConfigError, ForgedError, PeerError, RequestRefused, Unavailable
+from forged.line import wire
+from forged.line.wire import Wire
 from forged.net import tls
 from forged.net.messages import Bye, Failure, Ping, Pong, ReplyOut, Subscribe
 from forged.net.sockets import SystemNetwork
+from forged.version import VERSION
+from tests.cli.pretender import Refusal, pretending, trickle
 from tests.client.fake import WELCOME, FakeDaemon, Guest
 from tests.client.house import House, config_in
 from tests.client.neighbour import LoopThread, Neighbour
@@ -58,7 +63,11 @@ class TestHello:
     @pytest.mark.parametrize(
         ("said", "why"),
         [
-            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "announces"),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it speaks HTTP"),
+            (b"\x15\x03\x01\0\2\2\x46", "it speaks TLS"),
+            (b"SSH-2.0-OpenSSH_9.2\r\n", "announces"),
+            (b"\0\0\0\3\x81\x90\x01", "not msgpack"),
+            (b"\0\0\0\2\x91\x90", "no message"),
             (b"\0\0\0\0", "announces 0 bytes"),
             (b"\0\0\0\1\xc1", "not msgpack"),
             (b"\0\0\0\1\x80", "no message"),
@@ -80,9 +89,12 @@ class TestHello:
             await guest.greet(msgspec.structs.replace(WELCOME, version=9))
             await guest.gone()
 
-        with pytest.raises(PeerError, match="version 9") as mismatch, connected(loop, tmp_path, treat):
+        with (
+            pytest.raises(PeerError, match=r"\(a fake\) speaks version 9") as mismatch,
+            connected(loop, tmp_path, treat),
+        ):
             pass
-        assert mismatch.value.code == "version_mismatch"
+        assert (mismatch.value.code, mismatch.value.fix) == ("version_mismatch", "upgrade forgectl")
 
     def test_what_a_newer_daemon_appends_to_its_welcome_is_ignored(self, loop: LoopThread, tmp_path: Path) -> None:
         async def treat(guest: Guest) -> None:
@@ -94,6 +106,38 @@ class TestHello:
 
         with connected(loop, tmp_path, treat) as line:
             assert line.history == WELCOME.history
+
+    def test_one_that_speaks_only_an_older_version_is_told_apart(self, tmp_path: Path) -> None:
+        older = [1, 0, "forged/0.0.9", "unix:0", "operator", "", 0, 1, 4 << 20, 1024, 0]
+        with (
+            pretending(tmp_path, welcome=older) as daemon,
+            pytest.raises(PeerError, match=r"forged/0\.0\.9") as mismatch,
+        ):
+            Wire(f"unix://{daemon.path}", None, LONG_S)
+        assert mismatch.value.fix == "upgrade the daemon"
+
+    def test_one_that_refuses_our_version_is_quoted(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.hear()
+            guest.say(Failure(0, "peer", "version_mismatch", "this end speaks 2 to 3", "upgrade the older"))
+            await guest.gone()
+
+        said = "no version of the protocol in common: this end speaks 2 to 3"
+        with pytest.raises(PeerError, match=said) as mismatch, connected(loop, tmp_path, treat):
+            pass
+        assert mismatch.value.code == "version_mismatch"
+
+    def test_one_that_hangs_up_before_it_has_listened_is_quoted(self, tmp_path: Path) -> None:
+        said = msgpack.packb([4, 0, "unavailable", "too_many_connections", "there are 7 already", "try again"])
+        path = tmp_path / "s"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+            server.listen()
+            turned_away = threading.Thread(target=lambda: _turn_away(server, said))
+            turned_away.start()
+            with pytest.raises(Unavailable, match="there are 7 already"):
+                Wire(f"unix://{path}", None, LONG_S)
+            turned_away.join()
 
     def test_one_that_hangs_up_is_unavailable(self, loop: LoopThread, tmp_path: Path) -> None:
         async def treat(guest: Guest) -> None:
@@ -160,8 +204,111 @@ class TestAnswers:
         with pytest.raises(Unavailable, match="is stopping"), connected(loop, tmp_path, treat) as line:
             line.request("Anything")
 
+    @pytest.mark.parametrize(
+        ("agent", "fix"),
+        [
+            ("forged/0.0.9", "upgrade the daemon"),
+            ("forged/0.0", "upgrade the daemon"),
+            ("forged/99.0.0", "upgrade forgectl"),
+            (f"forged/{VERSION}", "install the same build of both"),
+            ("something else", "install the same build of both"),
+        ],
+    )
+    def test_a_request_that_it_does_not_know_names_both_versions(self, tmp_path: Path, agent: str, fix: str) -> None:
+        with (
+            pretending(tmp_path, agent=agent) as daemon,
+            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            pytest.raises(RequestRefused, match=f"the daemon is {agent}, this is forgectl {VERSION}") as refused,
+        ):
+            line.request("ListPlugins")
+        assert (refused.value.code, refused.value.fix) == ("request_unknown", fix)
+
+    @pytest.mark.parametrize(
+        ("agent", "fix"), [("forged/99.0", "upgrade forgectl"), (f"forged/{VERSION}", "see the fields")]
+    )
+    def test_fields_that_it_does_not_take_are_a_matter_of_versions_if_those_differ(
+        self, tmp_path: Path, agent: str, fix: str
+    ) -> None:
+        answers = {"CreateJob": Refusal("refused", "request_invalid", "field missing", "see the fields")}
+        with (
+            pretending(tmp_path, answers, agent=agent) as daemon,
+            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            pytest.raises(RequestRefused) as refused,
+        ):
+            line.request("CreateJob")
+        assert refused.value.fix == fix
+
+    @pytest.mark.parametrize(
+        "message", [[3, 1], [3], [3, "x", {}], [7, 1, 2], [7, 1, 2, "x"], [8, 1, 1, 2], [4], [11, 1, {}]]
+    )
+    def test_what_has_not_its_shape_is_an_error(self, loop: LoopThread, tmp_path: Path, message: list[Any]) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            payload = msgpack.packb(message)
+            guest.writer.write(len(payload).to_bytes(4, "big") + payload)
+            await guest.gone()
+
+        with pytest.raises(ForgedError), connected(loop, tmp_path, treat) as line:
+            line.request("Anything") if message[0] == 3 else next(line.facts(None, [], []))
+
+    @pytest.mark.parametrize("given", ["\udcff", 1 << 64])
+    def test_what_cannot_be_sent_is_the_callers_to_mend(self, tmp_path: Path, given: Any) -> None:
+        with (
+            pretending(tmp_path) as daemon,
+            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            pytest.raises(ConfigError, match="cannot be sent"),
+        ):
+            line.request("AddNote", text=given)
+        assert daemon.asked == []
+
 
 class TestFacts:
+    def test_a_message_that_begins_and_does_not_end_is_given_up(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            await trickle(guest)
+
+        with (
+            pytest.raises(Unavailable, match="did not answer within"),
+            connected(loop, tmp_path, treat, SHORT_S) as line,
+        ):
+            next(line.facts(None, [], []))
+
+    def test_records_of_any_version_are_read(self, tmp_path: Path) -> None:
+        records = [
+            [1, 0.0, "JobCreated", "a", 0, 0, "me", {}, "news"],
+            [2, 0.0],
+            {"id": 3, "type": "NoteAdded"},
+            [],
+            7,
+        ]
+        with (
+            pretending(tmp_path, facts=records) as daemon,
+            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+        ):
+            read = [event for _, event in line.facts(-1, [], [], until=5) if event]
+        assert [event["id"] for event in read] == [1, 2, 3]
+        assert read[0].keys() == set(wire.RECORD_FIELDS)
+
+    def test_who_waits_is_asked_now_and_then_whether_to_go_on(
+        self, loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(wire, "PING_AFTER_S", SHORT_S)
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.gone()
+
+        def stop() -> None:
+            raise BrokenPipeError
+
+        with connected(loop, tmp_path, treat) as line:
+            line.while_quiet = stop
+            with pytest.raises(BrokenPipeError):
+                next(line.facts(None, [], []))
+
     def test_a_daemon_that_falls_silent_is_asked_and_then_given_up(
         self, loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -249,6 +396,12 @@ class TestTls:
         monkeypatch.delenv("FORGED_KEY")
         with pytest.raises(PeerError, match="wants a client certificate"):
             Wire(secured, None, LONG_S)
+
+
+def _turn_away(server: socket.socket, said: bytes) -> None:
+    guest, _ = server.accept()
+    guest.sendall(len(said).to_bytes(4, "big") + said)
+    guest.close()
 
 
 def test_starting_it_imports_nothing_heavy() -> None:

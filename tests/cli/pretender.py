@@ -1,0 +1,121 @@
+"""A daemon of any version: it answers requests with what a test has written down for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from forged.cli import forgectl
+from tests.client.fake import FakeDaemon, Guest
+from tests.client.neighbour import LoopThread
+
+HELLO, WELCOME, REQUEST, REPLY, FAILURE, SUBSCRIBE, FACTS = 0, 1, 2, 3, 4, 6, 7
+SAME = "forged/0.1.0"
+
+
+class Refusal:
+    """An answer that is none."""
+
+    def __init__(self, kind: str, code: str, text: str = "no", fix: str = "") -> None:
+        self.said = [kind, code, text, fix]
+
+
+UNKNOWN = Refusal("refused", "request_unknown", "nobody here answers that", "compare versions")
+
+
+class Pretender:
+    """What it answers to each request and subscription, and what it was asked."""
+
+    def __init__(
+        self, path: Path, answers: Mapping[str, Any], agent: str, facts: list[Any], welcome: list[Any] | None
+    ) -> None:
+        self.path = path
+        self.asked: list[tuple[str, Any]] = []
+        self._answers = answers
+        self._facts = facts
+        latest = len(facts)
+        self._welcome = welcome or [WELCOME, 1, agent, "unix:0", "operator", "a history", latest, 1, 4 << 20, 1024, 0]
+
+    async def treat(self, guest: Guest) -> None:
+        while True:
+            length = int.from_bytes(await guest.reader.readexactly(4), "big")
+            message = msgpack.unpackb(await guest.reader.readexactly(length))
+            if message[0] == HELLO:
+                self._say(guest, self._welcome)
+            elif message[0] == REQUEST:
+                self._say(guest, self._answer(*message[1:5]))
+            elif message[0] == SUBSCRIBE:
+                self._say(guest, [FACTS, 1, len(self._facts), self._facts])
+
+    def run(self, line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+        """Have `forgectl` ask it; returns its exit code, output and complaints."""
+        code = forgectl.main(["--socket", str(self.path), *shlex.split(line)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    def told(self, line: str, capsys: pytest.CaptureFixture[str]) -> Any:
+        """What a command tells a program."""
+        code, out, err = self.run(f"{line} --json", capsys)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    def command(self, line: str) -> list[str]:
+        """A process that asks it."""
+        return [sys.executable, "-m", "forged.cli.forgectl", "--socket", str(self.path), *shlex.split(line)]
+
+    def _answer(self, number: int, acknowledged: int, method: str, fields: Any) -> list[Any]:
+        self.asked.append((method, fields))
+        answer = self._answers.get(method, UNKNOWN)
+        if isinstance(answer, Refusal):
+            return [FAILURE, number, *answer.said]
+        return [REPLY, number, answer]
+
+    def _say(self, guest: Guest, message: list[Any]) -> None:
+        payload = msgpack.packb(message)
+        guest.writer.write(struct.pack(">I", len(payload)) + payload)
+
+
+@contextmanager
+def pretending(
+    directory: Path,
+    answers: Mapping[str, Any] | None = None,
+    *,
+    agent: str = SAME,
+    facts: list[Any] | None = None,
+    welcome: list[Any] | None = None,
+) -> Iterator[Pretender]:
+    """A pretender that listens in a directory."""
+    pretender = Pretender(directory / "pretender", answers or {}, agent, facts or [], welcome)
+    loop = LoopThread()
+    fake = FakeDaemon(pretender.path, pretender.treat)
+    loop.call(fake.__aenter__)
+    try:
+        yield pretender
+    finally:
+        loop.call(fake.__aexit__)
+        pretender.path.unlink()
+        loop.end()
+
+
+async def say_nothing(guest: Guest) -> None:
+    """Listen, and never answer."""
+    await guest.gone()
+
+
+async def trickle(guest: Guest) -> None:
+    """Send what might become a message, byte by byte, for ever."""
+    guest.writer.write(b"\0\0\xff\xff")
+    while True:
+        guest.writer.write(b"\x90")
+        await guest.writer.drain()
+        await asyncio.sleep(0.01)

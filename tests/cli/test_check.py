@@ -1,0 +1,56 @@
+"""All that is wrong with a configuration, before a daemon meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forged.cli import forged
+
+BAD_CONFIG = """
+listen = ["nowhere"]
+drain_timeout_s = -1
+colour = "blue"
+unix_other_role = "king"
+frame_bytes_max = "large"
+tls_certificate = "cert.pem"
+"""
+BAD_KEYS = ("listen", "drain_timeout_s", "colour", "unix_other_role", "frame_bytes_max", "tls_certificate")
+
+
+def test_a_valid_one_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "forged.toml"
+    path.write_text('listen = ["tcp://127.0.0.1:0"]\n')
+    assert forged.main(["check-config", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path} is valid\n"
+
+
+def test_all_that_is_wrong_is_listed_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "forged.toml"
+    path.write_text(BAD_CONFIG)
+    assert forged.main(["check-config", str(path)]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"forged: {path} is not a valid configuration")
+    named = {line.partition(": ")[2].split(" = ")[0] for line in complaint.splitlines()[1:]}
+    assert named == set(BAD_KEYS)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("listen = [", "TOML"), (None, "No such file")])
+def test_one_that_cannot_be_read_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, reason: str
+) -> None:
+    path = tmp_path / "forged.toml"
+    if text is not None:
+        path.write_text(text)
+    assert forged.main(["check-config", str(path)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_certificates_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "forged.toml"
+    path.write_text('tls_certificate = "/none/cert.pem"\ntls_key = "/none/key.pem"\n')
+    assert forged.main(["check-config", str(path)]) == 2
+    complaint = capsys.readouterr().err
+    assert "tls_certificate = '/none/cert.pem': cannot be read" in complaint
+    assert "tls_key = '/none/key.pem': cannot be read" in complaint

@@ -1,0 +1,198 @@
+"""What becomes of a command as a process: its exit code, and its output where that cannot be written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.cli import forgectl
+from forged.cli.process import complain, plain
+from forged.errors import ConfigError, ForgedError, PeerError, Problem, RequestRefused, Unavailable
+from forged.line import wire
+from tests.cli.pretender import Pretender, Refusal, pretending
+
+MANY = [[number, 0.0, "NoteAdded", "a", 0, 0, "me", {"text": "x" * 100}] for number in range(1, 2001)]
+ANSWERS: dict[str, Any] = {
+    "ReadStatus": {"version": "0.1.0", "last_fact": len(MANY)},
+    "ListJobs": {"jobs": []},
+    "AddNote": {},
+    "ShowJob": Refusal("refused", "job_unknown", "there is no job 'a'"),
+    "RevokeToken": Refusal("unavailable", "store_full", "the disk is full"),
+    "BackUp": Refusal("internal", "handler_broken", "it broke"),
+}
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Pretender]:
+    with pretending(tmp_path, ANSWERS, facts=MANY) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def shell(daemon: Pretender) -> Shell:
+    """Runs a line of bash in which `$ctl` asks the daemon; the status of a pipe is that of its first part."""
+
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        program = f'ctl() {{ {shlex.quote(sys.executable)} -m forged.cli.forgectl "$@"; }}; {line}'
+        environment = os.environ | {"FORGED_SOCKET": str(daemon.path)}
+        # What is ignored stays so in children, and whoever runs tests in the background has interrupts ignored.
+        return subprocess.run(
+            ["bash", "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            preexec_fn=heed_signals,
+            check=False,
+        )
+
+    return run
+
+
+def heed_signals() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class TestCodes:
+    @pytest.mark.parametrize(
+        ("line", "code"),
+        [
+            ("status", 0),
+            ("--help", 0),
+            ("jobs --help", 0),
+            ("--version", 0),
+            ("completion bash", 0),
+            ("backup file", 1),
+            ("nonsense", 2),
+            ("jobs create", 2),
+            ("jobs create a x", 2),
+            ("--endpoint gopher://x status", 2),
+            ("jobs show a", 3),
+            ("story 7", 3),
+            ("tokens revoke a", 4),
+            ("--socket /none/socket status", 4),
+        ],
+    )
+    def test_they_say_which_kind_of_thing_went_wrong(self, shell: Shell, line: str, code: int) -> None:
+        for done in (shell(f"ctl {line}"), shell(f"ctl {line} --json")):
+            assert done.returncode == code
+            assert "Traceback" not in done.stderr
+            assert bool(done.stderr) == bool(code)
+
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (ForgedError("x", "x"), 1),
+            (PeerError("x", "x"), 1),
+            (ConfigError("x", "x"), 2),
+            (RequestRefused("x", "x"), 3),
+            (Unavailable("x", "x"), 4),
+        ],
+    )
+    def test_each_kind_of_error_has_its_own(
+        self, error: ForgedError, code: int, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert complain("forgectl", error) == code
+        assert capsys.readouterr().err == "forgectl: x\n"
+
+    @pytest.mark.parametrize("line", ["events --follow --since 2000", "events --follow --json --since 2000"])
+    def test_an_interrupt_is_130_and_a_termination_kills(self, daemon: Pretender, line: str) -> None:
+        for name, code in ((signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)):
+            with started(daemon, line) as process:
+                assert process.stdout is not None
+                process.stdout.readline()
+                process.send_signal(name)
+                _, complaints = process.communicate()
+            assert (process.returncode, complaints) == (code, "")
+
+
+class TestOutput:
+    @pytest.mark.parametrize("line", ["events", "events --json", "events --follow --since 0", "status", "status --json",
+                                      "jobs", "--help", "completion bash"])  # fmt: skip
+    @pytest.mark.parametrize("reader", ["true", "head -1"])
+    def test_whoever_reads_may_stop_early(self, shell: Shell, line: str, reader: str) -> None:
+        done = shell(f"ctl {line} | {reader} > /dev/null; exit ${{PIPESTATUS[0]}}")
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @pytest.mark.parametrize("line", ["events", "events --json", "events --follow --since 0", "status", "status --json",
+                                      "--help", "--version", "jobs --help", "completion zsh"])  # fmt: skip
+    def test_a_full_disk_is_a_failure(self, shell: Shell, line: str) -> None:
+        done = shell(f"ctl {line} > /dev/full")
+        assert done.returncode == 1
+        if "--json" in line:
+            assert json.loads(done.stderr)["error"]["code"] == "output_failed"
+        else:
+            assert done.stderr == "forgectl: the output cannot be written: No space left on device\n"
+
+    @pytest.mark.parametrize("line", ["note a hello", "status", "events --follow", "--help", "nonsense"])
+    def test_with_its_output_closed_it_does_nothing_and_says_so(
+        self, shell: Shell, daemon: Pretender, line: str
+    ) -> None:
+        done = shell(f"ctl {line} >&-")
+        assert (done.returncode, daemon.asked) == (1, [])
+        assert done.stderr == "forgectl: standard output is closed; nothing was done (send it to /dev/null)\n"
+
+    @pytest.mark.parametrize(
+        ("line", "code"), [("status", 0), ("jobs show a", 3), ("nonsense", 2), ("jobs show a --json", 3)]
+    )
+    @pytest.mark.parametrize("errors", ["2>&-", "2> /dev/full"])
+    def test_complaints_that_cannot_be_written_change_nothing(
+        self, shell: Shell, line: str, code: int, errors: str
+    ) -> None:
+        done = shell(f"ctl {line} {errors}")
+        assert done.returncode == code
+        assert bool(done.stdout) == (code == 0)
+
+    def test_its_input_may_be_closed(self, shell: Shell) -> None:
+        done = shell("ctl status --json <&-")
+        assert json.loads(done.stdout) == ANSWERS["ReadStatus"]
+        assert done.returncode == 0
+
+    def test_with_everything_closed_there_is_still_a_code(self, shell: Shell) -> None:
+        assert shell("ctl status <&- >&- 2>&-").returncode == 1
+
+    def test_who_follows_notices_that_nobody_reads_although_there_is_nothing_to_write(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(wire, "PING_AFTER_S", 0.05)
+        reader, writer = os.pipe()
+        with pretending(tmp_path) as quiet, open(writer, "w") as pipe:  # noqa: PTH123 - not a path
+            monkeypatch.setattr(sys, "stdout", pipe)
+            os.close(reader)
+            assert forgectl.main(["--socket", str(quiet.path), "events", "--follow"]) == 0
+
+
+class TestComplaints:
+    def test_control_characters_are_spelled_out(self) -> None:
+        assert plain("a\x1b[2J\nb\u202e") == r"a\x1b[2J\nb\u202e"
+
+    def test_what_others_wrote_cannot_command_the_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        complain("forgectl", RequestRefused("x", "red \x1b[31m"))
+        assert capsys.readouterr().err == "forgectl: red \\x1b[31m\n"
+
+    def test_problems_stand_below_each_other(self, capsys: pytest.CaptureFixture[str]) -> None:
+        error = ConfigError("x", "all is wrong", problems=[Problem("a", 1, "0"), Problem("b", "\x07", "c")])
+        complain("forgectl", error)
+        assert len(capsys.readouterr().err.splitlines()) == 3
+        complain("forgectl", error, json=True)
+        assert "all is wrong; " in json.loads(capsys.readouterr().err)["error"]["message"]
+
+
+def started(daemon: Pretender, line: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        daemon.command(line),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_signals,
+    )

@@ -1,0 +1,48 @@
+"""Workers that train nothing, all of them spoken for by one client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from forged.client import BlockingClient
+from forged.elastic.messages import (
+    INCARNATION_BYTES,
+    JoinJob,
+    ReportPaused,
+    ReportReady,
+    RescaleCompleted,
+    RescaleStarted,
+    RescaleSynchronising,
+)
+from forged.elastic.model import WorkerId
+from forged.jobs.model import SettingValue
+from forged.messages import Record
+
+LEARNING_RATE, BATCH = 0.1, 64
+
+
+def incarnation_of(name: str) -> bytes:
+    return name.encode().ljust(INCARNATION_BYTES, b".")
+
+
+def train(client: BlockingClient, job: str, *names: str) -> None:
+    """Have these workers join a job, and agree on its first world."""
+    settings: dict[str, SettingValue] = {"min_workers": len(names), "stability_window_ms": 0}
+    with client.facts(RescaleStarted, RescaleSynchronising, RescaleCompleted, jobs=[job]) as facts:
+        for port, name in enumerate(names, 1):
+            worker = WorkerId(name, "127.0.0.1", port)
+            client.request(JoinJob(job, worker, incarnation_of(name), settings=settings))
+        _agree(client, job, names, (item.fact for item in facts if isinstance(item, Record)))
+
+
+def _agree(client: BlockingClient, job: str, names: tuple[str, ...], facts: Iterator[object]) -> None:
+    for fact in facts:
+        if isinstance(fact, RescaleStarted):
+            for name in names:
+                stop = ReportPaused(job, name, incarnation_of(name), fact.attempt, 0, 0, LEARNING_RATE, BATCH, False)
+                client.request(stop)
+        elif isinstance(fact, RescaleSynchronising):
+            for name in set(names) - {fact.source.id}:
+                client.request(ReportReady(job, name, incarnation_of(name), fact.attempt))
+        else:
+            return
