@@ -100,6 +100,7 @@ class Daemon:
         self.http: str | None = None
         """Where health and metrics are served."""
         self._ports = ports
+        self._has_started = False
 
         self.journal = Journal(config.journal_facts_max)
         self.bus = Bus(clock, backlog_max=config.backlog_max, source=ports.random)
@@ -192,8 +193,6 @@ class Daemon:
         if self._ports.log.hears("error"):
             tasks.start_soon(self.reporter.run)
         await tasks.start(self.sides.run)
-        tasks.start_soon(self._announce)
-        await tasks.start(self.plugins.run)
         await tasks.start(self.elastic.run)
         tasks.start_soon(self.server.run)
         await self.server.listen(Address("unix", path=self.config.socket))
@@ -201,6 +200,10 @@ class Daemon:
             await self.server.listen(Address.parse(address))
         if self.config.http:
             await tasks.start(self._serve_http, Address.parse(self.config.http))
+        # Not before: who cannot listen has not started.
+        self._has_started = True
+        tasks.start_soon(self._announce)
+        await tasks.start(self.plugins.run)
 
     async def _serve_http(self, address: Address, *, task_status: TaskStatus[None]) -> None:
         """Answer health checks and scrapers until the daemon stops."""
@@ -241,8 +244,8 @@ class Daemon:
         try:
             self.ledger.require_writable()
             self.bus.save_cursors()
-            fact = DaemonStopping(self._ports.pid, "asked to")
-            await self.ledger.append(Decision(None, (fact,)), origin="stop").wait()
+            facts = (DaemonStopping(self._ports.pid, "asked to"),) if self._has_started else ()
+            await self.ledger.append(Decision(None, facts), origin="stop").wait()
         except ForgedError:
             # A full or broken disk is no reason to stay: what was acknowledged is in the store already.
             return

@@ -428,7 +428,7 @@ class Webhook:
 
 
 def _unreachable(place: str, reason: str) -> Unavailable:
-    return Unavailable("webhook_unreachable", f"{place}: {_shown(reason)}", "it is tried again")
+    return Unavailable("webhook_unreachable", f"{place}: {_shown(reason)}", "see whether the receiver runs")
 
 
 def _in_words(error: Exception) -> str:

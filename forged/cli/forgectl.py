@@ -332,7 +332,7 @@ def _change_job(options: Options) -> int:
 def _remove_job(options: Options) -> int:
     with Connection(options) as wire:
         wire.request("RemoveJob", job=options.name)
-        answer(options, {}, lambda: print(f"{options.name} is removed"))
+        answer(options, {}, lambda: print(f"there is no job {options.name} now"))
     return EXIT_OK
 
 

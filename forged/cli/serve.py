@@ -153,6 +153,7 @@ class Process:
         wanted = await anyio.to_thread.run_sync(self._settings.reload)
         if self._tls is not None:
             _renew(self._tls, self._config)
+        self._tell_of_fewer_connections(wanted)
         return wanted
 
     def _applied(self, config: Config) -> None:
@@ -187,18 +188,21 @@ class Process:
 
     async def _tell_ready(self, daemon: Daemon) -> None:
         addresses = [f"unix://{self._config.socket}", *daemon.listening]
-        if self._config.connections_max < self._files.connections_wanted:
-            self._logs.log.warning(
-                "fewer connections are let in than was wanted",
-                connections=self._config.connections_max,
-                wanted=self._files.connections_wanted,
-                open_files=self._files.allowed,
-            )
+        self._tell_of_fewer_connections(self._config)
         if self._notifier.active:
             self._notifier.ready(await self._status(daemon))
             self._logs.log.info("the daemon is ready", addresses=addresses, data_dir=self._config.data_dir)
         else:
             say(f"forged {VERSION} is ready on {', '.join(addresses)}; data in {self._config.data_dir}")
+
+    def _tell_of_fewer_connections(self, config: Config) -> None:
+        if config.connections_max < self._files.connections_wanted:
+            self._logs.log.warning(
+                "fewer connections are let in than was wanted",
+                connections=config.connections_max,
+                wanted=self._files.connections_wanted,
+                open_files=self._files.allowed,
+            )
 
     def _tell_stopping(self, daemon: Daemon) -> None:
         self._notifier.stopping("stopping", within_s=daemon.config.drain_timeout_s + 2 * STOP_BEYOND_DRAIN_S)

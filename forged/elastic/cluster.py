@@ -167,7 +167,7 @@ class Cluster:
     def resume_from_store(self, now: Moment) -> None:
         """Go on where another daemon, or this one before its store failed, has left off."""
         missing = [worker for worker, incarnation in self.world.items() if self._known(worker, incarnation) is None]
-        if missing and not self.why:
+        if missing and not (self.why or self.over):
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
         if self.why and self.phase is Phase.RUNNING:
             self._hole_at = now.monotonic
@@ -697,11 +697,11 @@ class Cluster:
             self._say(WorkerRecovered(member.id, step))
 
     def _end(self, cause: Cause, reason: str, fact: Fact) -> None:
+        self._go_on(cause, reason)
         if self.attempt is not None:
             self._say(RescaleAborted(self.attempt.number, reason))
             self.attempt = None
         self._hole_at = self._wanted_at = self._waiting_at = None
-        self._go_on(cause, reason)
         self._say(fact)
 
     # Small things.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WRITE_AN_ENDPOINT = "write unix:///path, tcp://host:port or tls://host:port"
 QUEUE_FULL_PAUSE_S = 0.01
-START = "start one with `forged run`, or name another with --socket or --endpoint"
+START = "start one with `forged run` or `systemctl start forged`, or name another with --socket or --endpoint"
 
 
 def dial(endpoint: str, timeout_s: float) -> socket.socket:

@@ -179,6 +179,7 @@ class Server:
         if self.stopping:
             # It was accepted while the doors were being closed.
             raise Unavailable("stopping", "the daemon is stopping", "reconnect")
+        assert session.peer is not None, "it is known once the connection stands"
         room = self._connections_max + (UNIX_RESERVE if session.peer.scheme == "unix" else 0)
         # Who is in the middle of a TLS handshake takes up no room yet, or silent strangers could lock out everybody.
         if len(self.sessions) - len(self._arriving) > room:

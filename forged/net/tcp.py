@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from forged.errors import ConfigError
+from forged.errors import ConfigError, ForgedError, Unavailable
 from forged.net.network import Address
 
 UNAVAILABLE_FAMILY = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
@@ -137,7 +137,7 @@ def _listen_one(family: int, proto: int, where: tuple[Any, ...], backlog: int, l
     return sock
 
 
-def _not_listening(address: Address, error: OSError) -> ConfigError:
+def _not_listening(address: Address, error: OSError) -> ForgedError:
     reason = f"cannot listen at {address}: {error.strerror or error}"
     if isinstance(error, socket.gaierror):
         return ConfigError("host_not_found", reason, "use a name or an address of this machine")
@@ -145,4 +145,5 @@ def _not_listening(address: Address, error: OSError) -> ConfigError:
         return ConfigError("address_not_permitted", reason, "use a port over 1023, or grant CAP_NET_BIND_SERVICE")
     if error.errno == errno.EADDRINUSE:
         return ConfigError("address_in_use", reason, "stop the process that listens there, or use another port")
-    return ConfigError("address_not_available", reason, "use an address of this machine, or 0.0.0.0 or [::] for all")
+    # The world's, and passing: when a machine starts, its addresses may come later than its daemons.
+    return Unavailable("address_not_available", reason, "use an address of this machine, or 0.0.0.0 or [::] for all")

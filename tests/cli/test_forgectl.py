@@ -374,7 +374,7 @@ class TestChangingJobs:
 
     def test_remove_is_rm(self, ctl: Ctl) -> None:
         told(ctl, "jobs create a")
-        assert ctl("jobs remove a")[1] == "a is removed\n"
+        assert ctl("jobs remove a")[1] == "there is no job a now\n"
 
 
 class TestHandlers:

@@ -189,6 +189,24 @@ class TestRunning:
             with BlockingClient(listen) as other:
                 assert other.status().history == status.history
 
+    def test_a_reload_that_asks_for_more_connections_than_files_can_be_opened_is_told_of(self, tmp_path: Path) -> None:
+        with DaemonProcess(tmp_path) as daemon:
+            resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (600, 600))
+            (tmp_path / "forged.toml").write_text("connections_max = 1000\n")
+            daemon.process.send_signal(signal.SIGHUP)
+            told = daemon.wait_for("fewer connections are let in than was wanted", wanted=1000, open_files=600)
+            assert told["connections"] == 600 - serve.FILES_BESIDES_CONNECTIONS
+            reloaded = daemon.wait_for("fact", type="ConfigReloaded")
+            assert reloaded["fact"]["changed"] == ["connections_max"]
+            assert daemon.end() == (0, "", "")
+
+    def test_what_is_stopping_reads_no_settings_anew(self, tmp_path: Path) -> None:
+        with DaemonProcess(tmp_path, log_facts_per_s_max=100_000) as daemon, blocking_reader(daemon):
+            daemon.process.terminate()
+            daemon.wait_for("the daemon is stopping; a second signal ends it at once")
+            assert daemon.end(signal.SIGHUP) == (0, "", "")
+        assert [line["type"] for line in daemon.log if line["event"] == "fact"][-1] == "DaemonStopping"
+
     @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_ends_it_in_good_order(self, tmp_path: Path, name: signal.Signals) -> None:
         with DaemonProcess(tmp_path) as daemon, daemon.client() as client:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forged.errors import ConfigError
+from forged.errors import ConfigError, Unavailable
 from forged.net import tcp
 from forged.net.network import Address
 from forged.net.tcp import Liveness
@@ -38,7 +38,7 @@ async def test_an_address_of_a_family_that_is_switched_off_is_left_out(monkeypat
 
 
 async def test_no_address_of_this_machine_is_a_config_error() -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(Unavailable) as raised:
         await tcp.listen(Address("tcp", host="192.0.2.1"), BACKLOG, Liveness())
     assert raised.value.code == "address_not_available"
 

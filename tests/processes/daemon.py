@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -47,8 +48,17 @@ class DaemonProcess:
 
     def end(self, name: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
         """Send a signal; returns the exit code, what was still said, and what it complained of outside its log."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
         self.process.send_signal(name)
-        said, written = self.process.communicate(timeout=ENDS_WITHIN_S)
+        impatience = threading.Timer(ENDS_WITHIN_S, self.process.kill)
+        impatience.start()
+        try:
+            # Not `communicate`, which does not know of what the streams have read ahead in `wait_for`.
+            written, said = self.process.stderr.read(), self.process.stdout.read()
+            self.process.wait()
+        finally:
+            impatience.cancel()
         lines = written.splitlines()
         self.log += [json.loads(line) for line in lines if line.startswith("{")]
         return self.process.returncode, said, "\n".join(line for line in lines if not line.startswith("{"))
