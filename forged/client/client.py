@@ -143,6 +143,11 @@ class ForgedClient(BulkMethods):
         """The endpoint of the present connection."""
         return str(self._link.address) if self._link is not None else None
 
+    def descriptors(self) -> list[int]:
+        """The file descriptors of its connection, which forked children must not keep."""
+        descriptor = None if self._link is None else self._link.descriptor()
+        return [] if descriptor is None else [descriptor]
+
     # What the daemon does.
 
     async def request(self, request: Request[R], *, timeout_s: float | None = None, fence: Fence | None = None) -> R:

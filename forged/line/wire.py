@@ -110,11 +110,9 @@ class Wire:
 
     def heed(self) -> None:
         """See to what the daemon said unasked, as far as it has come; raises why the connection is over."""
-        try:
+        with contextlib.suppress(TimeoutError):
             self._socket.settimeout(GLANCE_S)
             self._buffer += self._arrived()
-        except TimeoutError:
-            return
         while self._has_message():
             self._see_to(self._message())
 

@@ -156,6 +156,11 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         elif not self.lost:
             self.connection_lost(None)
 
+    def descriptor(self) -> int | None:
+        """The file descriptor of the connection's socket, where it has one."""
+        sock = None if self.lost or self._transport is None else self._transport.get_extra_info("socket")
+        return sock.fileno() if sock is not None and sock.fileno() >= 0 else None
+
     def hand_over(self) -> asyncio.Transport:
         """Give the transport away, after what was sent has been written: this connection is over, that one goes on."""
         assert self._transport is not None

@@ -72,6 +72,10 @@ class Listener(Protocol):
         """Where it really listens: port 0 has become a port."""
         ...
 
+    def descriptors(self) -> list[int]:
+        """The file descriptors of its sockets; none where there are no sockets."""
+        ...
+
     async def close(self) -> None:
         """Accept no more. Connections that were made stay."""
         ...

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from forged.errors import ConfigError, ForgedError, Unavailable
 from forged.net import tcp, unix
+from forged.net.handshakes import TlsLimits, TlsServer
 from forged.net.network import Address, Listener, Peer, ProtocolFactory
 from forged.net.tcp import Liveness
 
@@ -32,6 +33,8 @@ SOCKET_MODE = 0o660
 CONNECT_TIMEOUT_S = 5.0
 TLS_HANDSHAKE_TIMEOUT_S = 10.0
 TLS_SHUTDOWN_TIMEOUT_S = 2.0
+HANDSHAKES_MAX = 256
+"""How many TLS handshakes may be under way at one listening socket; each holds a quarter of a megabyte."""
 
 CREDENTIALS = struct.Struct("iII")
 """`struct ucred`: process, user, group."""
@@ -66,6 +69,7 @@ class SystemNetwork:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         tls_handshake_timeout_s: float = TLS_HANDSHAKE_TIMEOUT_S,
         tls_shutdown_timeout_s: float = TLS_SHUTDOWN_TIMEOUT_S,
+        handshakes_max: int = HANDSHAKES_MAX,
         liveness: Liveness | None = None,
     ) -> None:
         self._tls_server = tls_server
@@ -73,12 +77,14 @@ class SystemNetwork:
         self._backlog = backlog
         self._socket_mode = socket_mode
         self._connect_timeout_s = connect_timeout_s
-        self._handshake_timeout_s = tls_handshake_timeout_s
-        self._shutdown_timeout_s = tls_shutdown_timeout_s
+        self._tls_limits = TlsLimits(handshakes_max, tls_handshake_timeout_s, tls_shutdown_timeout_s)
         self._liveness = liveness or Liveness()
 
     async def listen(self, address: Address, factory: ProtocolFactory) -> Listener:
-        """Call `factory` for every connection that arrives; over TLS, for every one that tries."""
+        """Call `factory` for every connection that arrives.
+
+        Over TLS, for every one that tries: where no connection comes about, `connection_lost` is all that is called.
+        """
         context = _required(self._tls_server, address, SERVER_NEEDS) if address.scheme == "tls" else None
         if address.scheme == "unix":
             sock, file = unix.listen(address.path, self._socket_mode, self._backlog)
@@ -144,16 +150,12 @@ class SystemNetwork:
 
     async def _server(
         self, sock: socket.socket, factory: ProtocolFactory, context: ssl.SSLContext | None
-    ) -> asyncio.Server:
+    ) -> asyncio.Server | TlsServer:
+        if context is not None:
+            return TlsServer(sock, factory, context, self._backlog, self._tls_limits)
         # For Unix sockets too: from Python 3.13 on `create_unix_server` removes the file of a socket it was only lent.
         return await asyncio.get_running_loop().create_server(
-            factory,
-            sock=sock,
-            backlog=self._backlog,
-            ssl=context,
-            ssl_handshake_timeout=self._handshake_timeout_s if context else None,
-            ssl_shutdown_timeout=self._shutdown_timeout_s if context else None,
-            start_serving=False,
+            factory, sock=sock, backlog=self._backlog, start_serving=False
         )
 
     async def _attach(
@@ -164,7 +166,7 @@ class SystemNetwork:
             sock=sock,
             ssl=context,
             server_hostname=host if context else None,
-            ssl_shutdown_timeout=self._shutdown_timeout_s if context else None,
+            ssl_shutdown_timeout=self._tls_limits.shutdown_timeout_s if context else None,
         )
         return transport
 
@@ -172,7 +174,9 @@ class SystemNetwork:
 class _SocketListener:
     """One door, with a server for each of its sockets."""
 
-    def __init__(self, address: Address, servers: Iterable[asyncio.Server], file: unix.SocketFile | None) -> None:
+    def __init__(
+        self, address: Address, servers: Iterable[asyncio.Server | TlsServer], file: unix.SocketFile | None
+    ) -> None:
         self._address = address
         self._servers = tuple(servers)
         self._file = file
@@ -180,6 +184,9 @@ class _SocketListener:
     @property
     def address(self) -> Address:
         return self._address
+
+    def descriptors(self) -> list[int]:
+        return [sock.fileno() for server in self._servers for sock in server.sockets]
 
     async def close(self) -> None:
         # The file goes first: while the socket listens, nobody takes it for dead and puts another in its place.

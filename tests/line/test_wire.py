@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import socket
 import subprocess
 import sys
@@ -263,6 +265,110 @@ class TestAnswers:
         assert daemon.asked == []
 
 
+class TestSayingAndHeeding:
+    def test_a_signal_is_said_as_it_is(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            signal = await guest.hear()
+            guest.say(ReplyOut((await guest.hear()).number, [signal.name, bytes(signal.body)]))
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.signal("Pulse", job="run", step=3)
+            name, body = line.request("Anything")
+        assert (name, msgpack.unpackb(body)) == ("Pulse", {"job": "run", "step": 3})
+
+    def test_a_ping_is_answered_by_who_heeds_it(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            guest.say(Ping(7))
+            pong = await guest.hear()
+            guest.say(ReplyOut((await guest.hear()).number, pong.nonce))
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.signal("Begin")
+            select.select([line], [], [], LONG_S)
+            line.heed()
+            assert line.request("Anything") == 7
+
+    def test_what_came_with_the_welcome_is_heeded_too(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.hear()
+            payloads = [msgspec.msgpack.encode(message) for message in (WELCOME, Ping(7))]
+            guest.writer.write(b"".join(len(payload).to_bytes(4, "big") + payload for payload in payloads))
+            pong = await guest.hear()
+            guest.say(ReplyOut((await guest.hear()).number, pong.nonce))
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.heed()
+            assert line.request("Anything") == 7
+
+    def test_who_heeds_waits_for_nothing(self, loop: LoopThread, tmp_path: Path) -> None:
+        """Neither for a first byte nor for the last of a message that has begun."""
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            guest.writer.write(b"\0\0\0\3\x92\x0d")
+            await guest.hear()
+            guest.writer.write(b"\0")
+            guest.say(ReplyOut((await guest.hear()).number, "well"))
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.heed()
+            line.signal("Begin")
+            select.select([line], [], [], LONG_S)
+            line.heed()
+            line.signal("End")
+            select.select([line], [], [], LONG_S)
+            line.heed()
+            assert line.request("Anything") == "well"
+
+    @pytest.mark.parametrize(
+        ("said", "error"),
+        [
+            (b"", Unavailable),
+            (b"\0\0\0\2\x91\x0e", Unavailable),
+            (b"\0\0\0\x0f\x96\x04\0\xa7refused\xa1x\xa0\xa0", RequestRefused),
+            (b"\xff\xff\xff\xff", PeerError),
+            (b"\0\0\0\0", PeerError),
+            (b"\0\0\0\1\xc1", PeerError),
+        ],
+        ids=["gone", "bye", "failure", "endless", "empty", "nonsense"],
+    )
+    def test_the_end_is_heard_by_who_heeds(
+        self, loop: LoopThread, tmp_path: Path, said: bytes, error: type[ForgedError]
+    ) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            guest.writer.write(said)
+            if said:
+                await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.signal("Begin")
+            select.select([line], [], [], LONG_S)
+            with pytest.raises(error):
+                line.heed()
+
+    def test_the_kernel_gives_up_a_host_that_takes_nothing(self, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            welcome = msgspec.msgpack.encode(WELCOME)
+            turned = threading.Thread(target=lambda: _turn_away(server, welcome))
+            turned.start()
+            line = Wire(f"tcp://127.0.0.1:{server.getsockname()[1]}", None, LONG_S)
+            line.lose_after(1.5)
+            with socket.socket(fileno=os.dup(line.fileno())) as same:
+                assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
+            turned.join()
+            line.drop()
+
+
 class TestFacts:
     def test_a_message_that_begins_and_does_not_end_is_given_up(self, loop: LoopThread, tmp_path: Path) -> None:
         async def treat(guest: Guest) -> None:
@@ -383,6 +489,13 @@ class TestTls:
         assert line.request("ReadStatus")["listen"] == [secured]
         line.close()
 
+    def test_who_heeds_behind_tls_waits_for_nothing(self, secured: str) -> None:
+        line = Wire(secured, None, LONG_S)
+        line.heed()
+        line.lose_after(1.5)
+        assert line.request("ReadStatus")["listen"] == [secured]
+        line.close()
+
     def test_a_certificate_that_is_not_accepted_is_named(
         self, secured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -411,8 +524,21 @@ def test_starting_it_imports_nothing_heavy() -> None:
 
 
 def test_the_protocol_in_it_is_the_protocol_of_the_daemon() -> None:
-    tags = {kind.__struct_config__.tag: kind.__name__.upper() for kind in msgspec_messages()}
-    ours = {"SUBSCRIBE", "FACTS", "CREDIT", "ENDED", "PING", "PONG", "BYE", "HELLO", "WELCOME", "REPLY", "FAILURE"}
+    tags = {kind.__struct_config__.tag: kind.__name__.upper().removesuffix("MESSAGE") for kind in msgspec_messages()}
+    ours = {
+        "SUBSCRIBE",
+        "FACTS",
+        "CREDIT",
+        "ENDED",
+        "PING",
+        "PONG",
+        "BYE",
+        "SIGNAL",
+        "HELLO",
+        "WELCOME",
+        "REPLY",
+        "FAILURE",
+    }
     assert {name: getattr(wire, name) for name in ours} == {name: tag for tag, name in tags.items() if name in ours}
 
 

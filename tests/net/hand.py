@@ -223,6 +223,9 @@ class HandListener:
     def __init__(self, address: Address) -> None:
         self.address = address
 
+    def descriptors(self) -> list[int]:
+        return []
+
     async def close(self) -> None:
         """There is nothing to close."""
 

@@ -49,6 +49,10 @@ class SimulatedListener:
         """Whether only its own host gets in."""
         return self._address.scheme == "unix" or self._address.host in THIS_HOST
 
+    def descriptors(self) -> list[int]:
+        """There are no sockets."""
+        return []
+
     async def close(self) -> None:
         """Accept no more."""
         self._close()

@@ -1,0 +1,1 @@
+"""What lives in the training process: the worker, and how workers speak to each other."""

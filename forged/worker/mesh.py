@@ -1,0 +1,350 @@
+"""The workers of a job, connected to each other as far as they have to be.
+
+Law: a worker has one open door, at which everybody proves that he belongs to the job before he is told anything. It is
+in one world at a time, and the worlds it enters have growing generations: who comes with an older one is refused, who
+comes with a newer one waits a little, for the news of it may be on its way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from forged import retry
+from forged.clock import Clock, SystemClock
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.log import SILENT, Log
+from forged.net.connection import ConnectionLimits
+from forged.net.network import Address, Listener, Network
+from forged.net.sockets import SystemNetwork
+from forged.retry import RetryPolicy
+from forged.worker import peer_messages
+from forged.worker.carriers import Carrier, SocketCarrier
+from forged.worker.collectives import ABORTED, World
+from forged.worker.peer import PEER_LIMITS, AcceptedLink, DialledLink, PeerLink, Receiver, dial
+from forged.worker.peer_messages import NONCE_BYTES, Answer, PeerMessage, Purpose
+from forged.worker.sides import HubSide, MemberSide
+from forged.worker.transfer import Into, StateDesk, StateFetch
+
+__all__ = ["Mesh", "World"]
+
+SWEEP_INTERVAL_S = 1.0
+EARLY_WAIT_S = 10.0
+"""How long who comes with a newer generation waits for this end to hear of it."""
+STRANGERS_MAX = 1024
+"""How many connections may be without proof; the oldest goes for the newest."""
+PEERS_MAX = 4096
+"""How many connections may be open at all."""
+MEETING = RetryPolicy(attempts=None, delay_s=0.02, exponential=True, delay_max_s=0.5, jitter=0.5)
+
+_HOPELESS_CODES = frozenset({ABORTED, "generation_over"})
+
+
+@dataclass(slots=True)
+class MeshCounts:
+    """What came to the door."""
+
+    accepted: int = 0
+    refused: int = 0
+    """Those who proved who they are and came for something that is not to be had."""
+    unproven: int = 0
+    """Those who did not prove it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    answer: Answer
+    since: float
+
+
+class Mesh:
+    """One worker's connections to the others; `trust` tells it the job's key before it can have any."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: bytes,
+        job: str,
+        network: Network | None = None,
+        clock: Clock | None = None,
+        log: Log = SILENT,
+        *,
+        key: bytes = b"",
+        source: random.Random | None = None,
+        carrier: Carrier | None = None,
+        limits: ConnectionLimits = PEER_LIMITS,
+        scheme: Literal["tcp", "tls"] = "tcp",
+    ) -> None:
+        self.counts = MeshCounts()
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._job = job
+        self._network = network if network is not None else SystemNetwork()
+        self._clock = clock or SystemClock()
+        self._log = log
+        self._key = key
+        self._random = source or random.SystemRandom()
+        self._carrier = carrier or SocketCarrier()
+        self._limits = limits
+        self._scheme: Literal["tcp", "tls"] = scheme
+        self._generation = -1
+        self._world: World | None = None
+        self._hub: HubSide | None = None
+        self._strangers: dict[AcceptedLink, None] = {}
+        self._links: dict[PeerLink, None] = {}
+        self._early: dict[PeerLink, _Early] = {}
+        self._tasks: TaskGroup | None = None
+        self._door: Listener | None = None
+        self._desk: StateDesk | None = None
+        self._fetch = StateFetch(self._carrier, self._dial_source, self._random)
+
+    def trust(self, key: bytes) -> None:
+        """Use the job's key from now on."""
+        self._key = key
+
+    @asynccontextmanager
+    async def open(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Address]:
+        """Open the door, until the block is left; the address tells the port."""
+        if self._tasks is not None:
+            raise RequestRefused("mesh_reopened", "a mesh is opened once", "make another")
+        failure: Exception | None = None
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            self._desk = StateDesk(self._carrier, tasks, self._log)
+            tasks.start_soon(self._sweep)
+            try:
+                async with self._listening(Address(self._scheme, host=host, port=port)) as address:
+                    yield address
+            except Exception as error:  # noqa: BLE001 - raised below, so that it does not come out in a group
+                failure = error
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    @asynccontextmanager
+    async def _listening(self, address: Address) -> AsyncIterator[Address]:
+        listener = self._door = await self._network.listen(address, self._make_link)
+        try:
+            yield listener.address
+        finally:
+            with anyio.CancelScope(shield=True):
+                await listener.close()
+                await self._close()
+
+    # Worlds.
+
+    async def enter(self, generation: int, topology: ClusterTopology, timeout_s: float | None = None) -> World:
+        """Meet the others of a generation; returns when all are there. The world before is over by then."""
+        rank = self._rank_in(topology)
+        if generation < self._generation or (self._world is not None and generation == self._generation):
+            raise RequestRefused(
+                "generation_over", f"generation {generation} was entered before", "enter newer ones only"
+            )
+        if self._world is not None:
+            self._world.abort(f"{self._worker_id} enters generation {generation}")
+        self._generation = generation
+        world = self._world = World(generation, rank, [worker.id for worker in topology.workers])
+        try:
+            with anyio.move_on_after(timeout_s):
+                await (self._host(world, topology) if rank == 0 else self._meet(world, topology))
+                return world
+            raise self._not_met(world, topology, timeout_s)
+        except BaseException as error:
+            why = error.message if isinstance(error, ForgedError) else "it was cancelled"
+            world.abort(f"{self._worker_id} does not enter generation {generation}: {why}")
+            if self._world is world:
+                self._world = self._hub = None
+            raise
+
+    async def _host(self, world: World, topology: ClusterTopology) -> None:
+        assert self._tasks is not None
+        hub = self._hub = HubSide(world, peer_messages.digest_of(topology.workers), self._tasks)
+        world.side = hub
+        for link, early in list(self._early.items()):
+            self._place(link, early.answer)
+        await hub.settled.wait()
+        if world.ending is not None:
+            raise world.ending.error()
+
+    async def _meet(self, world: World, topology: ClusterTopology) -> None:
+        self._hub = None
+        self._turn_away_early()
+        side = MemberSide(world)
+        world.side = side
+        answer = msgspec.structs.replace(
+            self._answer(topology.workers[0].id, Purpose.MEMBER, world.generation),
+            rank=world.rank,
+            world=peer_messages.digest_of(topology.workers),
+        )
+
+        async def attempt() -> None:
+            side.await_start()
+            side.link = await self._dial(topology.workers[0], answer, side)
+            await side.started
+
+        await retry.run(
+            MEETING,
+            attempt,
+            sleep=anyio.sleep,
+            random=self._random.random,
+            retryable=lambda error: retry.passes(error) and getattr(error, "code", "") not in _HOPELESS_CODES,
+        )
+        if world.ending is not None:
+            raise world.ending.error()
+
+    def _not_met(self, world: World, topology: ClusterTopology, timeout_s: float | None) -> Unavailable:
+        absent = self._hub.absent if self._hub is not None else f"the others at {topology.workers[0]}"
+        return Unavailable(
+            "world_incomplete",
+            f"{absent} did not come within {timeout_s:g} s",
+            "tell the daemon, which knows who lives",
+        )
+
+    def _rank_in(self, topology: ClusterTopology) -> int:
+        if self._tasks is None or not self._key:
+            raise RequestRefused("mesh_not_ready", "the mesh is not open, or has no key", "open it, and trust a key")
+        for rank, worker in enumerate(topology.workers):
+            if worker.id == self._worker_id:
+                return rank
+        raise RequestRefused("not_a_member", f"{self._worker_id} is not in this world", "wait for one that it is in")
+
+    # States.
+
+    def offering(self, attempt: int, head: bytes, parts: Sequence[memoryview | bytes]) -> AbstractContextManager[None]:
+        """Offer the training state for an attempt at a rescale, until the block is left."""
+        if self._desk is None:
+            raise RequestRefused("mesh_not_ready", "the mesh is not open", "open it")
+        return self._desk.offering(attempt, head, parts)
+
+    async def fetch_state(self, source: WorkerId, attempt: int, into: Into) -> None:
+        """Fetch the state that another worker offers for an attempt.
+
+        `into` is told its head and gives memory for every part. It is asked again if the source offers another state.
+        """
+        await self._fetch.fetch(source, attempt, into)
+
+    def descriptors(self) -> list[int]:
+        """The file descriptors of the door and of all connections, which a forked child has to close."""
+        linked = [fd for link in (*self._strangers, *self._links) if (fd := link.descriptor()) is not None]
+        door = [] if self._door is None else self._door.descriptors()
+        return door + linked + self._fetch.descriptors() + ([] if self._desk is None else self._desk.descriptors())
+
+    # Connections.
+
+    async def _dial_source(self, source: WorkerId, attempt: int, receiver: Receiver) -> DialledLink:
+        return await self._dial(source, self._answer(source.id, Purpose.STATE, attempt), receiver)
+
+    async def _dial(self, target: WorkerId, answer: Answer, receiver: Receiver) -> DialledLink:
+        if self._tasks is None or not self._key:
+            raise RequestRefused("mesh_not_ready", "the mesh is not open, or has no key", "open it, and trust a key")
+        link = DialledLink(self._clock, self._limits, receiver, self._key, answer, str(target))
+        self._links[link] = None
+        link.over.add_done_callback(lambda _: self._links.pop(link, None))
+        await dial(self._network, Address(self._scheme, host=target.hostname, port=target.port), link)
+        return link
+
+    def _answer(self, target: str, purpose: Purpose, number: int) -> Answer:
+        nonce = self._random.randbytes(NONCE_BYTES)
+        return Answer(
+            peer_messages.VERSION_MAX, self._job, target, self._worker_id, self._incarnation, purpose, number, nonce
+        )
+
+    def _make_link(self) -> AcceptedLink:
+        link = AcceptedLink(self._clock, self._limits, self, self._random.randbytes(NONCE_BYTES))
+        self._strangers[link] = None
+        if len(self._strangers) > STRANGERS_MAX or len(self._strangers) + len(self._links) > PEERS_MAX:
+            next(iter(self._strangers)).cut("there were too many")
+        return link
+
+    def on_answer(self, link: AcceptedLink, answer: Answer) -> None:
+        """A stranger has answered the challenge: believe it, or cut it off."""
+        if not self._key or not peer_messages.is_proven(answer, self._key, link.nonce):
+            link.cut("its proof is wrong")
+            return
+        if answer.job != self._job or answer.target != self._worker_id:
+            link.cut("it wanted somebody else")
+            return
+        del self._strangers[link]
+        self._links[link] = None
+        link.over.add_done_callback(lambda _: self._links.pop(link, None))
+        self.counts.accepted += 1
+        link.believe(self, peer_messages.accepted(answer, self._key, link.nonce, self._incarnation))
+        self._place(link, answer)
+
+    def on_stranger_gone(self, link: AcceptedLink, reason: str) -> None:
+        """A stranger is gone without having proven anything."""
+        self._strangers.pop(link, None)
+        self.counts.unproven += 1
+        self._log.debug("a stranger was not believed", why=reason)
+
+    # Those who have come, and have no place yet.
+
+    def on_message(self, link: PeerLink, message: PeerMessage) -> None:
+        """Whoever waits has nothing to say."""
+        raise PeerError("message_unexpected", f"{type(message).__name__} comes before the world has begun")
+
+    def on_end(self, link: PeerLink, error: ForgedError) -> None:
+        """Somebody who waited is gone."""
+        self._early.pop(link, None)
+
+    def _place(self, link: PeerLink, answer: Answer) -> None:
+        assert isinstance(link, AcceptedLink)
+        self._early.pop(link, None)
+        if answer.purpose is Purpose.STATE:
+            assert self._desk is not None
+            self._desk.admit(link, answer.number, answer.worker)
+        elif answer.number > self._generation:
+            self._early[link] = _Early(answer, self._clock.monotonic())
+        else:
+            with self._refusing(link):
+                self._hub_of(answer).admit(link, answer)
+
+    def _hub_of(self, answer: Answer) -> HubSide:
+        if answer.number < self._generation or self._hub is None:
+            raise Unavailable(
+                "generation_over",
+                f"{self._worker_id} is in generation {self._generation} and does not hold one for {answer.number}",
+                "wait for the daemon's word",
+            )
+        return self._hub
+
+    def _turn_away_early(self) -> None:
+        for link, early in list(self._early.items()):
+            self._place(link, early.answer)
+
+    @contextmanager
+    def _refusing(self, link: PeerLink) -> Iterator[None]:
+        try:
+            yield
+        except ForgedError as error:
+            self.counts.refused += 1
+            link.refuse(error)
+
+    # Housekeeping.
+
+    async def _sweep(self) -> None:
+        while True:
+            await anyio.sleep(SWEEP_INTERVAL_S)
+            now = self._clock.monotonic()
+            for link in [*self._strangers, *self._links]:
+                link.sweep(now)
+            for link, early in list(self._early.items()):
+                if now - early.since > EARLY_WAIT_S:
+                    with self._refusing(link):
+                        raise Unavailable(
+                            "generation_unknown", f"generation {early.answer.number} is not known here yet"
+                        )
+
+    async def _close(self) -> None:
+        if self._world is not None:
+            await self._world.leave()
+        for link in [*self._strangers, *self._links]:
+            link.abort()

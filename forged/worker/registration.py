@@ -1,0 +1,137 @@
+"""What a worker says to the daemon.
+
+Law: what the others wait for is said until the daemon has heard it, however long it is away. That a report comes too
+late for its attempt is nobody's mistake; every other refusal is told. All of it goes under the incarnation of this
+worker, so that nothing is taken for the word of another with its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from random import Random
+from typing import Any, TypeVar
+
+import anyio
+
+from forged import retry
+from forged.client.client import ForgedClient
+from forged.elastic.attempt import Stop
+from forged.elastic.messages import (
+    Heartbeat,
+    Joined,
+    JoinJob,
+    LeaveJob,
+    ReportPaused,
+    ReportReady,
+    ReportTrouble,
+)
+from forged.elastic.model import WorkerId
+from forged.errors import ForgedError, RequestRefused
+from forged.jobs.model import SettingValue
+from forged.log import Log
+from forged.messages import Request
+from forged.retry import RetryPolicy
+
+R = TypeVar("R")
+
+PERSEVERING = RetryPolicy(attempts=None, delay_s=0.05, exponential=True, delay_max_s=1.0, jitter=0.5)
+LEAVE_TIMEOUT_S = 2.0
+"""How long it tries to say goodbye."""
+
+
+class Registration:
+    """One worker's word."""
+
+    def __init__(
+        self, client: ForgedClient, job: str, worker: WorkerId, incarnation: bytes, source: Random, log: Log
+    ) -> None:
+        self._client = client
+        self._job = job
+        self._worker = worker
+        self._incarnation = incarnation
+        self._random = source
+        self._log = log
+
+    async def join(
+        self, attributes: Mapping[str, str], settings: dict[str, SettingValue] | None, *, again: bool = False
+    ) -> Joined:
+        """Become a worker of the job; `again`, to learn what was missed."""
+        return await self._persevere(
+            JoinJob(
+                self._job,
+                self._worker,
+                self._incarnation,
+                os.getpid(),
+                attributes=dict(attributes),
+                settings=settings,
+                again=again,
+            )
+        )
+
+    async def stopped(self, attempt: int, stop: Stop) -> bool:
+        """Say where this worker has stopped; false if that comes too late."""
+        return await self._report(
+            ReportPaused(
+                self._job,
+                self._worker.id,
+                self._incarnation,
+                attempt,
+                stop.step,
+                stop.epoch,
+                stop.learning_rate,
+                stop.global_batch_size,
+                stop.holds_state,
+                stop.finished,
+            )
+        )
+
+    async def ready(self, attempt: int) -> bool:
+        """Say that this worker has the state; false if that comes too late."""
+        return await self._report(ReportReady(self._job, self._worker.id, self._incarnation, attempt))
+
+    async def complain(self, generation: int, peer: str, why: str) -> None:
+        """Say that this worker cannot go on with its world."""
+        await self._persevere(
+            ReportTrouble(self._job, self._worker.id, self._incarnation, generation, peer, reason=why)
+        )
+
+    async def leave(self, reason: str, step: int, *, done: bool, failed: bool) -> None:
+        """Say that this worker goes, if that can be said in time."""
+        request = LeaveJob(self._job, self._worker.id, self._incarnation, reason, done, failed, step)
+        with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True) as scope:
+            try:
+                await self._persevere(request)
+            except ForgedError as error:
+                self._log.warning("could not say goodbye", why=str(error))
+        if scope.cancelled_caught:
+            self._log.warning("could not say goodbye", why=f"the daemon did not answer within {LEAVE_TIMEOUT_S:g} s")
+
+    def beat(self, step: int, marks: int) -> None:
+        """Say that this worker lives, if somebody listens."""
+        self._client.signal(Heartbeat(self._job, self._worker.id, self._incarnation, step, marks))
+
+    async def _report(self, request: Request[Any]) -> bool:
+        try:
+            await self._persevere(request)
+        except RequestRefused as error:
+            if error.code != "attempt_over":
+                raise
+            self._log.info("a report came too late", why=error.message)
+            return False
+        return True
+
+    async def _persevere(self, request: Request[R]) -> R:
+        return await persevere(lambda: self._client.request(request), self._random, self._log)
+
+
+async def persevere(act: Callable[[], Awaitable[R]], source: Random, log: Log) -> R:
+    """Do something until the world lets it be done; what would never be is raised."""
+
+    def passes(error: Exception) -> bool:
+        lasts = not retry.passes(error) or getattr(error, "code", "") == "client_closed"
+        if not lasts:
+            log.info("trying again", why=str(error))
+        return not lasts
+
+    return await retry.run(PERSEVERING, act, sleep=anyio.sleep, random=source.random, retryable=passes)

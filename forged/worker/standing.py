@@ -1,0 +1,218 @@
+"""Where a worker stands, as far as it has heard.
+
+Law: facts come in their order and change this and nothing else; what has to be done about it is decided at the next
+step boundary. The newest attempt counts, and every older one is over. What was missed is asked for, and what the daemon
+answers counts where no fact has said anything newer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forged.elastic.messages import (
+    JobAborted,
+    JobCompleted,
+    Joined,
+    JobPaused,
+    JobResumed,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleStarted,
+    RescaleSynchronising,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerLeft,
+)
+from forged.elastic.model import ClusterTopology
+from forged.errors import ForgedError
+from forged.jobs.model import JobRemoved
+from forged.messages import Fact, Gap, Record, UnknownFact
+from forged.worker.errors import JobEnded, WorkerEvicted
+
+FOLLOWED: tuple[type[Fact], ...] = (
+    RescaleStarted,
+    RescaleSynchronising,
+    RescaleCompleted,
+    RescaleAborted,
+    JobPaused,
+    JobResumed,
+    JobCompleted,
+    JobAborted,
+    JobRemoved,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerLeft,
+)
+"""What a worker has to hear of its job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A world that holds, and what leads from the one before into it."""
+
+    attempt: int
+    before: ClusterTopology
+    topology: ClusterTopology
+    step: int
+    epoch: int
+    learning_rate: float
+    global_batch_size: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Standing:
+    """What the facts so far mean for one worker."""
+
+    worker_id: str
+    topology: ClusterTopology = field(default_factory=ClusterTopology)
+    """The world that was committed last."""
+    heard_at: int = 0
+    """The id of the newest fact that was heard."""
+    asked_at: int = 0
+    """The id of the newest fact that asks for a stop."""
+    attempt: int = 0
+    """The newest attempt that this worker is to take part in; 0 before the first."""
+    rescaling: bool = False
+    """Whether another world is wanted than the one that was committed last."""
+    lost: str = ""
+    """Who of the world is gone, so that its collectives cannot end; empty while nobody is known to be."""
+    synchronising: RescaleSynchronising | None = None
+    """What was settled in the attempt, as long as it is under way."""
+    committed: Commit | None = None
+    """The newest commit, until the worker has gone over into its world."""
+    paused: bool = False
+    draining: str | None = None
+    completed: int | None = None
+    """How many steps the training had when it was done; None while it is not."""
+    end: ForgedError | None = None
+    """Why training cannot go on here."""
+    outdated: bool = False
+    """Whether something was missed, so that the daemon has to be asked."""
+    known: bool = False
+    """Whether the daemon has taken it in; until then, what is said of its name is said of another."""
+    _epoch_told: int = 0
+    _pause_told: bool = False
+
+    @property
+    def stop_wanted(self) -> int:
+        """The fact for which the world has to stop behind its step, or any if it is not known; 0 for none."""
+        wanted = self.paused or self.rescaling or self.committed is not None
+        return max(1, self.asked_at) if wanted else 0
+
+    def hear(self, record: Record) -> None:
+        """Take a fact."""
+        self.heard_at = record.id
+        fact = record.fact
+        match fact:
+            case RescaleStarted():
+                self._started(fact, record.id)
+            case RescaleSynchronising() if fact.attempt == self.attempt:
+                self.synchronising = fact
+            case RescaleAborted():
+                self.synchronising = None
+            case RescaleCompleted():
+                self._completed(fact, record.id)
+            case WorkerFailed() | WorkerLeft():
+                self._gone(fact)
+            case WorkerDraining() if fact.worker_id == self.worker_id and self.known:
+                self.draining = fact.reason
+            case _:
+                self._hear_of_job(fact, record.id)
+
+    def miss(self, gap: Gap) -> None:
+        """Facts cannot be had any more."""
+        self.heard_at = max(self.heard_at, gap.last)
+        self.outdated, self._pause_told = True, False
+
+    def catch_up(self, joined: Joined) -> None:
+        """Take what the daemon has told all at once."""
+        is_new, self.known = not self.known, True
+        self.outdated = joined.topology.epoch < self._epoch_told
+        if not self._pause_told:
+            self.paused = joined.paused
+        if joined.leaving is not None:
+            self.draining = joined.leaving
+        before = self.topology
+        is_newer = joined.topology.epoch > before.epoch
+        if is_newer:
+            self._hold(joined.topology, self.asked_at)
+            self.rescaling = joined.attempt > 0
+        if joined.is_member and (is_newer or (is_new and joined.topology.epoch == before.epoch)):
+            self.committed = _commit_of(joined, before, self.attempt)
+        if joined.attempt > self.attempt:
+            self.attempt, self.rescaling = joined.attempt, True
+        if joined.synchronising is not None and joined.synchronising.attempt == self.attempt:
+            self.synchronising = joined.synchronising
+
+    def has(self, worker_id: str) -> bool:
+        """Whether a worker is in the committed world."""
+        return any(worker.id == worker_id for worker in self.topology.workers)
+
+    def _hear_of_job(self, fact: Fact | UnknownFact, fact_id: int) -> None:
+        match fact:
+            case JobPaused():
+                self.paused, self.asked_at, self._pause_told = True, fact_id, True
+            case JobResumed():
+                self.paused, self._pause_told = False, True
+            case JobCompleted() if self.known:
+                self.completed = fact.step
+            case JobAborted() if self.known:
+                self.end = JobEnded("job_aborted", f"the job was aborted: {fact.reason}", "see `forgectl story`")
+            case JobRemoved() if self.known:
+                self.end = JobEnded("job_removed", "the job was removed", "create it again")
+            case _:
+                pass
+
+    def _started(self, fact: RescaleStarted, fact_id: int) -> None:
+        self.synchronising = None
+        is_wanted = self.worker_id in fact.added or (self.has(self.worker_id) and self.worker_id not in fact.removed)
+        if not is_wanted:
+            return
+        self.attempt, self.asked_at, self.rescaling = fact.attempt, fact_id, True
+        self.lost = next((worker for worker in fact.removed if worker != self.worker_id), self.lost)
+
+    def _completed(self, fact: RescaleCompleted, fact_id: int) -> None:
+        self._epoch_told = fact.delta.epoch
+        if fact.delta.base_epoch != self.topology.epoch:
+            # What is not known yet is told by the daemon's answer, which may be under way.
+            self.outdated = self.known
+            return
+        before = self.topology
+        self._hold(before.apply(fact.delta), fact_id)
+        if self.known:
+            self.committed = Commit(
+                fact.attempt,
+                before,
+                self.topology,
+                fact.step,
+                fact.epoch,
+                fact.learning_rate,
+                fact.global_batch_size,
+                fact.reason,
+            )
+
+    def _hold(self, topology: ClusterTopology, asked_at: int) -> None:
+        self.topology, self.asked_at = topology, asked_at
+        self.rescaling, self.lost, self.synchronising = False, "", None
+
+    def _gone(self, fact: WorkerFailed | WorkerLeft) -> None:
+        if fact.worker_id != self.worker_id:
+            self.lost = fact.worker_id if self.has(fact.worker_id) else self.lost
+        elif self.known and isinstance(fact, WorkerFailed):
+            self.end = WorkerEvicted(fact.reason)
+
+
+def _commit_of(joined: Joined, before: ClusterTopology, attempt: int) -> Commit:
+    """The commit of a world that was told in an answer; its attempt is the newest that was heard of."""
+    state = joined.state
+    return Commit(
+        attempt,
+        before,
+        joined.topology,
+        state.current_step,
+        state.current_epoch,
+        state.learning_rate,
+        state.global_batch_size,
+        "what led to it was missed",
+    )

@@ -1,0 +1,194 @@
+"""A worker's training state, as bytes for another worker and back.
+
+Law: what arrives is what was there, bit for bit, with the same keys, shapes and types. Arrays are not copied into a
+message: the head describes them, and their memory is read and written where it is. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from forged.errors import PeerError, RequestRefused
+
+Array = npt.NDArray[Any]
+
+ARRAY, SCALAR, TUPLE, LIST, DICT, PLAIN = "a", "s", "t", "l", "d", "p"
+DEPTH_MAX = 64
+_PLAIN = (bool, int, float, str, bytes)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What brings its state by itself."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+
+
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    """An array without its elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes its elements take."""
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+
+
+class Head(msgspec.Struct, frozen=True):
+    """A state without the elements of its arrays; `tree` refers to `arrays` by number."""
+
+    tree: Any
+    arrays: list[ArraySpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A state on its way out: its head, and the memory of its arrays."""
+
+    head: bytes
+    parts: list[memoryview]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Head).decode
+
+
+def pack(state: Any) -> Packed:
+    """Describe a state; its arrays must not change until they were sent."""
+    arrays: list[Array] = []
+    tree = _describe(_values(state), arrays, "state", 0)
+    specs = [ArraySpec(array.dtype.str, array.shape) for array in arrays]
+    return Packed(_encode(Head(tree, specs)), [_memory(array) for array in arrays])
+
+
+class Arriving:
+    """A state on its way in: `parts` is where its bytes go, and `adopt` makes it the worker's."""
+
+    def __init__(self, head: bytes) -> None:
+        try:
+            self._head = _decode(head)
+            self._arrays = [np.empty(spec.shape, np.dtype(spec.dtype)) for spec in self._head.arrays]
+        except (msgspec.DecodeError, TypeError, ValueError) as error:
+            raise PeerError("state_invalid", f"a state cannot be read: {error}") from error
+        self.parts = [_memory(array) for array in self._arrays]
+
+    def adopt(self, state: Any) -> None:
+        """Let a state become the one that has arrived; arrays that fit are filled where they are."""
+        value = self._build(self._head.tree, 0)
+        if isinstance(state, Stateful):
+            state.load_state_dict(value)
+        else:
+            _fill(state, value)
+
+    def _build(self, node: Any, depth: int) -> Any:
+        try:
+            kind, content = node
+        except (TypeError, ValueError) as error:
+            raise PeerError("state_invalid", "a state's description is none") from error
+        if depth > DEPTH_MAX:
+            raise PeerError("state_invalid", "a state is nested too deep")
+        build: Mapping[str, Callable[[], Any]] = {
+            ARRAY: lambda: self._arrays[content],
+            SCALAR: lambda: self._arrays[content][()],
+            PLAIN: lambda: content,
+            LIST: lambda: [self._build(one, depth + 1) for one in content],
+            TUPLE: lambda: tuple(self._build(one, depth + 1) for one in content),
+            DICT: lambda: {key: self._build(one, depth + 1) for key, one in content},
+        }
+        try:
+            return build[kind]()
+        except (KeyError, IndexError, TypeError) as error:
+            raise PeerError("state_invalid", f"a state's description is none: {error!r}") from error
+
+
+def copy_of(state: Any) -> Callable[[], None]:
+    """Remember a state; what is returned brings it back."""
+    packed = pack(state)
+    kept = [bytes(part) for part in packed.parts]
+
+    def restore() -> None:
+        arriving = Arriving(packed.head)
+        for target, source in zip(arriving.parts, kept, strict=True):
+            target[:] = source
+        arriving.adopt(state)
+
+    return restore
+
+
+def _values(state: Any) -> Any:
+    if isinstance(state, Stateful):
+        return state.state_dict()
+    if isinstance(state, MutableMapping):
+        return state
+    raise RequestRefused(
+        "state_unfit",
+        f"state is a {type(state).__name__}",
+        "give a dict of arrays and plain values, or an object with state_dict() and load_state_dict()",
+    )
+
+
+def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
+    if depth > DEPTH_MAX:
+        raise RequestRefused("state_unfit", f"{where} is nested too deep", f"nest at most {DEPTH_MAX} levels")
+    if isinstance(value, (np.ndarray, np.generic)):
+        kind = ARRAY if isinstance(value, np.ndarray) else SCALAR
+        return (kind, _keep(np.asarray(value), arrays, where))
+    if value is None or isinstance(value, _PLAIN):
+        # What is derived from a plain type, such as the number of a step, arrives as what it is made of.
+        return (PLAIN, next((plain(value) for plain in _PLAIN if isinstance(value, plain)), None))
+    if isinstance(value, Mapping):
+        return (DICT, [(key, _describe(one, arrays, f"{where}[{key!r}]", depth + 1)) for key, one in value.items()])
+    if isinstance(value, (list, tuple)):
+        kind = TUPLE if isinstance(value, tuple) else LIST
+        return (kind, [_describe(one, arrays, f"{where}[{n}]", depth + 1) for n, one in enumerate(value)])
+    raise RequestRefused(
+        "state_unfit", f"{where} is a {type(value).__name__}", "keep arrays, numbers, texts, bytes and None in it"
+    )
+
+
+def _keep(array: Array, arrays: list[Array], where: str) -> int:
+    """The number under which the array is sent."""
+    if array.dtype.hasobject or array.dtype.names:
+        raise RequestRefused("state_unfit", f"{where} is an array of {array.dtype}", "keep arrays of numbers in it")
+    # A slice has no memory of its own that could be read as a whole.
+    arrays.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+    return len(arrays) - 1
+
+
+def _memory(array: Array) -> memoryview:
+    """The bytes of an array, where they are."""
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray())
+
+
+def _fill(state: Any, value: Mapping[Any, Any]) -> None:
+    for key in [key for key in state if key not in value]:
+        del state[key]
+    for key, arrived in value.items():
+        present = state.get(key)
+        if isinstance(present, MutableMapping) and isinstance(arrived, Mapping):
+            _fill(present, arrived)
+        elif _fits(present, arrived):
+            present[...] = arrived
+        else:
+            state[key] = arrived
+
+
+def _fits(present: Any, arrived: Any) -> bool:
+    """Whether the elements can be put where those of the present array are."""
+    arrays = isinstance(present, np.ndarray) and isinstance(arrived, np.ndarray)
+    return arrays and present.shape == arrived.shape and present.dtype == arrived.dtype and present.flags.writeable
+
+
+def total_bytes(parts: Sequence[memoryview]) -> int:
+    """How much there is to send."""
+    return sum(part.nbytes for part in parts)

@@ -1,0 +1,273 @@
+"""Elastic training in a script: `with forged.join(...) as worker: for step in worker.steps(): ...`.
+
+Law: there is no second implementation. The worker runs on a loop in a thread of its own, so that it answers while the
+script computes; the script waits for it at step boundaries and in collectives, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, WorkerId
+from forged.errors import RequestRefused
+from forged.log import SILENT, Log
+from forged.worker.counters import Counters
+from forged.worker.errors import StepAborted
+from forged.worker.forks import ForkGuard
+from forged.worker.pulse import Pulse
+from forged.worker.state import copy_of
+from forged.worker.step import Step
+from forged.worker.worker import JOB, ElasticWorker
+
+R = TypeVar("R")
+
+SUFFIX_BYTES = 3
+
+
+class Training:
+    """A worker in a script without an event loop; made by `join`."""
+
+    def __init__(
+        self, make: Callable[[Counters], ElasticWorker], endpoints: tuple[str, ...], token: str | None
+    ) -> None:
+        self._careful = False
+        """Whether the script does its steps inside `with step:`."""
+        self._make = make
+        self._endpoints = endpoints
+        self._token = token
+        self._counters = Counters.create()
+        self._restore: Callable[[], None] | None = None
+        self._portal: BlockingPortal | None = None
+        self._worker: ElasticWorker | None = None
+        self._pulse: Pulse | None = None
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal(name="forged-worker"))
+            self._worker = self._portal.call(self._make, self._counters)
+            session = self._portal.wrap_async_context_manager(self._worker.session(*self._endpoints))
+            stack.enter_context(session)
+            stack.callback(ForkGuard(self._worker.descriptors).close)
+            stack.enter_context(self._heeding_signals())
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._worker is not None:
+            # Whoever fails says so, and is not waited for.
+            self._run(partial(self._worker.leave, f"its script failed: {kind.__name__ if kind else ''}", failed=True))
+        self.close()
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        pulse, self._pulse = self._pulse, None
+        self._open.close()
+        if pulse is not None:
+            pulse.close()
+        self._counters.close()
+
+    # Steps.
+
+    def steps(self, total: int | None = None) -> Iterator[Step]:
+        """The steps to be done, over all rescales; the same one again if it was broken off."""
+        self._begin_pulse()
+        while (number := self._run(self.worker.begin_step, total)) is not None:
+            self._keep_state()
+            yield Step.numbered(number, self._entered)
+            if not self._run(self.worker.finish_step):
+                self._give_back_state()
+
+    def _begin_pulse(self) -> None:
+        if not self.worker.is_registered:
+            self._run(self.worker.register)
+        if self._pulse is None:
+            worker = self.worker
+            self._pulse = Pulse.start(
+                self._endpoints or (worker.endpoint,),
+                worker.job,
+                worker.worker_id.id,
+                worker.incarnation,
+                self._token,
+                self._counters,
+            )
+
+    def _entered(self) -> None:
+        self._careful = True
+
+    def _keep_state(self) -> None:
+        self._restore = None if self._careful else copy_of(self.worker.state)
+
+    def _give_back_state(self) -> None:
+        if self._restore is not None and self.worker.is_void:
+            self._restore()
+
+    # Collectives.
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self._together(self.worker.barrier, None)
+
+    def all_reduce(self, array: Any, op: str = "sum") -> Any:
+        """The sum, mean, minimum or maximum over all; the same at every worker, to the last bit."""
+        return self._together(partial(self.worker.all_reduce, array, op), array)
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """The root's value."""
+        return self._together(partial(self.worker.broadcast, value, root), value)
+
+    def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Everybody's value, in the order of ranks, at the root; None elsewhere."""
+        gathered: list[Any] | None = self._together(partial(self.worker.gather, value, root), [value])
+        return gathered
+
+    def _together(self, act: Callable[[], Awaitable[Any]], instead: Any) -> Any:
+        try:
+            return self._run(act)
+        except StepAborted:
+            if self._careful:
+                raise
+            # The script goes on with something of the right shape; what it makes of it does not count.
+            return instead
+
+    # What it is.
+
+    @property
+    def worker(self) -> ElasticWorker:
+        """The worker that does the work."""
+        if self._worker is None:
+            raise RequestRefused("worker_not_open", "the worker is not open", "use it inside `with forged.join(...)`")
+        return self._worker
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.worker.worker_id
+
+    @property
+    def rank(self) -> int:
+        """Its rank; -1 while it has none."""
+        return self.worker.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.worker.world_size
+
+    @property
+    def generation(self) -> int:
+        """The number of the world."""
+        return self.worker.generation
+
+    @property
+    def step(self) -> int:
+        """How many steps are committed."""
+        return self.worker.step
+
+    @property
+    def learning_rate(self) -> float:
+        return self.worker.learning_rate
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.worker.global_batch_size
+
+    @property
+    def current_topology(self) -> ClusterTopology | None:
+        return self.worker.current_topology
+
+    @property
+    def current_state(self) -> GlobalTrainingState | None:
+        return self.worker.current_state
+
+    @property
+    def state(self) -> Any:
+        return self.worker.state
+
+    def share(self, total: int) -> range:
+        """This worker's part of `total` things, such as the samples of a step: equal to one, in the order of ranks."""
+        size, rank = self.world_size, self.rank
+        return range(total * rank // size, total * (rank + 1) // size)
+
+    def drain(self, reason: str = "the script wants to go") -> None:
+        """Finish the present step, and go."""
+        assert self._portal is not None
+        self._portal.call(self.worker.drain, reason)
+
+    def should_handle_shard(self, shard_index: int, total_shards: int) -> bool:
+        """Whether a shard is this worker's."""
+        return self.worker.should_handle_shard(shard_index, total_shards)
+
+    # Inside.
+
+    def _run(self, call: Callable[..., Awaitable[R]], *arguments: Any) -> R:
+        if self._portal is None:
+            raise RequestRefused("worker_not_open", "the worker is not open", "use it inside `with forged.join(...)`")
+        return self._portal.call(call, *arguments)
+
+    @contextlib.contextmanager
+    def _heeding_signals(self) -> Iterator[None]:
+        """Let SIGTERM finish the step and leave, where the script has not its own idea of it."""
+        ours = threading.current_thread() is threading.main_thread()
+        if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._terminated)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        portal = self._portal
+        if portal is not None:
+            portal.start_task_soon(self._drain_soon, "SIGTERM")
+
+    async def _drain_soon(self, reason: str) -> None:
+        self.worker.drain(reason)
+
+
+def join(
+    *endpoints: str,
+    job: str = JOB,
+    state: Any = None,
+    worker_id: str | WorkerId | None = None,
+    config: ElasticTrainingConfig | None = None,
+    token: str | None = None,
+    learning_rate: float = 0.0,
+    global_batch_size: int = 0,
+    attributes: Mapping[str, str] | None = None,
+    log: Log = SILENT,
+) -> Training:
+    """Take part in the training of a job; a context manager.
+
+    `state` is a dict of arrays and plain values, or an object with `state_dict` and `load_state_dict`. The first worker
+    creates the job, with `config` if it gives one. Without a `worker_id` the host's name and the pid make one.
+    """
+
+    def make(counters: Counters) -> ElasticWorker:
+        return ElasticWorker(
+            worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(SUFFIX_BYTES).hex()}",
+            config,
+            job=job,
+            state=state,
+            token=token,
+            learning_rate=learning_rate,
+            global_batch_size=global_batch_size,
+            attributes=attributes,
+            counters=counters,
+            log=log,
+        )
+
+    return Training(make, endpoints, token)

@@ -1,0 +1,7 @@
+"""What the tests of the worker share."""
+
+from __future__ import annotations
+
+from tests.client.conftest import neighbour
+
+__all__ = ["neighbour"]

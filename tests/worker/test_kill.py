@@ -1,0 +1,97 @@
+"""Workers that are killed with -9 in the middle of what they do together."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+
+import pytest
+
+from forged.elastic.model import ClusterTopology
+from forged.errors import Unavailable
+from forged.retry import RetryPolicy
+from forged.worker import transfer
+from forged.worker.collectives import CollectiveAborted, World
+from tests.worker.meshes import PATIENCE_S, Meshes, buffers, each, failures, open_meshes, random_parts, until
+from tests.worker.peer_process import ACTS, STATE_SIZES, PeerProcess
+
+
+async def world_with(victim: PeerProcess, made: Meshes, *, victim_is_hub: bool) -> list[World]:
+    """The worlds of those who survive."""
+    own = made.workers
+    topology = ClusterTopology((victim.worker, *own) if victim_is_hub else (*own, victim.worker))
+    await victim.enter(1, topology)
+    worlds = await each(made.meshes, lambda mesh: mesh.enter(1, topology, PATIENCE_S))
+    assert await victim.answer() == "entered"
+    return worlds
+
+
+@pytest.mark.parametrize("victim_is_hub", [False, True], ids=["member", "hub"])
+@pytest.mark.parametrize("act", ACTS)
+async def test_a_kill_in_the_middle_of_a_collective_is_told_to_all_with_the_name(act: str, victim_is_hub: bool) -> None:
+    """Once while the others wait for it, and once while it waits for another."""
+    async with open_meshes(3) as made, AsyncExitStack() as stack:
+        victims = [await stack.enter_async_context(PeerProcess(f"v{number}")) for number in range(2)]
+        for has_called, victim in enumerate(victims):
+            for mesh in made.meshes:
+                mesh._generation = -1
+            worlds = await world_with(victim, made, victim_is_hub=victim_is_hub)
+            calling = worlds[:-1] if has_called else worlds
+            waiting = asyncio.ensure_future(failures(*(ACTS[act](world) for world in calling)))
+            if has_called:
+                await victim.order(call=act)
+            await asyncio.sleep(0)
+            victim.kill()
+            for error in await waiting:
+                assert isinstance(error, CollectiveAborted), error
+                assert error.peer == victim.worker_id
+            for error in await failures(*(world.barrier() for world in worlds)):
+                assert isinstance(error, CollectiveAborted)
+
+
+async def test_a_source_that_is_killed_in_the_middle_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "FETCHING", RetryPolicy(attempts=2, delay_s=0.0))
+    async with open_meshes(1) as made, PeerProcess("v") as victim:
+        await victim.order(offer=1)
+        assert await victim.answer() == "offering"
+        arriving = made.meshes[0]._fetch
+        task = asyncio.ensure_future(made.meshes[0].fetch_state(victim.worker, 1, lambda _: buffers(*STATE_SIZES)))
+        await until(lambda: bool(arriving.descriptors()))
+        victim.kill()
+        with pytest.raises(Unavailable):
+            await task
+        assert arriving.descriptors() == []
+
+
+async def test_a_fetcher_that_is_killed_in_the_middle_hurts_nobody() -> None:
+    parts = random_parts(*STATE_SIZES)
+    got = buffers(*STATE_SIZES)
+    async with open_meshes(2) as made, PeerProcess("v") as victim:
+        source, worker = made.meshes[0], made.workers[0]
+        with source.offering(1, b"", parts):
+            await victim.order(fetch=[worker.id, worker.hostname, worker.port], attempt=1)
+            assert source._desk is not None
+            assert source._desk._offer is not None
+            channels = source._desk._offer.channels
+            await until(lambda: bool(channels))
+            victim.kill()
+            await made.meshes[1].fetch_state(worker, 1, lambda _: got)
+            await until(lambda: not channels)
+    assert got == parts
+
+
+async def test_a_peer_that_stands_still_is_neither_lost_nor_waited_for_longer_than_was_said() -> None:
+    async with open_meshes(2) as made, PeerProcess("v") as victim:
+        worlds = await world_with(victim, made, victim_is_hub=False)
+        victim.stop()
+        errors = await failures(*(world.barrier(timeout_s=0.2) for world in worlds))
+        victim.resume()
+        assert all(isinstance(error, CollectiveAborted) and error.peer == "" for error in errors)
+
+
+def test_a_process_that_ends_leaves_no_thread_that_keeps_it() -> None:
+    code = "import asyncio, tests.worker.peer_process as p; asyncio.run(p.main('v'))"
+    done = subprocess.run([sys.executable, "-c", code], input=b"", capture_output=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

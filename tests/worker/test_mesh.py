@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.net import frames
+from forged.worker import mesh as mesh_module
+from forged.worker import peer_messages
+from forged.worker.collectives import CollectiveAborted
+from forged.worker.mesh import Mesh
+from forged.worker.peer import PEER_LIMITS
+from forged.worker.peer_messages import (
+    Accepted,
+    Answer,
+    Challenge,
+    Purpose,
+    Refused,
+    Started,
+    answered,
+    decode,
+    digest_of,
+    encode,
+)
+from tests.worker.meshes import JOB, KEY, PATIENCE_S, Meshes, each, failures, incarnation, open_meshes, until
+
+
+class Stranger:
+    """Somebody who speaks the protocol byte by byte, and as wrongly as it wants."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def challenge(self) -> Challenge:
+        message = await self.hear()
+        assert isinstance(message, Challenge)
+        return message
+
+    async def hear(self) -> Any:
+        async with asyncio.timeout(PATIENCE_S):
+            (length,) = struct.unpack(">I", await self.reader.readexactly(4))
+            return decode(await self.reader.readexactly(length))
+
+    def say(self, message: Any) -> None:
+        self.writer.write(frames.encode(encode(message)))
+
+    async def is_cut_off(self) -> bool:
+        """Whether the other end closes, without another byte."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                return await self.reader.read(1) == b""
+            except ConnectionError:
+                return True
+
+
+@asynccontextmanager
+async def stranger(worker: WorkerId) -> AsyncIterator[Stranger]:
+    reader, writer = await asyncio.open_connection(worker.hostname, worker.port)
+    try:
+        yield Stranger(reader, writer)
+    finally:
+        writer.close()
+
+
+def answer(number: int = 1, **changes: Any) -> Answer:
+    """That of w1 to w0."""
+    proper = Answer(1, JOB, "w0", "w1", incarnation(1), Purpose.MEMBER, number, b"n" * 32, 1)
+    return msgspec.structs.replace(proper, **changes)
+
+
+async def code_of(made: Meshes, number: int, topology: ClusterTopology, generation: int = 1) -> str:
+    with pytest.raises(ForgedError) as raised:
+        await made.meshes[number].enter(generation, topology, 0.2)
+    return raised.value.code
+
+
+# Worlds.
+
+
+async def test_all_members_enter_the_world_with_their_ranks() -> None:
+    async with open_meshes(3) as made:
+        worlds = await made.enter(7, 2, 0, 1)
+        assert [(world.rank, world.size, world.generation) for world in worlds] == [(0, 3, 7), (1, 3, 7), (2, 3, 7)]
+        assert worlds[1].names == ("w2", "w0", "w1")
+
+
+async def test_a_world_of_one_needs_nobody() -> None:
+    async with open_meshes(1) as made:
+        (world,) = await made.enter(1)
+        assert await world.all_gather(b"me") == [b"me"]
+
+
+async def test_who_comes_before_the_hub_has_heard_waits_for_it() -> None:
+    async with open_meshes(3) as made:
+        coming = [asyncio.ensure_future(mesh.enter(5, made.topology, PATIENCE_S)) for mesh in made.meshes[1:]]
+        await until(lambda: len(made.meshes[0]._early) == 2)
+        world = await made.meshes[0].enter(5, made.topology, PATIENCE_S)
+        await each([world, *[await one for one in coming]], lambda world: world.barrier())
+
+
+async def test_who_comes_too_early_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "EARLY_WAIT_S", 0.0)
+    monkeypatch.setattr(mesh_module, "SWEEP_INTERVAL_S", 0.01)
+    async with open_meshes(2) as made:
+        assert await code_of(made, 1, made.topology) == "world_incomplete"
+        assert made.meshes[0].counts.refused >= 1
+
+
+async def test_an_older_generation_is_refused() -> None:
+    async with open_meshes(2) as made:
+        (alone,) = await made.enter(5, 0)
+        assert await code_of(made, 1, made.topology, generation=4) == "generation_over"
+        await alone.barrier()
+
+
+async def test_no_generation_is_entered_twice_nor_an_older_one_after_it() -> None:
+    async with open_meshes(1) as made:
+        await made.enter(5)
+        for generation in (4, 5):
+            with pytest.raises(RequestRefused) as raised:
+                await made.enter(generation)
+            assert raised.value.code == "generation_over"
+
+
+async def test_a_generation_that_nobody_else_entered_can_be_tried_again() -> None:
+    async with open_meshes(2) as made:
+        assert await code_of(made, 0, made.topology) == "world_incomplete"
+        await each(await made.enter(1), lambda world: world.barrier())
+
+
+async def test_who_did_not_come_is_named() -> None:
+    async with open_meshes(3) as made:
+        outcomes = await failures(
+            made.meshes[0].enter(1, made.topology, 0.2), made.meshes[1].enter(1, made.topology, PATIENCE_S)
+        )
+        assert all(isinstance(error, Unavailable) and "w2 (rank 2)" in error.message for error in outcomes), outcomes
+
+
+async def test_the_next_world_ends_the_one_before() -> None:
+    async with open_meshes(3) as made:
+        old = await made.enter(1)
+        waiting = asyncio.ensure_future(failures(*(world.barrier() for world in old[:2])))
+        new = await made.enter(2)
+        assert all(isinstance(error, CollectiveAborted) for error in await waiting)
+        await each(new, lambda world: world.barrier())
+
+
+async def test_another_hub_may_hold_the_next_world() -> None:
+    async with open_meshes(3) as made:
+        for generation, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 2), (0, 1, 2)]):
+            worlds = await made.enter(generation, *order)
+            assert await each(worlds, lambda world: world.all_reduce(1)) == [len(order)] * len(order)
+
+
+async def test_a_newer_enter_ends_one_that_still_waits() -> None:
+    async with open_meshes(2) as made:
+        stuck = asyncio.ensure_future(failures(made.meshes[0].enter(1, made.topology, PATIENCE_S)))
+        await until(lambda: made.meshes[0]._generation == 1)
+        await each(await made.enter(2), lambda world: world.barrier())
+        (error,) = await stuck
+        assert isinstance(error, CollectiveAborted)
+
+
+async def test_a_cancelled_enter_leaves_a_mesh_that_can_enter_again() -> None:
+    async with open_meshes(2) as made:
+        for mesh in made.meshes:
+            task = asyncio.ensure_future(mesh.enter(1, made.topology))
+            await until(lambda mesh=mesh: mesh._generation == 1)  # type: ignore[misc]
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await each(await made.enter(2), lambda world: world.barrier())
+
+
+async def test_members_who_mean_different_worlds_do_not_meet() -> None:
+    async with open_meshes(3) as made:
+        hub = asyncio.ensure_future(failures(made.meshes[0].enter(1, made.of(0, 1), 0.3)))
+        assert await code_of(made, 1, made.of(0, 1, 2)) == "topology_differs"
+        assert await code_of(made, 2, made.of(0, 2)) == "topology_differs"
+        await hub
+
+
+async def test_who_is_not_in_the_world_does_not_enter_it() -> None:
+    async with open_meshes(2) as made:
+        assert await code_of(made, 1, made.of(0)) == "not_a_member"
+
+
+async def test_a_mesh_without_a_key_enters_nothing_and_believes_nobody() -> None:
+    async with open_meshes(2) as made:
+        made.meshes[0].trust(b"")
+        assert await code_of(made, 0, made.topology) == "mesh_not_ready"
+        assert await code_of(made, 1, made.topology) == "world_incomplete"
+        made.meshes[0].trust(KEY)
+        await made.enter(2)
+
+
+async def test_a_second_process_under_the_same_id_does_not_take_the_place() -> None:
+    async with open_meshes(3) as made:
+        hub = asyncio.ensure_future(made.meshes[0].enter(1, made.topology, PATIENCE_S))
+        first = asyncio.ensure_future(made.meshes[1].enter(1, made.topology, PATIENCE_S))
+        await until(lambda: made.meshes[0]._hub is not None and bool(made.meshes[0]._hub._links))
+        twin = Mesh("w1", b"another process!", JOB, key=KEY)
+        async with twin.open():
+            with pytest.raises(RequestRefused) as raised:
+                await twin.enter(1, made.topology, PATIENCE_S)
+            assert raised.value.code == "incarnation_differs"
+        third = asyncio.ensure_future(made.meshes[2].enter(1, made.topology, PATIENCE_S))
+        await each([await hub, await first, await third], lambda world: world.barrier())
+
+
+async def test_a_member_whose_connection_broke_before_the_start_comes_again() -> None:
+    async with open_meshes(3) as made:
+        coming = [asyncio.ensure_future(mesh.enter(1, made.topology, PATIENCE_S)) for mesh in made.meshes[:2]]
+        hub = made.meshes[0]
+        await until(lambda: hub._hub is not None and bool(hub._hub._links))
+        assert hub._hub is not None
+        (link,) = hub._hub._links.values()
+        link.abort()
+        coming.append(asyncio.ensure_future(made.meshes[2].enter(1, made.topology, PATIENCE_S)))
+        await each([await one for one in coming], lambda world: world.barrier())
+
+
+async def test_closing_a_mesh_ends_its_world_in_good_order() -> None:
+    async with open_meshes(2) as made:
+        third = Mesh("w2", incarnation(2), JOB, key=KEY)
+        async with third.open() as address:
+            topology = ClusterTopology((*made.workers, WorkerId("w2", address.host, address.port)))
+            worlds = await each([*made.meshes, third], lambda mesh: mesh.enter(1, topology, PATIENCE_S))
+        (error,) = await failures(worlds[0].barrier())
+        assert "w2 (rank 2) left the world in good order" in str(error)
+
+
+async def test_what_the_block_raises_comes_out_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with Mesh("w0", incarnation(0), JOB, key=KEY).open():
+            raise ZeroDivisionError
+
+
+async def test_a_door_that_cannot_be_opened_is_the_operators() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ForgedError) as raised:
+        async with Mesh("w0", incarnation(0), JOB, key=KEY).open(port=taken.getsockname()[1]):
+            pass
+    assert raised.value.kind == "config"
+
+
+async def test_the_descriptors_are_those_of_the_door_and_of_all_connections() -> None:
+    async with open_meshes(3) as made:
+        await made.enter(1)
+        assert [len(mesh.descriptors()) for mesh in made.meshes] == [3, 2, 2]
+
+
+# Those who come with bad intentions, or by mistake.
+
+
+@pytest.mark.parametrize(
+    "proper",
+    [
+        answered(answer(), b"another key", b"c" * 32),
+        answer(),
+        answered(answer(), KEY, b"c" * 32),
+    ],
+)
+async def test_who_does_not_prove_anything_is_cut_off_without_a_word(proper: Answer) -> None:
+    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+        await one.challenge()
+        one.say(proper)
+        assert await one.is_cut_off()
+        await until(lambda: made.meshes[0].counts.unproven == 1)
+
+
+@pytest.mark.parametrize("changes", [{"job": "walk"}, {"target": "w9"}])
+async def test_who_wants_another_worker_or_job_is_cut_off_without_a_word(changes: dict[str, Any]) -> None:
+    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+        challenge = await one.challenge()
+        one.say(answered(answer(**changes), KEY, challenge.nonce))
+        assert await one.is_cut_off()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00\x00\x00\x00",
+        b"\xff\xff\xff\xff",
+        struct.pack(">I", PEER_LIMITS.hello_bytes_max + 1),
+        frames.encode(b"\xc1"),
+        frames.encode(encode(Started(1))),
+        frames.encode(encode(Refused("refused", "no", "no"))),
+    ],
+)
+async def test_garbage_is_cut_off_without_a_word(garbage: bytes) -> None:
+    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+        await one.challenge()
+        one.writer.write(garbage)
+        assert await one.is_cut_off()
+        await until(lambda: made.meshes[0].counts.unproven == 1)
+
+
+async def test_every_challenge_is_another_so_that_nothing_can_be_replayed() -> None:
+    async with open_meshes(1) as made, stranger(made.workers[0]) as one, stranger(made.workers[0]) as other:
+        first, second = await one.challenge(), await other.challenge()
+        assert first.nonce != second.nonce
+        other.say(answered(answer(), KEY, first.nonce))
+        assert await other.is_cut_off()
+
+
+async def test_who_is_slow_with_its_proof_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "SWEEP_INTERVAL_S", 0.01)
+    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+        await one.challenge()
+        for link in made.meshes[0]._strangers:
+            link._opened_at -= PEER_LIMITS.hello_timeout_s
+        assert await one.is_cut_off()
+
+
+async def test_strangers_in_masses_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "STRANGERS_MAX", 4)
+    async with open_meshes(2) as made:
+        crowd = [await asyncio.open_connection(made.workers[0].hostname, made.workers[0].port) for _ in range(20)]
+        await each(await made.enter(1), lambda world: world.barrier())
+        assert len(made.meshes[0]._strangers) <= 4
+        for _, writer in crowd:
+            writer.close()
+
+
+async def test_a_member_that_breaks_the_protocol_ends_its_world_and_nothing_else() -> None:
+    async with open_meshes(1) as made:
+        topology = ClusterTopology((made.workers[0], WorkerId("w1", "127.0.0.1", 1)))
+        hub = asyncio.ensure_future(made.meshes[0].enter(1, topology, PATIENCE_S))
+        async with stranger(made.workers[0]) as one:
+            challenge = await one.challenge()
+            one.say(answered(answer(world=digest_of(topology.workers)), KEY, challenge.nonce))
+            assert isinstance(await one.hear(), Accepted)
+            assert isinstance(await one.hear(), Started)
+            world = await hub
+            one.writer.write(struct.pack(">I", peer_messages.MESSAGE_BYTES_MAX + 1))
+            (error,) = await failures(world.barrier())
+            assert isinstance(error, CollectiveAborted)
+            assert error.peer == "w1"
+        (alone,) = await made.enter(2)
+        await alone.barrier()
+
+
+async def test_a_proven_member_that_comes_for_what_is_over_is_told_so() -> None:
+    async with open_meshes(1) as made:
+        await made.enter(3)
+        async with stranger(made.workers[0]) as one:
+            challenge = await one.challenge()
+            one.say(answered(answer(2), KEY, challenge.nonce))
+            assert isinstance(await one.hear(), Accepted)
+            refusal = await one.hear()
+            assert isinstance(refusal, Refused)
+            assert refusal.code == "generation_over"
+        assert made.meshes[0].counts.refused == 1
+
+
+@asynccontextmanager
+async def impostor(*messages: Any) -> AsyncIterator[WorkerId]:
+    """Somebody who listens in a worker's place, says this, and waits."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for message in messages:
+            writer.write(frames.encode(encode(message)))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield WorkerId("w0", "127.0.0.1", server.sockets[0].getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("messages", "code"),
+    [
+        ((Challenge(1, 1, b"c" * 32), Accepted(b"i" * 16, b"p" * 32)), "peer_unproven"),
+        ((Challenge(2, 3, b"c" * 32),), "version_mismatch"),
+        ((Started(1),), "message_unexpected"),
+        ((Accepted(b"i" * 16, b"p" * 32),), "message_unexpected"),
+    ],
+)
+async def test_a_hub_that_is_none_is_not_believed(messages: tuple[Any, ...], code: str) -> None:
+    async with open_meshes(2) as made, impostor(*messages) as hub:
+        with pytest.raises(PeerError) as raised:
+            await made.meshes[1].enter(1, ClusterTopology((hub, made.workers[1])), PATIENCE_S)
+        assert raised.value.code == code
+
+
+async def test_a_listener_that_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub = WorkerId("w0", "127.0.0.1", silent.getsockname()[1])
+        async with open_meshes(2) as made:
+            assert await code_of(made, 1, ClusterTopology((hub, made.workers[1]))) == "world_incomplete"
