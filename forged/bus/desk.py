@@ -234,6 +234,7 @@ class Desk:
 
     def _finished(self, route: Route, call: Call, pending: Pending, error: ForgedError | None) -> None:
         self.in_flight -= 1
+        route.in_flight -= 1
         key = (call.client, call.number)
         running = self._running.get(key)
         if running is not None and running.pending is pending:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from forged.elastic.attempt import Attempt, Stage, Stop
@@ -140,11 +141,14 @@ class Cluster:
         self.out = Outbox()
         self._hole_at: float | None = None
         """Since when somebody is missing in the world, or from the attempt."""
+        self._hole_is_told = False
+        """Whether a fact tells of the hole, which then is the cause of what follows."""
         self._wanted_at: float | None = None
         """Since when somebody wants a rescale at once."""
         self._waiting_at: float | None = None
         """Since when there are too few workers."""
         self._scanned_at: float | None = None
+        self._room_taken = 0
         self._complaints = Complaints()
         self._lost_told: set[str] = set()
         self._probed_at: dict[str, float] = {}
@@ -166,6 +170,7 @@ class Cluster:
 
     def resume_from_store(self, now: Moment) -> None:
         """Go on where another daemon, or this one before its store failed, has left off."""
+        self._room_taken = sum(map(_room, self.members.values()))
         missing = [worker for worker, incarnation in self.world.items() if self._known(worker, incarnation) is None]
         if missing and not (self.why or self.over):
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
@@ -192,6 +197,7 @@ class Cluster:
             self._scanned_at = None
         newcomer.seen_at = newcomer.progress_at = now.monotonic
         self.members[newcomer.id] = newcomer
+        self._room_taken += _room(newcomer)
         self.out.cluster = self.out.cluster or not self.known
         self._put_member(newcomer)
         self._say(WorkerJoined(newcomer.worker))
@@ -210,7 +216,7 @@ class Cluster:
             self.out.trigger()
             self._end(Cause.COMPLETED, "the training is done", JobCompleted(self.state.current_step))
         elif self._is_needed(member) and not self.over:
-            self._hole(f"{worker_id} left: {reason}", now)
+            self._hole(f"{worker_id} left: {reason}", now, is_told=True)
         self._consider(now)
 
     def died(self, worker_id: str, incarnation: bytes, now: Moment, reason: str) -> None:
@@ -442,7 +448,8 @@ class Cluster:
         if self.phase is not Phase.RUNNING or self.paused:
             member.progress_at = now.monotonic
             return
-        still_s = now.monotonic - member.progress_at
+        # Who is not heard may make some.
+        still_s = member.told_at - member.progress_at
         if member.stalled or still_s < self.config.stall_timeout_s:
             return
         member.stalled = True
@@ -511,16 +518,17 @@ class Cluster:
 
     def _staying(self) -> set[str]:
         """Who is in the world and can be in the next one."""
-        return {member.id for member in self.members.values() if self.holds(member)}
+        return {name for name, incarnation in self.world.items() if self._known(name, incarnation) is not None}
 
-    def _waiting(self) -> list[Member]:
+    def _waiting(self) -> Iterator[Member]:
         """Who wants to be in the next world, the first to come first."""
-        found = [member for member in self.members.values() if not self.holds(member)]
-        return [member for member in found if member.connected and member.leaving is None]
+        for member in self.members.values():
+            if member.lost_at is None and member.leaving is None and not self.holds(member):
+                yield member
 
     def _joining(self) -> list[str]:
         room = self.config.max_workers - len(self._staying())
-        return [member.id for member in self._waiting()][: max(0, room)]
+        return [member.id for member in islice(self._waiting(), max(0, room))]
 
     def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
         """Start an attempt."""
@@ -553,8 +561,18 @@ class Cluster:
         if not attempt.behind:
             self._commit(attempt, now)
             return
-        source = self.members[attempt.source].worker
-        self._say(RescaleSynchronising(attempt.number, source, attempt.step, len(attempt.behind)))
+        settled = self.synchronising
+        assert settled is not None
+        self._say(settled)
+
+    @property
+    def synchronising(self) -> RescaleSynchronising | None:
+        """Whose state the members of the attempt take; None while that is not settled, or its worker is gone."""
+        attempt = self.attempt
+        source = self.members.get(attempt.source) if attempt is not None else None
+        if attempt is None or source is None or attempt.stage is not Stage.SYNCHRONISING:
+            return None
+        return RescaleSynchronising(attempt.number, source.worker, attempt.step, len(attempt.behind))
 
     def _commit(self, attempt: Attempt, now: Moment) -> None:
         """Let the new world hold."""
@@ -571,6 +589,9 @@ class Cluster:
         self.state = GlobalTrainingState(
             self.state.current_epoch, self.state.current_step, rate, batch, len(members), now.wall
         )
+        if self.state.current_step > self.failed_at_step:
+            # Only those in the world before may have come behind the step.
+            self.failures_in_a_row = min(self.failures_in_a_row, self.failures)
         self.failures, self.attempt, self.why = 0, None, []
         self.failed_at_step = min(self.failed_at_step, self.state.current_step)
         for member in members:
@@ -637,7 +658,9 @@ class Cluster:
         return True
 
     def _see_whether_short(self, now: Moment) -> None:
-        if not self.members or len(self._joining()) >= self.config.min_workers:
+        needed = self.config.min_workers
+        # The first few will do: this is asked whenever somebody joins.
+        if not self.members or sum(1 for _ in islice(self._waiting(), needed)) >= needed:
             self._waiting_at = None
         elif self._waiting_at is None:
             self._waiting_at = now.monotonic
@@ -662,18 +685,21 @@ class Cluster:
             self.failures_in_a_row += 1
             self.failed_at_step = self.state.current_step
         if self._is_needed(member):
-            self._hole(f"{member.id} failed: {reason}", now)
+            self._hole(f"{member.id} failed: {reason}", now, is_told=True)
 
     def _is_needed(self, member: Member) -> bool:
         """Whether the world, or the attempt at one, cannot go on without it."""
         return self.holds(member) or (self.attempt is not None and member.id in self.attempt.target)
 
-    def _hole(self, why: str, now: Moment) -> None:
-        """Somebody is missing; others may follow within the window."""
+    def _hole(self, why: str, now: Moment, *, is_told: bool = False) -> None:
+        """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window."""
         self._because(why)
+        was_told = self._hole_is_told and self._hole_at is not None
+        if is_told and not was_told:
+            self.out.trigger()
+        self._hole_is_told = is_told or was_told
         if self._hole_at is None:
             self._hole_at = now.monotonic
-            self.out.trigger()
 
     def _because(self, why: str) -> None:
         if len(self.why) < REASONS_MAX:
@@ -726,6 +752,7 @@ class Cluster:
 
     def _drop(self, member: Member) -> None:
         del self.members[member.id]
+        self._room_taken -= _room(member)
         self._complaints.forget(member.id)
         self._lost_told.discard(member.id)
         self._probed_at.pop(member.id, None)
@@ -757,9 +784,8 @@ class Cluster:
             raise RequestRefused("job_over", f"job {self.job} is {self.phase}: {self.reason}", "create another job")
 
     def _require_room(self, newcomer: Member) -> None:
-        taken = sum(map(_room, self.members.values()))
-        if taken + _room(newcomer) > ROOM_BYTES:
-            there = f"job {self.job} has {len(self.members)} workers, and their names take {taken} bytes"
+        if self._room_taken + _room(newcomer) > ROOM_BYTES:
+            there = f"job {self.job} has {len(self.members)} workers, and their names take {self._room_taken} bytes"
             raise RequestRefused("workers_full", there, "use fewer workers, or shorter names")
 
     def _refuse_twin(self, known: Member, now: Moment) -> None:

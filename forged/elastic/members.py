@@ -45,6 +45,8 @@ class Member:
     """The steps that it has committed, as far as it said."""
     marks: int = 0
     """How often it has come to where workers meet, which shows who keeps the others waiting."""
+    told_at: float = 0.0
+    """When it said last how far it is."""
     progress_at: float = 0.0
     stalled: bool = False
 
@@ -67,6 +69,7 @@ class Member:
     def forgive(self, late_s: float, now: float) -> None:
         """Hold nothing against it that nobody could have heard for so long."""
         self.seen_at = min(self.seen_at + late_s, now)
+        self.told_at = min(self.told_at + late_s, now)
         self.progress_at = min(self.progress_at + late_s, now)
         self.lost_at = None if self.lost_at is None else min(self.lost_at + late_s, now)
         self.heard_at = None if self.heard_at is None else min(self.heard_at + late_s, now)
@@ -74,6 +77,7 @@ class Member:
 
     def hear(self, now: float, step: int, marks: int) -> bool:
         """Take word of how far it is; tells whether that is further than before."""
+        self.told_at = now
         further = step > self.step or marks > self.marks
         if further:
             self.step, self.marks, self.progress_at = max(step, self.step), max(marks, self.marks), now

@@ -186,12 +186,19 @@ class Joined(msgspec.Struct, frozen=True):
     topology: ClusterTopology
     state: GlobalTrainingState
     settings: dict[str, SettingValue]
+    is_member: bool = False
+    """Whether this very worker is in the committed world."""
+    leaving: str | None = None
+    """Why it is to go; None while it may stay."""
+    synchronising: RescaleSynchronising | None = None
+    """What was settled in the attempt, once it was."""
 
 
 class JoinJob(Request[Joined], frozen=True):
     """Register as a worker of a job; the same incarnation may do so again. The first one creates the job.
 
-    `settings`, if given, are those that the job has to have.
+    `settings`, if given, are those that the job has to have. Who comes `again` has registered before and wants to know
+    what it has missed; it is refused if it counts as dead.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -203,6 +210,7 @@ class JoinJob(Request[Joined], frozen=True):
     local_world_size: int = 1
     attributes: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
     settings: dict[str, SettingValue] | None = None
+    again: bool = False
 
 
 class LeaveJob(Request[Nothing], frozen=True):

@@ -76,7 +76,7 @@ ATTRIBUTES_MAX = 64
 ATTRIBUTE_CHARS_MAX = 1_000
 PEER_KEY_BYTES = 32
 PROBES_MAX = 256
-"""Addresses that are asked at once; the others are asked later."""
+"""Addresses that are asked at once; the others wait for their turn."""
 STEP_MAX = 2**53
 BATCH_MAX = 2**31 - 1
 LEARNING_RATE_MAX = 1e100
@@ -110,6 +110,7 @@ class ElasticService:
         self._remains: dict[str, None] = {}
         """Keys of what is no more, which are deleted by and by."""
         self._probing: set[Probe] = set()
+        self._probe_slots = anyio.Semaphore(PROBES_MAX)
         self._tasks: TaskGroup | None = None
         self._woken = anyio.Event()
         self._serve()
@@ -219,6 +220,7 @@ class ElasticService:
         """Sleep until something is due, or has happened."""
         await self._bus.ledger.writable()
         due = min((cluster.due_at() for cluster in self.clusters.values()), default=NEVER)
+        due = -NEVER if self._remains else due
         with anyio.move_on_after(max(0.0, due - self._clock.monotonic())):
             await self._woken.wait()
 
@@ -236,7 +238,8 @@ class ElasticService:
 
     async def _probe(self, job: str, probe: Probe) -> None:
         try:
-            refused = await self._is_refused(probe.worker)
+            async with self._probe_slots:
+                refused = await self._is_refused(probe.worker)
         finally:
             self._probing.discard(probe)
         if not refused:
@@ -251,6 +254,8 @@ class ElasticService:
     async def _join(self, request: JoinJob, call: Call) -> Decision[Joined]:
         worker = check_worker("worker", request.worker)
         _check_joining(request)
+        if request.again:
+            self._require_known(request)
         known = self.clusters.get(request.job) if request.settings is None else None
         settings = known.settings if known else await self._settings(request, call)
         cluster = self.clusters.get(request.job)
@@ -271,7 +276,18 @@ class ElasticService:
         cluster.join(newcomer, now)
         self._by_client[call.client].add((cluster.job, worker.id))
         fence = self._bus.desk.fence_of(cluster.job) or Fence(self._bus.ledger.term, cluster.generation)
-        return self._decide(cluster, _joined(cluster, fence))
+        return self._decide(cluster, _joined(cluster, cluster.members[worker.id], fence))
+
+    def _require_known(self, request: JoinJob) -> None:
+        """Refuse who has registered before and was put out since."""
+        cluster = self._get(request.job)
+        member = cluster.members.get(request.worker.id)
+        if not cluster.over and (member is None or member.incarnation != request.incarnation):
+            raise RequestRefused(
+                "worker_gone",
+                f"worker {request.worker.id} of job {request.job} counts as dead or has left",
+                "start another",
+            )
 
     async def _settings(self, request: JoinJob, call: Call) -> dict[str, Any]:
         """The settings of the job, which is created if need be."""
@@ -457,7 +473,7 @@ class ElasticService:
     def _send_probes(self, cluster: Cluster) -> None:
         probes, cluster.out.probes = cluster.out.probes, []
         for probe in probes:
-            if self._tasks is not None and probe not in self._probing and len(self._probing) < PROBES_MAX:
+            if self._tasks is not None and probe not in self._probing:
                 self._probing.add(probe)
                 self._tasks.start_soon(self._probe, cluster.job, probe)
 
@@ -515,7 +531,7 @@ def _runs(facts: list[Fact]) -> Iterator[tuple[Fact, ...]]:
         yield tuple(run)
 
 
-def _joined(cluster: Cluster, fence: Fence) -> Joined:
+def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
     return Joined(
         generation=cluster.generation,
         fence=fence,
@@ -526,6 +542,9 @@ def _joined(cluster: Cluster, fence: Fence) -> Joined:
         topology=cluster.topology,
         state=cluster.state,
         settings=cluster.settings,
+        is_member=cluster.holds(member),
+        leaving=member.leaving,
+        synchronising=cluster.synchronising,
     )
 
 

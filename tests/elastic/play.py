@@ -1,0 +1,219 @@
+"""A cluster, workers that do what they are told, a clock that is moved, and a store that keeps what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TypeVar
+
+from forged.elastic.attempt import Stage, Stop
+from forged.elastic.cluster import SCAN_INTERVAL_S, Cluster, Moment, Probe
+from forged.elastic.members import Member
+from forged.elastic.messages import RescaleCompleted
+from forged.elastic.model import WorkerId
+from forged.elastic.records import restored, writes
+from forged.jobs.model import SettingValue
+from forged.messages import Fact
+
+F = TypeVar("F", bound=Fact)
+
+JOB = "run"
+BEGINNING_S = 1_000.0
+WALL_S = 1_750_000_000.0
+WINDOW_S = 30.0
+"""The stability window, where a test sets no other."""
+
+
+def worker_of(name: str, port: int = 7000) -> WorkerId:
+    return WorkerId(name, f"host-{name}", port)
+
+
+def incarnation(name: str, life: int = 1) -> bytes:
+    """What a worker drew when it was started for the so manieth time."""
+    return f"{name}/{life}".encode().ljust(16, b".")
+
+
+def newcomer(name: str, life: int = 1, now: float = BEGINNING_S) -> Member:
+    client = b"client of " + incarnation(name, life)
+    return Member(worker_of(name), incarnation(name, life), client, WALL_S + now)
+
+
+class Play:
+    """A cluster, and what has come out of it."""
+
+    def __init__(self, **settings: SettingValue) -> None:
+        self.settings = settings
+        self.cluster = Cluster(JOB, settings, b"key")
+        self.time = BEGINNING_S
+        self.stored: dict[str, bytes] = {}
+        self.facts: list[Fact] = []
+        """All of them, the oldest first."""
+        self.probes: list[Probe] = []
+        self._heard = 0
+
+    @property
+    def now(self) -> Moment:
+        return Moment(WALL_S + self.time, self.time)
+
+    @property
+    def world(self) -> list[str]:
+        """The committed world in the order of ranks."""
+        return [worker.id for worker in self.cluster.topology.workers]
+
+    # What happens.
+
+    def join(self, *names: str, life: int = 1) -> list[Fact]:
+        for name in names:
+            self.cluster.join(newcomer(name, life, self.time), self.now)
+            self.settle()
+        return self.news()
+
+    def leave(self, name: str, *, reason: str = "", done: bool = False, step: int = 0, life: int = 1) -> list[Fact]:
+        self.cluster.leave(name, incarnation(name, life), self.now, reason=reason, done=done, step=step)
+        return self.news()
+
+    def die(self, *names: str, life: int = 1) -> list[Fact]:
+        """The pulse says that they are dead."""
+        for name in names:
+            self.cluster.died(name, incarnation(name, life), self.now, "its process has ended")
+        return self.news()
+
+    def lose(self, *names: str) -> list[Fact]:
+        for name in names:
+            self.cluster.lost(name, self.now)
+        return self.news()
+
+    def come_back(self, *names: str) -> list[Fact]:
+        for name in names:
+            self.cluster.returned(name, self.now)
+        return self.news()
+
+    def refuse(self, name: str, life: int = 1) -> list[Fact]:
+        """A probe finds that nobody listens."""
+        self.cluster.probed(name, incarnation(name, life), self.now, refused=True)
+        return self.news()
+
+    def beat(self, *names: str, step: int = 0, marks: int = 0) -> list[Fact]:
+        for name in names:
+            member = self.cluster.members[name]
+            self.cluster.heartbeat(name, member.incarnation, step, marks, self.now)
+        return self.news()
+
+    def pulse(self, *names: str, step: int = 0, marks: int = 0, cpu_s: float = 1.0) -> list[Fact]:
+        for name in names:
+            member = self.cluster.members[name]
+            self.cluster.pulse(name, member.incarnation, step, marks, cpu_s, self.now)
+        return self.news()
+
+    def stop(self, *names: str, stop: Stop, number: int | None = None) -> list[Fact]:
+        """These say that they have stopped there."""
+        for name in names:
+            attempt = self.cluster.attempts if number is None else number
+            self.cluster.stopped(name, self.cluster.members[name].incarnation, attempt, stop, self.now)
+        return self.news()
+
+    def ready(self, *names: str, number: int | None = None) -> list[Fact]:
+        for name in names:
+            attempt = self.cluster.attempts if number is None else number
+            self.cluster.ready(name, self.cluster.members[name].incarnation, attempt, self.now)
+        return self.news()
+
+    def complain(self, name: str, peer: str = "", *, why: str = "it got no answer", back: int = 0) -> list[Fact]:
+        generation = self.cluster.generation - back
+        known = self.cluster.members[name].incarnation
+        self.cluster.trouble(name, known, generation, self.now, peer=peer, why=why)
+        return self.news()
+
+    def wait(self, seconds: float, *, silent: Collection[str] = (), still: bool = False) -> list[Fact]:
+        """Let time pass as it does for the service: the cluster ticks when it is due.
+
+        Whoever is connected is heard, but for the `silent`, and makes progress, unless all stand `still`.
+        """
+        end = self.time + seconds
+        while self.time < end:
+            self.time = min(end, self.time + SCAN_INTERVAL_S / 2, max(self.time, self.cluster.due_at()))
+            for member in self.cluster.members.values():
+                if member.connected and member.id not in silent:
+                    marks = 0 if still else int(self.time)
+                    self.cluster.heartbeat(member.id, member.incarnation, 0, marks, self.now)
+            if self.cluster.due_at() <= self.time:
+                self.tick()
+            self.settle()
+        return self.news()
+
+    def tick(self) -> None:
+        self.cluster.tick(self.now)
+        assert self.cluster.due_at() > self.time, "the service would never rest"
+        self.settle()
+
+    def sleep(self, seconds: float) -> list[Fact]:
+        """Time passes, and the daemon does not notice before its end."""
+        self.time += seconds
+        self.tick()
+        return self.news()
+
+    def restart(self) -> None:
+        """The daemon dies, and another takes its place; nobody is back yet."""
+        self.settle()
+        self.time += 1.0
+        found = restored(JOB, sorted(self.stored.items()), self.now)
+        assert found is not None
+        self.cluster = found
+
+    # What comes of it.
+
+    def settle(self) -> None:
+        """Take and keep what has come out."""
+        out = self.cluster.out
+        for key, value in writes(self.cluster).items():
+            if value is None:
+                self.stored.pop(key, None)
+            else:
+                self.stored[key] = value
+        self.cluster.known = self.cluster.known or bool(self.stored)
+        self.facts += out.facts
+        self.probes += out.probes
+        self.cluster.out = type(out)()
+
+    def news(self) -> list[Fact]:
+        """The facts since somebody asked last."""
+        self.settle()
+        news, self._heard = self.facts[self._heard :], len(self.facts)
+        return news
+
+    def last(self, kind: type[F]) -> F:
+        """The newest fact of a kind."""
+        self.settle()
+        return next(fact for fact in reversed(self.facts) if isinstance(fact, kind))
+
+    # Whole scenes.
+
+    def agree(self, step: int = 0, **more: float) -> RescaleCompleted:
+        """All members of the attempt stop behind a step and take the state, if they have to."""
+        attempt = self.cluster.attempt
+        assert attempt is not None
+        for name in attempt.target:
+            holds = name in self.cluster.world and name not in attempt.added
+            self.stop(name, stop=Stop(step if holds else 0, holds, **more))  # type: ignore[arg-type]
+        for name in attempt.waiting_for if attempt.stage is Stage.SYNCHRONISING else ():
+            self.ready(name)
+        return self.last(RescaleCompleted)
+
+    def form(self, *names: str, step: int = 0, **more: float) -> RescaleCompleted:
+        """These are the first world."""
+        self.join(*names)
+        self.wait(self.cluster.config.stability_window_s)
+        completed = self.agree(step, **more)
+        self.news()
+        return completed
+
+
+def formed(*names: str, **settings: SettingValue) -> Play:
+    """A cluster with a world."""
+    play = Play(**settings)
+    play.form(*names)
+    return play
+
+
+def kinds(facts: Iterable[Fact]) -> list[str]:
+    """What sort of facts, in their order."""
+    return [type(fact).__name__ for fact in facts]

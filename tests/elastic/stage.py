@@ -1,0 +1,199 @@
+"""Elastic training on the spine: a daemon without its doors, on virtual time, and workers that speak to its bus."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import anyio
+
+from forged.elastic.messages import (
+    REQUESTS,
+    Heartbeat,
+    Joined,
+    JoinJob,
+    LeaveJob,
+    ReportPaused,
+    ReportReady,
+    RescaleCompleted,
+)
+from forged.elastic.model import WorkerId
+from forged.elastic.service import ElasticService
+from forged.jobs.core import JobBook
+from forged.jobs.model import REQUESTS as JOB_REQUESTS
+from forged.jobs.model import SettingValue
+from forged.jobs.service import JobService
+from forged.messages import Call, Fact, Nothing, Record, Request
+from forged.store.port import Store
+from tests.elastic.play import JOB, incarnation, worker_of
+from tests.spine import OPERATOR, Spine, running
+
+R = TypeVar("R")
+F = TypeVar("F", bound=Fact)
+
+
+class Addresses:
+    """Which addresses refuse connections; the others say nothing."""
+
+    def __init__(self) -> None:
+        self.dead: set[str] = set()
+        self.asked: list[str] = []
+        self.answers = anyio.Event()
+        """Until it is set, nobody answers."""
+        self.answers.set()
+
+    async def is_refused(self, worker: WorkerId) -> bool:
+        self.asked.append(worker.id)
+        await self.answers.wait()
+        return worker.id in self.dead
+
+
+class Crew:
+    """One worker, as the daemon sees it."""
+
+    def __init__(self, stage: Stage, name: str, life: int, job: str) -> None:
+        self.stage = stage
+        self.name = name
+        self.job = job
+        self.incarnation = incarnation(name, life)
+        self.client = job.encode() + self.incarnation
+        self._number = 0
+
+    async def ask(self, request: Request[R]) -> R:
+        """Send a request as this worker's client, which has had all earlier replies."""
+        self._number += 1
+        call = Call(
+            OPERATOR,
+            f"worker at host-{self.name}",
+            client=self.client,
+            number=self._number,
+            acknowledged=self._number - 1,
+        )
+        return await self.stage.spine.bus.ask(request, call)
+
+    async def join(self, settings: dict[str, SettingValue] | None = None, **more: Any) -> Joined:
+        self.stage.service.arrived(self.client)
+        return await self.ask(JoinJob(self.job, worker_of(self.name), self.incarnation, settings=settings, **more))
+
+    async def leave(self, **more: Any) -> Nothing:
+        return await self.ask(LeaveJob(self.job, self.name, self.incarnation, **more))
+
+    async def stop(self, attempt: int, step: int = 0, *, holds_state: bool = True, **more: Any) -> Nothing:
+        report = ReportPaused(self.job, self.name, self.incarnation, attempt, step, holds_state=holds_state, **more)
+        return await self.ask(report)
+
+    async def ready(self, attempt: int) -> Nothing:
+        return await self.ask(ReportReady(self.job, self.name, self.incarnation, attempt))
+
+    def beat(self, step: int = 0, *, still: bool = False) -> None:
+        """Say that it lives, and makes progress unless it stands still."""
+        call = Call(OPERATOR, "a test", client=self.client)
+        marks = 0 if still else int(self.stage.spine.clock.monotonic())
+        self.stage.spine.bus.signal(Heartbeat(self.job, self.name, self.incarnation, step, marks), call)
+
+    def lose(self) -> None:
+        self.stage.service.departed(self.client)
+
+    def come_back(self) -> None:
+        self.stage.service.arrived(self.client)
+
+
+class Stage:
+    """A spine on which elastic training is served."""
+
+    def __init__(self, spine: Spine) -> None:
+        self.spine = spine
+        self.addresses = Addresses()
+        self.crew: dict[str, Crew] = {}
+        self.silent: set[str] = set()
+        self._keys = 0
+        service: list[ElasticService] = []
+        self.jobs = JobService(spine.bus, spine.clock, JobBook(), lambda job: service[0].generation(job))
+        self.service = ElasticService(spine.bus, spine.clock, self.addresses.is_refused, self._token_bytes)
+        service.append(self.service)
+        spine.ledger.join(self.jobs)
+        spine.ledger.join(self.service)
+
+    def _token_bytes(self, size: int) -> bytes:
+        self._keys += 1
+        return bytes([self._keys]) * size
+
+    def worker(self, name: str, life: int = 1, job: str = JOB) -> Crew:
+        self.crew[name] = Crew(self, name, life, job)
+        return self.crew[name]
+
+    async def start(self, *names: str, **settings: SettingValue) -> list[Crew]:
+        """Workers that have joined; the first creates the job with these settings."""
+        started = []
+        for name in names:
+            started.append(self.worker(name))
+            await started[-1].join(settings if settings and len(started) == 1 else None)
+        return started
+
+    async def wait(self, seconds: float) -> None:
+        """Let time pass; everybody but the silent is heard every second."""
+        end = self.spine.clock.monotonic() + seconds
+        while (left := end - self.spine.clock.monotonic()) > 0:
+            for name, worker in self.crew.items():
+                if name not in self.silent:
+                    worker.beat()
+            await anyio.sleep(min(left, 1.0))
+        await self.spine.settle()
+
+    async def agree(self, step: int = 0) -> RescaleCompleted:
+        """All members of the present attempt answer what it asks them."""
+        attempt = self.service.clusters[JOB].attempt
+        assert attempt is not None
+        for name in attempt.target:
+            await self.crew[name].stop(attempt.number, step, holds_state=name not in attempt.added)
+        for name in attempt.waiting_for:
+            await self.crew[name].ready(attempt.number)
+        await self.spine.settle()
+        return self.facts(RescaleCompleted)[-1]
+
+    async def form(self, *names: str, **settings: SettingValue) -> list[Crew]:
+        """Workers that train."""
+        crew = await self.start(*names, **settings)
+        await self.wait(31.0)
+        await self.agree()
+        return crew
+
+    def records(self, *kinds: type[Fact]) -> list[Record]:
+        wanted = {kind.__name__ for kind in kinds}
+        records = self.spine.journal.after(0, len(self.spine.journal))
+        return [record for record in records if not wanted or record.type in wanted]
+
+    def facts(self, kind: type[F]) -> list[F]:
+        facts = (record.fact for record in self.records(kind))
+        return [fact for fact in facts if isinstance(fact, kind)]
+
+    def last(self, kind: type[Fact]) -> Record:
+        return self.records(kind)[-1]
+
+    def told(self, *, without: Iterable[str] = ("JobCreated",)) -> list[str]:
+        """What sort of facts there are, the oldest first."""
+        return [record.type for record in self.records() if record.type not in without]
+
+    def cause(self, kind: type[Fact]) -> str:
+        """What the newest fact of this kind is said to follow from, in short."""
+        by_id = {record.id: record for record in self.records()}
+        found = by_id.get(self.last(kind).cause)
+        if found is None:
+            return ""
+        fact = found.fact
+        about = getattr(fact, "worker_id", None) or getattr(getattr(fact, "worker", None), "id", None)
+        return f"{found.type} {about or getattr(fact, 'attempt', '')}".strip()
+
+
+@asynccontextmanager
+async def a_stage(store: Store | None = None) -> AsyncIterator[Stage]:
+    """A stage that is set inside the block, and gone at its end as after a crash."""
+    made: list[Stage] = []
+    async with running(store, lambda spine: made.append(Stage(spine)), requests=(*JOB_REQUESTS, *REQUESTS)):
+        (stage,) = made
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(stage.service.run)
+            yield stage
+            assert not tasks.cancel_scope.cancel_called
+            tasks.cancel_scope.cancel()

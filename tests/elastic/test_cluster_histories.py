@@ -1,0 +1,606 @@
+"""Law: whatever happens to a job, in whatever order, and whenever the daemon dies over it, what it says stays true.
+
+Workers here are honest but mortal: they stop, take the state and commit steps as a worker's library does, and they die,
+lose their connections, or lie about nothing. The daemon loses what it had not stored. After every event everything that
+was ever said is checked again, and at the end, when nothing more goes wrong, the job has to come to rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from forged.elastic.attempt import Stage, Stop
+from forged.elastic.cluster import SCAN_INTERVAL_S, Cluster, Moment
+from forged.elastic.messages import (
+    JobAborted,
+    JobCompleted,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleStarted,
+    RescaleSynchronising,
+    WorkerFailed,
+    WorkerJoined,
+)
+from forged.elastic.model import ClusterTopology, RescaleType
+from forged.elastic.phases import Phase
+from forged.elastic.ranks import assign_ranks
+from forged.elastic.records import restored, writes
+from forged.errors import RequestRefused, Unavailable
+from forged.messages import Fact
+from tests.elastic.play import BEGINNING_S, JOB, WALL_S, incarnation, newcomer
+
+NAMES = [f"w{number}" for number in range(6)]
+SETTLED_WITHIN_S = 200.0
+"""So long after the last fault the job has a world, or is over, or waits for workers that do not exist."""
+
+
+@dataclass
+class Process:
+    """A worker's process."""
+
+    name: str
+    life: int
+    alive: bool = True
+    connected: bool = True
+    step: int = 0
+    finished: bool = False
+    holds_state: bool = False
+    world: int = 0
+    """The generation of the world that it is in; 0 for none."""
+    answered: int = 0
+    """The last attempt that it has said to have stopped for."""
+    brought: bool = False
+    """Whether it said then that it holds a state."""
+
+    @property
+    def incarnation(self) -> bytes:
+        return incarnation(self.name, self.life)
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        return self.name, self.incarnation
+
+
+@dataclass
+class Told:
+    """What was said so far, as somebody who heard all of it knows it."""
+
+    topology: ClusterTopology = field(default_factory=ClusterTopology)
+    worlds: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    attempt: RescaleStarted | None = None
+    attempts: int = 0
+    step: int = 0
+    over: bool = False
+
+
+def refused(act: Callable[[], None]) -> str:
+    """With which code a call was refused; empty where it was not."""
+    try:
+        act()
+    except (RequestRefused, Unavailable) as error:
+        return error.code
+    return ""
+
+
+class Histories(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = BEGINNING_S
+        self.processes: dict[str, Process] = {}
+        self.stored: dict[str, bytes] = {}
+        self.told = Told()
+        self.committed = 0
+        """The highest step that anybody was told to be committed."""
+        self.lives = dict.fromkeys(NAMES, 0)
+        self.store_fails = False
+
+    @initialize(
+        least=st.integers(1, 3),
+        most=st.sampled_from([3, 5, 100]),
+        failures=st.sampled_from([3, 50, 1_000]),
+        tolerance=st.sampled_from([0, 50, 100, 100]),
+        evict=st.booleans(),
+        waits=st.sampled_from([None, 60_000]),
+        window=st.sampled_from([0, 50]),
+    )
+    def begin(
+        self, least: int, most: int, failures: int, tolerance: int, evict: bool, waits: int | None, window: int
+    ) -> None:
+        self.cluster = Cluster(
+            JOB,
+            {
+                "min_workers": least,
+                "max_workers": most,
+                "max_consecutive_failures": failures,
+                "failure_tolerance_percentage": tolerance,
+                "evict_stalled": evict,
+                "min_workers_timeout_ms": waits,
+                "failure_window_ms": window,
+                "stability_window_ms": 2_000,
+                "rescale_timeout_ms": 5_000,
+                "worker_heartbeat_timeout_ms": 3_000,
+                "reconnect_grace_ms": 4_000,
+                "stall_timeout_ms": 10_000,
+            },
+        )
+
+    @property
+    def now(self) -> Moment:
+        return Moment(WALL_S + self.time, self.time)
+
+    @property
+    def phase(self) -> Phase:
+        return self.cluster.phase
+
+    # Who comes and goes.
+
+    @rule(name=st.sampled_from(NAMES))
+    def start_a_worker(self, name: str) -> None:
+        """A new process under a name that may be another's still."""
+        known = self.cluster.members.get(name)
+        was_over = self.cluster.over
+        life = self.lives[name] + 1
+        code = refused(lambda: self.cluster.join(newcomer(name, life, self.time), self.now))
+        if was_over:
+            assert code == "job_over"
+        elif known is not None:
+            assert code == ("worker_exists" if known.connected else "worker_undecided")
+        else:
+            assert code == ""
+            if self.settle():
+                self.lives[name] = life
+                self.processes[name] = Process(name, life)
+
+    @rule(names=st.sets(st.sampled_from(NAMES), min_size=2))
+    def start_several_and_let_them_train(self, names: set[str]) -> None:
+        for name in sorted(names):
+            self.start_a_worker(name)
+        self.pass_time(self.cluster.config.stability_window_s)
+        self.answer_all()
+
+    @rule(name=st.sampled_from(NAMES))
+    def say_hello_again(self, name: str) -> None:
+        """The same process registers again: that changes nothing."""
+        process = self.processes.get(name)
+        if process is None or not self.is_member(process) or not process.connected or self.cluster.over:
+            return
+        before = list(self.cluster.members)
+        self.cluster.join(newcomer(name, process.life, self.time), self.now)
+        assert list(self.cluster.members) == before
+        assert not [fact for fact in self.cluster.out.facts if isinstance(fact, WorkerJoined)]
+        self.settle()
+
+    @rule(name=st.sampled_from(NAMES), done=st.sampled_from([False, False, False, True]))
+    def leave(self, name: str, done: bool) -> None:
+        process = self.living(name)
+        if process is not None:
+            done = done and process.world == self.cluster.generation and not process.finished
+            self.cluster.leave(name, process.incarnation, self.now, reason="", done=done, step=process.step)
+            if self.settle():
+                process.alive = process.connected = False
+
+    @rule(name=st.sampled_from(NAMES), told=st.booleans())
+    def kill(self, name: str, told: bool) -> None:
+        """Its process ends; the pulse says so, or only the connection breaks."""
+        process = self.living(name)
+        if process is not None:
+            process.alive = False
+            self.break_connection(name)
+            if told:
+                self.cluster.died(name, process.incarnation, self.now, "its process has ended")
+                self.settle()
+
+    @rule(name=st.sampled_from(NAMES))
+    def break_connection(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is not None and process.connected:
+            process.connected = False
+            if self.is_member(process):
+                self.cluster.lost(name, self.now)
+                self.settle()
+
+    @rule(name=st.sampled_from(NAMES))
+    def mend_connection(self, name: str) -> None:
+        process = self.living(name)
+        if process is not None and not process.connected:
+            process.connected = True
+            if self.is_member(process):
+                self.cluster.returned(name, self.now)
+                self.settle()
+
+    @rule(name=st.sampled_from(NAMES))
+    def probe(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is not None:
+            self.cluster.probed(name, process.incarnation, self.now, refused=not process.alive)
+            self.settle()
+
+    # What workers do.
+
+    @rule(name=st.sampled_from(NAMES))
+    def answer(self, name: str) -> None:
+        """Do the next thing that an attempt wants of a worker."""
+        process = self.living(name)
+        attempt = self.cluster.attempt
+        if process is None or attempt is None or name not in attempt.target or not process.connected:
+            return
+        if not self.is_member(process):
+            return
+        if process.answered < attempt.number:
+            process.brought = process.holds_state
+            stop = Stop(process.step, process.holds_state, process.holds_state and process.finished, 0, 0.1, 32)
+            self.cluster.stopped(name, process.incarnation, attempt.number, stop, self.now)
+            if self.settle():
+                process.answered = attempt.number
+                process.world = process.world if self.cluster.attempt is None else 0
+        elif attempt.stage is Stage.SYNCHRONISING and name in attempt.behind:
+            source = self.processes[attempt.source]
+            if not source.alive:
+                return
+            before = process.step, process.finished, process.holds_state
+            process.step, process.finished, process.holds_state = attempt.step, False, True
+            self.cluster.ready(name, process.incarnation, attempt.number, self.now)
+            if not self.settle():
+                process.step, process.finished, process.holds_state = before
+
+    @rule()
+    def answer_all(self) -> None:
+        for name in NAMES * 2:
+            self.answer(name)
+
+    @rule(name=st.sampled_from(NAMES), leaves=st.booleans())
+    def go_while_the_others_answer(self, name: str, leaves: bool) -> None:
+        if self.cluster.attempt is None:
+            self.want("rescale", "a test")
+        self.answer(name)
+        if leaves:
+            self.leave(name, done=False)
+        else:
+            self.kill(name, told=True)
+        self.answer_all()
+
+    @rule(heard=st.sets(st.sampled_from(NAMES)), finished=st.booleans())
+    def train(self, heard: set[str], finished: bool) -> None:
+        """All finish a step, and these hear that it is committed; or one does not finish it, and nobody hears that."""
+        world = [self.processes.get(worker.id) for worker in self.cluster.topology.workers]
+        members = [process for process in world if process is not None]
+        able = all(self.trains(process) for process in members) and len(members) == len(world)
+        if not able or not members or self.phase is not Phase.RUNNING or self.cluster.paused:
+            return
+        if not finished:
+            for process in members[1:]:
+                process.finished = True
+            return
+        # The first is the one that the others hear it from.
+        hear = {members[0].name} | (heard & {process.name for process in members})
+        for process in members:
+            if process.name in hear:
+                process.step += 1
+            else:
+                process.finished = True
+        self.committed = max(self.committed, members[0].step)
+
+    @rule(name=st.sampled_from(NAMES), by_pulse=st.booleans())
+    def beat(self, name: str, by_pulse: bool) -> None:
+        process = self.living(name)
+        if process is None:
+            return
+        if by_pulse:
+            self.cluster.pulse(name, process.incarnation, process.step, process.step, 1.0, self.now)
+        elif process.connected:
+            self.cluster.heartbeat(name, process.incarnation, process.step, process.step, self.now)
+        self.settle()
+
+    @rule(name=st.sampled_from(NAMES), peer=st.sampled_from([*NAMES, ""]), back=st.integers(0, 1))
+    def complain(self, name: str, peer: str, back: int) -> None:
+        """A worker says that it does not reach another one; it may be wrong, or late."""
+        process = self.living(name)
+        if process is not None and process.connected:
+            generation = self.cluster.generation - back
+            why = f"{peer} is away"
+            self.cluster.trouble(name, process.incarnation, generation, self.now, peer=peer, why=why)
+            self.settle()
+
+    @rule(name=st.sampled_from(NAMES), back=st.integers(1, 2))
+    def answer_an_older_attempt(self, name: str, back: int) -> None:
+        process = self.living(name)
+        if process is None:
+            return
+        number, stop = self.cluster.attempts - back, Stop(0, holds_state=False)
+        known = process.incarnation
+        assert refused(lambda: self.cluster.stopped(name, known, number, stop, self.now)) == "attempt_over"
+        assert refused(lambda: self.cluster.ready(name, known, number, self.now)) == "attempt_over"
+        assert not self.cluster.out
+
+    @rule(name=st.sampled_from(NAMES))
+    def a_former_life_speaks(self, name: str) -> None:
+        """What an earlier process under the name says changes nothing."""
+        process = self.processes.get(name)
+        if process is None or process.life == 1 or not self.is_member(process):
+            return
+        earlier = incarnation(name, process.life - 1)
+        self.cluster.leave(name, earlier, self.now, reason="", done=True, step=10**6)
+        self.cluster.died(name, earlier, self.now, "it ended")
+        self.cluster.heartbeat(name, earlier, 10**6, 10**6, self.now)
+        self.cluster.pulse(name, earlier, 10**6, 10**6, 1.0, self.now)
+        self.cluster.trouble(name, earlier, self.cluster.generation, self.now, peer="", why="")
+        self.cluster.probed(name, earlier, self.now, refused=True)
+        assert not self.cluster.out
+
+    # What operators do.
+
+    @rule(name=st.sampled_from(NAMES), evict=st.booleans(), reason=st.sampled_from(["", "maintenance"]))
+    def send_away(self, name: str, evict: bool, reason: str) -> None:
+        act = self.cluster.evict if evict else self.cluster.drain
+        is_known = name in self.cluster.members
+        assert refused(lambda: act(name, self.now, reason)) == ("" if is_known else "worker_unknown")
+        self.settle()
+
+    @rule(what=st.sampled_from(["pause", "resume", "rescale"]), reason=st.sampled_from(["", "a test"]))
+    def want(self, what: str, reason: str) -> None:
+        act = {"pause": self.cluster.pause, "resume": self.cluster.resume, "rescale": self.cluster.rescale}[what]
+        expected = "job_over" if self.cluster.over else ""
+        if what == "rescale" and not self.cluster.over and not self.cluster.members:
+            expected = "workers_none"
+        assert refused(lambda: act(self.now, reason)) == expected
+        self.settle()
+
+    @rule(chance=st.integers(0, 30))
+    def abort(self, chance: int) -> None:
+        if chance == 30:
+            is_done = self.phase is Phase.COMPLETED
+            assert refused(lambda: self.cluster.abort(self.now, "")) == ("phase_wrong" if is_done else "")
+            self.settle()
+
+    # Time, and what happens to the daemon.
+
+    @rule(seconds=st.sampled_from([0.05, 0.3, 2.0, 4.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        """The daemon works, and those who are connected are heard."""
+        self.pass_time(seconds)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 1_000.0]))
+    def sleep(self, seconds: float) -> None:
+        """The daemon does not get its turn for so long."""
+        self.hear_all()
+        self.time += seconds
+        heard = {name for name, process in self.processes.items() if process.alive and process.connected}
+        self.tick()
+        for fact in self.newest:
+            if isinstance(fact, WorkerFailed) and fact.worker_id in heard:
+                assert "was heard" not in fact.reason, "a daemon that did not listen heard nobody"
+
+    @rule()
+    def crash(self) -> None:
+        """The daemon dies; what it has said is stored, and everybody has to come back."""
+        self.reload()
+
+    @rule()
+    def let_the_store_fail(self) -> None:
+        """What is decided next will not have happened."""
+        self.store_fails = True
+
+    @precondition(lambda self: self.cluster.members)
+    @rule(least=st.integers(1, 3), most=st.sampled_from([3, 5, 100]))
+    def change_settings(self, least: int, most: int) -> None:
+        self.cluster.configure({**self.cluster.settings, "min_workers": least, "max_workers": most})
+        self.cluster.out.cluster = True
+        self.settle()
+
+    # What has to be so.
+
+    def settle(self) -> bool:
+        """Store and tell what has come out; False when the store failed, and nothing of it has happened."""
+        if self.store_fails and self.cluster.out:
+            self.store_fails = False
+            self.reload()
+            return False
+        for key, value in writes(self.cluster).items():
+            if value is None:
+                self.stored.pop(key, None)
+            else:
+                self.stored[key] = value
+        out = self.cluster.out
+        self.cluster.known = self.cluster.known or bool(self.stored)
+        self.cluster.out = type(out)()
+        self.newest = out.facts
+        for fact in out.facts:
+            self.hear(fact)
+        return True
+
+    newest: list[Fact] = []  # noqa: RUF012 - replaced, never changed
+
+    def hear(self, fact: Fact) -> None:
+        reason = getattr(fact, "reason", "a fact without one")
+        assert reason.strip(), f"{fact} does not say why"
+        if self.told.over:
+            assert not isinstance(fact, RescaleStarted | RescaleCompleted | RescaleAborted | WorkerJoined)
+        match fact:
+            case RescaleStarted():
+                self.hear_start(fact)
+            case RescaleSynchronising():
+                assert self.told.attempt is not None
+                assert fact.attempt == self.told.attempt.attempt
+            case RescaleAborted():
+                # The daemon that had begun it may have died.
+                assert fact.attempt == self.told.attempts
+                self.told.attempt = None
+            case RescaleCompleted():
+                self.hear_commit(fact)
+            case JobCompleted() | JobAborted():
+                assert not self.told.over
+                self.told.over = True
+            case WorkerFailed():
+                ranks = {worker.id: rank for rank, worker in enumerate(self.told.topology.workers)}
+                assert fact.rank in {-1, ranks.get(fact.worker_id, -1)}
+            case _:
+                pass
+
+    def hear_start(self, fact: RescaleStarted) -> None:
+        assert fact.attempt == self.told.attempts + 1
+        self.told.attempts = fact.attempt
+        self.told.attempt = fact
+        survivors = len(self.told.topology.workers) - len(fact.removed)
+        assert fact.world_size == survivors + len(fact.added)
+        assert self.cluster.config.min_workers <= fact.world_size
+        assert not fact.added or fact.world_size <= self.cluster.config.max_workers
+
+    def hear_commit(self, fact: RescaleCompleted) -> None:
+        started, told = self.told.attempt, self.told
+        assert started is not None
+        assert (fact.attempt, fact.added, fact.removed) == (started.attempt, started.added, started.removed)
+        old = [worker.id for worker in told.topology.workers]
+        told.topology = told.topology.apply(fact.delta)
+        new = tuple(worker.id for worker in told.topology.workers)
+        assert told.topology.epoch == fact.delta.base_epoch + 1
+        assert told.topology.epoch not in told.worlds, "one world per generation"
+        told.worlds[told.topology.epoch] = new
+        assert len(set(new)) == len(new) == started.world_size
+        assert new == assign_ranks(old, set(old) - set(fact.removed), fact.added)
+        sizes = {RescaleType.SCALE_UP: len(new) > len(old), RescaleType.SCALE_DOWN: len(new) < len(old)}
+        assert sizes.get(fact.type, len(new) == len(old))
+        for name in new:
+            process = self.processes[name]
+            assert process.answered == fact.attempt or process.name == self.answering(fact.attempt)
+        if any(self.processes[name].brought for name in new):
+            assert fact.step >= self.committed, "what was committed is not taken back"
+        # Where nobody is left who has it, there is nothing to go on from.
+        self.committed = fact.step
+        for name in new:
+            process = self.processes[name]
+            process.step, process.finished, process.holds_state = fact.step, False, True
+            process.world, process.answered = told.topology.epoch, fact.attempt
+        told.attempt = None
+
+    def answering(self, number: int) -> str:
+        """Who is just answering an attempt, by which it has succeeded."""
+        late = [process.name for process in self.processes.values() if process.answered != number]
+        behind = [name for name in late if name in self.told.worlds[self.told.topology.epoch]]
+        return behind[0] if len(behind) == 1 else ""
+
+    @invariant()
+    def what_was_told_is_what_is(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        cluster = self.cluster
+        assert cluster.topology.workers == self.told.topology.workers
+        assert cluster.generation == self.told.topology.epoch == len(self.told.worlds)
+        assert list(cluster.world) == [worker.id for worker in cluster.topology.workers]
+        assert cluster.over == self.told.over
+        assert (cluster.phase is Phase.RESCALING) or cluster.attempt is None
+        if cluster.attempt is not None:
+            missing = set(cluster.attempt.target) - cluster.members.keys()
+            assert not missing or cluster._is_doomed, "an attempt waits for somebody who is not there"
+        if self.phase is Phase.RUNNING and cluster.attempt is None:
+            gone = set(cluster.world) - {member.id for member in cluster.members.values() if cluster.holds(member)}
+            assert not gone or cluster._is_doomed, "a world trains on without somebody"
+
+    @invariant()
+    def what_is_stored_is_what_is(self) -> None:
+        if not hasattr(self, "cluster") or self.cluster.out or not self.stored:
+            return
+        other = restored(JOB, sorted(self.stored.items()), self.now)
+        assert other is not None
+        ours = self.cluster
+        for name in ("settings", "key", "phase", "paused", "topology", "world", "attempts", "failures", "why", "base"):
+            assert getattr(other, name) == getattr(ours, name), name
+        assert (other.failures_in_a_row, other.failed_at_step) == (ours.failures_in_a_row, ours.failed_at_step)
+        assert (other.reason, other.members.keys()) == (ours.reason, ours.members.keys())
+        assert list(other.world) == list(ours.world)
+        for member in ours.members.values():
+            twin = other.members[member.id]
+            for field_name in ("worker", "incarnation", "client", "joined_at", "leaving", "attributes"):
+                assert getattr(twin, field_name) == getattr(member, field_name)
+
+    @invariant()
+    def the_daemon_can_rest(self) -> None:
+        if hasattr(self, "cluster"):
+            self.tick()
+
+    def teardown(self) -> None:
+        """Nothing more goes wrong: the job comes to rest."""
+        if not hasattr(self, "cluster"):
+            return
+        self.store_fails = False
+        if self.cluster.paused and not self.cluster.over:
+            self.cluster.resume(self.now, "")
+            self.settle()
+        end = self.time + SETTLED_WITHIN_S
+        while self.time < end and not self.at_rest():
+            for name in NAMES:
+                self.mend_connection(name)
+            self.answer_all()
+            self.pass_time(0.5)
+        assert self.at_rest(), f"{self.phase} for ever: {self.cluster.reason}"
+
+    def at_rest(self) -> bool:
+        cluster = self.cluster
+        if cluster.over:
+            return True
+        alive = [process for process in self.processes.values() if process.alive and self.is_member(process)]
+        if len(alive) != len(cluster.members):
+            return False
+        willing = sum(cluster.holds(member) or member.leaving is None for member in cluster.members.values())
+        enough = willing >= cluster.config.min_workers
+        if self.phase is Phase.RUNNING:
+            taken_in = sum(process.world == cluster.generation for process in alive)
+            full = len(cluster.world) >= cluster.config.max_workers
+            return taken_in == len(cluster.world) and (willing == taken_in or full or not enough)
+        return self.phase in {Phase.FORMING, Phase.WAITING} and not enough
+
+    # Small things.
+
+    def tick(self) -> None:
+        self.cluster.tick(self.now)
+        assert self.cluster.due_at() > self.time, "the service would never rest"
+        self.settle()
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.time + seconds
+        while self.time < end:
+            self.time = min(end, self.time + SCAN_INTERVAL_S, max(self.time, self.cluster.due_at()))
+            self.hear_all()
+            self.tick()
+
+    def hear_all(self) -> None:
+        for process in self.processes.values():
+            if process.alive and process.connected:
+                self.cluster.heartbeat(process.name, process.incarnation, process.step, process.step, self.now)
+        self.settle()
+
+    def reload(self) -> None:
+        self.time += 0.1
+        found = restored(JOB, sorted(self.stored.items()), self.now)
+        self.cluster = found or Cluster(JOB, self.cluster.settings)
+        for process in self.processes.values():
+            process.connected = False
+
+    def living(self, name: str) -> Process | None:
+        process = self.processes.get(name)
+        return process if process is not None and process.alive else None
+
+    def is_member(self, process: Process) -> bool:
+        member = self.cluster.members.get(process.name)
+        return member is not None and member.incarnation == process.incarnation
+
+    def trains(self, process: Process) -> bool:
+        return (
+            process.alive
+            and process.world == self.cluster.generation
+            and not process.finished
+            and self.is_member(process)
+        )
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=200,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

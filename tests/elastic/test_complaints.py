@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from forged.elastic.complaints import Complaints
+
+
+def said(*pairs: str, generation: int = 1) -> Complaints:
+    complaints = Complaints()
+    for pair in pairs:
+        complaints.add(pair[0], pair[1], generation)
+    return complaints
+
+
+def by_alphabet(worker: str) -> int:
+    return ord(worker)
+
+
+def test_at_first_nobody_complains() -> None:
+    complaints = Complaints()
+    assert complaints.worlds == 0
+    assert complaints.about("a", 0) == ""
+    assert complaints.worst(by_alphabet) is None
+
+
+def test_a_complaint_is_about_one_worker_in_one_world() -> None:
+    complaints = said("ba", generation=4)
+    assert complaints.about("a", 4) == "b"
+    assert complaints.about("b", 4) == ""
+    assert complaints.about("a", 5) == ""
+
+
+def test_worlds_are_counted_once_however_many_complain() -> None:
+    complaints = said("ba", "ca", "da")
+    assert complaints.worlds == 1
+    complaints.add("b", "a", 2)
+    assert complaints.worlds == 2
+
+
+def test_whom_most_are_at_odds_with_is_the_worst() -> None:
+    assert said("ba", "ca", "da").worst(by_alphabet) == "a"
+    assert said("ab", "ac", "ad").worst(by_alphabet) == "a"
+
+
+def test_of_two_who_name_each_other_the_higher_rank_is_the_worse() -> None:
+    assert said("ab", "ba").worst(by_alphabet) == "b"
+    assert said("ab").worst(by_alphabet) == "b"
+
+
+def test_the_same_complaint_again_makes_nobody_worse() -> None:
+    complaints = said("ba", "ab", "cb")
+    complaints.add("a", "b", 2)
+    complaints.add("b", "a", 3)
+    assert complaints.worst(by_alphabet) == "b"
+
+
+def test_who_is_gone_has_said_nothing_and_nothing_was_said_of_it() -> None:
+    complaints = said("ba", "cb", "cd")
+    complaints.forget("b")
+    assert complaints.about("a", 1) == ""
+    assert complaints.about("b", 1) == ""
+    assert complaints.about("d", 1) == "c"
+
+
+def test_when_all_is_well_everything_is_forgotten() -> None:
+    complaints = said("ba")
+    complaints.clear()
+    complaints.clear()
+    assert (complaints.worlds, complaints.about("a", 1)) == (0, "")

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.members import PULSE_INTERVAL_S, PULSES_MISSED_MAX, Member, death_of
+from tests.elastic.play import incarnation, worker_of
+
+CONFIG = ElasticTrainingConfig(worker_heartbeat_timeout_ms=10_000, reconnect_grace_ms=15_000)
+AT = 100.0
+
+
+def member(**more: float | None) -> Member:
+    found = Member(worker_of("a"), incarnation("a"), b"client", 0.0)
+    found.seen_at = AT
+    for name, value in more.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize("source", ["seen_at", "heard_at", "pulse_at"])
+def test_any_sign_of_life_keeps_it_alive_for_the_timeout(source: str) -> None:
+    found = member(**{source: AT + 5})
+    assert death_of(found, CONFIG, AT + 14.9) is None
+    assert death_of(found, CONFIG, AT + 15.0) == "neither its library nor its pulse was heard for 10.0 s"
+
+
+def test_a_pulse_speaks_for_a_library_that_is_silent() -> None:
+    found = member(heard_at=AT, pulse_at=AT + 60)
+    assert death_of(found, CONFIG, AT + 69) is None
+
+
+def test_without_a_connection_it_has_its_grace_although_it_is_silent() -> None:
+    found = member(lost_at=AT + 9)
+    assert death_of(found, CONFIG, AT + 23.9) is None
+    assert death_of(found, CONFIG, AT + 24) == "its connection was lost 15.0 s ago and did not come back"
+
+
+def test_a_pulse_gives_no_more_than_the_grace() -> None:
+    found = member(lost_at=AT, pulse_at=AT + 15)
+    assert death_of(found, CONFIG, AT + 15) == "its connection was lost 15.0 s ago and did not come back"
+
+
+def test_a_grace_of_nothing_is_over_at_once() -> None:
+    assert death_of(member(lost_at=AT), ElasticTrainingConfig(reconnect_grace_ms=0), AT) is not None
+
+
+def test_a_pulse_counts_as_long_as_few_of_its_words_are_missing() -> None:
+    assert not member().has_pulse(AT)
+    found = member(pulse_at=AT)
+    assert found.has_pulse(AT + PULSES_MISSED_MAX * PULSE_INTERVAL_S - 0.01)
+    assert not found.has_pulse(AT + PULSES_MISSED_MAX * PULSE_INTERVAL_S)
+
+
+def test_only_what_is_further_is_progress() -> None:
+    found = member()
+    assert found.hear(AT + 1, step=5, marks=50)
+    assert not found.hear(AT + 2, step=5, marks=50)
+    assert not found.hear(AT + 3, step=4, marks=50)
+    assert (found.step, found.marks, found.progress_at) == (5, 50, AT + 1)
+    assert found.hear(AT + 4, step=5, marks=51)
+    assert found.hear(AT + 5, step=6, marks=0)
+    assert (found.step, found.marks, found.progress_at) == (6, 51, AT + 5)
+
+
+def test_what_nobody_could_have_heard_is_held_against_nobody() -> None:
+    found = member(heard_at=AT + 1, pulse_at=AT + 2, progress_at=AT, lost_at=AT + 3)
+    found.forgive(20.0, AT + 23)
+    assert (found.seen_at, found.heard_at, found.pulse_at) == (AT + 20, AT + 21, AT + 22)
+    assert (found.progress_at, found.lost_at) == (AT + 20, AT + 23)
+
+
+def test_nothing_is_forgiven_in_advance() -> None:
+    found = member(heard_at=AT + 19)
+    found.forgive(20.0, AT + 20)
+    assert (found.heard_at, found.pulse_at, found.lost_at) == (AT + 20, None, None)

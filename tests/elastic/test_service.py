@@ -1,0 +1,824 @@
+"""The coordinator on the bus, with a store that may fail and a daemon that may die."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.messages import (
+    AbortJob,
+    ClusterView,
+    DrainWorker,
+    EvictWorker,
+    JobAborted,
+    JobCompleted,
+    JobWaiting,
+    JoinJob,
+    ListWorkers,
+    PauseJob,
+    PlanRescale,
+    Pulse,
+    ReadTopology,
+    ReportDeath,
+    ReportTrouble,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleJob,
+    RescaleStarted,
+    RescaleSynchronising,
+    ResumeJob,
+    ShowCluster,
+    ShowWorker,
+    WorkerFailed,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+)
+from forged.elastic.phases import Phase
+from forged.elastic.records import PREFIX
+from forged.elastic.service import ATTRIBUTES_MAX, PART_MAX, PROBES_MAX
+from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
+from forged.jobs.model import ChangeJob, CreateJob, RemoveJob, ShowJob
+from forged.ledger import read_all
+from forged.messages import Call, Fence, Nothing
+from forged.store.port import OPERATIONS_MAX, Store
+from tests.elastic.play import JOB, incarnation, worker_of
+from tests.elastic.stage import Crew, Stage, a_stage
+from tests.spine import OPERATOR, virtual
+from tests.troubled_store import TroubledStore, full
+
+PATIENT = {"failure_tolerance_percentage": 100, "max_consecutive_failures": 100_000}
+
+
+async def keys(store: Store) -> list[str]:
+    return [entry.key for entry in await read_all(store, PREFIX)]
+
+
+def world(stage: Stage) -> list[str]:
+    return [worker.id for worker in stage.service.clusters[JOB].topology.workers]
+
+
+# What follows from what.
+
+
+@virtual
+async def test_the_first_world_follows_from_its_first_worker() -> None:
+    async with a_stage() as stage:
+        await stage.form("a", "b")
+        assert stage.told() == [
+            "WorkerJoined",
+            "WorkerJoined",
+            "RescaleStarted",
+            "RescaleSynchronising",
+            "RescaleCompleted",
+        ]
+        assert stage.cause(RescaleStarted) == "WorkerJoined a"
+        assert stage.cause(RescaleSynchronising) == "RescaleStarted 1"
+        assert stage.cause(RescaleCompleted) == "RescaleStarted 1"
+
+
+@virtual
+async def test_a_rescale_follows_from_the_failure_that_made_it_necessary() -> None:
+    async with a_stage() as stage:
+        _, b, c, _ = await stage.form("a", "b", "c", "d", **PATIENT)
+        await c.ask(ReportDeath(JOB, "c", c.incarnation))
+        await b.leave(failed=True)
+        await stage.wait(0.1)
+        assert stage.cause(RescaleStarted) == "WorkerFailed c"
+
+
+@virtual
+async def test_an_attempt_that_has_to_begin_again_follows_from_what_broke_it() -> None:
+    async with a_stage() as stage:
+        _, b, c, _ = await stage.form("a", "b", "c", "d", **PATIENT)
+        await c.leave(failed=True)
+        await stage.wait(0.1)
+        await b.leave(reason="lunch")
+        await stage.wait(0.1)
+        assert stage.cause(RescaleAborted) == stage.cause(RescaleStarted) == "WorkerLeft b"
+        assert stage.facts(RescaleStarted)[-1].attempt == 3
+
+
+@virtual
+async def test_a_failure_behind_a_complaint_is_the_cause_and_the_complaint_the_first_reason() -> None:
+    async with a_stage() as stage:
+        a, b, _ = await stage.form("a", "b", "c", **PATIENT)
+        await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1, "", "no answer"))
+        await b.leave(failed=True)
+        await stage.wait(0.1)
+        assert stage.cause(RescaleStarted) == "WorkerFailed b"
+        assert stage.facts(RescaleStarted)[-1].reason.startswith("a cannot go on: no answer; b failed")
+
+
+@virtual
+async def test_a_window_that_is_cut_short_is_followed_by_a_rescale_with_its_cause() -> None:
+    async with a_stage() as stage:
+        await stage.start("a", "b", max_workers=2)
+        assert stage.told() == ["WorkerJoined", "WorkerJoined", "RescaleStarted"]
+        assert stage.cause(RescaleStarted) == "WorkerJoined a"
+
+
+@virtual
+async def test_who_joined_during_a_rescale_is_the_cause_of_the_next_one() -> None:
+    async with a_stage() as stage:
+        await stage.form("a")
+        await stage.spine.bus.ask(RescaleJob(JOB))
+        await stage.start("b")
+        await stage.agree()
+        assert world(stage) == ["a"]
+        await stage.wait(31.0)
+        assert stage.cause(RescaleStarted) == "WorkerJoined b"
+
+
+@virtual
+async def test_the_end_of_a_job_follows_from_what_ended_it() -> None:
+    async with a_stage() as stage:
+        a, _ = await stage.form("a", "b", max_consecutive_failures=1)
+        await a.leave(failed=True)
+        await stage.spine.settle()
+        assert stage.told()[-2:] == ["WorkerFailed", "JobAborted"]
+        assert stage.cause(JobAborted) == "WorkerFailed a"
+    async with a_stage() as stage:
+        a, _ = await stage.form("a", "b")
+        await a.leave(done=True, step=9)
+        await stage.spine.settle()
+        assert stage.cause(JobCompleted) == "WorkerLeft a"
+
+
+@virtual
+async def test_a_job_that_has_to_wait_says_over_whom() -> None:
+    async with a_stage() as stage:
+        a, _ = await stage.form("a", "b", min_workers=2)
+        await a.leave(reason="lunch")
+        await stage.wait(0.1)
+        assert stage.cause(JobWaiting) == "WorkerLeft a"
+
+
+@virtual
+async def test_every_fact_is_marked_with_job_and_generation_and_lies_behind_its_cause() -> None:
+    async with a_stage() as stage:
+        a, _ = await stage.form("a", "b")
+        await a.leave(failed=True)
+        await stage.wait(0.1)
+        await stage.agree()
+        records = [record for record in stage.records() if record.type != "JobCreated"]
+        assert {record.job for record in records} == {JOB}
+        assert [record.generation for record in records] == sorted(record.generation for record in records)
+        assert stage.last(RescaleCompleted).generation == 2
+        assert all(record.cause < record.id for record in records)
+        assert all(one.id < next_one.id for one, next_one in pairwise(records))
+
+
+# Many at once.
+
+
+@virtual
+async def test_a_thousand_workers_that_fail_at_once_are_all_told_and_all_deleted() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        names = [f"w{number:04}" for number in range(1_000)]
+        await stage.form(*names, **PATIENT)
+        assert len(world(stage)) == 1_000
+        store.batches.clear()
+        stage.silent.update(names)
+        await stage.wait(12.0)
+        assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == names
+        assert stage.told()[-1] == "JobWaiting"
+        assert stage.cause(JobWaiting) == "WorkerFailed w0000"
+        assert not [key for key in await keys(store) if "/member/" in key]
+        transactions = [transaction for batch in store.batches for transaction in batch]
+        sizes = [len(transaction.puts) + len(transaction.deletes) for transaction in transactions]
+        assert max(sizes) < OPERATIONS_MAX
+        assert len(transactions) >= 1_000 / PART_MAX
+
+
+@virtual
+async def test_a_large_decision_tells_of_a_world_in_the_transaction_that_keeps_it() -> None:
+    """Without synchronising, a hundred failures and the world without them are one decision."""
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        names = [f"w{number:03}" for number in range(200)]
+        settings = {"use_synchronous_rescaling": False, "failure_window_ms": 0, **PATIENT}
+        await stage.start(*names, **settings)
+        await stage.wait(31.0)
+        stage.silent.update(names[100:])
+        store.batches.clear()
+        await stage.wait(12.0)
+        assert world(stage) == names[:100]
+        puts = [transaction.puts for batch in store.batches for transaction in batch]
+        telling = [put for put in puts if any(b"RescaleCompleted" in value for value in put.values())]
+        assert len(telling) == 1
+        assert {f"{PREFIX}{JOB}/world", f"{PREFIX}{JOB}/cluster"} <= telling[0].keys()
+
+
+# A store that fails.
+
+
+@virtual
+async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        a, b, c = await stage.form("a", "b", "c", **PATIENT)
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await a.ask(PauseJob(JOB))
+        with pytest.raises(Unavailable):
+            await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1))
+        stage.addresses.dead.add("b")
+        b.lose()
+        c.lose()
+        await stage.wait(5.0)
+        c.come_back()
+        assert stage.told()[-1] == "RescaleCompleted"
+        assert (await a.ask(ShowCluster(JOB))).paused is False
+        store.commit_error = None
+        await stage.wait(3.0)
+        assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == ["b"]
+        await stage.agree(5)
+        assert world(stage) == ["a", "c"]
+
+
+@virtual
+async def test_nobody_is_failed_for_the_time_in_which_nothing_could_be_written() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        (a, _) = await stage.form("a", "b")
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await a.ask(PauseJob(JOB))
+        await stage.wait(600.0)
+        store.commit_error = None
+        await stage.wait(60.0)
+        assert not stage.records(WorkerFailed, WorkerLost)
+        assert world(stage) == ["a", "b"]
+
+
+@virtual
+async def test_a_commit_that_fails_is_told_to_nobody_and_the_rescale_begins_again() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        a, b = await stage.start("a", "b")
+        await stage.wait(31.0)
+        await a.stop(1, holds_state=False)
+        await b.stop(1, holds_state=False)
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await b.ready(1)
+        assert not stage.records(RescaleCompleted)
+        assert stage.service.generation(JOB) == 0
+        store.commit_error = None
+        await stage.wait(3.0)
+        with pytest.raises((RequestRefused, Unavailable)):
+            await b.ready(1)
+        started = stage.facts(RescaleStarted)[-1]
+        assert started.attempt == 2
+        await stage.agree()
+        assert [record.generation for record in stage.records(RescaleCompleted)] == [1]
+
+
+@virtual
+async def test_a_worker_that_joined_into_a_failing_store_has_not_joined() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        await stage.form("a")
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await stage.start("b")
+        store.commit_error = None
+        await stage.wait(2.0)
+        assert list(stage.service.clusters[JOB].members) == ["a"]
+        await stage.crew["b"].join()
+        assert list(stage.service.clusters[JOB].members) == ["a", "b"]
+
+
+# A daemon that dies.
+
+
+@virtual
+async def test_workers_come_back_to_another_daemon_without_a_rescale() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        crew = await stage.form("a", "b")
+        key = (await crew[0].join()).peer_key
+    async with a_stage(store) as other:
+        await other.wait(3.0)
+        for worker in crew:
+            worker.stage = other
+            worker.come_back()
+            other.crew[worker.name] = worker
+        await other.wait(60.0)
+        assert other.records(RescaleStarted)[-1].id < other.records(RescaleCompleted)[-1].id
+        assert len(other.records(RescaleCompleted)) == 1
+        assert not other.records(WorkerFailed, WorkerLost)
+        joined = await crew[1].join()
+        assert (joined.generation, joined.peer_key, joined.topology.world_size) == (1, key, 2)
+
+
+@virtual
+async def test_who_is_there_before_the_state_is_read_is_connected() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        crew = await stage.form("a", "b")
+        stage.spine.ledger.taint(Unavailable("reloading", "a test", ""))
+        await stage.wait(60.0)
+        assert all(member.connected for member in stage.service.clusters[JOB].members.values())
+        assert not stage.records(WorkerFailed, WorkerLost)
+        assert len(crew) == 2
+
+
+@virtual
+async def test_a_daemon_that_died_over_a_rescale_completes_it_under_another_number() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        crew = await stage.start("a", "b")
+        await stage.wait(31.0)
+        await crew[0].stop(1, holds_state=False)
+    async with a_stage(store) as other:
+        for worker in crew:
+            worker.stage = other
+            worker.come_back()
+            other.crew[worker.name] = worker
+        await other.wait(1.0)
+        with pytest.raises(RequestRefused):
+            await crew[1].stop(1, holds_state=False)
+        completed = await other.agree()
+        assert (completed.attempt, completed.delta.epoch) == (2, 1)
+
+
+@virtual
+async def test_trouble_that_was_acknowledged_is_not_forgotten_by_the_next_daemon() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        crew = await stage.form("a", "b")
+        await crew[0].ask(ReportTrouble(JOB, "a", crew[0].incarnation, 1, "b", "no answer"))
+    async with a_stage(store) as other:
+        for worker in crew:
+            worker.stage = other
+            worker.come_back()
+            other.crew[worker.name] = worker
+        await other.wait(1.0)
+        assert other.facts(RescaleStarted)[-1].reason == "a cannot go on: no answer"
+
+
+# Connections.
+
+
+@virtual
+async def test_a_lost_connection_is_told_and_so_is_its_return() -> None:
+    async with a_stage() as stage:
+        a, _ = await stage.form("a", "b")
+        a.lose()
+        await stage.wait(3.0)
+        a.come_back()
+        await stage.wait(60.0)
+        assert stage.told()[-2:] == ["WorkerLost", "WorkerReturned"]
+
+
+@virtual
+async def test_the_client_of_one_that_left_has_nothing_to_do_with_who_comes_under_its_id() -> None:
+    async with a_stage() as stage:
+        (old,) = await stage.start("a")
+        await old.leave()
+        new = stage.worker("a", life=2)
+        await new.join()
+        old.lose()
+        await stage.wait(20.0)
+        assert "WorkerLost" not in stage.told()
+        assert stage.service.clusters[JOB].members["a"].connected
+        new.lose()
+        await stage.wait(2.0)
+        assert stage.told()[-1] == "WorkerLost"
+
+
+@virtual
+async def test_a_client_that_speaks_for_several_workers_loses_all_of_them() -> None:
+    async with a_stage() as stage:
+        a, b = stage.worker("a"), stage.worker("b", job="other")
+        await a.join()
+        b.client = a.client
+        b._number = 10
+        await b.join()
+        a.lose()
+        assert not stage.service.clusters[JOB].members["a"].connected
+        assert not stage.service.clusters["other"].members["b"].connected
+        a.come_back()
+        assert stage.service.clusters["other"].members["b"].connected
+
+
+@virtual
+async def test_a_worker_whose_address_refuses_connections_has_failed_within_moments() -> None:
+    async with a_stage() as stage:
+        a, b = await stage.form("a", "b")
+        stage.addresses.dead.add("b")
+        b.lose()
+        await stage.wait(0.3)
+        failed = stage.facts(WorkerFailed)[-1]
+        assert failed == WorkerFailed("b", 1, "nobody listens at host-b:7000 any more")
+        assert a.name in world(stage)
+
+
+@virtual
+async def test_an_address_that_does_not_answer_is_asked_once_at_a_time() -> None:
+    async with a_stage() as stage:
+        _, b = await stage.form("a", "b", reconnect_grace_ms=60_000)
+        stage.addresses.answers = anyio.Event()
+        b.lose()
+        await stage.wait(20.0)
+        assert stage.addresses.asked == ["b"]
+        stage.addresses.answers.set()
+        await stage.wait(5.0)
+        assert len(stage.addresses.asked) >= 4
+
+
+@virtual
+async def test_only_so_many_addresses_are_asked_at_once() -> None:
+    async with a_stage() as stage:
+        names = [f"w{number}" for number in range(PROBES_MAX + 50)]
+        crew = await stage.start(*names)
+        stage.addresses.answers = anyio.Event()
+        for worker in crew:
+            worker.lose()
+        await stage.wait(5.0)
+        assert len(stage.addresses.asked) == PROBES_MAX
+        stage.addresses.answers.set()
+        await stage.wait(2.0)
+        assert set(stage.addresses.asked) == set(names)
+
+
+@virtual
+async def test_an_answer_that_comes_when_the_worker_is_another_one_is_about_nobody() -> None:
+    async with a_stage() as stage:
+        (a,) = await stage.start("a")
+        stage.addresses.answers = anyio.Event()
+        stage.addresses.dead.add("a")
+        a.lose()
+        await anyio.sleep(0.1)
+        await a.leave()
+        await stage.worker("a", life=2).join()
+        stage.addresses.answers.set()
+        await stage.wait(2.0)
+        assert not stage.records(WorkerFailed)
+
+
+# Jobs.
+
+
+@virtual
+async def test_the_first_worker_creates_the_job_and_the_others_need_not_know_its_settings() -> None:
+    async with a_stage() as stage:
+        await stage.start("a", min_workers=3)
+        assert (await stage.spine.bus.ask(ShowJob(JOB))).settings == {"min_workers": 3}
+        assert (await stage.worker("b").join()).settings == {"min_workers": 3}
+        assert (await stage.worker("c").join({"min_workers": 3})).settings == {"min_workers": 3}
+        with pytest.raises(RequestRefused) as error:
+            await stage.worker("d").join({"min_workers": 4})
+        assert error.value.code == "job_differs"
+        assert "d" not in stage.service.clusters[JOB].members
+
+
+@virtual
+async def test_a_job_that_was_there_before_is_trained_as_it_says() -> None:
+    async with a_stage() as stage:
+        await stage.spine.bus.ask(CreateJob(JOB, {"max_workers": 1, "dataset": "mine"}))
+        await stage.start("a")
+        assert stage.told()[-1] == "RescaleStarted"
+
+
+@virtual
+async def test_settings_that_nobody_can_train_with_create_no_job() -> None:
+    async with a_stage() as stage:
+        with pytest.raises(ConfigError) as error:
+            await stage.start("a", min_workers=0, max_workers=-1)
+        assert [problem.key for problem in error.value.problems] == ["min_workers", "max_workers"]
+        with pytest.raises(RequestRefused):
+            await stage.spine.bus.ask(ShowJob(JOB))
+        assert stage.service.clusters == {}
+
+
+@virtual
+async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        await stage.form("a", "b")
+        await stage.start("c")
+        job = await stage.spine.bus.ask(ShowJob(JOB))
+        await stage.spine.bus.ask(ChangeJob(JOB, {"max_workers": 3}, job.version))
+        await stage.wait(1.0)
+        assert stage.told()[-1] == "RescaleStarted"
+    async with a_stage(store) as other:
+        assert other.service.clusters[JOB].config.max_workers == 3
+
+
+@virtual
+async def test_settings_that_cannot_be_trained_with_leave_the_old_ones_in_force() -> None:
+    async with a_stage() as stage:
+        await stage.form("a")
+        await stage.spine.bus.ask(ChangeJob(JOB, {"min_workers": -1}, 1))
+        await stage.wait(1.0)
+        assert stage.told()[-1] == "HandlerFailed"
+        assert stage.service.clusters[JOB].config == ElasticTrainingConfig()
+
+
+@virtual
+async def test_nothing_is_left_of_a_job_that_was_removed() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        await stage.form(*[f"w{number}" for number in range(100)])
+        assert len(await keys(store)) == 102
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.wait(1.0)
+        assert await keys(store) == []
+        assert (stage.service.clusters, stage.service.workers) == ({}, 0)
+        with pytest.raises(RequestRefused) as error:
+            await stage.spine.bus.ask(ShowCluster(JOB))
+        assert error.value.code == "job_untrained"
+
+
+@virtual
+async def test_what_a_dead_daemon_left_of_a_removed_job_is_swept_away() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        await stage.form(*[f"w{number}" for number in range(100)])
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        store.dies = "after"
+        await anyio.sleep(1.0)
+    assert 0 < len(await keys(store)) < 102
+    store.dies = ""
+    async with a_stage(store) as other:
+        await other.wait(1.0)
+        assert await keys(store) == []
+        assert other.service.clusters == {}
+
+
+@virtual
+async def test_a_job_that_is_made_again_at_once_keeps_its_workers() -> None:
+    """Also while what was left of the one before is still being deleted."""
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        crew = await stage.start(*[f"w{number:04}" for number in range(600)])
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        while JOB in stage.service.clusters:
+            await anyio.lowlevel.checkpoint()
+        async with anyio.create_task_group() as tasks:
+            for worker in crew[:300]:
+                tasks.start_soon(worker.join)
+        await stage.wait(5.0)
+        assert len([key for key in await keys(store) if "/member/" in key]) == 300
+        assert stage.service.workers == 300
+
+
+@virtual
+async def test_who_held_the_fence_of_a_removed_job_is_below_that_of_the_next() -> None:
+    async with a_stage() as stage:
+        (a,) = await stage.form("a")
+        before = (await a.join()).fence
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.wait(1.0)
+        assert (await stage.worker("a", life=2).join()).fence > before
+
+
+@virtual
+async def test_a_commit_raises_the_fence_and_who_holds_an_older_one_is_refused() -> None:
+    async with a_stage() as stage:
+        (a,) = await stage.form("a")
+        first = (await a.join()).fence
+        await stage.spine.bus.ask(RescaleJob(JOB))
+        await stage.agree()
+        second = (await a.join()).fence
+        assert second == Fence(first.term, first.generation + 1)
+        for fence, fits in ((first, False), (second, True)):
+            call = Call(OPERATOR, "a test", fence=fence)
+            if fits:
+                await stage.spine.bus.ask(ReadTopology(JOB), call)
+            else:
+                with pytest.raises(RequestRefused) as error:
+                    await stage.spine.bus.ask(ReadTopology(JOB), call)
+                assert error.value.code == "fenced"
+
+
+@virtual
+async def test_who_registers_again_learns_where_the_job_is() -> None:
+    async with a_stage() as stage:
+        a, b = await stage.form("a", "b")
+        (c,) = await stage.start("c")
+        at_first = await c.join()
+        assert (at_first.generation, at_first.is_member, at_first.attempt) == (1, False, 0)
+        assert (at_first.synchronising, at_first.leaving, at_first.topology.world_size) == (None, None, 2)
+        await stage.spine.bus.ask(RescaleJob(JOB))
+        assert ((await a.join()).attempt, (await a.join()).synchronising) == (2, None)
+        await a.stop(2, 5)
+        await b.stop(2, 5)
+        await c.stop(2, holds_state=False)
+        assert (await c.join()).synchronising == RescaleSynchronising(2, worker_of("a"), 5, 1)
+        await c.ready(2)
+        await stage.spine.bus.ask(PauseJob(JOB))
+        await stage.spine.bus.ask(DrainWorker(JOB, "c", "maintenance"))
+        at_last = await c.join()
+        assert (at_last.generation, at_last.is_member, at_last.attempt) == (2, True, 0)
+        assert (at_last.paused, at_last.leaving, at_last.state.current_step) == (True, "maintenance", 5)
+
+
+@virtual
+async def test_jobs_have_nothing_to_do_with_each_other() -> None:
+    async with a_stage() as stage:
+        await stage.form("a", "b")
+        other = stage.worker("a", job="other")
+        assert (await other.join()).generation == 0
+        await other.leave(failed=True)
+        await stage.wait(1.0)
+        assert world(stage) == ["a", "b"]
+        assert stage.service.clusters[JOB].failures == 0
+        keys_of_jobs = {cluster.key for cluster in stage.service.clusters.values()}
+        assert len(keys_of_jobs) == 2
+
+
+# What is refused.
+
+
+@virtual
+async def test_what_a_worker_says_of_itself_has_to_make_sense() -> None:
+    async with a_stage() as stage:
+        cases: list[tuple[JoinJob, str]] = [
+            (JoinJob(JOB, worker_of("a"), b"short"), "incarnation_invalid"),
+            (JoinJob(JOB, worker_of("a/b"), incarnation("a")), "name_invalid"),
+            (JoinJob(JOB, worker_of("a", port=70_000), incarnation("a")), "worker_id_invalid"),
+            (
+                JoinJob(
+                    JOB, worker_of("a"), incarnation("a"), attributes={str(n): "" for n in range(ATTRIBUTES_MAX + 1)}
+                ),
+                "attributes_invalid",
+            ),
+            (JoinJob(JOB, worker_of("a"), incarnation("a"), attributes={"k": "v" * 10_000}), "attributes_invalid"),
+            (JoinJob("no/job", worker_of("a"), incarnation("a")), "name_invalid"),
+        ]
+        for request, code in cases:
+            with pytest.raises(RequestRefused) as error:
+                await stage.spine.bus.ask(request)
+            assert error.value.code == code
+        assert stage.service.clusters == {}
+        assert stage.told(without=()) == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"step": -1},
+        {"step": 2**60},
+        {"epoch": -1},
+        {"learning_rate": math.nan},
+        {"learning_rate": math.inf},
+        {"learning_rate": -0.1},
+        {"learning_rate": 1e300},
+        {"global_batch_size": -1},
+        {"global_batch_size": 2**62},
+    ],
+    ids=str,
+)
+def test_a_stop_where_no_training_can_be_is_refused_and_counts_for_nothing(more: dict[str, Any]) -> None:
+    @virtual
+    async def play() -> None:
+        async with a_stage() as stage:
+            (a,) = await stage.start("a", scale_batch_with_world=True)
+            await stage.wait(31.0)
+            with pytest.raises(RequestRefused) as error:
+                await a.stop(1, **({"step": 0} | more))
+            assert error.value.code == "stop_invalid"
+            assert next(iter(more)) in error.value.message
+            await a.stop(1, 0, learning_rate=0.1, global_batch_size=8)
+            assert stage.service.generation(JOB) == 1
+
+    play()
+
+
+@virtual
+async def test_a_job_that_nobody_has_joined_is_not_trained() -> None:
+    async with a_stage() as stage:
+        await stage.spine.bus.ask(CreateJob(JOB))
+        for request in (
+            ListWorkers(JOB),
+            ShowWorker(JOB, "a"),
+            ShowCluster(JOB),
+            PlanRescale(JOB, 2),
+            ReadTopology(JOB),
+            DrainWorker(JOB, "a"),
+            EvictWorker(JOB, "a"),
+            PauseJob(JOB),
+            ResumeJob(JOB),
+            AbortJob(JOB),
+            RescaleJob(JOB),
+            ReportTrouble(JOB, "a", incarnation("a"), 0),
+        ):
+            with pytest.raises(RequestRefused) as error:
+                await stage.spine.bus.ask(request)
+            assert error.value.code == "job_untrained"
+
+
+@virtual
+async def test_going_from_a_job_that_is_not_there_is_no_error() -> None:
+    async with a_stage() as stage:
+        a = stage.worker("a")
+        assert await a.leave() == Nothing()
+        assert await a.leave(failed=True) == Nothing()
+        assert await a.ask(ReportDeath(JOB, "a", a.incarnation)) == Nothing()
+        a.beat()
+        stage.spine.bus.signal(Pulse(JOB, "a", a.incarnation), Call(OPERATOR, "a test"))
+        await stage.wait(1.0)
+        assert stage.told() == []
+
+
+# What operators see and want.
+
+
+@virtual
+async def test_workers_are_listed_by_id_in_pages() -> None:
+    async with a_stage() as stage:
+        await stage.form("c", "a", "b")
+        page = await stage.spine.bus.ask(ListWorkers(JOB, limit=2))
+        assert ([view.id for view in page.workers], page.more) == (["a", "b"], True)
+        page = await stage.spine.bus.ask(ListWorkers(JOB, after="b"))
+        assert ([(view.id, view.rank) for view in page.workers], page.more) == ([("c", 0)], False)
+
+
+@virtual
+async def test_what_an_operator_asks_for_is_done() -> None:
+    async with a_stage() as stage:
+        await stage.form("a", "b", "c", **PATIENT)
+        ask = stage.spine.bus.ask
+        await ask(PauseJob(JOB, "lunch"))
+        view: ClusterView = await ask(ShowCluster(JOB))
+        assert (view.paused, view.phase, view.generation, view.world_size) == (True, Phase.RUNNING, 1, 3)
+        await ask(ResumeJob(JOB))
+        await ask(DrainWorker(JOB, "b"))
+        assert (await ask(ShowWorker(JOB, "b"))).status == "leaving"
+        await ask(EvictWorker(JOB, "c"))
+        await stage.wait(0.1)
+        assert (await ask(PlanRescale(JOB, 4))).new_world_size == 4
+        await stage.agree()
+        assert (await ask(ReadTopology(JOB))).world_size == 2
+        await ask(AbortJob(JOB, "enough"))
+        assert (await ask(ShowCluster(JOB))).phase is Phase.ABORTED
+        assert stage.told()[-2:] == ["RescaleCompleted", "JobAborted"]
+
+
+@virtual
+async def test_a_heartbeat_is_heard_and_what_it_makes_true_is_told() -> None:
+    async with a_stage() as stage:
+        a, b = await stage.form("a", "b", stall_timeout_ms=5_000)
+        for _ in range(6):
+            await anyio.sleep(1.0)
+            a.beat(still=True)
+            b.beat(still=True)
+        await anyio.sleep(0.5)
+        assert stage.told()[-1] == "WorkerStalled"
+        a.beat(step=12)
+        await anyio.sleep(0.1)
+        assert stage.told()[-1] == "WorkerRecovered"
+        assert (await stage.spine.bus.ask(ShowCluster(JOB))).state.current_step == 12
+        call = Call(OPERATOR, "a test")
+        stage.spine.bus.signal(Pulse(JOB, "a", a.incarnation, 7.5, 13), call)
+        await anyio.sleep(0.1)
+        view = await stage.spine.bus.ask(ShowWorker(JOB, "a"))
+        assert (view.cpu_s, view.step) == (7.5, 13)
+
+
+@virtual
+async def test_a_job_with_nothing_to_do_lets_the_daemon_sleep() -> None:
+    """The loop calls a livelock what spins without letting time pass."""
+    async with a_stage() as stage:
+        await stage.start("a", "b", "spare", max_workers=2)
+        await stage.agree()
+        await stage.wait(2_000.0)
+        assert stage.told()[-1] == "RescaleCompleted"
+
+
+@virtual
+async def test_a_repeated_request_is_answered_as_before_and_happens_once() -> None:
+    async with a_stage() as stage:
+        (a,) = await stage.form("a")
+        call = Call(OPERATOR, "a test", client=a.client, number=50, acknowledged=49)
+        leave = RescaleJob(JOB, "once")
+        assert await stage.spine.bus.ask(leave, call) == await stage.spine.bus.ask(leave, call)
+        assert [fact.reason for fact in stage.facts(RescaleStarted)][1:] == ["once"]
+
+
+@virtual
+async def test_who_is_refused_has_changed_nothing() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        await stage.form("a")
+        twin = stage.worker("a", life=2)
+        before = store.revision
+        with pytest.raises(ForgedError) as error:
+            await twin.join()
+        assert error.value.code == "worker_exists"
+        await stage.spine.settle()
+        assert store.revision == before
+        assert isinstance(stage.crew["a"], Crew)
+        assert not stage.records(WorkerLeft)
+        assert len(stage.records(WorkerJoined)) == 1

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.elastic.attempt import Stop
+from forged.elastic.messages import PlannedWorker, RescaleView
+from forged.elastic.model import WorkerStatus
+from forged.elastic.phases import Phase
+from forged.elastic.views import PLANNED_MAX, cluster_view, plan, worker_view
+from forged.errors import RequestRefused
+from tests.elastic.play import WINDOW_S, Play, formed
+
+
+def status(play: Play, name: str) -> WorkerStatus:
+    return worker_view(play.cluster, play.cluster.members[name], play.time).status
+
+
+def test_a_worker_is_shown_with_what_is_known_of_it() -> None:
+    play = formed("a", "b")
+    play.time += 2.0
+    play.pulse("b", step=7, cpu_s=12.5)
+    play.time += 0.5
+    view = worker_view(play.cluster, play.cluster.members["b"], play.time)
+    assert (view.id, view.job, view.rank, view.generation, view.step) == ("b", "run", 1, 1, 7)
+    assert (view.status, view.last_heartbeat_age_s, view.cpu_s) == (WorkerStatus.ACTIVE, 0.5, 12.5)
+    assert (view.address, view.connected, view.stalled) == ("host-b:7000", True, False)
+
+
+def test_who_was_never_heard_has_no_heartbeat() -> None:
+    play = Play()
+    play.join("a")
+    view = worker_view(play.cluster, play.cluster.members["a"], play.time)
+    assert (view.rank, view.last_heartbeat_age_s, view.cpu_s) == (-1, None, None)
+
+
+def test_a_worker_goes_through_its_statuses() -> None:
+    play = formed("a")
+    play.join("b")
+    assert (status(play, "a"), status(play, "b")) == (WorkerStatus.ACTIVE, WorkerStatus.JOINING)
+    play.wait(WINDOW_S)
+    assert (status(play, "a"), status(play, "b")) == (WorkerStatus.RESCALING, WorkerStatus.RESCALING)
+    play.agree()
+    assert (status(play, "a"), status(play, "b")) == (WorkerStatus.ACTIVE, WorkerStatus.ACTIVE)
+    play.cluster.drain("b", play.now, "a test")
+    assert status(play, "b") is WorkerStatus.LEAVING
+
+
+def test_a_job_is_shown_as_it_stands() -> None:
+    play = formed("a", "b", "c")
+    play.join("d")
+    play.die("b")
+    view = cluster_view(play.cluster, play.time)
+    assert (view.job, view.phase, view.paused, view.generation) == ("run", Phase.RUNNING, False, 1)
+    assert (view.world_size, view.joining, view.failures, view.rescale) == (3, 1, 1, None)
+    assert view.reason == "a, b, c joined"
+
+
+def test_a_rescale_is_shown_with_who_is_waited_for() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.wait(WINDOW_S)
+    play.time += 1.5
+    play.stop("b", stop=Stop(3, holds_state=True))
+    rescale = cluster_view(play.cluster, play.time).rescale
+    assert isinstance(rescale, RescaleView)
+    assert (rescale.attempt, rescale.stage, rescale.waiting_for) == (2, "pausing", ["a", "c"])
+    assert (rescale.added, rescale.removed, rescale.reason) == (["c"], [], "c joined")
+    assert rescale.for_s >= 1.5
+    play.stop("a", stop=Stop(3, holds_state=True))
+    play.stop("c", stop=Stop(0, holds_state=False))
+    rescale = cluster_view(play.cluster, play.time).rescale
+    assert rescale is not None
+    assert (rescale.stage, rescale.waiting_for) == ("synchronising", ["c"])
+
+
+@pytest.mark.parametrize("size", [0, -1, PLANNED_MAX + 1])
+def test_a_plan_for_an_impossible_number_is_refused(size: int) -> None:
+    with pytest.raises(RequestRefused) as error:
+        plan(formed("a").cluster, size)
+    assert error.value.code == "plan_invalid"
+
+
+def test_a_plan_names_who_would_have_which_rank_and_moves_nobody() -> None:
+    play = formed("a", "b", "c")
+    play.join("d")
+    smaller, larger = plan(play.cluster, 2), plan(play.cluster, 6)
+    assert smaller.workers == [PlannedWorker("a", 0, 0), PlannedWorker("b", 1, 1), PlannedWorker("c", 2, -1)]
+    assert [worker.id for worker in larger.workers] == ["a", "b", "c", "d", "new-1", "new-2"]
+    assert [worker.new_rank for worker in larger.workers] == [0, 1, 2, 3, 4, 5]
+    assert (smaller.moves, larger.moves) == (0, 0)
+    assert larger.remarks == ["2 workers have yet to join"]
+
+
+def test_a_plan_tells_rate_and_batch_and_changes_nothing() -> None:
+    play = Play(scale_batch_with_world=True, min_workers=2, max_workers=4)
+    play.form("a", "b", learning_rate=0.1, global_batch_size=64)
+    doubled = plan(play.cluster, 4)
+    assert (doubled.learning_rate, doubled.new_learning_rate) == (0.1, 0.2)
+    assert (doubled.global_batch_size, doubled.new_global_batch_size) == (64, 128)
+    assert plan(play.cluster, 1).remarks == ["the job would wait: min_workers is 2"]
+    assert plan(play.cluster, 5).remarks[-1] == "so many are not taken in: max_workers is 4"
+    assert not play.cluster.out
+    assert play.world == ["a", "b"]
