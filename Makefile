@@ -14,9 +14,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# Start a daemon, stream facts, kill -9 the daemon under a client that resumes.
+# Train with several processes, kill -9 one of them and the daemon, and prove that nothing was lost or done twice.
 demo: $(READY)
-	$(BIN)/python -m examples.spine_demo
+	$(BIN)/forged demo
 
 # Lint, types, import direction.
 check: $(READY)

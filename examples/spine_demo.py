@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.stage import GREEN, RED, Stage
 from forged.cli.show import duration
 from forged.client import EARLIEST, ForgedClient
+from forged.demo.processes import DaemonProcess
+from forged.demo.stage import GREEN, RED, Stage
 from forged.jobs.model import NoteAdded
 from forged.messages import Gap, Record
 from forged.status.model import DaemonStarted
@@ -31,49 +32,6 @@ STEP_PAUSE_S = 0.15
 STEPS, STEPS_QUICK = 6, 3
 BEFORE_THE_KILL, BEFORE_THE_KILL_QUICK = 2000, 200
 """Notes that are acknowledged before the daemon is killed in mid-traffic; as many are written afterwards."""
-
-
-class DaemonProcess:
-    """`forged run` as an operator starts it, on the embedded store."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.socket = directory / "forged.sock"
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    async def start(self, listen: str = "tcp://127.0.0.1:0") -> float:
-        """Start it; returns how many seconds it took until it was ready."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        places = ("--data-dir", str(self.directory), "--socket", str(self.socket), "--listen", listen)
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "forged.cli.forged", "run", *places, "--log-level", "error"),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert self._process.stdout is not None
-        if b"is ready" not in await self._process.stdout.readline():
-            raise RuntimeError("the daemon did not start; it has said why")
-        return loop.time() - began
-
-    async def kill(self) -> None:
-        """What the kernel does to it when memory is short, or an operator in a hurry: kill -9."""
-        assert self._process is not None
-        self._process.kill()
-        await self._process.communicate()
-
-    async def stop(self) -> int | None:
-        """Ask it to end, if it was started; returns its exit code."""
-        if self._process is None:
-            return None
-        if self._process.returncode is None:
-            self._process.terminate()
-        await self._process.communicate()
-        return self._process.returncode
 
 
 @dataclass

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forged.cli import install
+from forged.cli import demo, install
 from forged.cli.process import EXIT_OK, complain, run
 from forged.errors import ForgedError
 from forged.version import VERSION
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("config", type=Path, metavar="FILE")
     check.set_defaults(act=_check_config)
     install.add_parser(commands)
+    demo.add_parser(commands)
     return parser
 
 

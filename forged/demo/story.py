@@ -1,0 +1,383 @@
+"""Elastic training that survives kill -9, as a story in six acts, of which the last one is the proof.
+
+Law: what is claimed is checked, and told with the figures that were measured in this very run. Whatever ends the story,
+its processes end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from forged.cli.show import duration
+from forged.client import ForgedClient
+from forged.demo import audit
+from forged.demo.learning import BATCH, State, Task
+from forged.demo.processes import DaemonProcess, forgectl, nothing_left_behind
+from forged.demo.records import Ready
+from forged.demo.scene import Scene
+from forged.demo.stage import CYAN, DIM, GREEN, RED, Stage
+from forged.demo.train import ENOUGH, JOB, PARAMETERS
+from forged.elastic.messages import (
+    JobCompleted,
+    ListWorkers,
+    RescaleCompleted,
+    RescaleStarted,
+    WorkerFailed,
+    WorkerLeft,
+)
+from forged.errors import ConfigError, ForgedError
+
+DEADLINE_S = 120.0
+"""On a machine that is very busy."""
+ACTS = 6
+ASK_INTERVAL_S = 0.05
+TOLERANCE = 1e-9
+"""Adding up in another order moves the parameters by some 1e-14."""
+PROBLEMS_SHOWN = 5
+RUN_SHOWN = 16
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    workers: int
+    recovery_s: float | None = None
+    """From the kill of a worker until a step counts again for all others."""
+    join_s: float | None = None
+    """From the moment in which a new worker asks for a place until its first step counts."""
+    outage_s: float | None = None
+    """How long there was no daemon."""
+    outage_steps: int | None = None
+    """How many steps have come to count meanwhile."""
+    rescales: int = 0
+    steps: int = 0
+    covered: int = 0
+    """Steps that were proven to have used their whole batch once."""
+    repeated: int = 0
+    """Steps that were broken off and done again."""
+    final_loss: float | None = None
+    reference_loss: float | None = None
+    parameters_differ_by: float | None = None
+    """By how much the farthest parameter is from that of a run that nobody interrupts."""
+    problems: list[str] = field(default_factory=list)
+
+
+class Story:
+    """One run, from an empty directory to the proof."""
+
+    def __init__(self, stage: Stage, directory: Path, socket: Path, workers: int, steps: int) -> None:
+        self.outcome = Outcome(workers)
+        self._stage = stage
+        self._directory = directory
+        self._size = workers
+        self._steps = steps
+        self._some = max(1, steps // ACTS)
+        """How many steps an act takes at least."""
+        self._daemon = DaemonProcess(directory / "daemon", socket, directory / "daemon.log")
+        self._scene = Scene(stage, self._daemon, directory, self._some)
+
+    async def run(self) -> None:
+        """Tell it to its end, or to where it cannot go on; what was not right is in the outcome."""
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await self._tell()
+        except TimeoutError:
+            self._fail(f"gave up after {DEADLINE_S:g} s, waiting for {self._scene.waits_for}")
+        except ForgedError as error:
+            self._fail(error.message)
+        finally:
+            await self._end()
+
+    def _fail(self, why: str) -> None:
+        self._check("the story came to its end", [why])
+
+    async def _end(self) -> None:
+        workers = self._scene.workers.values()
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            await worker.wait()
+        await self._daemon.stop()
+
+    async def _tell(self) -> None:
+        await self._begin()
+        unix = f"unix://{self._daemon.socket}"
+        async with self._scene.watched(unix) as client:
+            (tcp,) = (await client.status()).listen
+            await self._gather(tcp)
+            await self._lose_worker()
+            await self._gain_worker(tcp)
+            await self._lose_daemon(client, tcp)
+            await self._drain_worker()
+            await self._prove()
+        self._check("asked to stop, the daemon exits with 0", [] if await self._daemon.stop() == 0 else ["it does not"])
+
+    # The acts.
+
+    async def _begin(self) -> None:
+        self._stage.step(
+            f"A daemon, and {self._size} workers who learn together",
+            "All are processes of their own. The daemon keeps its state in an embedded SQLite file; the workers run a",
+            f"script of numpy code that joins. Each step has {BATCH} samples, dealt out among whoever is there.",
+        )
+        ready_s = await self._daemon.start()
+        self._stage.remark(f"the daemon is ready after {duration(ready_s)}, as process {self._daemon.pid}")
+
+    async def _gather(self, endpoint: str) -> None:
+        for number in range(self._size):
+            await self._scene.enter(f"w{number}", endpoint, self._size)
+        await self._scene.until(lambda: len(self._scene.members) == self._size, "a world of all workers")
+        await self._train("the first steps")
+
+    async def _lose_worker(self) -> None:
+        scene = self._scene
+        hub, generation = scene.members[0], scene.topology.epoch
+        self._stage.step(
+            "kill -9 a worker in the middle of a step",
+            f"{hub} has rank 0: the others exchange their gradients over it. Nobody is told. Survivors are not",
+            "restarted; the step that was under way is done again, with the samples of the dead one dealt out anew.",
+        )
+        survivors = scene.members[1:]
+        victim = scene.workers[hub]
+        victim.may_end = True
+        killed_at = time.monotonic()
+        victim.kill()
+        self._stage.remark(f"kill -9 {victim.pid} ({hub})", RED)
+        await scene.until(lambda: self._back(survivors, generation) is not None, "the survivors' next step")
+        back_at = self._back(survivors, generation)
+        assert back_at is not None
+        self.outcome.recovery_s = round(back_at - killed_at, 4)
+        self._stage.remark(
+            f"{duration(back_at - killed_at)} from the kill until a step counts again for all survivors", GREEN
+        )
+        await scene.until(lambda: scene.said(WorkerFailed, hub) is not None, "the daemon to tell of the death")
+        await self._train("steps without the dead worker")
+
+    async def _gain_worker(self, endpoint: str) -> None:
+        scene, name = self._scene, f"w{self._size}"
+        generation = scene.topology.epoch
+        self._stage.step(
+            "A new worker joins",
+            "It takes the parameters and the momentum from a worker that has them, from process to process. The others",
+            "go on with their steps until it is there, and stop between two of them to take it in.",
+        )
+        await scene.enter(name, endpoint, self._size)
+        await scene.until(lambda: self._back([name], generation) is not None, "the new worker's first step")
+        started_at = next(entry.at for entry in scene.logs[name] if isinstance(entry, Ready))
+        first_at = self._back([name], generation)
+        assert first_at is not None
+        self.outcome.join_s = round(first_at - started_at, 4)
+        self._stage.remark(f"{duration(first_at - started_at)} from its asking until its first step counts", GREEN)
+        await self._train("steps with the new worker")
+
+    async def _lose_daemon(self, client: ForgedClient, endpoint: str) -> None:
+        scene, before = self._scene, self._scene.members
+        rescales = self._rescales_begun()
+        self._stage.step(
+            "kill -9 the daemon, and start it again",
+            "Workers talk to each other, and need the daemon when the world has to change and at no other time. The",
+            "new daemon reads where the job is from its file; the workers come back by themselves, with their ranks.",
+        )
+        killed_at = time.monotonic()
+        await self._daemon.kill()
+        self._stage.remark("kill -9 of the daemon", RED)
+        await self._train("steps without a daemon")
+        ready_s = await scene.meanwhile(self._daemon.start(endpoint), "another daemon")
+        back_at = time.monotonic()
+        scene.look()
+        self.outcome.outage_s = round(back_at - killed_at, 4)
+        self.outcome.outage_steps = min(audit.commits_between(scene.logs[name], killed_at, back_at) for name in before)
+        self._stage.remark(
+            f"another daemon is ready after {duration(ready_s)}, as process {self._daemon.pid};"
+            f" {self.outcome.outage_steps} steps were made without one",
+            GREEN,
+        )
+        ranks = await self._all_back(client, before)
+        self._stage.remark("all workers are back at the daemon")
+        await self._train("steps with the new daemon")
+        changed = [] if ranks == before and scene.members == before else [f"ranks were {before}, and are {ranks}"]
+        if self._rescales_begun() != rescales:
+            changed.append("the world was rescaled")
+        self._check("the workers kept their ranks and went on without a rescale", changed)
+
+    async def _drain_worker(self) -> None:
+        scene = self._scene
+        leaver = scene.members[-1]
+        self._stage.step(
+            "Drain a worker",
+            "An operator wants its machine back. It finishes its step and goes; nothing is lost or done twice.",
+        )
+        worker = scene.workers[leaver]
+        worker.may_end = True
+        self._stage.remark(f"$ forgectl workers drain {leaver} --reason maintenance", CYAN)
+        words = ("workers", "drain", leaver, "--reason", "maintenance")
+        self._stage.quote(await scene.meanwhile(forgectl(self._daemon.socket, *words), "forgectl"))
+        await scene.until(lambda: scene.said(WorkerLeft, leaver) is not None, f"{leaver} to leave")
+        await scene.until(lambda: leaver not in scene.members, f"a world without {leaver}")
+        await scene.until(lambda: worker.code is not None, f"the end of {leaver}")
+        self._check(
+            f"{leaver} ended by itself, with 0", [] if worker.code == 0 else [f"{worker.code}: {worker.last_words}"]
+        )
+        await self._train("steps without the drained worker")
+        await scene.until(lambda: scene.steps >= self._steps, f"step {self._steps}")
+
+    async def _prove(self) -> None:
+        scene, finishers = self._scene, self._scene.members
+        self._stage.step(
+            "Was it right?",
+            "Each worker wrote down what it was about to use before it used it. All of that is put together now, next",
+            "to what the daemon has on record, and to a run in one process that nobody interrupts.",
+        )
+        for name in finishers:
+            scene.workers[name].may_end = True
+        (self._directory / ENOUGH).touch()
+        await scene.until(
+            lambda: all(scene.workers[name].code is not None for name in finishers), "the workers to come to their end"
+        )
+        await scene.until(lambda: scene.said(JobCompleted) is not None, "the job to be completed")
+        failed = scene.said(WorkerFailed)
+        assert failed is not None, "it was waited for"
+        self._stage.remark(f"$ forgectl story {failed.id}", CYAN)
+        asking = forgectl(self._daemon.socket, "story", f"{failed.id}")
+        self._stage.quote(await scene.meanwhile(asking, "the story"))
+        self._audit(finishers)
+        self._compare(finishers)
+
+    def _audit(self, finishers: Sequence[str]) -> None:
+        logs, decided = self._scene.logs, self._scene.worlds
+        codes = [f"{name} exited with {code}" for name in finishers if (code := self._scene.workers[name].code)]
+        self._check("all workers that were left exited with 0", codes)
+        told, problems = audit.worlds_of(logs)
+        self._check(
+            f"nobody was told two worlds for one of the {len(decided)} generations",
+            problems + audit.disagreements(told, decided),
+        )
+        covered = audit.coverage(logs, told, BATCH)
+        self.outcome.steps, self.outcome.covered = covered.steps, covered.covered
+        self.outcome.repeated = covered.repeated
+        self.outcome.rescales = sum(isinstance(one.fact, RescaleCompleted) for one in self._scene.facts)
+        self._check(
+            f"each of the {covered.steps:,} steps used its {BATCH} samples once"
+            f" ({covered.repeated} had to be begun again)",
+            covered.problems,
+        )
+        self._check("each step counts once for each worker, in order", audit.order(logs))
+        self._check(
+            f"{', '.join(finishers)} ended with the same parameters, bit for bit",
+            audit.endings(logs, finishers, covered.steps),
+        )
+
+    def _compare(self, finishers: Sequence[str]) -> None:
+        task, steps = Task(), self.outcome.steps
+        learnt: State = {"parameters": np.load(self._directory / f"{finishers[0]}{PARAMETERS}")}
+        reference = task.alone(steps)
+        self.outcome.final_loss, self.outcome.reference_loss = task.loss(learnt), task.loss(reference)
+        distance = float(np.abs(learnt["parameters"] - reference["parameters"]).max())
+        self.outcome.parameters_differ_by = distance
+        too_far = [] if distance <= TOLERANCE else [f"a parameter differs by {distance:g}"]
+        self._check(f"they are those of an uninterrupted run: none differs by more than {distance:.1e}", too_far)
+        self._stage.remark(
+            f"loss {self.outcome.final_loss:.12f}, uninterrupted {self.outcome.reference_loss:.12f};"
+            f" {task.hits(learnt):.1%} of the points are put on their spiral",
+            DIM,
+        )
+
+    # What they are made of.
+
+    async def _train(self, what: str) -> None:
+        """Let some more steps count for all."""
+        goal = self._scene.steps + self._some
+        await self._scene.until(lambda: self._scene.steps >= goal, what)
+
+    def _back(self, workers: Sequence[str], generation: int) -> float | None:
+        """When a step counts for all of these that was done in a later generation; None while there is none."""
+        times = [audit.first_commit(self._scene.logs.get(worker, []), above=generation) for worker in workers]
+        known = [at for at in times if at is not None]
+        return max(known) if len(known) == len(workers) else None
+
+    def _rescales_begun(self) -> int:
+        return sum(isinstance(one.fact, RescaleStarted) for one in self._scene.facts)
+
+    async def _all_back(self, client: ForgedClient, workers: Sequence[str]) -> list[str]:
+        """Wait until these workers have a connection to the daemon; returns them by rank."""
+        self._scene.waits_for = "the workers to come back to the daemon"
+        while True:
+            page = await client.request(ListWorkers(JOB))
+            there = [one for one in page.workers if one.connected]
+            if {one.id for one in there} >= set(workers):
+                return [one.id for one in sorted(there, key=lambda one: one.rank)]
+            await asyncio.sleep(ASK_INTERVAL_S)
+            self._scene.look()
+
+    def _check(self, claim: str, problems: Sequence[str]) -> None:
+        self._stage.check(claim, not problems)
+        for problem in problems[:PROBLEMS_SHOWN]:
+            self._stage.remark(problem, RED)
+        if len(problems) > PROBLEMS_SHOWN:
+            self._stage.remark(f"... and {len(problems) - PROBLEMS_SHOWN:,} more", RED)
+        self.outcome.problems += problems
+
+
+def perform(workers: int, steps: int, keep: Path | None, *, as_json: bool) -> bool:
+    """Show it all; returns whether all of it was right."""
+    stage = Stage(quiet=as_json, run_shown=RUN_SHOWN)
+    with tempfile.TemporaryDirectory(prefix="forged-demo-") as temporary:
+        directory = _place(keep, Path(temporary) / "kept")
+        story = Story(stage, directory, Path(temporary) / "forged.sock", workers, steps)
+        with nothing_left_behind():
+            _run(story)
+    if keep is not None:
+        stage.remark(f"all records are in {directory}")
+    return _conclude(stage, story.outcome, as_json=as_json)
+
+
+def _run(story: Story) -> None:
+    try:
+        asyncio.run(_until_told(story))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def _until_told(story: Story) -> None:
+    """Tell the story, unless a signal says to stop."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            loop.add_signal_handler(number, task.cancel)
+    await story.run()
+
+
+def _place(keep: Path | None, otherwise: Path) -> Path:
+    """An empty directory for all that is written."""
+    directory = keep or otherwise
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        is_empty = not any(directory.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            "keep_unusable", f"{directory}: {error.strerror}", "give --keep a directory of yours"
+        ) from error
+    if not is_empty:
+        raise ConfigError("keep_in_use", f"{directory} is not empty", "give --keep a new directory")
+    return directory.resolve()
+
+
+def _conclude(stage: Stage, outcome: Outcome, *, as_json: bool) -> bool:
+    ok = not outcome.problems and all(held for _, held in stage.checks)
+    if as_json:
+        checks = [{"claim": claim, "held": held} for claim, held in stage.checks]
+        print(json.dumps({"ok": ok, **vars(outcome), "seconds": round(stage.seconds, 3), "checks": checks}))
+    stage.conclude("All of it was right." if ok else "Something was not right.", ok)
+    return ok

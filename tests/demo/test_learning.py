@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forged.demo.learning import BATCH, LEARNING_RATE, Floats, State, Task, learn
+
+
+def shared(task: Task, steps: int, sizes: list[int]) -> State:
+    """The state behind so many steps, each of which is dealt out among the next number of workers."""
+    state = task.state()
+    for step in range(steps):
+        size = sizes[step % len(sizes)]
+        parts = [
+            task.contribution(state, step, range(BATCH * rank // size, BATCH * (rank + 1) // size))
+            for rank in range(size)
+        ]
+        learn(state, sum(parts[1:], parts[0]), LEARNING_RATE)
+    return state
+
+
+def test_each_epoch_uses_each_sample_once_in_another_order() -> None:
+    task = Task()
+    steps = len(task.samples) // BATCH
+    epochs = [np.concatenate([task.batch(step) for step in range(at * steps, (at + 1) * steps)]) for at in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(len(task.samples)))
+    assert not np.array_equal(epochs[0], epochs[1])
+
+
+def test_all_follows_from_the_seed() -> None:
+    assert np.array_equal(Task(3).alone(5)["parameters"], Task(3).alone(5)["parameters"])
+    assert not np.array_equal(Task(3).alone(5)["parameters"], Task(4).alone(5)["parameters"])
+
+
+@pytest.mark.parametrize("sizes", [[1], [4], [4, 3, 5], [BATCH + 7]])
+def test_who_uses_which_samples_changes_nothing_but_the_rounding(sizes: list[int]) -> None:
+    task = Task()
+    learnt, alone = shared(task, 40, sizes), task.alone(40)
+    for name in alone:
+        np.testing.assert_allclose(learnt[name], alone[name], rtol=0, atol=1e-12)
+
+
+def test_the_gradient_is_that_of_the_loss() -> None:
+    task, step, nudge = Task(), 0, 1e-6
+    state = task.state()
+
+    def loss_at(parameters: Floats) -> float:
+        return float(task.contribution({"parameters": parameters}, step, range(BATCH))[-1])
+
+    gradient = task.contribution(state, step, range(BATCH))[:-1]
+    for at in range(0, len(gradient), 17):
+        up, down = state["parameters"].copy(), state["parameters"].copy()
+        up[at] += nudge
+        down[at] -= nudge
+        assert gradient[at] == pytest.approx((loss_at(up) - loss_at(down)) / (2 * nudge), abs=1e-8)
+
+
+def test_no_share_is_no_contribution() -> None:
+    assert not Task().contribution(Task().state(), 0, range(0)).any()
+
+
+def test_it_learns_to_tell_the_spirals_apart() -> None:
+    task = Task()
+    before, after = task.state(), task.alone(600)
+    assert task.hits(before) < 0.5 < 0.9 < task.hits(after)
+    assert task.loss(after) < task.loss(before) / 3
+
+
+def test_a_sample_that_is_left_out_is_noticed() -> None:
+    """The tolerance of the demonstration is far below what one sample of one step makes."""
+    task = Task()
+    state = task.state()
+    learn(state, task.contribution(state, 0, range(1, BATCH)), LEARNING_RATE)
+    assert np.abs(state["parameters"] - task.alone(1)["parameters"]).max() > 1e-6

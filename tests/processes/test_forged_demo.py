@@ -1,0 +1,153 @@
+"""`forged demo`, as somebody would run it: right, interrupted, and with something wrong in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+ENDS_WITHIN_S = 150.0
+STEPS = "60"
+FIGURES = ("recovery_s", "join_s", "outage_s", "outage_steps", "rescales", "final_loss", "reference_loss")
+SKIPS_A_SAMPLE = """
+    whole = Training.share
+    def share(self, total):
+        part = whole(self, total)
+        return range(part.start, part.stop - 1) if self.rank == 0 and self.step == 20 else part
+    Training.share = share
+"""
+SAYS_ONE_THING_AND_DOES_ANOTHER = """
+    whole = Task.contribution
+    def contribution(self, state, step, share):
+        used = range(share.start + 1, share.stop) if step == 20 and share.start == 0 else share
+        return whole(self, state, step, used)
+    Task.contribution = contribution
+"""
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "forged.cli.forged", "demo", "--steps", STEPS, *flags]
+
+
+def run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*flags), env=os.environ | environment, capture_output=True, text=True, timeout=ENDS_WITHIN_S
+    )
+
+
+def processes_with(mark: str) -> list[str]:
+    """The commands of all processes that have this in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def test_in_a_pipe_it_is_plain_text_and_all_of_it_is_right(tmp_path: Path) -> None:
+    mark = uuid4().hex
+    done = run("--workers", "3", MARK_OF_THE_TEST=mark, TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "All of it was right." in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "FAIL" not in done.stdout
+    assert processes_with(mark) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_story_of_the_kill_leads_to_the_new_world() -> None:
+    said = run("--workers", "2").stdout.splitlines()
+    told = said[next(at for at, line in enumerate(said) if "$ forgectl story" in line) :]
+    quoted = [line for line in told if line.startswith("   | ")]
+    assert [next(kind for kind in line.split() if kind[0].isupper()) for line in quoted] == [
+        "WorkerFailed",
+        "RescaleStarted",
+        "RescaleCompleted",
+    ]
+
+
+def test_a_program_is_told_one_object(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    done = run("--json", "--workers", "3", "--keep", str(kept))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    told = json.loads(done.stdout)
+    assert (told["ok"], told["problems"], told["workers"]) == (True, [], 3)
+    assert all(check["held"] for check in told["checks"])
+    assert all(told[name] > 0 for name in FIGURES)
+    assert told["steps"] == told["covered"] >= int(STEPS)
+    assert told["final_loss"] == pytest.approx(told["reference_loss"], abs=1e-9)
+    assert told["rescales"] == 4
+    assert sorted(path.name for path in kept.glob("*.jsonl")) == ["w0.jsonl", "w1.jsonl", "w2.jsonl", "w3.jsonl"]
+
+
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("until", ["a world of 3 workers", "kill -9 of the daemon"])
+def test_interrupted_it_leaves_nothing_behind(name: signal.Signals, until: str, tmp_path: Path) -> None:
+    mark = uuid4().hex
+    environment = os.environ | {"MARK_OF_THE_TEST": mark, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command("--workers", "3"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        assert any(until in line for line in demo.stdout)
+        assert len(processes_with(mark)) > 3
+        demo.send_signal(name)
+        _, complaint = demo.communicate(timeout=ENDS_WITHIN_S)
+    assert (demo.returncode, complaint) == (130, "")
+    assert processes_with(mark) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "finding"),
+    [
+        (SKIPS_A_SAMPLE, "step 20 has left out samples "),
+        (SAYS_ONE_THING_AND_DOES_ANOTHER, "a parameter differs by "),
+    ],
+)
+def test_with_a_fault_in_the_workers_it_fails_and_says_what(fault: str, finding: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'forged.demo.train' in sys.orig_argv:\n"
+        "    from forged.demo.learning import Task\n"
+        f"    from forged.worker.training import Training\n{fault}"
+    )
+    done = run("--json", "--workers", "2", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert not told["ok"]
+    assert any(problem.startswith(finding) for problem in told["problems"])
+
+
+def test_with_a_worker_that_does_not_start_it_fails_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'forged.demo.train' in sys.orig_argv and 'w1' in sys.orig_argv:\n    sys.exit('no memory')\n"
+    )
+    done = run("--workers", "2", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "w1 has ended with 1: SystemExit: no memory" in done.stdout
+    assert "Something was not right." in done.stdout
+
+
+def test_a_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("--keep", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is not empty" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("flags", [("--workers", "1"), ("--workers", "33"), ("--workers", "x"), ("--steps", "0")])
+def test_what_makes_no_demonstration_is_refused(flags: tuple[str, str]) -> None:
+    done = run(*flags)
+    assert done.returncode == 2
+    assert "is not a whole number from" in done.stderr
