@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from functools import partial
+from itertools import product
 
-from tests.simulation.mutants import MUTANTS
-from tests.simulation.runner import Outcome, command, live_through
+from tests.simulation.runner import MUTANTS, Kind, Outcome, command, kinds_for, live
 
 TRACE_LINES = 40
 PROCESSES = 2
@@ -21,14 +21,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the seeds; 0 when every promise was kept, or the mutant was caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", default="0:200", metavar="FIRST:END")
+    parser.add_argument(
+        "--world", choices=[*Kind], help="only worlds of this kind; otherwise each seed makes one of each"
+    )
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug, and expect to find it")
     parser.add_argument("--trace", action="store_true", help="print all that happened")
     options = parser.parse_args(arguments)
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
+    kinds = kinds_for(options.mutant) if options.world is None else (Kind(options.world),)
     started = time.monotonic()
     facts = starts = 0
-    with contextlib.closing(_outcomes(seeds, options.mutant)) as outcomes:
+    with contextlib.closing(_outcomes(seeds, kinds, options.mutant)) as outcomes:
         for outcome in outcomes:
             if options.trace:
                 print("\n".join(outcome.trace))
@@ -44,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _outcomes(seeds: range, mutant: str | None) -> Generator[Outcome, None, None]:
-    run = partial(live_through, mutant=mutant)
+def _outcomes(seeds: range, kinds: Sequence[Kind], mutant: str | None) -> Generator[Outcome, None, None]:
+    worlds = list(product(seeds, kinds))
     if len(seeds) == 1:
-        yield run(seeds[0])
+        yield from (live(mutant, world) for world in worlds)
         return
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        yield from pool.imap(run, seeds)
+        yield from pool.imap(partial(live, mutant), worlds)
 
 
 def _broken(outcome: Outcome, mutant: str | None) -> int:
@@ -59,7 +63,10 @@ def _broken(outcome: Outcome, mutant: str | None) -> int:
         return 0
     print("\n".join(outcome.trace[-TRACE_LINES:]), file=sys.stderr)
     print(outcome.error, file=sys.stderr)
-    print(f"seed {outcome.seed} failed; see it again with: {command(outcome.seed, mutant)}", file=sys.stderr)
+    print(
+        f"the {outcome.kind} world of seed {outcome.seed} failed; see it again with: {command(outcome, mutant)}",
+        file=sys.stderr,
+    )
     return 1
 
 

@@ -15,9 +15,6 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from forged.auth.messages import CreateToken
-from forged.auth.model import Role
-from forged.auth.tokens import spell
 from forged.bus.requests import Proceed
 from forged.client import ForgedClient
 from forged.config import Config
@@ -29,23 +26,17 @@ from forged.messages import Call, Decision, Fact, Gap, Record
 from forged.net.connection import ConnectionLimits
 from forged.plugins.model import DisablePlugin, EnablePlugin, ListPlugins, PluginState, RunPluginCommand
 from forged.store.port import Store
-from tests.simulation.disk import DiskFaults, SimulatedDisk
-from tests.simulation.links import Faults
 from tests.simulation.loop import VirtualClock, VirtualLoop, run
-from tests.simulation.network import SimulatedNetwork
 from tests.simulation.oracle import Broken, Oracle
 from tests.simulation.plugin_oracle import Lifetime
 from tests.simulation.plugins import Cast, Life
+from tests.simulation.stage import ENDPOINT, FOUND_WITHIN_S, SERVER, SOCKET, Stage
 from tests.simulation.store import LogStore
 
-SERVER = "server"
-SOCKET = "/run/forged.sock"
-PORT = 7433
 CLIENTS = 4
 TROUBLE_S = 30.0
 RECOVERY_MAX_S = 300.0
 CLIENT_TIMEOUT_S = 20.0
-FOUND_WITHIN_S = 120.0
 STRAGGLERS_S = 20.0
 REFUSALS_IN_ORDER = frozenset({"job_changed", "gate_closed", "plugin_unknown", "plugin_not_loaded", "command_unknown"})
 """What a client may be told at any time that has done nothing wrong."""
@@ -76,89 +67,41 @@ class Reader:
         self._oracle.plugins.state_read(self._life, store.failed_commits)
 
 
-class World:
+class World(Stage):
     """What one seed makes of it all."""
 
     def __init__(self, seed: int, loop: VirtualLoop, random: Random) -> None:
-        self.seed = seed
-        self.loop = loop
-        self.random = random
+        super().__init__(seed, loop, random)
         self.oracle = Oracle()
-        self.trace: list[str] = []
-        self.trouble = True
-        self.daemon: Daemon | None = None
-        self.starts = 0
         self.working = 0
         """Clients that still ask for things."""
         self.watching = 0
         """Clients that have not seen everything yet."""
-        self.network = SimulatedNetwork(loop, random, _network_faults(random), trace=self.note)
-        self.disk = SimulatedDisk(random, _disk_faults(random))
-        self.clock = VirtualClock(loop)
         self._small_journal = random.random() < 0.3
         self._slow_handlers = random.random() < 0.4
         self._cast = Cast(random, self.oracle.plugins, self.note)
         self._life: Life | None = None
-        self._token = ""
-        self._prepared = anyio.Event()
 
-    def note(self, text: str) -> None:
-        """Write a line of the trace."""
-        self.trace.append(f"{self.loop.time():.6f} {text}")
+    # What the stage asks of it.
 
-    # The daemon and what happens to it.
-
-    async def keep_daemon(self, tasks: TaskGroup) -> None:
-        """Run daemon after daemon, each until it is killed; the last one lives on."""
-        while True:
-            killed = anyio.Event()
-            tasks.start_soon(self._run_daemon, killed)
-            await self._prepared.wait()
-            await anyio.sleep(self.random.uniform(0.05, 8.0))
-            if not self.trouble:
-                return
-            self._kill_daemon()
-            killed.set()
-            await anyio.sleep(self.random.choice((0.0, 0.01, 0.5, 3.0)))
-
-    def _kill_daemon(self) -> None:
-        power_cut = self.random.random() < 0.5
-        self.note("power cut" if power_cut else "kill -9")
-        self.daemon = None
-        self._end_life()
-        self.disk = self.disk.crash() if power_cut else self.disk.kill()
-        self.network.crash(SERVER, host_gone=power_cut and self.random.random() < 0.3)
-
-    async def _run_daemon(self, killed: anyio.Event) -> None:
-        """One process: when it is killed nothing that it still does has any effect."""
-        async with anyio.create_task_group() as process:
-            process.start_soon(self._serve)
-            await killed.wait()
-            process.cancel_scope.cancel()
-
-    async def _serve(self) -> None:
-        self.starts += 1
-        number = self.starts
-        disk = self.disk
-        offset_s = self.random.uniform(0, 1e6)
-
-        async def open_store() -> LogStore:
-            return await LogStore.open(disk, self.random)
-
-        clock = VirtualClock(self.loop, offset_s=offset_s, skew_s=self.random.uniform(-5, 5))
-        ports = Ports(
+    def ports(self, clock: VirtualClock, number: int) -> Ports:
+        """With plugins, some of which misbehave."""
+        return Ports(
             clock,
             self.network.host(SERVER),
             number,
             0,
-            open_store,
+            self.open_store_of(self.disk),
             random=Random(f"daemon {number} {self.seed}"),
             plugins=self._cast.sources(self._present_life),
         )
-        config = Config(
+
+    def config(self) -> Config:
+        """With small limits."""
+        return Config(
             data_dir="/",
             socket=SOCKET,
-            listen=(f"tcp://{SERVER}:{PORT}",),
+            listen=(ENDPOINT,),
             anonymous_loopback_role="none",
             unix_other_role="operator",
             journal_facts_max=100 if self._small_journal else 50_000,
@@ -166,29 +109,25 @@ class World:
             plugin_failures_max=self.random.choice((1, 5)),
             plugin_facts_per_s_max=self.random.choice((1.0, 20.0)),
         )
-        while True:
-            try:
-                async with Daemon.running(config, ports, extend=self._extend) as daemon:
-                    self.note(f"daemon {number} is ready at {daemon.ledger.durable}")
-                    self._cast.check_taken_in(daemon)
-                    self.daemon = daemon
-                    await anyio.sleep_forever()
-            except ForgedError as error:
-                # As systemd does: what cannot start is started again.
-                self.note(f"daemon {number} did not start: {error.code}")
-                self._end_life()
-                self.oracle.did_not_start(error.code)
-                await anyio.sleep(0.5)
 
-    def _end_life(self) -> None:
+    def daemon_ready(self, daemon: Daemon) -> None:
+        """Its plugins must be there."""
+        self._cast.check_taken_in(daemon)
+
+    def daemon_over(self) -> None:
+        """What its plugins still do reaches nobody."""
         if self._life is not None:
             self._life.alive = False
+
+    def did_not_start(self, code: str) -> None:
+        """Only its store may be a reason."""
+        self.oracle.did_not_start(code)
 
     def _present_life(self) -> Life:
         assert self._life is not None, "plugins are loaded into a daemon"
         return self._life
 
-    def _extend(self, daemon: Daemon) -> None:
+    def extend(self, daemon: Daemon) -> None:
         """Handlers inside the daemon that tell the oracle what they are given."""
         last = [0]
         seen = self.oracle.plugins.life_began(daemon.store.revision)
@@ -224,8 +163,8 @@ class World:
     def client(self, name: str) -> ForgedClient:
         """A client on a host of its own."""
         return ForgedClient(
-            f"tcp://{SERVER}:{PORT}",
-            token=self._token,
+            ENDPOINT,
+            token=self.token,
             timeout_s=CLIENT_TIMEOUT_S,
             connect_timeout_s=FOUND_WITHIN_S,
             network=self.network.host(name),
@@ -233,25 +172,6 @@ class World:
             source=Random(f"{name} {self.seed}"),
             limits=ConnectionLimits(ping_after_s=2.0, silence_max_s=6.0),
         )
-
-    async def _make_token(self) -> None:
-        """Over the Unix socket, as an operator would."""
-        async with ForgedClient(
-            f"unix://{SOCKET}",
-            network=self.network.host(SERVER),
-            clock=self.clock,
-            source=Random(f"operator {self.seed}"),
-            connect_timeout_s=FOUND_WITHIN_S,
-        ) as operator:
-            while not self._token:
-                secret = self.random.randbytes(32)
-                try:
-                    await operator.request(CreateToken("simulation", Role.OPERATOR, secret))
-                except Unavailable as error:
-                    self.note(f"the operator was told {error.code}")
-                    await anyio.sleep(0.1)
-                else:
-                    self._token = spell(secret)[1]
 
     async def work(self, name: str) -> None:
         """One client's life; its token was acknowledged before it began."""
@@ -381,24 +301,18 @@ class World:
             await anyio.sleep(self.random.uniform(0.1, 4.0))
             troubles = (self._partition, self._full_disk, self._heal, self._change_limits, self._change_the_receiver)
             self.random.choice(troubles)(names)
-        self.note("the trouble ends")
-        self.trouble = False
-        self.network.calm()
+        self.end_trouble()
         self._cast.behave()
-        self.disk.capacity_bytes = None
-        self.disk.faults = DiskFaults()
 
     def _partition(self, names: list[str]) -> None:
         cut_off = self.random.sample(names, self.random.randint(1, len(names)))
         self.network.partition(cut_off, [SERVER], one_way=self.random.random() < 0.3)
 
     def _full_disk(self, names: list[str]) -> None:
-        self.note("the disk is full")
-        self.disk.capacity_bytes = self.disk.used_bytes + self.random.randrange(2000)
+        self.fill_disk()
 
     def _heal(self, names: list[str]) -> None:
-        self.network.heal()
-        self.disk.capacity_bytes = None
+        self.heal()
 
     def _change_limits(self, names: list[str]) -> None:
         if self.daemon is not None:
@@ -433,8 +347,8 @@ class World:
         """From the first start to the last check."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.keep_daemon, tasks)
-            await self._make_token()
-            self._prepared.set()
+            await self.make_token()
+            self.prepared.set()
             self.working = self.watching = CLIENTS
             async with anyio.create_task_group() as clients:
                 clients.start_soon(self.make_trouble)
@@ -459,28 +373,6 @@ class World:
                 self.oracle.check()
         if self.watching:
             raise Broken(f"{self.watching} clients are not done {RECOVERY_MAX_S} s after the trouble ended")
-
-
-def _network_faults(random: Random) -> Faults:
-    hostile = random.random() < 0.8
-    return Faults(
-        latency_s=(0.0001, random.choice((0.001, 0.02, 0.2))),
-        split=random.choice((0.0, 0.2)),
-        merge=random.choice((0.0, 0.2)),
-        reset=random.choice((0.0, 0.002, 0.02)) if hostile else 0.0,
-        drop=random.choice((0.0, 0.005)) if hostile else 0.0,
-        duplicate=random.choice((0.0, 0.0, 0.01)) if hostile else 0.0,
-        give_up_after_s=(1.0, 8.0),
-        keepalive_s=(1.0, 3.0),
-    )
-
-
-def _disk_faults(random: Random) -> DiskFaults:
-    return DiskFaults(
-        sync_s=(0.0002, random.choice((0.002, 0.02, 0.2))),
-        append_fails=random.choice((0.0, 0.0, 0.01)),
-        sync_fails=random.choice((0.0, 0.0, 0.01)),
-    )
 
 
 def simulate(seed: int, watch: Callable[[World], None] = lambda world: None) -> World:

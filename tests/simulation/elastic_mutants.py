@@ -1,0 +1,210 @@
+"""Deliberate bugs in elastic training, to show that the simulation finds them.
+
+Law: as for the other mutants: each changes one thing, for as long as a world lasts, and is caught by an invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from forged.elastic import attempt, cluster, records
+from forged.elastic.attempt import Attempt, Stop
+from forged.elastic.cluster import Cluster
+from forged.elastic.members import Member, death_of
+from forged.elastic.phases import Phase
+from forged.worker.worker import ElasticWorker
+
+Mutant = Callable[[], Any]
+
+
+@contextmanager
+def commit_before_all_have_stopped() -> Iterator[None]:
+    """The first who stops speaks for all."""
+
+    def hasty(self: Attempt) -> bool:
+        for worker in self.target:
+            self.stops.setdefault(worker, next(iter(self.stops.values())))
+        return True
+
+    with patch.object(Attempt, "stopped", property(hasty)):
+        yield
+
+
+@contextmanager
+def commit_before_all_have_the_state() -> Iterator[None]:
+    """Nobody is waited for who is behind."""
+    settle = Attempt.settle
+
+    def hasty(self: Attempt) -> None:
+        settle(self)
+        self.behind = set()
+
+    # Who meets agrees on whose state holds; without that nobody notices that he is behind.
+    with patch.object(Attempt, "settle", hasty), _taken_at_their_word():
+        yield
+
+
+@contextmanager
+def _taken_at_their_word() -> Iterator[None]:
+    """Everybody claims to be where the commit says."""
+
+    def claim(self: ElasticWorker) -> Stop:
+        commit = self._standing.committed
+        own = stop(self)
+        return own if commit is None else replace(own, step=commit.step, finished=False, holds_state=True)
+
+    stop = ElasticWorker._stop
+    with patch.object(ElasticWorker, "_stop", claim):
+        yield
+
+
+@contextmanager
+def take_the_lowest_step() -> Iterator[None]:
+    """Who knows of the fewest committed steps is taken for the source."""
+
+    def lowest(self: Attempt) -> None:
+        settle(self)
+        holders = [worker for worker in self.target if self.stops[worker].holds_state and worker not in self.added]
+        if holders:
+            self.source = min(holders, key=lambda worker: self.stops[worker].step)
+            self.step = self.stops[self.source].step
+            self.stops[self.source] = replace(self.stops[self.source], finished=False)
+
+    settle = Attempt.settle
+    with patch.object(Attempt, "settle", lowest):
+        yield
+
+
+@contextmanager
+def count_what_somebody_has_finished() -> Iterator[None]:
+    """A step that one has finished counts, whether the others have or not."""
+
+    def furthest(target: tuple[str, ...], stops: Mapping[str, Stop], added: Collection[str] = ()) -> str:
+        holders = [worker for worker in target if stops[worker].holds_state]
+        holders = [worker for worker in holders if worker not in added] or holders
+        return max(holders or target[:1], key=lambda worker: stops[worker].position)
+
+    with patch.object(attempt, "choose_source", furthest):
+        yield
+
+
+@contextmanager
+def forget_the_attempt_at_restart() -> Iterator[None]:
+    """A daemon that died over an attempt takes the world before for the one that trains."""
+    take = records._take_cluster
+
+    def forgetful(found: Cluster, record: records.ClusterRecord) -> None:
+        take(found, record)
+        if found.phase is Phase.RESCALING:
+            found.phase, found.why = Phase.RUNNING, []
+
+    def keep(self: Cluster, now: Any) -> None:
+        return
+
+    with patch.object(records, "_take_cluster", forgetful), patch.object(Cluster, "resume_from_store", keep):
+        yield
+
+
+@contextmanager
+def number_attempts_anew_at_restart() -> Iterator[None]:
+    """How many attempts there were is remembered in memory alone."""
+    take = records._take_cluster
+
+    def forgetful(found: Cluster, record: records.ClusterRecord) -> None:
+        take(found, record)
+        found.attempts = 0
+
+    with patch.object(records, "_take_cluster", forgetful):
+        yield
+
+
+@contextmanager
+def keep_only_the_first_world() -> Iterator[None]:
+    """The store is told of one world, so that after a restart a number is given to two."""
+    writes = records.writes
+
+    def sparing(found: Cluster) -> dict[str, bytes | None]:
+        changed = writes(found)
+        if found.generation > 1:
+            changed.pop(f"{records.PREFIX}{found.job}/{records.WORLD}", None)
+        return changed
+
+    with patch("forged.elastic.service.writes", sparing):
+        yield
+
+
+@contextmanager
+def give_no_grace() -> Iterator[None]:
+    """Who loses the connection is dead."""
+
+    def merciless(member: Member, config: Any, now: float) -> str | None:
+        if member.lost_at is not None:
+            return f"its connection was lost {now - member.lost_at:.1f} s ago and did not come back"
+        return death_of(member, config, now)
+
+    with patch.object(cluster, "death_of", merciless):
+        yield
+
+
+@contextmanager
+def turn_the_ranks_around() -> Iterator[None]:
+    """The last of those who stay becomes the first."""
+
+    def around(old: Sequence[str], staying: Collection[str], joining: Iterable[str]) -> tuple[str, ...]:
+        return (*(worker for worker in reversed(old) if worker in staying), *joining)
+
+    with patch.object(cluster, "assign_ranks", around):
+        yield
+
+
+@contextmanager
+def tolerate_every_failure() -> Iterator[None]:
+    """No failure is one too many."""
+    with patch.object(Cluster, "_too_many_failures", lambda self, now: False):
+        yield
+
+
+@contextmanager
+def forget_what_was_finished() -> Iterator[None]:
+    """A worker that has finished a step which may not count says nothing of it."""
+    stop = ElasticWorker._stop
+
+    def forgetful(self: ElasticWorker) -> Stop:
+        return replace(stop(self), finished=False)
+
+    with patch.object(ElasticWorker, "_stop", forgetful):
+        yield
+
+
+@contextmanager
+def answer_without_the_state() -> Iterator[None]:
+    """A worker that is behind says that it has the state, and has not."""
+
+    async def pretend(self: ElasticWorker, source: Any, number: int) -> None:
+        return
+
+    with patch.object(ElasticWorker, "_fetch", pretend):
+        yield
+
+
+MUTANTS: dict[str, Mutant] = {
+    mutant.__name__: mutant
+    for mutant in (
+        commit_before_all_have_stopped,
+        commit_before_all_have_the_state,
+        take_the_lowest_step,
+        count_what_somebody_has_finished,
+        forget_the_attempt_at_restart,
+        number_attempts_anew_at_restart,
+        keep_only_the_first_world,
+        give_no_grace,
+        turn_the_ranks_around,
+        tolerate_every_failure,
+        forget_what_was_finished,
+        answer_without_the_state,
+    )
+}
