@@ -1,7 +1,32 @@
 """The control plane of elastic ML training in one daemon."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from forged.errors import ConfigError, ForgedError, NotLeader, PeerError, RequestRefused, Unavailable
 from forged.version import VERSION
 
+if TYPE_CHECKING:
+    from forged.worker.training import join
+
 __version__ = VERSION
-__all__ = ["ConfigError", "ForgedError", "NotLeader", "PeerError", "RequestRefused", "Unavailable", "__version__"]
+__all__ = [
+    "ConfigError",
+    "ForgedError",
+    "NotLeader",
+    "PeerError",
+    "RequestRefused",
+    "Unavailable",
+    "__version__",
+    "join",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported by who trains: `forgectl` has no use for numpy and an event loop.
+    if name == "join":
+        from forged.worker.training import join
+
+        return join
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -259,7 +259,10 @@ class Receiver:
         )
 
     async def _beginning(self, response: aiohttp.ClientResponse) -> bytes:
-        """As much of the answer as is read; the status counts, whatever becomes of the rest."""
+        """The first bytes of what says why not. Where it breaks off, the status counts all the same.
+
+        One that does not come in time is no answer at all, whatever its status: the attempt is given up.
+        """
         import aiohttp
 
         said = b""

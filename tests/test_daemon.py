@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +19,21 @@ from forged.errors import ConfigError, ForgedError
 from forged.jobs.model import CreateJob
 from forged.ledger import FACT_PREFIX, read_all
 from forged.messages import Call, Fact, Record, Request
+from forged.net.network import Address, ProtocolFactory
 from forged.net.sockets import SystemNetwork
+from forged.plugins.host import PluginSource
 from forged.status.backup import NAME
+from forged.status.model import DaemonStarted
 from forged.store.port import Store, StoreCorrupt
 from forged.store.sqlite import SqliteStore
 from tests.client.house import LastingStore
-from tests.net.hand import BYE, FAILURE, REPLY, REQUEST, HandClock, HandDaemon, HandNetwork, frame, until
+from tests.net.hand import BYE, FAILURE, REPLY, REQUEST, HandClock, HandDaemon, HandListener, HandNetwork, frame, until
+from tests.plugins.stage import source
 from tests.spine import virtual
 from tests.troubled_store import TroubledStore, full
 
 DRAIN_TIMEOUT_S = 5.0
+LONG_S = 10.0
 
 
 class Linger(Request[str], frozen=True):
@@ -68,15 +73,34 @@ def a_store() -> TroubledStore:
 async def a_daemon(
     store: Store | None = None,
     extend: Callable[[Daemon], None] = lambda daemon: None,
+    network: HandNetwork | None = None,
+    plugins: Sequence[PluginSource] = (),
     **settings: Any,
 ) -> AsyncIterator[HandDaemon]:
     async def open_store() -> Store:
         return store or a_store()
 
-    network, clock = HandNetwork(), HandClock()
+    network, clock = network or HandNetwork(), HandClock()
     config = replace(Config(socket="s", listen=(), drain_timeout_s=DRAIN_TIMEOUT_S), **settings)
-    async with Daemon.running(config, Ports(clock, network, 1, 0, open_store), extend=extend) as daemon:
+    ports = Ports(clock, network, 1, 0, open_store, plugins=plugins)
+    async with Daemon.running(config, ports, extend=extend) as daemon:
         yield HandDaemon(daemon, network, clock)
+
+
+class SlowNetwork(HandNetwork):
+    """Its doors take long to open, and none does where an error is given."""
+
+    def __init__(self, error: ForgedError | None = None) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self._error = error
+
+    async def listen(self, address: Address, factory: ProtocolFactory) -> HandListener:
+        await asyncio.sleep(LONG_S)
+        if self._error is not None:
+            raise self._error
+        self.opened.append(str(address))
+        return await super().listen(address, factory)
 
 
 async def kinds_on_record(store: Store) -> list[str]:
@@ -117,6 +141,49 @@ async def test_a_store_that_cannot_be_read_is_the_error_of_the_start() -> None:
     with pytest.raises(StoreCorrupt):
         async with a_daemon(store):
             """It does not come to this."""
+
+
+@virtual
+async def test_what_plugins_do_again_and_again_begins_when_all_doors_are_open() -> None:
+    network, began = SlowNetwork(), asyncio.Event()
+    opened: list[list[str]] = []
+
+    async def look() -> None:
+        opened.append(list(network.opened))
+        began.set()
+
+    watching = source(lambda context: context.every(0.1, look))
+    async with a_daemon(network=network, plugins=[watching], listen=("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")):
+        await began.wait()
+    assert opened[0] == ["unix://s", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+
+
+@virtual
+async def test_a_start_is_on_record_when_all_doors_are_open() -> None:
+    store, network = a_store(), SlowNetwork()
+    seen: list[list[str]] = []
+
+    def extend(daemon: Daemon) -> None:
+        daemon.bus.on(DaemonStarted, see, name="test")
+
+    async def see(record: Record) -> None:
+        seen.append(list(network.opened))
+
+    async with a_daemon(store, extend, network, listen=("tcp://127.0.0.1:1",)):
+        await until(lambda: bool(seen))
+    assert seen == [["unix://s", "tcp://127.0.0.1:1"]]
+    assert await kinds_on_record(store) == ["DaemonStarted", "DaemonStopping"]
+
+
+@virtual
+async def test_who_cannot_listen_has_neither_started_nor_stopped() -> None:
+    store = a_store()
+    in_use = ConfigError("address_in_use", "another process has it", "stop it")
+    with pytest.raises(ConfigError) as refused:
+        async with a_daemon(store, network=SlowNetwork(in_use)):
+            """It does not come to this."""
+    assert refused.value is in_use
+    assert await kinds_on_record(store) == []
 
 
 async def test_what_a_backup_that_was_cut_short_left_is_gone_after_the_start(tmp_path: Path) -> None:

@@ -151,8 +151,9 @@ class Process:
     async def _reload(self) -> Config:
         """The settings as they are now; certificates are read anew, too."""
         wanted = await anyio.to_thread.run_sync(self._settings.reload)
-        if self._tls is not None:
-            _renew(self._tls, self._config)
+        # Files of another name wait for a restart, as their settings do, and the old ones may be gone by now.
+        if self._tls is not None and _tls_files(wanted) == _tls_files(self._config):
+            _renew(self._tls, *_tls_files(wanted))
         self._tell_of_fewer_connections(wanted)
         return wanted
 
@@ -218,13 +219,17 @@ def server_tls(config: Config) -> ssl.SSLContext | None:
         return None
     from forged.net.tls import server_context
 
-    return server_context(config.tls_certificate, config.tls_key, config.tls_client_ca or None)
+    return server_context(*_tls_files(config))
 
 
-def _renew(context: ssl.SSLContext, config: Config) -> None:
+def _renew(context: ssl.SSLContext, certificate: str, key: str, client_ca: str | None) -> None:
     from forged.net.tls import renew
 
-    renew(context, config.tls_certificate, config.tls_key, config.tls_client_ca or None)
+    renew(context, certificate, key, client_ca)
+
+
+def _tls_files(config: Config) -> tuple[str, str, str | None]:
+    return config.tls_certificate, config.tls_key, config.tls_client_ca or None
 
 
 @contextlib.contextmanager

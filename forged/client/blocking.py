@@ -161,6 +161,10 @@ class BlockingClient:
 
         return self._run(subscribe)
 
+    def descriptors(self) -> list[int]:
+        """The file descriptors of its connection, which forked children must not keep."""
+        return self.aio.descriptors()
+
     def ping(self) -> float:
         """How many seconds it takes to the daemon's bus and back."""
         return self._run(self.aio.ping)

@@ -2,8 +2,8 @@
 
 Law: strangers who connect and do not go on cost a bounded amount of memory, and time at this door alone. A handshake
 holds a quarter of a megabyte, so only so many are under way at once; others wait in the system's queue, where they cost
-the daemon nothing. As long as there is no room, whoever has been at it for longest is sent away once it has had
-`FAIR_S`; so the queue moves on however silent its members are, and a handshake that gets on is not cut short for it.
+the daemon nothing. While somebody waits, whoever has been at it for longest is sent away once it has had `FAIR_S`; so
+the queue moves on however silent its members are, and a handshake that gets on is not cut short for it.
 
 asyncio's own servers accept whoever comes and cannot be told to wait, so these accept by themselves.
 """
@@ -86,7 +86,11 @@ class TlsServer:
             self._makes_room.cancel()
 
     def _accept(self) -> None:
-        for _ in range(self._limits.handshakes_max - len(self._under_way)):
+        """Called when somebody waits."""
+        room = self._limits.handshakes_max - len(self._under_way)
+        if not room:
+            self._wait_for_room()
+        for _ in range(room):
             try:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -98,6 +102,8 @@ class TlsServer:
             task = self._loop.create_task(self._lead_in(sock))
             self._under_way[task] = _Arrival(sock, self._loop.time())
             task.add_done_callback(self._ended)
+
+    def _wait_for_room(self) -> None:
         self._pause()
         oldest = next(iter(self._under_way.values()))
         self._makes_room = self._loop.call_at(oldest.at + FAIR_S, _hang_up, oldest)

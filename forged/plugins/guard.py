@@ -3,9 +3,10 @@
 Law: while a plugin's code runs, an alarm is set; while the daemon's own code runs, it is not, also where a plugin has
 called it. The time that is left is not given anew when the daemon's code returns, so a plugin that calls it without end
 is interrupted too; and so are the tasks that a plugin starts. When the alarm goes off, the plugin's code is interrupted
-where it is, in a loop of its own or in a call that blocks, and what called it sees a failure like any other. Only code
-that never comes back from C, or that swallows every interruption, cannot be interrupted this way; that is what the
-watchdog is for. Work that goes on awaiting although it was cancelled is stepped no further.
+where it is, in a loop of its own or in a call that blocks, and what called it sees a failure like any other, also when
+the code swallowed the interruption and came back. Only code that never comes back from C, or that swallows every
+interruption, cannot be interrupted this way; that is what the watchdog is for. Work that goes on awaiting although it
+was cancelled is stepped no further.
 
 What a plugin raises leaves here as an `Exception`, whatever it was, so that nothing it does can end more than its turn.
 """
@@ -20,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from forged.errors import describe
 from forged.log import Log
@@ -80,6 +81,8 @@ class AlarmGuard:
     def __init__(self) -> None:
         self._limits: list[float] = []
         """Of whose code is running, innermost last; 0 is the daemon's own."""
+        self._interrupted: list[bool] = []
+        """Whether each of them was, whatever it made of it."""
         self._armed = False
         self._ends_at = 0.0
         """When the time of whose code is running is over; the timer itself knows it less exactly."""
@@ -87,13 +90,17 @@ class AlarmGuard:
         signal.signal(signal.SIGALRM, self._ring)
 
     def run(self, limit_s: float, function: Callable[..., T], *arguments: Any) -> T:
-        left_s = self._enter(limit_s)
+        too_long = f"kept the daemon waiting for more than {limit_s:g} s"
+        left_s, interrupted = self._enter(limit_s), False
         try:
-            return _contained(function, *arguments)
+            result = _contained(function, *arguments)
         except PluginBlocked as blocked:
-            raise PluginMisbehaved(f"kept the daemon waiting for more than {limit_s:g} s") from blocked
+            raise PluginMisbehaved(too_long) from blocked
         finally:
-            self._leave(left_s)
+            interrupted = self._leave(left_s)
+        if interrupted:
+            raise PluginMisbehaved(f"{too_long}, and went on when it was interrupted")
+        return result
 
     def outside(self, function: Callable[..., T], *arguments: Any) -> T:
         if not self._limits or threading.get_ident() != self._home:
@@ -107,7 +114,7 @@ class AlarmGuard:
             over = left_s <= 0.0 and self._limits[-2] > 0.0
             self._leave(AGAIN_S if over else left_s)
             if over:
-                raise PluginBlocked
+                self._interrupt()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.set_task_factory(self._start_task)
@@ -123,13 +130,21 @@ class AlarmGuard:
         self._armed = False
         left_s = self._ends_at - monotonic()
         self._limits.append(limit_s)
+        self._interrupted.append(False)
         self._set(limit_s)
         return left_s
 
-    def _leave(self, left_s: float) -> None:
+    def _leave(self, left_s: float) -> bool:
+        """Let the one before go on; returns whether this one was interrupted."""
         self._armed = False
         self._limits.pop()
+        interrupted = self._interrupted.pop()
         self._set(max(left_s, SOON_S) if self._limits and self._limits[-1] > 0.0 else 0.0)
+        return interrupted
+
+    def _interrupt(self) -> NoReturn:
+        self._interrupted[-1] = True
+        raise PluginBlocked
 
     def _set(self, limit_s: float) -> None:
         self._ends_at = monotonic() + limit_s
@@ -140,7 +155,7 @@ class AlarmGuard:
         if not self._armed or frame is None:
             return
         if frame.f_code not in _GUARDS_OWN:
-            raise PluginBlocked
+            self._interrupt()
         # The guard itself is at work, between two codes: if the plugin's is still there then, it is its turn soon.
         signal.setitimer(signal.ITIMER_REAL, SOON_S, AGAIN_S)
 
@@ -170,6 +185,7 @@ class Stepped(Awaitable[T]):
         steps = _steps(self._work)
         advance: Callable[[Any], Any] = steps.send
         sent: Any = None
+        cancelled: asyncio.CancelledError | None = None
         cancellations = 0
         try:
             while True:
@@ -195,6 +211,9 @@ class Stepped(Awaitable[T]):
             with suppress(Exception):
                 call(steps.close)
             raise
+        finally:
+            # What was raised holds this frame; held by it in turn, the work would wait for the garbage collector.
+            sent = cancelled = None
 
 
 def guarded(

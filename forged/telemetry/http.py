@@ -8,6 +8,7 @@ from this host without one. Health is the bus answering, not this door; readines
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -93,7 +94,7 @@ class HttpDoor:
         try:
             return await loop.create_server(self._visitors.enter, address.host, address.port, backlog=BACKLOG)
         except OSError as error:
-            raise ConfigError("http_address", f"http = {address}: {error.strerror}", "name another") from error
+            raise _not_listening(address, error) from error
 
     async def _look_after_visitors(self) -> None:
         while True:
@@ -153,6 +154,14 @@ class HttpDoor:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=await self._exposition.text(), headers={"Content-Type": METRICS_TYPE})
+
+
+def _not_listening(address: Address, error: OSError) -> ForgedError:
+    reason = f"http = {address}: {error.strerror}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        # The world's, and passing: when a machine starts, its addresses may come later than its daemons.
+        return Unavailable("http_address_not_available", reason, "name an address of this machine")
+    return ConfigError("http_address", reason, "name another")
 
 
 def _now() -> float:

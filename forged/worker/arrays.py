@@ -49,7 +49,7 @@ def pack_array(given: Given) -> Value:
     array = np.asarray(given)
     if array.dtype.hasobject or array.dtype.names is not None:
         raise _unfit(f"an array of {array.dtype}")
-    return Value(_form(given), _checked(memory_of(array)), _name(array.dtype), array.shape)
+    return Value(_form(given), _checked(memory_of(array)), name_of(array.dtype), array.shape)
 
 
 def memory_of(array: Array) -> memoryview:
@@ -98,7 +98,7 @@ def reduce(operation: Operation, values: Sequence[Value]) -> Value:
             combine(total, other, out=total, casting="same_kind")
         if operation is Operation.MEAN:
             np.divide(total, len(values), out=total, casting="same_kind")
-    return Value(values[0].form, memory_of(total), _name(total.dtype), total.shape)
+    return Value(values[0].form, memory_of(total), name_of(total.dtype), total.shape)
 
 
 def check_operation(operation: Operation, value: Value) -> None:
@@ -143,7 +143,8 @@ def _mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype.kind in "biu" else dtype
 
 
-def _name(dtype: np.dtype[Any]) -> str:
+def name_of(dtype: np.dtype[Any]) -> str:
+    """A type as it travels."""
     # The short form of a type that somebody has added to numpy is that of its bytes only.
     return dtype.str if np.dtype(dtype.str) == dtype else dtype.name
 

@@ -7,7 +7,6 @@ worker, so that nothing is taken for the word of another with its name.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from random import Random
 from typing import Any, TypeVar
@@ -54,7 +53,7 @@ class Registration:
         self._log = log
 
     async def join(
-        self, attributes: Mapping[str, str], settings: dict[str, SettingValue] | None, *, again: bool = False
+        self, pid: int, attributes: Mapping[str, str], settings: dict[str, SettingValue] | None, *, again: bool = False
     ) -> Joined:
         """Become a worker of the job; `again`, to learn what was missed."""
         return await self._persevere(
@@ -62,7 +61,7 @@ class Registration:
                 self._job,
                 self._worker,
                 self._incarnation,
-                os.getpid(),
+                pid,
                 attributes=dict(attributes),
                 settings=settings,
                 again=again,

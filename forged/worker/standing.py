@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
-    Joined,
     JobPaused,
     JobResumed,
+    Joined,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,

@@ -6,7 +6,7 @@ message: the head describes them, and their memory is read and written where it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,13 +14,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from forged.errors import PeerError, RequestRefused
+from forged.errors import PeerError, RequestRefused, Unavailable
+from forged.worker.arrays import name_of
 
 Array = npt.NDArray[Any]
 
 ARRAY, SCALAR, TUPLE, LIST, DICT, PLAIN = "a", "s", "t", "l", "d", "p"
 DEPTH_MAX = 64
-_PLAIN = (bool, int, float, str, bytes)
+_PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 
 
 @runtime_checkable
@@ -37,11 +38,6 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
     dtype: str
     shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes its elements take."""
-        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -67,8 +63,12 @@ def pack(state: Any) -> Packed:
     """Describe a state; its arrays must not change until they were sent."""
     arrays: list[Array] = []
     tree = _describe(_values(state), arrays, "state", 0)
-    specs = [ArraySpec(array.dtype.str, array.shape) for array in arrays]
-    return Packed(_encode(Head(tree, specs)), [_memory(array) for array in arrays])
+    specs = [ArraySpec(name_of(array.dtype), array.shape) for array in arrays]
+    try:
+        head = _encode(Head(tree, specs))
+    except OverflowError as error:
+        raise RequestRefused("state_unfit", f"a number in state is too large: {error}", "keep it as text") from error
+    return Packed(head, [_memory(array) for array in arrays])
 
 
 class Arriving:
@@ -77,9 +77,13 @@ class Arriving:
     def __init__(self, head: bytes) -> None:
         try:
             self._head = _decode(head)
-            self._arrays = [np.empty(spec.shape, np.dtype(spec.dtype)) for spec in self._head.arrays]
-        except (msgspec.DecodeError, TypeError, ValueError) as error:
+            self._arrays = [_room_for(spec) for spec in self._head.arrays]
+            # Now, and not when all has arrived.
+            self._build(self._head.tree, 0)
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
             raise PeerError("state_invalid", f"a state cannot be read: {error}") from error
+        except MemoryError as error:
+            raise Unavailable("state_too_large", f"there is no memory for the state: {error}", "free some") from error
         self.parts = [_memory(array) for array in self._arrays]
 
     def adopt(self, state: Any) -> None:
@@ -88,7 +92,7 @@ class Arriving:
         if isinstance(state, Stateful):
             state.load_state_dict(value)
         else:
-            _fill(state, value)
+            _adopted(state, value)
 
     def _build(self, node: Any, depth: int) -> Any:
         try:
@@ -107,7 +111,7 @@ class Arriving:
         }
         try:
             return build[kind]()
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PeerError("state_invalid", f"a state's description is none: {error!r}") from error
 
 
@@ -142,7 +146,7 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
         raise RequestRefused("state_unfit", f"{where} is nested too deep", f"nest at most {DEPTH_MAX} levels")
     if isinstance(value, (np.ndarray, np.generic)):
         kind = ARRAY if isinstance(value, np.ndarray) else SCALAR
-        return (kind, _keep(np.asarray(value), arrays, where))
+        return (kind, _keep(np.asanyarray(value), arrays, where))
     if value is None or isinstance(value, _PLAIN):
         # What is derived from a plain type, such as the number of a step, arrives as what it is made of.
         return (PLAIN, next((plain(value) for plain in _PLAIN if isinstance(value, plain)), None))
@@ -158,11 +162,19 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
 
 def _keep(array: Array, arrays: list[Array], where: str) -> int:
     """The number under which the array is sent."""
-    if array.dtype.hasobject or array.dtype.names:
+    if array.dtype.hasobject or array.dtype.names or isinstance(array, np.ma.MaskedArray):
         raise RequestRefused("state_unfit", f"{where} is an array of {array.dtype}", "keep arrays of numbers in it")
     # A slice has no memory of its own that could be read as a whole.
     arrays.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
     return len(arrays) - 1
+
+
+def _room_for(spec: ArraySpec) -> Array:
+    """An array for what will arrive."""
+    dtype = np.dtype(spec.dtype)
+    if dtype.hasobject or dtype.names:
+        raise ValueError(f"an array of {dtype}")
+    return np.empty(spec.shape, dtype)
 
 
 def _memory(array: Array) -> memoryview:
@@ -170,25 +182,27 @@ def _memory(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray())
 
 
-def _fill(state: Any, value: Mapping[Any, Any]) -> None:
-    for key in [key for key in state if key not in value]:
-        del state[key]
-    for key, arrived in value.items():
-        present = state.get(key)
-        if isinstance(present, MutableMapping) and isinstance(arrived, Mapping):
-            _fill(present, arrived)
-        elif _fits(present, arrived):
-            present[...] = arrived
-        else:
-            state[key] = arrived
+def _adopted(present: Any, arrived: Any) -> Any:
+    """What has arrived; in the place of what is there, as far as that can take it."""
+    if isinstance(present, MutableMapping) and isinstance(arrived, Mapping):
+        values = {key: _adopted(present.get(key), value) for key, value in arrived.items()}
+        if list(present) != list(values):
+            # The order of keys is part of what was there.
+            present.clear()
+        present.update(values)
+        return present
+    if isinstance(arrived, tuple) and isinstance(present, tuple) and len(present) == len(arrived):
+        return tuple(_adopted(old, new) for old, new in zip(present, arrived, strict=True))
+    if isinstance(arrived, list) and isinstance(present, list) and len(present) == len(arrived):
+        present[:] = [_adopted(old, new) for old, new in zip(present, arrived, strict=True)]
+        return present
+    if _fits(present, arrived):
+        present[...] = arrived
+        return present
+    return arrived
 
 
 def _fits(present: Any, arrived: Any) -> bool:
     """Whether the elements can be put where those of the present array are."""
     arrays = isinstance(present, np.ndarray) and isinstance(arrived, np.ndarray)
     return arrays and present.shape == arrived.shape and present.dtype == arrived.dtype and present.flags.writeable
-
-
-def total_bytes(parts: Sequence[memoryview]) -> int:
-    """How much there is to send."""
-    return sum(part.nbytes for part in parts)

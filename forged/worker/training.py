@@ -1,7 +1,8 @@
 """Elastic training in a script: `with forged.join(...) as worker: for step in worker.steps(): ...`.
 
 Law: there is no second implementation. The worker runs on a loop in a thread of its own, so that it answers while the
-script computes; the script waits for it at step boundaries and in collectives, and nowhere else.
+script computes; the script waits for it at step boundaries and in collectives, and nowhere else. Whatever ends the
+script, the worker leaves: in good order if nothing failed, and never so that the end has to wait for others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -19,11 +21,12 @@ from typing import Any, Self, TypeVar
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.model import ClusterTopology, GlobalTrainingState, WorkerId
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
 from forged.log import SILENT, Log
 from forged.worker.counters import Counters
 from forged.worker.errors import StepAborted
+from forged.worker.events import Event
 from forged.worker.forks import ForkGuard
 from forged.worker.pulse import Pulse
 from forged.worker.state import copy_of
@@ -43,23 +46,29 @@ class Training:
     ) -> None:
         self._careful = False
         """Whether the script does its steps inside `with step:`."""
+        self._is_stepping = False
         self._make = make
         self._endpoints = endpoints
         self._token = token
-        self._counters = Counters.create()
+        self._counters: Counters | None = None
         self._restore: Callable[[], None] | None = None
         self._portal: BlockingPortal | None = None
         self._worker: ElasticWorker | None = None
+        self._guard: ForkGuard | None = None
         self._pulse: Pulse | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        if self._worker is not None:
+            raise RequestRefused("training_reopened", "a training is opened once", "call `forged.join` again")
         with contextlib.ExitStack() as stack:
+            counters = self._counters = stack.enter_context(contextlib.closing(Counters.create()))
             self._portal = stack.enter_context(start_blocking_portal(name="forged-worker"))
-            self._worker = self._portal.call(self._make, self._counters)
-            session = self._portal.wrap_async_context_manager(self._worker.session(*self._endpoints))
-            stack.enter_context(session)
-            stack.callback(ForkGuard(self._worker.descriptors).close)
+            worker = self._worker = self._portal.call(self._make, counters)
+            stack.callback(self._end_pulse)
+            stack.enter_context(self._portal.wrap_async_context_manager(worker.session(*self._endpoints)))
+            self._guard = ForkGuard(worker.descriptors)
+            stack.callback(self._guard.close)
             stack.enter_context(self._heeding_signals())
             self._open = stack.pop_all()
         return self
@@ -67,18 +76,21 @@ class Training:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._worker is not None:
-            # Whoever fails says so, and is not waited for.
-            self._run(partial(self._worker.leave, f"its script failed: {kind.__name__ if kind else ''}", failed=True))
-        self.close()
+        try:
+            if isinstance(error, Exception) and not self._is_forked:
+                # Whoever fails says so. Who is interrupted, or calls `sys.exit`, leaves like any other.
+                self._run(partial(self.worker.leave, f"its script failed: {type(error).__name__}", failed=True))
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """Leave. Idempotent."""
-        pulse, self._pulse = self._pulse, None
-        self._open.close()
-        if pulse is not None:
-            pulse.close()
-        self._counters.close()
+        """Leave. Idempotent; nothing happens in a forked child, to which the worker does not belong."""
+        if not self._is_forked:
+            self._open.close()
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._guard is not None and self._guard.forked
 
     # Steps.
 
@@ -87,7 +99,11 @@ class Training:
         self._begin_pulse()
         while (number := self._run(self.worker.begin_step, total)) is not None:
             self._keep_state()
-            yield Step.numbered(number, self._entered)
+            self._is_stepping = True
+            try:
+                yield Step.numbered(number, self._entered)
+            finally:
+                self._is_stepping = False
             if not self._run(self.worker.finish_step):
                 self._give_back_state()
 
@@ -95,6 +111,7 @@ class Training:
         if not self.worker.is_registered:
             self._run(self.worker.register)
         if self._pulse is None:
+            assert self._counters is not None
             worker = self.worker
             self._pulse = Pulse.start(
                 self._endpoints or (worker.endpoint,),
@@ -104,6 +121,10 @@ class Training:
                 self._token,
                 self._counters,
             )
+
+    def _end_pulse(self) -> None:
+        if self._pulse is not None:
+            self._pulse.close()
 
     def _entered(self) -> None:
         self._careful = True
@@ -138,7 +159,7 @@ class Training:
         try:
             return self._run(act)
         except StepAborted:
-            if self._careful:
+            if self._careful or not self._is_stepping:
                 raise
             # The script goes on with something of the right shape; what it makes of it does not count.
             return instead
@@ -200,10 +221,28 @@ class Training:
         size, rank = self.world_size, self.rank
         return range(total * rank // size, total * (rank + 1) // size)
 
+    @property
+    def rescaling_requested(self) -> Event[RescalingEvent]:
+        """Happens when this worker has gone over into another world. Subscribers run while the script waits."""
+        return self.worker.rescaling_requested
+
+    @property
+    def state_synchronized(self) -> Event[GlobalTrainingState]:
+        """Happens when this worker is where the others are."""
+        return self.worker.state_synchronized
+
+    @property
+    def leaving(self) -> Event[str]:
+        """Happens when this worker is to go, behind its last step: the moment to save something."""
+        return self.worker.leaving
+
     def drain(self, reason: str = "the script wants to go") -> None:
         """Finish the present step, and go."""
-        assert self._portal is not None
-        self._portal.call(self.worker.drain, reason)
+        self._call(self.worker.drain, reason)
+
+    def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
+        """Say how far the training is. The steps of a world are counted by the world; before it, by the script."""
+        self._call(self.worker.update_training_state, epoch, step, learning_rate)
 
     def should_handle_shard(self, shard_index: int, total_shards: int) -> bool:
         """Whether a shard is this worker's."""
@@ -212,9 +251,25 @@ class Training:
     # Inside.
 
     def _run(self, call: Callable[..., Awaitable[R]], *arguments: Any) -> R:
-        if self._portal is None:
+        return self._wait_for(self._there().start_task_soon(call, *arguments))
+
+    def _call(self, call: Callable[..., R], *arguments: Any) -> R:
+        return self._wait_for(self._there().start_task_soon(call, *arguments))
+
+    def _wait_for(self, future: Future[R]) -> R:
+        try:
+            return future.result()
+        except BaseException:
+            # Whoever is interrupted does not come back for it.
+            future.cancel()
+            raise
+
+    def _there(self) -> BlockingPortal:
+        if self._portal is None or self._worker is None:
             raise RequestRefused("worker_not_open", "the worker is not open", "use it inside `with forged.join(...)`")
-        return self._portal.call(call, *arguments)
+        if self._guard is not None:
+            self._guard.check()
+        return self._portal
 
     @contextlib.contextmanager
     def _heeding_signals(self) -> Iterator[None]:
@@ -230,12 +285,12 @@ class Training:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        portal = self._portal
-        if portal is not None:
-            portal.start_task_soon(self._drain_soon, "SIGTERM")
-
-    async def _drain_soon(self, reason: str) -> None:
-        self.worker.drain(reason)
+        if self._portal is not None and self.worker.is_registered:
+            self._portal.start_task_soon(self.worker.drain, "it was told to end, by SIGTERM")
+            return
+        # Nobody waits for this worker, so there is no step to be finished first.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def join(

@@ -160,7 +160,7 @@ class StateDesk:
             raise PeerError("message_unexpected", "the fetcher does not say what it wants")
         async with self._turns:
             link.send(StateReady())
-            channel = await self._carrier.open(link.hand_over())
+            channel = await self._carrier.open(_handed_over(link))
             offer.channels.add(channel)
             try:
                 await channel.give(offer.parts[wanted.part :])
@@ -245,7 +245,7 @@ class StateFetch:
                 link.abort()
 
     async def _take(self, link: DialledLink, arriving: _Arriving) -> None:
-        channel = self._channel = await self._carrier.open(link.hand_over())
+        channel = self._channel = await self._carrier.open(_handed_over(link))
         try:
             await channel.take(arriving.missing(), arriving.one_more)
         finally:
@@ -284,6 +284,13 @@ class _Arriving:
     def one_more(self) -> None:
         """Another part is here, and right."""
         self.verified += 1
+
+
+def _handed_over(link: PeerLink) -> asyncio.Transport:
+    """The transport of a connection that has nothing more to say, if it has not ended meanwhile."""
+    if link.lost:
+        raise Unavailable("state_broken_off", "the connection ended before the state was sent", "fetch it again")
+    return link.hand_over()
 
 
 def _checked(head: bytes, parts: Sequence[memoryview | bytes]) -> list[memoryview]:

@@ -1,8 +1,9 @@
 """The worker's side of elastic training.
 
 Law: the training script owns its state between two step boundaries, the library at them. A step counts when every
-member of the world has finished it; one that was broken off is done again from the state before it. The daemon is
-asked when the world has to change and at no other time, so training goes on while it is away.
+member of the world has finished it; one that was broken off is done again from the state before it. All stop behind the
+same step, because the world says so and nobody by himself. The daemon is asked when the world has to change and at no
+other time, so training goes on while it is away.
 """
 
 from __future__ import annotations
@@ -11,27 +12,20 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from functools import partial
 from random import Random, SystemRandom
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
 from forged.client.client import ForgedClient
+from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
+from forged.elastic.attempt import Stop
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.messages import (
-    INCARNATION_BYTES,
-    Heartbeat,
-    Joined,
-    JoinJob,
-    LeaveJob,
-    ReadTopology,
-    ReportPaused,
-    ReportReady,
-    ReportTrouble,
-)
+from forged.elastic.messages import INCARNATION_BYTES, Joined, RescaleSynchronising, ShowCluster
 from forged.elastic.model import (
     RANK_NONE,
     ClusterTopology,
@@ -41,18 +35,21 @@ from forged.elastic.model import (
     WorkerMetadata,
     WorkerStatus,
 )
+from forged.elastic.phases import Phase
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.log import SILENT, Log
-from forged.messages import Gap, Record, Request
+from forged.messages import Gap, Record
 from forged.net.network import Address, Network
+from forged.worker.agreement import Agreement, agree
 from forged.worker.carriers import Carrier
 from forged.worker.collectives import CollectiveAborted, World
 from forged.worker.counters import Counters
-from forged.worker.errors import StepAborted
+from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.events import Event
 from forged.worker.mesh import Mesh
-from forged.worker.standing import FOLLOWED, Standing
+from forged.worker.registration import Registration, persevere
+from forged.worker.standing import FOLLOWED, Commit, Standing
 from forged.worker.state import Arriving, pack
 from forged.worker.step import Step
 
@@ -60,12 +57,18 @@ R = TypeVar("R")
 
 JOB = "default"
 TROUBLE_PAUSE_S = 0.2
-"""How long a worker rests before it tries again what a peer or the daemon did not let it do."""
-LEAVE_TIMEOUT_S = 2.0
-"""How long it tries to say goodbye."""
+"""How long a worker rests before it tries again to fetch a state."""
 LOOPBACK = "127.0.0.1"
 MARKS_BITS = 32
 """So many bits of the marks count within a world; the ones above are its generation."""
+
+
+class Trouble(NamedTuple):
+    """What the daemon has to be told: a world cannot go on."""
+
+    generation: int
+    peer: str
+    why: str
 
 
 class ElasticWorker:
@@ -90,9 +93,9 @@ class ElasticWorker:
         clock: Clock | None = None,
         incarnation: bytes | None = None,
         counters: Counters | None = None,
+        log: Log = SILENT,
         random: Random | None = None,
         carrier: Carrier | None = None,
-        log: Log = SILENT,
     ) -> None:
         if config is not None:
             config.validate()
@@ -103,44 +106,59 @@ class ElasticWorker:
         self.epoch = 0
         self.learning_rate = learning_rate
         self.global_batch_size = global_batch_size
-        self.generation = 0
         self.rescaling_requested: Event[RescalingEvent] = Event("rescaling_requested", log)
         self.state_synchronized: Event[GlobalTrainingState] = Event("state_synchronized", log)
         self.leaving: Event[str] = Event("leaving", log)
         self._worker_id = WorkerId(worker_id, "", 0) if isinstance(worker_id, str) else worker_id
         self._config = config
+        self._settings: dict[str, SettingValue] | None = None if config is None else config.to_settings()
         self._token = token
         self._attributes = dict(attributes or {})
         self._network = network
         self._clock = clock or SystemClock()
-        self._log = log
         self._random = random or SystemRandom()
         self._carrier = carrier
+        self._log = log
         self.incarnation = incarnation or self._random.randbytes(INCARNATION_BYTES)
         """What tells this worker from any other of its name, before it and behind it."""
         self._counters = counters
-        self._standing = Standing(self._worker_id.id)
-        self._status = WorkerStatus.JOINING
         self._joined_at = self._heartbeat_at = self._clock.wall()
         self._marks = 0
-        self._world_before = ClusterTopology()
+        self._client: ForgedClient | None = None
+        self._mesh: Mesh | None = None
+        self._line: Registration | None = None
+        self._tasks: TaskGroup | None = None
+        self._session: AbstractAsyncContextManager[ElasticWorker] | None = None
+        self._is_open = False
+        self._sessions = 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """What a session begins with."""
+        if self._sessions:
+            # To the daemon and the others it is another worker, which comes with its state and is not believed it.
+            self.incarnation = self._random.randbytes(INCARNATION_BYTES)
+        self._standing = Standing(self._worker_id.id)
+        self._topology = ClusterTopology()
         """The world that it has entered last."""
-        self._entering = anyio.CancelScope()
+        self._world: World | None = None
+        self._status = WorkerStatus.JOINING
         self._holds_state = False
         self._finished = False
         """Whether it has finished a step that may not be committed."""
         self._void = False
         """Whether a collective of the present step was broken off."""
+        self._rest_at = 0
+        """The fact for which the world has stopped behind its last step; 0 when it has not."""
         self._settled = 0
         """The attempt that this worker has answered last."""
+        self._answered = 0
+        """The last one that has taken its answer."""
+        self._trouble: Trouble | None = None
         self._registered = False
         self._left = False
         self._news = asyncio.Event()
-        self._client: ForgedClient | None = None
-        self._mesh: Mesh | None = None
-        self._world: World | None = None
-        self._tasks: TaskGroup | None = None
-        self._session: AbstractAsyncContextManager[ElasticWorker] | None = None
+        self._undertaking: tuple[anyio.CancelScope, Callable[[], bool]] | None = None
 
     # What it is.
 
@@ -152,17 +170,22 @@ class ElasticWorker:
     @property
     def rank(self) -> int:
         """Its rank; -1 while it has none."""
-        return self._world_before.rank_of(self._worker_id) if self._holds_state else RANK_NONE
+        return self._topology.rank_of(self._worker_id)
 
     @property
     def world_size(self) -> int:
-        """How many workers there are in the world that it has entered; that does not change within a step."""
-        return self._world_before.world_size
+        """How many workers there are in the world."""
+        return self._topology.world_size
+
+    @property
+    def generation(self) -> int:
+        """The number of the world."""
+        return self._topology.epoch
 
     @property
     def current_topology(self) -> ClusterTopology | None:
-        """The committed world; None before the first."""
-        return self._standing.topology if self._standing.topology.workers else None
+        """The world; None before the first."""
+        return self._topology if self._topology.workers else None
 
     @property
     def current_state(self) -> GlobalTrainingState | None:
@@ -176,12 +199,12 @@ class ElasticWorker:
     @property
     def is_rescaling(self) -> bool:
         """Whether a new world is being agreed on."""
-        return self._standing.wants_stop and not self._standing.paused
+        return self._standing.rescaling or self._standing.committed is not None
 
     @property
     def is_registered(self) -> bool:
         """Whether the world waits for it."""
-        return self._registered
+        return self._registered and not self._left
 
     @property
     def is_void(self) -> bool:
@@ -220,7 +243,11 @@ class ElasticWorker:
         return self.rank >= 0 and 0 <= shard_index < total_shards and shard_index % self.world_size == self.rank
 
     def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
-        """Say how far the training is, where the script counts for itself."""
+        """Say how far the training is. The steps of a world are counted by the world; before it, by the script."""
+        if step != self.step and self._world is not None:
+            raise RequestRefused(
+                "step_counted", f"{self.step} steps are committed, and not {step}", "leave the counting to the steps"
+            )
         self.epoch, self.step, self.learning_rate = epoch, step, learning_rate
 
     # Coming and going.
@@ -230,54 +257,84 @@ class ElasticWorker:
         session = self.session(*endpoints)
         await session.__aenter__()
         self._session = session
-        await self.register()
+        try:
+            await self.register()
+        except BaseException:
+            await self.disconnect()
+            raise
 
     @asynccontextmanager
     async def session(self, *endpoints: str) -> AsyncIterator[ElasticWorker]:
         """Be connected inside the block, with the door open for peers; `register` makes it a worker."""
-        if self._client is not None:
+        if self._is_open:
             raise RequestRefused("worker_connected", "the worker is already connected to the cluster", "disconnect it")
-        reached = ForgedClient(
-            *endpoints, token=self._token, network=self._network, clock=self._clock, source=self._random
-        )
-        async with reached as client:
-            host = self._worker_id.hostname or _own_host(client.endpoint)
-            mesh = Mesh(
-                self._worker_id.id,
-                self.incarnation,
-                self.job,
-                self._network,
-                self._clock,
-                self._log,
-                source=self._random,
-                carrier=self._carrier,
-            )
-            async with mesh.open(host, self._worker_id.port) as address, anyio.create_task_group() as tasks:
-                self._worker_id = WorkerId(self._worker_id.id, host, address.port)
-                self._client, self._mesh, self._tasks = client, mesh, tasks
+        self._is_open = True
+        try:
+            self._begin_anew()
+            self._sessions += 1
+            async with self._reach(endpoints) as client, self._open_door(client), anyio.create_task_group() as tasks:
+                self._client, self._tasks = client, tasks
+                self._line = Registration(client, self.job, self._worker_id, self.incarnation, self._random, self._log)
                 try:
                     yield self
                 finally:
                     with anyio.CancelScope(shield=True):
                         await self.leave("it was disconnected")
                     tasks.cancel_scope.cancel()
-                    self._client = self._mesh = self._tasks = self._world = None
+                    self._client = self._mesh = self._line = self._tasks = self._world = None
                     self._registered = False
+        finally:
+            self._is_open = False
+
+    def _reach(self, endpoints: tuple[str, ...]) -> ForgedClient:
+        return ForgedClient(
+            *endpoints, token=self._token, network=self._network, clock=self._clock, source=self._random
+        )
+
+    @asynccontextmanager
+    async def _open_door(self, client: ForgedClient) -> AsyncIterator[None]:
+        """Let peers come in."""
+        host = self._worker_id.hostname or _own_host(client.endpoint)
+        name = self._worker_id.id
+        mesh = Mesh(
+            name,
+            self.incarnation,
+            self.job,
+            self._network,
+            self._clock,
+            self._log,
+            source=self._random,
+            carrier=self._carrier,
+        )
+        async with mesh.open(host, self._worker_id.port) as address:
+            self._worker_id, self._mesh = WorkerId(name, host, address.port), mesh
+            yield
 
     async def register(self) -> None:
         """Become a worker of the job; from now on the world waits for this worker."""
-        if self._tasks is None or self._mesh is None:
+        if self._tasks is None or self._client is None or self._line is None:
             raise RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
         if self._registered:
             return
+        # Said at once, and not when somebody needs the state.
+        pack(self.state)
         # The stream stands before the worker is known, so that nothing is missed in between.
-        await self._tasks.start(self._follow)
-        joined = await self._join()
-        self._mesh.trust(joined.peer_key)
-        self._standing.topology = joined.topology
-        self._adopt_settings(joined)
-        self._registered = True
+        facts = await self._client.facts(*FOLLOWED, jobs=[self.job]).__aenter__()
+        try:
+            self._tasks.start_soon(self._listen, facts)
+            self._learn(await self._line.join(os.getpid(), self._attributes, self._settings))
+        except BaseException:
+            facts.close()
+            raise
+        self._joined_at, self._registered = self._clock.wall(), True
         self._tasks.start_soon(self._beat)
+
+    def _learn(self, joined: Joined) -> None:
+        """Take what the daemon has told of the job."""
+        assert self._mesh is not None
+        self._mesh.trust(joined.peer_key)
+        self._config = ElasticTrainingConfig.from_settings(joined.settings)
+        self._standing.catch_up(joined)
 
     async def disconnect(self) -> None:
         """Leave in good order; no error for who is not connected."""
@@ -285,25 +342,25 @@ class ElasticWorker:
         if session is not None:
             await session.__aexit__(None, None, None)
 
+    async def close(self) -> None:
+        """Leave in good order. Idempotent."""
+        await self.disconnect()
+
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *error: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            await self.leave(f"its script failed: {kind.__name__}", failed=True)
         await self.disconnect()
 
     async def leave(self, reason: str, *, done: bool = False, failed: bool = False) -> None:
         """Tell the daemon that this worker goes, if that can be told in time."""
-        if self._left or not self._registered:
+        if self._left or not self._registered or self._line is None:
             return
         self._left, self._status = True, WorkerStatus.LEAVING
-        if self._world is not None:
-            await self._world.leave()
-        request = LeaveJob(self.job, self._worker_id.id, self.incarnation, reason, done, failed, self.step)
-        with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
-            try:
-                await self._ask(request)
-            except ForgedError as error:
-                self._log.warning("could not say goodbye", why=str(error))
+        await self._leave_world()
+        await self._line.leave(reason, self.step, done=done, failed=failed)
 
     def drain(self, reason: str) -> None:
         """Finish the present step, and go."""
@@ -325,51 +382,67 @@ class ElasticWorker:
         """Wait until a step may begin; returns its number, or None when there are no more."""
         if not self._registered:
             await self.register()
-        while True:
+        while not self._left:
             if self._standing.end is not None:
-                await self._fall_out()
-                raise self._standing.end
-            if self._standing.draining is not None:
+                await self._fall_out(self._standing.end)
+            if self._standing.completed is not None:
+                await self._come_to_an_end(self._standing.completed)
+            elif self._standing.draining is not None:
                 self.leaving.fire(self._standing.draining)
                 await self.leave(self._standing.draining)
-                return None
-            if self._standing.completed or (self._is_training and total is not None and self.step >= total):
+            elif not self._may_step:
+                await self._come_along()
+            elif total is not None and self.step >= total:
                 await self.leave("the training is done", done=True)
-                return None
-            if self._is_training and not self._standing.paused:
-                self._status = WorkerStatus.ACTIVE
+            else:
                 self._void = self._finished = False
+                await self.resume_training()
                 return self.step
-            await self._come_along()
+        return None
 
     async def finish_step(self) -> bool:
         """Tell the others that the step is done; returns whether it counts."""
-        world = self._world
-        if self._void or world is None:
+        if self._void:
             return False
         self._mark()
         self._finished = True
+        if self._world is None:
+            return False
         try:
-            verdict = await world.end_step(self.step, stop_wanted=self._stop_wanted)
+            verdict = await self._world.end_step(self.step, stop_wanted=self._standing.stop_wanted)
         except CollectiveAborted as error:
-            await self._lose_world(error)
+            self._lose_world(error)
             return False
         self._finished = False
         self.step += 1
         self._count()
-        if verdict.stop_wanted > self._standing.allowed_at:
-            self._standing.asked_at = max(self._standing.asked_at, verdict.stop_wanted)
+        self._rest_at = verdict.stop_wanted
         return True
 
     @property
-    def _stop_wanted(self) -> int:
-        """The fact that asks for a stop; 0 for none."""
-        return self._standing.asked_at if self._standing.wants_stop else 0
+    def _may_step(self) -> bool:
+        """Whether it is in a world that goes on."""
+        return self._world is not None and self._world.ending is None and not self._rests
 
     @property
-    def _is_training(self) -> bool:
-        """Whether it is in a world that goes on."""
-        return self._world is not None and not self._standing.wants_stop and self._standing.committed is None
+    def _rests(self) -> bool:
+        """Whether the world has stopped, and the reason for it holds still, or has not been heard here yet."""
+        standing = self._standing
+        return self._rest_at > 0 and (standing.heard_at < self._rest_at or standing.stop_wanted > 0)
+
+    async def _come_to_an_end(self, step: int) -> None:
+        """Others say that the training is done."""
+        if self._finished and step > self.step:
+            # They know that all have finished it.
+            self.step, self._finished = self.step + 1, False
+            self._count()
+        await self.leave("the training is done", done=True)
+
+    async def _fall_out(self, error: ForgedError) -> None:
+        """The others go on without this worker, or nobody goes on."""
+        self._status = WorkerStatus.FAILED
+        await self._leave_world()
+        raise error
 
     # Collectives.
 
@@ -399,7 +472,7 @@ class ElasticWorker:
             return await act(world)
         except CollectiveAborted as error:
             self._void = True
-            await self._lose_world(error)
+            self._lose_world(error)
             raise StepAborted(error.message) from error
 
     def _mark(self) -> None:
@@ -413,65 +486,127 @@ class ElasticWorker:
         if self._counters is not None:
             self._counters.step = self.step
 
+    def _lose_world(self, error: ForgedError) -> None:
+        """The world cannot go on. The daemon is told, unless it has told so itself."""
+        world, self._world = self._world, None
+        if world is not None and not (self._standing.lost or self._standing.rescaling):
+            self._trouble = Trouble(world.generation, _peer_of(error), error.message)
+
+    async def _leave_world(self) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            await world.leave()
+
     # Between two worlds.
 
     async def _come_along(self) -> None:
         """Do the next thing that leads to a world, or wait for news."""
-        self._news = asyncio.Event()
-        standing = self._standing
-        if standing.outdated:
-            await self._ask_again()
-        elif standing.committed is not None and not self._is_superseded:
-            await self._enter()
+        self._news.clear()
+        standing, world = self._standing, self._world
+        if world is not None and world.ending is not None:
+            self._see_the_end(world.ending.error())
+        elif standing.outdated:
+            await self._undertake(self._ask_again)
+        elif standing.committed is not None:
+            await self._cross(standing.committed)
+        elif self._trouble is not None:
+            await self._undertake(partial(self._complain, self._trouble))
         elif standing.synchronising is not None and standing.synchronising.attempt == self._settled:
-            await self._synchronise(standing.synchronising.attempt)
+            await self._synchronise(standing.synchronising)
         elif standing.attempt > self._settled:
             await self._report(standing.attempt)
         else:
             await self._news.wait()
 
+    def _see_the_end(self, error: ForgedError) -> None:
+        """The world has ended between two steps."""
+        self._lose_world(error)
+        if not isinstance(error, CollectiveAborted):
+            # The ranks do not do the same, which is the script's mistake.
+            raise error
+
+    async def _undertake(self, act: Callable[[], Awaitable[object]], still: Callable[[], bool] = lambda: True) -> None:
+        """Do something that takes its time, for as long as it makes sense."""
+
+        def makes_sense() -> bool:
+            standing = self._standing
+            return standing.end is None and standing.completed is None and standing.draining is None and still()
+
+        with anyio.CancelScope() as scope:
+            self._undertaking = scope, makes_sense
+            try:
+                await act()
+            finally:
+                self._undertaking = None
+
+    async def _until(self, over: Callable[[], bool]) -> None:
+        """Wait for the news with which something is over."""
+        while not over():
+            self._news.clear()
+            await self._news.wait()
+
+    async def _complain(self, trouble: Trouble) -> None:
+        """Say that the world is no more."""
+        assert self._line is not None
+        await self._line.complain(*trouble)
+        self._trouble = None
+
     async def _report(self, attempt: int) -> None:
         """Say where this worker has stopped."""
+        assert self._line is not None
         self._status = WorkerStatus.RESCALING
-        if self._is_superseded:
-            self._standing.committed = None
-        if self._world is not None:
-            world, self._world = self._world, None
-            await world.leave()
-        request = ReportPaused(
-            self.job,
-            self._worker_id.id,
-            self.incarnation,
-            attempt,
+        await self._leave_world()
+        self._trouble = None
+        tell = partial(self._line.stopped, attempt, self._stop())
+
+        async def report() -> None:
+            if await tell():
+                self._answered = attempt
+            self._settled = attempt
+
+        await self._undertake(report, still=lambda: self._standing.attempt == attempt)
+
+    def _stop(self) -> Stop:
+        """Where this worker has stopped."""
+        return Stop(
             self.step,
+            self._holds_state,
+            self._finished and self._holds_state,
             self.epoch,
             self.learning_rate,
             self.global_batch_size,
-            self._holds_state,
-            self._finished and self._holds_state,
         )
-        if await self._told(request):
-            self._settled = max(self._settled, attempt)
 
-    async def _synchronise(self, attempt: int) -> None:
+    # The state goes from worker to worker.
+
+    async def _synchronise(self, settled: RescaleSynchronising) -> None:
         """Give the state to others, or take it from the source, as it was settled."""
-        assert self._mesh is not None
-        fact = self._standing.synchronising
-        assert fact is not None
-        position = self.step + 1 if self._finished else self.step
-        if fact.source.id == self._worker_id.id:
-            packed = pack(self.state)
-            with self._mesh.offering(attempt, packed.head, packed.parts):
-                await self._superseded(attempt)
-        elif self._holds_state and position == fact.step:
-            await self._superseded(attempt)
-        elif await self._take_state(attempt, fact.source):
-            self.step, self._finished, self._holds_state = fact.step, False, True
-            await self._told(ReportReady(self.job, self._worker_id.id, self.incarnation, attempt))
-            await self._superseded(attempt)
+        assert self._line is not None
+        attempt = settled.attempt
+        if settled.source.id == self._worker_id.id:
+            # Who goes gives its state away first: nobody else may have it.
+            with self._offering(attempt):
+                await self._until(lambda: not self._is_synchronising(attempt))
+        elif self._holds_state and self._stop().position == settled.step:
+            await self._until(lambda: not self._is_synchronising(attempt) or self._standing.draining is not None)
+        else:
+            await self._undertake(partial(self._take, settled), still=lambda: self._is_synchronising(attempt))
 
-    async def _take_state(self, attempt: int, source: WorkerId) -> bool:
-        """Fetch the source's state; false when the attempt is over before that has succeeded."""
+    async def _take(self, settled: RescaleSynchronising) -> None:
+        """Become what the source is."""
+        assert self._line is not None
+        while True:
+            try:
+                await self._fetch(settled.source, settled.attempt)
+            except (Unavailable, PeerError) as error:
+                self._log.warning("the state could not be fetched", source=str(settled.source), why=str(error))
+                await anyio.sleep(TROUBLE_PAUSE_S)
+            else:
+                break
+        self.step, self._finished, self._holds_state = settled.step, False, True
+        await self._line.ready(settled.attempt)
+
+    async def _fetch(self, source: WorkerId, attempt: int) -> None:
         assert self._mesh is not None
         arrived: list[Arriving] = []
 
@@ -479,194 +614,190 @@ class ElasticWorker:
             arrived.append(Arriving(head))
             return arrived[-1].parts
 
-        while self._is_attempt(attempt):
-            try:
-                await self._mesh.fetch_state(source, attempt, into)
-            except (Unavailable, PeerError) as error:
-                self._log.warning("the state could not be fetched", source=str(source), why=str(error))
-                await anyio.sleep(TROUBLE_PAUSE_S)
-            else:
-                arrived[-1].adopt(self.state)
-                return True
-        return False
+        await self._mesh.fetch_state(source, attempt, into)
+        arrived[-1].adopt(self.state)
 
-    async def _superseded(self, attempt: int) -> None:
-        """Wait until the attempt has succeeded or is over."""
-        while self._is_attempt(attempt):
-            self._news = asyncio.Event()
-            await self._news.wait()
+    def _offering(self, attempt: int) -> AbstractContextManager[None]:
+        assert self._mesh is not None
+        packed = pack(self.state)
+        self._holds_state = True
+        return self._mesh.offering(attempt, packed.head, packed.parts)
 
-    def _is_attempt(self, attempt: int) -> bool:
+    def _is_synchronising(self, attempt: int) -> bool:
+        standing, settled = self._standing, self._standing.synchronising
+        is_over = standing.end is not None or standing.completed is not None or standing.committed is not None
+        return not is_over and settled is not None and settled.attempt == attempt
+
+    # Into the next world.
+
+    async def _cross(self, commit: Commit) -> None:
+        """Go over into a world that was committed, unless it is known already that it does not hold."""
         standing = self._standing
-        fact = standing.synchronising
-        return standing.end is None and standing.committed is None and fact is not None and fact.attempt == attempt
 
-    async def _enter(self) -> None:
+        def holds() -> bool:
+            return standing.committed is commit and not (standing.rescaling or standing.lost)
+
+        if commit.attempt == self._answered:
+            self._adopt(commit)
+        await self._leave_world()
+        self._trouble = None
+        if holds() and self._worker_id in commit.topology:
+            await self._undertake(partial(self._enter, commit), holds)
+        if standing.committed is commit:
+            standing.committed = None
+
+    def _adopt(self, commit: Commit) -> None:
+        """What was committed is what this worker has answered."""
+        self.step, self._finished, self._holds_state = commit.step, False, True
+        self.epoch = commit.epoch
+        self._pace(commit.learning_rate, commit.global_batch_size)
+
+    def _pace(self, learning_rate: float, global_batch_size: int) -> None:
+        self.learning_rate = learning_rate or self.learning_rate
+        self.global_batch_size = global_batch_size or self.global_batch_size
+
+    async def _enter(self, commit: Commit) -> None:
         """Meet the others of the new world."""
         assert self._mesh is not None
-        standing = self._standing
-        fact, topology = standing.committed, standing.topology
-        assert fact is not None
-        if topology.rank_of(self._worker_id) == RANK_NONE:
-            standing.committed = None
-            self._world = None
+        assert self._config is not None
+        topology = commit.topology
+        try:
+            world = await self._mesh.enter(topology.epoch, topology, self._config.rescale_timeout_s or None)
+            try:
+                agreement = await self._agree(world, commit)
+            except BaseException:
+                world.abort(f"{self._worker_id.id} does not go on with it")
+                raise
+        except (Unavailable, PeerError) as error:
+            self._trouble = Trouble(topology.epoch, _peer_of(error), error.message)
             return
-        # All members of a world have its state when it is committed, whether they meet or not.
-        self.step, self.epoch, self._holds_state, self._finished = fact.step, fact.epoch, True, False
-        self.learning_rate = fact.learning_rate or self.learning_rate
-        self.global_batch_size = fact.global_batch_size or self.global_batch_size
-        world = await self._meet(topology)
-        if world is None:
-            return
-        if standing.committed is not fact:
-            await world.leave()
-            return
-        old, standing.committed = self._standing_before(fact.delta.base_epoch), None
-        self._world, self.generation = world, topology.epoch
+        self._world, self._standing.committed = world, None
+        self._rest_at = self._standing.stop_wanted
+        await self.on_rescaling_event(
+            RescalingEvent.between(commit.before, topology, self._clock.wall(), commit.reason)
+        )
+        await self.synchronize_state(self._state_of(agreement, commit))
+
+    async def _agree(self, world: World, commit: Commit) -> Agreement:
+        """Have the state that holds in the new world, or give it to who has not."""
+        agreement = await agree(world, self._stop())
+        if not agreement.behind:
+            return agreement
+        if agreement.source == world.rank:
+            with self._offering(commit.attempt):
+                await world.barrier()
+        else:
+            if world.rank in agreement.behind:
+                await self._fetch(commit.topology.workers[agreement.source], commit.attempt)
+                self.step, self._finished, self._holds_state = agreement.step, False, True
+            await world.barrier()
+        return agreement
+
+    def _state_of(self, agreement: Agreement, commit: Commit) -> GlobalTrainingState:
+        stop = agreement.stop
+        return GlobalTrainingState(
+            stop.epoch,
+            agreement.step,
+            commit.learning_rate or stop.learning_rate,
+            commit.global_batch_size or stop.global_batch_size,
+            commit.topology.world_size,
+            self._clock.wall(),
+        )
+
+    # What a rescale consists of, for this worker; the events are fired here.
+
+    async def on_rescaling_event(self, event: RescalingEvent) -> None:
+        """Go over into the world of a rescale, and tell the subscribers."""
+        self._status = WorkerStatus.RESCALING
+        await self.update_topology(event.new_topology)
+        self.rescaling_requested.fire(event)
+
+    async def update_topology(self, topology: ClusterTopology) -> None:
+        """Go by this world: the rank is this worker's place in it."""
+        self._topology = topology
         # Who has come further within a world is compared within it: nobody brings marks along.
         self._marks = topology.epoch << MARKS_BITS
+
+    async def synchronize_state(self, state: GlobalTrainingState) -> None:
+        """Be where the training is, and tell the subscribers."""
+        self.epoch, self.step = state.current_epoch, state.current_step
+        self._pace(state.learning_rate, state.global_batch_size)
+        self._holds_state, self._finished = True, False
         self._count()
-        self._tell(RescalingEvent.between(old, topology, self._clock.wall(), fact.reason))
+        self.state_synchronized.fire(state)
 
-    async def _meet(self, topology: ClusterTopology) -> World | None:
-        """Be let into the world with all others; None when they do not come, or have something else to do."""
-        assert self._mesh is not None
-        timeout_s = (self._config or ElasticTrainingConfig()).rescale_timeout_s or None
-        try:
-            with anyio.CancelScope() as self._entering:
-                return await self._mesh.enter(topology.epoch, topology, timeout_s)
-        except (Unavailable, PeerError) as error:
-            await self._complain(topology.epoch, error)
-            await anyio.sleep(TROUBLE_PAUSE_S)
-        return None
-
-    @property
-    def _is_superseded(self) -> bool:
-        """Whether the world that was committed has to change already, so that nobody need enter it."""
-        standing = self._standing
-        return standing.committed is not None and standing.attempt > standing.committed.attempt
-
-    def _standing_before(self, epoch: int) -> ClusterTopology:
-        """The world before this one, as far as this worker knew it."""
-        return self._world_before if self._world_before.epoch == epoch else ClusterTopology(epoch=epoch)
-
-    def _tell(self, event: RescalingEvent) -> None:
-        self._world_before = event.new_topology
-        self.rescaling_requested.fire(event)
-        state = self.current_state
-        if state is not None:
-            self.state_synchronized.fire(state)
-
-    async def _lose_world(self, error: CollectiveAborted) -> None:
-        """The world cannot go on; the daemon may not know it yet."""
-        world, self._world = self._world, None
-        if world is None:
-            return
-        await world.leave()
-        if not self._standing.wants_stop:
-            await self._complain(world.generation, error)
-
-    async def _complain(self, generation: int, error: ForgedError) -> None:
-        peer = getattr(error, "peer", "") or ""
-        request = ReportTrouble(self.job, self._worker_id.id, self.incarnation, generation, peer, error.message)
-        await self._told(request)
-
-    async def _fall_out(self) -> None:
-        """The others go on without this worker."""
-        self._status = WorkerStatus.FAILED
-        if self._world is not None:
-            world, self._world = self._world, None
-            await world.leave()
+    async def resume_training(self) -> None:
+        """Train again behind a rescale."""
+        if self.rank != RANK_NONE:
+            self._status = WorkerStatus.ACTIVE
 
     # The daemon.
 
-    async def _join(self) -> Joined:
-        settings: dict[str, SettingValue] | None = None if self._config is None else self._config.to_settings()
-        request = JoinJob(
-            self.job,
-            self._worker_id,
-            self.incarnation,
-            os.getpid(),
-            attributes=self._attributes,
-            settings=settings,
-        )
-        while True:
-            try:
-                return await self._ask(request)
-            except Unavailable as error:
-                if error.code != "worker_undecided":
-                    raise
-                await anyio.sleep(TROUBLE_PAUSE_S)
-
-    def _adopt_settings(self, joined: Joined) -> None:
-        if self._config is None:
-            self._config = ElasticTrainingConfig.from_settings(joined.settings)
-        self._standing.paused = joined.paused
-
     async def _ask_again(self) -> None:
         """Learn what was missed."""
-        joined = await self._persevere(lambda: self._join())
-        topology = await self._persevere(lambda: self._ask(ReadTopology(self.job)))
-        self._standing.outdated = False
-        self._standing.topology = topology
-        if joined.attempt > self._standing.attempt and self._worker_id in topology:
-            self._standing.attempt = joined.attempt
-
-    async def _follow(self, *, task_status: TaskStatus[None]) -> None:
-        """Hear what happens to the job, for ever."""
-        assert self._client is not None, "it is connected while it follows"
+        assert self._line is not None
         try:
-            async with self._client.facts(*FOLLOWED, jobs=[self.job]) as facts:
-                task_status.started()
-                async for item in facts:
-                    self._hear(item)
+            self._learn(await self._line.join(os.getpid(), self._attributes, self._settings, again=True))
+        except RequestRefused as error:
+            self._standing.outdated = False
+            await self._learn_the_end(error)
+
+    async def _learn_the_end(self, error: RequestRefused) -> None:
+        """Find out why the daemon does not want this worker any more."""
+        standing = self._standing
+        if error.code == "job_over":
+            assert self._client is not None
+            client = self._client
+            shown = await persevere(lambda: client.request(ShowCluster(self.job)), self._random, self._log)
+            if shown.phase is Phase.COMPLETED:
+                standing.completed = shown.state.current_step
+            else:
+                standing.end = JobEnded("job_aborted", f"the job was aborted: {shown.reason}", "see `forgectl story`")
+        elif error.code == "worker_gone":
+            standing.end = WorkerEvicted(error.message)
+        else:
+            standing.end = error
+
+    async def _listen(self, facts: FactStream) -> None:
+        """Hear what happens to the job, for ever."""
+        try:
+            async for item in facts:
+                self._hear(item)
         except ForgedError as error:
             self._standing.end = error
             self._wake()
+        finally:
+            facts.close()
 
     def _hear(self, item: Record | Gap) -> None:
         if isinstance(item, Gap):
-            self._standing.outdated = True
+            self._standing.miss(item)
         else:
             self._standing.hear(item)
         if self._standing.lost and self._world is not None:
             self._world.abort(f"{self._standing.lost} is gone")
-        if self._is_superseded or self._standing.end is not None or self._standing.completed:
-            self._entering.cancel()
         self._wake()
 
     async def _beat(self) -> None:
         """Say that this worker lives, for ever."""
         assert self._config is not None
+        assert self._line is not None
         while True:
-            if self._client is not None:
-                self._client.signal(Heartbeat(self.job, self._worker_id.id, self.incarnation, self.step, self._marks))
-                self._heartbeat_at = self._clock.wall()
+            self._line.beat(self.step, self._marks)
+            self._heartbeat_at = self._clock.wall()
             await anyio.sleep(self._config.heartbeat_interval_s)
-
-    async def _told(self, request: Request[Any]) -> bool:
-        """Tell the daemon, however long it is away; false when it does not want to hear it any more."""
-        try:
-            await self._persevere(lambda: self._ask(request))
-        except RequestRefused as error:
-            self._log.info("the daemon refused a report", code=error.code, why=error.message)
-            return error.code == "attempt_over"
-        return True
-
-    async def _persevere(self, act: Callable[[], Awaitable[R]]) -> R:
-        while True:
-            try:
-                return await act()
-            except Unavailable as error:
-                self._log.info("the daemon does not answer", why=str(error))
-                await anyio.sleep(TROUBLE_PAUSE_S)
-
-    async def _ask(self, request: Request[R]) -> R:
-        assert self._client is not None
-        return await self._client.request(request)
 
     def _wake(self) -> None:
         self._news.set()
+        if self._undertaking is not None:
+            scope, makes_sense = self._undertaking
+            if not makes_sense():
+                scope.cancel()
+
+
+def _peer_of(error: ForgedError) -> str:
+    """Whom a broken world is blamed on; empty for nobody."""
+    return error.peer if isinstance(error, CollectiveAborted) else ""
 
 
 def _own_host(endpoint: str | None) -> str:

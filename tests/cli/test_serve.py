@@ -22,6 +22,7 @@ from forged.messages import Record
 from forged.status.model import DaemonStarted, DaemonStopping
 from tests.cli.test_check import BAD_CONFIG, BAD_KEYS
 from tests.client.neighbour import Neighbour
+from tests.net.ends import Certificates
 from tests.processes.daemon import DaemonProcess
 
 Start = Callable[..., tuple[int, str]]
@@ -160,6 +161,14 @@ class TestRefusingToStart:
         assert "/none/cert.pem" in complaint
         assert "/none/key.pem" in complaint
 
+    @pytest.mark.parametrize("place", ["listen", "http"])
+    def test_on_an_address_that_the_machine_does_not_have_yet_it_may_be_tried_again(
+        self, start: Start, place: str
+    ) -> None:
+        code, complaint = start(**{place: "192.0.2.1:0"})
+        assert code == 4
+        assert "192.0.2.1" in complaint
+
     def test_it_can_be_tried_again(self, start: Start, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             for _ in range(2):
@@ -199,6 +208,29 @@ class TestRunning:
             reloaded = daemon.wait_for("fact", type="ConfigReloaded")
             assert reloaded["fact"]["changed"] == ["connections_max"]
             assert daemon.end() == (0, "", "")
+
+    def test_certificates_that_moved_wait_for_a_restart_and_stop_no_reload(self, tmp_path: Path) -> None:
+        (tmp_path / "old").mkdir()
+        old = {"tls_certificate": "old/localhost.pem", "tls_key": "old/localhost.key"}
+        authority = Certificates(tmp_path / "old")
+        authority.issue("localhost")
+        written = "".join(f'{key} = "{tmp_path / path}"\n' for key, path in old.items())
+        with DaemonProcess(tmp_path, **{key: str(tmp_path / path) for key, path in old.items()}) as daemon:
+            (tmp_path / "old").rename(tmp_path / "new")
+            moved = written.replace("/old/", "/new/")
+            for log_level in ("info", "debug"):
+                (tmp_path / "forged.toml").write_text(f'{moved}log_level = "{log_level}"\n')
+                daemon.process.send_signal(signal.SIGHUP)
+                told = daemon.wait_for("fact", type="ConfigReloaded")
+                assert told["fact"]["needs_restart"] == list(old)
+            assert told["fact"]["changed"] == ["log_level"]
+
+    def test_a_certificate_that_cannot_be_renewed_refuses_the_reload(self, tmp_path: Path) -> None:
+        certificate, key = Certificates(tmp_path).issue("localhost")
+        with DaemonProcess(tmp_path, tls_certificate=str(certificate), tls_key=str(key)) as daemon:
+            key.unlink()
+            daemon.process.send_signal(signal.SIGHUP)
+            assert "tls_key" in daemon.wait_for("fact", type="ConfigRefused")["fact"]["reason"]
 
     def test_what_is_stopping_reads_no_settings_anew(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path, log_facts_per_s_max=100_000) as daemon, blocking_reader(daemon):

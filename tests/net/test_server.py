@@ -115,6 +115,14 @@ async def test_a_handshake_that_never_ends_does_not_take_up_room_for_ever(tmp_pa
         await here.greeted(WORKER)
 
 
+async def test_a_handshake_that_has_failed_takes_up_no_room(tmp_path: Path) -> None:
+    async with hand_daemon(tmp_path, connections_max=1) as here:
+        protocol = here.network.accept()
+        protocol.connection_lost(ConnectionResetError())
+        assert here.server.sessions == {}
+        await here.greeted(WORKER)
+
+
 async def test_handshakes_that_do_not_end_lock_nobody_out(tmp_path: Path) -> None:
     async with hand_daemon(tmp_path, connections_max=2) as here:
         for _ in range(100):

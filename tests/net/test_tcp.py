@@ -37,7 +37,7 @@ async def test_an_address_of_a_family_that_is_switched_off_is_left_out(monkeypat
         assert sock.getsockname()[0] == "127.0.0.2"
 
 
-async def test_no_address_of_this_machine_is_a_config_error() -> None:
+async def test_an_address_that_the_machine_does_not_have_yet_is_unavailable() -> None:
     with pytest.raises(Unavailable) as raised:
         await tcp.listen(Address("tcp", host="192.0.2.1"), BACKLOG, Liveness())
     assert raised.value.code == "address_not_available"

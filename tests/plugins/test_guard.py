@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any
@@ -78,6 +79,35 @@ def busy(seconds: float) -> None:
 def test_code_that_holds_up_the_loop_is_interrupted(guard: AlarmGuard, block: Callable[[], None]) -> None:
     with pytest.raises(PluginMisbehaved, match=r"more than 0\.05 s"):
         guard.run(LIMIT_S, block)
+
+
+def swallow_and_return() -> None:
+    with suppress(BaseException):
+        spin()
+
+
+def test_swallowing_the_interruption_is_a_failure_too(guard: AlarmGuard) -> None:
+    with pytest.raises(PluginMisbehaved, match=r"more than 0\.05 s, and went on"):
+        guard.run(LIMIT_S, swallow_and_return)
+    assert guard.run(LONG_S, len, "abc") == 3
+
+
+def test_what_an_inner_plugin_swallows_is_not_the_outer_ones(guard: AlarmGuard) -> None:
+    def inner() -> None:
+        with pytest.raises(PluginMisbehaved):
+            guard.run(LIMIT_S, swallow_and_return)
+
+    assert guard.run(LONG_S, guard.outside, inner) is None
+
+
+def test_swallowing_an_interruption_at_the_edge_of_the_daemons_code_is_a_failure_too(guard: AlarmGuard) -> None:
+    def call_until_stopped() -> None:
+        with suppress(BaseException):
+            while True:
+                guard.outside(len, "")
+
+    with pytest.raises(PluginMisbehaved):
+        guard.run(LIMIT_S, call_until_stopped)
 
 
 def test_a_function_of_c_is_interrupted_too(guard: AlarmGuard) -> None:
@@ -284,6 +314,17 @@ async def test_a_step_that_holds_up_the_loop_is_interrupted(guard: AlarmGuard) -
     async def work() -> None:
         await asyncio.sleep(0)
         spin()
+
+    with pytest.raises(PluginMisbehaved):
+        await awaiting(guard, work())
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_step_that_swallows_its_interruption_is_the_last(guard: AlarmGuard, goes_on: bool) -> None:
+    async def work() -> None:
+        swallow_and_return()
+        if goes_on:
+            await asyncio.Event().wait()
 
     with pytest.raises(PluginMisbehaved):
         await awaiting(guard, work())
@@ -518,8 +559,11 @@ class Stubborn:
             while self.cancelled < STUBBORN_MAX:
                 try:
                     await asyncio.Event().wait()
-                except self.swallowed:
+                except self.swallowed as error:
                     self.cancelled += 1
+                    if isinstance(error, GeneratorExit):
+                        # Once is enough; where it is thrown away again, that would be some other test's concern.
+                        self.swallowed = asyncio.CancelledError
         finally:
             self.closed = True
 
@@ -557,6 +601,19 @@ async def test_work_that_swallows_even_its_end_is_let_go(guard: AlarmGuard, monk
     assert scope.cancelled_caught
     gc.collect()
     assert all(isinstance(complaint.exc_value, RuntimeError) for complaint in complaints)
+
+
+async def test_work_that_was_cancelled_does_not_wait_for_the_garbage_collector(guard: AlarmGuard) -> None:
+    stubborn = Stubborn()
+    alive = weakref.ref(stubborn)
+    gc.disable()
+    try:
+        with anyio.move_on_after(0.001):
+            await awaiting(guard, stubborn(), LONG_S)
+        del stubborn
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 async def test_work_that_is_interrupted_lets_go_of_what_it_holds_at_once(guard: AlarmGuard) -> None:

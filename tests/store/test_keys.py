@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from forged.store.keys import KEY_END, prefix_end
 from forged.store.port import KEY_BYTES_MAX
 
-CHARACTERS = st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("a\x00\x7f\ud7ff\ue000\uffff\U00010000\U0010ffff"))
+ENDS_OF_RANGES = "a\x00\x7f\ud7ff\ue000\uffff\U00010000\U0010ffff"
+CHARACTERS = st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(ENDS_OF_RANGES))
 TEXTS = st.text(CHARACTERS, max_size=4)
 
 

@@ -150,6 +150,13 @@ async def test_a_port_in_use_is_the_operators_error(tmp_path: Path) -> None:
     assert refused.value.code == "http_address"
 
 
+async def test_an_address_that_the_machine_does_not_have_yet_is_the_worlds_fault(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"192\.0\.2\.1") as refused:
+        async with watched(tmp_path, http="192.0.2.1:0"):
+            """It does not come to this."""
+    assert refused.value.code == "http_address_not_available"
+
+
 async def test_a_daemon_that_stops_is_not_ready(tmp_path: Path) -> None:
     async with watched(tmp_path) as daemon:
         daemon.server.stop_admitting()

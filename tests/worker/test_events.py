@@ -1,0 +1,92 @@
+"""Several subscribers to one event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forged.log import Log
+from forged.worker.events import Event
+
+
+class Notes:
+    """A log that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.errors: list[dict[str, Any]] = []
+
+    def hears(self, level: str, /) -> bool:
+        return True
+
+    def debug(self, event: str, **fields: Any) -> None:
+        raise AssertionError(event)
+
+    info = warning = debug
+
+    def error(self, event: str, **fields: Any) -> None:
+        self.errors.append({"event": event, **fields})
+
+    def bind(self, **fields: Any) -> Log:
+        return self
+
+
+def test_all_subscribers_hear_in_the_order_in_which_they_came() -> None:
+    heard: list[tuple[str, int]] = []
+    event: Event[int] = Event("counted", Notes())
+    event.subscribe(lambda value: heard.append(("first", value)))
+    event.subscribe(lambda value: heard.append(("second", value)))
+    event.fire(1)
+    event.fire(2)
+    assert heard == [("first", 1), ("second", 1), ("first", 2), ("second", 2)]
+
+
+def test_whoever_subscribes_twice_hears_once_and_may_leave_twice() -> None:
+    heard: list[int] = []
+    event: Event[int] = Event("counted", Notes())
+    event.subscribe(heard.append)
+    append = heard.append
+    event.subscribe(append)
+    event.fire(1)
+    event.unsubscribe(append)
+    event.unsubscribe(append)
+    event.fire(2)
+    assert heard == [1]
+
+
+def test_it_is_a_decorator_that_leaves_the_function_as_it_is() -> None:
+    event: Event[int] = Event("counted", Notes())
+
+    @event.subscribe
+    def double(value: int) -> int:
+        return 2 * value
+
+    assert double(2) == 4
+
+
+def test_a_subscriber_that_fails_is_logged_and_the_others_hear_all_the_same() -> None:
+    notes = Notes()
+    heard: list[int] = []
+    event: Event[int] = Event("counted", notes)
+
+    def fail(value: int) -> None:
+        raise ValueError("no")
+
+    event.subscribe(fail)
+    event.subscribe(heard.append)
+    event.fire(1)
+    assert heard == [1]
+    assert notes.errors == [{"event": "a subscriber failed", "event_name": "counted", "reason": "ValueError: no"}]
+
+
+def test_a_subscriber_may_leave_and_others_may_come_while_it_is_told() -> None:
+    heard: list[str] = []
+    event: Event[int] = Event("counted", Notes())
+
+    def once(value: int) -> None:
+        heard.append("once")
+        event.unsubscribe(once)
+        event.subscribe(lambda value: heard.append("later"))
+
+    event.subscribe(once)
+    event.fire(1)
+    event.fire(2)
+    assert heard == ["once", "later"]
