@@ -148,10 +148,12 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
         kind = ARRAY if isinstance(value, np.ndarray) else SCALAR
         return (kind, _keep(np.asanyarray(value), arrays, where))
     if value is None or isinstance(value, _PLAIN):
-        # What is derived from a plain type, such as the number of a step, arrives as what it is made of.
-        return (PLAIN, next((plain(value) for plain in _PLAIN if isinstance(value, plain)), None))
+        return (PLAIN, _plain(value))
     if isinstance(value, Mapping):
-        return (DICT, [(key, _describe(one, arrays, f"{where}[{key!r}]", depth + 1)) for key, one in value.items()])
+        return (
+            DICT,
+            [(_key(key, where), _describe(one, arrays, f"{where}[{key!r}]", depth + 1)) for key, one in value.items()],
+        )
     if isinstance(value, (list, tuple)):
         kind = TUPLE if isinstance(value, tuple) else LIST
         return (kind, [_describe(one, arrays, f"{where}[{n}]", depth + 1) for n, one in enumerate(value)])
@@ -160,12 +162,23 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
     )
 
 
+def _plain(value: Any) -> Any:
+    # What is derived from a plain type, such as the number of a step, arrives as what it is made of.
+    return next((plain(value) for plain in _PLAIN if isinstance(value, plain)), None)
+
+
+def _key(key: Any, where: str) -> Any:
+    if key is not None and (not isinstance(key, _PLAIN) or isinstance(key, np.generic)):
+        raise RequestRefused("state_unfit", f"{where} has a {type(key).__name__} for a key", "use numbers and texts")
+    return _plain(key)
+
+
 def _keep(array: Array, arrays: list[Array], where: str) -> int:
     """The number under which the array is sent."""
     if array.dtype.hasobject or array.dtype.names or isinstance(array, np.ma.MaskedArray):
         raise RequestRefused("state_unfit", f"{where} is an array of {array.dtype}", "keep arrays of numbers in it")
     # A slice has no memory of its own that could be read as a whole.
-    arrays.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+    arrays.append(np.asarray(array) if array.flags.c_contiguous else np.ascontiguousarray(array))
     return len(arrays) - 1
 
 

@@ -1,0 +1,310 @@
+"""What facts mean for one worker."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from forged.elastic.messages import (
+    JobAborted,
+    JobCompleted,
+    JobPaused,
+    JobResumed,
+    Joined,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleStarted,
+    RescaleSynchronising,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerLeft,
+)
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescaleType, WorkerId
+from forged.elastic.phases import Phase
+from forged.jobs.model import JobRemoved
+from forged.messages import Fact, Fence, Gap, Record
+from forged.worker.errors import JobEnded, WorkerEvicted
+from forged.worker.standing import Standing
+
+A, B, C, ME = (WorkerId(name, "host", port) for port, name in enumerate(("a", "b", "c", "me"), 1))
+
+
+class Hearing:
+    """A standing, and facts that come one after the other."""
+
+    def __init__(self, *workers: WorkerId, known: bool = True) -> None:
+        self.standing = Standing("me")
+        self.ids = itertools.count(10)
+        self.epoch = 0
+        if known:
+            self.standing.catch_up(joined())
+        if workers:
+            self.commit(*workers)
+            self.standing.committed = None
+
+    def hear(self, *facts: Fact) -> None:
+        for fact in facts:
+            self.standing.hear(Record.of(fact, fact_id=next(self.ids), at=0.0))
+
+    def commit(self, *workers: WorkerId, attempt: int = 1, base: ClusterTopology | None = None) -> None:
+        before = base if base is not None else self.standing.topology
+        self.hear(completed(before, ClusterTopology(workers, before.epoch + 1), attempt))
+
+    def start(self, attempt: int, *, added: list[str] | None = None, removed: list[str] | None = None) -> None:
+        self.hear(RescaleStarted(attempt, RescaleType.REPLACE, 2, added or [], removed or [], "why"))
+
+
+def completed(before: ClusterTopology, after: ClusterTopology, attempt: int) -> RescaleCompleted:
+    return RescaleCompleted(attempt, RescaleType.REPLACE, before.delta_to(after), 7, 2, 0.5, 64, [], [], "because", 0.1)
+
+
+def joined(
+    topology: ClusterTopology | None = None,
+    *,
+    attempt: int = 0,
+    paused: bool = False,
+    is_member: bool = False,
+    leaving: str | None = None,
+    synchronising: RescaleSynchronising | None = None,
+) -> Joined:
+    world = topology or ClusterTopology()
+    state = GlobalTrainingState(2, 7, 0.5, 64)
+    return Joined(
+        world.epoch,
+        Fence(1, world.epoch),
+        Phase.RUNNING,
+        paused,
+        attempt,
+        b"key",
+        world,
+        state,
+        {},
+        is_member,
+        leaving,
+        synchronising,
+    )
+
+
+class TestStopping:
+    def test_nobody_wants_a_stop_at_first(self) -> None:
+        assert Hearing(A, ME).standing.stop_wanted == 0
+
+    def test_a_rescale_wants_it_until_its_commit_is_entered(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.start(2, added=["b"])
+        assert hearing.standing.stop_wanted == hearing.standing.heard_at
+        hearing.commit(A, ME, B, attempt=2)
+        assert hearing.standing.stop_wanted == hearing.standing.heard_at
+        hearing.standing.committed = None
+        assert hearing.standing.stop_wanted == 0
+
+    def test_a_pause_wants_it_until_it_is_over(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.hear(JobPaused("lunch"))
+        assert hearing.standing.stop_wanted == hearing.standing.heard_at
+        hearing.hear(JobResumed("done"))
+        assert hearing.standing.stop_wanted == 0
+
+    def test_a_resumption_does_not_call_off_a_rescale(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.hear(JobPaused("lunch"))
+        hearing.start(2, added=["b"])
+        wanted = hearing.standing.stop_wanted
+        hearing.hear(JobResumed("done"))
+        assert hearing.standing.stop_wanted == wanted > 0
+
+    def test_a_rescale_does_not_call_off_a_pause(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.hear(JobPaused("lunch"))
+        hearing.start(2, added=["b"])
+        hearing.commit(A, ME, B, attempt=2)
+        hearing.standing.committed = None
+        assert hearing.standing.stop_wanted > 0
+
+    def test_a_pause_of_which_the_fact_is_not_known_wants_it_too(self) -> None:
+        standing = Standing("me")
+        standing.catch_up(joined(paused=True))
+        assert standing.stop_wanted > 0
+
+    def test_a_rescale_without_this_worker_is_nothing_to_it(self) -> None:
+        hearing = Hearing(A, B)
+        hearing.start(2, added=["c"])
+        assert (hearing.standing.attempt, hearing.standing.stop_wanted) == (0, 0)
+
+
+class TestAttempts:
+    def test_the_newest_counts_and_ends_what_was_settled_before(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.start(2)
+        settled = RescaleSynchronising(2, A, 7, 1)
+        hearing.hear(settled)
+        before = hearing.standing.synchronising
+        assert before == settled
+        hearing.start(3)
+        assert (hearing.standing.attempt, hearing.standing.synchronising) == (3, None)
+        hearing.hear(settled)
+        assert hearing.standing.synchronising is None
+
+    def test_one_that_was_given_up_has_nothing_settled(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.start(2)
+        hearing.hear(RescaleSynchronising(2, A, 7, 1), RescaleAborted(2, "why"))
+        assert hearing.standing.synchronising is None
+
+    def test_a_joiner_takes_part_in_the_one_that_adds_it(self) -> None:
+        hearing = Hearing(A, B)
+        hearing.start(2, added=["me"])
+        assert hearing.standing.attempt == 2
+
+    def test_one_that_replaces_a_dead_worker_of_this_name_is_this_workers(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.start(2, added=["me"], removed=["me"])
+        assert (hearing.standing.attempt, hearing.standing.lost) == (2, "")
+
+
+class TestCommits:
+    def test_a_commit_leads_from_the_world_before_into_the_next(self) -> None:
+        hearing = Hearing(A, ME)
+        before = hearing.standing.topology
+        hearing.commit(A, ME, B, attempt=2)
+        commit = hearing.standing.committed
+        assert commit is not None
+        assert (commit.before, commit.topology) == (before, hearing.standing.topology)
+        assert commit.topology.workers == (A, ME, B)
+        assert (commit.attempt, commit.step, commit.epoch) == (2, 7, 2)
+        assert (commit.learning_rate, commit.global_batch_size, commit.reason) == (0.5, 64, "because")
+
+    def test_a_commit_from_a_world_that_was_not_heard_of_makes_it_ask(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.commit(A, attempt=9, base=ClusterTopology((A, B), 7))
+        standing = hearing.standing
+        assert (standing.outdated, standing.committed, standing.topology.epoch) == (True, None, 1)
+        later = ClusterTopology((A, ME), 8)
+        standing.catch_up(joined(later, is_member=True))
+        assert not standing.outdated
+        assert standing.committed is not None
+        assert standing.committed.topology == later
+
+    def test_an_answer_that_is_older_than_what_was_heard_is_not_enough(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.commit(A, attempt=9, base=ClusterTopology((A, B), 7))
+        hearing.standing.catch_up(joined(ClusterTopology((A, B), 7)))
+        assert hearing.standing.outdated
+
+
+class TestTheLost:
+    @pytest.mark.parametrize("fact", [WorkerFailed("a", 0, "dead"), WorkerLeft("a", "done")])
+    def test_who_is_gone_from_the_world_is_lost_until_the_next(self, fact: Fact) -> None:
+        hearing = Hearing(A, ME)
+        hearing.hear(fact)
+        assert hearing.standing.lost == "a"
+        hearing.start(2, removed=["a"])
+        hearing.commit(ME, attempt=2)
+        assert hearing.standing.lost == ""
+
+    def test_who_is_not_in_the_world_is_not_missed(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.hear(WorkerFailed("b", -1, "dead"))
+        assert hearing.standing.lost == ""
+
+    def test_a_rescale_that_removes_somebody_tells_of_the_loss_too(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.start(2, removed=["a"])
+        assert hearing.standing.lost == "a"
+
+
+class TestTheEnd:
+    @pytest.mark.parametrize(
+        ("fact", "kind", "code"),
+        [
+            (WorkerFailed("me", 1, "an operator's wish"), WorkerEvicted, "worker_evicted"),
+            (JobAborted("too many", 7), JobEnded, "job_aborted"),
+            (JobRemoved("run"), JobEnded, "job_removed"),
+        ],
+    )
+    def test_it_has_a_type_and_a_code(self, fact: Fact, kind: type[Exception], code: str) -> None:
+        hearing = Hearing(A, ME)
+        hearing.hear(fact)
+        assert isinstance(hearing.standing.end, kind)
+        assert hearing.standing.end.code == code
+
+    @pytest.mark.parametrize(
+        "fact", [WorkerFailed("me", 1, "dead"), WorkerDraining("me", "go"), JobAborted("x", 1), JobRemoved("run")]
+    )
+    def test_what_is_said_of_the_name_before_this_worker_has_it_is_said_of_another(self, fact: Fact) -> None:
+        hearing = Hearing(known=False)
+        hearing.hear(fact)
+        hearing.standing.catch_up(joined())
+        assert (hearing.standing.end, hearing.standing.draining) == (None, None)
+
+    def test_that_training_is_done_comes_with_the_steps(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.hear(JobCompleted(7))
+        assert hearing.standing.completed == 7
+
+    def test_a_worker_drains_when_it_is_meant(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.hear(WorkerDraining("a", "go"))
+        assert hearing.standing.draining is None
+        hearing.hear(WorkerDraining("me", "go"))
+        assert hearing.standing.draining == "go"
+
+
+class TestWhatWasMissed:
+    def test_a_gap_makes_it_ask_and_counts_as_heard(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.standing.miss(Gap(20, 90, "too slow"))
+        assert (hearing.standing.outdated, hearing.standing.heard_at) == (True, 90)
+
+    def test_the_answer_brings_the_attempt_what_was_settled_the_pause_and_the_wish_to_go(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.standing.miss(Gap(20, 90, "too slow"))
+        settled = RescaleSynchronising(5, A, 7, 1)
+        hearing.standing.catch_up(
+            joined(hearing.standing.topology, attempt=5, paused=True, leaving="go", synchronising=settled)
+        )
+        standing = hearing.standing
+        assert (standing.attempt, standing.rescaling, standing.paused, standing.draining) == (5, True, True, "go")
+        assert standing.synchronising == settled
+        assert not standing.outdated
+
+    def test_what_was_heard_since_is_newer_than_the_answer(self) -> None:
+        hearing = Hearing(A, ME)
+        old = hearing.standing.topology
+        hearing.standing.miss(Gap(20, 90, "too slow"))
+        hearing.hear(JobResumed("go on"))
+        hearing.commit(A, ME, B, attempt=6)
+        commit = hearing.standing.committed
+        hearing.standing.catch_up(joined(old, attempt=6, paused=True, is_member=True))
+        assert not hearing.standing.paused
+        assert hearing.standing.committed is commit
+        assert hearing.standing.topology.epoch == 2
+
+    def test_a_world_that_is_entered_is_not_entered_again(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.standing.miss(Gap(20, 90, "too slow"))
+        hearing.standing.catch_up(joined(hearing.standing.topology, is_member=True))
+        assert hearing.standing.committed is None
+
+    def test_a_world_that_was_committed_together_with_the_answer_is_entered(self) -> None:
+        """A job that does not stop for rescales takes a joiner in at once, and tells of it before it answers."""
+        hearing = Hearing(known=False)
+        hearing.start(1, added=["me"])
+        hearing.commit(ME, attempt=1)
+        assert hearing.standing.committed is None
+        hearing.standing.catch_up(joined(hearing.standing.topology, is_member=True))
+        commit = hearing.standing.committed
+        assert commit is not None
+        assert (commit.attempt, commit.topology.workers) == (1, (ME,))
+
+    def test_a_world_of_another_under_this_name_is_not_entered(self) -> None:
+        standing = Standing("me")
+        standing.catch_up(joined(ClusterTopology((A, ME), 4)))
+        assert (standing.committed, standing.topology.epoch) == (None, 4)
+
+    def test_an_attempt_that_was_heard_of_before_the_answer_is_not_forgotten(self) -> None:
+        hearing = Hearing(known=False)
+        hearing.start(3, added=["me"])
+        hearing.standing.catch_up(joined(ClusterTopology((A, B), 4), attempt=3))
+        assert (hearing.standing.attempt, hearing.standing.rescaling) == (3, True)
