@@ -495,7 +495,9 @@ def _cause(cluster: Cluster, facts: tuple[Fact, ...]) -> int:
     if not (facts and isinstance(facts[0], _FOLLOWS)):
         return 0
     added = [worker for fact in facts if isinstance(fact, RescaleStarted) for worker in fact.added[:1]]
-    return cluster.cause or next((cluster.members[worker].joined_id for worker in added), 0)
+    # Who was added may be gone by now: what happens while nothing can be written is decided all at once.
+    joined = (cluster.members[worker].joined_id for worker in added if worker in cluster.members)
+    return cluster.cause or next(joined, 0)
 
 
 def _parts(

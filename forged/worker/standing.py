@@ -14,6 +14,7 @@ from forged.elastic.messages import (
     JobCompleted,
     JobPaused,
     JobResumed,
+    JobWaiting,
     Joined,
     RescaleAborted,
     RescaleCompleted,
@@ -36,6 +37,7 @@ FOLLOWED: tuple[type[Fact], ...] = (
     RescaleAborted,
     JobPaused,
     JobResumed,
+    JobWaiting,
     JobCompleted,
     JobAborted,
     JobRemoved,
@@ -109,7 +111,7 @@ class Standing:
                 self._started(fact, record.id)
             case RescaleSynchronising() if fact.attempt == self.attempt:
                 self.synchronising = fact
-            case RescaleAborted():
+            case RescaleAborted() | JobWaiting():
                 self.synchronising = None
             case RescaleCompleted():
                 self._completed(fact, record.id)
@@ -123,7 +125,7 @@ class Standing:
     def miss(self, gap: Gap) -> None:
         """Facts cannot be had any more."""
         self.heard_at = max(self.heard_at, gap.last)
-        self.outdated, self._pause_told = True, False
+        self.outdated, self._pause_told, self.synchronising = True, False, None
 
     def catch_up(self, joined: Joined) -> None:
         """Take what the daemon has told all at once."""

@@ -109,7 +109,8 @@ class ElasticWorker:
         self.rescaling_requested: Event[RescalingEvent] = Event("rescaling_requested", log)
         self.state_synchronized: Event[GlobalTrainingState] = Event("state_synchronized", log)
         self.leaving: Event[str] = Event("leaving", log)
-        self._worker_id = WorkerId(worker_id, "", 0) if isinstance(worker_id, str) else worker_id
+        self._wanted_id = WorkerId(worker_id, "", 0) if isinstance(worker_id, str) else worker_id
+        self._worker_id = self._wanted_id
         self._config = config
         self._settings: dict[str, SettingValue] | None = None if config is None else config.to_settings()
         self._token = token
@@ -155,6 +156,7 @@ class ElasticWorker:
         self._answered = 0
         """The last one that has taken its answer."""
         self._trouble: Trouble | None = None
+        self._is_catching_up = False
         self._registered = False
         self._left = False
         self._news = asyncio.Event()
@@ -269,6 +271,7 @@ class ElasticWorker:
         if self._is_open:
             raise RequestRefused("worker_connected", "the worker is already connected to the cluster", "disconnect it")
         self._is_open = True
+        failure: Exception | None = None
         try:
             self._begin_anew()
             self._sessions += 1
@@ -277,6 +280,8 @@ class ElasticWorker:
                 self._line = Registration(client, self.job, self._worker_id, self.incarnation, self._random, self._log)
                 try:
                     yield self
+                except Exception as error:  # noqa: BLE001 - raised below, so that it does not come out in a group
+                    failure = error
                 finally:
                     with anyio.CancelScope(shield=True):
                         await self.leave("it was disconnected")
@@ -285,6 +290,8 @@ class ElasticWorker:
                     self._registered = False
         finally:
             self._is_open = False
+        if failure is not None:
+            raise failure
 
     def _reach(self, endpoints: tuple[str, ...]) -> ForgedClient:
         return ForgedClient(
@@ -294,8 +301,7 @@ class ElasticWorker:
     @asynccontextmanager
     async def _open_door(self, client: ForgedClient) -> AsyncIterator[None]:
         """Let peers come in."""
-        host = self._worker_id.hostname or _own_host(client.endpoint)
-        name = self._worker_id.id
+        name, host = self._wanted_id.id, self._wanted_id.hostname or _own_host(client.endpoint)
         mesh = Mesh(
             name,
             self.incarnation,
@@ -306,7 +312,7 @@ class ElasticWorker:
             source=self._random,
             carrier=self._carrier,
         )
-        async with mesh.open(host, self._worker_id.port) as address:
+        async with mesh.open(host, self._wanted_id.port) as address:
             self._worker_id, self._mesh = WorkerId(name, host, address.port), mesh
             yield
 
@@ -506,7 +512,7 @@ class ElasticWorker:
         if world is not None and world.ending is not None:
             self._see_the_end(world.ending.error())
         elif standing.outdated:
-            await self._undertake(self._ask_again)
+            await self._news.wait()
         elif standing.committed is not None:
             await self._cross(standing.committed)
         elif self._trouble is not None:
@@ -733,6 +739,17 @@ class ElasticWorker:
 
     # The daemon.
 
+    async def _catch_up(self) -> None:
+        """Learn what was missed; training goes on meanwhile."""
+        try:
+            while self._standing.outdated:
+                await self._ask_again()
+        except ForgedError as error:
+            self._standing.end = error
+        finally:
+            self._is_catching_up = False
+        self._wake()
+
     async def _ask_again(self) -> None:
         """Learn what was missed."""
         assert self._line is not None
@@ -774,6 +791,10 @@ class ElasticWorker:
             self._standing.miss(item)
         else:
             self._standing.hear(item)
+        if self._standing.outdated and self._registered and not self._is_catching_up:
+            assert self._tasks is not None
+            self._is_catching_up = True
+            self._tasks.start_soon(self._catch_up)
         if self._standing.lost and self._world is not None:
             self._world.abort(f"{self._standing.lost} is gone")
         self._wake()

@@ -350,10 +350,10 @@ class ElasticOracle:
         """What was committed stays, and what somebody has yet to finish does not count."""
         staying = [worker for worker in old.workers if worker in new]
         if not staying:
-            # The state is gone with all who had it.
-            truth.failed_behind = [0] * len(truth.failed_behind)
-            if fact.step:
-                self.breach(f"nobody of {truth.job} has a state, and it goes on behind step {fact.step}")
+            # What is left is what a joiner has been given, if anything.
+            truth.failed_behind = [min(behind, fact.step) for behind in truth.failed_behind]
+            if fact.step > truth.committed.get(old.epoch, 0) + 1:
+                self.breach(f"nobody of world {old.epoch} of {truth.job} is left, and it goes on behind {fact.step}")
             return
         # A step that survivors finished before a failure, and that counts now, is not one after it.
         older = len(truth.failed_behind) - truth.failures
