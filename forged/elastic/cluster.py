@@ -9,15 +9,13 @@ enough to go on after a crash; the rest comes back as evidence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from forged.elastic.attempt import Attempt, Stage, Stop
 from forged.elastic.complaints import Complaints
-from forged.elastic.config import ElasticTrainingConfig, tolerated_failures
-from forged.elastic.learning_rate import adapt_learning_rate
-from forged.elastic.members import Member, death_of
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.failures import Failures
+from forged.elastic.members import Member
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
@@ -32,77 +30,23 @@ from forged.elastic.messages import (
     WorkerFailed,
     WorkerJoined,
     WorkerLeft,
-    WorkerLost,
-    WorkerRecovered,
-    WorkerReturned,
-    WorkerStalled,
 )
-from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescaleType, WorkerId
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescaleType
+from forged.elastic.outbox import Moment, Outbox
+from forged.elastic.pace import Base, paces
 from forged.elastic.phases import OVER, Cause, Phase, following
 from forged.elastic.ranks import assign_ranks
+from forged.elastic.roster import Roster
+from forged.elastic.watch import NEVER, Watch, is_lost
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.messages import Fact
 
-SCAN_INTERVAL_S = 0.25
-"""How often every member is looked at."""
-LATE_S = 0.5
-"""A look that comes so much too late says more of this process than of the workers."""
-PROBE_INTERVAL_S = 1.0
 QUARRELS_MAX = 3
 """So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
 REASONS_MAX = 8
 REASON_CHARS_MAX = 500
-ROOM_BYTES = 600 << 10
-"""What the names of a job's workers may take: a commit names all of them, and has to fit into the store."""
-WORKER_BYTES = 64
-"""What a worker takes besides its names."""
 WISH = "an operator's wish"
-NEVER = float("inf")
-
-
-class Moment(NamedTuple):
-    """Now, by both clocks."""
-
-    wall: float
-    monotonic: float
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Somebody should see whether anybody answers at a worker's address."""
-
-    worker: WorkerId
-    incarnation: bytes
-
-
-class Base(NamedTuple):
-    """The world for which this rate and this batch are right: that of the first commit. A world of 0 is none yet."""
-
-    world: int = 0
-    learning_rate: float = 0.0
-    global_batch_size: int = 0
-
-
-class Outbox:
-    """What has come out of the calls since it was emptied."""
-
-    def __init__(self) -> None:
-        self.facts: list[Fact] = []
-        self.probes: list[Probe] = []
-        self.triggers: list[Fact] = []
-        """Those of the facts that make a rescale necessary."""
-        self.members: set[str] = set()
-        """Whose records have to be written, or deleted where they are members no more."""
-        self.cluster = False
-        self.world = False
-
-    def trigger(self) -> None:
-        """What was said last makes a rescale necessary."""
-        self.triggers += self.facts[-1:]
-
-    def __bool__(self) -> bool:
-        return bool(self.facts or self.members or self.cluster or self.world)
 
 
 class Cluster:
@@ -122,23 +66,18 @@ class Cluster:
         """The incarnations of those in the committed world, in the order of their ranks."""
         self.state = GlobalTrainingState()
         self.attempts = 0
-        self.failures = 0
-        """In the world, since it was committed."""
-        self.failures_in_a_row = 0
-        """Without a committed step in between."""
-        self.failed_at_step = 0
+        self.failures = Failures()
         self.base = Base()
         self.reason = ""
         """Why the phase is what it is."""
         self.why: list[str] = []
         """What has happened since the last commit that makes a new world necessary."""
-
         self.cause = 0
         """The id of the fact that the next rescale, or what is left of this one, follows from."""
-
-        self.members: dict[str, Member] = {}
+        self.members = Roster(job)
         self.attempt: Attempt | None = None
         self.out = Outbox()
+        self.watch = Watch(self.out)
         self._hole_at: float | None = None
         """Since when somebody is missing in the world, or from the attempt."""
         self._hole_is_told = False
@@ -147,11 +86,9 @@ class Cluster:
         """Since when somebody wants a rescale at once."""
         self._waiting_at: float | None = None
         """Since when there are too few workers."""
-        self._scanned_at: float | None = None
-        self._room_taken = 0
         self._complaints = Complaints()
-        self._lost_told: set[str] = set()
-        self._probed_at: dict[str, float] = {}
+        self._troubles: set[str] = set()
+        """Those of the reasons that only tell of what some other one explains."""
 
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
         """Go by these settings from now on."""
@@ -170,8 +107,8 @@ class Cluster:
 
     def resume_from_store(self, now: Moment) -> None:
         """Go on where another daemon, or this one before its store failed, has left off."""
-        self._room_taken = sum(map(_room, self.members.values()))
-        missing = [worker for worker, incarnation in self.world.items() if self._known(worker, incarnation) is None]
+        known = self.members.known
+        missing = [worker for worker, incarnation in self.world.items() if known(worker, incarnation) is None]
         if missing and not (self.why or self.over):
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
         if self.why and self.phase is Phase.RUNNING:
@@ -192,26 +129,24 @@ class Cluster:
             self._put_member(known)
             self.returned(known.id, now)
             return
-        self._require_room(newcomer)
         if not self.members:
-            self._scanned_at = None
+            self.watch.begin_anew()
         newcomer.seen_at = newcomer.progress_at = now.monotonic
-        self.members[newcomer.id] = newcomer
-        self._room_taken += _room(newcomer)
+        self.members.enter(newcomer)
         self.out.cluster = self.out.cluster or not self.known
         self._put_member(newcomer)
-        self._say(WorkerJoined(newcomer.worker))
+        self.out.say(WorkerJoined(newcomer.worker))
         self._consider(now)
 
     def leave(self, worker_id: str, incarnation: bytes, now: Moment, *, reason: str, done: bool, step: int) -> None:
         """Let a worker go in good order. One that is not known is gone already."""
-        member = self._known(worker_id, incarnation)
+        member = self.members.known(worker_id, incarnation)
         if member is None:
             return
         self._progress(member, step, now)
         self._drop(member)
         reason = in_words(reason, "the training is done" if done else "it wanted to")
-        self._say(WorkerLeft(worker_id, reason))
+        self.out.say(WorkerLeft(worker_id, reason))
         if done and self.holds(member) and not self.over:
             self.out.trigger()
             self._end(Cause.COMPLETED, "the training is done", JobCompleted(self.state.current_step))
@@ -221,7 +156,7 @@ class Cluster:
 
     def died(self, worker_id: str, incarnation: bytes, now: Moment, reason: str) -> None:
         """Take evidence that a worker's process is no more."""
-        member = self._known(worker_id, incarnation)
+        member = self.members.known(worker_id, incarnation)
         if member is not None:
             self._fail(member, in_words(reason, "its process has ended"), now)
             self._consider(now)
@@ -239,7 +174,7 @@ class Cluster:
         if reporter:
             self._fail(member, f"neither the daemon nor {reporter} reaches it", now)
         else:
-            self._look_for(member, now)
+            self.watch.look_for(member, now.monotonic)
         self._consider(now)
 
     def returned(self, worker_id: str, now: Moment) -> None:
@@ -247,17 +182,12 @@ class Cluster:
         member = self.members.get(worker_id)
         if member is None or member.connected:
             return
-        assert member.lost_at is not None
-        after_s = now.monotonic - member.lost_at
-        member.lost_at, member.heard_at = None, now.monotonic
-        if worker_id in self._lost_told:
-            self._lost_told.discard(worker_id)
-            self._say(WorkerReturned(worker_id, round(after_s, 3)))
+        self.watch.found(member, now.monotonic)
         self._consider(now)
 
     def probed(self, worker_id: str, incarnation: bytes, now: Moment, *, refused: bool) -> None:
         """Take what came of a probe; only a refusal proves something."""
-        member = self._known(worker_id, incarnation)
+        member = self.members.known(worker_id, incarnation)
         if refused and member is not None and not member.connected:
             self._fail(member, f"nobody listens at {member.worker.hostname}:{member.worker.port} any more", now)
             self._consider(now)
@@ -266,14 +196,14 @@ class Cluster:
 
     def heartbeat(self, worker_id: str, incarnation: bytes, step: int, marks: int, now: Moment) -> None:
         """A worker's library says that it lives."""
-        member = self._known(worker_id, incarnation)
+        member = self.members.known(worker_id, incarnation)
         if member is not None:
             member.heard_at = now.monotonic
             self._progress(member, step, now, marks)
 
     def pulse(self, worker_id: str, incarnation: bytes, step: int, marks: int, cpu_s: float, now: Moment) -> None:
         """A worker's pulse says that its process lives."""
-        member = self._known(worker_id, incarnation)
+        member = self.members.known(worker_id, incarnation)
         if member is not None:
             member.pulse_at, member.cpu_s = now.monotonic, cpu_s
             self._progress(member, step, now, marks)
@@ -308,16 +238,18 @@ class Cluster:
 
     def trouble(self, worker_id: str, incarnation: bytes, generation: int, now: Moment, *, peer: str, why: str) -> None:
         """A worker cannot go on with its world. Trouble in an older world is over."""
-        member = self._known(worker_id, incarnation)
+        member = self.members.known(worker_id, incarnation)
         if member is None or not self.holds(member) or generation != self.generation or self.over:
             return
         other = self.members.get(peer)
         if other is not None and other is not member and self.holds(other):
             self._complaints.add(worker_id, peer, generation)
-        if other is not None and _is_lost(other):
+        if other is not None and is_lost(other):
             self._fail(other, f"neither the daemon nor {worker_id} reaches it", now)
         elif self.phase is Phase.RUNNING:
-            self._hole(f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}", now)
+            trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
+            self._troubles.add(trouble)
+            self._hole(trouble, now)
             self._settle_quarrel(now)
         self._consider(now)
 
@@ -333,15 +265,15 @@ class Cluster:
 
     def drain(self, worker_id: str, now: Moment, reason: str) -> None:
         """Have a worker finish its step and go."""
-        member = self.member(worker_id)
+        member = self.members.require(worker_id)
         if member.leaving is None:
             member.leaving = in_words(reason, WISH)
             self._put_member(member)
-            self._say(WorkerDraining(worker_id, member.leaving))
+            self.out.say(WorkerDraining(worker_id, member.leaving))
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead."""
-        self._fail(self.member(worker_id), f"evicted: {in_words(reason, WISH)}", now)
+        self._fail(self.members.require(worker_id), f"evicted: {in_words(reason, WISH)}", now)
         self._consider(now)
 
     def pause(self, now: Moment, reason: str) -> None:
@@ -382,22 +314,18 @@ class Cluster:
         if self.over:
             self._forget_gone(now)
             return
-        if self._scan_at() <= now.monotonic:
-            self._forgive(now)
-            self._scanned_at = now.monotonic
-            self._scan(now)
+        if self._look_at() <= now.monotonic:
+            self._look(now)
         self._consider(now)
 
     def due_at(self) -> float:
         """When to tick again, by the monotonic clock."""
         if self.over:
             return min((self._gone_at(member) for member in self.members.values()), default=NEVER)
-        return min(self._scan_at(), self._rescale_at(), self._silent_at(), self._alone_at())
+        return min(self._look_at(), self._rescale_at(), self._silent_at(), self._alone_at())
 
-    def _scan_at(self) -> float:
-        if not self.members:
-            return NEVER
-        return -NEVER if self._scanned_at is None else self._scanned_at + SCAN_INTERVAL_S
+    def _look_at(self) -> float:
+        return self.watch.due_at() if self.members else NEVER
 
     def _silent_at(self) -> float:
         """When those who have not answered have failed."""
@@ -418,58 +346,22 @@ class Cluster:
             if self._gone_at(member) <= now.monotonic:
                 self._drop(member)
 
+    def _look(self, now: Moment) -> None:
+        """Look at every member."""
+        self._forgive(now)
+        steps = self.phase is Phase.RUNNING and not self.paused
+        for member, why in self.watch.look(self.members, self.holds, self.config, now.monotonic, steps=steps):
+            self._fail(member, why, now)
+
     def _forgive(self, now: Moment) -> None:
         """Hold nothing against anybody that has piled up while this process did not get its turn."""
-        late_s = 0.0 if self._scanned_at is None else now.monotonic - self._scanned_at - SCAN_INTERVAL_S
-        if late_s < LATE_S:
+        late_s = self.watch.late_s(now.monotonic)
+        if not late_s:
             return
         for member in self.members.values():
             member.forgive(late_s, now.monotonic)
         if self.attempt is not None:
             self.attempt.began_at = min(self.attempt.began_at + late_s, now.monotonic)
-
-    def _scan(self, now: Moment) -> None:
-        """Look at every member."""
-        marks = [member.marks for member in self.members.values() if self.holds(member)]
-        last = min(marks, default=0)
-        for member in list(self.members.values()):
-            death = death_of(member, self.config, now.monotonic)
-            if death is not None:
-                self._fail(member, death, now)
-                continue
-            if not member.connected:
-                self._look_for(member, now)
-                self._tell_lost(member, now)
-            # Whoever waits for others has come further than they have.
-            if self.holds(member) and member.marks == last:
-                self._see_whether_stalled(member, now)
-
-    def _see_whether_stalled(self, member: Member, now: Moment) -> None:
-        if self.phase is not Phase.RUNNING or self.paused:
-            member.progress_at = now.monotonic
-            return
-        # Who is not heard may make some.
-        still_s = member.told_at - member.progress_at
-        if member.stalled or still_s < self.config.stall_timeout_s:
-            return
-        member.stalled = True
-        self._say(WorkerStalled(member.id, member.step, round(still_s, 1)))
-        if self.config.evict_stalled:
-            self._fail(member, f"it lives and made no progress for {still_s:.1f} s", now)
-
-    def _look_for(self, member: Member, now: Moment) -> None:
-        """Have a lost worker's address probed, unless a pulse would tell of its death."""
-        last = self._probed_at.get(member.id, -PROBE_INTERVAL_S)
-        if not member.has_pulse(now.monotonic) and now.monotonic - last >= PROBE_INTERVAL_S:
-            self._probed_at[member.id] = now.monotonic
-            self.out.probes.append(Probe(member.worker, member.incarnation))
-
-    def _tell_lost(self, member: Member, now: Moment) -> None:
-        assert member.lost_at is not None
-        if member.id not in self._lost_told and _is_lost(member):
-            self._lost_told.add(member.id)
-            grace_s = member.lost_at + self.config.reconnect_grace_s - now.monotonic
-            self._say(WorkerLost(member.id, "its connection is gone", round(grace_s, 3)))
 
     # Deciding.
 
@@ -518,7 +410,7 @@ class Cluster:
 
     def _staying(self) -> set[str]:
         """Who is in the world and can be in the next one."""
-        return {name for name, incarnation in self.world.items() if self._known(name, incarnation) is not None}
+        return {name for name, incarnation in self.world.items() if self.members.known(name, incarnation) is not None}
 
     def _waiting(self) -> Iterator[Member]:
         """Who wants to be in the next world, the first to come first."""
@@ -532,9 +424,13 @@ class Cluster:
 
     def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
         """Start an attempt."""
+        if self.world and not staying:
+            self._because(
+                f"nobody of world {self.generation} is left, so what the first of the others has is the state"
+            )
         reason = "; ".join([*self.why, *_joined(joining)]) or self.reason
         if self.attempt is not None:
-            self._say(RescaleAborted(self.attempt.number, reason))
+            self.out.say(RescaleAborted(self.attempt.number, reason))
         cause = Cause.RESCALE_RESTARTED if self.phase is Phase.RESCALING else Cause.RESCALE_STARTED
         self._go_on(cause, reason)
         target = assign_ranks(list(self.world), staying, joining)
@@ -551,7 +447,9 @@ class Cluster:
         )
         self._hole_at = self._wanted_at = self._waiting_at = None
         attempt = self.attempt
-        self._say(RescaleStarted(attempt.number, attempt.type, len(target), list(attempt.added), list(removed), reason))
+        self.out.say(
+            RescaleStarted(attempt.number, attempt.type, len(target), list(attempt.added), list(removed), reason)
+        )
         if not self.config.use_synchronous_rescaling:
             self._commit(attempt, now)
 
@@ -563,7 +461,7 @@ class Cluster:
             return
         settled = self.synchronising
         assert settled is not None
-        self._say(settled)
+        self.out.say(settled)
 
     @property
     def synchronising(self) -> RescaleSynchronising | None:
@@ -581,6 +479,7 @@ class Cluster:
         delta = self.topology.delta_to(topology)
         self.topology = topology
         self.world = {member.id: member.incarnation for member in members}
+        known_step = self.state.current_step
         if attempt.source:
             self.state = _state(self.state, attempt.stops[attempt.source], now)
         if not self.base.world:
@@ -589,17 +488,18 @@ class Cluster:
         self.state = GlobalTrainingState(
             self.state.current_epoch, self.state.current_step, rate, batch, len(members), now.wall
         )
-        if self.state.current_step > self.failed_at_step:
-            # Only those in the world before may have come behind the step.
-            self.failures_in_a_row = min(self.failures_in_a_row, self.failures)
-        self.failures, self.attempt, self.why = 0, None, []
-        self.failed_at_step = min(self.failed_at_step, self.state.current_step)
+        self.failures.committed(self.state.current_step)
+        if self.state.current_step > known_step:
+            # The world before has come to something, as is only known now that all have said where they are.
+            self._complaints.clear()
+        self.attempt, self.why = None, []
+        self._troubles.clear()
         for member in members:
-            self._recovered(member, self.state.current_step)
+            self.watch.recovered(member, self.state.current_step)
             member.step, member.progress_at = self.state.current_step, now.monotonic
         self._go_on(Cause.RESCALE_COMPLETED, attempt.reason)
         self.out.world = True
-        self._say(
+        self.out.say(
             RescaleCompleted(
                 attempt=attempt.number,
                 type=attempt.type,
@@ -617,15 +517,7 @@ class Cluster:
 
     def paces(self, world: int) -> tuple[float, int]:
         """The learning rate and the global batch for a world of that size."""
-        config, state, base = self.config, self.state, self.base
-        if not config.scale_batch_with_world:
-            return state.learning_rate or config.base_learning_rate or 0.0, (
-                state.global_batch_size or config.global_batch_size or 0
-            )
-        size = config.base_world_size or base.world or world
-        rate = config.base_learning_rate or base.learning_rate or state.learning_rate
-        batch = config.global_batch_size or base.global_batch_size or state.global_batch_size
-        return adapt_learning_rate(rate, size, world, config.lr_adaptation_strategy), batch * world // size
+        return paces(self.config, self.base, self.state, world)
 
     def _give_up_silent(self, attempt: Attempt, now: Moment) -> None:
         """Fail those who did not answer in time."""
@@ -641,11 +533,11 @@ class Cluster:
         if self.phase is Phase.FORMING or self._waiting_at is not None:
             return
         if self.attempt is not None:
-            self._say(RescaleAborted(self.attempt.number, "too few workers are left"))
+            self.out.say(RescaleAborted(self.attempt.number, "too few workers are left"))
             self.attempt = None
         if self.phase is not Phase.WAITING:
             self._go_on(Cause.TOO_FEW, f"{there} workers are left, and {self.config.min_workers} are needed")
-            self._say(JobWaiting(there, self.config.min_workers))
+            self.out.say(JobWaiting(there, self.config.min_workers))
         self._waiting_at = now.monotonic
 
     def _too_long_alone(self, now: Moment) -> bool:
@@ -666,24 +558,19 @@ class Cluster:
             self._waiting_at = now.monotonic
 
     def _too_many_failures(self, now: Moment) -> bool:
-        tolerated = tolerated_failures(len(self.world), self.config.failure_tolerance_percentage)
-        in_a_row = self.failures_in_a_row
-        if self.failures > tolerated:
-            self.abort(now, f"{self.failures} of {len(self.world)} workers failed, and {tolerated} may")
-        elif in_a_row and in_a_row >= self.config.max_consecutive_failures:
-            self.abort(now, f"{in_a_row} failures without a committed step in between")
+        why = self.failures.too_many(len(self.world), self.config)
+        if why is not None:
+            self.abort(now, why)
         return self.over
 
     def _fail(self, member: Member, reason: str, now: Moment) -> None:
         rank = self.topology.rank_of(member.worker) if self.holds(member) else -1
         self._drop(member)
-        self._say(WorkerFailed(member.id, rank, reason))
+        self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
         if rank >= 0:
-            self.failures += 1
-            self.failures_in_a_row += 1
-            self.failed_at_step = self.state.current_step
+            self.failures.count(self.state.current_step)
         if self._is_needed(member):
             self._hole(f"{member.id} failed: {reason}", now, is_told=True)
 
@@ -693,8 +580,11 @@ class Cluster:
 
     def _hole(self, why: str, now: Moment, *, is_told: bool = False) -> None:
         """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window."""
-        self._because(why)
         was_told = self._hole_is_told and self._hole_at is not None
+        if is_told:
+            self.why = [reason for reason in self.why if reason not in self._troubles]
+        if is_told or not was_told:
+            self._because(why)
         if is_told and not was_told:
             self.out.trigger()
         self._hole_is_told = is_told or was_told
@@ -709,26 +599,20 @@ class Cluster:
     def _progress(self, member: Member, step: int, now: Moment, marks: int = 0) -> None:
         if not member.hear(now.monotonic, step, marks):
             return
-        self._recovered(member, step)
+        self.watch.recovered(member, step)
         if step > self.state.current_step and self.holds(member) and self.phase is Phase.RUNNING:
             self.state = _at_step(self.state, step, now)
             self._complaints.clear()
-            if self.failures_in_a_row and step > self.failed_at_step:
-                # Told to the store at once: after a restart it would count with the next failures otherwise.
-                self.failures_in_a_row, self.out.cluster = 0, True
-
-    def _recovered(self, member: Member, step: int) -> None:
-        if member.stalled:
-            member.stalled = False
-            self._say(WorkerRecovered(member.id, step))
+            # Told to the store at once: after a restart they would count with the next failures otherwise.
+            self.out.cluster = self.failures.stepped(step) or self.out.cluster
 
     def _end(self, cause: Cause, reason: str, fact: Fact) -> None:
         self._go_on(cause, reason)
         if self.attempt is not None:
-            self._say(RescaleAborted(self.attempt.number, reason))
+            self.out.say(RescaleAborted(self.attempt.number, reason))
             self.attempt = None
         self._hole_at = self._wanted_at = self._waiting_at = None
-        self._say(fact)
+        self.out.say(fact)
 
     # Small things.
 
@@ -738,10 +622,7 @@ class Cluster:
 
     def _changed(self, fact: Fact) -> None:
         self.out.cluster = True
-        self._say(fact)
-
-    def _say(self, fact: Fact) -> None:
-        self.out.facts.append(fact)
+        self.out.say(fact)
 
     def holds(self, member: Member) -> bool:
         """Whether it is in the committed world."""
@@ -751,29 +632,14 @@ class Cluster:
         self.out.members.add(member.id)
 
     def _drop(self, member: Member) -> None:
-        del self.members[member.id]
-        self._room_taken -= _room(member)
+        self.members.strike(member)
         self._complaints.forget(member.id)
-        self._lost_told.discard(member.id)
-        self._probed_at.pop(member.id, None)
+        self.watch.forget(member)
         self.out.members.add(member.id)
-
-    def _known(self, worker_id: str, incarnation: bytes) -> Member | None:
-        member = self.members.get(worker_id)
-        return member if member is not None and member.incarnation == incarnation else None
-
-    def member(self, worker_id: str) -> Member:
-        """The worker of that id, or a refusal."""
-        member = self.members.get(worker_id)
-        if member is None:
-            raise RequestRefused(
-                "worker_unknown", f"job {self.job} has no worker {worker_id[:80]!r}", "see `forgectl workers ls`"
-            )
-        return member
 
     def _answering(self, worker_id: str, incarnation: bytes, number: int) -> tuple[Attempt, Member]:
         attempt = self.attempt
-        member = self._known(worker_id, incarnation)
+        member = self.members.known(worker_id, incarnation)
         if attempt is None or attempt.number != number or worker_id not in attempt.target or member is None:
             present = "there is none now" if attempt is None else f"attempt {attempt.number} is under way"
             raise RequestRefused("attempt_over", f"attempt {number} is over; {present}", "go by the newest")
@@ -783,17 +649,12 @@ class Cluster:
         if self.over:
             raise RequestRefused("job_over", f"job {self.job} is {self.phase}: {self.reason}", "create another job")
 
-    def _require_room(self, newcomer: Member) -> None:
-        if self._room_taken + _room(newcomer) > ROOM_BYTES:
-            there = f"job {self.job} has {len(self.members)} workers, and their names take {self._room_taken} bytes"
-            raise RequestRefused("workers_full", there, "use fewer workers, or shorter names")
-
     def _refuse_twin(self, known: Member, now: Moment) -> None:
         if known.connected:
             raise RequestRefused(
                 "worker_exists", f"worker {known.id} of job {self.job} is alive", "give this one another id"
             )
-        self._look_for(known, now)
+        self.watch.look_for(known, now.monotonic)
         raise Unavailable(
             "worker_undecided",
             f"the connection of worker {known.id} is lost, and nothing says yet that it died",
@@ -804,17 +665,6 @@ class Cluster:
 def in_words(reason: str, otherwise: str) -> str:
     """A reason that somebody gave, as it can be kept and shown."""
     return reason.strip()[:REASON_CHARS_MAX] or otherwise
-
-
-def _is_lost(member: Member) -> bool:
-    """Whether its connection broke here. Who was here before this daemon is not lost, but on the way back."""
-    return member.lost_at is not None and member.lost_at > member.seen_at
-
-
-def _room(member: Member) -> int:
-    worker = member.worker
-    # The id stands in the topology, and among those who were added or removed.
-    return 2 * len(worker.id.encode()) + len(worker.hostname.encode()) + WORKER_BYTES
 
 
 def _joined(joining: Iterable[str]) -> Iterator[str]:

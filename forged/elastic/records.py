@@ -10,10 +10,14 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forged.elastic.cluster import Base, Cluster, Moment
+from forged.elastic.cluster import Cluster
+from forged.elastic.failures import Failures
 from forged.elastic.members import Member
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, WorkerId
+from forged.elastic.outbox import Moment
+from forged.elastic.pace import Base
 from forged.elastic.phases import Phase
+from forged.elastic.roster import Roster
 from forged.jobs.model import SettingValue
 
 PREFIX = "elastic/"
@@ -100,7 +104,7 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Clu
     if not cluster.known:
         return None
     # Who came first is taken in first, also behind a restart.
-    cluster.members = {member.id: member for member in sorted(members, key=lambda member: member.joined_at)}
+    cluster.members = Roster(job, sorted(members, key=lambda member: member.joined_at))
     cluster.resume_from_store(now)
     return cluster
 
@@ -113,9 +117,9 @@ def _cluster_record(cluster: Cluster) -> ClusterRecord:
         paused=cluster.paused,
         state=cluster.state,
         attempts=cluster.attempts,
-        failures=cluster.failures,
-        failures_in_a_row=cluster.failures_in_a_row,
-        failed_at_step=cluster.failed_at_step,
+        failures=cluster.failures.in_world,
+        failures_in_a_row=cluster.failures.in_a_row,
+        failed_at_step=cluster.failures.at_step,
         base=cluster.base,
         reason=cluster.reason,
         why=cluster.why,
@@ -126,8 +130,8 @@ def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
     cluster.known, cluster.key = True, record.key
     cluster.configure(record.settings)
     cluster.phase, cluster.paused, cluster.state = record.phase, record.paused, record.state
-    cluster.attempts, cluster.failures = record.attempts, record.failures
-    cluster.failures_in_a_row, cluster.failed_at_step = record.failures_in_a_row, record.failed_at_step
+    cluster.attempts = record.attempts
+    cluster.failures = Failures(record.failures, record.failures_in_a_row, record.failed_at_step)
     cluster.base, cluster.reason, cluster.why = Base(*record.base), record.reason, record.why
 
 

@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from forged.bus import Bus
 from forged.clock import Clock
 from forged.elastic.attempt import Stop
-from forged.elastic.cluster import NEVER, Cluster, Moment, Probe
+from forged.elastic.cluster import Cluster
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import Member
 from forged.elastic.messages import (
@@ -58,8 +58,10 @@ from forged.elastic.messages import (
     WorkerView,
 )
 from forged.elastic.model import ClusterTopology, WorkerId, check_worker
+from forged.elastic.outbox import Moment, Probe
 from forged.elastic.records import PREFIX, job_of, restored, writes
 from forged.elastic.views import cluster_view, plan, worker_view
+from forged.elastic.watch import NEVER
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, JobChanged, JobRemoved
 from forged.ledger import read_all
@@ -382,7 +384,7 @@ class ElasticService:
 
     def _show(self, request: ShowWorker, call: Call) -> WorkerView:
         cluster = self._get(request.job)
-        return worker_view(cluster, cluster.member(request.worker_id), self._clock.monotonic())
+        return worker_view(cluster, cluster.members.require(request.worker_id), self._clock.monotonic())
 
     def _show_cluster(self, request: ShowCluster, call: Call) -> ClusterView:
         return cluster_view(self._get(request.job), self._clock.monotonic())
@@ -442,9 +444,8 @@ class ElasticService:
     def _decide(self, cluster: Cluster, reply: R) -> Decision[R]:
         """What has come out of a call, as a decision; what does not fit into one goes before it."""
         self._send_probes(cluster)
-        out, changed = cluster.out, writes(cluster)
+        changed, out = writes(cluster), cluster.out.take()
         cluster.known = cluster.known or bool(changed)
-        cluster.out = type(out)()
         for key in changed:
             self._remains.pop(key, None)
         *before, last = _parts(out.facts, changed)

@@ -62,7 +62,7 @@ def cluster_view(cluster: Cluster, now: float) -> ClusterView:
         world_size=len(cluster.world),
         joining=sum(1 for member in cluster.members.values() if not cluster.holds(member)),
         state=cluster.state,
-        failures=cluster.failures,
+        failures=cluster.failures.in_world,
         reason=cluster.reason,
         rescale=_rescale_view(cluster, now),
     )

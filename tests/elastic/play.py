@@ -6,11 +6,13 @@ from collections.abc import Collection, Iterable
 from typing import TypeVar
 
 from forged.elastic.attempt import Stage, Stop
-from forged.elastic.cluster import SCAN_INTERVAL_S, Cluster, Moment, Probe
+from forged.elastic.cluster import Cluster
 from forged.elastic.members import Member
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import WorkerId
+from forged.elastic.outbox import Moment, Probe
 from forged.elastic.records import restored, writes
+from forged.elastic.watch import SCAN_INTERVAL_S
 from forged.jobs.model import SettingValue
 from forged.messages import Fact
 
@@ -163,16 +165,15 @@ class Play:
 
     def settle(self) -> None:
         """Take and keep what has come out."""
-        out = self.cluster.out
         for key, value in writes(self.cluster).items():
             if value is None:
                 self.stored.pop(key, None)
             else:
                 self.stored[key] = value
         self.cluster.known = self.cluster.known or bool(self.stored)
+        out = self.cluster.out.take()
         self.facts += out.facts
         self.probes += out.probes
-        self.cluster.out = type(out)()
 
     def news(self) -> list[Fact]:
         """The facts since somebody asked last."""

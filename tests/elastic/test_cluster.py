@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.attempt import Stage, Stop
-from forged.elastic.cluster import REASON_CHARS_MAX, REASONS_MAX, Moment
+from forged.elastic.cluster import REASON_CHARS_MAX, REASONS_MAX
 from forged.elastic.members import PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobAborted,
@@ -27,6 +27,7 @@ from forged.elastic.messages import (
     WorkerStalled,
 )
 from forged.elastic.model import RescaleType, WorkerId
+from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from tests.elastic.play import BEGINNING_S, WALL_S, WINDOW_S, Play, formed, incarnation, kinds, newcomer, worker_of
@@ -625,7 +626,7 @@ def test_a_joiner_that_never_becomes_ready_is_failed_and_costs_the_job_nothing()
     assert failed == WorkerFailed("b", -1, "it did not answer in attempt 2 within 5 s")
     assert kinds(rest) == ["RescaleAborted", "RescaleStarted"]
     play.agree(3)
-    assert (play.world, play.cluster.failures, play.cluster.failures_in_a_row) == (["a"], 0, 0)
+    assert (play.world, play.cluster.failures.in_world, play.cluster.failures.in_a_row) == (["a"], 0, 0)
 
 
 def test_a_timeout_of_nothing_lets_a_rescale_take_as_long_as_it_does() -> None:
@@ -695,7 +696,7 @@ def test_failures_are_counted_since_the_last_commit() -> None:
         play.die(name)
         play.wait(0.1)
         play.agree()
-    assert (play.world, play.cluster.failures, play.cluster.over) == (["d"], 0, False)
+    assert (play.world, play.cluster.failures.in_world, play.cluster.over) == (["d"], 0, False)
 
 
 def test_so_many_failures_without_a_committed_step_in_between_abort_the_job() -> None:
@@ -720,7 +721,7 @@ def test_a_committed_step_in_between_begins_the_count_anew(restarted: bool) -> N
         if restarted:
             play.restart()
             play.come_back(*play.cluster.members)
-    assert (play.cluster.over, play.cluster.failures_in_a_row) == (False, 0)
+    assert (play.cluster.over, play.cluster.failures.in_a_row) == (False, 0)
 
 
 def test_steps_that_are_done_again_from_an_older_state_count_as_steps_in_between() -> None:
@@ -732,7 +733,7 @@ def test_steps_that_are_done_again_from_an_older_state_count_as_steps_in_between
     play.join("b")
     play.stop("b", stop=Stop(500, holds_state=True))
     play.beat("b", step=501)
-    assert (play.cluster.state.current_step, play.cluster.failures_in_a_row) == (501, 0)
+    assert (play.cluster.state.current_step, play.cluster.failures.in_a_row) == (501, 0)
 
 
 def test_a_restart_does_not_forget_failures() -> None:
@@ -899,7 +900,7 @@ def test_who_leaves_in_good_order_is_no_failure() -> None:
     (started,) = play.wait(0.1)
     assert isinstance(started, RescaleStarted)
     assert started.reason == "b left: lunch"
-    assert (play.cluster.failures, play.cluster.failures_in_a_row) == (0, 0)
+    assert (play.cluster.failures.in_world, play.cluster.failures.in_a_row) == (0, 0)
 
 
 def test_a_joiner_may_go_again() -> None:
@@ -1052,16 +1053,46 @@ def test_trouble_that_was_acknowledged_outlives_the_daemon() -> None:
     assert started.reason == "a cannot go on: it got no answer"
 
 
+def test_what_a_failure_explains_is_not_told_beside_it() -> None:
+    play = formed("a", "b", "c", **PATIENT)
+    play.complain("a", "c", why="it closed the connection")
+    play.die("c")
+    play.complain("b", "c", why="it closed the connection")
+    play.wait(1.0)
+    assert play.last(RescaleStarted).reason == "c failed: its process has ended"
+
+
+def test_quarrels_with_steps_in_between_part_nobody() -> None:
+    """That there were steps is often known only when all say where they have stopped."""
+    play = formed("a", "b", **PATIENT)
+    for step in range(1, 6):
+        play.complain("a", "b")
+        play.wait(1.0)
+        play.stop("a", "b", stop=Stop(step, holds_state=True))
+        assert play.world == ["a", "b"]
+    assert play.cluster.generation == 6
+
+
+def test_where_nobody_is_left_of_a_world_the_reason_says_so() -> None:
+    play = formed("a", "b", **PATIENT)
+    play.join("c")
+    play.die("a", "b")
+    play.wait(WINDOW_S)
+    reason = play.last(RescaleStarted).reason
+    assert "nobody of world 1 is left" in reason
+    assert reason.endswith("c joined")
+
+
 def test_workers_that_reach_each_other_in_no_world_are_parted() -> None:
     play = formed("a", "b", "c", **PATIENT)
     for _ in range(2):
         play.complain("b", "c")
         play.complain("c", "b")
         play.wait(0.1)
-        play.agree(3)
+        play.agree()
     assert play.complain("b", "c") == [WorkerFailed("c", 2, "3 worlds in a row could not work with it in them")]
     play.wait(0.1)
-    play.agree(3)
+    play.agree()
     assert play.world == ["a", "b"]
 
 
@@ -1071,7 +1102,7 @@ def test_a_hub_that_nobody_reaches_is_the_one_to_go() -> None:
         play.complain("b", "a")
         play.complain("c", "a")
         play.wait(0.1)
-        play.agree(3)
+        play.agree()
     (failed,) = play.complain("c", "a")
     assert isinstance(failed, WorkerFailed)
     assert failed.worker_id == "a"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from forged.elastic import attempt, cluster, records
+from forged.elastic import attempt, cluster, records, watch
 from forged.elastic.attempt import Attempt, Stop
 from forged.elastic.cluster import Cluster
 from forged.elastic.members import Member, death_of
@@ -146,7 +146,7 @@ def give_no_grace() -> Iterator[None]:
             return f"its connection was lost {now - member.lost_at:.1f} s ago and did not come back"
         return death_of(member, config, now)
 
-    with patch.object(cluster, "death_of", merciless):
+    with patch.object(watch, "death_of", merciless):
         yield
 
 

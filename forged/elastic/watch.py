@@ -1,0 +1,119 @@
+"""A look at every worker, again and again: who is gone, who is lost, who does not get on.
+
+Law: who was not heard because nobody listened has nothing held against it. Whoever waits for others is not the one that
+does not get on; and what is lost is looked for before it counts as dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.members import Member, death_of
+from forged.elastic.messages import WorkerLost, WorkerRecovered, WorkerReturned, WorkerStalled
+from forged.elastic.outbox import Outbox, Probe
+
+SCAN_INTERVAL_S = 0.25
+"""How often every member is looked at."""
+LATE_S = 0.5
+"""A look that comes so much too late says more of this process than of the workers."""
+PROBE_INTERVAL_S = 1.0
+NEVER = float("inf")
+
+
+class Watch:
+    """What is known from looking at the members of one job."""
+
+    def __init__(self, out: Outbox) -> None:
+        self.out = out
+        self._looked_at: float | None = None
+        self._lost_told: set[str] = set()
+        self._probed_at: dict[str, float] = {}
+
+    def begin_anew(self) -> None:
+        """Nobody was there to be looked at."""
+        self._looked_at = None
+
+    def due_at(self) -> float:
+        """When to look again."""
+        return -NEVER if self._looked_at is None else self._looked_at + SCAN_INTERVAL_S
+
+    def late_s(self, now: float) -> float:
+        """How long nobody has listened, in which workers may have said anything."""
+        late_s = 0.0 if self._looked_at is None else now - self._looked_at - SCAN_INTERVAL_S
+        return late_s if late_s >= LATE_S else 0.0
+
+    def look(
+        self,
+        members: Mapping[str, Member],
+        holds: Callable[[Member], bool],
+        config: ElasticTrainingConfig,
+        now: float,
+        *,
+        steps: bool,
+    ) -> Iterator[tuple[Member, str]]:
+        """Look at everybody; yields who has to go, and why. `steps` tells whether anybody can make some now."""
+        self._looked_at = now
+        last = min((member.marks for member in members.values() if holds(member)), default=0)
+        for member in list(members.values()):
+            death = death_of(member, config, now)
+            if death is not None:
+                yield member, death
+                continue
+            if not member.connected:
+                self.look_for(member, now)
+                self._tell_lost(member, config, now)
+            # Whoever waits for others has come further than they have.
+            if holds(member) and member.marks == last:
+                if not steps:
+                    member.progress_at = now
+                elif self._stalls(member, config) and config.evict_stalled:
+                    yield member, f"it lives and made no progress for {member.told_at - member.progress_at:.1f} s"
+
+    def look_for(self, member: Member, now: float) -> None:
+        """Have a lost worker's address probed, unless a pulse would tell of its death."""
+        last = self._probed_at.get(member.id, -PROBE_INTERVAL_S)
+        if not member.has_pulse(now) and now - last >= PROBE_INTERVAL_S:
+            self._probed_at[member.id] = now
+            self.out.probes.append(Probe(member.worker, member.incarnation))
+
+    def found(self, member: Member, now: float) -> None:
+        """A worker that was lost has a connection again."""
+        assert member.lost_at is not None
+        after_s = now - member.lost_at
+        member.lost_at, member.heard_at = None, now
+        if member.id in self._lost_told:
+            self._lost_told.discard(member.id)
+            self.out.say(WorkerReturned(member.id, round(after_s, 3)))
+
+    def recovered(self, member: Member, step: int) -> None:
+        """A worker gets on."""
+        if member.stalled:
+            member.stalled = False
+            self.out.say(WorkerRecovered(member.id, step))
+
+    def forget(self, member: Member) -> None:
+        """It is a member no more."""
+        self._lost_told.discard(member.id)
+        self._probed_at.pop(member.id, None)
+
+    def _stalls(self, member: Member, config: ElasticTrainingConfig) -> bool:
+        # Who is not heard may make some.
+        still_s = member.told_at - member.progress_at
+        if member.stalled or still_s < config.stall_timeout_s:
+            return False
+        member.stalled = True
+        self.out.say(WorkerStalled(member.id, member.step, round(still_s, 1)))
+        return True
+
+    def _tell_lost(self, member: Member, config: ElasticTrainingConfig, now: float) -> None:
+        assert member.lost_at is not None
+        if member.id not in self._lost_told and is_lost(member):
+            self._lost_told.add(member.id)
+            grace_s = member.lost_at + config.reconnect_grace_s - now
+            self.out.say(WorkerLost(member.id, "its connection is gone", round(grace_s, 3)))
+
+
+def is_lost(member: Member) -> bool:
+    """Whether its connection broke here. Who was here before this daemon is not lost, but on the way back."""
+    return member.lost_at is not None and member.lost_at > member.seen_at

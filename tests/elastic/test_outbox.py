@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from forged.elastic.messages import JobPaused, JobResumed
+from forged.elastic.outbox import Outbox
+
+
+def test_what_was_taken_is_there_no_more() -> None:
+    out = Outbox()
+    out.say(JobPaused("lunch"))
+    out.trigger()
+    out.members.add("a")
+    out.world = True
+    taken = out.take()
+    assert (taken.facts, taken.triggers, taken.members, taken.world) == (
+        [JobPaused("lunch")],
+        [JobPaused("lunch")],
+        {"a"},
+        True,
+    )
+    assert taken
+    assert not out
+    out.say(JobResumed("done"))
+    assert taken.facts == [JobPaused("lunch")]
+
+
+def test_where_nothing_was_said_nothing_triggers() -> None:
+    out = Outbox()
+    out.trigger()
+    assert (out.triggers, bool(out)) == ([], False)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.members import PULSE_INTERVAL_S, Member
+from forged.elastic.messages import WorkerLost, WorkerReturned, WorkerStalled
+from forged.elastic.outbox import Outbox
+from forged.elastic.watch import LATE_S, PROBE_INTERVAL_S, SCAN_INTERVAL_S, Watch
+from tests.elastic.play import newcomer
+
+
+def member(name: str, *, marks: int = 0, told_at: float = 0.0, progress_at: float = 0.0) -> Member:
+    found = newcomer(name)
+    found.marks, found.told_at, found.heard_at, found.progress_at = marks, told_at, told_at, progress_at
+    return found
+
+
+def look(watch: Watch, *members: Member, now: float, steps: bool = True, evict: bool = False) -> list[tuple[str, str]]:
+    config = ElasticTrainingConfig(stall_timeout_ms=5_000, evict_stalled=evict)
+    known = {one.id: one for one in members}
+    return [(one.id, why) for one, why in watch.look(known, lambda _: True, config, now, steps=steps)]
+
+
+def test_it_looks_again_and_again() -> None:
+    watch = Watch(Outbox())
+    assert watch.due_at() < 0
+    look(watch, now=7.0)
+    assert watch.due_at() == 7.0 + SCAN_INTERVAL_S
+    assert watch.late_s(watch.due_at() + LATE_S / 2) == 0.0
+    assert watch.late_s(watch.due_at() + LATE_S) == LATE_S
+    watch.begin_anew()
+    assert (watch.due_at() < 0, watch.late_s(1_000.0)) == (True, 0.0)
+
+
+def test_only_who_keeps_the_others_waiting_stalls() -> None:
+    out = Outbox()
+    assert look(Watch(out), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0), now=6.0) == []
+    assert out.facts == [WorkerStalled("b", 0, 6.0)]
+
+
+def test_where_nobody_can_make_steps_nobody_stalls() -> None:
+    out, there = Outbox(), member("a", told_at=6.0)
+    assert look(Watch(out), there, now=6.0, steps=False) == []
+    assert (out.facts, there.progress_at) == ([], 6.0)
+
+
+def test_who_stalls_goes_by_policy_only() -> None:
+    ((name, why),) = look(Watch(Outbox()), member("a", told_at=6.0), now=6.0, evict=True)
+    assert (name, why) == ("a", "it lives and made no progress for 6.0 s")
+
+
+def test_who_is_lost_is_told_once_and_asked_for_at_its_address_now_and_then() -> None:
+    out = Outbox()
+    watch, lost = Watch(out), member("a", told_at=9.0, progress_at=9.0)
+    lost.lost_at = 9.5
+    for now in (10.0, 10.1, 10.0 + PROBE_INTERVAL_S):
+        assert look(watch, lost, now=now) == []
+    assert [type(fact) for fact in out.facts] == [WorkerLost]
+    assert len(out.probes) == 2
+    watch.found(lost, 12.0)
+    assert out.facts[1:] == [WorkerReturned("a", 2.5)]
+    assert lost.connected
+
+
+def test_nobody_is_probed_whose_pulse_would_tell_of_its_death() -> None:
+    out = Outbox()
+    lost = member("a")
+    lost.lost_at, lost.pulse_at = 9.5, 10.0 - PULSE_INTERVAL_S
+    look(Watch(out), lost, now=10.0)
+    assert out.probes == []
+
+
+def test_who_comes_back_before_anybody_was_told_is_not_told_to_have_returned() -> None:
+    out = Outbox()
+    lost = member("a")
+    lost.lost_at = 1.0
+    Watch(out).found(lost, 1.2)
+    assert out.facts == []
+
+
+def test_who_went_and_came_as_another_is_told_to_be_lost_again() -> None:
+    out = Outbox()
+    watch, lost = Watch(out), member("a", told_at=9.0, progress_at=9.0)
+    lost.lost_at = 9.5
+    look(watch, lost, now=10.0)
+    watch.forget(lost)
+    look(watch, lost, now=10.1)
+    assert len(out.facts) == len(out.probes) == 2
