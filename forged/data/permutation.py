@@ -1,0 +1,200 @@
+"""A shuffled order of any size, without a table of it.
+
+Law: a permutation is a function of its size and its key and of nothing else: the same on every machine and in every
+version, each index once. What stands at an index is computed from the index alone, so a million million samples take
+as much memory as ten, and a worker can begin anywhere.
+
+How: a few rounds on as many bits as the size needs. Each multiplies by an odd number, adds another, and folds the upper
+half into the lower, which all can be undone, so two indices never meet. What falls beyond the size goes round again
+until it is inside; as it never meets another on its way, that is a permutation too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from forged.errors import Problem, RequestRefused
+
+Indices = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.intp]
+Chosen = Places | slice
+Turn = Callable[[Words, Chosen], None]
+
+SIZE_MAX = 1 << 63
+KEY_MAX = (1 << 64) - 1
+ROUNDS = 6
+ROUNDS_OF_FEW = 20
+FEW_BITS = 12
+"""Fewer bits mix worse: with so few, only more rounds make all orders equally likely."""
+PIECE = 1 << 15
+"""So many indices at a time stay in a core's cache through all rounds."""
+
+PIECE_OF_EACH = 1 << 11
+"""Fewer, where each index has a key and so the numbers of all rounds for itself."""
+
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+class Permutation:
+    """The numbers below `size`, in an order that `key` decides: a seed, an epoch and whatever else tells it apart."""
+
+    def __init__(self, size: int, *key: int) -> None:
+        check_whole("permutation_invalid", "size", size, 0, SIZE_MAX)
+        for word in key:
+            check_whole("permutation_invalid", "key", word, 0, KEY_MAX)
+        self.size = size
+        self._rounds = _Rounds.of(size, *key)
+
+    def at(self, indices: npt.ArrayLike) -> Indices:
+        """What stands at these indices."""
+        found = _within(indices, self.size)
+        _go_round(found, self.size, self._rounds.forwards)
+        return found.view(np.int64)
+
+    def span(self, start: int, stop: int) -> Indices:
+        """What stands from `start` up to `stop`."""
+        if not 0 <= start <= stop <= self.size:
+            raise _outside(f"{start} to {stop}", self.size)
+        found = np.arange(start, stop, dtype=np.uint64)
+        _go_round(found, self.size, self._rounds.forwards)
+        return found.view(np.int64)
+
+    def index_of(self, values: npt.ArrayLike) -> Indices:
+        """Where these values stand."""
+        found = _within(values, self.size)
+        _go_round(found, self.size, self._rounds.backwards)
+        return found.view(np.int64)
+
+
+def permute_each(size: int, indices: Indices, *key: int | Words) -> Indices:
+    """What stands at each index in a permutation of its own: a word of the key may be an array, one for each index.
+
+    It is the same as `Permutation(size, *key).at(index)` with the words of that index.
+    """
+    found = _within(indices, size)
+    for start in range(0, len(found), PIECE_OF_EACH):
+        piece = slice(start, start + PIECE_OF_EACH)
+        words = (word if isinstance(word, int) else word[piece] for word in key)
+        _go_round(found[piece], size, _Rounds.of(size, *words).forwards)
+    return found.view(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounds:
+    """What each round multiplies by and adds: one number for all indices, or one for each."""
+
+    bits: int
+    factors: Words
+    addends: Words
+
+    @classmethod
+    def of(cls, size: int, *key: int | Words) -> Self:
+        bits = max(1, (size - 1).bit_length())
+        state = np.zeros(1, np.uint64)
+        for word in (size, *key):
+            state = _mixed((state ^ np.asarray(word, np.uint64)) + np.uint64(_GAMMA))
+        rounds = ROUNDS_OF_FEW if bits <= FEW_BITS else ROUNDS
+        steps = np.arange(1, 2 * rounds + 1, dtype=np.uint64) * np.uint64(_GAMMA)
+        numbers = _mixed(state + steps[:, None]) >> np.uint64(64 - bits)
+        return cls(bits, numbers[:rounds] | np.uint64(1), numbers[rounds:])
+
+    def forwards(self, values: Words, chosen: Chosen) -> None:
+        """Send values one time round, where they are; `chosen` says whose they are, for numbers of their own."""
+        mask, half = self._mask_and_half()
+        scratch = np.empty_like(values)
+        for factor, addend in zip(self._of(self.factors, chosen), self._of(self.addends, chosen), strict=True):
+            np.multiply(values, factor, out=values)
+            np.add(values, addend, out=values)
+            np.bitwise_and(values, mask, out=values)
+            np.right_shift(values, half, out=scratch)
+            np.bitwise_xor(values, scratch, out=values)
+
+    def backwards(self, values: Words, chosen: Chosen) -> None:
+        """Undo `forwards`."""
+        mask, half = self._mask_and_half()
+        scratch = np.empty_like(values)
+        factors = self._of(_inverse(self.factors), chosen)
+        for factor, addend in zip(factors[::-1], self._of(self.addends, chosen)[::-1], strict=True):
+            # Half of the bits or more are shifted away, so folding twice is as not folding at all.
+            np.right_shift(values, half, out=scratch)
+            np.bitwise_xor(values, scratch, out=values)
+            np.subtract(values, addend, out=values)
+            np.multiply(values, factor, out=values)
+            np.bitwise_and(values, mask, out=values)
+
+    def _mask_and_half(self) -> tuple[np.uint64, np.uint64]:
+        return np.uint64((1 << self.bits) - 1), np.uint64((self.bits + 1) // 2)
+
+    @staticmethod
+    def _of(numbers: Words, chosen: Chosen) -> Words:
+        return numbers[:, 0] if numbers.shape[1] == 1 else numbers[:, chosen]
+
+
+def check_whole(code: str, name: str, number: object, least: int, most: int) -> None:
+    """Refuse what is no whole number in these bounds, by name."""
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+        problem = Problem(name, number, f"a whole number from {least} to {most}")
+        raise RequestRefused(code, str(problem))
+
+
+def _go_round(values: Words, size: int, turn: Turn) -> None:
+    """Send values round until all are inside, where they are."""
+    outside = np.empty(0, np.intp)
+    for start in range(0, len(values), PIECE):
+        piece = slice(start, start + PIECE)
+        turn(values[piece], piece)
+        outside = np.concatenate([outside, start + np.flatnonzero(values[piece] >= np.uint64(size))])
+        # Those of several pieces go together: to send a few costs as much as to send many.
+        while outside.size >= PIECE:
+            outside = _go_again(values, outside, size, turn)
+    while outside.size:
+        outside = _go_again(values, outside, size, turn)
+
+
+def _go_again(values: Words, outside: Places, size: int, turn: Turn) -> Places:
+    """Send those that are outside once more, and find who still is."""
+    again = values[outside]
+    turn(again, outside)
+    values[outside] = again
+    return outside[again >= np.uint64(size)]
+
+
+def _within(indices: npt.ArrayLike, size: int) -> Words:
+    """The indices, to be changed, if all are inside."""
+    given = np.asarray(indices)
+    if given.size == 0:
+        return np.empty(0, np.uint64)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise _outside(f"an array of {given.dtype} in {given.ndim} dimensions", size)
+    if given.min() < 0 or int(given.max()) >= size:
+        raise _outside(f"{given.min()} to {given.max()}", size)
+    return given.astype(np.uint64)
+
+
+def _outside(what: str, size: int) -> RequestRefused:
+    text = (
+        f"{what}: a permutation of {size} has whole numbers from 0 to {size - 1}" if size else f"{what}: there are none"
+    )
+    return RequestRefused("permutation_index", text)
+
+
+def _mixed(words: Words) -> Words:
+    """The last part of splitmix64: every bit depends on every other."""
+    words = (words ^ (words >> np.uint64(30))) * _FIRST
+    words = (words ^ (words >> np.uint64(27))) * _SECOND
+    return words ^ (words >> np.uint64(31))
+
+
+def _inverse(odd: Words) -> Words:
+    """What undoes the multiplication, modulo 2**64: each turn doubles the three bits that are right to begin with."""
+    found = odd.copy()
+    for _ in range(5):
+        found *= np.uint64(2) - odd * found
+    return found

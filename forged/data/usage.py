@@ -1,0 +1,248 @@
+"""What steps have used, in few rows.
+
+Law: rows say no more and no less than the steps they were made of. A position is a place in the order of an epoch, of
+which each sample has one. A step of the whole world uses a few ranges of positions; where steps go on where the one
+before ended, and use as much, many of them are one row. A settled row belongs to no step any more.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.int64]
+Spans = tuple[Column, Column]
+"""Where ranges start, and where they end."""
+
+WHOLE_MAX = (1 << 63) - 1
+Whole = Annotated[int, msgspec.Meta(ge=0, le=WHOLE_MAX)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=WHOLE_MAX)]
+
+SETTLED = -1
+"""Instead of a step."""
+
+
+class Use(msgspec.Struct, frozen=True, array_like=True):
+    """The positions of an epoch that a step used: `start` up to, and without, `end`; or left out, if `dropped`."""
+
+    epoch: Whole
+    start: Whole
+    end: Whole
+    dropped: bool = False
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """`count` steps, one after the other, of which each used `size` positions, going on where the one before ended."""
+
+    step: Whole
+    epoch: Whole
+    start: Whole
+    size: Positive
+    count: Positive = 1
+    dropped: bool = False
+
+    @property
+    def end_step(self) -> int:
+        """The step behind its last."""
+        return self.step + self.count
+
+    @property
+    def end(self) -> int:
+        """The position behind its last."""
+        return self.start + self.count * self.size
+
+    def between(self, first: int, end: int) -> Run | None:
+        """The part of it in the steps from `first` up to `end`, if there is any."""
+        skipped = max(0, first - self.step)
+        count = min(self.end_step, end) - self.step - skipped
+        if count <= 0:
+            return None
+        start = self.start + skipped * self.size
+        return msgspec.structs.replace(self, step=self.step + skipped, start=start, count=count)
+
+
+def runs_of(used: Iterable[tuple[int, Sequence[Use]]]) -> list[Run]:
+    """What each step has used, in as few rows as it takes; steps in their order."""
+    return compressed(
+        Run(step, use.epoch, use.start, use.end - use.start, 1, use.dropped)
+        for step, uses in used
+        for use in uses
+        if use.end > use.start
+    )
+
+
+def compressed(runs: Iterable[Run]) -> list[Run]:
+    """The same in fewer rows, as far as steps go on where others ended."""
+    found: list[Run] = []
+    tips: dict[tuple[int, bool, int], int] = {}
+    for _, of_step in groupby(sorted(runs, key=lambda run: run.step), key=lambda run: run.step):
+        for run in _joined(of_step):
+            number = tips.pop((run.epoch, run.dropped, run.start), None)
+            if number is None or not _goes_on(found[number], run):
+                number = len(found)
+                found.append(run)
+            else:
+                found[number] = msgspec.structs.replace(found[number], count=found[number].count + run.count)
+            tips[(run.epoch, run.dropped, run.end)] = number
+    return found
+
+
+def _goes_on(run: Run, other: Run) -> bool:
+    return run.end_step == other.step and run.size == other.size
+
+
+def _joined(of_step: Iterable[Run]) -> Iterator[Run]:
+    """What one step has used side by side, such as its ranks, as one range."""
+    before: Run | None = None
+    for run in sorted(of_step, key=lambda run: (run.epoch, run.dropped, run.count > 1, run.start)):
+        if before is not None and _is_beside(before, run):
+            before = msgspec.structs.replace(before, size=before.size + run.size)
+            continue
+        if before is not None:
+            yield before
+        before = run
+    if before is not None:
+        yield before
+
+
+def _is_beside(run: Run, other: Run) -> bool:
+    is_alike = (run.epoch, run.dropped) == (other.epoch, other.dropped)
+    return is_alike and run.count == other.count == 1 and run.end == other.start
+
+
+class UsageTable:
+    """The rows of one epoch, by column."""
+
+    def __init__(self) -> None:
+        self._columns = tuple(array("q") for _ in range(5))
+        """Step, start, size, count, and whether it was dropped."""
+        self._tips: dict[tuple[int, bool], int] = {}
+        """Which of the rows that were added last ends there."""
+        self._first_step, self._end_step = WHOLE_MAX, 0
+        """From which step to which the rows go that are not settled."""
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def add(self, runs: Iterable[Run]) -> None:
+        """Take in what `compressed` made of some steps."""
+        tips: dict[tuple[int, bool], int] = {}
+        for run in runs:
+            number = self._tips.get((run.start, run.dropped))
+            if number is not None and self._goes_on(number, run):
+                self._columns[3][number] += run.count
+            else:
+                number = len(self)
+                self._append((run.step, run.start, run.size, run.count, run.dropped))
+            tips[(run.end, run.dropped)] = number
+            self._first_step = min(self._first_step, run.step)
+            self._end_step = max(self._end_step, run.end_step)
+        self._tips = tips
+
+    def rewind(self, step: int) -> None:
+        """Nothing was used in `step` and behind it."""
+        if self._end_step <= step:
+            return
+        steps, _, _, counts, _ = columns = self.columns()
+        columns[3] = np.minimum(counts, step - steps)
+        self._replace(columns[:, columns[3] > 0])
+
+    def settle(self, step: int) -> tuple[int, int] | None:
+        """Forget which step has used what before `step`; from which step to which that was, if there were any."""
+        if self._first_step >= step:
+            return None
+        columns = self.columns()
+        steps, starts, sizes, counts, dropped = columns
+        before = np.minimum(counts, step - steps)
+        is_settled = before > 0
+        found = self._first_step, int((steps + before)[is_settled & (steps != SETTLED)].max())
+        ends = starts + before * sizes
+        layers = [
+            _settled_rows(Coverage.of((starts[chosen], ends[chosen])), is_dropped=flag)
+            for flag in (False, True)
+            if (chosen := is_settled & (dropped == flag)).any()
+        ]
+        is_open = before < counts
+        rest = np.where(is_settled, [steps + before, ends, sizes, counts - before, dropped], columns)[:, is_open]
+        self._replace(np.concatenate([*layers, rest], axis=1))
+        return found
+
+    def forget_settled(self) -> None:
+        """Leave out what belongs to no step."""
+        columns = self.columns()
+        self._replace(columns[:, columns[0] != SETTLED])
+
+    def spans(self, *, dropped: bool) -> Spans:
+        """The ranges of positions that were used, or those that were left out."""
+        _, starts, sizes, counts, flags = self.columns()
+        chosen = flags == dropped
+        return starts[chosen], (starts + sizes * counts)[chosen]
+
+    def columns(self) -> Column:
+        """All rows; one line for each of the columns."""
+        return np.array([np.frombuffer(column, np.int64) for column in self._columns]).reshape(5, -1)
+
+    def extend(self, columns: Column) -> None:
+        """Take in rows as `columns` has given them."""
+        self._replace(np.concatenate([self.columns(), columns], axis=1))
+
+    def _append(self, row: tuple[int, ...]) -> None:
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+
+    def _goes_on(self, number: int, run: Run) -> bool:
+        step, start, size, count, _ = (column[number] for column in self._columns)
+        return (step + count, start + size * count, size) == (run.step, run.start, run.size)
+
+    def _replace(self, columns: Column) -> None:
+        self._columns = tuple(array("q", column.tobytes()) for column in columns)
+        self._tips = {}
+        steps, _, _, counts, _ = columns[:, columns[0] != SETTLED]
+        self._first_step = int(steps.min(initial=WHOLE_MAX))
+        self._end_step = int((steps + counts).max(initial=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How many times each position is in some ranges: from each of the points on as many as its depth."""
+
+    points: Column
+    depths: Column
+
+    @classmethod
+    def of(cls, *spans: Spans) -> Self:
+        starts = np.concatenate([start for start, _ in spans])
+        ends = np.concatenate([end for _, end in spans])
+        points = np.concatenate([starts, ends])
+        order = np.argsort(points, kind="stable")
+        points = points[order]
+        depths = np.cumsum(np.repeat(np.array([1, -1]), len(starts))[order])
+        is_last = np.append(points[1:] != points[:-1], True)[: len(points)]
+        return cls(points[is_last], depths[is_last])
+
+    def at_least(self, depth: int) -> Spans:
+        """The ranges, as long as they go, that are covered so many times or more."""
+        is_inside = np.concatenate([[False], self.depths >= depth])
+        return self.points[is_inside[1:] & ~is_inside[:-1]], self.points[~is_inside[1:] & is_inside[:-1]]
+
+    def gaps(self, total: int) -> Spans:
+        """The ranges of the positions below `total` that are not covered."""
+        starts, ends = self.at_least(1)
+        befores, afters = np.append(0, ends), np.append(starts, total)
+        is_gap = befores < afters
+        return befores[is_gap], afters[is_gap]
+
+
+def _settled_rows(coverage: Coverage, *, is_dropped: bool) -> Column:
+    """What was used, in one layer, and in another what was used more than once."""
+    (starts, ends), (starts_twice, ends_twice) = coverage.at_least(1), coverage.at_least(2)
+    start = np.concatenate([starts, starts_twice])
+    size = np.concatenate([ends, ends_twice]) - start
+    return np.array([np.full_like(start, SETTLED), start, size, np.ones_like(start), np.full_like(start, is_dropped)])
