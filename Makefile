@@ -4,10 +4,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := $(VENV)/peers
+PEERS_READY := $(PEERS)/.ready
 SEEDS ?= 0:200
 KILLS ?= 2000
 
-.PHONY: demo test check bench soak wheel clean
+.PHONY: demo test check bench bench-torch soak wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +36,17 @@ test: check
 bench: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks
+
+# torch and torchft are large, and nothing of forged needs them: they have an environment of their own.
+$(PEERS_READY): $(READY) constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt numpy torch==2.13.0 torchft==0.2.0
+	touch $@
+
+# Measure elastic training against torchrun and torchft. `make bench` does so too once this has run.
+bench-torch: $(PEERS_READY)
+	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.join
 
 # Long runs: thousands of kills and seeds.
 soak: $(READY)

@@ -1,10 +1,12 @@
-"""A worker process for benchmarks: tells when it has committed which step in which generation.
+"""A worker process for benchmarks: tells when it has committed which step in which world.
 
-Each line is `step generation seconds`, by the clock that all processes of the machine share.
+It writes `ready PID` when it is connected, and waits for a line before it registers. Then each line is `step generation
+world seconds`, by the clock that all processes of the machine share.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -20,16 +22,19 @@ ELEMENTS = 1024
 
 
 def main() -> None:
-    """Train until the input ends, or for ever."""
+    """Train for ever: `ENDPOINT NAME`."""
     endpoint, name = sys.argv[1:3]
     state = {"w": np.zeros(ELEMENTS)}
     gradient = np.ones(ELEMENTS)
     committed = -1
     with join(endpoint, job="benchmark", state=state, worker_id=name, config=CONFIG) as worker:
+        sys.stdout.write(f"ready {os.getpid()}\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
         for step in worker.steps():
             if worker.step > committed:
                 committed = worker.step
-                sys.stdout.write(f"{worker.step} {worker.generation} {time.monotonic()}\n")
+                sys.stdout.write(f"{worker.step} {worker.generation} {worker.world_size} {time.monotonic()}\n")
                 sys.stdout.flush()
             with step:
                 state["w"] -= 0.01 * worker.all_reduce(gradient, "mean")

@@ -28,6 +28,9 @@ from forged.clock import Clock
 from forged.config import Config
 from forged.config.messages import REQUESTS as CONFIG_REQUESTS
 from forged.config.service import ConfigService, SettingsPort
+from forged.data.audit_service import AuditService
+from forged.data.messages import REQUESTS as DATA_REQUESTS
+from forged.data.service import Compute, DataService, inline
 from forged.elastic.messages import REQUESTS as ELASTIC_REQUESTS
 from forged.elastic.model import WorkerId
 from forged.elastic.service import ElasticService
@@ -67,6 +70,7 @@ REQUESTS: Sequence[type[Request[Any]]] = (
     *JOB_REQUESTS,
     *TOKEN_REQUESTS,
     *ELASTIC_REQUESTS,
+    *DATA_REQUESTS,
     *PLUGIN_REQUESTS,
 )
 
@@ -87,6 +91,8 @@ class Ports:
     settings: SettingsPort = field(default_factory=SettingsPort)
     plugins: Sequence[PluginSource] = ()
     guard: Guard = field(default_factory=Unguarded)
+    compute: Compute = inline
+    """Runs arithmetic that may take long."""
 
 
 class Daemon:
@@ -117,8 +123,12 @@ class Daemon:
         copy = store.backup if isinstance(store, BackedUp) else None
         self.backup = BackupService(self.bus, self.booth, copy, Path(config.data_dir))
         self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
+        self.data = DataService(self.bus, clock, ports.compute)
         self.ledger.join(self.jobs)
         self.ledger.join(self.elastic)
+        self.audit = AuditService(self.bus, ports.log)
+        self.ledger.join(self.data)
+        self.ledger.join(self.audit)
         self.ledger.join(self.tokens)
 
         self.server = Server(

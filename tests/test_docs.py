@@ -29,6 +29,7 @@ PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *s
 PLUGINS = ROOT / "docs" / "plugins.md"
 BIN = Path(sys.executable).parent
 READY_S = 10
+TRAINED_S = 30
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -52,7 +53,7 @@ def a_daemon(directory: Path, *flags: str) -> Iterator[dict[str, str]]:
 
 
 def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
-    [example] = blocks(ROOT / "README.md", "python")
+    [example] = [block for block in blocks(ROOT / "README.md", "python") if "asyncio" in block]
     with a_daemon(tmp_path) as environment:
         done = subprocess.run(
             [sys.executable, "-c", example], env=environment, capture_output=True, text=True, timeout=READY_S
@@ -60,6 +61,19 @@ def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "JobCreated" in done.stdout
     assert "warm-up is over" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/elastic.md"])
+def test_the_training_of_a_page_trains(page: str, tmp_path: Path) -> None:
+    [example] = [block for block in blocks(ROOT / page, "python") if "forged.join" in block]
+    commands = ["jobs create run stability_window_ms=0", "events --since 0 --job run --json"]
+    with a_daemon(tmp_path) as environment:
+        endpoint = f"unix://{environment['FORGED_SOCKET']}"
+        training = [sys.executable, "-c", example.replace("tcp://127.0.0.1:7433", endpoint)]
+        for command in (["forgectl", *commands[0].split()], training, ["forgectl", *commands[1].split()]):
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRAINED_S)
+            assert done.returncode == 0, done.stderr
+    assert "JobCompleted" in done.stdout
 
 
 def test_the_forgectl_examples_of_the_readme_run(tmp_path: Path) -> None:

@@ -60,7 +60,9 @@ class SignalSlot:
             taken, self._latest = self._latest, {}
             for signal, call in taken.values():
                 await self._handle(signal, call)
-            await asyncio.sleep(0)
+            if self._latest:
+                # What came meanwhile does not keep the others from their turns; waiting for more is a turn by itself.
+                await asyncio.sleep(0)
 
     async def _handle(self, signal: Signal, call: Call) -> None:
         started = self._now()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from forged.cli.process import say
@@ -140,6 +141,7 @@ class Process:
             settings=SettingsPort(self._reload, self._applied, self._settings.defaults, source),
             plugins=find(config.plugin_dir, os.geteuid()),
             guard=AlarmGuard(),
+            compute=to_thread.run_sync,
         )
 
     # Settings.

@@ -1,7 +1,23 @@
-"""The client library: `ForgedClient` for asyncio, `BlockingClient` for everybody else."""
+"""The client library: `ForgedClient` for asyncio, `BlockingClient` for the rest, `ElasticWorker` for who trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from forged.client.blocking import BlockingClient, BlockingFacts
 from forged.client.client import EARLIEST, ForgedClient
 from forged.client.stream import FactStream
 
-__all__ = ["EARLIEST", "BlockingClient", "BlockingFacts", "FactStream", "ForgedClient"]
+if TYPE_CHECKING:
+    from forged.worker.worker import ElasticWorker
+
+__all__ = ["EARLIEST", "BlockingClient", "BlockingFacts", "ElasticWorker", "FactStream", "ForgedClient"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported by who trains: to ask a daemon takes no numpy.
+    if name == "ElasticWorker":
+        from forged.worker.worker import ElasticWorker
+
+        return ElasticWorker
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -56,11 +56,15 @@ class Attempt:
     removed: tuple[str, ...]
     reason: str
     began_at: float
+    heard_at: float = 0.0
+    """When one of those that are waited for made some progress last."""
     stage: Stage = Stage.PAUSING
     source: str = ""
     step: int = 0
     """The steps that the new world has behind it, once that is settled."""
     stops: dict[str, Stop] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    """How many bytes of what they need have come to those who are sent some."""
     behind: set[str] = field(default_factory=set)
     """Who does not have the source's state yet."""
 
@@ -75,11 +79,11 @@ class Attempt:
         """Whether all have stopped."""
         return len(self.stops) == len(self.target)
 
-    def settle(self) -> None:
-        """Choose the source, now that all have stopped."""
+    def settle(self, with_data: Collection[str] = ()) -> None:
+        """Choose the source, now that all have stopped. Those `with_data` have to see to that, too."""
         self.source = choose_source(self.target, self.stops, frozenset(self.added))
         self.step = self.stops[self.source].position
-        self.behind = set(_behind(self.stops, self.source))
+        self.behind = {*_behind(self.stops, self.source), *with_data}
         self.stage = Stage.SYNCHRONISING
 
 

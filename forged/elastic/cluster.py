@@ -15,8 +15,9 @@ from forged.elastic.attempt import Attempt, Stage, Stop
 from forged.elastic.complaints import Complaints
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failures import Failures
-from forged.elastic.members import Member
+from forged.elastic.members import Member, holding_up
 from forged.elastic.messages import (
+    AttemptMembers,
     JobAborted,
     JobCompleted,
     JobPaused,
@@ -35,6 +36,7 @@ from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescaleTy
 from forged.elastic.outbox import Moment, Outbox
 from forged.elastic.pace import Base, paces
 from forged.elastic.phases import OVER, Cause, Phase, following
+from forged.elastic.progress import Witnesses
 from forged.elastic.ranks import assign_ranks
 from forged.elastic.roster import Roster
 from forged.elastic.watch import NEVER, Watch, is_lost
@@ -42,6 +44,8 @@ from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.messages import Fact
 
+EVIDENCE_WAIT_S = 1.0
+"""How long a worker's word that it does not reach another waits for what bears it out."""
 QUARRELS_MAX = 3
 """So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
 REASONS_MAX = 8
@@ -87,6 +91,7 @@ class Cluster:
         self._waiting_at: float | None = None
         """Since when there are too few workers."""
         self._complaints = Complaints()
+        self._witnesses = Witnesses()
         self._troubles: set[str] = set()
         """Those of the reasons that only tell of what some other one explains."""
 
@@ -148,6 +153,8 @@ class Cluster:
         reason = in_words(reason, "the training is done" if done else "it wanted to")
         self.out.say(WorkerLeft(worker_id, reason))
         if done and self.holds(member) and not self.over:
+            # Whoever says that all is done has done the last step together with the others.
+            self.state = _at_step(self.state, step or self.state.current_step, now)
             self.out.trigger()
             self._end(Cause.COMPLETED, "the training is done", JobCompleted(self.state.current_step))
         elif self._is_needed(member) and not self.over:
@@ -208,6 +215,15 @@ class Cluster:
             member.pulse_at, member.cpu_s = now.monotonic, cpu_s
             self._progress(member, step, now, marks)
 
+    def receiving(self, worker_id: str, incarnation: bytes, number: int, received: int, now: Moment) -> None:
+        """A member of the attempt is being sent what it needs, which may take longer than it may be silent."""
+        attempt, member = self.attempt, self.members.known(worker_id, incarnation)
+        if attempt is None or member is None or attempt.number != number or worker_id not in attempt.waiting_for:
+            return
+        member.heard_at = now.monotonic
+        if received > attempt.received.get(worker_id, 0):
+            attempt.received[worker_id], attempt.heard_at = received, now.monotonic
+
     # Answers in an attempt.
 
     def stopped(self, worker_id: str, incarnation: bytes, number: int, stop: Stop, now: Moment) -> None:
@@ -231,6 +247,16 @@ class Cluster:
                 self._commit(attempt, now)
         self._consider(now)
 
+    def attempt_members(self, worker_id: str, incarnation: bytes) -> AttemptMembers:
+        """Who is in the attempt, for one of its members."""
+        number = 0 if self.attempt is None else self.attempt.number
+        attempt, _ = self._answering(worker_id, incarnation, number)
+        members = [self.members[worker] for worker in attempt.target if worker in self.members]
+        staying = [member.worker for member in members if member.leaving is None]
+        leaving = [member.worker for member in members if member.leaving is not None] if staying else []
+        target = staying or [member.worker for member in members]
+        return AttemptMembers(attempt.number, tuple(target), tuple(leaving), self.settings)
+
     @property
     def _is_doomed(self) -> bool:
         """Whether a member of the attempt is gone, so that another attempt follows."""
@@ -249,7 +275,8 @@ class Cluster:
         elif self.phase is Phase.RUNNING:
             trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
             self._troubles.add(trouble)
-            self._hole(trouble, now)
+            # If its host is gone, the daemon's own connection tells so in a moment; asking it now would hide that.
+            self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.holds(other) else 0.0)
             self._settle_quarrel(now)
         self._consider(now)
 
@@ -270,6 +297,11 @@ class Cluster:
             member.leaving = in_words(reason, WISH)
             self._put_member(member)
             self.out.say(WorkerDraining(worker_id, member.leaving))
+            if member.with_data and self.holds(member) and not self.over:
+                # What it holds has to go to others before it goes.
+                self._wanted_at = now.monotonic
+                self._because(f"{worker_id} is to go: {member.leaving}")
+                self._consider(now)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead."""
@@ -331,7 +363,7 @@ class Cluster:
         """When those who have not answered have failed."""
         if self.attempt is None or self._is_doomed:
             return NEVER
-        return self.attempt.began_at + (self.config.rescale_timeout_s or NEVER)
+        return self.attempt.heard_at + (self.config.rescale_timeout_s or NEVER)
 
     def _alone_at(self) -> float:
         """When there have been too few workers for too long."""
@@ -362,6 +394,7 @@ class Cluster:
             member.forgive(late_s, now.monotonic)
         if self.attempt is not None:
             self.attempt.began_at = min(self.attempt.began_at + late_s, now.monotonic)
+            self.attempt.heard_at = min(self.attempt.heard_at + late_s, now.monotonic)
 
     # Deciding.
 
@@ -396,6 +429,8 @@ class Cluster:
 
     def _growth_at(self) -> float:
         """When those who wait are taken in."""
+        if self.phase is not Phase.WAITING and next(self._waiting(), None) is None:
+            return NEVER
         there, joining = len(self._staying()), self._joining()
         if there + len(joining) < self.config.min_workers:
             return NEVER
@@ -444,6 +479,7 @@ class Cluster:
             removed=removed,
             reason=reason,
             began_at=now.monotonic,
+            heard_at=now.monotonic,
         )
         self._hole_at = self._wanted_at = self._waiting_at = None
         attempt = self.attempt
@@ -455,7 +491,7 @@ class Cluster:
 
     def _synchronise(self, attempt: Attempt, now: Moment) -> None:
         """All have stopped: settle whose state holds."""
-        attempt.settle()
+        attempt.settle([worker for worker in attempt.target if self.members[worker].with_data])
         if not attempt.behind:
             self._commit(attempt, now)
             return
@@ -482,12 +518,16 @@ class Cluster:
         known_step = self.state.current_step
         if attempt.source:
             self.state = _state(self.state, attempt.stops[attempt.source], now)
+        elif len(attempt.added) == len(attempt.target):
+            # Nobody is left of the world before, and nobody has said yet how far the others are.
+            self.state = _at_step(self.state, 0, now)
         if not self.base.world:
             self.base = Base(len(members), self.state.learning_rate, self.state.global_batch_size)
         rate, batch = self.paces(len(members))
         self.state = GlobalTrainingState(
             self.state.current_epoch, self.state.current_step, rate, batch, len(members), now.wall
         )
+        self._witnesses.begin_anew()
         self.failures.committed(self.state.current_step)
         if self.state.current_step > known_step:
             # The world before has come to something, as is only known now that all have said where they are.
@@ -520,12 +560,16 @@ class Cluster:
         return paces(self.config, self.base, self.state, world)
 
     def _give_up_silent(self, attempt: Attempt, now: Moment) -> None:
-        """Fail those who did not answer in time."""
-        for worker in attempt.waiting_for:
-            member = self.members.get(worker)
-            if member is not None:
-                limit_s = self.config.rescale_timeout_s
-                self._fail(member, f"it did not answer in attempt {attempt.number} within {limit_s:g} s", now)
+        """Fail those for whom an attempt has waited too long."""
+        source = self.members.get(attempt.source)
+        if source is not None and source.is_mute(self.config, now.monotonic):
+            late = [source]
+        else:
+            waiting = [self.members[worker] for worker in attempt.waiting_for if worker in self.members]
+            late = holding_up(waiting, self.holds, self.config, now.monotonic)
+        for member in late:
+            limit_s = self.config.rescale_timeout_s
+            self._fail(member, f"it did not answer in attempt {attempt.number} within {limit_s:g} s", now)
 
     def _wait(self, there: int, now: Moment) -> None:
         """Rest until there are enough workers."""
@@ -578,8 +622,11 @@ class Cluster:
         """Whether the world, or the attempt at one, cannot go on without it."""
         return self.holds(member) or (self.attempt is not None and member.id in self.attempt.target)
 
-    def _hole(self, why: str, now: Moment, *, is_told: bool = False) -> None:
-        """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window."""
+    def _hole(self, why: str, now: Moment, *, is_told: bool = False, later_s: float = 0.0) -> None:
+        """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window.
+
+        That begins `later_s` later, if nothing else makes it begin before.
+        """
         was_told = self._hole_is_told and self._hole_at is not None
         if is_told:
             self.why = [reason for reason in self.why if reason not in self._troubles]
@@ -588,8 +635,8 @@ class Cluster:
         if is_told and not was_told:
             self.out.trigger()
         self._hole_is_told = is_told or was_told
-        if self._hole_at is None:
-            self._hole_at = now.monotonic
+        begins_at = now.monotonic + later_s
+        self._hole_at = begins_at if self._hole_at is None else min(begins_at, self._hole_at)
 
     def _because(self, why: str) -> None:
         if len(self.why) < REASONS_MAX:
@@ -601,6 +648,11 @@ class Cluster:
             return
         self.watch.recovered(member, step)
         if step > self.state.current_step and self.holds(member) and self.phase is Phase.RUNNING:
+            self._stepped(self._witnesses.hear(member.id, step, len(self.world)), now)
+
+    def _stepped(self, step: int, now: Moment) -> None:
+        """So many steps are known to be committed."""
+        if step > self.state.current_step:
             self.state = _at_step(self.state, step, now)
             self._complaints.clear()
             # Told to the store at once: after a restart they would count with the next failures otherwise.

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from forged.elastic.model import WORLD_SIZE_MAX, AdaptationStrategy, RedistributionType
+from forged.elastic.model import WORLD_SIZE_MAX, AdaptationStrategy, LostDataPolicy, RedistributionType
 from forged.errors import ConfigError, Problem
 from forged.jobs.model import SettingValue
 
@@ -58,6 +58,8 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a living worker may make no step before it counts as stalled."""
     evict_stalled: bool = False
     """Whether who is stalled is put out, or only shown."""
+    lost_data_policy: LostDataPolicy = LostDataPolicy.WAIT
+    """What happens when nobody has some of the training data any more, and it cannot be had again."""
     max_concurrent_transfers: int = 4
     """How many transfers of training data run at once."""
     scale_batch_with_world: bool = False
@@ -177,6 +179,7 @@ RULES: Mapping[str, Rule] = {
     "max_consecutive_failures": _whole(0),
     "lr_adaptation_strategy": _one_of(AdaptationStrategy),
     "redistribution_type": _one_of(RedistributionType),
+    "lost_data_policy": _one_of(LostDataPolicy),
     "use_synchronous_rescaling": _flag(),
     "stability_window_ms": _whole(0),
     "worker_heartbeat_timeout_ms": _whole(1),

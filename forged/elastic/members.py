@@ -6,6 +6,7 @@ its process against it at once; silence counts only when it has lasted, because 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from forged.elastic.config import ElasticTrainingConfig
@@ -15,6 +16,8 @@ PULSE_INTERVAL_S = 0.5
 """How often the pulse of a worker speaks."""
 PULSES_MISSED_MAX = 4
 """So many intervals without a word, and there is no pulse that could tell of a death."""
+HEARTBEATS_MISSED_MAX = 2
+"""So many intervals without a heartbeat, and it is this worker's library rather than another's that does not get on."""
 
 
 @dataclass(slots=True)
@@ -29,6 +32,8 @@ class Member:
     host: str = ""
     local_world_size: int = 1
     attributes: dict[str, str] = field(default_factory=dict)
+    with_data: bool = False
+    """Whether it holds training data, for which others may have to come before it goes."""
     leaving: str | None = None
     """Why it is to go; None while it may stay."""
 
@@ -62,6 +67,11 @@ class Member:
         """When anything of it was heard last: its library, its pulse, or its registering."""
         return max(self.seen_at, self.heard_at or 0.0, self.pulse_at or 0.0)
 
+    def is_mute(self, config: ElasticTrainingConfig, now: float) -> bool:
+        """Whether its library is silent, whatever its pulse says."""
+        silent_s = now - max(self.seen_at, self.heard_at or 0.0)
+        return not self.connected or silent_s > HEARTBEATS_MISSED_MAX * config.heartbeat_interval_s
+
     def has_pulse(self, now: float) -> bool:
         """Whether there is a pulse that would tell of its death."""
         return self.pulse_at is not None and now - self.pulse_at < PULSES_MISSED_MAX * PULSE_INTERVAL_S
@@ -84,11 +94,25 @@ class Member:
         return further
 
 
+def holding_up(
+    waiting: Iterable[Member], holds: Callable[[Member], bool], config: ElasticTrainingConfig, now: float
+) -> list[Member]:
+    """For whom the others wait: those whose library is silent, or else those who have come least far.
+
+    Whoever is not in the world yet waits for nobody.
+    """
+    members = list(waiting)
+    last = min((member.marks for member in members if holds(member)), default=0)
+    mute = [member for member in members if member.is_mute(config, now)]
+    return mute or [member for member in members if not holds(member) or member.marks == last]
+
+
 def death_of(member: Member, config: ElasticTrainingConfig, now: float) -> str | None:
     """Why it counts as dead by now; None while it does not."""
     if member.lost_at is not None:
-        # Whoever has no connection is silent of course, and has its grace to come back.
-        if now - member.lost_at < config.reconnect_grace_s:
+        # Whoever has no connection is silent of course, and has its grace to come back. One whose pulse lives is only
+        # held up: its process is suspended, or does not let go of Python's lock.
+        if now - member.lost_at < config.reconnect_grace_s or member.has_pulse(now):
             return None
         return f"its connection was lost {now - member.lost_at:.1f} s ago and did not come back"
     silent_s = now - member.last_heard_at()

@@ -211,6 +211,8 @@ class JoinJob(Request[Joined], frozen=True):
     attributes: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
     settings: dict[str, SettingValue] | None = None
     again: bool = False
+    with_data: bool = False
+    """Whether it holds training data."""
 
 
 class LeaveJob(Request[Nothing], frozen=True):
@@ -284,6 +286,37 @@ class ReportDeath(Request[Nothing], frozen=True):
     reason: str = ""
 
 
+class AnnounceLeave(Request[Nothing], frozen=True):
+    """A worker with data is to go: others have to take over what it holds, before it leaves."""
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    reason: str = ""
+
+
+class AttemptMembers(msgspec.Struct, frozen=True):
+    """Who is in the world that is wanted: those who stay, by rank, and those who are to go behind it."""
+
+    attempt: int
+    target: tuple[WorkerId, ...]
+    leaving: tuple[WorkerId, ...]
+    settings: dict[str, SettingValue]
+
+
+class ReadAttempt(Request[AttemptMembers], frozen=True):
+    """Who is in the attempt that is under way, for a worker that is in it."""
+
+    needs: ClassVar[Role] = Role.WORKER
+    decides: ClassVar[bool] = False
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+
+
 class ReadTopology(Request[ClusterTopology], frozen=True):
     """The world that was committed last."""
 
@@ -309,6 +342,25 @@ class Heartbeat(Signal, frozen=True):
 
     @property
     def key(self) -> str:
+        return self.worker_id
+
+
+class Receiving(Signal, frozen=True):
+    """A member of an attempt is sent what it needs: state or training data. So much has come, as far as it counts."""
+
+    external: ClassVar[bool] = True
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    attempt: int
+    received: int
+    transfers: int = 0
+    """How many pieces of training data are whole."""
+
+    @property
+    def key(self) -> str:
+        """Each worker has its own."""
         return self.worker_id
 
 
@@ -493,7 +545,17 @@ class PlanRescale(Request[RescalePlan], frozen=True):
     workers: int
 
 
-WORKER_REQUESTS = (JoinJob, LeaveJob, ReportPaused, ReportReady, ReportTrouble, ReportDeath, ReadTopology)
+WORKER_REQUESTS = (
+    JoinJob,
+    LeaveJob,
+    ReportPaused,
+    ReportReady,
+    ReportTrouble,
+    ReportDeath,
+    ReadTopology,
+    AnnounceLeave,
+    ReadAttempt,
+)
 OPERATOR_REQUESTS = (
     ListWorkers,
     ShowWorker,

@@ -47,6 +47,15 @@ class RedistributionType(StrEnum):
     """What can stay where it is stays; as little as possible moves."""
 
 
+class LostDataPolicy(StrEnum):
+    """What happens when nobody has some of the training data any more, and it cannot be had again."""
+
+    WAIT = "wait"
+    """The job waits for a worker that has it."""
+    ABORT = "abort"
+    """The job is given up."""
+
+
 class RescaleType(StrEnum):
     """What a rescale did to the number of workers."""
 

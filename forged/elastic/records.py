@@ -60,6 +60,7 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     attributes: dict[str, str]
     leaving: str | None
+    with_data: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -25,6 +25,8 @@ from forged.elastic.members import Member
 from forged.elastic.messages import (
     INCARNATION_BYTES,
     AbortJob,
+    AnnounceLeave,
+    AttemptMembers,
     ClusterView,
     DrainWorker,
     EvictWorker,
@@ -39,7 +41,9 @@ from forged.elastic.messages import (
     PauseJob,
     PlanRescale,
     Pulse,
+    ReadAttempt,
     ReadTopology,
+    Receiving,
     ReportDeath,
     ReportPaused,
     ReportReady,
@@ -107,7 +111,7 @@ class ElasticService:
         self._clock = clock
         self._is_refused = is_refused
         self._token_bytes = token_bytes
-        self._by_client: defaultdict[bytes, set[tuple[str, str]]] = defaultdict(set)
+        self._by_client: defaultdict[bytes, dict[tuple[str, str], None]] = defaultdict(dict)
         self._connected: set[bytes] = set()
         self._remains: dict[str, None] = {}
         """Keys of what is no more, which are deleted by and by."""
@@ -126,6 +130,8 @@ class ElasticService:
         serve(ReportTrouble, self._trouble, owner=OWNER)
         serve(ReportDeath, self._death, owner=OWNER)
         serve(ReadTopology, self._topology, owner=OWNER)
+        serve(ReadAttempt, self._attempt, owner=OWNER)
+        serve(AnnounceLeave, self._announce, owner=OWNER)
         serve(ListWorkers, self._list, owner=OWNER)
         serve(ShowWorker, self._show, owner=OWNER)
         serve(ShowCluster, self._show_cluster, owner=OWNER)
@@ -138,6 +144,7 @@ class ElasticService:
         serve(RescaleJob, lambda request, call: self._want(request, call, Cluster.rescale), owner=OWNER)
         self._bus.on_signal(Heartbeat, self._heartbeat, name="elastic.heartbeats")
         self._bus.on_signal(Pulse, self._pulse, name="elastic.pulses")
+        self._bus.on_signal(Receiving, self._receiving, name="elastic.receiving")
         self._bus.on(JobChanged, self._job_changed, name="elastic.settings", durable=True)
         self._bus.on(JobRemoved, self._job_removed, name="elastic.removal", durable=True)
 
@@ -160,7 +167,7 @@ class ElasticService:
                 self.clusters[job] = cluster
         for cluster in self.clusters.values():
             for member in cluster.members.values():
-                self._by_client[member.client].add((cluster.job, member.id))
+                self._by_client[member.client][cluster.job, member.id] = None
                 if member.client in self._connected:
                     member.lost_at = None
         self._wake()
@@ -200,7 +207,7 @@ class ElasticService:
             if cluster is not None and member is not None and member.client == client:
                 found.append((cluster, worker))
             else:
-                self._by_client[client].discard((job, worker))
+                self._by_client[client].pop((job, worker), None)
         if not found:
             self._by_client.pop(client, None)
         return found
@@ -274,9 +281,10 @@ class ElasticService:
             host=call.origin.rpartition(" at ")[2],
             local_world_size=request.local_world_size,
             attributes=request.attributes,
+            with_data=request.with_data,
         )
         cluster.join(newcomer, now)
-        self._by_client[call.client].add((cluster.job, worker.id))
+        self._by_client[call.client][cluster.job, worker.id] = None
         fence = self._bus.desk.fence_of(cluster.job) or Fence(self._bus.ledger.term, cluster.generation)
         return self._decide(cluster, _joined(cluster, cluster.members[worker.id], fence))
 
@@ -359,6 +367,15 @@ class ElasticService:
     def _topology(self, request: ReadTopology, call: Call) -> ClusterTopology:
         return self._get(request.job).topology
 
+    def _attempt(self, request: ReadAttempt, call: Call) -> AttemptMembers:
+        return self._get(request.job).attempt_members(request.worker_id, request.incarnation)
+
+    def _announce(self, request: AnnounceLeave, call: Call) -> Decision[Nothing]:
+        cluster = self._get(request.job)
+        if cluster.members.known(request.worker_id, request.incarnation) is not None:
+            cluster.drain(request.worker_id, self._now(), request.reason or "it wanted to")
+        return self._decide(cluster, Nothing())
+
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
         if cluster is not None:
@@ -371,6 +388,11 @@ class ElasticService:
             now = self._now()
             cluster.pulse(signal.worker_id, signal.incarnation, signal.step, signal.marks, signal.cpu_s, now)
             self._settle(cluster)
+
+    def _receiving(self, signal: Receiving, call: Call) -> None:
+        cluster = self.clusters.get(signal.job)
+        if cluster is not None:
+            cluster.receiving(signal.worker_id, signal.incarnation, signal.attempt, signal.received, self._now())
 
     # What operators ask.
 
@@ -422,7 +444,7 @@ class ElasticService:
         if cluster is None:
             return None
         for member in cluster.members.values():
-            self._by_client[member.client].discard((cluster.job, member.id))
+            self._by_client[member.client].pop((cluster.job, member.id), None)
             cluster.out.members.add(member.id)
         cluster.members.clear()
         cluster.out.cluster = cluster.out.world = True

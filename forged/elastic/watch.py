@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.members import Member, death_of
+from forged.elastic.members import Member, death_of, holding_up
 from forged.elastic.messages import WorkerLost, WorkerRecovered, WorkerReturned, WorkerStalled
 from forged.elastic.outbox import Outbox, Probe
 
@@ -54,7 +54,7 @@ class Watch:
     ) -> Iterator[tuple[Member, str]]:
         """Look at everybody; yields who has to go, and why. `steps` tells whether anybody can make some now."""
         self._looked_at = now
-        last = min((member.marks for member in members.values() if holds(member)), default=0)
+        late = {member.id for member in holding_up(filter(holds, members.values()), holds, config, now)}
         for member in list(members.values()):
             death = death_of(member, config, now)
             if death is not None:
@@ -63,9 +63,9 @@ class Watch:
             if not member.connected:
                 self.look_for(member, now)
                 self._tell_lost(member, config, now)
-            # Whoever waits for others has come further than they have.
-            if holds(member) and member.marks == last:
-                if not steps:
+            if holds(member):
+                if not steps or member.id not in late:
+                    # Whoever waits for others has come further than they have, and may get on from when they do.
                     member.progress_at = now
                 elif self._stalls(member, config) and config.evict_stalled:
                     yield member, f"it lives and made no progress for {member.told_at - member.progress_at:.1f} s"

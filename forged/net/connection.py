@@ -9,6 +9,7 @@ frame, does not read or falls silent is told why and let go; nothing it does rai
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, f
 from forged.net import frames
 from forged.net.frames import FrameDecoder
 from forged.net.messages import Failure, Message, Ping, Pong, decode, encode, failure
+from forged.net.tcp import Patience
 
 MESSAGES_PER_TURN = 256
 """How many messages of one connection are worked off before the others have their turn."""
@@ -27,6 +29,7 @@ WRITE_BYTES = 256 << 10
 
 
 READ_BYTES = 256 << 10
+IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class _Arrivals(threading.local):
@@ -83,6 +86,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         self._pinged_at = self._unread_since = self._opened_at
         self._unread_bytes = 0
         self._reason: ForgedError | None = None
+        self._patience: Patience | None = None
 
     # For subclasses.
 
@@ -177,6 +181,8 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         if self.lost:
             return
         limits = self.limits
+        if self._patience is not None and self.descriptor() is not None:
+            self._patience.look()
         if self.closing:
             if now - self._closing_since > limits.linger_s:
                 self.abort()
@@ -251,6 +257,9 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             return
         self._transport = made
         self._transport.set_write_buffer_limits(high=self.limits.write_buffer_bytes_max)
+        sock = made.get_extra_info("socket")
+        if sock is not None and sock.family in IP_FAMILIES:
+            self._patience = Patience(sock)
         self.opened()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -303,7 +312,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             how = f"was lost: {exc}" if exc else "was closed by the other end"
             reason = Unavailable("connection_lost", f"the connection {how}", "reconnect")
         # With TLS it holds a quarter of a megabyte, which would wait with this connection for the garbage collector.
-        self._transport = None
+        self._transport = self._patience = None
         self.ended(reason)
 
     def _too_large(self, payload_bytes: int) -> RequestRefused:

@@ -32,6 +32,9 @@ REASONS = {
 }
 """OpenSSL's reasons, without the prefixes that tell which version reported them, in words."""
 
+TLS_FAILED = "tls_failed"
+"""The code of the error for a peer with which TLS did not come about."""
+
 ALERT_PREFIXES = ("TLSV13_ALERT_", "TLSV1_ALERT_", "SSLV3_ALERT_", "TLSV1_", "SSLV3_")
 
 
@@ -163,7 +166,7 @@ def client_context(
 
 def refusal(where: object, error: ssl.SSLError) -> PeerError:
     """The error for a peer with which TLS did not come about, or broke, at `where`."""
-    return PeerError("tls_failed", f"TLS with {where} failed: {_reason(error)}", "see the certificates on both sides")
+    return PeerError(TLS_FAILED, f"TLS with {where} failed: {_reason(error)}", "see the certificates on both sides")
 
 
 def _reason(error: ssl.SSLError) -> str:

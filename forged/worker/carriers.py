@@ -1,4 +1,4 @@
-"""How the parts of a state travel over a connection that carries nothing else.
+"""How bulk bytes travel over a connection that carries nothing else: the parts of a state, or what is talked about.
 
 Law: the bytes go straight from the memory of one worker into that of another, each part followed by its checksum, and
 a part counts when its checksum was found right. The fetcher speaks first, when its own end no longer reads into a
@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import anyio
 import xxhash
@@ -24,6 +24,7 @@ from anyio import CapacityLimiter
 from forged.errors import Unavailable
 from forged.net import bulk
 from forged.net.detach import detach
+from forged.worker.wires import Conversation, SocketWire, StreamWire, in_one_go, receive
 
 GO = b"\x01"
 DONE = b"\x02"
@@ -34,6 +35,7 @@ CHUNK_BYTES = 64 << 10
 THREADS_MAX = 8
 """How many states are moved at once by one worker."""
 
+T = TypeVar("T")
 Parts = Sequence[memoryview]
 Verified = Callable[[], None]
 """Told of every part that has arrived and is right, in the thread that moves them."""
@@ -42,12 +44,23 @@ Verified = Callable[[], None]
 class Channel(Protocol):
     """A connection that carries parts."""
 
+    received: int
+    """How many bytes of parts have been taken."""
+
     async def give(self, parts: Parts) -> None:
         """Send the parts, as soon as the other end is ready for them."""
         ...
 
     async def take(self, parts: Parts, verified: Verified) -> None:
         """Fill the parts with what the other end sends."""
+        ...
+
+    async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
+        """Have a conversation, in its turn among those that take threads."""
+        ...
+
+    async def is_called(self, patience_s: float) -> bool:
+        """Whether the other end says something, or hangs up, in that time."""
         ...
 
     def descriptor(self) -> int | None:
@@ -89,6 +102,7 @@ class SocketChannel:
     """A socket of its own."""
 
     def __init__(self, sock: socket.socket, limiter: CapacityLimiter) -> None:
+        self.received = 0
         self._sock = sock
         self._limiter = limiter
 
@@ -98,7 +112,21 @@ class SocketChannel:
 
     async def take(self, parts: Parts, verified: Verified) -> None:
         """Receive the parts in a thread."""
-        await bulk.run(partial(_take, parts, verified), self._sock, limiter=self._limiter)
+        await bulk.run(partial(_take, parts, verified, self._count), self._sock, limiter=self._limiter)
+
+    def _count(self, size: int) -> None:
+        self.received += size
+
+    async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
+        """Have it in a thread."""
+        return await bulk.run(lambda sock: in_one_go(conversation(SocketWire(sock))), self._sock, limiter=turns)
+
+    async def is_called(self, patience_s: float) -> bool:
+        """Wait without a thread."""
+        with anyio.move_on_after(patience_s):
+            await anyio.wait_readable(self._sock)
+            return True
+        return False
 
     def descriptor(self) -> int | None:
         """The socket's."""
@@ -126,6 +154,7 @@ class LoopChannel:
     """A stream."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
+        self.received = 0
         loop = asyncio.get_running_loop()
         self._reader = asyncio.StreamReader(CHUNK_BYTES, loop)
         protocol = asyncio.StreamReaderProtocol(self._reader, loop=loop)
@@ -133,6 +162,7 @@ class LoopChannel:
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         self._writer = asyncio.StreamWriter(transport, protocol, self._reader, loop)
+        self._wire = StreamWire(self._reader, self._writer)
         transport.resume_reading()
 
     async def give(self, parts: Parts) -> None:
@@ -151,10 +181,20 @@ class LoopChannel:
             for start in range(0, part.nbytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, part.nbytes - start)
                 part[start : start + size] = await self._read(size)
+                self.received += size
             _check(await self._read(CHECKSUM_BYTES), checksum_of(part))
             verified()
         await self._write(DONE)
         self._writer.close()
+
+    async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
+        """Have it here."""
+        async with turns:
+            return await conversation(self._wire)
+
+    async def is_called(self, patience_s: float) -> bool:
+        """Wait for the next word."""
+        return await self._wire.is_called(patience_s)
 
     def descriptor(self) -> int | None:
         """It has none."""
@@ -204,7 +244,7 @@ def _give(parts: Parts, sock: socket.socket) -> None:
     _exactly(sock, len(DONE))
 
 
-def _take(parts: Parts, verified: Verified, sock: socket.socket) -> None:
+def _take(parts: Parts, verified: Verified, count: Callable[[int], None], sock: socket.socket) -> None:
     sock.settimeout(bulk.STALL_TIMEOUT_S)
     sock.sendall(GO)
     for part in parts:
@@ -212,8 +252,9 @@ def _take(parts: Parts, verified: Verified, sock: socket.socket) -> None:
             received = _exactly(sock, part.nbytes + CHECKSUM_BYTES)
             part[:] = received[: part.nbytes]
             _check(received[part.nbytes :], checksum_of(part))
+            count(part.nbytes)
         else:
-            hashing = _Hashing(part)
+            hashing = _Hashing(part, count)
             bulk.receive_into_buffer(sock, part, progress=hashing.upto)
             _check(_exactly(sock, CHECKSUM_BYTES), hashing.digest())
         verified()
@@ -226,8 +267,9 @@ def _take(parts: Parts, verified: Verified, sock: socket.socket) -> None:
 class _Hashing:
     """The checksum of a part on its way, taken while what has just moved is in the processor's cache."""
 
-    def __init__(self, part: memoryview) -> None:
+    def __init__(self, part: memoryview, count: Callable[[int], None] = lambda size: None) -> None:
         self._part = part
+        self._count = count
         self._hash = xxhash.xxh3_128()
         self._hashed = 0
         self.digest = self._hash.digest
@@ -235,17 +277,14 @@ class _Hashing:
     def upto(self, moved: int) -> None:
         """So many bytes have moved."""
         self._hash.update(self._part[self._hashed : moved])
+        self._count(moved - self._hashed)
         self._hashed = moved
 
 
 def _exactly(sock: socket.socket, count: int) -> memoryview:
-    data = memoryview(bytearray(count))
-    filled = 0
-    while filled < count:
-        size = sock.recv_into(data[filled:])
-        if not size:
-            raise _truncated()
-        filled += size
+    data = receive(sock, count)
+    if len(data) < count:
+        raise _truncated()
     return data
 
 

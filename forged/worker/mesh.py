@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 
 from forged import retry
 from forged.clock import Clock, SystemClock
+from forged.data.store import ShardStore
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.log import SILENT, Log
@@ -31,12 +32,14 @@ from forged.worker.carriers import Carrier, SocketCarrier
 from forged.worker.collectives import ABORTED, World
 from forged.worker.peer import PEER_LIMITS, AcceptedLink, DialledLink, PeerLink, Receiver, dial
 from forged.worker.peer_messages import NONCE_BYTES, Answer, PeerMessage, Purpose
+from forged.worker.shards import ShardDesk, ShardVisit, ShardVisits
 from forged.worker.sides import HubSide, MemberSide
 from forged.worker.transfer import Into, StateDesk, StateFetch
 
 __all__ = ["Mesh", "World"]
 
-SWEEP_INTERVAL_S = 1.0
+SWEEP_INTERVAL_S = 0.5
+"""Sooner than the kernel doubles its pauses twice: what it is told later takes effect late when a host is gone."""
 EARLY_WAIT_S = 10.0
 """How long who comes with a newer generation waits for this end to hear of it."""
 STRANGERS_MAX = 1024
@@ -46,6 +49,17 @@ PEERS_MAX = 4096
 MEETING = RetryPolicy(attempts=None, delay_s=0.02, exponential=True, delay_max_s=0.5, jitter=0.5)
 
 _HOPELESS_CODES = frozenset({ABORTED, "generation_over"})
+
+
+class WorldIncomplete(Unavailable):
+    """Not all have come; `peer` is one whom this worker did not reach, empty where it cannot know."""
+
+    def __init__(self, reason: str, peer: str) -> None:
+        super().__init__("world_incomplete", reason, "tell the daemon, which knows who lives")
+        self.peer = peer
+
+    def __reduce__(self) -> tuple[type[WorldIncomplete], tuple[str, str]]:
+        return WorldIncomplete, (self.message, self.peer)
 
 
 @dataclass(slots=True)
@@ -105,6 +119,9 @@ class Mesh:
         self._door: Listener | None = None
         self._desk: StateDesk | None = None
         self._fetch = StateFetch(self._carrier, self._dial_source, self._random)
+        self._shards: ShardStore | None = None
+        self._shard_desk: ShardDesk | None = None
+        self._visits = ShardVisits(self._carrier, self._dial_shards)
 
     def trust(self, key: bytes) -> None:
         """Use the job's key from now on."""
@@ -119,6 +136,7 @@ class Mesh:
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             self._desk = StateDesk(self._carrier, tasks, self._log)
+            self._shard_desk = ShardDesk(self._carrier, tasks, self._log, lambda: self._shards)
             tasks.start_soon(self._sweep)
             try:
                 async with self._listening(Address(self._scheme, host=host, port=port)) as address:
@@ -159,7 +177,8 @@ class Mesh:
             raise self._not_met(world, topology, timeout_s)
         except BaseException as error:
             why = error.message if isinstance(error, ForgedError) else "it was cancelled"
-            world.abort(f"{self._worker_id} does not enter generation {generation}: {why}")
+            peer = error.peer if isinstance(error, WorldIncomplete) else ""
+            world.abort(f"{self._worker_id} does not enter generation {generation}: {why}", peer)
             if self._world is world:
                 self._world = self._hub = None
             raise
@@ -200,13 +219,13 @@ class Mesh:
         if world.ending is not None:
             raise world.ending.error()
 
-    def _not_met(self, world: World, topology: ClusterTopology, timeout_s: float | None) -> Unavailable:
-        absent = self._hub.absent if self._hub is not None else f"the others at {topology.workers[0]}"
-        return Unavailable(
-            "world_incomplete",
-            f"{absent} did not come within {timeout_s:g} s",
-            "tell the daemon, which knows who lives",
-        )
+    def _not_met(self, world: World, topology: ClusterTopology, timeout_s: float | None) -> WorldIncomplete:
+        if self._hub is not None:
+            absent, peer = self._hub.absent, self._hub.first_absent
+        else:
+            is_let_in = isinstance(world.side, MemberSide) and world.side.link is not None
+            absent, peer = f"the others at {topology.workers[0]}", "" if is_let_in else topology.workers[0].id
+        return WorldIncomplete(f"{absent} did not come within {timeout_s:g} s", peer)
 
     def _rank_in(self, topology: ClusterTopology) -> int:
         if self._tasks is None or not self._key:
@@ -231,16 +250,34 @@ class Mesh:
         """
         await self._fetch.fetch(source, attempt, into)
 
+    @property
+    def state_received(self) -> int:
+        """How many bytes of states have come from others."""
+        return self._fetch.received
+
+    # Training data.
+
+    def give_shards(self, store: ShardStore | None) -> None:
+        """From now on give the shards of this store to whoever comes for them."""
+        self._shards = store
+
+    async def visit_shards(self, source: WorkerId) -> ShardVisit:
+        """Connect to a worker, to fetch shards from it."""
+        return await self._visits.visit(source)
+
     def descriptors(self) -> list[int]:
         """The file descriptors of the door and of all connections, which a forked child has to close."""
         linked = [fd for link in (*self._strangers, *self._links) if (fd := link.descriptor()) is not None]
-        door = [] if self._door is None else self._door.descriptors()
-        return door + linked + self._fetch.descriptors() + ([] if self._desk is None else self._desk.descriptors())
+        owners = (self._door, self._fetch, self._desk, self._visits, self._shard_desk)
+        return linked + [fd for owner in owners if owner is not None for fd in owner.descriptors()]
 
     # Connections.
 
     async def _dial_source(self, source: WorkerId, attempt: int, receiver: Receiver) -> DialledLink:
         return await self._dial(source, self._answer(source.id, Purpose.STATE, attempt), receiver)
+
+    async def _dial_shards(self, source: WorkerId, receiver: Receiver) -> DialledLink:
+        return await self._dial(source, self._answer(source.id, Purpose.SHARDS, 0), receiver)
 
     async def _dial(self, target: WorkerId, answer: Answer, receiver: Receiver) -> DialledLink:
         if self._tasks is None or not self._key:
@@ -301,6 +338,10 @@ class Mesh:
         if answer.purpose is Purpose.STATE:
             assert self._desk is not None
             self._desk.admit(link, answer.number, answer.worker)
+        elif answer.purpose is Purpose.SHARDS:
+            assert self._shard_desk is not None
+            with self._refusing(link):
+                self._shard_desk.admit(link, answer.worker)
         elif answer.number > self._generation:
             self._early[link] = _Early(answer, self._clock.monotonic())
         else:
@@ -346,5 +387,6 @@ class Mesh:
     async def _close(self) -> None:
         if self._world is not None:
             await self._world.leave()
+        self._visits.cut()
         for link in [*self._strangers, *self._links]:
             link.abort()

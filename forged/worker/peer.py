@@ -4,17 +4,17 @@ Law: nobody is told anything, and nothing large is read, before the proof; who f
 it, a peer may be silent and read nothing for as long as it likes: it may be computing with Python's lock held. That it
 is dead is told by the end of the connection, that its host is gone by the kernel.
 
-The kernel's user timeout of two seconds finds a gone host also while bytes are under way. What is small always fits the
-receiver's window, so it stays unacknowledged only if the host is gone. What is large may fill the window of a peer that
-does not read just now, and the kernel counts that time, too: so a large message is sent with a user timeout that is
-longer than any computation, and the next small one, which answers to its having been read, brings the short one back.
+The kernel's user timeout of two seconds finds a gone host also while bytes are under way. What is large may fill the
+window of a peer that does not read just now, and the kernel counts that time, too. Who sends it may compute with
+Python's lock held right after, so a large message is sent with a long user timeout. The next look at the connection
+brings the short one back, unless the window is full by then and the peer's host answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import socket
+import ssl
 from typing import Protocol
 
 import anyio
@@ -22,11 +22,10 @@ import msgspec
 
 from forged.clock import Clock
 from forged.errors import ForgedError, PeerError, Unavailable, from_wire
-from forged.net import frames
+from forged.net import frames, tls
 from forged.net.connection import Connection, ConnectionLimits
 from forged.net.messages import TEXT_CHARS_MAX, Message
 from forged.net.network import Address, Network
-from forged.net.tcp import Liveness
 from forged.worker import peer_messages
 from forged.worker.peer_messages import (
     MESSAGE_BYTES_MAX,
@@ -50,10 +49,6 @@ PEER_LIMITS = ConnectionLimits(
 )
 SMALL_BYTES = 32 << 10
 """What the receive window of a connection takes, even if nobody reads: it begins with twice as much."""
-PATIENT_USER_TIMEOUT_S = 300.0
-"""How long a peer may leave a large message unread."""
-
-_LIVENESS = Liveness()
 
 
 class Receiver(Protocol):
@@ -86,7 +81,6 @@ class PeerLink(Connection):
     def __init__(self, clock: Clock, limits: ConnectionLimits) -> None:
         super().__init__(clock, limits)
         self.over: asyncio.Future[ForgedError] = asyncio.get_running_loop().create_future()
-        self._is_patient = False
 
     def admits(self) -> bool:
         # Were both ends to wait until the other reads, nobody would; a peer may send one message before it is answered.
@@ -100,7 +94,8 @@ class PeerLink(Connection):
         """Send what `frame_of` has made, perhaps for many."""
         if self.closing or self.lost or self._transport is None:
             return
-        self._set_patient(len(frame) > SMALL_BYTES)
+        if self._patience is not None and len(frame) > SMALL_BYTES:
+            self._patience.lengthen()
         self._transport.write(frame)
 
     def fail(self, error: ForgedError) -> None:
@@ -122,16 +117,6 @@ class PeerLink(Connection):
             self.close(from_wire(message.kind, message.code, message.text, message.fix))
         else:
             self.received(message)
-
-    def _set_patient(self, patient: bool) -> None:
-        if patient == self._is_patient:
-            return
-        assert self._transport is not None
-        self._is_patient = patient
-        sock = self._transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6) and not self._transport.is_closing():
-            timeout_s = PATIENT_USER_TIMEOUT_S if patient else _LIVENESS.user_timeout_s
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
 
 
 class AcceptedLink(PeerLink):
@@ -216,6 +201,12 @@ class DialledLink(PeerLink):
             self._check(message, self._nonce)
         else:
             raise PeerError("message_unexpected", f"{self._target} said something else than the protocol has there")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # With TLS 1.3 our certificate is judged after the handshake, so its refusal comes as a lost connection.
+        if self._reason is None and not self.accepted.done() and isinstance(exc, ssl.SSLError):
+            self._reason = tls.refusal(self._target, exc)
+        super().connection_lost(exc)
 
     def ended(self, error: ForgedError) -> None:
         super().ended(error)

@@ -36,9 +36,12 @@ OVERHEAD_BYTES = 2 << 20
 """What a message needs besides what it brings."""
 MESSAGE_BYTES_MAX = COLLECTIVE_BYTES_MAX + OVERHEAD_BYTES
 DIMENSIONS_MAX = 64
+CHECKSUM_BYTES = 16
+"""What xxh3-128 makes of a shard."""
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Proof = Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=DIMENSIONS_MAX)]
 
 
@@ -49,6 +52,8 @@ class Purpose(StrEnum):
     """To take part in a world."""
     STATE = "state"
     """To fetch the training state."""
+    SHARDS = "shards"
+    """To fetch training data."""
 
 
 class Kind(StrEnum):
@@ -120,7 +125,7 @@ class Challenge(Message, frozen=True, array_like=True, tag=0):
 
 
 class Answer(Message, frozen=True, array_like=True, tag=1):
-    """Who has connected, to whom, and for what. `number` is a generation (member) or an attempt (state)."""
+    """Who has connected, to whom, and for what. `number` is a generation (member) or an attempt (state), else 0."""
 
     version: int
     job: str
@@ -204,6 +209,33 @@ class StateReady(Message, frozen=True, array_like=True, tag=11):
     """From now on the connection carries nothing but bytes, as soon as the fetcher says so."""
 
 
+class ShardsReady(Message, frozen=True, array_like=True, tag=12):
+    """From now on whoever came may want shards, one after the other, and each is followed by its bytes."""
+
+
+class ShardWanted(Message, frozen=True, array_like=True, tag=13):
+    """Send this shard from `offset` on if its size and checksum are these, else from its beginning."""
+
+    shard: Count
+    offset: Count = 0
+    size: Count = 0
+    checksum: Checksum = bytes(CHECKSUM_BYTES)
+
+
+class ShardComing(Message, frozen=True, array_like=True, tag=14):
+    """How long the shard is and what its checksum must be; its bytes from `offset` on follow."""
+
+    size: Count
+    checksum: Checksum
+    offset: Count = 0
+
+
+class ShardSent(Message, frozen=True, array_like=True, tag=15):
+    """That were all its bytes, which count only if nobody has changed the shard meanwhile."""
+
+    has_changed: bool
+
+
 PeerMessage = (
     Challenge
     | Answer
@@ -217,6 +249,10 @@ PeerMessage = (
     | StateOffer
     | StateWanted
     | StateReady
+    | ShardsReady
+    | ShardWanted
+    | ShardComing
+    | ShardSent
 )
 
 encode = msgspec.msgpack.Encoder().encode

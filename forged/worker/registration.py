@@ -17,6 +17,7 @@ from forged import retry
 from forged.client.client import ForgedClient
 from forged.elastic.attempt import Stop
 from forged.elastic.messages import (
+    AnnounceLeave,
     Heartbeat,
     Joined,
     JoinJob,
@@ -46,25 +47,32 @@ class Registration:
         self, client: ForgedClient, job: str, worker: WorkerId, incarnation: bytes, source: Random, log: Log
     ) -> None:
         self._client = client
-        self._job = job
-        self._worker = worker
-        self._incarnation = incarnation
+        self.job = job
+        self.worker = worker
+        self.incarnation = incarnation
         self._random = source
         self._log = log
 
     async def join(
-        self, pid: int, attributes: Mapping[str, str], settings: dict[str, SettingValue] | None, *, again: bool = False
+        self,
+        pid: int,
+        attributes: Mapping[str, str],
+        settings: dict[str, SettingValue] | None,
+        *,
+        again: bool = False,
+        with_data: bool = False,
     ) -> Joined:
         """Become a worker of the job; `again`, to learn what was missed."""
-        return await self._persevere(
+        return await self.say(
             JoinJob(
-                self._job,
-                self._worker,
-                self._incarnation,
+                self.job,
+                self.worker,
+                self.incarnation,
                 pid,
                 attributes=dict(attributes),
                 settings=settings,
                 again=again,
+                with_data=with_data,
             )
         )
 
@@ -72,9 +80,9 @@ class Registration:
         """Say where this worker has stopped; false if that comes too late."""
         return await self._report(
             ReportPaused(
-                self._job,
-                self._worker.id,
-                self._incarnation,
+                self.job,
+                self.worker.id,
+                self.incarnation,
                 attempt,
                 stop.step,
                 stop.epoch,
@@ -87,20 +95,22 @@ class Registration:
 
     async def ready(self, attempt: int) -> bool:
         """Say that this worker has the state; false if that comes too late."""
-        return await self._report(ReportReady(self._job, self._worker.id, self._incarnation, attempt))
+        return await self._report(ReportReady(self.job, self.worker.id, self.incarnation, attempt))
+
+    async def announce_leave(self, reason: str) -> None:
+        """Say that others have to take over what this worker holds, because it is to go."""
+        await self.say(AnnounceLeave(self.job, self.worker.id, self.incarnation, reason))
 
     async def complain(self, generation: int, peer: str, why: str) -> None:
         """Say that this worker cannot go on with its world."""
-        await self._persevere(
-            ReportTrouble(self._job, self._worker.id, self._incarnation, generation, peer, reason=why)
-        )
+        await self.say(ReportTrouble(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
 
     async def leave(self, reason: str, step: int, *, done: bool, failed: bool) -> None:
         """Say that this worker goes, if that can be said in time."""
-        request = LeaveJob(self._job, self._worker.id, self._incarnation, reason, done, failed, step)
+        request = LeaveJob(self.job, self.worker.id, self.incarnation, reason, done, failed, step)
         with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True) as scope:
             try:
-                await self._persevere(request)
+                await self.say(request)
             except ForgedError as error:
                 self._log.warning("could not say goodbye", why=str(error))
         if scope.cancelled_caught:
@@ -108,11 +118,11 @@ class Registration:
 
     def beat(self, step: int, marks: int) -> None:
         """Say that this worker lives, if somebody listens."""
-        self._client.signal(Heartbeat(self._job, self._worker.id, self._incarnation, step, marks))
+        self._client.signal(Heartbeat(self.job, self.worker.id, self.incarnation, step, marks))
 
     async def _report(self, request: Request[Any]) -> bool:
         try:
-            await self._persevere(request)
+            await self.say(request)
         except RequestRefused as error:
             if error.code != "attempt_over":
                 raise
@@ -120,7 +130,8 @@ class Registration:
             return False
         return True
 
-    async def _persevere(self, request: Request[R]) -> R:
+    async def say(self, request: Request[R]) -> R:
+        """Say something until the daemon has heard it."""
         return await persevere(lambda: self._client.request(request), self._random, self._log)
 
 

@@ -56,7 +56,16 @@ class HubSide:
     @property
     def absent(self) -> str:
         """Who has not come yet, in words."""
-        return self._hub.listed([rank for rank in range(1, self._world.size) if rank not in self._links])
+        return self._hub.listed(self._absentees)
+
+    @property
+    def first_absent(self) -> str:
+        """The id of one who has not come yet; empty when all are there."""
+        return next((self._world.names[rank] for rank in self._absentees), "")
+
+    @property
+    def _absentees(self) -> list[int]:
+        return [] if self._is_started else [rank for rank in range(1, self._world.size) if rank not in self._links]
 
     def admit(self, link: AcceptedLink, answer: Answer) -> None:
         """Give a member its place, or refuse."""
@@ -104,7 +113,8 @@ class HubSide:
             self._take(rank, message)
         elif isinstance(message, Aborted):
             missing = f"; {self._hub.missing()} had not called" if self._hub.is_waiting else ""
-            self.end(Ending(message.code, f"{message.reason}{missing}", message.peer))
+            # Who gives up waiting for the world does not know for whom.
+            self.end(Ending(message.code, f"{message.reason}{missing}", message.peer or self.first_absent))
         elif isinstance(message, Left):
             self._leave(rank)
         else:
@@ -206,8 +216,8 @@ class MemberSide:
     def __init__(self, world: World) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.link: PeerLink | None = None
+        """The connection to the hub, once it has let this rank in."""
         self._world = world
-        self._has_left = False
 
     def await_start(self) -> None:
         """Another attempt to be let into the world begins."""

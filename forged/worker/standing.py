@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from forged.data.messages import TransfersPlanned
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
@@ -31,6 +32,7 @@ from forged.messages import Fact, Gap, Record, UnknownFact
 from forged.worker.errors import JobEnded, WorkerEvicted
 
 FOLLOWED: tuple[type[Fact], ...] = (
+    TransfersPlanned,
     RescaleStarted,
     RescaleSynchronising,
     RescaleCompleted,
@@ -93,8 +95,13 @@ class Standing:
     """Whether something was missed, so that the daemon has to be asked."""
     known: bool = False
     """Whether the daemon has taken it in; until then, what is said of its name is said of another."""
+    _is_new: bool = True
+    """Whether no answer yet was as new as what was heard."""
+    _is_doubtful: bool = False
+    """Whether something was heard too early to tell whether this worker, or another before it, was meant."""
     _epoch_told: int = 0
     _pause_told: bool = False
+    _attempt_told: bool = False
 
     @property
     def stop_wanted(self) -> int:
@@ -117,20 +124,22 @@ class Standing:
                 self._completed(fact, record.id)
             case WorkerFailed() | WorkerLeft():
                 self._gone(fact)
-            case WorkerDraining() if fact.worker_id == self.worker_id and self.known:
-                self.draining = fact.reason
+            case WorkerDraining() if fact.worker_id == self.worker_id:
+                self._drain(fact)
             case _:
                 self._hear_of_job(fact, record.id)
 
     def miss(self, gap: Gap) -> None:
         """Facts cannot be had any more."""
         self.heard_at = max(self.heard_at, gap.last)
-        self.outdated, self._pause_told, self.synchronising = True, False, None
+        self.outdated, self.synchronising = True, None
+        self._pause_told = self._attempt_told = False
 
     def catch_up(self, joined: Joined) -> None:
         """Take what the daemon has told all at once."""
-        is_new, self.known = not self.known, True
-        self.outdated = joined.topology.epoch < self._epoch_told
+        is_new, self.known = self._is_new, True
+        self.outdated = self._is_doubtful or joined.topology.epoch < self._epoch_told
+        self._is_new, self._is_doubtful = is_new and self.outdated, False
         if not self._pause_told:
             self.paused = joined.paused
         if joined.leaving is not None:
@@ -138,8 +147,10 @@ class Standing:
         before = self.topology
         is_newer = joined.topology.epoch > before.epoch
         if is_newer:
+            # The attempt that was heard of may have begun behind the answer. If it is over, that will be heard too.
+            is_under_way = joined.attempt > 0 or (self.rescaling and self._attempt_told)
             self._hold(joined.topology, self.asked_at)
-            self.rescaling = joined.attempt > 0
+            self.rescaling = is_under_way
         if joined.is_member and (is_newer or (is_new and joined.topology.epoch == before.epoch)):
             self.committed = _commit_of(joined, before, self.attempt)
         if joined.attempt > self.attempt:
@@ -157,11 +168,13 @@ class Standing:
                 self.paused, self.asked_at, self._pause_told = True, fact_id, True
             case JobResumed():
                 self.paused, self._pause_told = False, True
-            case JobCompleted() if self.known:
+            case JobCompleted() | JobAborted() | JobRemoved() if not self.known:
+                self._is_doubtful = True
+            case JobCompleted():
                 self.completed = fact.step
-            case JobAborted() if self.known:
+            case JobAborted():
                 self.end = JobEnded("job_aborted", f"the job was aborted: {fact.reason}", "see `forgectl story`")
-            case JobRemoved() if self.known:
+            case JobRemoved():
                 self.end = JobEnded("job_removed", "the job was removed", "create it again")
             case _:
                 pass
@@ -172,6 +185,7 @@ class Standing:
         if not is_wanted:
             return
         self.attempt, self.asked_at, self.rescaling = fact.attempt, fact_id, True
+        self._attempt_told = True
         self.lost = next((worker for worker in fact.removed if worker != self.worker_id), self.lost)
 
     def _completed(self, fact: RescaleCompleted, fact_id: int) -> None:
@@ -179,6 +193,7 @@ class Standing:
         if fact.delta.base_epoch != self.topology.epoch:
             # What is not known yet is told by the daemon's answer, which may be under way.
             self.outdated = self.known
+            self.rescaling = self.rescaling and self.attempt > fact.attempt
             return
         before = self.topology
         self._hold(before.apply(fact.delta), fact_id)
@@ -201,8 +216,16 @@ class Standing:
     def _gone(self, fact: WorkerFailed | WorkerLeft) -> None:
         if fact.worker_id != self.worker_id:
             self.lost = fact.worker_id if self.has(fact.worker_id) else self.lost
-        elif self.known and isinstance(fact, WorkerFailed):
+        elif not self.known:
+            self._is_doubtful = True
+        elif isinstance(fact, WorkerFailed):
             self.end = WorkerEvicted(fact.reason)
+
+    def _drain(self, fact: WorkerDraining) -> None:
+        if self.known:
+            self.draining = fact.reason
+        else:
+            self._is_doubtful = True
 
 
 def _commit_of(joined: Joined, before: ClusterTopology, attempt: int) -> Commit:

@@ -88,11 +88,7 @@ class Arriving:
 
     def adopt(self, state: Any) -> None:
         """Let a state become the one that has arrived; arrays that fit are filled where they are."""
-        value = self._build(self._head.tree, 0)
-        if isinstance(state, Stateful):
-            state.load_state_dict(value)
-        else:
-            _adopted(state, value)
+        _adopted(state, self._build(self._head.tree, 0))
 
     def _build(self, node: Any, depth: int) -> Any:
         try:
@@ -137,7 +133,7 @@ def _values(state: Any) -> Any:
     raise RequestRefused(
         "state_unfit",
         f"state is a {type(state).__name__}",
-        "give a dict of arrays and plain values, or an object with state_dict() and load_state_dict()",
+        "give an object with state_dict() and load_state_dict(), or a dict of such objects, arrays and plain values",
     )
 
 
@@ -149,6 +145,8 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
         return (kind, _keep(np.asanyarray(value), arrays, where))
     if value is None or isinstance(value, _PLAIN):
         return (PLAIN, _plain(value))
+    if isinstance(value, Stateful):
+        return _describe(value.state_dict(), arrays, where, depth + 1)
     if isinstance(value, Mapping):
         return (
             DICT,
@@ -197,6 +195,9 @@ def _memory(array: Array) -> memoryview:
 
 def _adopted(present: Any, arrived: Any) -> Any:
     """What has arrived; in the place of what is there, as far as that can take it."""
+    if isinstance(present, Stateful):
+        present.load_state_dict(arrived)
+        return present
     if isinstance(present, MutableMapping) and isinstance(arrived, Mapping):
         values = {key: _adopted(present.get(key), value) for key, value in arrived.items()}
         if list(present) != list(values):

@@ -20,6 +20,9 @@ from typing import Any, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from forged.data.sampler import ElasticSampler
+from forged.data.shards import Indices
+from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
@@ -28,6 +31,7 @@ from forged.worker.counters import Counters
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
 from forged.worker.forks import ForkGuard
+from forged.worker.peer_tls import PeerTls
 from forged.worker.pulse import Pulse
 from forged.worker.state import copy_of
 from forged.worker.step import Step
@@ -136,6 +140,10 @@ class Training:
         if self._restore is not None and self.worker.is_void:
             self._restore()
 
+    def batch(self) -> Indices:
+        """The samples that are this worker's in the present step."""
+        return self.worker.batch()
+
     # Collectives.
 
     def barrier(self) -> None:
@@ -217,8 +225,13 @@ class Training:
         return self.worker.state
 
     def share(self, total: int) -> range:
-        """This worker's part of `total` things, such as the samples of a step: equal to one, in the order of ranks."""
+        """This worker's part of `total` things, such as the samples of a step: equal to one, in the order of ranks.
+
+        Who is in no world has none.
+        """
         size, rank = self.world_size, self.rank
+        if rank < 0:
+            return range(0)
         return range(total * rank // size, total * (rank + 1) // size)
 
     @property
@@ -303,12 +316,16 @@ def join(
     learning_rate: float = 0.0,
     global_batch_size: int = 0,
     attributes: Mapping[str, str] | None = None,
+    data: TrainingData | None = None,
+    sampler: ElasticSampler | None = None,
+    peer_tls: bool = False,
     log: Log = SILENT,
 ) -> Training:
     """Take part in the training of a job; a context manager.
 
     `state` is a dict of arrays and plain values, or an object with `state_dict` and `load_state_dict`. The first worker
-    creates the job, with `config` if it gives one. Without a `worker_id` the host's name and the pid make one.
+    creates the job, with `config` if it gives one. Without a `worker_id` the host's name and the pid make one. With
+    `peer_tls`, workers speak TLS to each other, with what `$FORGED_CA`, `$FORGED_CERTIFICATE` and `$FORGED_KEY` name.
     """
 
     def make(counters: Counters) -> ElasticWorker:
@@ -321,8 +338,11 @@ def join(
             learning_rate=learning_rate,
             global_batch_size=global_batch_size,
             attributes=attributes,
+            data=data,
+            sampler=sampler,
             counters=counters,
             log=log,
+            peer_tls=PeerTls.from_environment(os.environ) if peer_tls else None,
         )
 
     return Training(make, endpoints, token)

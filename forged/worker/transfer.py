@@ -80,7 +80,8 @@ class _Offer:
     head: bytes
     parts: list[memoryview]
     scopes: dict[PeerLink, anyio.CancelScope] = field(default_factory=dict)
-    channels: set[Channel] = field(default_factory=set)
+    channels: dict[Channel, None] = field(default_factory=dict)
+    """In the order in which they came, in which they are cut."""
 
     @contextmanager
     def served(self, link: PeerLink, scope: anyio.CancelScope) -> Iterator[None]:
@@ -161,11 +162,11 @@ class StateDesk:
         async with self._turns:
             link.send(StateReady())
             channel = await self._carrier.open(_handed_over(link))
-            offer.channels.add(channel)
+            offer.channels[channel] = None
             try:
                 await channel.give(offer.parts[wanted.part :])
             finally:
-                offer.channels.discard(channel)
+                offer.channels.pop(channel, None)
                 channel.close()
 
     async def _offer_for(self, attempt: int) -> _Offer:
@@ -198,6 +199,12 @@ class StateFetch:
         self._attempt = -1
         self._scope: anyio.CancelScope | None = None
         self._channel: Channel | None = None
+        self._received = 0
+
+    @property
+    def received(self) -> int:
+        """How many bytes of states have come."""
+        return self._received + (0 if self._channel is None else self._channel.received)
 
     def descriptors(self) -> list[int]:
         """That of the socket at work."""
@@ -250,6 +257,7 @@ class StateFetch:
             await channel.take(arriving.missing(), arriving.one_more)
         finally:
             self._channel = None
+            self._received += channel.received
             channel.close()
 
 

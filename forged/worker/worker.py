@@ -12,7 +12,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from random import Random, SystemRandom
 from typing import Any, NamedTuple, Self, TypeVar
@@ -23,9 +23,13 @@ from anyio.abc import TaskGroup
 from forged.client.client import ForgedClient
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
+from forged.data.messages import ReportUsage, TransfersPlanned
+from forged.data.sampler import ElasticSampler, SamplingMode
+from forged.data.shards import Indices
+from forged.data.training import TrainingData
 from forged.elastic.attempt import Stop
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.messages import INCARNATION_BYTES, Joined, RescaleSynchronising, ShowCluster
+from forged.elastic.messages import INCARNATION_BYTES, Joined, Receiving, RescaleSynchronising, ShowCluster
 from forged.elastic.model import (
     RANK_NONE,
     ClusterTopology,
@@ -41,14 +45,18 @@ from forged.jobs.model import SettingValue
 from forged.log import SILENT, Log
 from forged.messages import Gap, Record
 from forged.net.network import Address, Network
+from forged.net.tls import TLS_FAILED
 from forged.worker.agreement import Agreement, agree
-from forged.worker.carriers import Carrier
+from forged.worker.carriers import Carrier, LoopCarrier
 from forged.worker.collectives import CollectiveAborted, World
+from forged.worker.consumption import Consumption
 from forged.worker.counters import Counters
+from forged.worker.custodian import Custodian
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.events import Event
-from forged.worker.mesh import Mesh
-from forged.worker.registration import Registration, persevere
+from forged.worker.mesh import Mesh, WorldIncomplete
+from forged.worker.peer_tls import PeerTls
+from forged.worker.registration import LEAVE_TIMEOUT_S, Registration, persevere
 from forged.worker.standing import FOLLOWED, Commit, Standing
 from forged.worker.state import Arriving, pack
 from forged.worker.step import Step
@@ -58,7 +66,15 @@ R = TypeVar("R")
 JOB = "default"
 TROUBLE_PAUSE_S = 0.2
 """How long a worker rests before it tries again to fetch a state."""
+RECEIVING_INTERVAL_S = 1.0
+"""How often a worker says how much of a state it has received."""
+USAGE_INTERVAL_S = 1.0
+"""How often one worker tells what the steps have used."""
+USAGE_INTERVAL_OTHERS_S = 60.0
+"""How often the others do, who have noted the same."""
 LOOPBACK = "127.0.0.1"
+NEWS_DIFFER = frozenset({"generation_over", "topology_differs", "incarnation_differs", "not_a_member"})
+"""With which workers refuse each other when they have not heard the same; the daemon knows what holds."""
 MARKS_BITS = 32
 """So many bits of the marks count within a world; the ones above are its generation."""
 
@@ -78,6 +94,13 @@ class ElasticWorker:
     worker takes from the others, and must change only behind the last collective of a step.
     """
 
+    rescaling_requested: Event[RescalingEvent]
+    """Happens when this worker has gone over into another world."""
+    state_synchronized: Event[GlobalTrainingState]
+    """Happens when this worker is where the others are."""
+    leaving: Event[str]
+    """Happens when this worker is to go, behind its last step."""
+
     def __init__(
         self,
         worker_id: WorkerId | str,
@@ -96,6 +119,9 @@ class ElasticWorker:
         log: Log = SILENT,
         random: Random | None = None,
         carrier: Carrier | None = None,
+        peer_tls: PeerTls | None = None,
+        data: TrainingData | None = None,
+        sampler: ElasticSampler | None = None,
     ) -> None:
         if config is not None:
             config.validate()
@@ -105,10 +131,10 @@ class ElasticWorker:
         """How many steps are committed."""
         self.epoch = 0
         self.learning_rate = learning_rate
-        self.global_batch_size = global_batch_size
-        self.rescaling_requested: Event[RescalingEvent] = Event("rescaling_requested", log)
-        self.state_synchronized: Event[GlobalTrainingState] = Event("state_synchronized", log)
-        self.leaving: Event[str] = Event("leaving", log)
+        self.global_batch_size = global_batch_size or (0 if sampler is None else sampler.global_batch)
+        self.rescaling_requested = Event("rescaling_requested", log)
+        self.state_synchronized = Event("state_synchronized", log)
+        self.leaving = Event("leaving", log)
         self._wanted_id = WorkerId(worker_id, "", 0) if isinstance(worker_id, str) else worker_id
         self._worker_id = self._wanted_id
         self._config = config
@@ -119,6 +145,10 @@ class ElasticWorker:
         self._clock = clock or SystemClock()
         self._random = random or SystemRandom()
         self._carrier = carrier
+        self._peer_tls = peer_tls
+        self._data = data
+        self.sampler = sampler
+        """What tells which samples a step takes."""
         self._log = log
         self.incarnation = incarnation or self._random.randbytes(INCARNATION_BYTES)
         """What tells this worker from any other of its name, before it and behind it."""
@@ -156,6 +186,12 @@ class ElasticWorker:
         self._answered = 0
         """The last one that has taken its answer."""
         self._trouble: Trouble | None = None
+        self._custodian: Custodian | None = None
+        self._consumption = None if self.sampler is None else Consumption(self.sampler)
+        self._announced: int | None = None
+        """The newest attempt when this worker said that it is to go, if others have to take over what it holds."""
+        self._is_released = False
+        """Whether they have."""
         self._is_catching_up = False
         self._registered = False
         self._left = False
@@ -306,11 +342,12 @@ class ElasticWorker:
             name,
             self.incarnation,
             self.job,
-            self._network,
+            self._network if self._peer_tls is None else self._peer_tls.network(),
             self._clock,
             self._log,
             source=self._random,
             carrier=self._carrier,
+            scheme="tcp" if self._peer_tls is None else "tls",
         )
         async with mesh.open(host, self._wanted_id.port) as address:
             self._worker_id, self._mesh = WorkerId(name, host, address.port), mesh
@@ -323,24 +360,55 @@ class ElasticWorker:
         if self._registered:
             return
         # Said at once, and not when somebody needs the state.
-        pack(self.state)
+        pack(self._whole_state)
         # The stream stands before the worker is known, so that nothing is missed in between.
         facts = await self._client.facts(*FOLLOWED, jobs=[self.job]).__aenter__()
         try:
             self._tasks.start_soon(self._listen, facts)
-            self._learn(await self._line.join(os.getpid(), self._attributes, self._settings))
+            self._learn(await self._join())
         except BaseException:
             facts.close()
             raise
         self._joined_at, self._registered = self._clock.wall(), True
         self._tasks.start_soon(self._beat)
+        if self._consumption is not None:
+            self._tasks.start_soon(self._report_usage)
+        self._catch_up_if_outdated()
+
+    async def _join(self, *, again: bool = False) -> Joined:
+        assert self._line is not None
+        return await self._line.join(
+            os.getpid(), self._attributes, self._settings, again=again, with_data=self._data is not None
+        )
 
     def _learn(self, joined: Joined) -> None:
         """Take what the daemon has told of the job."""
         assert self._mesh is not None
         self._mesh.trust(joined.peer_key)
         self._config = ElasticTrainingConfig.from_settings(joined.settings)
+        if self._data is not None and self._custodian is None:
+            self._custodian = self._make_custodian(self._data, self._config)
         self._standing.catch_up(joined)
+
+    def _make_custodian(self, data: TrainingData, config: ElasticTrainingConfig) -> Custodian:
+        assert self._line is not None
+        assert self._client is not None
+        assert self._mesh is not None
+        return Custodian(
+            data,
+            config,
+            self._line,
+            self._client.signal,
+            self._mesh,
+            self._clock,
+            self._random.random,
+            uses_threads=not isinstance(self._carrier, LoopCarrier),
+        )
+
+    @property
+    def _whole_state(self) -> Any:
+        """What a new worker takes from the others."""
+        return self.state if self.sampler is None else {"state": self.state, "sampler": self.sampler}
 
     async def disconnect(self) -> None:
         """Leave in good order; no error for who is not connected."""
@@ -366,6 +434,8 @@ class ElasticWorker:
             return
         self._left, self._status = True, WorkerStatus.LEAVING
         await self._leave_world()
+        with anyio.move_on_after(LEAVE_TIMEOUT_S):
+            await self._tell_usage()
         await self._line.leave(reason, self.step, done=done, failed=failed)
 
     def drain(self, reason: str) -> None:
@@ -393,9 +463,12 @@ class ElasticWorker:
                 await self._fall_out(self._standing.end)
             if self._standing.completed is not None:
                 await self._come_to_an_end(self._standing.completed)
-            elif self._standing.draining is not None:
+            elif self._is_to_go:
+                assert self._standing.draining is not None
                 self.leaving.fire(self._standing.draining)
                 await self.leave(self._standing.draining)
+            elif self._standing.draining is not None and self._announced is None:
+                await self._announce(self._standing.draining)
             elif not self._may_step:
                 await self._come_along()
             elif total is not None and self.step >= total:
@@ -412,6 +485,8 @@ class ElasticWorker:
             return False
         self._mark()
         self._finished = True
+        if self._consumption is not None:
+            self._consumption.finish()
         if self._world is None:
             return False
         try:
@@ -419,9 +494,7 @@ class ElasticWorker:
         except CollectiveAborted as error:
             self._lose_world(error)
             return False
-        self._finished = False
-        self.step += 1
-        self._count()
+        self._count_step()
         self._rest_at = verdict.stop_wanted
         return True
 
@@ -440,15 +513,39 @@ class ElasticWorker:
         """Others say that the training is done."""
         if self._finished and step > self.step:
             # They know that all have finished it.
-            self.step, self._finished = self.step + 1, False
-            self._count()
+            self._count_step()
         await self.leave("the training is done", done=True)
+
+    @property
+    def _is_to_go(self) -> bool:
+        """Whether this worker is wanted no more, and nobody needs what it holds."""
+        is_bound = self._custodian is not None and self._worker_id in self._topology and not self._is_released
+        return self._standing.draining is not None and not is_bound
+
+    async def _announce(self, reason: str) -> None:
+        """Have others take over what this worker holds, before it goes."""
+        assert self._line is not None
+        self._announced = self._standing.attempt
+        await self._undertake(partial(self._line.announce_leave, reason))
+
+    def _count_step(self) -> None:
+        """The step that was finished is committed."""
+        if self._consumption is not None:
+            self._consumption.count(self.step)
+        self.step, self._finished = self.step + 1, False
+        self._count()
 
     async def _fall_out(self, error: ForgedError) -> None:
         """The others go on without this worker, or nobody goes on."""
         self._status = WorkerStatus.FAILED
         await self._leave_world()
         raise error
+
+    def batch(self) -> Indices:
+        """The samples that are this worker's in the present step."""
+        if self.sampler is None:
+            raise RequestRefused("sampler_missing", "the worker has no sampler", "give it one")
+        return self.sampler.batch(self.rank, self.world_size)
 
     # Collectives.
 
@@ -519,7 +616,7 @@ class ElasticWorker:
             await self._undertake(partial(self._complain, self._trouble))
         elif standing.synchronising is not None and standing.synchronising.attempt == self._settled:
             await self._synchronise(standing.synchronising)
-        elif standing.attempt > self._settled:
+        elif standing.rescaling and standing.attempt > self._settled:
             await self._report(standing.attempt)
         else:
             await self._news.wait()
@@ -536,7 +633,7 @@ class ElasticWorker:
 
         def makes_sense() -> bool:
             standing = self._standing
-            return standing.end is None and standing.completed is None and standing.draining is None and still()
+            return standing.end is None and standing.completed is None and not self._is_to_go and still()
 
         with anyio.CancelScope() as scope:
             self._undertaking = scope, makes_sense
@@ -570,7 +667,9 @@ class ElasticWorker:
                 self._answered = attempt
             self._settled = attempt
 
-        await self._undertake(report, still=lambda: self._standing.attempt == attempt)
+        standing = self._standing
+        # A world for which nobody has to stop may be committed before this is heard.
+        await self._undertake(report, still=lambda: standing.rescaling and standing.attempt == attempt)
 
     def _stop(self) -> Stop:
         """Where this worker has stopped."""
@@ -586,17 +685,40 @@ class ElasticWorker:
     # The state goes from worker to worker.
 
     async def _synchronise(self, settled: RescaleSynchronising) -> None:
-        """Give the state to others, or take it from the source, as it was settled."""
-        assert self._line is not None
+        """Give the state to others, or take it from the source, as it was settled; then see to the training data."""
         attempt = settled.attempt
-        if settled.source.id == self._worker_id.id:
-            # Who goes gives its state away first: nobody else may have it.
-            with self._offering(attempt):
-                await self._until(lambda: not self._is_synchronising(attempt))
-        elif self._holds_state and self._stop().position == settled.step:
-            await self._until(lambda: not self._is_synchronising(attempt) or self._standing.draining is not None)
-        else:
-            await self._undertake(partial(self._take, settled), still=lambda: self._is_synchronising(attempt))
+
+        def still() -> bool:
+            return self._is_synchronising(attempt)
+
+        # Who goes gives its state away first: nobody else may have it.
+        is_source = settled.source.id == self._worker_id.id
+        with self._offering(attempt) if is_source else nullcontext():
+            if not (is_source or (self._holds_state and self._stop().position == settled.step)):
+                await self._undertake(partial(self._take_visibly, settled), still)
+            if self._custodian is not None and still():
+                await self._undertake(partial(self._take_data, self._custodian, attempt), still)
+            await self._until(lambda: not still() or (self._is_to_go and not is_source))
+
+    async def _take_visibly(self, settled: RescaleSynchronising) -> None:
+        """Take the state, and say how much of it has come: that may last longer than somebody may be silent."""
+        assert self._tasks is not None
+        telling = anyio.CancelScope()
+        self._tasks.start_soon(self._tell_received, settled.attempt, telling)
+        try:
+            await self._take(settled)
+        finally:
+            telling.cancel()
+
+    async def _tell_received(self, attempt: int, scope: anyio.CancelScope) -> None:
+        assert self._mesh is not None
+        assert self._client is not None
+        before = self._mesh.state_received
+        with scope:
+            while True:
+                await anyio.sleep(RECEIVING_INTERVAL_S)
+                received = self._mesh.state_received - before
+                self._client.signal(Receiving(self.job, self._worker_id.id, self.incarnation, attempt, received))
 
     async def _take(self, settled: RescaleSynchronising) -> None:
         """Become what the source is."""
@@ -610,7 +732,26 @@ class ElasticWorker:
             else:
                 break
         self.step, self._finished, self._holds_state = settled.step, False, True
-        await self._line.ready(settled.attempt)
+        if self._custodian is None:
+            await self._line.ready(settled.attempt)
+
+    async def _take_data(self, custodian: Custodian, attempt: int) -> None:
+        """Hold the training data that this worker has to hold."""
+        assert self._line is not None
+        while True:
+            try:
+                await custodian.take_part(attempt)
+            except (Unavailable, PeerError) as error:
+                self._log.warning("training data could not be fetched", why=str(error))
+                await anyio.sleep(TROUBLE_PAUSE_S)
+            except RequestRefused as error:
+                if error.code != "attempt_over":
+                    raise
+                self._log.info("an attempt was over before all of its data was here", why=error.message)
+                await self._until(lambda: not self._is_synchronising(attempt))
+            else:
+                break
+        await self._line.ready(attempt)
 
     async def _fetch(self, source: WorkerId, attempt: int) -> None:
         assert self._mesh is not None
@@ -621,11 +762,11 @@ class ElasticWorker:
             return arrived[-1].parts
 
         await self._mesh.fetch_state(source, attempt, into)
-        arrived[-1].adopt(self.state)
+        arrived[-1].adopt(self._whole_state)
 
     def _offering(self, attempt: int) -> AbstractContextManager[None]:
         assert self._mesh is not None
-        packed = pack(self.state)
+        packed = pack(self._whole_state)
         self._holds_state = True
         return self._mesh.offering(attempt, packed.head, packed.parts)
 
@@ -643,7 +784,7 @@ class ElasticWorker:
         def holds() -> bool:
             return standing.committed is commit and not (standing.rescaling or standing.lost)
 
-        if commit.attempt == self._answered:
+        if commit.attempt and commit.attempt == self._answered:
             self._adopt(commit)
         await self._leave_world()
         self._trouble = None
@@ -654,13 +795,21 @@ class ElasticWorker:
 
     def _adopt(self, commit: Commit) -> None:
         """What was committed is what this worker has answered."""
-        self.step, self._finished, self._holds_state = commit.step, False, True
-        self.epoch = commit.epoch
+        self._be_at(commit.step)
+        self._holds_state, self.epoch = True, commit.epoch
         self._pace(commit.learning_rate, commit.global_batch_size)
 
     def _pace(self, learning_rate: float, global_batch_size: int) -> None:
         self.learning_rate = learning_rate or self.learning_rate
         self.global_batch_size = global_batch_size or self.global_batch_size
+        if self.sampler is not None and self.global_batch_size:
+            self.sampler.global_batch = self.global_batch_size
+
+    def _be_at(self, step: int) -> None:
+        """So many steps are committed. The one that this worker has finished is, or it was somebody else's state."""
+        if self._finished and step == self.step + 1:
+            self._count_step()
+        self.step, self._finished = step, False
 
     async def _enter(self, commit: Commit) -> None:
         """Meet the others of the new world."""
@@ -671,30 +820,70 @@ class ElasticWorker:
             world = await self._mesh.enter(topology.epoch, topology, self._config.rescale_timeout_s or None)
             try:
                 agreement = await self._agree(world, commit)
+                await self._settle_data(commit)
             except BaseException:
                 world.abort(f"{self._worker_id.id} does not go on with it")
                 raise
-        except (Unavailable, PeerError) as error:
-            self._trouble = Trouble(topology.epoch, _peer_of(error), error.message)
+        except ForgedError as error:
+            if not _passes(error):
+                raise
+            hub = topology.workers[0].id if error.code == TLS_FAILED else ""
+            self._trouble = Trouble(topology.epoch, _peer_of(error) or hub, error.message)
             return
+        self._be_at(agreement.step)
         self._world, self._standing.committed = world, None
         self._rest_at = self._standing.stop_wanted
+        if self._consumption is not None:
+            self._consumption.enter(topology.epoch, self.step)
         await self.on_rescaling_event(
             RescalingEvent.between(commit.before, topology, self._clock.wall(), commit.reason)
         )
         await self.synchronize_state(self._state_of(agreement, commit))
+
+    async def _settle_data(self, commit: Commit) -> None:
+        """Hold what the commit says, and nothing else; and know what others hold."""
+        if self._custodian is None:
+            return
+        if commit.attempt and commit.attempt == self._answered:
+            await self._custodian.settle(commit.attempt)
+        self._is_released = self._announced is not None and commit.attempt > self._announced
+        if self.sampler is not None and self.sampler.mode is SamplingMode.SHARDED:
+            owners = await self._custodian.owners(commit.topology)
+            self.sampler.reassign(owners, commit.topology.world_size)
+
+    async def _report_usage(self) -> None:
+        """Tell the daemon what the committed steps have used, for ever."""
+        told_at = self._clock.monotonic()
+        while True:
+            await anyio.sleep(USAGE_INTERVAL_S)
+            now = self._clock.monotonic()
+            if self.rank == 0 or now - told_at >= USAGE_INTERVAL_OTHERS_S:
+                told_at = now
+                await self._tell_usage()
+
+    async def _tell_usage(self) -> None:
+        assert self._line is not None
+        if self._consumption is None:
+            return
+        for generation, begins_at, runs in list(self._consumption.unspoken()):
+            samples = self._consumption.sampler.total
+            said = ReportUsage(self.job, self._worker_id.id, generation, begins_at, samples, runs)
+            await self._line.say(said)
+            self._consumption.told(generation, runs)
 
     async def _agree(self, world: World, commit: Commit) -> Agreement:
         """Have the state that holds in the new world, or give it to who has not."""
         agreement = await agree(world, self._stop())
         if not agreement.behind:
             return agreement
+        # Who has learnt of this world from the daemon's answer does not know under which attempt the others have it.
+        attempt = await world.broadcast(commit.attempt, agreement.source)
         if agreement.source == world.rank:
-            with self._offering(commit.attempt):
+            with self._offering(attempt):
                 await world.barrier()
         else:
             if world.rank in agreement.behind:
-                await self._fetch(commit.topology.workers[agreement.source], commit.attempt)
+                await self._fetch(commit.topology.workers[agreement.source], attempt)
                 self.step, self._finished, self._holds_state = agreement.step, False, True
             await world.barrier()
         return agreement
@@ -726,9 +915,9 @@ class ElasticWorker:
 
     async def synchronize_state(self, state: GlobalTrainingState) -> None:
         """Be where the training is, and tell the subscribers."""
-        self.epoch, self.step = state.current_epoch, state.current_step
+        self._be_at(state.current_step)
+        self.epoch, self._holds_state = state.current_epoch, True
         self._pace(state.learning_rate, state.global_batch_size)
-        self._holds_state, self._finished = True, False
         self._count()
         self.state_synchronized.fire(state)
 
@@ -738,6 +927,12 @@ class ElasticWorker:
             self._status = WorkerStatus.ACTIVE
 
     # The daemon.
+
+    def _catch_up_if_outdated(self) -> None:
+        if self._standing.outdated and self._registered and not self._is_catching_up:
+            assert self._tasks is not None
+            self._is_catching_up = True
+            self._tasks.start_soon(self._catch_up)
 
     async def _catch_up(self) -> None:
         """Learn what was missed; training goes on meanwhile."""
@@ -754,7 +949,7 @@ class ElasticWorker:
         """Learn what was missed."""
         assert self._line is not None
         try:
-            self._learn(await self._line.join(os.getpid(), self._attributes, self._settings, again=True))
+            self._learn(await self._join(again=True))
         except RequestRefused as error:
             self._standing.outdated = False
             await self._learn_the_end(error)
@@ -791,10 +986,9 @@ class ElasticWorker:
             self._standing.miss(item)
         else:
             self._standing.hear(item)
-        if self._standing.outdated and self._registered and not self._is_catching_up:
-            assert self._tasks is not None
-            self._is_catching_up = True
-            self._tasks.start_soon(self._catch_up)
+        self._catch_up_if_outdated()
+        if isinstance(item, Record) and isinstance(item.fact, TransfersPlanned) and self._custodian is not None:
+            self._custodian.hear_of_plan(item.fact.attempt)
         if self._standing.lost and self._world is not None:
             self._world.abort(f"{self._standing.lost} is gone")
         self._wake()
@@ -802,9 +996,11 @@ class ElasticWorker:
     async def _beat(self) -> None:
         """Say that this worker lives, for ever."""
         assert self._config is not None
-        assert self._line is not None
+        # Once more may be said when the session is over, before this hears of it.
+        line = self._line
+        assert line is not None
         while True:
-            self._line.beat(self.step, self._marks)
+            line.beat(self.step, self._marks)
             self._heartbeat_at = self._clock.wall()
             await anyio.sleep(self._config.heartbeat_interval_s)
 
@@ -818,7 +1014,12 @@ class ElasticWorker:
 
 def _peer_of(error: ForgedError) -> str:
     """Whom a broken world is blamed on; empty for nobody."""
-    return error.peer if isinstance(error, CollectiveAborted) else ""
+    return error.peer if isinstance(error, CollectiveAborted | WorldIncomplete) else ""
+
+
+def _passes(error: ForgedError) -> bool:
+    """Whether it is the others' affair, or the daemon's; what is wrong with the script or its state does not pass."""
+    return isinstance(error, (Unavailable, PeerError)) or error.code in NEWS_DIFFER
 
 
 def _own_host(endpoint: str | None) -> str:

@@ -165,3 +165,22 @@ async def test_the_handler_learns_who_sent_it() -> None:
         slot.put(Rain(1), CALL)
         await anyio.sleep(1)
     assert callers == ["an operator"]
+
+
+@virtual
+async def test_a_handler_that_causes_its_own_signals_leaves_the_others_their_turns() -> None:
+    handled = 0
+    turns: list[int] = []
+
+    def handle(signal: Signal, _: Call) -> None:
+        nonlocal handled
+        handled += 1
+        if handled < 100:
+            slot.put(signal, CALL)
+
+    async with slot_of(handle) as slot:
+        slot.put(Step("run", "w0"), CALL)
+        while handled < 100:
+            await anyio.lowlevel.checkpoint()
+            turns.append(handled)
+    assert len(set(turns)) > 10

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.elastic.config import DEFAULTS, RULES, WHOLE_NUMBER_MAX, ElasticTrainingConfig, tolerated_failures
-from forged.elastic.model import AdaptationStrategy, RedistributionType
+from forged.elastic.model import AdaptationStrategy, LostDataPolicy, RedistributionType
 from forged.errors import ConfigError
 from forged.jobs.model import CreateJob, SettingValue
 from tests.elastic.values import HUGE
@@ -36,7 +36,11 @@ WHOLE = {
 """The whole numbers, and the least that each may be."""
 MOST = {key: 100 if key == "failure_tolerance_percentage" else WHOLE_NUMBER_MAX for key in WHOLE}
 FLAGS = ["use_synchronous_rescaling", "use_parallel_data_transfer", "evict_stalled", "scale_batch_with_world"]
-CHOICES = {"lr_adaptation_strategy": AdaptationStrategy, "redistribution_type": RedistributionType}
+CHOICES = {
+    "lr_adaptation_strategy": AdaptationStrategy,
+    "redistribution_type": RedistributionType,
+    "lost_data_policy": LostDataPolicy,
+}
 OPTIONAL = {"min_workers_timeout_ms", "base_world_size", "base_learning_rate", "global_batch_size"}
 
 

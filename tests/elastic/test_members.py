@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.members import PULSE_INTERVAL_S, PULSES_MISSED_MAX, Member, death_of
+from forged.elastic.members import PULSE_INTERVAL_S, PULSES_MISSED_MAX, Member, death_of, holding_up
 from tests.elastic.play import incarnation, worker_of
 
 CONFIG = ElasticTrainingConfig(worker_heartbeat_timeout_ms=10_000, reconnect_grace_ms=15_000)
@@ -13,8 +13,8 @@ AT = 100.0
 def member(**more: float | None) -> Member:
     found = Member(worker_of("a"), incarnation("a"), b"client", 0.0)
     found.seen_at = AT
-    for name, value in more.items():
-        setattr(found, name, value)
+    for field, value in more.items():
+        setattr(found, field, value)
     return found
 
 
@@ -36,9 +36,23 @@ def test_without_a_connection_it_has_its_grace_although_it_is_silent() -> None:
     assert death_of(found, CONFIG, AT + 24) == "its connection was lost 15.0 s ago and did not come back"
 
 
-def test_a_pulse_gives_no_more_than_the_grace() -> None:
-    found = member(lost_at=AT, pulse_at=AT + 15)
-    assert death_of(found, CONFIG, AT + 15) == "its connection was lost 15.0 s ago and did not come back"
+def test_who_has_lost_the_connection_lives_as_long_as_its_pulse() -> None:
+    """A suspended process answers nobody, and a held lock keeps it from reconnecting."""
+    found = member(lost_at=AT, pulse_at=AT + 60)
+    assert death_of(found, CONFIG, AT + 61) is None
+    assert death_of(found, CONFIG, AT + 62) == "its connection was lost 62.0 s ago and did not come back"
+
+
+def test_whoever_is_silent_holds_the_others_up() -> None:
+    silent, late = member(marks=2), member(marks=1, heard_at=AT + 20)
+    waiting = member(marks=2, heard_at=AT + 20)
+    assert holding_up([silent, late, waiting], lambda _: True, CONFIG, AT + 20) == [silent]
+
+
+def test_where_all_are_heard_those_hold_the_others_up_who_have_come_least_far() -> None:
+    late, waiting, joiner = member(marks=1), member(marks=2), member()
+    assert holding_up([late, waiting], lambda _: True, CONFIG, AT) == [late]
+    assert holding_up([late, waiting, joiner], lambda one: one is not joiner, CONFIG, AT) == [late, joiner]
 
 
 def test_a_grace_of_nothing_is_over_at_once() -> None:

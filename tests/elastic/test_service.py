@@ -777,6 +777,7 @@ async def test_a_heartbeat_is_heard_and_what_it_makes_true_is_told() -> None:
         await anyio.sleep(0.5)
         assert stage.told()[-1] == "WorkerStalled"
         a.beat(step=12)
+        b.beat(step=12)
         await anyio.sleep(0.1)
         assert stage.told()[-1] == "WorkerRecovered"
         assert (await stage.spine.bus.ask(ShowCluster(JOB))).state.current_step == 12

@@ -37,6 +37,17 @@ def test_only_who_keeps_the_others_waiting_stalls() -> None:
     assert out.facts == [WorkerStalled("b", 0, 6.0)]
 
 
+def test_who_has_waited_is_not_taken_for_the_one_that_did_not_get_on_when_that_one_does() -> None:
+    """The news of the one that goes on may come before that of those who have waited for it."""
+    out = Outbox()
+    watch, waits, stalls = Watch(out), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0)
+    look(watch, waits, stalls, now=6.0)
+    waits.told_at = 6.4
+    stalls.marks, stalls.told_at, stalls.progress_at = 100, 6.5, 6.5
+    look(watch, waits, stalls, now=6.5)
+    assert out.facts == [WorkerStalled("b", 0, 6.0)]
+
+
 def test_where_nobody_can_make_steps_nobody_stalls() -> None:
     out, there = Outbox(), member("a", told_at=6.0)
     assert look(Watch(out), there, now=6.0, steps=False) == []

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import errno
+import select
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -9,9 +13,14 @@ import pytest
 from forged.errors import ConfigError, Unavailable
 from forged.net import tcp
 from forged.net.network import Address
-from forged.net.tcp import Liveness
+from forged.net.tcp import PATIENT_USER_TIMEOUT_S, Liveness, Patience, is_unread
 
 BACKLOG = 4
+PIECE_BYTES = 64 << 10
+HELD_S = 4.0
+LOOK_INTERVAL_S = 1.0
+ESTABLISHED = 1
+"""The state in the first byte of `struct tcp_info`."""
 
 
 async def test_a_host_with_several_addresses_listens_at_one_port_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +110,71 @@ def resolve(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
         return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port)) for host in hosts]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@contextmanager
+def unread(liveness: Liveness) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection with more under way than its far end, which reads nothing, has room for."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as near:
+        for sock in (listener, near):
+            liveness.apply(sock)
+        near.connect(listener.getsockname())
+        far, _ = listener.accept()
+        with far:
+            near.settimeout(0)
+            while not is_unread(near):
+                with suppress(BlockingIOError):
+                    near.send(bytes(PIECE_BYTES))
+            yield near, far
+
+
+def user_timeout_s(sock: socket.socket) -> float:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000
+
+
+def test_a_connection_is_unread_only_while_its_window_is_full() -> None:
+    with unread(Liveness()) as (near, far):
+        assert is_unread(near)
+        far.settimeout(0)
+        while is_unread(near):
+            with suppress(BlockingIOError):
+                far.recv(PIECE_BYTES)
+        assert not is_unread(far)
+
+
+def test_patience_is_long_while_nothing_is_read_and_usual_otherwise() -> None:
+    with unread(Liveness()) as (near, far):
+        patience, other = Patience(near), Patience(far)
+        patience.look()
+        other.look()
+        assert (user_timeout_s(near), user_timeout_s(far)) == (PATIENT_USER_TIMEOUT_S, Liveness().user_timeout_s)
+        far.settimeout(0)
+        while is_unread(near):
+            with suppress(BlockingIOError):
+                far.recv(PIECE_BYTES)
+        patience.look()
+        assert user_timeout_s(near) == Liveness().user_timeout_s
+
+
+def test_who_has_no_user_timeout_gets_none() -> None:
+    with unread(Liveness(user_timeout_s=0)) as (near, _):
+        Patience(near).look()
+        assert user_timeout_s(near) == 0
+
+
+def test_a_peer_that_lives_and_reads_nothing_for_four_seconds_is_kept_by_who_looks_and_lost_by_who_does_not() -> None:
+    with unread(Liveness()) as (kept, slow), unread(Liveness()) as (lost, _):
+        patience = Patience(kept)
+        ended = select.poll()
+        for sock in (kept, lost):
+            ended.register(sock, 0)  # errors and hang-ups are told of in any case
+        began = time.monotonic()
+        gone = set()
+        while (left_s := began + HELD_S - time.monotonic()) > 0:
+            patience.look()
+            for descriptor, _ in ended.poll(min(left_s, LOOK_INTERVAL_S) * 1000):
+                gone.add(descriptor)
+                ended.unregister(descriptor)
+        assert gone == {lost.fileno()}
+        assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
+        assert slow.recv(1) == b"\0"

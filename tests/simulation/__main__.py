@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from functools import partial
 from itertools import product
@@ -26,12 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug, and expect to find it")
     parser.add_argument("--trace", action="store_true", help="print all that happened")
+    parser.add_argument("--counts", action="store_true", help="print how often what was met")
     options = parser.parse_args(arguments)
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
     kinds = kinds_for(options.mutant) if options.world is None else (Kind(options.world),)
     started = time.monotonic()
     facts = starts = 0
+    met: Counter[str] = Counter()
     with contextlib.closing(_outcomes(seeds, kinds, options.mutant)) as outcomes:
         for outcome in outcomes:
             if options.trace:
@@ -40,11 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _broken(outcome, options.mutant)
             facts += outcome.facts
             starts += outcome.starts
+            met.update(outcome.met)
     if options.mutant:
         print(f"the mutant {options.mutant} survived {len(seeds)} seeds", file=sys.stderr)
         return 1
+    if options.counts:
+        print("\n".join(f"{count:8} {what}" for what, count in sorted(met.items())))
     took_s = time.monotonic() - started
-    print(f"{len(seeds)} seeds passed, 0 failed: {starts} daemons lived, {facts} facts, {took_s:.1f} s")
+    lived = f"{starts} daemons lived, {met['worlds']} worlds were committed, {met['workers failed']} workers failed"
+    print(f"{len(seeds)} seeds passed, 0 failed: {lived}, {facts} facts, {took_s:.1f} s")
     return 0
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from forged.net.network import Peer
 from tests.simulation.links import Links
+from tests.simulation.loop import Execution
 from tests.simulation.transport import SimulatedTransport, reset_by_peer, timed_out
 from tests.simulation.wire import Mark, Wire
 
@@ -18,11 +19,17 @@ RESET_AT_DEATH = 0.5
 """How often the kernel of a killed process resets what it could as well have closed in order."""
 
 
+class Process(Protocol):
+    """What holds an end of a connection."""
+
+    execution: Execution
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """Whose an end of a connection is, and what it sees of the other."""
 
-    process: object
+    process: Process
     host: str
     peer: Peer
     extra: Mapping[str, Any]
@@ -37,8 +44,10 @@ class Connection:
         self._links = links
         self._on_closed = on_closed
         self._ends = (client, server)
-        self.client = SimulatedTransport(links.loop, client.peer, client.extra, self._end_closed)
-        self.server = SimulatedTransport(links.loop, server.peer, server.extra, self._end_closed)
+        self.client, self.server = (
+            SimulatedTransport(links.loop, end.process.execution, end.peer, end.extra, self._end_closed)
+            for end in (client, server)
+        )
         there = Wire(links, client.host, server.host, f"{name} >", self.client, self.server, self)
         back = Wire(links, server.host, client.host, f"{name} <", self.server, self.client, self)
         self.client.attach(there, back)
@@ -51,7 +60,7 @@ class Connection:
         for wire in self._wires:
             wire.cut()
             noticed_after_s = self._links.latency_s(wire.source, wire.target)
-            self._links.loop.call_later(noticed_after_s, wire.receiver.end, reset_by_peer())
+            self._later(noticed_after_s, wire, reset_by_peer())
 
     def gave_up(self, wire: Wire) -> None:
         """Its sender takes the other end for dead. The other end learns of it if that can still be told."""
@@ -77,7 +86,10 @@ class Connection:
         wire.cut()
         keepalive_s = self._links.faults_of(wire.source, wire.target).keepalive_s
         if keepalive_s:
-            self._links.loop.call_later(self._links.draw(keepalive_s), wire.receiver.end, timed_out())
+            self._later(self._links.draw(keepalive_s), wire, timed_out())
+
+    def _later(self, seconds: float, wire: Wire, error: Exception) -> None:
+        self._links.loop.call_later(seconds, wire.receiver.end, error, context=self._links.context)
 
     def _end_closed(self) -> None:
         if self.client.closed and self.server.closed:

@@ -1,67 +1,48 @@
 """Whole jobs that train: the real daemon and the real workers, on hosts that fail, with operators who interfere.
 
-Law: a world is a function of its seed, as in `world`. A training process and its pulse are two processes on one host:
-each can be killed alone, both go with the host. Whatever a killed process still does has no effect and is not watched.
+Law: a world is a function of its seed, as in `world`. After the trouble every job trains again within a bound, with all
+who are there, or was given up for a reason; and then it comes to its end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import anyio
-import numpy as np
 from anyio.abc import TaskGroup
 
+from forged.bus.requests import Proceed
 from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
-from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.members import PULSE_INTERVAL_S
-from forged.elastic.messages import (
-    AbortJob,
-    DrainWorker,
-    EvictWorker,
-    PauseJob,
-    Pulse,
-    ReportDeath,
-    RescaleJob,
-    ResumeJob,
-)
-from forged.elastic.model import WorkerId
+from forged.elastic.messages import ReportPaused, ReportReady, ResumeJob
 from forged.elastic.phases import OVER, Phase
-from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.ledger import FACT_PREFIX, read_all
-from forged.messages import Record, Request
+from forged.messages import Call, Fact, Record
 from forged.store.port import Store
-from forged.worker.carriers import LoopCarrier
-from forged.worker.counters import Counters
-from forged.worker.errors import StepAborted
-from forged.worker.worker import ElasticWorker
-from tests.simulation.elastic_oracle import ElasticOracle, Trainee, Truth, advance, samples, share_of
+from tests.simulation.elastic_oracle import ElasticOracle
+from tests.simulation.elastic_process import Job, Process
+from tests.simulation.elastic_tally import Tally
+from tests.simulation.elastic_trouble import Trouble
+from tests.simulation.elastic_truth import Promise, Trainee, Truth, broken
 from tests.simulation.loop import VirtualClock, VirtualLoop, run
 from tests.simulation.network import HostNetwork
-from tests.simulation.oracle import Broken
 from tests.simulation.stage import ENDPOINT, SERVER, SOCKET, Stage
 
-TROUBLE_S = 30.0
 RECOVERY_MAX_S = 90.0
 """How long after the trouble every job must have trained again."""
 STEPS_MORE = 3
 """So many steps show that a job trains again, and so many more end it."""
-REPORT_S_MAX = 60.0
-HELD_S = (0.5, 14.0)
-PORT = 7000
-OUTSIDE = ("operator",)
+STEADY_LIFE_S = (1000.0, 1000.0)
 FACTS_MAX = 50_000
-REFUSALS_IN_ORDER = frozenset({"job_untrained", "worker_unknown", "job_over", "workers_none", "job_unknown"})
-"""What an operator may be told at any time."""
-ENDS_IN_ORDER = frozenset({"worker_evicted", "job_aborted", "worker_exists", "job_over", "worker_undecided"})
-"""What a training process may be told that has done nothing wrong."""
 
 
 class Reader:
@@ -76,230 +57,6 @@ class Reader:
         self._oracle.reloaded()
 
 
-class Job:
-    """What trains, and how."""
-
-    def __init__(self, name: str, random: Random) -> None:
-        self.name = name
-        self.total: int | None = None
-        """How many steps it has; None while that is open."""
-        self.slots = random.randint(1, 4)
-        self.pace_s = random.choice((0.1, 0.3, 0.8))
-        self.ballast = random.choice((0, 1000, 30_000))
-        least = random.randint(1, self.slots)
-        self.config = ElasticTrainingConfig(
-            min_workers=least,
-            max_workers=random.choice((least, self.slots, 100)),
-            rescale_timeout_ms=random.choice((20_000, 30_000)),
-            max_consecutive_failures=random.choice((2, 3, 50)),
-            stability_window_ms=random.choice((0, 500, 3000)),
-            worker_heartbeat_timeout_ms=random.choice((4000, 8000)),
-            failure_tolerance_percentage=random.choice((20, 50, 100, 100)),
-            failure_window_ms=random.choice((0, 50, 500)),
-            reconnect_grace_ms=random.choice((8000, 12_000)),
-            min_workers_timeout_ms=random.choice((20_000, None, None)),
-            stall_timeout_ms=random.choice((3000, 8000)),
-            evict_stalled=random.random() < 0.3,
-        )
-
-    @property
-    def world_size_max(self) -> int:
-        """How many train when all are there."""
-        return min(self.slots, self.config.max_workers)
-
-
-class SimulatedPulse:
-    """The process that speaks for another."""
-
-    def __init__(self, world: ElasticWorld, process: Process, about: tuple[str, str, bytes]) -> None:
-        self.network = world.network.host(process.trainee.host)
-        self.over = anyio.Event()
-        self.death = ""
-        self._world = world
-        self._about = about
-        self._counters = process.counters
-        self._scope = anyio.CancelScope()
-        self._source = Random(world.random.getrandbits(64))
-
-    async def speak(self) -> None:
-        """Speak for the worker until it is gone, and then of its end."""
-        with self._scope:
-            while not self.over.is_set() or self.death:
-                try:
-                    async with self._world.client(self.network, self._source) as client:
-                        await self._beat(client)
-                        if self.death:
-                            await client.request(ReportDeath(*self._about, self.death), timeout_s=REPORT_S_MAX)
-                        return
-                except Unavailable as error:
-                    self._world.note(f"the pulse of {self._about[1]} was told {error.code}")
-        self._counters.close()
-
-    async def _beat(self, client: ForgedClient) -> None:
-        while not self.over.is_set():
-            client.signal(Pulse(*self._about, 0.0, self._counters.step, self._counters.marks))
-            with anyio.move_on_after(PULSE_INTERVAL_S):
-                await self.over.wait()
-
-    def tell(self, death: str = "") -> None:
-        """The worker has gone: in good order, or so."""
-        self.death = death
-        self.over.set()
-
-    def kill(self) -> None:
-        """It goes without a word."""
-        self._world.network.kill(self.network)
-        self._scope.cancel()
-
-
-class Process:
-    """A training process."""
-
-    def __init__(self, world: ElasticWorld, job: Job, name: str, host: str) -> None:
-        self.job = job
-        self.trainee = Trainee(job.name, name, host)
-        self.ended = anyio.Event()
-        self.counters = Counters.create()
-        self.pulse: SimulatedPulse | None = None
-        self._held_s = 0.0
-        """For how long its script hangs in its next step."""
-        self._world = world
-        self._random = Random(world.random.getrandbits(64))
-        self._network: HostNetwork = world.network.host(host)
-        self._scope = anyio.CancelScope()
-        self._state: dict[str, Any] = {"chain": np.ones(1, np.int64), "ballast": np.ones(job.ballast, np.int64)}
-        self.worker = ElasticWorker(
-            WorkerId(name, host, 0),
-            job.config,
-            job=job.name,
-            state=self._state,
-            token=world.token,
-            network=self._network,
-            clock=VirtualClock(world.loop, offset_s=self._random.uniform(0, 1e6)),
-            counters=self.counters,
-            random=self._random,
-            carrier=LoopCarrier(),
-        )
-
-    @property
-    def alive(self) -> bool:
-        return self.trainee.alive
-
-    async def live(self) -> None:
-        """From its start to its end."""
-        try:
-            with self._scope:
-                await self._train()
-        except* ForgedError as errors:
-            self._told(errors)
-        finally:
-            self._finish("")
-
-    def _told(self, errors: BaseExceptionGroup[ForgedError]) -> None:
-        if not self.alive:
-            return
-        for error in _leaves(errors):
-            self._world.note(f"{self.trainee.name} was told {error}")
-            if not isinstance(error, Unavailable) and error.code not in ENDS_IN_ORDER:
-                raise Broken(f"{self.trainee.name} was told {error}") from error
-
-    def kill(self) -> None:
-        """As kill -9 does; its pulse sees it."""
-        self._world.note(f"{self.trainee.name} is killed")
-        self._world.network.kill(self._network)
-        self._scope.cancel()
-        self._finish("its process was killed by SIGKILL")
-
-    def vanish(self) -> None:
-        """Its host is gone, or whoever ends it ends its pulse, too."""
-        self.trainee.alive = False
-        if self.pulse is not None:
-            self.pulse.kill()
-        self.kill()
-
-    def hold(self, seconds: float) -> None:
-        """Let its script hang for a while, from its next step on."""
-        self._held_s = seconds
-
-    def _finish(self, death: str) -> None:
-        self.trainee.alive = False
-        if not self.ended.is_set():
-            self.ended.set()
-            if self.pulse is not None:
-                self.pulse.tell(death)
-
-    async def _train(self) -> None:
-        worker, trainee = self.worker, self.trainee
-        async with worker.session(ENDPOINT):
-            trainee.me = worker.worker_id
-            self._world.note(f"{trainee.me} has started")
-            self._start_pulse()
-            while (step := await worker.begin_step(self.job.total)) is not None:
-                await self._step(step)
-            trainee.alive = False
-            self._world.note(f"{trainee.me} has left behind step {worker.step}")
-
-    def _start_pulse(self) -> None:
-        about = (self.job.name, self.trainee.name, self.worker.incarnation)
-        self.pulse = SimulatedPulse(self._world, self, about)
-        self._world.start(self.pulse.speak)
-
-    async def _step(self, step: int) -> None:
-        worker, trainee, world = self.worker, self.trainee, self._world
-        world.look()
-        trainee.generation = worker.generation
-        world.oracle.begins(trainee, worker.current_topology, step, self._steps_in_state())
-        await self._work(self.job.pace_s)
-        try:
-            total = await self._exchange(step)
-        except StepAborted:
-            total = None
-        if total is not None:
-            await self._work(0.05)
-            self._apply(total)
-        counts = await worker.finish_step()
-        world.look()
-        if trainee.alive:
-            world.oracle.ends(trainee, self._steps_in_state(), counts=counts)
-            if counts:
-                world.note(f"{trainee.name} has committed step {step} in world {trainee.generation}")
-
-    async def _exchange(self, step: int) -> int:
-        worker, trainee = self.worker, self.trainee
-        self._world.look()
-        rank, share = worker.rank, share_of(worker.rank, worker.world_size)
-        if trainee.alive:
-            self._world.oracle.contributes(trainee, rank, share)
-        own = np.array([samples(self.job.name, step, share)], np.int64)
-        if step % 3 == 0:
-            await worker.barrier()
-        total = await worker.all_reduce(own)
-        if step % 4 == 0:
-            heard = await worker.broadcast(total, root=step % worker.world_size)
-            if not np.array_equal(heard, total):
-                raise Broken(f"{trainee.me} has {total} in step {step}, and another has {heard}")
-        return int(total[0])
-
-    def _apply(self, total: int) -> None:
-        if self.trainee.alive:
-            self._world.oracle.finishes(self.trainee)
-        self._state["chain"][0] = advance(int(self._state["chain"][0]), total)
-        self._state["ballast"][:] = self._state["chain"][0]
-
-    async def _work(self, about_s: float) -> None:
-        held_s, self._held_s = self._held_s, 0.0
-        if held_s:
-            now = self._world.loop.time()
-            self._world.note(f"{self.trainee.name} is held up for {held_s:.1f} s")
-            self.trainee.held_since, self.trainee.held_until = now, now + held_s
-        await anyio.sleep(held_s + self._random.uniform(0.2, 1.0) * about_s)
-
-    def _steps_in_state(self) -> int:
-        """The chain, if all of the state is of one piece."""
-        chain = int(self._state["chain"][0])
-        return chain if bool((self._state["ballast"] == chain).all()) else -1
-
-
 class ElasticWorld(Stage):
     """What one seed makes of it all."""
 
@@ -308,28 +65,34 @@ class ElasticWorld(Stage):
     def __init__(self, seed: int, loop: VirtualLoop, random: Random) -> None:
         super().__init__(seed, loop, random)
         self.oracle = ElasticOracle(loop.time)
+        self.met = Tally()
         self.jobs = [Job(f"job{number}", random) for number in range(random.choice((1, 1, 2)))]
-        self.hosts = [f"{job.name}-{slot}" for job in self.jobs for slot in range(job.slots)]
+        self.hosts = [f"{job.name}-{slot}" for job in self.jobs for slot in range(job.slots + 1)]
         self.processes: list[Process] = []
         self.over = False
         self._tasks: TaskGroup | None = None
         self._position = 0
         self._small_journal = random.random() < 0.2
-        self._grim = random.random() < 0.7
-        """Whether processes and hosts die in this world; in others only what is between them fails."""
         for job in self.jobs:
             self.oracle.truths[job.name] = Truth(job.name, job.config)
-        if self.network.links.faults.reset or self.network.links.faults.drop or self.network.links.faults.duplicate:
+        steady = random.random() < 0.3
+        if steady:
+            self.daemon_lives_s = STEADY_LIFE_S
+            self.network.links.faults = replace(self.network.links.faults, reset=0.0, drop=0.0, duplicate=0.0)
+        elif self.network.links.faults.reset or self.network.links.faults.drop or self.network.links.faults.duplicate:
             self.oracle.disturbances.begin("hostile", self.hosts)
-        self.oracle.disturbances.begin("daemon", self.hosts)
+        self._trouble = Trouble(self, grim=random.random() < 0.7, steady=steady)
+        self._server = self.network.host(SERVER)
 
     # What the stage asks of it.
 
     def ports(self, clock: VirtualClock, number: int) -> Ports:
         """No plugins, and secrets that the seed knows."""
+        self._server = self.network.host(SERVER)
+        self._server.execution.enter()
         return Ports(
             clock,
-            self.network.host(SERVER),
+            self._server,
             number,
             0,
             self.open_store_of(self.disk),
@@ -350,8 +113,25 @@ class ElasticWorld(Stage):
         )
 
     def extend(self, daemon: Daemon) -> None:
-        """Look at what it loads."""
+        """Look at what it loads, at what it is told and at what becomes of it."""
         daemon.ledger.join(Reader(self.oracle))
+
+        async def stopped(request: Any, call: Call, proceed: Proceed) -> Any:
+            self.oracle.stopped(request)
+            return await proceed(request)
+
+        async def ready(request: Any, call: Call, proceed: Proceed) -> Any:
+            self.oracle.has_state(request)
+            return await proceed(request)
+
+        async def happens(record: Record) -> None:
+            if self.daemon is daemon and isinstance(record.fact, Fact):
+                self.look()
+                self._trouble.happens(record.fact, record.job)
+
+        daemon.bus.wrap(ReportPaused, stopped, owner="simulation")
+        daemon.bus.wrap(ReportReady, ready, owner="simulation")
+        daemon.bus.on(Fact, happens, name="moments")
 
     def daemon_ready(self, daemon: Daemon) -> None:
         """Its facts are watched from now on."""
@@ -366,7 +146,7 @@ class ElasticWorld(Stage):
     def did_not_start(self, code: str) -> None:
         """Only its store may be a reason."""
         if not code.startswith("store_"):
-            self.oracle.breach(f"a daemon did not start: {code}")
+            self.oracle.breach(Promise.RUNS_AGAIN, f"a daemon did not start: {code}")
 
     # Looking on.
 
@@ -378,19 +158,48 @@ class ElasticWorld(Stage):
         records = journal.after(self._position, len(journal))
         if records:
             self._position = records[-1].id
-            self.oracle.heard(records)
             for record in records:
                 self.note(f"fact {record.id} {record.job} {record.fact!r}"[:400])
+                truth = self.oracle.truths.get(record.job)
+                if truth is not None and isinstance(record.fact, Fact):
+                    self.met.fact(record.fact, truth)
+                self.oracle.heard([record])
+
+    def dies(self, trainee: Trainee) -> None:
+        """Note where it was."""
+        self.look()
+        self.met.death(trainee, self.oracle.truths[trainee.job])
 
     def start(self, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have something happen beside."""
+        """Have something happen beside, as a part of no process."""
+
+        async def take_part() -> None:
+            with self._letting_go():
+                await act()
+
         assert self._tasks is not None
-        self._tasks.start_soon(act)
+        self.network.links.context.copy().run(self._tasks.start_soon, take_part)
 
     def client(self, network: HostNetwork, source: Random) -> ForgedClient:
         """A client of somebody's."""
         clock = VirtualClock(self.loop, offset_s=source.uniform(0, 1e6))
         return ForgedClient(ENDPOINT, token=self.token, network=network, clock=clock, source=source)
+
+    # The daemon.
+
+    def suspend_daemon(self, seconds: float) -> bool:
+        """As SIGSTOP does, and SIGCONT so much later; tells whether there is one to be suspended."""
+        execution = self._server.execution
+        if self.daemon is None or execution.suspended:
+            return False
+        self.note(f"the daemon is suspended for {seconds:.1f} s")
+        execution.suspend()
+        self.loop.call_later(seconds, execution.resume)
+        return True
+
+    def resume_daemon(self) -> None:
+        """Let it go on."""
+        self._server.execution.resume()
 
     # Those who train.
 
@@ -400,112 +209,30 @@ class ElasticWorld(Stage):
         await anyio.sleep(self.random.choice((0.0, 0.5, 10.0)) * self.random.random())
         while truth.phase not in OVER and not self.over:
             life += 1
-            name = f"w{slot}" if self.random.random() < 0.5 else f"w{slot}-{life}"
-            process = Process(self, job, name, f"{job.name}-{slot}")
+            process = self._process(job, slot, life)
             self.processes.append(process)
             self.oracle.trainees.append(process.trainee)
             self.start(process.live)
+            self._trouble.befall(process, job, slot)
             await process.ended.wait()
-            await anyio.sleep(self.random.choice((0.0, 0.3, 2.0, 8.0)) if self.trouble else 0.5)
+            self._trouble.follow(process)
+            await anyio.sleep(self._break_s(job, slot))
             self.look()
+
+    def _process(self, job: Job, slot: int, life: int) -> Process:
+        """Now and then an id comes back, and now and then it does so on the host that is there for this."""
+        name = f"w{slot}" if self.random.random() < 0.5 else f"w{slot}-{life}"
+        host = f"{job.name}-{slot if self.random.random() < 0.8 else job.slots}"
+        return Process(self, job, slot, name, host, mute=self._trouble.spoil(job, slot))
+
+    def _break_s(self, job: Job, slot: int) -> float:
+        if not self.trouble:
+            return 0.5
+        return 0.1 if self._trouble.flaps(job, slot) else self.random.choice((0.0, 0.3, 2.0, 8.0))
 
     def living(self, job: Job | None = None) -> list[Process]:
         """The processes that live, of one job or of all."""
         return [process for process in self.processes if process.alive and job in (None, process.job)]
-
-    # Trouble.
-
-    async def make_trouble(self) -> None:
-        """Until it ends."""
-        ends_at = self.loop.time() + TROUBLE_S
-        async with self.client(self.network.host("operator"), Random(f"interference {self.seed}")) as operator:
-            while self.loop.time() < ends_at:
-                await anyio.sleep(self.random.uniform(0.1, 4.0))
-                deeds = [self._partition, self._part_workers, self._heal, self._heal, self._hold, self._fill]
-                if self._grim:
-                    deeds += [self._kill, self._kill, self._kill_both, self._lose_host]
-                if self.random.random() < 0.3:
-                    await self._interfere(operator)
-                else:
-                    self.random.choice(deeds)()
-        self.end_trouble()
-        for cause in ("hostile", "partition", "host"):
-            self.oracle.disturbances.end(cause)
-
-    def _pick(self) -> Process | None:
-        living = self.living()
-        return self.random.choice(living) if living else None
-
-    def _partition(self) -> None:
-        cut_off = self.random.sample(self.hosts, self.random.randint(1, len(self.hosts)))
-        self.network.partition(cut_off, [SERVER], one_way=self.random.random() < 0.3)
-        self.oracle.disturbances.begin("partition", cut_off)
-
-    def _part_workers(self) -> None:
-        one, *others = self.random.sample(self.hosts, len(self.hosts))
-        self.network.partition([one], others, one_way=self.random.random() < 0.3)
-        self.oracle.disturbances.begin("partition", self.hosts)
-
-    def _heal(self) -> None:
-        self.heal()
-        self.oracle.disturbances.end("partition")
-
-    def _fill(self) -> None:
-        self.fill_disk()
-        # A daemon that cannot write cannot take back whom it has lost.
-        self.oracle.disturbances.begin("partition", self.hosts)
-
-    def _hold(self) -> None:
-        if (process := self._pick()) is not None:
-            process.hold(self.random.uniform(*HELD_S))
-
-    def _kill(self) -> None:
-        if (process := self._pick()) is not None:
-            process.kill()
-
-    def _kill_both(self) -> None:
-        if (process := self._pick()) is not None:
-            process.vanish()
-
-    def _lose_host(self) -> None:
-        if (process := self._pick()) is not None:
-            self.oracle.disturbances.begin("host", [process.trainee.host])
-            process.vanish()
-            self.network.crash(process.trainee.host, host_gone=True)
-
-    async def _interfere(self, operator: ForgedClient) -> None:
-        job = self.random.choice(self.jobs)
-        process = self._pick()
-        name = process.trainee.name if process is not None and process.job is job else "nobody"
-        choices: tuple[Request[Any], ...] = (
-            PauseJob(job.name),
-            ResumeJob(job.name),
-            ResumeJob(job.name),
-            RescaleJob(job.name),
-            RescaleJob(job.name),
-            DrainWorker(job.name, name),
-            EvictWorker(job.name, name),
-            *([AbortJob(job.name)] if self.random.random() < 0.2 else []),
-        )
-        request = self.random.choice(choices)
-        self.oracle.truths[job.name].abort_wanted |= isinstance(request, AbortJob)
-        if isinstance(request, EvictWorker):
-            for trainee in self.oracle.trainees:
-                trainee.evicted |= (trainee.job, trainee.name) == (job.name, name)
-        await self._ask(operator, request)
-
-    async def _ask(self, operator: ForgedClient, request: Request[Any]) -> bool:
-        self.note(f"the operator wants {request!r}")
-        try:
-            await operator.request(request, timeout_s=5.0)
-        except RequestRefused as error:
-            if error.code not in REFUSALS_IN_ORDER:
-                raise Broken(f"the operator was refused {request!r}: {error}") from error
-            self.note(f"the operator was refused: {error.code}")
-        except Unavailable as error:
-            self.note(f"the operator was told {error.code}")
-            return False
-        return True
 
     # The whole.
 
@@ -513,18 +240,30 @@ class ElasticWorld(Stage):
         """From the first start to the last check."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
-            tasks.start_soon(self.keep_daemon, tasks)
-            await self.make_token()
-            self.prepared.set()
-            for job in self.jobs:
-                for slot in range(job.slots):
-                    tasks.start_soon(self.keep, job, slot)
-            tasks.start_soon(self._watch)
-            await self.make_trouble()
-            await self._recover()
-            await self._finish()
-            self.oracle.check()
+            self.start(partial(self.keep_daemon, tasks))
+            with self._letting_go():
+                await self.make_token()
+                self.prepared.set()
+                for job in self.jobs:
+                    for slot in range(job.slots):
+                        self.start(partial(self.keep, job, slot))
+                self.start(self._watch)
+                await self._trouble.make()
+                await self._recover()
+                await self._finish()
+                self.oracle.check()
             tasks.cancel_scope.cancel()
+
+    @contextmanager
+    def _letting_go(self) -> Iterator[None]:
+        """Whatever goes wrong ends everything, and who is suspended cannot be ended."""
+        try:
+            yield
+        except BaseException:
+            self.resume_daemon()
+            for process in self.processes:
+                process.resume()
+            raise
 
     async def _watch(self) -> None:
         while True:
@@ -536,7 +275,7 @@ class ElasticWorld(Stage):
         """After the trouble every job trains again, with all who are there, or was given up for a reason."""
         async with self.client(self.network.host("operator"), Random(f"recovery {self.seed}")) as operator:
             for job in self.jobs:
-                while not await self._ask(operator, ResumeJob(job.name)):
+                while not await self._trouble.want(operator, ResumeJob(job.name)):
                     await anyio.sleep(0.5)
         marks = {job.name: self._committed(job) for job in self.jobs}
         await self._until(lambda: all(self._trains(job, marks[job.name]) for job in self.jobs), "train again")
@@ -549,7 +288,7 @@ class ElasticWorld(Stage):
         await self._until(lambda: all(truth.phase in OVER for truth in truths), "come to their ends")
         for job in self.jobs:
             if self.oracle.truths[job.name].phase is Phase.COMPLETED and self._committed(job) != job.total:
-                raise Broken(f"{job.name} was completed behind {self._committed(job)} of {job.total} steps")
+                raise broken(Promise.STEPS, f"{job.name} was completed behind {self._committed(job)} of {job.total}")
         self.over = True
         await self._until(lambda: not self.living(), "end their processes")
 
@@ -558,11 +297,11 @@ class ElasticWorld(Stage):
             while not true():
                 await anyio.sleep(0.2)
             return
-        raise Broken(f"{RECOVERY_MAX_S:g} s later the jobs do not {what}: {'; '.join(map(self._standing, self.jobs))}")
+        standing = "; ".join(map(self._standing, self.jobs))
+        raise broken(Promise.RUNS_AGAIN, f"{RECOVERY_MAX_S:g} s later the jobs do not {what}: {standing}")
 
     def _committed(self, job: Job) -> int:
-        truth = self.oracle.truths[job.name]
-        return truth.committed.get(truth.generation, 0)
+        return self.oracle.truths[job.name].steps_committed
 
     def _trains(self, job: Job, since: int) -> bool:
         truth = self.oracle.truths[job.name]
@@ -578,13 +317,6 @@ class ElasticWorld(Stage):
         )
 
 
-def _leaves(errors: BaseExceptionGroup[ForgedError]) -> list[ForgedError]:
-    found: list[ForgedError] = []
-    for error in errors.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
-
-
 def simulate(seed: int, watch: Callable[[ElasticWorld], None] = lambda world: None) -> ElasticWorld:
     """Live through a world; raises what was broken in it."""
 
@@ -593,7 +325,11 @@ def simulate(seed: int, watch: Callable[[ElasticWorld], None] = lambda world: No
         assert isinstance(loop, VirtualLoop)
         world = ElasticWorld(seed, loop, Random(f"elastic {seed}"))
         watch(world)
-        await world.live()
+        try:
+            await world.live()
+        finally:
+            for process in world.processes:
+                process.counters.close()
         return world
 
     # What a worker knows of its process is not of the seed.

@@ -1,6 +1,7 @@
 """Deliberate bugs in elastic training, to show that the simulation finds them.
 
-Law: as for the other mutants: each changes one thing, for as long as a world lasts, and is caught by an invariant.
+Law: as for the other mutants: each changes one thing, for as long as a world lasts, and breaks the promise that is
+named for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from forged.elastic.attempt import Attempt, Stop
 from forged.elastic.cluster import Cluster
 from forged.elastic.members import Member, death_of
 from forged.elastic.phases import Phase
+from forged.elastic.progress import Witnesses
 from forged.worker.worker import ElasticWorker
+from tests.simulation.elastic_truth import Promise
 
 Mutant = Callable[[], Any]
 
@@ -39,8 +42,8 @@ def commit_before_all_have_the_state() -> Iterator[None]:
     """Nobody is waited for who is behind."""
     settle = Attempt.settle
 
-    def hasty(self: Attempt) -> None:
-        settle(self)
+    def hasty(self: Attempt, *what: Any) -> None:
+        settle(self, *what)
         self.behind = set()
 
     # Who meets agrees on whose state holds; without that nobody notices that he is behind.
@@ -66,13 +69,14 @@ def _taken_at_their_word() -> Iterator[None]:
 def take_the_lowest_step() -> Iterator[None]:
     """Who knows of the fewest committed steps is taken for the source."""
 
-    def lowest(self: Attempt) -> None:
-        settle(self)
+    def lowest(self: Attempt, *what: Any) -> None:
+        settle(self, *what)
         holders = [worker for worker in self.target if self.stops[worker].holds_state and worker not in self.added]
         if holders:
             self.source = min(holders, key=lambda worker: self.stops[worker].step)
             self.step = self.stops[self.source].step
             self.stops[self.source] = replace(self.stops[self.source], finished=False)
+            self.behind = {worker for worker in self.target if self.stops[worker].position != self.step}
 
     settle = Attempt.settle
     with patch.object(Attempt, "settle", lowest):
@@ -191,6 +195,35 @@ def answer_without_the_state() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def believe_every_heartbeat() -> Iterator[None]:
+    """One worker's word is enough."""
+    with patch.object(Witnesses, "hear", lambda self, worker, step, world: step):
+        yield
+
+
+@contextmanager
+def give_the_suspended_no_more_than_the_grace() -> Iterator[None]:
+    """Who has lost the connection is dead after the grace, whatever its pulse says."""
+
+    def deaf(member: Member, config: Any, now: float) -> str | None:
+        return death_of(member if member.connected else replace(member, pulse_at=None), config, now)
+
+    with patch.object(watch, "death_of", deaf):
+        yield
+
+
+@contextmanager
+def fail_whoever_has_not_answered() -> Iterator[None]:
+    """Those who wait for somebody else are taken for late, too."""
+
+    def everybody(waiting: Iterable[Member], *what: Any) -> list[Member]:
+        return list(waiting)
+
+    with patch.object(cluster, "holding_up", everybody):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -206,5 +239,27 @@ MUTANTS: dict[str, Mutant] = {
         tolerate_every_failure,
         forget_what_was_finished,
         answer_without_the_state,
+        believe_every_heartbeat,
+        give_the_suspended_no_more_than_the_grace,
+        fail_whoever_has_not_answered,
     )
 }
+
+BREAKS: dict[str, Promise] = {
+    "commit_before_all_have_stopped": Promise.ACKNOWLEDGED,
+    "commit_before_all_have_the_state": Promise.ACKNOWLEDGED,
+    "take_the_lowest_step": Promise.STEPS,
+    "count_what_somebody_has_finished": Promise.STEPS,
+    "forget_the_attempt_at_restart": Promise.RUNS_AGAIN,
+    "number_attempts_anew_at_restart": Promise.GENERATIONS_GROW,
+    "keep_only_the_first_world": Promise.GENERATIONS_GROW,
+    "give_no_grace": Promise.EVIDENCE,
+    "turn_the_ranks_around": Promise.ORDER_KEPT,
+    "tolerate_every_failure": Promise.TOLERANCE,
+    "forget_what_was_finished": Promise.STATE,
+    "answer_without_the_state": Promise.STATE,
+    "believe_every_heartbeat": Promise.STEPS,
+    "give_the_suspended_no_more_than_the_grace": Promise.EVIDENCE,
+    "fail_whoever_has_not_answered": Promise.EVIDENCE,
+}
+"""The promise that each of them breaks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
+from contextvars import copy_context
 from dataclasses import dataclass
 from random import Random
 
@@ -49,6 +50,8 @@ class Links:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, random: Random, faults: Faults, trace: Trace | None) -> None:
         self.loop = loop
+        self.context = copy_context()
+        """What is under way is no part of the process that has sent it."""
         self.random = random
         self.faults = faults
         self.special: dict[tuple[str, str], Faults] = {}

@@ -5,6 +5,9 @@ opens a socket. What asyncio and anyio keep in sets (tasks, futures, cancel scop
 seed instead of by its address, so each seed tries another order of cancellation and every process the same one. Timers
 due at one moment run in an order drawn from the seed; `call_soon` keeps the order that asyncio promises. The garbage
 collector runs at fixed iterations, because the finalisers of asynchronous generators schedule work.
+
+What runs as one process can be suspended, as by SIGSTOP: nothing of it runs, and all that was due runs in its order
+when it goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
-from contextvars import Context
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from random import Random
 from types import SimpleNamespace
@@ -66,16 +69,79 @@ class Livelock(SimulationError):
     """Callbacks keep following each other and time stands still."""
 
 
+class Execution:
+    """What runs as one process: every task that begins in `context`, and whatever follows from it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.suspended = False
+        self.context = copy_context()
+        self.context.run(_execution.set, self)
+        self._loop = loop
+        self._held: list[asyncio.Handle] = []
+
+    def suspend(self) -> None:
+        """Let nothing of it run."""
+        self.suspended = True
+
+    def resume(self) -> None:
+        """Let it go on, with all that was due meanwhile."""
+        self.suspended = False
+        held, self._held = self._held, []
+        for handle in held:
+            self._loop.call_soon(_run_held, handle, context=self.context.copy())
+
+    def hold(self, handle: asyncio.Handle) -> None:
+        """Keep what is due for later."""
+        self._held.append(handle)
+
+    def enter(self) -> None:
+        """Count the present task, and what it starts, as a part of this."""
+        _execution.set(self)
+
+
+_execution: ContextVar[Execution | None] = ContextVar("execution", default=None)
+
+
+def _run_held(handle: asyncio.Handle) -> None:
+    if not handle.cancelled():
+        handle._run()
+
+
+def _holds(handle: asyncio.Handle, context: Context) -> bool:
+    """Whether this has to wait because what it is a part of is suspended."""
+    execution = context.get(_execution)
+    if execution is None or not execution.suspended:
+        return False
+    execution.hold(handle)
+    return True
+
+
+class _Handle(asyncio.Handle):
+    """What is ready to run, unless its process is suspended."""
+
+    __slots__ = ()
+    _context: Context
+
+    def _run(self) -> None:
+        if not _holds(self, self._context):
+            super()._run()
+
+
 class _Timer(asyncio.TimerHandle):
     """A timer that among those due at the same moment takes a place drawn from the seed."""
 
     __slots__ = ("place",)
+    _context: Context
     _scheduled: bool
     place: float
 
     def __lt__(self, other: object) -> bool:
         assert isinstance(other, _Timer)
         return (self.when(), self.place) < (other.when(), other.place)
+
+    def _run(self) -> None:
+        if not _holds(self, self._context):
+            super()._run()
 
 
 class _Future(asyncio.Future[Any]):
@@ -145,6 +211,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def draw_hash(self) -> int:
         """A hash for an object that will sit in sets."""
         return self._random.getrandbits(60)
+
+    def _call_soon(
+        self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+    ) -> asyncio.Handle:
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None

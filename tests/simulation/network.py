@@ -16,6 +16,7 @@ from forged.errors import ConfigError, PeerError, Unavailable
 from forged.net.network import Address, Peer, ProtocolFactory
 from tests.simulation.connection import Connection, End
 from tests.simulation.links import CALM, Faults, Links, Trace
+from tests.simulation.loop import Execution
 from tests.simulation.transport import SimulatedTransport
 
 FIRST_PORT = 40_000
@@ -115,6 +116,7 @@ class SimulatedNetwork:
     def _kill(self, process: HostNetwork, *, host_gone: bool) -> None:
         self._processes.pop(process, None)
         process.dead = True
+        process.execution.resume()
         self._doors = {door: listener for door, listener in self._doors.items() if listener.process is not process}
         for connection in list(self._connections):
             connection.kill(process, host_gone=host_gone)
@@ -171,6 +173,7 @@ class HostNetwork:
     def __init__(self, network: SimulatedNetwork, name: str) -> None:
         self.name = name
         self.dead = False
+        self.execution = Execution(network.links.loop)
         self._network = network
         self._links = network.links
 
@@ -223,7 +226,8 @@ class HostNetwork:
         self, connection: Connection, listener: SimulatedListener, target: str, factory: ProtocolFactory
     ) -> asyncio.Transport:
         """The server has accepted; the client learns of it later, or never."""
-        self._links.loop.call_soon(connection.server.start, listener.factory)
+        accepting = listener.process.execution.context.copy()
+        self._links.loop.call_soon(connection.server.start, listener.factory, context=accepting)
         try:
             await self._answer(target)
             connection.client.start(factory)

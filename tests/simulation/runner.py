@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -42,6 +42,8 @@ class Outcome:
     trace: Sequence[str] = ()
     facts: int = 0
     starts: int = 0
+    met: Mapping[str, int] = field(default_factory=dict)
+    """How often what is counted was met."""
 
 
 def kinds_for(mutant: str | None) -> tuple[Kind, ...]:
@@ -60,7 +62,7 @@ def live_through(seed: int, mutant: str | None = None, kind: Kind = Kind.SERVICE
     except Exception:  # noqa: BLE001 - whatever it is, it is what this program is looking for
         error = traceback.format_exc(limit=-12)
         return Outcome(seed, kind, error, _promise(error), worlds[0].trace if worlds else ())
-    return Outcome(seed, kind, "", "", lived.trace, len(lived.oracle.facts), lived.starts)
+    return Outcome(seed, kind, "", "", lived.trace, len(lived.oracle.facts), lived.starts, getattr(lived, "met", {}))
 
 
 def live(mutant: str | None, world: tuple[int, Kind]) -> Outcome:

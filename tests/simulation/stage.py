@@ -56,6 +56,8 @@ class Stage(ABC):
         self.network = SimulatedNetwork(loop, random, network_faults(random), trace=self.note)
         self.disk = SimulatedDisk(random, _disk_faults(random))
         self.clock = VirtualClock(loop)
+        self.server_clock = self.clock
+        """That of the daemon."""
         self.prepared = anyio.Event()
 
     def note(self, text: str) -> None:
@@ -123,6 +125,7 @@ class Stage(ABC):
         number = self.starts
         offset_s = self.random.uniform(0, 1e6)
         clock = VirtualClock(self.loop, offset_s=offset_s, skew_s=self.random.uniform(-5, 5))
+        self.server_clock = clock
         ports, config = self.ports(clock, number), self.config()
         while True:
             try:

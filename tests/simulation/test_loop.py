@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 from anyio._backends import _asyncio as anyio_backend
 
-from tests.simulation.loop import EPOCH_S, Deadlock, Livelock, SimulationError, VirtualClock, run
+from tests.simulation.loop import EPOCH_S, Deadlock, Execution, Livelock, SimulationError, VirtualClock, run
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 
@@ -391,3 +391,46 @@ def test_a_clock_has_its_own_start_and_its_own_error() -> None:
         return *before, clock.wall(), clock.monotonic()
 
     assert run(main, 1) == (EPOCH_S - 4, 103, EPOCH_S - 3604, 103)
+
+
+async def tick(execution: Execution, heard: list[float]) -> None:
+    execution.enter()
+    while True:
+        await asyncio.sleep(1.0)
+        heard.append(now())
+
+
+def test_what_is_suspended_does_nothing_until_it_goes_on_and_the_rest_goes_on_meanwhile() -> None:
+    async def main() -> tuple[list[float], list[float]]:
+        execution, other = (Execution(asyncio.get_running_loop()) for _ in range(2))
+        heard: tuple[list[float], list[float]] = ([], [])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tick, execution, heard[0])
+            tasks.start_soon(tick, other, heard[1])
+            await asyncio.sleep(1.5)
+            execution.suspend()
+            await asyncio.sleep(3.0)
+            execution.resume()
+            await asyncio.sleep(1.2)
+            tasks.cancel_scope.cancel()
+        return heard
+
+    assert run(main, 1) == ([1.0, 4.5, 5.5], [1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+def test_what_was_due_while_suspended_runs_in_its_order_and_what_was_cancelled_does_not() -> None:
+    async def main() -> list[str]:
+        loop = asyncio.get_running_loop()
+        execution, done = Execution(loop), list[str]()
+        execution.suspend()
+        for number, name in enumerate("abc"):
+            timer = loop.call_later(3 - number, done.append, name, context=execution.context.copy())
+            if name == "b":
+                loop.call_later(2.5, timer.cancel)
+        await asyncio.sleep(5.0)
+        assert done == []
+        execution.resume()
+        await asyncio.sleep(0.1)
+        return done
+
+    assert run(main, 1) == ["c", "a"]

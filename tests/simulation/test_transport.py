@@ -192,3 +192,23 @@ def test_a_conversation_is_heard_as_over_real_sockets(
         return await converse(SystemNetwork(), address, (client(), server()), conversation)
 
     assert run(simulated, 1) == asyncio.run(real())
+
+
+def test_a_suspended_process_is_connected_to_and_hears_everything_when_it_goes_on() -> None:
+    async def main() -> tuple[list[object], list[object]]:
+        network = SimulatedNetwork(asyncio.get_running_loop(), Random(1))
+        server, client = network.host("server"), network.host("client")
+        ends = End(), End()
+        await server.listen(Address.parse("tcp://server:1"), lambda: ends[0])
+        server.execution.suspend()
+        transport = await client.connect(Address.parse("tcp://server:1"), lambda: ends[1])
+        transport.write(b"one ")
+        await asyncio.sleep(5)
+        transport.write(b"two")
+        await asyncio.sleep(5)
+        before = list(ends[0].heard)
+        server.execution.resume()
+        await asyncio.sleep(1)
+        return before, ends[0].heard
+
+    assert run(main, 1) == ([], ["made", b"one two"])

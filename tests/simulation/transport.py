@@ -2,7 +2,8 @@
 
 Law: to a protocol it behaves as asyncio's own. `connection_made` comes first and `connection_lost` last, once each,
 and neither from within a call of the protocol's; bytes come in order between them; a full window pauses writing; data
-that reaches an end which no longer reads is answered by a reset. The end of a killed process hears nothing any more.
+that reaches an end which no longer reads is answered by a reset. The end of a killed process hears nothing any more,
+that of a suspended one hears it all when the process goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from forged.net.network import Peer, ProtocolFactory
+from tests.simulation.loop import Execution
 from tests.simulation.wire import Content, Mark, Wire
 
 WINDOW_BYTES = 1 << 17
@@ -39,13 +41,19 @@ class SimulatedTransport(asyncio.Transport):
     _incoming: Wire
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, peer: Peer, extra: Mapping[str, Any], on_closed: Callable[[], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        execution: Execution,
+        peer: Peer,
+        extra: Mapping[str, Any],
+        on_closed: Callable[[], None],
     ) -> None:
         super().__init__(extra)
         self.peer = peer
         self.closed = False
         self._lost = False
         self._loop = loop
+        self._execution = execution
         self._on_closed = on_closed
         self._protocol = asyncio.Protocol()
         self._buffer: deque[bytes] = deque()
@@ -74,17 +82,18 @@ class SimulatedTransport(asyncio.Transport):
         except BaseException:
             self.die(reset=False)
             raise
-        self._loop.call_soon(self._begin)
+        self._soon(self._begin)
+
+    def _soon(self, act: Callable[[], object]) -> None:
+        """Have something happen in the process that holds this end, when it runs."""
+        self._loop.call_soon(act, context=self._execution.context.copy())
 
     def _begin(self) -> None:
         self._begun = True
         try:
             self._protocol.connection_made(self)
         finally:
-            if self._lost:
-                self._loop.call_soon(self._tell_lost)
-            else:
-                self._loop.call_soon(self._read_ready)
+            self._soon(self._tell_lost if self._lost else self._read_ready)
 
     # What a protocol asks of its transport.
 
@@ -107,7 +116,7 @@ class SimulatedTransport(asyncio.Transport):
     def resume_reading(self) -> None:
         if self._reading_paused and not self._closing:
             self._reading_paused = False
-            self._loop.call_soon(self._read_ready)
+            self._soon(self._read_ready)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._eof_written:
@@ -163,6 +172,9 @@ class SimulatedTransport(asyncio.Transport):
         """The other end has read: send more, and let the protocol write again."""
         if self._lost:
             return
+        if self._execution.suspended:
+            self._soon(self.room)
+            return
         self._flush()
         if self._writing_paused and self.get_write_buffer_size() <= self._low_water_bytes:
             self._writing_paused = False
@@ -178,7 +190,10 @@ class SimulatedTransport(asyncio.Transport):
             self.end(reset_by_peer())
         else:
             self._inbox.append(content)
-            self._read_ready()
+            if self._execution.suspended:
+                self._soon(self._read_ready)
+            else:
+                self._read_ready()
 
     def end(self, error: Exception | None) -> None:
         """Drop everything, tell the other end if it can still be told, and then the protocol."""
@@ -187,7 +202,7 @@ class SimulatedTransport(asyncio.Transport):
         self._error = error
         self._leave(reset=any(isinstance(content, bytes) for content in self._inbox))
         if self._begun:
-            self._loop.call_soon(self._tell_lost)
+            self._soon(self._tell_lost)
 
     def die(self, *, reset: bool) -> None:
         """The process is gone: its kernel closes the connection, and its protocol hears nothing."""
@@ -266,7 +281,7 @@ class SimulatedTransport(asyncio.Transport):
     def _tell(self, call: Callable[[], object]) -> object:
         """Call the protocol; one that fails loses its connection, and the loop reports the error."""
         try:
-            return call()
+            return self._execution.context.copy().run(call)
         except Exception as error:  # noqa: BLE001  # a protocol may raise anything, and asyncio too goes on
             context = {"message": "a protocol failed", "exception": error, "protocol": self._protocol}
             self._loop.call_exception_handler(context)

@@ -106,7 +106,7 @@ class Wire:
         """The receiver has read so many bytes, which makes room for others."""
         if not self._cut:
             self.pending_bytes -= size
-        self._links.loop.call_soon(self.sender.room)
+        self._links.loop.call_soon(self.sender.room, context=self._links.context)
 
     def cut(self) -> None:
         """Lose what is under way and whatever else is sent."""
@@ -157,7 +157,7 @@ class Wire:
 
     def _await_arrival(self) -> None:
         if self._flight and not self._arrival and self._flight[0][1] is not Mark.HOLE:
-            self._arrival = self._links.loop.call_at(self._flight[0][0], self._arrive)
+            self._arrival = self._links.loop.call_at(self._flight[0][0], self._arrive, context=self._links.context)
 
     def _arrive(self) -> None:
         self._arrival = None
@@ -182,7 +182,7 @@ class Wire:
     def _begin_giving_up(self) -> None:
         if not self._giving_up and not self._cut:
             after_s = self._links.draw(self._faults.give_up_after_s)
-            self._giving_up = self._links.loop.call_later(after_s, self._give_up)
+            self._giving_up = self._links.loop.call_later(after_s, self._give_up, context=self._links.context)
 
     def _stop_giving_up(self) -> None:
         if self._giving_up:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from forged.net import frames
 from forged.worker import mesh as mesh_module
 from forged.worker import peer_messages
 from forged.worker.collectives import CollectiveAborted
-from forged.worker.mesh import Mesh
+from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.peer import PEER_LIMITS
 from forged.worker.peer_messages import (
     Accepted,
@@ -143,6 +144,30 @@ async def test_who_did_not_come_is_named() -> None:
             made.meshes[0].enter(1, made.topology, 0.2), made.meshes[1].enter(1, made.topology, PATIENCE_S)
         )
         assert all(isinstance(error, Unavailable) and "w2 (rank 2)" in error.message for error in outcomes), outcomes
+        assert [getattr(error, "peer", "") for error in outcomes] == ["w2", "w2"]
+
+
+async def test_the_hub_names_who_is_missing_when_somebody_else_gives_up_waiting() -> None:
+    async with open_meshes(3) as made:
+        hub, impatient = await failures(
+            made.meshes[0].enter(1, made.topology, PATIENCE_S), made.meshes[1].enter(1, made.topology, 0.2)
+        )
+        assert isinstance(hub, CollectiveAborted)
+        assert isinstance(impatient, WorldIncomplete)
+        # Whoever was let in knows that it is not the hub's fault, and not whose it is.
+        assert (hub.peer, impatient.peer) == ("w2", "")
+
+
+async def test_who_does_not_reach_the_hub_names_it_and_who_only_waits_for_it_does_not() -> None:
+    async with open_meshes(2) as made:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            nowhere = WorkerId("w0", *free.getsockname())
+        unreached = ClusterTopology((nowhere, made.workers[1]))
+        for topology, peer in ((unreached, "w0"), (made.topology, "")):
+            (error,) = await failures(made.meshes[1].enter(1, topology, 0.2))
+            assert isinstance(error, WorldIncomplete)
+            assert error.peer == peer
+            assert pickle.loads(pickle.dumps(error)).peer == peer
 
 
 async def test_the_next_world_ends_the_one_before() -> None:

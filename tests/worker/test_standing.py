@@ -298,6 +298,38 @@ class TestWhatWasMissed:
         assert commit is not None
         assert (commit.attempt, commit.topology.workers) == (1, (ME,))
 
+    def test_a_first_answer_that_is_older_than_what_was_heard_is_asked_for_again(self) -> None:
+        hearing = Hearing(known=False)
+        hearing.start(1, added=["me"])
+        hearing.commit(ME, attempt=1)
+        hearing.commit(ME, A, attempt=2)
+        standing = hearing.standing
+        standing.catch_up(joined())
+        assert (standing.outdated, standing.committed) == (True, None)
+        standing.catch_up(joined(standing.topology, is_member=True))
+        assert not standing.outdated
+        assert standing.committed is not None
+        assert standing.committed.topology.workers == (ME, A)
+
+    @pytest.mark.parametrize(
+        "fact",
+        [
+            WorkerFailed("me", 1, "dead"),
+            WorkerLeft("me", "done"),
+            WorkerDraining("me", "go"),
+            JobCompleted(7),
+            JobAborted("x", 1),
+            JobRemoved("run"),
+        ],
+    )
+    def test_what_was_heard_too_early_to_know_who_was_meant_makes_it_ask_once_more(self, fact: Fact) -> None:
+        hearing = Hearing(known=False)
+        hearing.hear(fact)
+        hearing.standing.catch_up(joined())
+        assert hearing.standing.outdated
+        hearing.standing.catch_up(joined())
+        assert not hearing.standing.outdated
+
     def test_a_world_of_another_under_this_name_is_not_entered(self) -> None:
         standing = Standing("me")
         standing.catch_up(joined(ClusterTopology((A, ME), 4)))
@@ -308,3 +340,27 @@ class TestWhatWasMissed:
         hearing.start(3, added=["me"])
         hearing.standing.catch_up(joined(ClusterTopology((A, B), 4), attempt=3))
         assert (hearing.standing.attempt, hearing.standing.rescaling) == (3, True)
+
+    def test_an_attempt_that_began_behind_the_answer_and_was_heard_of_before_it_is_not_forgotten(self) -> None:
+        hearing = Hearing(known=False)
+        hearing.start(3, added=["me"])
+        hearing.standing.catch_up(joined(ClusterTopology((A, B), 4)))
+        assert (hearing.standing.attempt, hearing.standing.rescaling) == (3, True)
+
+    def test_an_attempt_of_whose_end_the_answer_has_told_is_over_when_that_is_heard(self) -> None:
+        hearing = Hearing(known=False)
+        after = ClusterTopology((A, ME, B), 2)
+        hearing.start(3, added=["me"])
+        hearing.standing.catch_up(joined(after, is_member=True))
+        assert hearing.standing.rescaling
+        hearing.hear(completed(ClusterTopology((A, B), 1), after, 3))
+        assert not hearing.standing.rescaling
+        assert hearing.standing.committed is not None
+
+    def test_an_attempt_of_whose_end_nobody_will_tell_any_more_is_over_with_the_answer(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.start(3, added=["b"])
+        hearing.standing.miss(Gap(20, 90, "too slow"))
+        hearing.standing.catch_up(joined(ClusterTopology((A, ME, B), 2), is_member=True))
+        assert not hearing.standing.rescaling
+        assert hearing.standing.committed is not None

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from anyio import CapacityLimiter
 
 from forged.elastic.model import WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
@@ -14,7 +15,10 @@ from forged.worker.carriers import Carrier, Channel, LoopCarrier, Parts, SocketC
 from forged.worker.mesh import Mesh
 from forged.worker.peer_messages import PARTS_MAX, StateOffer, StateWanted
 from forged.worker.transfer import Into
+from forged.worker.wires import Conversation
 from tests.worker.meshes import PATIENCE_S, Gate, Meshes, buffers, failures, open_meshes, random_parts, until
+
+T = TypeVar("T")
 
 SIZES = (0, 1, 65_536, 65_537, 3_000_000, 17)
 HEAD = b"what the parts are"
@@ -44,6 +48,20 @@ class WatchedChannel:
             self.carrier.after(self)
 
         await self.inner.take(parts, one_more)
+
+    @property
+    def received(self) -> int:
+        return self.inner.received
+
+    @received.setter
+    def received(self, count: int) -> None:
+        self.inner.received = count
+
+    async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
+        return await self.inner.converse(conversation, turns)
+
+    async def is_called(self, patience_s: float) -> bool:
+        return await self.inner.is_called(patience_s)
 
     def descriptor(self) -> int | None:
         return self.inner.descriptor()

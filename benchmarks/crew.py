@@ -1,0 +1,243 @@
+"""Processes that train together, ours and those of others, seen from outside.
+
+Law: all are measured by the same loop and the same lines: each process writes `ready PID` once it could begin, waits
+for a line, and writes `step generation world seconds` for each committed step. A crew is whole when all its processes
+step in one world in which all of them are. Crews take turns, and never train at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import NamedTuple, Self
+
+from forged.client import BlockingClient
+
+WORKERS = 4
+PATIENCE_S = 60.0
+LOOK_INTERVAL_S = 0.001
+LOG_CHARS_MAX = 200
+HOST = "127.0.0.1"
+
+
+class Stepped(NamedTuple):
+    """A committed step, in a world, at a time."""
+
+    step: int
+    generation: int
+    world: int
+    at: float
+
+
+class Trainee:
+    """A process that trains, and the steps that it has told of."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self.steps: list[Stepped] = []
+        self._log = log
+        self._is_ready = threading.Event()
+        self._pids: list[int] = []
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def generation(self) -> int:
+        """The world of its latest step; 0 before the first."""
+        return self.steps[-1].generation if self.steps else 0
+
+    @property
+    def world(self) -> int:
+        """How many were in it."""
+        return self.steps[-1].world if self.steps else 0
+
+    def wait_until_ready(self) -> None:
+        """Wait until it could begin."""
+        if not self._is_ready.wait(PATIENCE_S):
+            raise self.failure("did not get ready")
+
+    def go(self) -> float:
+        """Let it begin; returns when."""
+        assert self._process.stdin is not None
+        at = time.monotonic()
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return at
+
+    def first_step_in(self, generation: int) -> float:
+        """When it had committed a step in a world after that one."""
+        deadline = time.monotonic() + PATIENCE_S
+        seen = 1
+        while time.monotonic() < deadline:
+            while seen < len(self.steps):
+                # The first line in a world may tell how far it was before; the second, that it goes on.
+                before, step = self.steps[seen - 1], self.steps[seen]
+                if step.generation > generation and before.generation == step.generation:
+                    return step.at
+                seen += 1
+            time.sleep(LOOK_INTERVAL_S)
+        raise self.failure(f"did not go on after generation {generation}")
+
+    def longest_pause_s(self, since: float, until: float) -> float:
+        """Between two of its steps."""
+        times = [step.at for step in self.steps if since <= step.at <= until]
+        return max((after - before for before, after in pairwise(times)), default=0.0)
+
+    def kill(self) -> float:
+        """Kill who trains with -9, and the agent that has started it if there is one; returns when."""
+        at = time.monotonic()
+        _kill({self._process.pid, *self._pids[-1:]})
+        self._process.wait()
+        return at
+
+    def end(self) -> None:
+        """Kill it with everything that it has started."""
+        if self._process.poll() is None:
+            children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+            _kill({self._process.pid, *map(int, children.split())})
+        self._process.wait()
+
+    def failure(self, what: str) -> RuntimeError:
+        """What went wrong, with what it has said itself."""
+        last = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return RuntimeError(f"a trainee {what}: {last[:LOG_CHARS_MAX] or 'it says nothing'}")
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            first, *rest = line.split()
+            if first == "ready":
+                self._pids.append(int(rest[0]))
+                self._is_ready.set()
+            else:
+                generation, world, at = rest
+                self.steps.append(Stepped(int(first), int(generation), int(world), float(at)))
+
+
+class Crew(ABC):
+    """Trainees in one cluster; a context manager that begins with a whole one."""
+
+    def __init__(self) -> None:
+        self._place = tempfile.TemporaryDirectory()
+        self.directory = Path(self._place.name)
+        self.workers: list[Trainee] = []
+        self._started: list[Trainee] = []
+        self._services: list[subprocess.Popen[str]] = []
+        self._number = 0
+
+    @abstractmethod
+    def open(self) -> None:
+        """Start what the trainees need."""
+
+    @abstractmethod
+    def trainee(self, name: str) -> Trainee:
+        """Another one, which may have to be told to go."""
+
+    def __enter__(self) -> Self:
+        try:
+            self.open()
+            newcomers = [self.start() for _ in range(WORKERS)]
+            for newcomer in newcomers:
+                self.admit(newcomer)
+            self.settle()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def start(self) -> Trainee:
+        """Another one, which waits."""
+        self._number += 1
+        self._started.append(self.trainee(f"w{self._number}"))
+        return self._started[-1]
+
+    def admit(self, newcomer: Trainee) -> float:
+        """Let it train with the others; returns when it was told."""
+        newcomer.wait_until_ready()
+        self.workers.append(newcomer)
+        return newcomer.go()
+
+    def settle(self) -> None:
+        """Wait until the crew is whole."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            generations = {worker.generation for worker in self.workers}
+            if generations != {0} and len(generations) == 1 and {w.world for w in self.workers} == {len(self.workers)}:
+                return
+            time.sleep(LOOK_INTERVAL_S)
+        raise self.workers[0].failure("did not find the others")
+
+    def lose_one(self, random: Random) -> float:
+        """Kill one; returns how long it takes until the last of the others has committed a step without it."""
+        return self.lose(random.choice(self.workers))
+
+    def lose(self, victim: Trainee) -> float:
+        """The same with this one."""
+        self.workers.remove(victim)
+        generation = self.workers[0].generation
+        killed_at = victim.kill()
+        return max(worker.first_step_in(generation) for worker in self.workers) - killed_at
+
+    def close(self) -> None:
+        """End everything."""
+        for trainee in self._started:
+            trainee.end()
+        for service in self._services:
+            service.kill()
+            service.communicate()
+        self._place.cleanup()
+
+    def _serve(self, *command: str) -> str:
+        """Start a service; returns its first line."""
+        service = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._services.append(service)
+        assert service.stdout is not None
+        line = service.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{command[0]} did not start")
+        return line
+
+
+class Ours(Crew):
+    """A daemon and its workers."""
+
+    def open(self) -> None:
+        socket = self.directory / "s"
+        command = [str(Path(sys.executable).parent / "forged"), "run", "--data-dir", f"{self.directory}/data"]
+        command += ["--socket", str(socket), "--listen", f"{HOST}:0", "--log-level", "error"]
+        line = self._serve(*command)
+        if "ready" not in line:
+            raise RuntimeError(f"the daemon of this benchmark did not start: {line}")
+        with BlockingClient(f"unix://{socket}") as client:
+            (self._endpoint,) = client.status().listen
+
+    def trainee(self, name: str) -> Trainee:
+        command = [sys.executable, "-m", "benchmarks.trainee", self._endpoint, name]
+        return Trainee(command, self.directory / f"{name}.log")
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,286 @@
+"""What many workers cost one daemon: a rescale, heartbeats, memory, bytes; and how that grows with their number.
+
+Real: the daemon's process and its store on the disk, a TCP connection over loopback and a client of its own for every
+worker, each message of the protocol, processes that are killed with -9, and a second client that reports the death as a
+worker's pulse does. Not real: most workers share two processes (`benchmarks.crowd`), nobody trains, and the workers do
+not meet each other. So the clients, which would be spread over as many machines, compete with the daemon for the cores
+of this one, and their work is part of what a rescale takes here.
+
+A worker is killed; the time from there until the last of the others has heard that the new world is committed, is
+taken. It contains the failure window. Half of the survivors are a step behind the others, as it happens, and answer
+twice. Heartbeats go on meanwhile. Bytes are those that the kernel delivered to the workers, from the death to the
+commit. The limit of the machine is an asyncio server that has the same number of connections and sends each of them the
+same number of bytes, once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.crowd import JOB, incarnation_of
+from benchmarks.harness import Figure, main
+from forged.client import BlockingClient
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.messages import ReportDeath
+
+SIZES = (100, 300, 1000)
+SIZES_QUICK = (10, 30)
+CROWDS = 2
+KILLS = 5
+BEAT_S = 20.0
+HEARTBEATS_LEAST = 0.9
+"""So much of the heartbeats that are due."""
+RESCALE_MAX_S = 2.0
+CPU_MAX_PERCENT = 5.0
+TENFOLD = 10.0
+"""So many times the workers may cost so many times as much."""
+CLOCK_PID_SHIFT, CPUCLOCK_SCHED = 3, 2
+"""How Linux makes the number of a process' CPU clock out of its pid. /proc counts the same in whole ticks of 10 ms."""
+
+
+class Process:
+    """A process of the crowd, or the bare server."""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "benchmarks.crowd", *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, *words: object) -> None:
+        """Have it do something."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(" ".join(map(str, words)) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self, event: str) -> dict[str, Any]:
+        """What it tells of an event; what happened before is passed over."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told: dict[str, Any] = json.loads(line)
+            if told["event"] == event:
+                return told
+        raise RuntimeError(f"a process of this benchmark ended before it was {event}")
+
+    def kill(self) -> None:
+        """End it with -9."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class Daemon:
+    """A daemon with a new data directory."""
+
+    def __init__(self, directory: str) -> None:
+        command = [str(Path(sys.executable).parent / "forged"), "run", "--data-dir", f"{directory}/data"]
+        command += ["--socket", f"{directory}/s", "--listen", "127.0.0.1:0", "--log-level", "error"]
+        self.socket = f"unix://{directory}/s"
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        if "ready" not in self._process.stdout.readline():
+            raise RuntimeError("the daemon of this benchmark did not start")
+
+    def cpu_s(self) -> float:
+        """The CPU time that it has used in user and system mode, with all its threads."""
+        return time.clock_gettime(~self._process.pid << CLOCK_PID_SHIFT | CPUCLOCK_SCHED)
+
+    def resident_bytes(self) -> int:
+        """The resident set."""
+        pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What so many workers cost."""
+
+    workers: int
+    forming_s: float
+    rescale_s: float
+    rescale_cpu_s: float
+    cpu_percent: float
+    worker_bytes: float
+    rescale_bytes: float
+    broadcast_s: float
+
+
+class Run:
+    """One daemon and its crowd; those who are killed have a process each."""
+
+    def __init__(self, directory: str, workers: int, kills: int) -> None:
+        self._workers = workers
+        self._daemon = Daemon(directory)
+        self._client = BlockingClient(self._daemon.socket)
+        self._crowds: list[Process] = []
+        self._victims: dict[str, Process] = {}
+        self._kills = kills
+        self._dead = 0
+        self._generation = 0
+
+    def __enter__(self) -> Self:
+        self._client.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._all:
+            process.kill()
+        self._client.__exit__(None, None, None)
+        self._daemon.kill()
+
+    @property
+    def _all(self) -> list[Process]:
+        return [*self._crowds, *self._victims.values()]
+
+    def measure(self, beat_s: float) -> Load:
+        """Everything, in the order in which it happens."""
+        nobody_bytes = self._daemon.resident_bytes()
+        forming_s = self._form()
+        worker_bytes = (self._daemon.resident_bytes() - nobody_bytes) / self._workers
+        cpu_percent = self._beat(beat_s)
+        rescales = [self._kill_one(name) for name in list(self._victims)]
+        times, cpu_times, counts = (statistics.median(column) for column in zip(*rescales, strict=True))
+        survivors = self._workers - self._kills
+        broadcast_s = statistics.median(self._broadcast(survivors, counts) for _ in range(self._kills))
+        return Load(
+            self._workers, forming_s, times, cpu_times, cpu_percent, worker_bytes, counts / survivors, broadcast_s
+        )
+
+    def _form(self) -> float:
+        """Have all come, and agree on their first world; returns how long that takes from the first who asks."""
+        (endpoint,) = self._client.status().listen
+        many, following = self._workers - self._kills, 0
+        for index in range(CROWDS):
+            share = many * (index + 1) // CROWDS - following
+            self._crowds.append(Process(endpoint, following, share))
+            following += share
+        for number in range(many, self._workers):
+            self._victims[f"w{number}"] = Process(endpoint, number, 1)
+        for process in self._all:
+            process.tell("connect")
+        for process in self._all:
+            process.hear("connected")
+        began_at = time.monotonic()
+        for process in self._all:
+            process.tell("join", self._workers)
+        return self._committed_at() - began_at
+
+    def _committed_at(self) -> float:
+        """When the last has heard of the next world, in which all are."""
+        self._generation += 1
+        told = [process.hear("committed") for process in self._all]
+        cluster = self._client.cluster(JOB)
+        found = {cluster.generation, *(committed["generation"] for committed in told)}
+        if found != {self._generation} or cluster.world_size != self._workers - self._dead:
+            raise RuntimeError(
+                f"worlds {found}, the last of {cluster.world_size} workers, are not what is measured here"
+            )
+        return max(float(committed["at"]) for committed in told)
+
+    def _beat(self, seconds: float) -> float:
+        """What a heartbeat of everybody each second costs the daemon, in per cent of a core."""
+        count, used_s, began_at = self._total("beats"), self._daemon.cpu_s(), time.monotonic()
+        time.sleep(seconds)
+        count, used_s = self._total("beats") - count, self._daemon.cpu_s() - used_s
+        took_s = time.monotonic() - began_at
+        if count < HEARTBEATS_LEAST * self._workers * took_s:
+            raise RuntimeError(f"this machine is too slow for {self._workers} heartbeats per second")
+        return 100 * used_s / took_s
+
+    def _kill_one(self, name: str) -> tuple[float, float, float]:
+        """From a death to the world without the dead: seconds, the daemon's CPU seconds, bytes to the survivors."""
+        victim = self._victims.pop(name)
+        self._dead += 1
+        used_s, count = self._daemon.cpu_s(), self._total("bytes")
+        began_at = time.monotonic()
+        victim.kill()
+        self._client.request(ReportDeath(JOB, name, incarnation_of(name)))
+        took_s = self._committed_at() - began_at
+        return took_s, self._daemon.cpu_s() - used_s, self._total("bytes") - count
+
+    def _total(self, what: str) -> int:
+        """What all count together."""
+        total = 0
+        for process in self._all:
+            process.tell(what)
+            total += int(process.hear(what)["total"])
+        return total
+
+    def _broadcast(self, connections: int, total_bytes: float) -> float:
+        """How long a bare server takes to send the same to the same number of connections."""
+        length = math.ceil(total_bytes / connections)
+        server = Process("--bare", connections, length)
+        try:
+            port = server.hear("listening")["port"]
+            for crowd in self._crowds:
+                crowd.tell("bare", port, length)
+            server.hear("accepted")
+            server.tell("send")
+            began_at = float(server.hear("sent")["at"])
+            return max(float(crowd.hear("reached")["at"]) for crowd in self._crowds) - began_at
+        finally:
+            server.kill()
+
+
+def exponent(loads: Sequence[Load], cost: Callable[[Load], float]) -> float:
+    """The power of the number of workers with which a cost grows: the slope of the line through the logarithms."""
+    sizes = [math.log(load.workers) for load in loads]
+    return statistics.linear_regression(sizes, [math.log(cost(load)) for load in loads]).slope
+
+
+def measure(quick: bool) -> list[Figure]:
+    """With more and more workers."""
+    loads: list[Load] = []
+    kills, beat_s = (2, 1.0) if quick else (KILLS, BEAT_S)
+    for workers in SIZES_QUICK if quick else SIZES:
+        with tempfile.TemporaryDirectory() as directory, Run(directory, workers, kills) as run:
+            loads.append(run.measure(beat_s))
+    window_s = ElasticTrainingConfig().failure_window_s
+    return [
+        *(figure for load in loads for figure in _figures(load)),
+        _growth("time of a rescale behind the failure window", loads, lambda load: load.rescale_s - window_s),
+        _growth("daemon's CPU for a rescale", loads, lambda load: load.rescale_cpu_s),
+        _growth("daemon's CPU for heartbeats", loads, lambda load: load.cpu_percent),
+        _growth("bytes sent for a rescale", loads, lambda load: load.rescale_bytes * load.workers),
+    ]
+
+
+def _figures(load: Load) -> list[Figure]:
+    who = f"{load.workers} workers"
+    return [
+        Figure(f"{who}: all join, first world committed", "s", load.forming_s),
+        _bounded(f"{who}: kill to commit heard by all", "s", load.rescale_s, RESCALE_MAX_S),
+        Figure(
+            f"{who}: kill to commit, against a bare broadcast of the same bytes",
+            *("s", load.rescale_s, load.broadcast_s),
+            higher_is_better=False,
+        ),
+        _bounded(f"{who}: daemon's CPU, a heartbeat each per second", "% of a core", load.cpu_percent, CPU_MAX_PERCENT),
+        Figure(f"{who}: daemon's memory per worker", "KiB", load.worker_bytes / 1024),
+        Figure(f"{who}: sent for a rescale, per worker", "bytes", load.rescale_bytes),
+    ]
+
+
+def _bounded(name: str, unit: str, value: float, limit: float) -> Figure:
+    return Figure(name, unit, value, limit, aim=1.0, higher_is_better=False)
+
+
+def _growth(name: str, loads: Sequence[Load], cost: Callable[[Load], float]) -> Figure:
+    return _bounded(f"with ten times the workers: {name}", "times", TENFOLD ** exponent(loads, cost), TENFOLD)
+
+
+if __name__ == "__main__":
+    main("scale", measure)

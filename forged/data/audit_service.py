@@ -1,0 +1,127 @@
+"""The proof that each sample was used once, on the bus.
+
+Law: what workers report is kept before it is acknowledged, so they may forget it. What they report again changes
+nothing. When a world begins behind fewer steps than were reported, what was used behind them is void.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from forged.bus import Bus
+from forged.data.audit import EpochAudit, UsageLog
+from forged.data.messages import AuditData, AuditView, ReportUsage
+from forged.elastic.messages import RescaleCompleted
+from forged.errors import RequestRefused
+from forged.jobs.model import JobRemoved
+from forged.ledger import read_all
+from forged.log import SILENT, Log
+from forged.messages import Call, Decision, Nothing, Record
+from forged.store.port import Store
+
+OWNER = "usage"
+PREFIX = "usage/"
+CHUNKS_MAX = 100
+"""What is written together has its limits, and so has a log."""
+
+
+class AuditService:
+    """Owns the logs of all jobs."""
+
+    def __init__(self, bus: Bus, log: Log = SILENT) -> None:
+        self.logs: dict[str, UsageLog] = {}
+        self._chunks: dict[str, list[bytes]] = {}
+        """What the store holds of each."""
+        self._log = log
+        bus.serve(ReportUsage, self._report, owner=OWNER)
+        bus.serve(AuditData, self._audit, owner=OWNER)
+        bus.on(RescaleCompleted, self._committed, name="usage.commits", durable=True)
+        bus.on(JobRemoved, self._removed, name="usage.removal", durable=True)
+
+    async def load(self, store: Store) -> None:
+        """Become what the store holds."""
+        self.logs.clear()
+        self._chunks.clear()
+        found: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
+        for entry in await read_all(store, PREFIX):
+            job, _, number = entry.key.removeprefix(PREFIX).rpartition("/")
+            found[job][int(number)] = entry.value
+        for job, chunks in found.items():
+            self._chunks[job] = [chunks[number] for number in sorted(chunks)]
+            self.logs[job] = UsageLog.decode(self._chunks[job])
+
+    def _report(self, request: ReportUsage, call: Call) -> Decision[Nothing]:
+        log = self.logs.get(request.job)
+        if log is None:
+            log = self.logs[request.job] = UsageLog(request.samples)
+        if log.samples != request.samples:
+            raise RequestRefused(
+                "dataset_differs",
+                f"job {request.job} trains with {log.samples} samples, and not with {request.samples}",
+                "give all workers the same dataset",
+            )
+        self._go_back(request.job, log, request.generation, request.begins_at)
+        log.report(request.generation, request.runs)
+        return Decision(Nothing(), writes=self._writes(request.job, log), job=request.job)
+
+    def _writes(self, job: str, log: UsageLog) -> dict[str, bytes | None]:
+        """The chunks that are others than those in the store."""
+        chunks, before = log.encode(), self._chunks.get(job, [])
+        if len(chunks) > CHUNKS_MAX:
+            # It goes on with what it can keep: an epoch whose rows are gone is not complete, and says so.
+            raise RequestRefused("usage_full", f"job {job} has used too many ranges to keep them", "use larger batches")
+        self._chunks[job] = chunks
+        writes: dict[str, bytes | None] = {
+            f"{PREFIX}{job}/{number}": chunk
+            for number, chunk in enumerate(chunks)
+            if number >= len(before) or before[number] != chunk
+        }
+        return writes | {f"{PREFIX}{job}/{number}": None for number in range(len(chunks), len(before))}
+
+    def _committed(self, record: Record) -> Decision[None] | None:
+        """Another world holds, behind so many steps."""
+        fact, log = record.fact, self.logs.get(record.job)
+        if log is None or not isinstance(fact, RescaleCompleted):
+            return None
+        self._go_back(record.job, log, fact.delta.epoch, fact.step)
+        return Decision(None, writes=self._writes(record.job, log))
+
+    def _go_back(self, job: str, log: UsageLog, generation: int, step: int) -> None:
+        """A world begins there. Its commit and its first report may be heard in any order."""
+        try:
+            log.rewind(generation, step)
+        except RequestRefused as error:
+            self._log.debug("a world's beginning was heard late", job=job, generation=generation, why=error.message)
+
+    def _removed(self, record: Record) -> Decision[None] | None:
+        if self.logs.pop(record.job, None) is None:
+            return None
+        chunks = self._chunks.pop(record.job, [])
+        return Decision(None, writes={f"{PREFIX}{record.job}/{number}": None for number in range(len(chunks))})
+
+    def _audit(self, request: AuditData, call: Call) -> AuditView:
+        log = self.logs.get(request.job)
+        if log is None:
+            raise RequestRefused(
+                "usage_none", f"no step of job {request.job[:80]!r} was reported yet", "give its workers a sampler"
+            )
+        epochs = log.epochs
+        epoch = request.epoch if request.epoch is not None else max(epochs, default=0)
+        return _view(request.job, log.audit(epoch), epochs)
+
+
+def _view(job: str, audit: EpochAudit, epochs: list[int]) -> AuditView:
+    return AuditView(
+        job=job,
+        epoch=audit.epoch,
+        samples=audit.expected,
+        used=audit.used,
+        dropped=audit.dropped,
+        complete=audit.complete,
+        missing_total=audit.missing_total,
+        missing=[(span.start, span.stop) for span in audit.missing],
+        repeated_total=audit.repeated_total,
+        repeated=[(span.start, span.stop) for span in audit.repeated],
+        forgotten=audit.forgotten,
+        epochs=epochs,
+    )

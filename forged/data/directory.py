@@ -1,0 +1,387 @@
+"""Shards as files in a directory.
+
+Law: the name of a file says which shard it is, how long it is and what its checksum must be, and it gets that name in
+one step, when its bytes are verified and durable. So there is no index that could disagree, and nothing half-written
+is ever believed. A name is made of numbers only, so it stays in the directory; links are not followed.
+
+    shard-7.67108864.6c78e0e3bd51d358d01e758642b85fb8         held
+    shard-7.67108864.6c78e0e3bd51d358d01e758642b85fb8.part    arriving; another process may go on with it
+    shard-7.part                                              arriving, to become what it becomes; ends with its writer
+
+What is hashed is the memory that is handed to the kernel, while it is in the processor's cache; what was here before
+is read back. An arriving file is locked against other processes by a lock that no forked child keeps.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import xxhash
+
+from forged.data.store import (
+    CHECKSUM_BYTES,
+    ArrivingShard,
+    Begun,
+    OpenShard,
+    ShardCorrupt,
+    ShardStore,
+    Stamp,
+    StoreFailed,
+    already_arriving,
+    already_held,
+    check_shard,
+    damaged,
+    not_held,
+)
+from forged.durable import sync_directory
+from forged.errors import ConfigError, RequestRefused
+
+FILE_MODE = 0o640
+READ_BYTES = 1 << 20
+PART = ".part"
+
+_SIZE_DIGITS_MAX = 19
+_NAME = re.compile(
+    rf"shard-(0|[1-9][0-9]{{0,18}})\.(0|[1-9][0-9]{{0,{_SIZE_DIGITS_MAX - 1}}})\.([0-9a-f]{{{2 * CHECKSUM_BYTES}}})"
+    rf"({re.escape(PART)})?\Z"
+)
+_UNSTAMPED = re.compile(rf"shard-(0|[1-9][0-9]{{0,18}}){re.escape(PART)}\Z")
+_SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class DirectoryShardStore(ShardStore):
+    """A directory of one worker, which nobody else writes to."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self._names = _Names(self.path)
+        self._held: dict[int, Stamp] = {}
+        self._begun: dict[int, Stamp] = {}
+        self._arriving: set[int] = set()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for entry in sorted(path.name for path in self.path.iterdir()):
+                self._recognise(entry)
+        except OSError as error:
+            raise ConfigError(
+                "shard_directory_unusable",
+                f"{self.path} cannot hold shards: {error.strerror or error}",
+                "give a directory that this process can read and write",
+            ) from error
+
+    def _recognise(self, entry: str) -> None:
+        if _UNSTAMPED.match(entry):
+            self._forget_unstamped(entry)
+        elif (found := _NAME.match(entry)) is not None:
+            shard, stamp = int(found[1]), Stamp(int(found[2]), bytes.fromhex(found[3]))
+            about = os.lstat(self.path / entry)
+            if not stat.S_ISREG(about.st_mode):
+                return
+            if found[4]:
+                self._begun[shard] = stamp
+            elif about.st_size == stamp.size:
+                self._held[shard] = stamp
+
+    def _forget_unstamped(self, entry: str) -> None:
+        """Nobody goes on with it, unless a process that lives is still at it."""
+        with suppress(OSError):
+            fd = os.open(self.path / entry, os.O_RDWR | _SAFELY)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (self.path / entry).unlink()
+            finally:
+                os.close(fd)
+
+    def held(self) -> Mapping[int, Stamp]:
+        """All shards that are held, at this moment."""
+        with self._lock:
+            return dict(self._held)
+
+    def holds(self, shard: int) -> bool:
+        """Whether this one is."""
+        return shard in self._held
+
+    def path_of(self, shard: int) -> Path:
+        """The file of a shard that is held, to be read."""
+        with self._lock:
+            stamp = self._held.get(shard)
+        if stamp is None:
+            raise not_held(shard)
+        return self.path / name_of(shard, stamp)
+
+    def open(self, shard: int) -> _OpenFile:
+        """Read a shard. One that is not as long as it was is damaged, and no longer held."""
+        path, stamp = self.path_of(shard), self._held.get(shard)
+        if stamp is None:
+            raise not_held(shard)
+        try:
+            fd = os.open(path, os.O_RDONLY | _SAFELY)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):
+                raise _failed(shard, error) from error
+            self._disown(shard)
+            raise damaged(shard, "its file is gone" if error.errno == errno.ENOENT else "a link lies there") from error
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_size != stamp.size:
+            os.close(fd)
+            self._disown(shard)
+            raise damaged(shard, f"there are {about.st_size} bytes of {stamp.size}")
+        return _OpenFile(path, fd, stamp, about)
+
+    def _disown(self, shard: int) -> None:
+        with self._lock:
+            self._held.pop(shard, None)
+
+    def begun(self, shard: int) -> Begun | None:
+        """How far a shard is that somebody began to write and did not finish."""
+        with self._lock:
+            stamp = self._begun.get(shard)
+        if stamp is None:
+            return None
+        try:
+            about = os.lstat(self._part_of(shard, stamp))
+        except OSError:
+            return None
+        return Begun(stamp, about.st_size) if about.st_size <= stamp.size and stat.S_ISREG(about.st_mode) else None
+
+    def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
+        """Write a shard that is to be what the stamp says, or whatever it becomes."""
+        self._occupy(check_shard(shard))
+        try:
+            self._leave_only(shard, stamp)
+            return _ArrivingFile(self, shard, stamp, self._part_of(shard, stamp), offset)
+        except BaseException:
+            self._free(shard)
+            raise
+
+    def _occupy(self, shard: int) -> None:
+        with self._lock:
+            if shard in self._held:
+                raise already_held(shard)
+            if shard in self._arriving:
+                raise already_arriving(shard)
+            self._arriving.add(shard)
+
+    def _leave_only(self, shard: int, stamp: Stamp | None) -> None:
+        """What was begun with another stamp is of no more use."""
+        with self._lock:
+            before = self._begun.pop(shard, None)
+            if stamp is not None:
+                self._begun[shard] = stamp
+        if before is not None and before != stamp:
+            with _translated(shard):
+                self._part_of(shard, before).unlink(missing_ok=True)
+
+    def _free(self, shard: int) -> None:
+        with self._lock:
+            self._arriving.discard(shard)
+
+    def _settle(self, shard: int, part: Path, stamp: Stamp) -> None:
+        """Give a whole file its name."""
+        path = self.path / name_of(shard, stamp)
+        part.replace(path)
+        try:
+            self._names.sync()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._held[shard] = stamp
+            self._begun.pop(shard, None)
+
+    def _forget(self, shard: int, part: Path) -> None:
+        with self._lock:
+            self._begun.pop(shard, None)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+    def drop(self, shard: int) -> None:
+        """Hold a shard no more, and forget what was begun of it; readers who have it open finish."""
+        with self._lock:
+            if shard in self._arriving:
+                raise already_arriving(shard)
+            stamp, begun = self._held.pop(shard, None), self._begun.pop(shard, None)
+        with _translated(shard):
+            if stamp is not None:
+                (self.path / name_of(shard, stamp)).unlink(missing_ok=True)
+            if begun is not None:
+                self._part_of(shard, begun).unlink(missing_ok=True)
+
+    def _part_of(self, shard: int, stamp: Stamp | None) -> Path:
+        return self.path / ((f"shard-{shard}" if stamp is None else name_of(shard, stamp)) + PART)
+
+
+class _Names:
+    """Those in a directory, made durable for several at once: each sync makes the file system wait for all it has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._done = 0
+
+    def sync(self) -> None:
+        """Return when a sync has succeeded that began after this call."""
+        enough = self._begun + 1
+        with self._lock:
+            if self._done >= enough:
+                return
+            self._begun += 1
+            number = self._begun
+            sync_directory(self._path)
+            self._done = number
+
+
+class _OpenFile(OpenShard):
+    """A file that is being read."""
+
+    def __init__(self, path: Path, fd: int, stamp: Stamp, about: os.stat_result) -> None:
+        self.fd = fd
+        self.stamp = stamp
+        self._path = path
+        self._identity = _identity(about)
+
+    def has_changed(self) -> bool:
+        """Whether the file is another one, or was written to. One that was dropped has not changed."""
+        if _identity(os.fstat(self.fd)) != self._identity:
+            return True
+        try:
+            return _identity(os.lstat(self._path)) != self._identity
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Be done with it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _ArrivingFile(ArrivingShard):
+    """A file that is being written."""
+
+    def __init__(self, store: DirectoryShardStore, shard: int, stamp: Stamp | None, part: Path, offset: int) -> None:
+        self._store = store
+        self._shard = shard
+        self._stamp = stamp
+        self._part = part
+        self._offset = 0
+        self._is_resumed = offset > 0
+        self._hash = xxhash.xxh3_128()
+        with _translated(shard):
+            self._fd = _locked(shard, part)
+        try:
+            with _translated(shard):
+                self._read_back(offset)
+                os.ftruncate(self._fd, offset)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _read_back(self, offset: int) -> None:
+        buffer = memoryview(bytearray(min(offset, READ_BYTES)))
+        while self._offset < offset:
+            size = os.preadv(self._fd, [buffer[: offset - self._offset]], self._offset)
+            if not size:
+                raise RequestRefused(
+                    "shard_offset_invalid",
+                    f"only {self._offset} bytes of shard {self._shard} are here, not {offset}",
+                    "go on from where it stopped",
+                )
+            self._hash.update(buffer[:size])
+            self._offset += size
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes. When the disk is full, all of them are dropped, so that others find room."""
+        view = memoryview(data)
+        self._hash.update(view)
+        with self._dropped_on_failure():
+            while view:
+                size = os.pwrite(self._fd, view, self._offset)
+                self._offset += size
+                view = view[size:]
+
+    def commit(self) -> Stamp:
+        """Hold the shard from now on, durably; or drop all, and raise `ShardCorrupt`."""
+        found = Stamp(self._offset, self._hash.digest())
+        with self._dropped_on_failure():
+            if found != (self._stamp or found) or os.fstat(self._fd).st_size != found.size:
+                raise ShardCorrupt(self._shard, is_whole=not self._is_resumed)
+            os.fchmod(self._fd, FILE_MODE)
+            os.fsync(self._fd)
+            self._store._settle(self._shard, self._part, found)
+        self.close()
+        return found
+
+    @contextmanager
+    def _dropped_on_failure(self) -> Iterator[None]:
+        try:
+            with _translated(self._shard):
+                yield
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Forget all that is here."""
+        if self._fd >= 0:
+            self._store._forget(self._shard, self._part)
+            self.close()
+
+    def close(self) -> None:
+        """Let the file be, for whoever goes on with it; without a stamp nobody can."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        if self._stamp is None:
+            with suppress(OSError):
+                self._part.unlink(missing_ok=True)
+        os.close(fd)
+        self._store._free(self._shard)
+
+
+def name_of(shard: int, stamp: Stamp) -> str:
+    """The name of a shard's file."""
+    return f"shard-{shard}.{stamp.size}.{stamp.checksum.hex()}"
+
+
+def _locked(shard: int, part: Path) -> int:
+    fd = os.open(part, os.O_RDWR | os.O_CREAT | _SAFELY, FILE_MODE)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "what lies there is no file", str(part))
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise already_arriving(shard) from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _identity(about: os.stat_result) -> tuple[int, int, int, int]:
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+@contextmanager
+def _translated(shard: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _failed(shard, error) from error
+
+
+def _failed(shard: int, error: OSError) -> StoreFailed:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFailed("disk_full", f"there is no room on the disk for shard {shard}", "make room")
+    return StoreFailed("shard_store_failed", f"shard {shard} cannot be kept: {error.strerror or error}", "see the disk")

@@ -1,0 +1,104 @@
+"""What becomes of transfers, as values.
+
+Law: every value is frozen. A report accounts for each shard that was to come: it was moved, was here already, or is
+missing, and then everything that was tried is told.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from forged.data.schedule import Source
+from forged.errors import Unavailable
+
+SHARDS_NAMED_MAX = 20
+
+
+class MovedShard(msgspec.Struct, frozen=True):
+    """A shard that is held now. `resumed_from` of its bytes were here before the last attempt."""
+
+    shard_id: int
+    source: Source
+    size: int
+    resumed_from: int
+    seconds: float
+
+
+class SourceFailure(msgspec.Struct, frozen=True):
+    """Why a shard could not be had from a source."""
+
+    source: Source
+    reason: str
+
+
+class MissingShard(msgspec.Struct, frozen=True):
+    """A shard that could be had from nobody."""
+
+    shard_id: int
+    failures: tuple[SourceFailure, ...]
+
+    def __str__(self) -> str:
+        tried = "; ".join(f"{failure.source or 'the origin'}: {failure.reason}" for failure in self.failures)
+        return f"shard {self.shard_id} ({tried or 'nobody has it'})"
+
+
+class BadCopy(msgspec.Struct, frozen=True):
+    """A copy that is not what it should be, or was not when it arrived."""
+
+    shard_id: int
+    source: Source
+    code: str
+    reason: str
+
+
+class TransferReport(msgspec.Struct, frozen=True):
+    """How a plan was executed by one worker."""
+
+    moved: tuple[MovedShard, ...] = ()
+    kept: tuple[int, ...] = ()
+    """Those that were here already."""
+    missing: tuple[MissingShard, ...] = ()
+    bad_copies: tuple[BadCopy, ...] = ()
+    bytes: int = 0
+    """How many travelled for shards that were moved and for those that were not."""
+    seconds: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all shards are here."""
+        return not self.missing
+
+    def require_complete(self) -> None:
+        """Raise an error that names the shards that are missing, if any are."""
+        if self.missing:
+            named = ", ".join(str(shard) for shard in self.missing[:SHARDS_NAMED_MAX])
+            more = len(self.missing) - SHARDS_NAMED_MAX
+            rest = f" and {more} more" if more > 0 else ""
+            raise Unavailable(
+                "shards_missing", f"{named}{rest} cannot be had from anybody", "bring back a worker that holds them"
+            )
+
+
+class UnderWay(msgspec.Struct, frozen=True):
+    """A shard that is being moved. `size` is None while it is not known."""
+
+    shard_id: int
+    source: Source
+    here: int
+    size: int | None
+
+
+class TransferProgress(msgspec.Struct, frozen=True):
+    """How far a worker is with a plan; a later one makes those before it worthless."""
+
+    done: int
+    missing: int
+    total: int
+    bytes_moved: int
+    seconds: float
+    under_way: tuple[UnderWay, ...] = ()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast it has been so far."""
+        return self.bytes_moved / self.seconds if self.seconds > 0 else 0.0

@@ -1,0 +1,119 @@
+"""What is kept of a job's data in the store: the dataset, who holds it, and what was planned for an attempt.
+
+Law: a column is cut into pieces that fit into the store, and what names them is written with or after the last of them
+and deleted before the first. A plan whose attempt was not committed is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+import numpy as np
+
+from forged.data.columns import Column
+from forged.data.custody import Assignment, Custody
+from forged.data.messages import DatasetSpec
+from forged.elastic.model import WorkerId
+
+PREFIX = "data/"
+DATASET, HOLDERS, PIECE = "dataset", "holders", "piece"
+PIECE_SHARDS = 100_000
+WORKERS_NARROW_MAX = 1 << 15
+
+
+class HoldersRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds the shards in the world of a generation; 0 while the attempt is not committed."""
+
+    attempt: int
+    generation: int
+    workers: tuple[WorkerId, ...]
+    shards: int
+    rows: int
+    """The owners, and each further copy."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_dataset = msgspec.msgpack.Decoder(DatasetSpec).decode
+_decode_holders = msgspec.msgpack.Decoder(HoldersRecord).decode
+
+
+def job_of(key: str) -> str:
+    """The job that a key is about."""
+    return key.removeprefix(PREFIX).partition("/")[0]
+
+
+def dataset_write(job: str, dataset: DatasetSpec) -> dict[str, bytes | None]:
+    """What is written when a job's dataset is known."""
+    return {f"{PREFIX}{job}/{DATASET}": _encode(dataset)}
+
+
+def holders_write(job: str, attempt: int, assignment: Assignment) -> dict[str, bytes | None]:
+    """What is written of who holds what, without the pieces."""
+    record = HoldersRecord(
+        attempt=attempt,
+        generation=assignment.generation,
+        workers=assignment.workers,
+        shards=assignment.owners.size,
+        rows=1 + len(assignment.replicas),
+    )
+    return {f"{PREFIX}{job}/{HOLDERS}/{attempt}": _encode(record)}
+
+
+def piece_writes(job: str, attempt: int, assignment: Assignment) -> Iterator[tuple[str, bytes]]:
+    """The pieces of the columns."""
+    kind = "<i2" if len(assignment.workers) < WORKERS_NARROW_MAX else "<i4"
+    for row, column in enumerate((assignment.owners, *assignment.replicas)):
+        for number, start in enumerate(range(0, column.size, PIECE_SHARDS)):
+            piece = column[start : start + PIECE_SHARDS].astype(kind).tobytes()
+            yield f"{PREFIX}{job}/{PIECE}/{attempt}/{row}/{number}", piece
+
+
+def keys_of(job: str, attempt: int, shards: int, rows: int) -> list[str]:
+    """All keys of what was planned for an attempt, what names the others first."""
+    pieces = range(-(-shards // PIECE_SHARDS))
+    return [f"{PREFIX}{job}/{HOLDERS}/{attempt}"] + [
+        f"{PREFIX}{job}/{PIECE}/{attempt}/{row}/{number}" for row in range(rows) for number in pieces
+    ]
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What comes back of a job."""
+
+    custody: Custody
+    attempt: int
+    """The one that led to what is held now; 0 before the first."""
+    planned: dict[int, Assignment]
+    """What was planned for attempts of which nobody knows yet whether they were committed."""
+
+
+def restored(job: str, entries: Iterable[tuple[str, bytes]]) -> Restored | None:
+    """What these entries were written for; None where they are left of a job that is no more."""
+    found = {key.removeprefix(f"{PREFIX}{job}/"): value for key, value in entries}
+    if DATASET not in found:
+        return None
+    custody = Custody(job, _decode_dataset(found[DATASET]))
+    committed, planned = 0, {}
+    for key, value in found.items():
+        if not key.startswith(f"{HOLDERS}/"):
+            continue
+        record = _decode_holders(value)
+        assignment = _assignment(record, found)
+        if record.generation > custody.assignment.generation:
+            custody.assignment, committed = assignment, record.attempt
+        elif not record.generation:
+            planned[record.attempt] = assignment
+    return Restored(custody, committed, planned)
+
+
+def _assignment(record: HoldersRecord, found: Mapping[str, bytes]) -> Assignment:
+    kind = "<i2" if len(record.workers) < WORKERS_NARROW_MAX else "<i4"
+    rows = [_column(record, row, kind, found) for row in range(record.rows)]
+    replicas = np.stack(rows[1:]) if rows[1:] else np.empty((0, record.shards), np.int32)
+    return Assignment(record.generation, record.workers, rows[0], replicas)
+
+
+def _column(record: HoldersRecord, row: int, kind: str, found: Mapping[str, bytes]) -> Column:
+    pieces = range(-(-record.shards // PIECE_SHARDS))
+    parts = [np.frombuffer(found[f"{PIECE}/{record.attempt}/{row}/{number}"], kind) for number in pieces]
+    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)

@@ -1,0 +1,334 @@
+"""Training data on the bus: who holds it, and what travels when the workers change.
+
+Law: an attempt's plan is kept before anybody is told of it, so that a daemon that comes back when the attempt was
+committed knows what was agreed. Members ask for their part; nothing large is said to all. What cannot be had stops the
+attempt by the job's policy, and no other thing does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+
+from forged.bus import DAEMON, Bus
+from forged.clock import Clock
+from forged.data.custody import Assignment, Custody, Gathering, Ids
+from forged.data.messages import (
+    NAMED_MAX,
+    CorruptShardFound,
+    DatasetDefined,
+    DataView,
+    OfferShards,
+    OwnersPage,
+    PlanData,
+    ReadOwners,
+    ReadTransfers,
+    ReportCorruptShard,
+    ReportShards,
+    ShardsLost,
+    ShowData,
+    ShowTransfers,
+    TransferPart,
+    TransfersCompleted,
+    TransfersPlanned,
+    TransfersView,
+    TransferTotals,
+    WorkerTransfers,
+)
+from forged.data.plan import DataRedistributionPlan
+from forged.data.records import PREFIX, dataset_write, holders_write, job_of, keys_of, piece_writes, restored
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.messages import (
+    AbortJob,
+    AttemptMembers,
+    ReadAttempt,
+    Receiving,
+    RescaleCompleted,
+    RescaleJob,
+    WorkerJoined,
+)
+from forged.elastic.model import LostDataPolicy
+from forged.errors import RequestRefused
+from forged.jobs.model import JobRemoved, ShowJob
+from forged.ledger import read_all
+from forged.messages import Call, Decision, Fact, Nothing, Record
+from forged.store.port import Store
+
+T = TypeVar("T")
+
+OWNER = "data"
+PART_MAX = 40
+"""Keys that are decided together: a transaction has its limits."""
+OFFER_BYTES_MAX = 2 << 20
+Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs arithmetic somewhere where it holds up nobody."""
+
+
+async def inline(act: Callable[[], T]) -> T:
+    """Run it here: there are no threads in a simulation."""
+    return act()
+
+
+class DataService:
+    """Owns the custodies of all jobs."""
+
+    def __init__(self, bus: Bus, clock: Clock, compute: Compute) -> None:
+        self.custodies: dict[str, Custody] = {}
+        self._bus = bus
+        self._clock = clock
+        self._compute = compute
+        self._committed: dict[str, int] = {}
+        """The attempt that led to what is held, of every job where there was one."""
+        self._planned: defaultdict[str, dict[int, Assignment]] = defaultdict(dict)
+        """What was kept for attempts that may yet be committed."""
+        self._remains: dict[str, None] = {}
+        self._progress: dict[str, tuple[int, dict[str, Receiving]]] = {}
+        self._serve()
+
+    def _serve(self) -> None:
+        serve = self._bus.serve
+        serve(OfferShards, self._offer, owner=OWNER)
+        serve(ReadTransfers, self._transfers, owner=OWNER)
+        serve(ReportShards, self._finish, owner=OWNER)
+        serve(ReportCorruptShard, self._corrupt, owner=OWNER)
+        serve(ReadOwners, self._owners, owner=OWNER)
+        serve(ShowData, self._show, owner=OWNER)
+        serve(ShowTransfers, self._show_transfers, owner=OWNER)
+        serve(PlanData, self._preview, owner=OWNER)
+        self._bus.on_signal(Receiving, self._progressed, name="data.progress")
+        self._bus.on(RescaleCompleted, self._adopt, name="data.commits", durable=True)
+        self._bus.on(JobRemoved, self._removed, name="data.removal", durable=True)
+        self._bus.on(WorkerJoined, self._joined, name="data.joins")
+
+    async def load(self, store: Store) -> None:
+        """Become what the store holds."""
+        entries: defaultdict[str, list[tuple[str, bytes]]] = defaultdict(list)
+        for entry in await read_all(store, PREFIX):
+            entries[job_of(entry.key)].append((entry.key, entry.value))
+        for table in (self.custodies, self._committed, self._planned, self._remains, self._progress):
+            table.clear()
+        for job, found in entries.items():
+            known = restored(job, found)
+            if known is None:
+                self._remains.update(dict.fromkeys(key for key, _ in found))
+                continue
+            self.custodies[job], self._planned[job] = known.custody, dict(known.planned)
+            if known.attempt:
+                self._committed[job] = known.attempt
+
+    # What workers say.
+
+    async def _offer(self, request: OfferShards, call: Call) -> Decision[Nothing]:
+        held = _ids(request.held)
+        self._sweep()
+        members = await self._bus.ask(ReadAttempt(request.job, request.worker_id, request.incarnation))
+        if members.attempt != request.attempt:
+            raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
+        custody, is_new = self._custody(request)
+        now = self._clock.monotonic()
+        custody.gather(members.attempt, tuple(members.target), tuple(members.leaving), now)
+        worker = next(one for one in (*members.target, *members.leaving) if one.id == request.worker_id)
+        is_last = custody.offer(worker, held, request.more, request.held_bytes, request.bytes_per_second)
+        facts: list[Fact] = [DatasetDefined(request.dataset)] if is_new else []
+        writes = dataset_write(request.job, request.dataset) if is_new else {}
+        if is_last and custody.gathering is not None:
+            facts += await self._settle(custody, custody.gathering, members)
+        return Decision(Nothing(), tuple(facts), writes, request.job)
+
+    def _custody(self, request: OfferShards) -> tuple[Custody, bool]:
+        custody = self.custodies.get(request.job)
+        if custody is not None:
+            custody.require_same(request.dataset)
+            return custody, False
+        custody = self.custodies[request.job] = Custody(request.job, request.dataset)
+        return custody, True
+
+    async def _settle(self, custody: Custody, gathering: Gathering, members: AttemptMembers) -> list[Fact]:
+        """Plan, keep the plan, and say what it is."""
+        config = ElasticTrainingConfig.from_settings(members.settings)
+        plan: DataRedistributionPlan = await self._compute(partial(custody.draft, gathering, config))
+        if custody.gathering is not gathering or self.custodies.get(custody.job) is not custody:
+            # Another attempt has begun meanwhile, or the state was read anew.
+            raise RequestRefused("attempt_over", f"attempt {gathering.attempt} is over", "go by the newest")
+        custody.settle(gathering, plan)
+        count, shards = custody.lost()
+        if count:
+            gathering.plan = None
+            return [self._tell_lost(custody.job, gathering.attempt, count, shards, config)]
+        self._keep(custody.job, gathering.attempt, Assignment(0, gathering.target, plan.owners, plan.replicas))
+        return [TransfersPlanned(gathering.attempt, gathering.totals)]
+
+    def _tell_lost(
+        self, job: str, attempt: int, count: int, shards: list[int], config: ElasticTrainingConfig
+    ) -> ShardsLost:
+        if config.lost_data_policy is LostDataPolicy.ABORT:
+            named = ", ".join(map(str, shards)) + (", …" if count > NAMED_MAX else "")
+            reason = f"nobody has {count} shards any more, and they cannot be had again: {named}"
+            self._bus.submit(AbortJob(job, reason), Call(DAEMON, OWNER))
+        return ShardsLost(attempt, count, shards)
+
+    def _keep(self, job: str, attempt: int, assignment: Assignment) -> None:
+        """Write down what was planned; what was planned before and came to nothing is forgotten."""
+        for older in list(self._planned[job]):
+            self._forget(job, older, self._planned[job].pop(older))
+        self._planned[job][attempt] = assignment
+        pieces = piece_writes(job, attempt, assignment)
+        while part := dict(islice(pieces, PART_MAX)):
+            self._append(dict(part))
+        self._append(holders_write(job, attempt, assignment))
+
+    def _forget(self, job: str, attempt: int, assignment: Assignment) -> None:
+        self._delete(keys_of(job, attempt, assignment.owners.size, 1 + len(assignment.replicas)))
+
+    def _sweep(self) -> None:
+        """Delete what is left of jobs that are no more."""
+        remains, self._remains = list(self._remains), {}
+        self._delete(remains)
+
+    def _delete(self, keys: list[str]) -> None:
+        for part in _parts(keys):
+            self._append(dict.fromkeys(part))
+
+    def _append(self, writes: dict[str, bytes | None]) -> None:
+        self._bus.ledger.append(Decision(None, writes=writes), origin=OWNER)
+
+    def _transfers(self, request: ReadTransfers, call: Call) -> TransferPart:
+        return self._get(request.job).part_for(request.worker_id, request.attempt, request.after)
+
+    def _finish(self, request: ReportShards, call: Call) -> Decision[Nothing]:
+        custody = self._get(request.job)
+        is_last = custody.finish(request.worker_id, request.attempt, request.transfers, request.received)
+        gathering = custody.gathering
+        if not is_last or gathering is None:
+            return Decision(Nothing())
+        took_s = self._clock.monotonic() - gathering.began_at
+        moved = list(gathering.finished.values())
+        completed = TransfersCompleted(
+            gathering.attempt,
+            sum(transfers for transfers, _ in moved),
+            sum(size for _, size in moved),
+            round(took_s, 3),
+            gathering.totals.estimated_s,
+        )
+        return Decision(Nothing(), (completed,), job=request.job)
+
+    def _corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
+        self._get(request.job)
+        return Decision(
+            Nothing(), (CorruptShardFound(request.source, request.shard, request.worker_id),), job=request.job
+        )
+
+    def _progressed(self, signal: Receiving, call: Call) -> None:
+        attempt, known = self._progress.get(signal.job, (0, {}))
+        if signal.attempt > attempt:
+            attempt, known = signal.attempt, {}
+        if signal.attempt == attempt and signal.job in self.custodies:
+            known[signal.worker_id] = signal
+            self._progress[signal.job] = attempt, known
+
+    # What happens.
+
+    def _adopt(self, record: Record) -> Decision[None] | None:
+        """A rescale was committed."""
+        fact, custody = record.fact, self.custodies.get(record.job)
+        if custody is None or not isinstance(fact, RescaleCompleted):
+            return None
+        planned = self._planned[record.job].pop(fact.attempt, None)
+        if planned is None:
+            return None
+        held = Assignment(fact.delta.epoch, planned.workers, planned.owners, planned.replicas)
+        before, former = self._committed.get(record.job), custody.assignment
+        custody.assignment, self._committed[record.job] = held, fact.attempt
+        if before is not None and before != fact.attempt:
+            self._forget(record.job, before, former)
+        return Decision(None, writes=holders_write(record.job, fact.attempt, held))
+
+    def _removed(self, record: Record) -> None:
+        custody = self.custodies.pop(record.job, None)
+        if custody is None:
+            return
+        self._append(dict.fromkeys(dataset_write(record.job, custody.dataset)))
+        kept = self._planned.pop(record.job, {})
+        committed = self._committed.pop(record.job, None)
+        if committed is not None:
+            kept[committed] = custody.assignment
+        for attempt, assignment in kept.items():
+            self._forget(record.job, attempt, assignment)
+        self._progress.pop(record.job, None)
+
+    async def _joined(self, record: Record) -> None:
+        """Somebody came, who may have what is missing."""
+        custody = self.custodies.get(record.job)
+        gathering = None if custody is None else custody.gathering
+        if gathering is not None and gathering.plan is None and not gathering.waiting_for:
+            await self._bus.ask(RescaleJob(record.job, "somebody has come who may hold what is missing"))
+
+    # What is asked.
+
+    def _get(self, job: str) -> Custody:
+        custody = self.custodies.get(job)
+        if custody is None:
+            raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
+        return custody
+
+    def _owners(self, request: ReadOwners, call: Call) -> OwnersPage:
+        return self._get(request.job).owners_page(request.after)
+
+    def _show(self, request: ShowData, call: Call) -> DataView:
+        custody = self._get(request.job)
+        return DataView(
+            job=request.job,
+            dataset=custody.dataset,
+            generation=custody.assignment.generation,
+            workers=list(custody.held()),
+        )
+
+    def _show_transfers(self, request: ShowTransfers, call: Call) -> TransfersView:
+        gathering = self._get(request.job).gathering
+        if gathering is None:
+            raise RequestRefused("transfers_none", f"nothing has travelled in job {request.job} yet", "ask later")
+        workers = list(self._workers_at_it(request.job, gathering))
+        return TransfersView(
+            job=request.job,
+            attempt=gathering.attempt,
+            running=not gathering.is_over,
+            totals=gathering.totals,
+            done=sum(worker.done for worker in workers),
+            bytes=sum(worker.bytes for worker in workers),
+            elapsed_s=round(self._clock.monotonic() - gathering.began_at, 3),
+            waiting_for=[worker.id for worker in gathering.waiting_for],
+            workers=workers,
+        )
+
+    def _workers_at_it(self, job: str, gathering: Gathering) -> Iterator[WorkerTransfers]:
+        attempt, progress = self._progress.get(job, (0, {}))
+        for worker in gathering.target:
+            told = progress.get(worker.id) if attempt == gathering.attempt else None
+            finished = gathering.finished.get(worker.id)
+            done, moved = finished or ((told.transfers, told.received) if told else (0, 0))
+            transfers = 0 if gathering.plan is None else len(gathering.plan.for_worker(worker))
+            yield WorkerTransfers(worker.id, done, transfers, moved, finished is not None)
+
+    async def _preview(self, request: PlanData, call: Call) -> TransferTotals:
+        custody, job = self._get(request.job), await self._bus.ask(ShowJob(request.job))
+        return custody.preview(request.workers, ElasticTrainingConfig.from_settings(job.settings))
+
+
+def _ids(held: bytes) -> Ids:
+    if len(held) % 8 or len(held) > OFFER_BYTES_MAX:
+        raise RequestRefused(
+            "holdings_invalid",
+            f"held has {len(held)} bytes, which are no whole numbers of 8 bytes, or more than {OFFER_BYTES_MAX}",
+            "give int64 in parts",
+        )
+    return np.frombuffer(held, "<i8").astype(np.int64)
+
+
+def _parts(keys: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(keys), PART_MAX):
+        yield keys[start : start + PART_MAX]

@@ -1,0 +1,228 @@
+"""A worker's part of the job's training data.
+
+Law: at every attempt the worker says what it holds by what lies verified in its store, fetches what it is told to, and
+answers only when it holds all that it has to. What it need not hold any more it drops when the attempt was committed,
+and not before: until then others may come for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import numpy as np
+from anyio import to_thread
+
+from forged.clock import Clock
+from forged.data.messages import (
+    OfferShards,
+    OwnersPage,
+    ReadOwners,
+    ReadTransfers,
+    ReportCorruptShard,
+    ReportShards,
+    TransferPart,
+)
+from forged.data.outcome import BadCopy, TransferProgress, TransferReport
+from forged.data.schedule import Source, Wanted
+from forged.data.shards import Dataset, Indices
+from forged.data.store import Stamp
+from forged.data.training import TrainingData
+from forged.data.transfers import DataTransferManager
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.messages import Receiving
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.errors import RequestRefused
+from forged.messages import Signal
+from forged.worker.mesh import Mesh
+from forged.worker.registration import Registration
+
+OFFER_SHARDS_MAX = 1 << 17
+"""So many shards are named in one message."""
+ORIGIN = -1
+ASK_AGAIN_S = 1.0
+"""How long to wait for the word that a plan is there, before asking for it all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What this worker has to fetch, and what it has to hold then."""
+
+    wanted: list[Wanted]
+    keep: frozenset[int]
+
+
+class Custodian:
+    """Holds shards for one worker."""
+
+    def __init__(
+        self,
+        data: TrainingData,
+        config: ElasticTrainingConfig,
+        line: Registration,
+        signal: Callable[[Signal], object],
+        mesh: Mesh,
+        clock: Clock,
+        random: Callable[[], float],
+        *,
+        uses_threads: bool,
+    ) -> None:
+        self._data = data
+        self._dataset = Dataset.of(data.samples, data.shards)
+        self._line = line
+        self._signal = signal
+        self._uses_threads = uses_threads
+        self._attempt = 0
+        """The one that this worker takes part in."""
+        self._planned = 0
+        """The attempt of the newest plan that was heard of."""
+        self._news = anyio.Event()
+        self._keeps: tuple[int, frozenset[int]] = 0, frozenset()
+        """What has to be held when that attempt is committed."""
+        self._bad_copies: list[BadCopy] = []
+        self._manager = DataTransferManager(
+            line.worker,
+            data.store,
+            mesh.visit_shards,
+            origin=data.origin,
+            max_concurrent_transfers=config.max_concurrent_transfers,
+            use_parallel_data_transfer=config.use_parallel_data_transfer,
+            rate_bytes_per_s=data.rate_bytes_per_s,
+            clock=clock,
+            random=random,
+            uses_threads=uses_threads,
+            progress=self._tell_progress,
+            bad_copy=self._bad_copies.append,
+        )
+        mesh.give_shards(data.store)
+
+    def hear_of_plan(self, attempt: int) -> None:
+        """It is settled what has to travel for an attempt."""
+        self._planned = max(self._planned, attempt)
+        news, self._news = self._news, anyio.Event()
+        news.set()
+
+    async def take_part(self, attempt: int) -> None:
+        """Hold what this worker has to hold when the attempt is committed."""
+        self._attempt = attempt
+        await self._offer(attempt)
+        part = await self._part(attempt)
+        report = await self._manager.execute(part.wanted, generation=attempt)
+        await self._tell_bad_copies()
+        report.require_complete()
+        await self._tell_done(attempt, report)
+        self._keeps = attempt, part.keep
+
+    async def settle(self, attempt: int) -> None:
+        """The attempt was committed: drop what somebody else is to hold."""
+        of, keep = self._keeps
+        if of != attempt:
+            return
+        store = self._data.store
+        for shard in [shard for shard in store.held() if shard not in keep]:
+            await self._run(partial(store.drop, shard))
+
+    async def owners(self, topology: ClusterTopology) -> Indices:
+        """The rank of the owner of each shard, in a world that was committed; -1 for who is not in it."""
+        pages: list[OwnersPage] = []
+        while not pages or pages[-1].more:
+            page = await self._line.say(ReadOwners(self._line.job, sum(len(page.owners) for page in pages) // 4))
+            if page.generation < topology.epoch:
+                # The daemon hears of its own commit a moment later.
+                await anyio.sleep(ASK_AGAIN_S / 100)
+            elif page.generation == topology.epoch:
+                pages.append(page)
+            else:
+                raise RequestRefused("generation_over", f"generation {topology.epoch} is over", "enter newer ones")
+        places = np.frombuffer(b"".join(page.owners for page in pages), "<i4")
+        ranks = np.array([*(topology.rank_of(worker) for worker in pages[0].workers), -1], np.int64)
+        owners: Indices = ranks[places]
+        return owners
+
+    async def _offer(self, attempt: int) -> None:
+        held: dict[int, Stamp] = dict(await self._run(self._data.store.held))
+        ids = np.array(sorted(shard for shard in held if shard < self._data.shards), "<i8")
+        size = sum(held[shard].size for shard in ids.tolist())
+        starts = range(0, max(1, ids.size), OFFER_SHARDS_MAX)
+        for start in starts:
+            await self._line.say(
+                OfferShards(
+                    self._line.job,
+                    self._line.worker.id,
+                    self._line.incarnation,
+                    attempt,
+                    self._data.spec,
+                    ids[start : start + OFFER_SHARDS_MAX].tobytes(),
+                    size,
+                    start != starts[-1],
+                    self._manager.bandwidth.overall_bytes_per_s or 0.0,
+                )
+            )
+
+    async def _part(self, attempt: int) -> Part:
+        """What this worker is told, as soon as all have said what they hold."""
+        while True:
+            if self._planned < attempt:
+                with anyio.move_on_after(ASK_AGAIN_S):
+                    await self._news.wait()
+            try:
+                pages = await self._pages(attempt)
+            except RequestRefused as error:
+                if error.code != "plan_pending":
+                    raise
+            else:
+                wanted = [one for page in pages for one in self._wanted(page)]
+                keep = frozenset(shard for page in pages for shard in np.frombuffer(page.keep, "<i8").tolist())
+                return Part(wanted, keep)
+
+    async def _pages(self, attempt: int) -> Sequence[TransferPart]:
+        pages: list[TransferPart] = []
+        after = 0
+        while not pages or pages[-1].more:
+            page = await self._line.say(ReadTransfers(self._line.job, self._line.worker.id, attempt, after))
+            pages.append(page)
+            after += max(len(page.shards), len(page.keep)) // 8
+        return pages
+
+    def _wanted(self, page: TransferPart) -> Iterator[Wanted]:
+        shards = np.frombuffer(page.shards, "<i8").tolist()
+        sources = np.frombuffer(page.sources, "<i4").reshape(len(shards), page.sources_per_shard).tolist()
+        for shard, places in zip(shards, sources, strict=True):
+            named = [self._source(page.workers, place) for place in places if place >= ORIGIN]
+            yield Wanted(self._dataset.shard(shard), self._data.shards - shard, tuple(named))
+
+    @staticmethod
+    def _source(workers: tuple[WorkerId, ...], place: int) -> Source:
+        return None if place == ORIGIN else workers[place]
+
+    async def _tell_done(self, attempt: int, report: TransferReport) -> None:
+        await self._line.say(
+            ReportShards(
+                self._line.job,
+                self._line.worker.id,
+                self._line.incarnation,
+                attempt,
+                len(report.moved),
+                report.bytes,
+                report.seconds,
+            )
+        )
+
+    async def _tell_bad_copies(self) -> None:
+        while self._bad_copies:
+            copy = self._bad_copies.pop(0)
+            if copy.source is not None:
+                said = ReportCorruptShard(self._line.job, self._line.worker.id, copy.source.id, copy.shard_id)
+                await self._line.say(said)
+
+    def _tell_progress(self, progress: TransferProgress) -> None:
+        """Say how far it is, if somebody listens."""
+        line = self._line
+        self._signal(
+            Receiving(line.job, line.worker.id, line.incarnation, self._attempt, progress.bytes_moved, progress.done)
+        )
+
+    async def _run(self, act: Callable[[], object]):  # type: ignore[no-untyped-def]
+        return await to_thread.run_sync(act) if self._uses_threads else act()

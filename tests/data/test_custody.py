@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.data.custody import Custody, Gathering, Ids
+from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
+from forged.data.planner import DataRedistributor
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
+from forged.errors import RequestRefused
+
+CONFIG = ElasticTrainingConfig(redistribution_type=RedistributionType.INCREMENTAL)
+NOTHING = np.empty(0, np.int64)
+
+
+def worker(name: str) -> WorkerId:
+    return WorkerId(name, f"host-{name}", 7000)
+
+
+def workers(names: str) -> tuple[WorkerId, ...]:
+    return tuple(map(worker, names))
+
+
+def ids(*numbers: int) -> Ids:
+    return np.array(numbers, np.int64)
+
+
+def custody(shards: int = 10, *, samples: int | None = None, replication: int = 0, has_origin: bool = False) -> Custody:
+    return Custody("run", DatasetSpec(samples or 100 * shards, shards, replication, has_origin))
+
+
+def settled(it: Custody, attempt: int, held: dict[str, Ids], *, leaving: str = "") -> Gathering:
+    """All say what they hold, and a plan is made."""
+    it.gather(attempt, workers("".join(name for name in held if name not in leaving)), workers(leaving), 0.0)
+    was_last = [it.offer(worker(name), ids, False, 8 * ids.size, 0.0) for name, ids in held.items()]
+    assert was_last == [False] * (len(held) - 1) + [True]
+    gathering = it.gathering
+    assert gathering is not None
+    it.settle(gathering, it.draft(gathering, CONFIG))
+    return gathering
+
+
+def part(it: Custody, name: str, attempt: int) -> tuple[list[int], list[list[int]], list[int]]:
+    """What a member has to fetch, from whom, and what it keeps; all pages of it."""
+    shards: list[int] = []
+    sources: list[list[int]] = []
+    keep: list[int] = []
+    after, more = 0, True
+    while more:
+        page = it.part_for(name, attempt, after)
+        shards += np.frombuffer(page.shards, "<i8").tolist()
+        sources += np.frombuffer(page.sources, "<i4").reshape(-1, page.sources_per_shard).tolist()
+        keep += np.frombuffer(page.keep, "<i8").tolist()
+        after, more = after + PAGE_SHARDS_MAX, page.more
+    return shards, sources, keep
+
+
+def test_another_dataset_is_refused_by_its_numbers() -> None:
+    it = custody(10)
+    it.require_same(DatasetSpec(1_000, 10))
+    with pytest.raises(RequestRefused, match="1000 samples in 10 shards, 0 further copies, without an origin") as error:
+        it.require_same(DatasetSpec(1_000, 20))
+    assert error.value.code == "dataset_differs"
+
+
+def test_what_nobody_has_comes_from_the_origin() -> None:
+    it = custody(4, has_origin=True)
+    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
+    assert (gathering.totals.from_origin, it.lost()) == (4, (0, []))
+    shards, sources, keep = part(it, "a", 1)
+    assert shards == keep
+    assert all(source[-1] == -1 for source in sources)
+
+
+def test_what_nobody_has_and_cannot_be_had_again_is_named() -> None:
+    it = custody(100)
+    settled(it, 1, {"a": ids(*range(50)), "b": NOTHING})
+    assert it.lost() == (50, list(range(50, 50 + NAMED_MAX)))
+
+
+def test_what_a_worker_holds_is_what_it_says_now_and_not_what_it_held() -> None:
+    it = custody(4)
+    first = settled(it, 1, {"a": ids(0, 1, 2, 3), "b": NOTHING})
+    assert first.plan is not None
+    it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
+    settled(it, 2, {"a": ids(0, 1), "b": ids(2)})
+    assert it.lost() == (1, [3])
+
+
+def test_an_owner_stays_the_owner_where_others_have_copies() -> None:
+    it = custody(4)
+    first = settled(it, 1, {"a": ids(0, 1, 2, 3), "b": ids(2, 3)})
+    assert first.plan is not None
+    it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
+    again = settled(it, 2, {"b": ids(0, 1, 2, 3), "a": ids(0, 1, 2, 3)})
+    assert again.totals.transfers == 0
+    assert again.totals.shards == 0
+
+
+def test_who_leaves_serves_and_gets_nothing() -> None:
+    it = custody(6)
+    gathering = settled(it, 1, {"a": ids(0, 1), "b": NOTHING, "z": ids(2, 3, 4, 5)}, leaving="z")
+    assert gathering.totals.from_owners == 4
+    assert it.lost() == (0, [])
+    assert part(it, "z", 1)[::2] == ([], [])
+
+
+def test_other_holders_are_named_for_when_the_first_fails() -> None:
+    it = custody(2, has_origin=True)
+    settled(it, 1, {"a": ids(0, 1), "b": ids(0, 1), "c": NOTHING, "d": NOTHING})
+    place = {"a": 0, "b": 1}
+    for name in "cd":
+        shards, sources, _ = part(it, name, 1)
+        for source in sources:
+            assert {source[0], source[1]} == set(place.values())
+            assert source[-1] == -1
+        assert len(shards) <= 1
+
+
+@given(
+    shards=st.integers(0, 60),
+    replication=st.integers(0, 2),
+    holders=st.lists(st.sets(st.integers(0, 59)), min_size=1, max_size=6),
+)
+def test_who_fetches_what_it_is_told_holds_what_it_has_to_keep(
+    shards: int, replication: int, holders: list[set[int]]
+) -> None:
+    it = custody(shards, replication=replication, has_origin=True)
+    held = {name: ids(*sorted(n for n in has if n < shards)) for name, has in zip("abcdef", holders, strict=False)}
+    gathering = settled(it, 1, held)
+    assert gathering.plan is not None
+    assert DataRedistributor(CONFIG, replication=replication).validate_redistribution(
+        ClusterTopology(gathering.target), gathering.plan
+    )
+    copies = np.zeros(shards, int)
+    for name, has in held.items():
+        fetched, sources, keep = part(it, name, 1)
+        assert set(keep) <= {*has.tolist(), *fetched}
+        assert not {*has.tolist()} & {*fetched}
+        for shard, source in zip(fetched, sources, strict=True):
+            assert all(n < 0 or shard in held["abcdef"[n]] for n in source)
+        copies[keep] += 1
+    assert (copies == 1 + min(replication, len(held) - 1)).all()
+
+
+def test_parts_come_in_pages() -> None:
+    it = custody(2 * PAGE_SHARDS_MAX + 10, has_origin=True)
+    settled(it, 1, {"a": NOTHING})
+    assert it.part_for("a", 1, 0).more
+    shards, _, keep = part(it, "a", 1)
+    assert shards == keep == list(range(2 * PAGE_SHARDS_MAX + 10))
+
+
+def test_what_is_held_may_be_said_in_parts() -> None:
+    it = custody(4)
+    it.gather(1, workers("a"), (), 0.0)
+    assert not it.offer(worker("a"), ids(0, 1), True, 0, 0.0)
+    assert it.offer(worker("a"), ids(1, 2, 3), False, 400, 0.0)
+    assert it.gathering is not None
+    assert it.gathering.said[worker("a")].ids.tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_no_shard_and_who_is_no_member_is_refused() -> None:
+    it = custody(4)
+    it.gather(2, workers("a"), (), 0.0)
+    for member, held, code in (("a", ids(4), "holdings_invalid"), ("a", ids(-1), "holdings_invalid")):
+        with pytest.raises(RequestRefused) as error:
+            it.offer(worker(member), held, False, 0, 0.0)
+        assert error.value.code == code
+    with pytest.raises(RequestRefused) as error:
+        it.offer(worker("b"), NOTHING, False, 0, 0.0)
+    assert error.value.code == "not_a_member"
+    with pytest.raises(RequestRefused) as error:
+        it.gather(1, workers("a"), (), 0.0)
+    assert error.value.code == "attempt_over"
+
+
+def test_a_newer_attempt_begins_anew() -> None:
+    it = custody(4, has_origin=True)
+    settled(it, 1, {"a": NOTHING})
+    it.gather(2, workers("ab"), (), 0.0)
+    assert it.gathering is not None
+    assert it.gathering.waiting_for == list(workers("ab"))
+    for attempt, code in ((1, "attempt_over"), (2, "plan_pending")):
+        with pytest.raises(RequestRefused) as error:
+            it.part_for("a", attempt, 0)
+        assert error.value.code == code
+
+
+def test_all_have_finished_once() -> None:
+    it = custody(4, has_origin=True)
+    settled(it, 1, {"a": NOTHING, "b": NOTHING})
+    assert [it.finish("a", 1, 2, 20), it.finish("a", 1, 2, 20), it.finish("b", 1, 2, 20)] == [False, False, True]
+    assert not it.finish("b", 1, 2, 20)
+
+
+def test_estimates_are_made_of_what_was_measured() -> None:
+    it = custody(10, samples=1_000)
+    it.gather(1, workers("ab"), (), 0.0)
+    it.offer(worker("a"), ids(*range(10)), False, 1_000_000, 250_000.0)
+    it.offer(worker("b"), NOTHING, False, 0, 0.0)
+    gathering = it.gathering
+    assert gathering is not None
+    it.settle(gathering, it.draft(gathering, CONFIG))
+    assert (gathering.totals.transfers, gathering.totals.bytes) == (5, 500_000)
+    # Five transfers in four lanes.
+    assert gathering.totals.estimated_s == pytest.approx(2 * 100_000 / 250_000)
+
+
+def test_what_would_travel_is_told_without_doing_anything() -> None:
+    it = custody(12)
+    first = settled(it, 1, {"a": ids(*range(6)), "b": ids(*range(6, 12))})
+    assert first.plan is not None
+    it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
+    totals = it.preview(["a", "b", "new-1"], CONFIG)
+    assert (totals.shards, totals.transfers, totals.from_owners) == (4, 4, 4)
+    assert it.gathering is first
+
+
+def test_samples_are_counted_by_owner() -> None:
+    it = custody(3, samples=10)
+    first = settled(it, 1, {"a": ids(0, 2), "b": ids(1)})
+    assert first.plan is not None
+    it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
+    assert [(one.worker_id, one.owned, one.samples) for one in it.held()] == [("a", 2, 7), ("b", 1, 3)]
+
+
+def test_a_dataset_without_samples_is_held_by_everybody() -> None:
+    it = custody(0, samples=0)
+    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
+    assert gathering.totals.transfers == 0
+    assert part(it, "a", 1) == ([], [], [])

@@ -1,0 +1,153 @@
+"""Transfers on virtual time, over a network that fails, without threads and files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from random import Random
+from typing import Any
+
+import pytest
+
+from forged.data.bandwidth import RATE_BYTES_MIN
+from forged.data.memory import MemoryShardStore
+from forged.data.outcome import TransferProgress
+from forged.data.transfers import DataTransferManager
+from forged.errors import Unavailable
+from forged.retry import RetryPolicy
+from tests.data.wards import filling, shard
+from tests.simulation.loop import VirtualClock, run
+from tests.worker.test_simulated import Cluster
+
+SIZE = 400_000
+
+
+class DataCluster(Cluster):
+    """Workers with shards in memory."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        super().__init__(size, seed)
+        self.stores = [MemoryShardStore() for _ in range(size)]
+        for mesh, store in zip(self.meshes, self.stores, strict=True):
+            mesh.give_shards(store)
+
+    def manager(self, number: int, **options: Any) -> DataTransferManager:
+        return DataTransferManager(
+            self.workers[number],
+            self.stores[number],
+            self.meshes[number].visit_shards,
+            clock=VirtualClock(asyncio.get_running_loop()),
+            random=Random(number).random,
+            uses_threads=False,
+            **options,
+        )
+
+
+def simulate(size: int, story: Callable[[DataCluster], Awaitable[None]], seed: int = 1) -> list[str]:
+    """Live through a story; returns what the network saw."""
+    traces: list[list[str]] = []
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            cluster = DataCluster(size, seed)
+            traces.append(cluster.trace)
+            await cluster.open(stack)
+            await story(cluster)
+
+    run(main, seed)
+    return traces[0]
+
+
+async def move_five(cluster: DataCluster) -> None:
+    for number in range(5):
+        cluster.stores[1].put(number, [filling(number, SIZE)])
+    manager = cluster.manager(0)
+    moving = (manager.transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(one)) for one in range(5))
+    await asyncio.gather(*moving)
+    assert cluster.stores[0].held() == cluster.stores[1].held()
+
+
+def test_shards_move_over_a_simulated_network_the_same_way_each_time() -> None:
+    assert simulate(2, move_five, 3) == simulate(2, move_five, 3)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_all_transfers_together_keep_the_rate(concurrency: int) -> None:
+    async def story(cluster: DataCluster) -> None:
+        for number in range(8):
+            cluster.stores[1].put(number, [filling(number, RATE_BYTES_MIN)])
+        manager = cluster.manager(0, rate_bytes_per_s=2 * RATE_BYTES_MIN, max_concurrent_transfers=concurrency)
+        began = asyncio.get_running_loop().time()
+        moving = (manager.transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(one)) for one in range(8))
+        await asyncio.gather(*moving)
+        elapsed_s = asyncio.get_running_loop().time() - began
+        assert 3.5 < elapsed_s < 6.0
+
+    simulate(2, story)
+
+
+def test_progress_is_told_while_a_shard_moves_and_its_rate_is_that_of_the_way() -> None:
+    async def story(cluster: DataCluster) -> None:
+        seen: list[TransferProgress] = []
+        cluster.stores[1].put(0, [filling(0, 4 * RATE_BYTES_MIN)])
+        manager = cluster.manager(0, rate_bytes_per_s=RATE_BYTES_MIN, progress=seen.append, progress_interval_s=0.5)
+        await manager.transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(0))
+        here = [one.under_way[0].here for one in seen if one.under_way]
+        assert len(here) >= 4
+        assert here == sorted(here)
+        rate = manager.bandwidth.bytes_per_s(cluster.workers[1])
+        assert rate is not None
+        assert 0.7 * RATE_BYTES_MIN < rate < 1.4 * RATE_BYTES_MIN
+
+    simulate(2, story)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_source_that_is_killed_at_any_moment_is_replaced_by_a_copy(seed: int) -> None:
+    source = Random(seed)
+
+    async def story(cluster: DataCluster) -> None:
+        for number in range(6):
+            for store in cluster.stores[1:]:
+                store.put(number, [filling(number, SIZE)])
+        manager = cluster.manager(0)
+        moving = [
+            asyncio.ensure_future(
+                manager.transfer_data_shards(
+                    cluster.workers[1], cluster.workers[0], shard(number), replicas=[cluster.workers[2]]
+                )
+            )
+            for number in range(6)
+        ]
+        await asyncio.sleep(source.random() * 0.2)
+        cluster.network.kill(cluster.hosts[1])
+        await asyncio.gather(*moving)
+        assert cluster.stores[0].held() == cluster.stores[2].held()
+
+    simulate(3, story, seed)
+
+
+def test_a_source_that_cannot_be_reached_for_a_while_is_asked_again() -> None:
+    async def story(cluster: DataCluster) -> None:
+        cluster.stores[1].put(0, [filling(0, SIZE)])
+        cluster.network.partition(["h0"], ["h1"])
+        patient = RetryPolicy(attempts=100, delay_s=0.5)
+        manager = cluster.manager(0, retry=patient)
+        moving = asyncio.ensure_future(manager.transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(0)))
+        await asyncio.sleep(20.0)
+        assert not moving.done()
+        cluster.network.heal()
+        await moving
+
+    simulate(2, story)
+
+
+def test_a_source_that_can_never_be_reached_is_given_up_in_the_end() -> None:
+    async def story(cluster: DataCluster) -> None:
+        cluster.stores[1].put(0, [filling(0, SIZE)])
+        cluster.network.partition(["h0"], ["h1"])
+        with pytest.raises(Unavailable, match="shard 0 "):
+            await cluster.manager(0).transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(0))
+
+    simulate(2, story)

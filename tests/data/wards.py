@@ -1,0 +1,187 @@
+"""Workers with shards, and somebody between them who meddles with the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from forged.data.memory import MemoryShardStore
+from forged.data.model import DataShard
+from forged.data.outcome import MovedShard
+from forged.data.store import ShardStore
+from forged.data.transfers import DataTransferManager
+from forged.elastic.model import WorkerId
+from forged.retry import RetryPolicy
+from forged.worker.mesh import Mesh
+from tests.worker.meshes import open_meshes
+
+SWIFT = RetryPolicy(attempts=3, delay_s=0.01)
+
+Meddle = Callable[[int, bytes], bytes]
+"""Told at which byte of the way to the fetcher a piece begins; returns what goes on; if it is less, it is cut there."""
+
+
+def pass_all(at: int, data: bytes) -> bytes:
+    return data
+
+
+def cut_after(count: int) -> Meddle:
+    """Cut the connection behind so many bytes."""
+    return lambda at, data: data[: max(0, count - at)]
+
+
+def flip_once(at_byte: int) -> Meddle:
+    """Flip a bit of one byte, the first time it passes."""
+    done = False
+
+    def meddle(at: int, data: bytes) -> bytes:
+        nonlocal done
+        if done or not at <= at_byte < at + len(data):
+            return data
+        done = True
+        changed = bytearray(data)
+        changed[at_byte - at] ^= 1
+        return bytes(changed)
+
+    return meddle
+
+
+class Middle:
+    """A port that leads to a worker's; `meddle` sees what comes back."""
+
+    def __init__(self, target: WorkerId) -> None:
+        self.meddle: Meddle = pass_all
+        self.hold_at: int | None = None
+        """Behind so many bytes nothing goes on before the gate is opened."""
+        self.gate = asyncio.Event()
+        self.held = asyncio.Event()
+        self.passed: list[int] = []
+        """How many bytes came back, for each connection."""
+        self.worker: WorkerId
+        self._target = target
+        self._tasks: list[asyncio.Future[None]] = []
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[WorkerId]:
+        """Let others in; returns where the worker seems to be."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        self.worker = WorkerId(self._target.id, "127.0.0.1", port)
+        try:
+            yield self.worker
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.append(asyncio.ensure_future(self._connect(reader, writer)))
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with _closing(writer):
+            far_reader, far_writer = await asyncio.open_connection(self._target.hostname, self._target.port)
+            async with _closing(far_writer):
+                self.passed.append(0)
+                ways = [
+                    asyncio.ensure_future(_carry(reader, far_writer)),
+                    asyncio.ensure_future(self._carry_back(far_reader, writer, len(self.passed) - 1)),
+                ]
+                try:
+                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for way in ways:
+                        way.cancel()
+                    await asyncio.gather(*ways, return_exceptions=True)
+
+    async def _carry_back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        at = 0
+        while data := await reader.read(4096):
+            if self.hold_at is not None and at + len(data) > self.hold_at:
+                self.held.set()
+                await self.gate.wait()
+            changed = self.meddle(at, data)
+            at += len(data)
+            self.passed[number] += len(changed)
+            writer.write(changed)
+            await writer.drain()
+            if len(changed) < len(data):
+                break
+
+
+@asynccontextmanager
+async def _closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(4096):
+        writer.write(data)
+        await writer.drain()
+
+
+def shard(number: int) -> DataShard:
+    return DataShard(number, number, number + 1)
+
+
+def descriptors() -> int:
+    """How many are open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def filling(number: int, size: int) -> bytes:
+    """Bytes that are a shard's and no other's."""
+    return Random(number).randbytes(size)
+
+
+@dataclass
+class Ward:
+    """Some workers; the first fetches."""
+
+    meshes: list[Mesh]
+    workers: list[WorkerId]
+    stores: list[ShardStore]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def me(self) -> WorkerId:
+        """Who fetches."""
+        return self.workers[0]
+
+    @property
+    def store(self) -> ShardStore:
+        """That of who fetches."""
+        return self.stores[0]
+
+    def manager(self, **options: Any) -> DataTransferManager:
+        """That of who fetches; it does not wait for long."""
+        defaults = {"retry": SWIFT, "random": Random(1).random, **self.options}
+        return DataTransferManager(self.me, self.store, self.meshes[0].visit_shards, **{**defaults, **options})
+
+    async def move(self, manager: DataTransferManager, number: int, *sources: int | WorkerId) -> MovedShard | None:
+        """Have a shard fetched from some workers, the first of them the owner."""
+        first, *rest = (one if isinstance(one, WorkerId) else self.workers[one] for one in sources)
+        return await manager.transfer_data_shards(first, self.me, shard(number), replicas=rest)
+
+
+@asynccontextmanager
+async def open_ward(
+    count: int, make_store: Callable[[int], ShardStore] = lambda number: MemoryShardStore(), **options: Any
+) -> AsyncIterator[Ward]:
+    """So many workers, each with a store."""
+    async with AsyncExitStack() as stack:
+        made = await stack.enter_async_context(open_meshes(count, **options))
+        stores = [make_store(number) for number in range(count)]
+        for mesh, store in zip(made.meshes, stores, strict=True):
+            mesh.give_shards(store)
+        yield Ward(made.meshes, made.workers, stores)

@@ -1,0 +1,132 @@
+"""Networks that fail, for real: the daemon and each worker on a host of its own, and what is between them is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from benchmarks.hosted import DAEMON, ELEMENTS, HostedCluster
+from benchmarks.hosted_trainee import JOB
+from benchmarks.hosts import why_not
+from forged.elastic.messages import RescaleStarted, WorkerFailed, WorkerLost, WorkerReturned
+from forged.messages import Fact, Record
+
+WORKERS = ("w1", "w2", "w3")
+LARGE = 1 << 17
+"""So many elements do not fit the window of a peer that does not read just now."""
+
+F = TypeVar("F", bound=Fact)
+Make = Callable[..., HostedCluster]
+
+
+@pytest.fixture
+def clusters(tmp_path: Path) -> Iterator[Make]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(HostedCluster(str(tmp_path), *WORKERS, **options))
+
+
+def by_rank(cluster: HostedCluster, *ranks: int) -> list[str]:
+    """The names of those who have these ranks."""
+    names = {worker.rank: name for name, worker in cluster.workers.items()}
+    return [names[rank] for rank in ranks]
+
+
+def facts(cluster: HostedCluster, kind: type[F]) -> list[F]:
+    """Those that were told so far."""
+    records = cluster.client.past_facts(kind, jobs=[JOB])
+    return [record.fact for record in records if isinstance(record, Record) and isinstance(record.fact, kind)]
+
+
+def failed(cluster: HostedCluster) -> list[str]:
+    return [fact.worker_id for fact in facts(cluster, WorkerFailed)]
+
+
+def wait_for(cluster: HostedCluster, kind: type[WorkerLost | WorkerReturned], *names: str) -> None:
+    """Wait until this was told of all of them."""
+    missing = set(names)
+    for record in cluster.client.facts(kind, since=0, jobs=[JOB]):
+        assert isinstance(record, Record)
+        assert isinstance(record.fact, kind)
+        missing.discard(record.fact.worker_id)
+        if not missing:
+            return
+
+
+def more_steps(cluster: HostedCluster, *names: str, steps: int = 20) -> None:
+    """Wait until these have made some more."""
+    goals = {name: cluster.workers[name].steps[-1]["step"] + steps for name in names}
+    cluster.until(lambda: all(cluster.workers[name].steps[-1]["step"] >= goal for name, goal in goals.items()))
+
+
+@pytest.mark.parametrize("elements", [ELEMENTS, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("rank", [0, 1], ids=["hub", "member"])
+def test_a_gone_host_is_noticed_and_it_alone_and_is_welcome_when_it_starts_anew(
+    clusters: Make, rank: int, elements: int
+) -> None:
+    cluster = clusters(elements=elements)
+    generation = cluster.until_together(*WORKERS)
+    (victim,) = by_rank(cluster, rank)
+    survivors = [name for name in WORKERS if name != victim]
+
+    cluster.hosts.unplug(victim)
+    generation = cluster.until_together(*survivors, after=generation)
+    assert failed(cluster) == [victim]
+
+    cluster.hosts.plug_in(victim)
+    cluster.until(lambda: bool(cluster.workers[victim].ended))
+    assert cluster.workers[victim].ended == "worker_evicted"
+
+    cluster.start(victim)
+    cluster.until_together(*WORKERS, after=generation)
+    assert failed(cluster) == [victim]
+
+
+def test_of_two_who_do_not_reach_each_other_the_higher_rank_goes(clusters: Make) -> None:
+    cluster = clusters()
+    generation = cluster.until_together(*WORKERS)
+    hub, member, parted = by_rank(cluster, 0, 1, 2)
+
+    cluster.hosts.part(hub, parted)
+    cluster.until_together(hub, member, after=generation)
+    assert failed(cluster) == [parted]
+    cluster.until(lambda: bool(cluster.workers[parted].ended))
+    assert cluster.workers[parted].ended == "worker_evicted"
+
+
+def test_members_who_do_not_need_each_other_may_be_parted(clusters: Make) -> None:
+    cluster = clusters()
+    generation = cluster.until_together(*WORKERS)
+    attempts = len(facts(cluster, RescaleStarted))
+    members = by_rank(cluster, 1, 2)
+
+    cluster.hosts.part(*members)
+    more_steps(cluster, *WORKERS)
+    cluster.hosts.bring_together(*members)
+    more_steps(cluster, *WORKERS)
+    assert cluster.until_together(*WORKERS) == generation
+    assert len(facts(cluster, RescaleStarted)) == attempts
+
+
+def test_training_goes_on_without_the_daemon_and_nothing_changes_when_it_is_back(clusters: Make) -> None:
+    cluster = clusters()
+    generation = cluster.until_together(*WORKERS)
+    attempts = len(facts(cluster, RescaleStarted))
+    ranks = by_rank(cluster, 0, 1, 2)
+
+    cluster.hosts.unplug(DAEMON)
+    wait_for(cluster, WorkerLost, *WORKERS)
+    more_steps(cluster, *WORKERS)
+    cluster.hosts.plug_in(DAEMON)
+    wait_for(cluster, WorkerReturned, *WORKERS)
+    more_steps(cluster, *WORKERS)
+
+    assert cluster.until_together(*WORKERS) == generation
+    assert by_rank(cluster, 0, 1, 2) == ranks
+    assert len(facts(cluster, RescaleStarted)) == attempts
+    assert failed(cluster) == []

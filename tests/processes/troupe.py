@@ -1,0 +1,325 @@
+"""Training scripts in real processes around a daemon in another, and what they have told of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from forged.client import ForgedClient
+from forged.demo.processes import DaemonProcess, command, environment, nothing_left_behind
+from forged.elastic.messages import RescaleCompleted
+from forged.elastic.model import ClusterTopology
+from forged.messages import Fact, Record
+from tests.client.house import SOON
+from tests.processes.trainee import ARMED, ENOUGH, JOB
+
+PATIENCE_S = 60.0
+SOON_ENDING: dict[str, Any] = {
+    "stability_window_ms": 20,
+    "failure_window_ms": 20,
+    "failure_tolerance_percentage": 100,
+    "max_consecutive_failures": 1_000_000,
+}
+"""Settings under which nobody waits for what does not come, and no number of deaths is too large."""
+MARK = "FORGEDS_TROUPE"
+"""Told to all processes; not with an underscore behind FORGED, as what begins so is kept from them."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One that counts, as a worker told of it."""
+
+    step: int
+    generation: int
+    rank: int
+    size: int
+
+
+@dataclass
+class Player:
+    """A worker's process, and what it has told."""
+
+    name: str
+    directory: Path
+    steps: list[Step] = field(default_factory=list)
+    entered: list[tuple[int, int]] = field(default_factory=list)
+    """The worlds it has come into, and at which step."""
+    held: int = 0
+    """How often it was caught, to be let go."""
+    finished: int | None = None
+    process: asyncio.subprocess.Process | None = None
+    hearing: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def code(self) -> int | None:
+        return None if self.process is None else self.process.returncode
+
+    @property
+    def said(self) -> str:
+        """What it has complained of."""
+        return (self.directory / f"{self.name}.log").read_text()
+
+    @property
+    def pulse(self) -> int:
+        """The process that speaks for it: its only child."""
+        (child,) = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return int(child)
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def let_go(self) -> None:
+        """It goes on from where it was caught."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+
+    def descriptors(self) -> int:
+        return sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())
+
+    def take(self, line: bytes) -> None:
+        told = json.loads(line)
+        if "step" in told:
+            self.steps.append(Step(**told))
+        elif "entered" in told:
+            self.entered.append((told["entered"], told["at"]))
+        elif "finished" in told:
+            self.finished = told["finished"]
+        else:
+            self.held += "held" in told
+
+    def __repr__(self) -> str:
+        last = self.steps[-1] if self.steps else None
+        return f"{self.name}: exit code {self.code}, entered {self.entered[-3:]}, {last}, {self.said[-2000:]}"
+
+
+class Troupe:
+    """All of them, and their daemon."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.directory = directory
+        self.daemon = DaemonProcess(directory, log=directory / "daemon.log")
+        self.settings = SOON_ENDING | settings
+        self.players: dict[str, Player] = {}
+        self._moved = asyncio.Condition()
+
+    def __getitem__(self, name: str) -> Player:
+        return self.players[name]
+
+    @property
+    def endpoint(self) -> str:
+        return f"unix://{self.daemon.socket}"
+
+    def client(self) -> ForgedClient:
+        return ForgedClient(self.endpoint, reconnect=SOON)
+
+    async def facts(self, *types: type[Fact]) -> list[Any]:
+        """What the daemon has told of the job so far."""
+        async with self.client() as client:
+            return [item.fact async for item in client.past_facts(*types, jobs=[JOB]) if isinstance(item, Record)]
+
+    # Coming and going.
+
+    async def start(
+        self, *names: str, at: str = "", act: str = "die", nth: int = 1, ballast: int = 1000, gil_s: int = 0
+    ) -> None:
+        """Have some begin; `at` is where they are caught."""
+        points = [(at, act, nth)] if at else []
+        options = {"points": points, "ballast": ballast, "gil_s": gil_s, "config": self.settings}
+        for name in names:
+            words = (self.endpoint, name, str(self.directory), json.dumps(options))
+            player = self.players[name] = Player(name, self.directory)
+            with (self.directory / f"{name}.log").open("wb") as log:
+                player.process = await asyncio.create_subprocess_exec(
+                    *command("tests.processes.trainee", *words),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    env=environment(),
+                    start_new_session=True,
+                )
+            player.hearing = asyncio.create_task(self._hear(player))
+
+    async def one_after_the_other(self, *names: str, victim: str, at: str, **options: Any) -> None:
+        """Have some train together, ranked as they stand here; the victim will be caught."""
+        for name in names:
+            await self.start(name, at=at if name == victim else "", **options)
+            await self.until(lambda name=name: bool(self[name].entered))  # type: ignore[misc]
+        await self.world_of(*names)
+
+    def arm(self) -> None:
+        """From now on the points count at which workers are caught."""
+        (self.directory / ARMED).touch()
+
+    async def together(self, *names: str) -> None:
+        """Have some begin, and wait until they train together."""
+        await self.start(*names)
+        await self.world_of(*names)
+
+    async def _hear(self, player: Player) -> None:
+        assert player.process is not None
+        assert player.process.stdout is not None
+        async for line in player.process.stdout:
+            player.take(line)
+            await self._notify()
+        await player.process.wait()
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()
+
+    # Waiting.
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something holds; looks whenever somebody has told something or has ended."""
+        try:
+            async with asyncio.timeout(PATIENCE_S), self._moved:
+                while not true():
+                    await self._moved.wait()
+        except TimeoutError:
+            raise AssertionError(await self.standing()) from None
+
+    async def standing(self) -> str:
+        """Where everybody is, as far as that can be found out."""
+        lines = ["nothing moves:", *map(repr, self.players.values())]
+        try:
+            async with asyncio.timeout(5.0), self.client() as client:
+                lines.append(repr(await client.cluster(JOB)))
+                lines += map(repr, await client.workers(JOB))
+                facts = [item async for item in client.past_facts(jobs=[JOB])]
+                lines += [repr(item.fact) for item in facts[-30:] if isinstance(item, Record)]
+        except (TimeoutError, OSError) as error:
+            lines.append(f"the daemon does not answer: {error!r}")
+        return "\n".join(lines)
+
+    async def world_of(self, *names: str, steps: int = 2) -> None:
+        """Wait until these, and nobody else, have done so many steps together in one world."""
+
+        def together() -> bool:
+            self._require_alive(*names)
+            last = [self[name].steps[-1] if self[name].steps else None for name in names]
+            first = last[0]
+            if first is None or first.size != len(names):
+                return False
+            shared = [sum(step.generation == first.generation for step in self[name].steps[-steps:]) for name in names]
+            return all(count == steps for count in shared)
+
+        await self.until(together)
+
+    async def more_steps(self, *names: str, steps: int = 3) -> None:
+        """Wait until these have made some more."""
+        goals = {name: len(self[name].steps) + steps for name in names}
+
+        def made() -> bool:
+            self._require_alive(*names)
+            return all(len(self[name].steps) >= goal for name, goal in goals.items())
+
+        await self.until(made)
+
+    def _require_alive(self, *names: str) -> None:
+        ended = [self[name] for name in names if self[name].code is not None]
+        assert ended == [], "these have ended"
+
+    async def dead(self, *names: str) -> None:
+        """Wait until these have been killed."""
+        await self.until(lambda: all(self[name].code is not None for name in names))
+        codes = {name: self[name].code for name in names}
+        assert set(codes.values()) == {-signal.SIGKILL}, await self.standing()
+
+    async def finish(self, *names: str) -> None:
+        """Let these come to the end of the training, and see that all was right."""
+        (self.directory / ENOUGH).touch()
+        await self.until(lambda: all(self[name].code is not None for name in names))
+        ends = {name: (self[name].code, self[name].finished) for name in names}
+        behind = max((player.steps[-1].step for player in self.players.values() if player.steps), default=-1) + 1
+        assert ends == dict.fromkeys(names, (0, behind)), await self.standing()
+        self.check(await self.facts(RescaleCompleted))
+
+    def check(self, told: list[RescaleCompleted]) -> None:
+        """The worlds are those that the daemon has told of, and every step counts in one of them."""
+        topology = ClusterTopology()
+        names = {}
+        for rescale in told:
+            topology = topology.apply(rescale.delta)
+            names[topology.epoch] = [worker.id for worker in topology.workers]
+        assert list(names) == list(range(1, len(told) + 1))
+        assert [rescale.step for rescale in told] == sorted(rescale.step for rescale in told)
+        assert [rescale.attempt for rescale in told] == sorted({rescale.attempt for rescale in told})
+        worlds: dict[int, int] = {}
+        for player in self.players.values():
+            numbers = [step.step for step in player.steps]
+            assert numbers == sorted(set(numbers)), f"{player.name} did a step twice"
+            for step in player.steps:
+                world = names[step.generation]
+                assert (world[step.rank], len(world)) == (player.name, step.size), step
+                assert worlds.setdefault(step.step, step.generation) == step.generation, f"{step} counts twice"
+        assert sorted(worlds) == list(range(len(worlds))), "a step is missing"
+
+    async def send_home(self) -> None:
+        for player in self.players.values():
+            if player.process is not None and player.code is None:
+                player.kill(signal.SIGCONT)
+                player.kill()
+        hearing = [player.hearing for player in self.players.values() if player.hearing is not None]
+        await asyncio.gather(*hearing)
+        await self.daemon.stop()
+
+
+@asynccontextmanager
+async def troupe_in(directory: Path, **settings: Any) -> AsyncIterator[Troupe]:
+    """A troupe, of which nothing is left behind: the pulses of the dead go by themselves."""
+    troupe = Troupe(directory, **settings)
+    mark = uuid4().hex
+    os.environ[MARK] = mark
+    with nothing_left_behind():
+        try:
+            await troupe.daemon.start()
+            yield troupe
+            ended = [player.name for player in troupe.players.values() if player.code is not None]
+            await _all_over(_pulses(mark, troupe, set(ended)))
+        finally:
+            await troupe.send_home()
+            del os.environ[MARK]
+
+
+def _pulses(mark: str, troupe: Troupe, ended: set[str]) -> Iterable[int]:
+    """Those that are left of who has ended."""
+    theirs = {troupe.daemon.pid, os.getpid()}
+    for player in troupe.players.values():
+        if player.name not in ended:
+            theirs |= {player.pid, player.pulse}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(process.name) not in theirs and f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
+                yield int(process.name)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+
+
+async def _all_over(pids: Iterable[int]) -> None:
+    for pid in pids:
+        try:
+            end = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
+        try:
+            assert await asyncio.to_thread(poll.poll, PATIENCE_S * 1000), f"process {pid} is left behind"
+        finally:
+            os.close(end)

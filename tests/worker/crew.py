@@ -1,0 +1,224 @@
+"""Workers on one loop that train something of which every step shows.
+
+The state is one number: a function of how many steps were applied to it, and of their order. So a step that was lost or
+done twice shows at once, in every worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.worker.errors import StepAborted
+from forged.worker.worker import ElasticWorker
+
+JOB = "run"
+PRIME = 2_147_483_647
+PATIENCE_S = 30.0
+
+
+def config(**settings: Any) -> ElasticTrainingConfig:
+    """Settings under which nobody waits for what does not come."""
+    soon = {"stability_window_ms": 0, "failure_window_ms": 5, "failure_tolerance_percentage": 100}
+    return ElasticTrainingConfig(**(soon | settings))
+
+
+def advance(chain: int, step: int) -> int:
+    """One step."""
+    return (chain * 31 + step + 1) % PRIME
+
+
+def chain_behind(steps: int) -> int:
+    """The state behind so many steps."""
+    chain = 0
+    for step in range(steps):
+        chain = advance(chain, step)
+    return chain
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker did a step."""
+
+    generation: int
+    rank: int
+    world_size: int
+    step: int
+
+
+class Trainer:
+    """A training script and its worker."""
+
+    def __init__(self, crew: Crew, name: str, **options: Any) -> None:
+        self.crew = crew
+        self.name = name
+        self.state = {"chain": np.zeros(1, np.int64), "ballast": np.zeros(10_000)}
+        self.worker = ElasticWorker(name, crew.config, job=JOB, state=self.state, **options)
+        self.places: list[Place] = []
+        """Where its steps were that counted."""
+        self.rescales: list[Any] = []
+        self.worker.rescaling_requested.subscribe(self.rescales.append)
+        self.before_step: Callable[[int], Awaitable[None]] | None = None
+        self.before_exchange: Callable[[int], Awaitable[None]] | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def chain(self) -> int:
+        return int(self.state["chain"][0])
+
+    async def run(self) -> None:
+        """Train until there is nothing more to do."""
+        async with self.worker.session(*self.crew.endpoints):
+            await self.steps()
+
+    async def steps(self) -> None:
+        """What the script does inside its session."""
+        while (step := await self.worker.begin_step(self.crew.total)) is not None:
+            assert self.chain == chain_behind(step), f"{self.name} is not where {step} steps lead"
+            place = Place(self.worker.generation, self.worker.rank, self.worker.world_size, step)
+            if self.before_step is not None:
+                await self.before_step(step)
+            try:
+                await self._exchange(step)
+                self.state["chain"][0] = advance(self.chain, step)
+            except StepAborted:
+                pass
+            if await self.worker.finish_step():
+                self.places.append(place)
+                await self.crew.moved()
+            # Whoever trains alone in its world waits for nobody, and lets others have their turn.
+            await asyncio.sleep(0)
+
+    async def _exchange(self, step: int) -> None:
+        if self.before_exchange is not None:
+            await self.before_exchange(step)
+        count, steps = await self.worker.all_reduce(np.array([1, step]))
+        assert (count, steps) == (self.worker.world_size, step * self.worker.world_size)
+
+    def __repr__(self) -> str:
+        done = "" if self.task is None or not self.task.done() else f", over: {self.task}"
+        return f"{self.name}: step {self.worker.step}, {self.worker._standing}{done}"
+
+
+@dataclass
+class Crew:
+    """Trainers of one job."""
+
+    endpoints: list[str]
+    config: ElasticTrainingConfig | None
+    total: int = 1_000_000_000
+    trainers: dict[str, Trainer] = field(default_factory=dict)
+    _moved: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def __getitem__(self, name: str) -> Trainer:
+        return self.trainers[name]
+
+    def make(self, *names: str, **options: Any) -> list[Trainer]:
+        """Some that have not begun."""
+        made = [Trainer(self, name, **options) for name in names]
+        self.trainers |= {trainer.name: trainer for trainer in made}
+        return made
+
+    def start(self, *names: str, **options: Any) -> list[Trainer]:
+        """Have some begin."""
+        made = [self.trainers.get(name) or self.make(name, **options)[0] for name in names]
+        for trainer in made:
+            trainer.task = asyncio.create_task(trainer.run())
+            trainer.task.add_done_callback(lambda _: asyncio.ensure_future(self.moved()))
+        return made
+
+    async def moved(self) -> None:
+        """Something has happened."""
+        async with self._moved:
+            self._moved.notify_all()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something holds; looks whenever somebody has made a step or ended."""
+        try:
+            async with asyncio.timeout(PATIENCE_S), self._moved:
+                while not true():
+                    self._check()
+                    await self._moved.wait()
+        except TimeoutError:
+            raise AssertionError("\n".join(["nothing moves:", *map(repr, self.trainers.values())])) from None
+
+    def _check(self) -> None:
+        for trainer in self.trainers.values():
+            if trainer.task is not None and trainer.task.done() and not trainer.task.cancelled():
+                error = trainer.task.exception()
+                if isinstance(error, AssertionError):
+                    raise error
+
+    async def world_of(self, *names: str, steps: int = 2) -> None:
+        """Wait until these, and nobody else, train together."""
+
+        def together() -> bool:
+            topologies = [self[name].worker.current_topology for name in names]
+            ids = None if topologies[0] is None else {worker.id for worker in topologies[0].workers}
+            if ids != set(names) or any(other != topologies[0] for other in topologies):
+                return False
+            generation = self[names[0]].worker.generation
+            return all(sum(place.generation == generation for place in self[name].places) >= steps for name in names)
+
+        await self.until(together)
+
+    async def more_steps(self, *names: str, steps: int = 3) -> None:
+        """Wait until these have made some more."""
+        goals = {name: self[name].worker.step + steps for name in names}
+        await self.until(lambda: all(self[name].worker.step >= goal for name, goal in goals.items()))
+
+    @asynccontextmanager
+    async def rescaled(self, *names: str) -> AsyncIterator[None]:
+        """Wait until what is done in the block has brought these into another world."""
+        before = {name: self[name].worker.generation for name in names}
+        yield
+        await self.until(lambda: all(self[name].worker.generation > before[name] for name in names))
+
+    async def over(self, *names: str) -> list[BaseException | None]:
+        """Wait until these have ended; what they raised."""
+        tasks = [task for name in names if (task := self[name].task) is not None]
+        await self.until(lambda: all(task.done() for task in tasks))
+        return [task.exception() for task in tasks]
+
+    async def finish(self, *names: str, steps: int = 3) -> None:
+        """Let these come to the end of the training together, and see that all is right."""
+        self.total = max(trainer.worker.step for trainer in self.trainers.values()) + steps
+        assert await self.over(*names) == [None] * len(names)
+        for name in names:
+            assert (self[name].worker.step, self[name].chain) == (self.total, chain_behind(self.total)), self[name]
+        self.check()
+
+    def check(self) -> None:
+        """One world has one rank for each, and its steps come one after the other."""
+        owners: dict[tuple[int, int], str] = {}
+        sizes: dict[int, int] = {}
+        for trainer in self.trainers.values():
+            steps = [place.step for place in trainer.places]
+            assert steps == sorted(set(steps)), f"{trainer.name} did a step twice"
+            for place in trainer.places:
+                owner = owners.setdefault((place.generation, place.rank), trainer.name)
+                assert owner == trainer.name, f"{owner} and {trainer.name} are rank {place.rank} of one world"
+                assert sizes.setdefault(place.generation, place.world_size) == place.world_size
+
+
+@asynccontextmanager
+async def crew_at(*endpoints: str, **settings: Any) -> AsyncIterator[Crew]:
+    """A crew, which is sent home at the end of the block, whatever it is doing."""
+    crew = Crew(list(endpoints), config(**settings))
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_send_home, crew)
+        yield crew
+
+
+async def _send_home(crew: Crew) -> None:
+    tasks = [trainer.task for trainer in crew.trainers.values() if trainer.task is not None]
+    for task in tasks:
+        task.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*tasks, return_exceptions=True)

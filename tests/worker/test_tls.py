@@ -1,0 +1,216 @@
+"""Workers that speak TLS to each other, with real certificates."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forged.client import ForgedClient
+from forged.elastic.messages import WorkerFailed
+from forged.elastic.model import WorkerId
+from forged.errors import ConfigError, ForgedError, PeerError
+from forged.messages import Record
+from forged.net import tls
+from forged.net.sockets import SystemNetwork
+from forged.worker.mesh import Mesh
+from forged.worker.peer_tls import PeerTls
+from forged.worker.training import join
+from forged.worker.worker import ElasticWorker
+from tests.client.house import House, config_in
+from tests.net.ends import Certificates
+from tests.worker.crew import JOB as CREWS_JOB
+from tests.worker.crew import crew_at
+from tests.worker.meshes import JOB, KEY, PATIENCE_S, Meshes, buffers, each, failures, incarnation, random_parts
+
+HOST = "127.0.0.1"
+YESTERDAY = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
+LARGE = 1 << 17
+SIZES = (7, 2_000_000)
+NAMES = ("FORGED_CA", "FORGED_CERTIFICATE", "FORGED_KEY")
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return made_in(tmp_path / "ours")
+
+
+@pytest.fixture
+def strangers(tmp_path: Path) -> Certificates:
+    """An authority that nobody else trusts."""
+    return made_in(tmp_path / "theirs")
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    """A running daemon."""
+    house = House(config_in(tmp_path / "house"))
+    await house.open()
+    yield house
+    await house.close()
+
+
+def made_in(directory: Path) -> Certificates:
+    directory.mkdir()
+    return Certificates(directory)
+
+
+def identity(certificates: Certificates, name: str = HOST) -> PeerTls:
+    return PeerTls(certificates.ca, *certificates.issue(name))
+
+
+def expired(certificates: Certificates) -> PeerTls:
+    """A certificate that was good until yesterday."""
+    issued = certificates.authority.issue_cert(HOST, not_after=YESTERDAY)
+    certificate, key = certificates.directory / "expired.pem", certificates.directory / "expired.key"
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    return PeerTls(certificates.ca, certificate, key)
+
+
+def shown_by(shows: PeerTls, trusts: Certificates) -> PeerTls:
+    """Who shows the one and trusts the other."""
+    return PeerTls(trusts.ca, shows.certificate, shows.key)
+
+
+def show(worker: ElasticWorker, identity: PeerTls) -> None:
+    """Have its door show another certificate from now on."""
+    assert worker._mesh is not None
+    network = worker._mesh._network
+    assert isinstance(network, SystemNetwork)
+    assert network._tls_server is not None
+    tls.renew(network._tls_server, identity.certificate, identity.key, identity.authority)
+
+
+@asynccontextmanager
+async def secured(*identities: PeerTls) -> AsyncIterator[Meshes]:
+    """A mesh for each."""
+    async with AsyncExitStack() as stack:
+        made = Meshes([], [])
+        for number, one in enumerate(identities):
+            mesh = Mesh(f"w{number}", incarnation(number), JOB, one.network(), key=KEY, scheme="tls")
+            address = await stack.enter_async_context(mesh.open(HOST))
+            assert address.scheme == "tls"
+            made.meshes.append(mesh)
+            made.workers.append(WorkerId(f"w{number}", address.host, address.port))
+        yield made
+
+
+async def refusal(*identities: PeerTls) -> ForgedError:
+    """Why the second does not come into a world with the first."""
+    async with secured(*identities) as made:
+        (error,) = await failures(made.meshes[1].enter(1, made.topology, PATIENCE_S))
+        assert isinstance(error, ForgedError)
+        assert made.meshes[0].counts.accepted == 0
+        return error
+
+
+@pytest.mark.parametrize("elements", [3, LARGE], ids=["small", "large"])
+async def test_arrays_are_summed_over_tls(certificates: Certificates, elements: int) -> None:
+    async with secured(*[identity(certificates)] * 3) as made:
+        worlds = await made.enter(1)
+        for reduced in await each(worlds, lambda world: world.all_reduce(np.full(elements, world.rank + 1.0))):
+            np.testing.assert_array_equal(reduced, np.full(elements, 6.0))
+        await each(worlds, lambda world: world.leave())
+
+
+async def test_a_state_is_moved_over_tls(certificates: Certificates) -> None:
+    parts, got = random_parts(*SIZES), buffers(*SIZES)
+    async with secured(*[identity(certificates)] * 2) as made:
+        with made.meshes[0].offering(1, b"head", parts):
+            await made.meshes[1].fetch_state(made.workers[0], 1, lambda _: got)
+    assert got == parts
+
+
+async def test_a_peer_of_another_authority_is_not_believed(certificates: Certificates, strangers: Certificates) -> None:
+    error = await refusal(identity(strangers), identity(certificates))
+    assert error.code == "tls_failed"
+    assert "its certificate is not accepted" in error.message
+
+
+async def test_a_peer_is_told_that_its_authority_is_not_trusted(
+    certificates: Certificates, strangers: Certificates
+) -> None:
+    error = await refusal(identity(certificates), shown_by(identity(strangers), certificates))
+    assert error.code == "tls_failed"
+    assert "it does not trust the authority that signed our certificate" in error.message
+
+
+async def test_an_expired_certificate_is_refused_from_either_side_and_told_so(certificates: Certificates) -> None:
+    theirs = await refusal(expired(certificates), identity(certificates))
+    assert "its certificate is not accepted: certificate has expired" in theirs.message
+    ours = await refusal(identity(certificates), expired(certificates))
+    assert "it holds our certificate to be expired" in ours.message
+
+
+async def test_a_certificate_for_another_host_is_refused(certificates: Certificates) -> None:
+    error = await refusal(identity(certificates, "elsewhere.example"), identity(certificates))
+    assert "mismatch" in error.message
+
+
+async def test_workers_train_over_tls_and_a_newcomer_takes_the_state(house: House, certificates: Certificates) -> None:
+    async with crew_at(house.endpoint) as crew:
+        crew.start("a", "b", peer_tls=identity(certificates))
+        await crew.world_of("a", "b")
+        crew.start("c", peer_tls=identity(certificates))
+        await crew.world_of("a", "b", "c")
+        await crew.finish("a", "b", "c")
+
+
+async def test_a_newcomer_whom_nobody_believes_says_why_and_the_others_go_on(
+    house: House, certificates: Certificates, strangers: Certificates
+) -> None:
+    async with crew_at(house.endpoint) as crew:
+        crew.start("a", "b", peer_tls=identity(certificates))
+        await crew.world_of("a", "b")
+        crew.start("c", peer_tls=identity(strangers))
+        (error,) = await crew.over("c")
+        assert isinstance(error, PeerError)
+        assert error.code == "tls_failed"
+        await crew.world_of("a", "b")
+        await crew.finish("a", "b")
+
+
+async def test_who_is_not_believed_any_more_has_to_go_and_the_others_stay(
+    house: House, certificates: Certificates
+) -> None:
+    """Its certificate is not renewed in time, and the world changes."""
+    async with crew_at(house.endpoint, max_consecutive_failures=100) as crew:
+        crew.start("a", "b", "c", peer_tls=identity(certificates))
+        await crew.world_of("a", "b", "c")
+        (hub,) = [name for name in "abc" if crew[name].worker.rank == 0]
+        others = sorted({"a", "b", "c"} - {hub})
+        show(crew[hub].worker, expired(certificates))
+        async with ForgedClient(house.endpoint) as client:
+            await client.rescale_job(CREWS_JOB)
+            await crew.world_of(*others)
+            failed = [item.fact async for item in client.past_facts(WorkerFailed) if isinstance(item, Record)]
+        assert [fact.worker_id for fact in failed if isinstance(fact, WorkerFailed)] == [hub]
+        await crew.finish(*others)
+
+
+def test_every_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORGED_CERTIFICATE", "/somewhere.pem")
+    with pytest.raises(ConfigError) as raised, join("tcp://127.0.0.1:1", peer_tls=True):
+        pass
+    assert raised.value.code == "peer_tls_incomplete"
+    assert [problem.key for problem in raised.value.problems] == ["FORGED_CA", "FORGED_KEY"]
+
+
+def test_what_the_variables_name_is_used(certificates: Certificates) -> None:
+    ours = identity(certificates)
+    environment = dict(zip(NAMES, map(str, (ours.authority, ours.certificate, ours.key)), strict=True))
+    assert PeerTls.from_environment(environment) == PeerTls(*environment.values())
+
+
+def test_a_file_that_is_missing_is_named_as_the_worker_knows_it(certificates: Certificates, tmp_path: Path) -> None:
+    ours = identity(certificates)
+    with pytest.raises(ConfigError) as raised:
+        PeerTls(ours.authority, ours.certificate, tmp_path / "none.key").network()
+    assert [problem.key for problem in raised.value.problems] == ["FORGED_KEY"]

@@ -1,0 +1,1034 @@
+"""Workers and a real daemon on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from forged.client import ForgedClient
+from forged.elastic.messages import (
+    JobCompleted,
+    JobWaiting,
+    RescaleStarted,
+    RescaleSynchronising,
+    WorkerFailed,
+    WorkerJoined,
+    WorkerLeft,
+)
+from forged.elastic.model import (
+    ClusterTopology,
+    GlobalTrainingState,
+    RescaleType,
+    RescalingEvent,
+    WorkerId,
+    WorkerStatus,
+)
+from forged.errors import ConfigError, RequestRefused, Unavailable
+from forged.messages import Fact, Record
+from forged.net.messages import Facts
+from forged.worker import worker as workers
+from forged.worker.collectives import CollectiveMismatch
+from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
+from forged.worker.mesh import Mesh
+from forged.worker.registration import Registration
+from forged.worker.standing import Commit
+from forged.worker.worker import ElasticWorker
+from tests.client.house import SOON, House, config_in
+from tests.client.proxy import Proxy
+from tests.worker.crew import JOB, PATIENCE_S, Crew, chain_behind, config, crew_at
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    """A running daemon."""
+    house = House(config_in(tmp_path))
+    await house.open()
+    yield house
+    await house.close()
+
+
+@pytest.fixture
+async def crew(house: House) -> AsyncIterator[Crew]:
+    """Those who will train there."""
+    async with crew_at(house.endpoint) as crew:
+        yield crew
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[ForgedClient]:
+    """An operator."""
+    ready: asyncio.Future[ForgedClient] = asyncio.get_running_loop().create_future()
+    leave = asyncio.Event()
+
+    async def live() -> None:
+        async with ForgedClient(house.endpoint, reconnect=SOON) as client:
+            ready.set_result(client)
+            await leave.wait()
+
+    # In a task of its own: a fixture begins and ends in different ones.
+    life = asyncio.create_task(live())
+    yield await ready
+    leave.set()
+    await life
+
+
+async def past(client: ForgedClient, *types: type[Fact]) -> list[Any]:
+    return [item.fact async for item in client.past_facts(*types, jobs=[JOB]) if isinstance(item, Record)]
+
+
+TOPOLOGY = ClusterTopology((WorkerId("a", "host", 1), WorkerId("me", "host", 2), WorkerId("b", "host", 3)), 4, 1.0)
+
+
+class TestTheValueOfIt:
+    """What it is without a cluster."""
+
+    def test_it_has_an_id_and_no_rank_and_joins(self) -> None:
+        worker = ElasticWorker(WorkerId("me", "host", 2), config())
+        assert worker.worker_id == WorkerId("me", "host", 2)
+        assert (worker.rank, worker.world_size, worker.generation) == (-1, 0, 0)
+        assert (worker.current_topology, worker.current_state) == (None, None)
+        assert [worker.is_rescaling, worker.is_connected, worker.is_registered] == [False] * 3
+        metadata = worker.get_metadata()
+        assert (metadata.status, metadata.rank, metadata.local_world_size) == (WorkerStatus.JOINING, -1, 1)
+        assert metadata.join_time == metadata.last_heartbeat > 0
+
+    def test_settings_that_are_wrong_are_refused(self) -> None:
+        with pytest.raises(ConfigError):
+            ElasticWorker("me", config(min_workers=0))
+
+    def test_metadata_are_a_copy(self) -> None:
+        attributes = {"gpu": "none"}
+        worker = ElasticWorker("me", attributes=attributes)
+        attributes["gpu"] = "many"
+        metadata = worker.get_metadata()
+        assert metadata.custom_attributes == {"gpu": "none"}
+        assert isinstance(metadata.custom_attributes, dict)
+        metadata.custom_attributes["gpu"] = "some"
+        assert worker.get_metadata().custom_attributes == {"gpu": "none"}
+
+    async def test_its_rank_is_its_place_in_the_topology(self) -> None:
+        worker = ElasticWorker(WorkerId("me", "host", 2))
+        await worker.update_topology(TOPOLOGY)
+        assert (worker.rank, worker.world_size, worker.get_metadata().rank) == (1, 3, 1)
+        assert worker.current_topology == TOPOLOGY
+        await worker.update_topology(ClusterTopology((WorkerId("a", "host", 1),), 5))
+        assert worker.rank == -1
+
+    async def test_a_shard_is_its_own_if_the_remainder_is_its_rank(self) -> None:
+        worker = ElasticWorker(WorkerId("me", "host", 2))
+        assert not worker.should_handle_shard(1, 10)
+        await worker.update_topology(TOPOLOGY)
+        assert [shard for shard in range(-3, 12) if worker.should_handle_shard(shard, 10)] == [1, 4, 7]
+
+    async def test_a_rescaling_event_tells_all_subscribers_and_leads_to_its_topology(self) -> None:
+        worker = ElasticWorker(WorkerId("me", "host", 2))
+        heard: list[tuple[str, Any, int]] = []
+        worker.rescaling_requested.subscribe(lambda event: heard.append(("one", event, worker.rank)))
+        worker.rescaling_requested.subscribe(lambda event: heard.append(("other", event, worker.rank)))
+        event = RescalingEvent(RescaleType.SCALE_UP, ClusterTopology(), TOPOLOGY)
+        await worker.on_rescaling_event(event)
+        assert heard == [("one", event, 1), ("other", event, 1)]
+        assert worker.get_metadata().status is WorkerStatus.RESCALING
+        await worker.resume_training()
+        assert worker.get_metadata().status is WorkerStatus.ACTIVE
+
+    async def test_who_is_in_no_world_does_not_resume(self) -> None:
+        worker = ElasticWorker("me")
+        await worker.resume_training()
+        assert worker.get_metadata().status is WorkerStatus.JOINING
+
+    async def test_a_state_to_be_synchronised_with_is_told_and_counts(self) -> None:
+        worker = ElasticWorker("me", learning_rate=0.1, global_batch_size=32)
+        heard: list[GlobalTrainingState] = []
+        worker.state_synchronized.subscribe(heard.append)
+        state = GlobalTrainingState(2, 50, 0.0, 64)
+        await worker.synchronize_state(state)
+        assert heard == [state]
+        now = worker.current_state
+        assert now is not None
+        assert (now.current_epoch, now.current_step, now.learning_rate, now.global_batch_size) == (2, 50, 0.1, 64)
+
+    def test_how_far_the_training_is_can_be_said_before_there_is_a_world(self) -> None:
+        worker = ElasticWorker("me")
+        worker.update_training_state(2, 50, 0.5)
+        assert (worker.epoch, worker.step, worker.learning_rate) == (2, 50, 0.5)
+
+    async def test_collectives_need_a_world(self) -> None:
+        with pytest.raises(StepAborted):
+            await ElasticWorker("me").barrier()
+
+    async def test_who_is_not_connected_disconnects_and_closes_without_an_error(self) -> None:
+        worker = ElasticWorker("me")
+        await worker.disconnect()
+        await worker.close()
+        await worker.leave("for no reason")
+        with pytest.raises(RequestRefused) as raised:
+            await worker.begin_step()
+        assert raised.value.code == "worker_unconnected"
+
+
+class TestComingAndGoing:
+    async def test_it_connects_registers_beats_and_disconnects(self, house: House, client: ForgedClient) -> None:
+        worker = ElasticWorker("me", config(worker_heartbeat_timeout_ms=30), job=JOB, attributes={"gpu": "none"})
+        await worker.connect(house.endpoint)
+        assert worker.is_connected
+        assert worker.is_registered
+        (view,) = await client.workers(JOB)
+        assert (view.id, view.attributes, view.address) == ("me", {"gpu": "none"}, str(worker.worker_id).split("@")[1])
+        first = worker.get_metadata().last_heartbeat
+        async with asyncio.timeout(PATIENCE_S):
+            while worker.get_metadata().last_heartbeat == first:
+                await asyncio.sleep(0.001)
+        await worker.disconnect()
+        assert not worker.is_connected
+        assert await client.workers(JOB) == []
+        await worker.disconnect()
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it was disconnected"]
+
+    async def test_it_beats_every_third_of_the_timeout(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        slept: list[float] = []
+        beaten = asyncio.Event()
+        sleep, beat = anyio.sleep, Registration.beat
+
+        async def count(seconds: float) -> None:
+            slept.append(seconds)
+            await sleep(seconds)
+
+        def note(line: Registration, step: int, marks: int) -> None:
+            beat(line, step, marks)
+            beaten.set()
+
+        monkeypatch.setattr(anyio, "sleep", count)
+        monkeypatch.setattr(Registration, "beat", note)
+        async with ElasticWorker("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
+            await worker.connect(house.endpoint)
+            before = worker.get_metadata().last_heartbeat
+            await asyncio.wait_for(beaten.wait(), PATIENCE_S)
+            assert worker.get_metadata().last_heartbeat >= before
+        assert 3.0 in slept
+
+    async def test_who_is_connected_does_not_connect_again(self, house: House) -> None:
+        async with ElasticWorker("me", config(), job=JOB) as worker:
+            await worker.connect(house.endpoint)
+            with pytest.raises(RequestRefused) as raised:
+                await worker.connect(house.endpoint)
+            assert raised.value.code == "worker_connected"
+            assert worker.is_connected
+        assert not worker.is_connected
+
+    async def test_it_may_come_back_and_is_another_worker_then(self, house: House, client: ForgedClient) -> None:
+        worker = ElasticWorker("me", config(), job=JOB)
+        incarnations = set()
+        for _ in range(3):
+            await worker.connect(house.endpoint)
+            incarnations.add(worker.incarnation)
+            assert await worker.begin_step() == 0
+            await worker.disconnect()
+        assert len(incarnations) == 3
+        assert len(await past(client, WorkerJoined)) == 3
+
+    async def test_an_id_that_is_alive_is_refused_and_leaves_nothing_behind(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        async with ElasticWorker("me", config(), job=JOB) as first:
+            await first.connect(house.endpoint)
+            second = ElasticWorker("me", config(), job=JOB)
+            with pytest.raises(RequestRefused) as raised:
+                await second.connect(house.endpoint)
+            assert raised.value.code == "worker_exists"
+            assert not second.is_connected
+            assert [view.id for view in await client.workers(JOB)] == ["me"]
+
+    async def test_a_state_that_cannot_travel_is_refused_before_anybody_hears_of_the_worker(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        worker = ElasticWorker("me", config(), job=JOB, state={"w": object()})
+        with pytest.raises(RequestRefused) as raised:
+            await worker.connect(house.endpoint)
+        assert raised.value.code == "state_unfit"
+        assert await past(client, WorkerJoined) == []
+
+    async def test_a_cluster_that_is_not_there_is_unavailable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            workers, "ForgedClient", lambda *where, **options: ForgedClient(*where, connect_timeout_s=0.05, **options)
+        )
+        worker = ElasticWorker("me", config(), job=JOB)
+        with pytest.raises(Unavailable):
+            await worker.connect(f"unix://{tmp_path}/nobody")
+        assert not worker.is_connected
+
+    async def test_the_job_settings_are_those_of_the_job(self, house: House, crew: Crew) -> None:
+        crew.start("a")
+        await crew.world_of("a")
+        async with ElasticWorker("b", None, job=JOB) as worker:
+            await worker.connect(house.endpoint)
+            assert worker._config == crew.config
+
+    async def test_a_script_that_fails_says_so(self, house: House, client: ForgedClient) -> None:
+        async def script() -> None:
+            async with ElasticWorker("me", config(), job=JOB) as worker:
+                await worker.connect(house.endpoint)
+                raise ValueError("a mistake")
+
+        with pytest.raises(ValueError, match="a mistake"):
+            await script()
+        assert [fact.reason for fact in await past(client, WorkerFailed)] == ["its script failed: ValueError"]
+
+
+class TestTraining:
+    async def test_one_trains_alone(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a")
+        await crew.world_of("a")
+        await crew.finish("a")
+        assert [fact.step for fact in await past(client, JobCompleted)] == [crew.total]
+
+    async def test_others_come_and_have_step_rate_and_state_of_who_was_there(self, crew: Crew) -> None:
+        crew.make("a", learning_rate=0.25, global_batch_size=64)
+        crew["a"].state["ballast"][:] = 7.0
+        crew.start("a")
+        await crew.world_of("a", steps=5)
+        crew.start("b")
+        await crew.world_of("a", "b")
+        b = crew["b"]
+        assert b.places[0].step >= 5
+        assert (b.worker.learning_rate, b.worker.global_batch_size) == (0.25, 64)
+        assert (b.state["ballast"] == 7.0).all()
+        crew.start("c", "d")
+        await crew.world_of("a", "b", "c", "d")
+        await crew.finish("a", "b", "c", "d")
+
+    async def test_nobody_has_to_do_a_step_again_because_another_joins(self, crew: Crew) -> None:
+        """All stop behind the same step: no step is broken off."""
+        aborted: list[str] = []
+        lose = ElasticWorker._lose_world
+
+        def note(worker: ElasticWorker, error: Any) -> None:
+            aborted.append(error.message)
+            lose(worker, error)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ElasticWorker, "_lose_world", note)
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            for name in ("c", "d"):
+                crew.start(name)
+                await crew.world_of(*crew.trainers)
+            assert aborted == []
+        await crew.finish(*crew.trainers)
+
+    async def test_events_tell_of_every_world_with_the_rank_in_it(self, crew: Crew) -> None:
+        synchronised: list[GlobalTrainingState] = []
+        crew.make("a")[0].worker.state_synchronized.subscribe(synchronised.append)
+        crew.start("a")
+        await crew.world_of("a")
+        crew.start("b")
+        await crew.world_of("a", "b")
+        first, second = crew["a"].rescales
+        assert (first.type, first.new_topology.world_size, first.old_topology.world_size) == ("scale_up", 1, 0)
+        assert [worker.id for worker in second.added_workers] == ["b"]
+        assert second.old_topology == first.new_topology
+        assert second.trigger_reason == "b joined"
+        (joined,) = crew["b"].rescales
+        assert joined.new_topology == second.new_topology
+        assert joined.old_topology == first.new_topology
+        assert [state.active_worker_count for state in synchronised] == [1, 2]
+        assert synchronised[1].current_step >= 2
+
+    async def test_rank_and_size_are_those_of_the_world_that_was_entered(self, crew: Crew) -> None:
+        crew.start("a")
+        await crew.world_of("a")
+        crew.start("b", "c")
+        await crew.world_of("a", "b", "c")
+        for trainer in crew.trainers.values():
+            topology = trainer.worker.current_topology
+            assert topology is not None
+            assert topology.workers[trainer.worker.rank] == trainer.worker.worker_id
+            state = trainer.worker.current_state
+            assert state is not None
+            assert (state.active_worker_count, trainer.worker.get_metadata().status) == (3, WorkerStatus.ACTIVE)
+
+    async def test_it_says_that_it_rescales_until_it_is_in_the_new_world(self, crew: Crew) -> None:
+        crew.start("a")
+        await crew.world_of("a")
+        assert not crew["a"].worker.is_rescaling
+        seen: list[bool] = []
+        leave = ElasticWorker._leave_world
+
+        async def look(worker: ElasticWorker) -> None:
+            seen.append(worker.is_rescaling)
+            await leave(worker)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ElasticWorker, "_leave_world", look)
+            crew.start("b")
+            await crew.world_of("a", "b")
+        assert len(seen) >= 2
+        assert all(seen)
+        assert not any(trainer.worker.is_rescaling for trainer in crew.trainers.values())
+        await crew.finish("a", "b")
+
+    async def test_a_script_begins_where_it_says(self, crew: Crew) -> None:
+        trainer = crew.make("a")[0]
+        trainer.worker.update_training_state(3, 40, 0.5)
+        trainer.state["chain"][0] = chain_behind(40)
+        crew.start("a")
+        crew.start("b")
+        await crew.world_of("a", "b")
+        assert crew["b"].worker.epoch == 3
+        assert crew["b"].places[0].step >= 40
+        await crew.finish("a", "b")
+
+    async def test_the_world_counts_its_steps_and_the_script_its_epochs(self, crew: Crew) -> None:
+        crew.start("a")
+        await crew.world_of("a")
+        worker = crew["a"].worker
+        with pytest.raises(RequestRefused) as raised:
+            worker.update_training_state(1, worker.step + 5, 0.5)
+        assert raised.value.code == "step_counted"
+        worker.update_training_state(1, worker.step, 0.5)
+        crew.start("b")
+        await crew.world_of("a", "b")
+        assert (crew["b"].worker.epoch, crew["b"].worker.learning_rate) == (1, 0.5)
+
+    async def test_the_rate_and_the_batch_follow_the_world_where_they_shall(self, house: House) -> None:
+        async with crew_at(house.endpoint, scale_batch_with_world=True) as crew:
+            crew.make("a", learning_rate=0.1, global_batch_size=32)
+            crew.start("a")
+            await crew.world_of("a")
+            crew.start("b")
+            await crew.world_of("a", "b")
+            for name in ("a", "b"):
+                worker = crew[name].worker
+                assert worker.learning_rate == pytest.approx(0.2)
+                assert worker.global_batch_size == 64
+
+    async def test_collectives_are_those_of_the_world(self, crew: Crew) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+        found: dict[str, list[Any]] = {}
+        # Nobody is further than one step behind or ahead of the others.
+        begins_at = crew["a"].worker.step + 2
+
+        async def all_of_them(worker: ElasticWorker) -> None:
+            await worker.barrier()
+            gathered = await worker.gather(worker.rank)
+            largest = await worker.all_reduce(worker.rank, "max")
+            found[worker.worker_id.id] = [worker.rank, gathered, await worker.broadcast(worker.rank + 5, 1), largest]
+
+        def at_that_step(worker: ElasticWorker) -> Callable[[int], Awaitable[None]]:
+            async def do(step: int) -> None:
+                if step == begins_at:
+                    await all_of_them(worker)
+
+            return do
+
+        for trainer in crew.trainers.values():
+            trainer.before_step = at_that_step(trainer.worker)
+        await crew.until(lambda: len(found) == 2)
+        assert sorted(found.values(), key=lambda one: int(one[0])) == [[0, [0, 1], 6, 1], [1, None, 6, 1]]
+        await crew.finish("a", "b")
+
+    async def test_ranks_that_do_not_do_the_same_are_told_so(self, crew: Crew) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+
+        async def something_else(step: int) -> None:
+            await crew["b"].worker.broadcast(1)
+
+        crew["b"].before_step = something_else
+        outcomes = await crew.over("a", "b")
+        assert all(isinstance(error, CollectiveMismatch) for error in outcomes), outcomes
+
+    async def test_steps_are_an_iterator_of_steps_that_may_be_broken_off(self, house: House, crew: Crew) -> None:
+        numbers: list[int] = []
+        async with ElasticWorker("me", crew.config, job=JOB) as worker:
+            await worker.connect(house.endpoint)
+            async for step in worker.steps(5):
+                with step:
+                    numbers.append(int(step))
+                    await worker.all_reduce(1)
+                    if len(numbers) == 2:
+                        raise StepAborted("as if somebody had died behind the last collective")
+        assert numbers == [0, 1, 2, 3, 4]
+
+
+class TestLeaving:
+    async def test_an_operator_drains_one_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a", "b", "c")
+        await crew.world_of("a", "b", "c")
+        why: list[str] = []
+        crew["a"].worker.leaving.subscribe(why.append)
+        await client.drain_worker(JOB, "a", "its host is needed")
+        assert await crew.over("a") == [None]
+        assert why == ["its host is needed"]
+        await crew.world_of("b", "c")
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["its host is needed"]
+        assert await past(client, WorkerFailed) == []
+        await crew.finish("b", "c")
+
+    async def test_a_script_drains_itself(self, crew: Crew) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+        crew["b"].worker.drain("it has an appointment")
+        assert await crew.over("b") == [None]
+        await crew.world_of("a")
+        await crew.finish("a")
+
+    async def test_one_that_waits_drains_too(self, house: House) -> None:
+        async with crew_at(house.endpoint, min_workers=2) as crew:
+            (trainer,) = crew.make("a")
+            registered = asyncio.Event()
+            begin = trainer.worker._come_along
+
+            async def come_along() -> None:
+                registered.set()
+                await begin()
+
+            trainer.worker._come_along = come_along  # type: ignore[method-assign]
+            crew.start("a")
+            await registered.wait()
+            trainer.worker.drain("nobody comes")
+            assert await crew.over("a") == [None]
+
+    async def test_the_last_one_with_the_state_gives_it_away_before_it_goes(
+        self, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        crew.start("a")
+        await crew.world_of("a", steps=5)
+        fetch = ElasticWorker._fetch
+
+        async def drain_first(worker: ElasticWorker, *arguments: Any) -> None:
+            crew["a"].worker.drain("in the middle of it")
+            await fetch(worker, *arguments)
+
+        monkeypatch.setattr(ElasticWorker, "_fetch", drain_first)
+        crew.start("b")
+        assert await crew.over("a") == [None]
+        await crew.world_of("b")
+        assert crew["b"].places[0].step >= 5
+        await crew.finish("b")
+
+    async def test_who_is_evicted_is_told_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a", "b", "c")
+        await crew.world_of("a", "b", "c")
+        await client.evict_worker(JOB, "a", "it is slow")
+        (error,) = await crew.over("a")
+        assert isinstance(error, WorkerEvicted)
+        assert "it is slow" in error.message
+        await crew.world_of("b", "c")
+        await crew.finish("b", "c")
+
+    async def test_who_comes_to_its_end_completes_the_job_for_all(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a", "b", "c")
+        await crew.world_of("a", "b", "c")
+        await crew.finish("a", "b", "c")
+        (completed,) = await past(client, JobCompleted)
+        assert completed.step == crew.total
+        late = ElasticWorker("late", config(), job=JOB)
+        with pytest.raises(RequestRefused) as raised:
+            await late.connect(*crew.endpoints)
+        assert raised.value.code == "job_over"
+
+    async def test_who_waits_when_the_job_is_completed_ends_in_good_order(self, house: House) -> None:
+        async with crew_at(house.endpoint, max_workers=1) as crew:
+            crew.start("a")
+            await crew.world_of("a")
+            crew.start("b")
+            await crew.until(lambda: crew["b"].worker.is_registered)
+            crew.total = crew["a"].worker.step + 3
+            assert await crew.over("a", "b") == [None, None]
+            assert crew["b"].places == []
+
+    async def test_a_script_that_fails_is_gone_at_once(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+
+        async def fail(step: int) -> None:
+            await crew["b"].worker.leave("its script failed", failed=True)
+            raise ValueError("a mistake")
+
+        crew["b"].before_step = fail
+        (error,) = await crew.over("b")
+        assert isinstance(error, ValueError)
+        await crew.world_of("a")
+        assert [(fact.worker_id, fact.rank) for fact in await past(client, WorkerFailed)] == [("b", 1)]
+
+
+class TestWishesOfOperators:
+    async def test_a_pause_lasts_until_it_is_over(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+        await client.pause_job(JOB)
+        await crew.until(lambda: all(trainer.worker._rests for trainer in crew.trainers.values()))
+        steps = [trainer.worker.step for trainer in crew.trainers.values()]
+        assert steps[0] == steps[1]
+        await client.resume_job(JOB)
+        await crew.more_steps("a", "b")
+        await crew.finish("a", "b")
+
+    async def test_a_rescale_within_a_pause_is_done_and_the_pause_goes_on(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+        await client.pause_job(JOB)
+        await crew.until(lambda: all(trainer.worker._rests for trainer in crew.trainers.values()))
+        step = crew["a"].worker.step
+        entered = asyncio.Event()
+        (late,) = crew.make("c")
+        late.worker.state_synchronized.subscribe(lambda _: entered.set())
+        crew.start("c")
+        await entered.wait()
+        assert late.worker.world_size == 3
+        assert late.worker._rests
+        await client.resume_job(JOB)
+        await crew.world_of("a", "b", "c")
+        assert late.places[0].step == step
+        await crew.finish("a", "b", "c")
+
+    async def test_a_pause_that_is_over_while_a_rescale_is_wanted_does_not_call_it_off(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
+        """All is heard within one step."""
+        crew.start("a")
+        await crew.world_of("a")
+        heard, go_on = asyncio.Event(), asyncio.Event()
+
+        async def hold(step: int) -> None:
+            heard.set()
+            await go_on.wait()
+
+        crew["a"].before_step = hold
+        await heard.wait()
+        await client.pause_job(JOB)
+        async with client.facts(RescaleStarted) as facts:
+            crew.start("b")
+            await anext(facts)
+        await client.resume_job(JOB)
+        async with asyncio.timeout(PATIENCE_S):
+            while crew["a"].worker._standing.paused or not crew["a"].worker._standing.attempt:
+                await asyncio.sleep(0.001)
+        crew["a"].before_step = None
+        go_on.set()
+        await crew.world_of("a", "b")
+
+    async def test_a_job_that_is_aborted_ends_for_all(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+        await client.abort_job(JOB, "a mistake in the data")
+        for error in await crew.over("a", "b"):
+            assert isinstance(error, JobEnded)
+            assert "a mistake in the data" in error.message
+
+    async def test_a_job_that_is_removed_ends_for_all(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+        await client.remove_job(JOB)
+        for error in await crew.over("a", "b"):
+            assert isinstance(error, RequestRefused)
+            assert error.code in ("job_removed", "job_untrained")
+
+    async def test_a_rescale_for_no_reason_changes_nothing(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+        async with crew.rescaled("a", "b"):
+            await client.rescale_job(JOB)
+        await crew.finish("a", "b")
+
+    async def test_two_hundred_rescales_leave_nothing_behind(self, crew: Crew, client: ForgedClient) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+
+        async def rescale(times: int) -> tuple[int, int]:
+            for _ in range(times):
+                async with crew.rescaled("a", "b"):
+                    await client.rescale_job(JOB)
+            await crew.more_steps("a", "b")
+            gc.collect()
+            return len(asyncio.all_tasks()), sum(
+                len(trainer.worker.descriptors()) for trainer in crew.trainers.values()
+            )
+
+        before = await rescale(20)
+        assert await rescale(180) == before
+        await crew.finish("a", "b")
+
+
+class TestWhoTakesPart:
+    async def test_more_than_the_most_wait_until_somebody_goes(self, house: House) -> None:
+        async with crew_at(house.endpoint, max_workers=2) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            crew.start("c")
+            await crew.until(lambda: crew["c"].worker.is_registered)
+            await crew.more_steps("a", "b")
+            assert crew["c"].worker.rank == -1
+            crew["a"].worker.drain("make room")
+            await crew.world_of("b", "c")
+            await crew.finish("b", "c")
+
+    async def test_too_few_wait_for_others(self, house: House, client: ForgedClient) -> None:
+        async with crew_at(house.endpoint, min_workers=2) as crew:
+            crew.start("a")
+            crew.start("b")
+            await crew.world_of("a", "b")
+            async with client.facts(JobWaiting) as facts:
+                crew["a"].worker.drain("it goes")
+                await anext(facts)
+            step = crew["b"].worker.step
+            crew.start("c")
+            await crew.world_of("b", "c")
+            assert crew["c"].places[0].step in (step, step + 1)
+            await crew.finish("b", "c")
+
+    async def test_many_at_once_are_one_world_soon(self, house: House) -> None:
+        names = [f"w{number}" for number in range(12)]
+        async with crew_at(house.endpoint, min_workers=12) as crew:
+            crew.start(*names)
+            await crew.world_of(*names)
+            assert {trainer.worker.generation for trainer in crew.trainers.values()} == {1}
+            await crew.finish(*names)
+
+
+class TestNotStopping:
+    """Jobs whose world changes without a barrier at the daemon."""
+
+    async def test_who_joins_is_there_soon_and_has_the_state(self, house: House) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a")
+            await crew.world_of("a", steps=5)
+            crew.start("b", "c")
+            await crew.world_of("a", "b", "c")
+            assert crew["b"].places[0].step >= 5
+            await crew.finish("a", "b", "c")
+
+    async def test_who_goes_is_not_missed(self, house: House, client: ForgedClient) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a", "b", "c")
+            await crew.world_of("a", "b", "c")
+            await client.evict_worker(JOB, "a")
+            assert isinstance((await crew.over("a"))[0], WorkerEvicted)
+            await crew.world_of("b", "c")
+            crew.start("d")
+            await crew.world_of("b", "c", "d")
+            await crew.finish("b", "c", "d")
+            started = await past(client, RescaleSynchronising)
+            assert started == []
+
+    async def test_those_who_join_at_once_learn_of_worlds_that_were_committed_before_their_answers(
+        self, house: House
+    ) -> None:
+        """Nobody waits for anybody here, so facts overtake what the daemon has answered."""
+        names = [f"w{number}" for number in range(8)]
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start(*names)
+            await crew.world_of(*names)
+            await crew.finish(*names)
+
+    async def test_who_learns_of_the_world_by_an_answer_fetches_what_the_source_offers(self, house: House) -> None:
+        """It does not know under which attempt the others have that world."""
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b", steps=5)
+            generation = crew["a"].worker.generation
+            cross = ElasticWorker._cross
+
+            async def another_attempt(worker: ElasticWorker, commit: Commit) -> None:
+                if worker.worker_id.id == "c":
+                    worker._standing.committed = commit = replace(commit, attempt=1)
+                await cross(worker, commit)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ElasticWorker, "_cross", another_attempt)
+                crew.start("c")
+                await crew.world_of("a", "b", "c")
+            assert crew["c"].worker.generation == generation + 1
+            await crew.finish("a", "b", "c")
+
+
+class TestADaemonThatIsAway:
+    async def test_training_goes_on_and_nothing_is_rescaled(self, house: House, crew: Crew) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+        generation = crew["a"].worker.generation
+        await house.close()
+        await crew.more_steps("a", "b", steps=20)
+        await house.open()
+        async with ForgedClient(house.endpoint, reconnect=SOON) as client:
+            await _all_connected(client, "a", "b")
+            await crew.more_steps("a", "b")
+            assert crew["a"].worker.generation == generation
+            assert await past(client, WorkerFailed) == []
+            crew.start("c")
+            await crew.world_of("a", "b", "c")
+        await crew.finish("a", "b", "c")
+
+    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+    @pytest.mark.parametrize("word", ["join", "stopped", "ready", "leave"])
+    async def test_it_may_go_at_every_word_of_a_rescale(
+        self, word: str, after: bool, house: House, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        crew.start("a", "b")
+        await crew.world_of("a", "b")
+        said = getattr(Registration, word)
+        absences: list[asyncio.Task[Any]] = []
+
+        async def be_away() -> None:
+            # The worker may lose its interest in the word meanwhile.
+            absences.append(asyncio.create_task(house.reopen()))
+            await asyncio.shield(absences[0])
+
+        async def go_at_it(line: Registration, *arguments: Any, **options: Any) -> Any:
+            if not (absences or after):
+                await be_away()
+            outcome = await said(line, *arguments, **options)
+            if not absences:
+                await be_away()
+            return outcome
+
+        monkeypatch.setattr(Registration, word, go_at_it)
+        if word == "leave":
+            crew["b"].worker.drain("it has to")
+            await crew.over("b")
+            await crew.world_of("a")
+            await crew.finish("a")
+        else:
+            crew.start("c")
+            await crew.world_of("a", "b", "c")
+            await crew.finish("a", "b", "c")
+        await absences[0]
+
+    async def test_one_that_is_away_when_somebody_goes_learns_it_when_it_is_back(
+        self, house: House, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forged.worker.registration.LEAVE_TIMEOUT_S", 0.05)
+        crew.start("a", "b", "c")
+        await crew.world_of("a", "b", "c")
+        await house.close()
+        crew["a"].worker.drain("without a word")
+        assert await crew.over("a") == [None]
+        await house.open()
+        await crew.world_of("b", "c")
+        await crew.finish("b", "c")
+
+
+async def _all_connected(client: ForgedClient, *names: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while {view.id for view in await client.workers(JOB) if view.connected} != set(names):
+            await asyncio.sleep(0.005)
+
+
+class TestConnectionsThatBreak:
+    async def test_a_connection_that_comes_back_is_nothing_to_the_others(self, house: House, tmp_path: Path) -> None:
+        proxy = Proxy(tmp_path / "p", house.config.socket)
+        async with crew_at(proxy.endpoint) as crew, ForgedClient(house.endpoint) as client:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            generation = crew["a"].worker.generation
+            for _ in range(5):
+                proxy.cut()
+                await crew.more_steps("a", "b")
+            await _all_connected(client, "a", "b")
+            assert crew["a"].worker.generation == generation
+            crew.start("c")
+            await crew.world_of("a", "b", "c")
+            await crew.finish("a", "b", "c")
+        await proxy.close()
+
+    async def test_a_link_between_two_workers_that_breaks_leads_to_a_new_world_of_the_same(self, crew: Crew) -> None:
+        crew.start("a", "b", "c")
+        await crew.world_of("a", "b", "c")
+        for _ in range(3):
+            mesh = crew["b"].worker._mesh
+            assert mesh is not None
+            async with crew.rescaled("a", "b", "c"):
+                for link in list(mesh._links):
+                    link.abort()
+            await crew.more_steps("a", "b", "c")
+        await crew.finish("a", "b", "c")
+
+
+class TestWorkersThatHaveNotHeardTheSame:
+    @pytest.mark.parametrize("code", sorted(workers.NEWS_DIFFER))
+    async def test_a_refusal_by_a_peer_leads_to_a_new_world_and_never_to_the_script(
+        self, code: str, crew: Crew, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        enter = Mesh.enter
+        refused: list[int] = []
+
+        async def refuse_once(mesh: Mesh, generation: int, *arguments: Any, **options: Any) -> Any:
+            if not refused and mesh is crew["b"].worker._mesh:
+                refused.append(generation)
+                raise RequestRefused(code, "it has other news")
+            return await enter(mesh, generation, *arguments, **options)
+
+        crew.start("a")
+        await crew.world_of("a")
+        monkeypatch.setattr(Mesh, "enter", refuse_once)
+        crew.start("b")
+        await crew.world_of("a", "b")
+        assert crew["b"].worker.generation > refused[0]
+        assert await past(client, WorkerFailed) == []
+        await crew.finish("a", "b")
+
+    @pytest.mark.parametrize("code", sorted(workers.NEWS_DIFFER))
+    async def test_a_source_that_refuses_is_asked_again(
+        self, code: str, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(workers, "TROUBLE_PAUSE_S", 0.0)
+        fetch = Mesh.fetch_state
+        refused: list[int] = []
+
+        async def refuse_twice(mesh: Mesh, source: WorkerId, attempt: int, into: Any) -> None:
+            if len(refused) < 2:
+                refused.append(attempt)
+                raise RequestRefused(code, "it has other news")
+            await fetch(mesh, source, attempt, into)
+
+        monkeypatch.setattr(Mesh, "fetch_state", refuse_twice)
+        crew.start("a")
+        await crew.world_of("a")
+        crew.start("b")
+        await crew.world_of("a", "b")
+        assert len(refused) == 2
+        await crew.finish("a", "b")
+
+    async def test_what_is_wrong_with_the_state_is_said_to_the_script(self, crew: Crew) -> None:
+        class Small:
+            """What cannot take what the others have."""
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"chain": 0}
+
+            def load_state_dict(self, state: Any) -> None:
+                raise ValueError("it does not fit")
+
+        crew.start("a")
+        await crew.world_of("a")
+        late = ElasticWorker("late", crew.config, job=JOB, state=Small())
+        async with late:
+            await late.connect(*crew.endpoints)
+            with pytest.raises(ValueError, match="does not fit"):
+                await late.begin_step()
+        await crew.world_of("a")
+        await crew.finish("a")
+
+
+class TestFactsThatAreMissed:
+    """Whoever was away for longer than the daemon keeps facts asks what it has missed."""
+
+    @pytest.fixture
+    async def house(self, tmp_path: Path) -> AsyncIterator[House]:
+        house = House(config_in(tmp_path, journal_facts_max=100))
+        await house.open()
+        yield house
+        await house.close()
+
+    async def _noise(self, client: ForgedClient) -> None:
+        await client.create_job("noise")
+        for number in range(150):
+            await client.note("noise", f"{number}")
+
+    @pytest.mark.parametrize(
+        "happening",
+        ["nothing", "pause", "drain", "join", "evict", "abort", "complete"],
+    )
+    async def test_it_hears_of_it_all_the_same(
+        self, happening: str, house: House, tmp_path: Path, client: ForgedClient
+    ) -> None:
+        proxy = Proxy(tmp_path / "p", house.config.socket)
+        async with crew_at(house.endpoint) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            crew.endpoints = [proxy.endpoint]
+            crew.start("me")
+            await crew.world_of("a", "b", "me")
+            crew.endpoints = [house.endpoint]
+            # Facts do not come through until there are too many of them.
+            proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
+            await HAPPENINGS[happening](client, crew)
+            await self._noise(client)
+            proxy.rule = lambda way, message: False
+            proxy.cut()
+            await AFTERMATHS[happening](client, crew)
+        await proxy.close()
+
+
+async def _nothing(client: ForgedClient, crew: Crew) -> None:
+    await client.note(JOB, "a remark")
+
+
+async def _join(client: ForgedClient, crew: Crew) -> None:
+    async with client.facts(RescaleStarted) as facts:
+        crew.start("c")
+        await anext(facts)
+
+
+async def _complete(client: ForgedClient, crew: Crew) -> None:
+    async with client.facts(JobCompleted) as facts:
+        crew.total = crew["a"].worker.step + 3
+        await anext(facts)
+
+
+async def _all_go_on(client: ForgedClient, crew: Crew) -> None:
+    await crew.more_steps("a", "b", "me")
+    await crew.finish("a", "b", "me")
+
+
+async def _resumes(client: ForgedClient, crew: Crew) -> None:
+    await crew.until(lambda: all(crew[name].worker._rests for name in ("a", "b")))
+    await client.resume_job(JOB)
+    await _all_go_on(client, crew)
+
+
+async def _drained(client: ForgedClient, crew: Crew) -> None:
+    assert await crew.over("me") == [None]
+    await crew.world_of("a", "b")
+
+
+async def _joined(client: ForgedClient, crew: Crew) -> None:
+    await crew.world_of("a", "b", "c", "me")
+    await crew.finish("a", "b", "c", "me")
+
+
+async def _evicted(client: ForgedClient, crew: Crew) -> None:
+    assert isinstance((await crew.over("me"))[0], WorkerEvicted)
+    await crew.world_of("a", "b")
+
+
+async def _aborted(client: ForgedClient, crew: Crew) -> None:
+    assert all(isinstance(error, JobEnded) for error in await crew.over("a", "b", "me"))
+
+
+async def _completed(client: ForgedClient, crew: Crew) -> None:
+    assert await crew.over("a", "b", "me") == [None] * 3
+    assert crew["me"].worker.step == crew.total
+
+
+HAPPENINGS: dict[str, Callable[[ForgedClient, Crew], Awaitable[None]]] = {
+    "nothing": _nothing,
+    "pause": lambda client, crew: client.pause_job(JOB),
+    "drain": lambda client, crew: client.drain_worker(JOB, "me"),
+    "join": _join,
+    "evict": lambda client, crew: client.evict_worker(JOB, "me"),
+    "abort": lambda client, crew: client.abort_job(JOB),
+    "complete": _complete,
+}
+AFTERMATHS = {
+    "nothing": _all_go_on,
+    "pause": _resumes,
+    "drain": _drained,
+    "join": _joined,
+    "evict": _evicted,
+    "abort": _aborted,
+    "complete": _completed,
+}
