@@ -726,7 +726,10 @@ class ElasticWorker:
         while True:
             try:
                 await self._fetch(settled.source, settled.attempt)
-            except (Unavailable, PeerError) as error:
+            except ForgedError as error:
+                # A source that is not believed, or does not believe this worker, will not another time either.
+                if not _passes(error) or error.code == TLS_FAILED:
+                    raise
                 self._log.warning("the state could not be fetched", source=str(settled.source), why=str(error))
                 await anyio.sleep(TROUBLE_PAUSE_S)
             else:
