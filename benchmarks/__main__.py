@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("bus", "rpc", "bulk", "store", "footprint", "rank_stability", "recovery", "join", "scale")
+BENCHMARKS = ("bus", "rpc", "bulk", "store", "footprint", "rank_stability", "recovery", "join", "scale", "plan", "movement", "sampler", "transfer")
 RESULTS = Path(__file__).parent / "RESULTS.md"
 HEADER = """# Results
 

@@ -63,7 +63,7 @@ def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert "warm-up is over" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/elastic.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/elastic.md", "docs/data.md"])
 def test_the_training_of_a_page_trains(page: str, tmp_path: Path) -> None:
     [example] = [block for block in blocks(ROOT / page, "python") if "forged.join" in block]
     commands = ["jobs create run stability_window_ms=0", "events --since 0 --job run --json"]
@@ -71,7 +71,9 @@ def test_the_training_of_a_page_trains(page: str, tmp_path: Path) -> None:
         endpoint = f"unix://{environment['FORGED_SOCKET']}"
         training = [sys.executable, "-c", example.replace("tcp://127.0.0.1:7433", endpoint)]
         for command in (["forgectl", *commands[0].split()], training, ["forgectl", *commands[1].split()]):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRAINED_S)
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TRAINED_S
+            )
             assert done.returncode == 0, done.stderr
     assert "JobCompleted" in done.stdout
 

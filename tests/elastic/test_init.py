@@ -6,10 +6,11 @@ import ast
 import inspect
 from collections.abc import Iterator
 from types import ModuleType
+from typing import get_type_hints
 
 import pytest
 
-from forged import elastic
+from forged import data, elastic
 from forged.elastic import config, model
 
 
@@ -41,3 +42,17 @@ def test_every_choice_and_every_setting_says_what_it_means(module: ModuleType, b
     chosen = [cls for cls in classes if base in map(ast.unparse, cls.bases)]
     assert chosen
     assert [name for cls in chosen for name in undescribed(cls)] == []
+
+
+def test_values_and_settings_live_in_the_package_that_is_named_for_them() -> None:
+    homes = {getattr(elastic, name).__module__.rpartition(".")[0] for name in elastic.__all__}
+    homes |= {getattr(data, name).__module__.rpartition(".")[0] for name in ("DataShard", "DataTransfer")}
+    assert homes == {"forged.elastic", "forged.data"}
+
+
+def test_every_member_of_a_value_has_a_type_that_can_be_resolved() -> None:
+    """What mypy is told holds at run time, too: a field that hides a type by its name would not."""
+    values = [found for name in elastic.__all__ if inspect.isclass(found := getattr(elastic, name))]
+    assert len(values) > 5
+    for value in values:
+        assert all(kind is not None for kind in get_type_hints(value).values()), value
