@@ -11,7 +11,6 @@ from collections import defaultdict
 from forged.bus import Bus
 from forged.data.audit import EpochAudit, UsageLog
 from forged.data.messages import AuditData, AuditView, ReportUsage
-from forged.elastic.messages import RescaleCompleted
 from forged.errors import RequestRefused
 from forged.jobs.model import JobRemoved
 from forged.ledger import read_all
@@ -23,6 +22,8 @@ OWNER = "usage"
 PREFIX = "usage/"
 CHUNKS_MAX = 100
 """What is written together has its limits, and so has a log."""
+ROWS_MAX = 100_000
+"""Of more rows it is forgotten which step has used what: a training that goes back behind them proves less."""
 
 
 class AuditService:
@@ -35,7 +36,6 @@ class AuditService:
         self._log = log
         bus.serve(ReportUsage, self._report, owner=OWNER)
         bus.serve(AuditData, self._audit, owner=OWNER)
-        bus.on(RescaleCompleted, self._committed, name="usage.commits", durable=True)
         bus.on(JobRemoved, self._removed, name="usage.removal", durable=True)
 
     async def load(self, store: Store) -> None:
@@ -51,9 +51,7 @@ class AuditService:
             self.logs[job] = UsageLog.decode(self._chunks[job])
 
     def _report(self, request: ReportUsage, call: Call) -> Decision[Nothing]:
-        log = self.logs.get(request.job)
-        if log is None:
-            log = self.logs[request.job] = UsageLog(request.samples)
+        log = self.logs.get(request.job) or UsageLog(request.samples)
         if log.samples != request.samples:
             raise RequestRefused(
                 "dataset_differs",
@@ -62,6 +60,9 @@ class AuditService:
             )
         self._go_back(request.job, log, request.generation, request.begins_at)
         log.report(request.generation, request.runs)
+        if log.rows > ROWS_MAX:
+            log.settle(log.told(request.generation))
+        self.logs[request.job] = log
         return Decision(Nothing(), writes=self._writes(request.job, log), job=request.job)
 
     def _writes(self, job: str, log: UsageLog) -> dict[str, bytes | None]:
@@ -78,16 +79,8 @@ class AuditService:
         }
         return writes | {f"{PREFIX}{job}/{number}": None for number in range(len(chunks), len(before))}
 
-    def _committed(self, record: Record) -> Decision[None] | None:
-        """Another world holds, behind so many steps."""
-        fact, log = record.fact, self.logs.get(record.job)
-        if log is None or not isinstance(fact, RescaleCompleted):
-            return None
-        self._go_back(record.job, log, fact.delta.epoch, fact.step)
-        return Decision(None, writes=self._writes(record.job, log))
-
     def _go_back(self, job: str, log: UsageLog, generation: int, step: int) -> None:
-        """A world begins there. Its commit and its first report may be heard in any order."""
+        """A world begins there; what an earlier one tells after a later one has is in order, too."""
         try:
             log.rewind(generation, step)
         except RequestRefused as error:

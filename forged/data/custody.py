@@ -71,10 +71,13 @@ class Gathering:
     target: tuple[WorkerId, ...]
     """The wanted world, by rank."""
     leaving: tuple[WorkerId, ...]
-    """Who goes, and serves what it holds until then."""
+    """Who goes behind the commit; who is not in the target serves what it holds until then."""
     said: dict[WorkerId, Holdings] = field(default_factory=dict)
-    partly: dict[WorkerId, list[Ids]] = field(default_factory=dict)
+    partly: dict[WorkerId, Ids] = field(default_factory=dict)
+    """Of those who have not said all of it yet."""
+    is_drafted: bool = False
     plan: DataRedistributionPlan | None = None
+    """None while nothing is planned, and where some shards are with nobody."""
     totals: TransferTotals = field(default_factory=TransferTotals)
     began_at: float = 0.0
     finished: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -83,7 +86,17 @@ class Gathering:
     @property
     def waiting_for(self) -> list[WorkerId]:
         """Who has not said what it holds."""
-        return [worker for worker in (*self.target, *self.leaving) if worker not in self.said]
+        return [worker for worker in self.members if worker not in self.said]
+
+    @property
+    def members(self) -> tuple[WorkerId, ...]:
+        """Who says what it holds: the wanted world, and then those who only serve."""
+        return tuple(dict.fromkeys((*self.target, *self.leaving)))
+
+    @property
+    def lacks_shards(self) -> bool:
+        """Whether all have said what they hold, and that is not all that there is."""
+        return self.plan is None and self.is_drafted
 
     @property
     def is_over(self) -> bool:
@@ -124,26 +137,34 @@ class Custody:
             self.gathering = Gathering(attempt, target, leaving, began_at=now)
 
     def offer(self, worker: WorkerId, held: Ids, more: bool, held_bytes: int, bytes_per_second: float) -> bool:
-        """A worker says what it holds; tells whether it was the last one to say so."""
+        """A worker says what it holds; tells whether all have now, so that a plan can be made."""
         gathering = self._gathering
-        if worker not in gathering.target and worker not in gathering.leaving:
+        if worker not in gathering.members:
             raise RequestRefused("not_a_member", f"{worker} is not in attempt {gathering.attempt}", "wait for the next")
         if held.size and (held.min() < 0 or held.max() >= self.dataset.shards):
             raise RequestRefused(
                 "holdings_invalid", f"held names what is none of {self.dataset.shards} shards", "see the dataset"
             )
-        parts = gathering.partly.setdefault(worker, [])
-        parts.append(held)
+        # Somebody may say again what it has said: no more is kept than there are shards.
+        ids = np.union1d(gathering.partly.pop(worker, held), held)
         if more:
+            gathering.partly[worker] = ids
             return False
-        ids = np.unique(np.concatenate(parts))
-        del gathering.partly[worker]
-        is_new = worker not in gathering.said
         gathering.said[worker] = Holdings(ids, held_bytes, bytes_per_second)
-        is_last = is_new and not gathering.waiting_for
-        if is_last:
+        # Who said it last may have gone before a plan was made, and says it again.
+        is_complete = not (gathering.waiting_for or gathering.is_drafted)
+        if is_complete:
             self._measure(gathering)
-        return is_last
+        return is_complete
+
+    def member(self, worker_id: str) -> WorkerId:
+        """Who in the attempt that is under way has this id."""
+        found = next((worker for worker in self._gathering.members if worker.id == worker_id), None)
+        if found is None:
+            raise RequestRefused(
+                "not_a_member", f"{worker_id} is not in attempt {self._gathering.attempt}", "wait for the next"
+            )
+        return found
 
     @property
     def _gathering(self) -> Gathering:
@@ -155,7 +176,7 @@ class Custody:
 
     def draft(self, gathering: Gathering, config: ElasticTrainingConfig) -> DataRedistributionPlan:
         """What has to travel, now that all have said what they hold. Changes nothing, so a thread may do it."""
-        present = ClusterTopology((*gathering.target, *gathering.leaving))
+        present = ClusterTopology(gathering.members)
         redistributor = DataRedistributor(config, replication=self.dataset.replication)
         return redistributor.calculate_plan(
             present,
@@ -170,7 +191,7 @@ class Custody:
 
     def settle(self, gathering: Gathering, plan: DataRedistributionPlan) -> None:
         """Let members fetch what was drafted."""
-        gathering.plan, gathering.totals = plan, self._totals(plan)
+        gathering.plan, gathering.totals, gathering.is_drafted = plan, self._totals(plan), True
 
     def _owners_now(self, gathering: Gathering, present: ClusterTopology) -> Column:
         """Who has each shard: its owner, if it says so itself; else the first who does."""
@@ -244,7 +265,9 @@ class Custody:
             np.ascontiguousarray(sources.T, "<i4").tobytes(),
             sources.shape[0],
             keep[after:until].astype("<i8").tobytes(),
+            (plan.owners[keep[after:until]] == place).astype(np.uint8).tobytes(),
             until < max(rows.size, keep.size),
+            any(worker.id == worker_id for worker in gathering.leaving),
         )
 
     def _sources(self, plan: DataRedistributionPlan, rows: npt.NDArray[np.intp]) -> Column:
@@ -262,13 +285,22 @@ class Custody:
 
     def finish(self, worker_id: str, attempt: int, transfers: int, moved_bytes: int) -> bool:
         """A member has all that it needs; tells whether it was the last."""
-        gathering = self._gathering
-        if gathering.attempt != attempt or gathering.plan is None:
-            raise RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
+        gathering = self.require_under_way(attempt)
         was_over = gathering.is_over
         if any(worker.id == worker_id for worker in gathering.target):
             gathering.finished[worker_id] = transfers, moved_bytes
         return gathering.is_over and not was_over
+
+    def give_up(self, attempt: int) -> None:
+        """What was planned cannot be had: some copies were found to be bad."""
+        self.require_under_way(attempt).plan = None
+
+    def require_under_way(self, attempt: int) -> Gathering:
+        """Refuse what is said about an attempt for which nothing is planned, or which is over."""
+        gathering = self._gathering
+        if gathering.attempt != attempt or gathering.plan is None:
+            raise RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
+        return gathering
 
     # What holds.
 

@@ -126,8 +126,12 @@ class TransferPart(msgspec.Struct, frozen=True):
     sources_per_shard: int
     keep: bytes
     """What it has to hold then, as int64; in pages like the transfers."""
+    owned: bytes
+    """For each of those a byte: 1 where it is the owner, 0 where it has a further copy."""
     more: bool
     """Whether there is more behind this part."""
+    is_released: bool
+    """Whether the worker is to go behind the commit, and leaves nothing that others could take over."""
 
 
 class ReadTransfers(Request[TransferPart], frozen=True):
@@ -143,7 +147,10 @@ class ReadTransfers(Request[TransferPart], frozen=True):
 
 
 class ReportShards(Request[Nothing], frozen=True):
-    """A member has fetched and verified all that it needs for an attempt."""
+    """A member has fetched and verified all that it needs for an attempt; or, if some are `missing`, cannot.
+
+    Copies of those were found to be bad, so all have to say anew what they hold.
+    """
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -155,6 +162,7 @@ class ReportShards(Request[Nothing], frozen=True):
     received: Natural = 0
     """How many bytes came."""
     took_s: float = 0.0
+    missing: Natural = 0
 
 
 class ReportCorruptShard(Request[Nothing], frozen=True):

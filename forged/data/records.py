@@ -1,7 +1,7 @@
 """What is kept of a job's data in the store: the dataset, who holds it, and what was planned for an attempt.
 
 Law: a column is cut into pieces that fit into the store, and what names them is written with or after the last of them
-and deleted before the first. A plan whose attempt was not committed is nothing.
+and deleted before the first. A plan whose attempt was not committed is nothing. A piece that nothing names is deleted.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class Restored(msgspec.Struct, frozen=True):
     """The one that led to what is held now; 0 before the first."""
     planned: dict[int, Assignment]
     """What was planned for attempts of which nobody knows yet whether they were committed."""
+    remains: list[str]
+    """Keys that nothing names any more, or never did."""
 
 
 def restored(job: str, entries: Iterable[tuple[str, bytes]]) -> Restored | None:
@@ -93,17 +95,21 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]]) -> Restored | None:
     if DATASET not in found:
         return None
     custody = Custody(job, _decode_dataset(found[DATASET]))
-    committed, planned = 0, {}
-    for key, value in found.items():
-        if not key.startswith(f"{HOLDERS}/"):
-            continue
-        record = _decode_holders(value)
-        assignment = _assignment(record, found)
-        if record.generation > custody.assignment.generation:
-            custody.assignment, committed = assignment, record.attempt
-        elif not record.generation:
-            planned[record.attempt] = assignment
-    return Restored(custody, committed, planned)
+    records = [_decode_holders(value) for key, value in found.items() if key.startswith(f"{HOLDERS}/")]
+    held = max((record for record in records if record.generation), key=_generation, default=None)
+    if held is not None:
+        custody.assignment = _assignment(held, found)
+    planned = {record.attempt: _assignment(record, found) for record in records if not record.generation}
+    known = {f"{PREFIX}{job}/{DATASET}"}
+    for record in records:
+        if record is held or not record.generation:
+            known.update(keys_of(job, record.attempt, record.shards, record.rows))
+    remains = [key for name in found if (key := f"{PREFIX}{job}/{name}") not in known]
+    return Restored(custody, 0 if held is None else held.attempt, planned, remains)
+
+
+def _generation(record: HoldersRecord) -> int:
+    return record.generation
 
 
 def _assignment(record: HoldersRecord, found: Mapping[str, bytes]) -> Assignment:

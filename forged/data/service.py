@@ -52,11 +52,11 @@ from forged.elastic.messages import (
     RescaleJob,
     WorkerJoined,
 )
-from forged.elastic.model import LostDataPolicy
+from forged.elastic.model import LostDataPolicy, WorkerId
 from forged.errors import RequestRefused
 from forged.jobs.model import JobRemoved, ShowJob
 from forged.ledger import read_all
-from forged.messages import Call, Decision, Fact, Nothing, Record
+from forged.messages import Call, Decision, Fact, Nothing, Record, Request
 from forged.store.port import Store
 
 T = TypeVar("T")
@@ -87,6 +87,9 @@ class DataService:
         self._planned: defaultdict[str, dict[int, Assignment]] = defaultdict(dict)
         """What was kept for attempts that may yet be committed."""
         self._remains: dict[str, None] = {}
+        """Keys of what is no more, which are deleted by and by."""
+        self._newcomers: defaultdict[str, set[WorkerId]] = defaultdict(set)
+        """Who has come since a plan was made last."""
         self._progress: dict[str, tuple[int, dict[str, Receiving]]] = {}
         self._serve()
 
@@ -110,7 +113,8 @@ class DataService:
         entries: defaultdict[str, list[tuple[str, bytes]]] = defaultdict(list)
         for entry in await read_all(store, PREFIX):
             entries[job_of(entry.key)].append((entry.key, entry.value))
-        for table in (self.custodies, self._committed, self._planned, self._remains, self._progress):
+        tables = (self.custodies, self._committed, self._planned, self._remains, self._newcomers, self._progress)
+        for table in tables:
             table.clear()
         for job, found in entries.items():
             known = restored(job, found)
@@ -118,6 +122,7 @@ class DataService:
                 self._remains.update(dict.fromkeys(key for key, _ in found))
                 continue
             self.custodies[job], self._planned[job] = known.custody, dict(known.planned)
+            self._remains.update(dict.fromkeys(known.remains))
             if known.attempt:
                 self._committed[job] = known.attempt
 
@@ -129,48 +134,63 @@ class DataService:
         members = await self._bus.ask(ReadAttempt(request.job, request.worker_id, request.incarnation))
         if members.attempt != request.attempt:
             raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
-        custody, is_new = self._custody(request)
-        now = self._clock.monotonic()
-        custody.gather(members.attempt, tuple(members.target), tuple(members.leaving), now)
-        worker = next(one for one in (*members.target, *members.leaving) if one.id == request.worker_id)
-        is_last = custody.offer(worker, held, request.more, request.held_bytes, request.bytes_per_second)
-        facts: list[Fact] = [DatasetDefined(request.dataset)] if is_new else []
-        writes = dataset_write(request.job, request.dataset) if is_new else {}
-        if is_last and custody.gathering is not None:
-            facts += await self._settle(custody, custody.gathering, members)
-        return Decision(Nothing(), tuple(facts), writes, request.job)
+        custody = self._custody(request)
+        custody.gather(members.attempt, members.target, members.leaving, self._clock.monotonic())
+        worker = custody.member(request.worker_id)
+        is_complete = custody.offer(worker, held, request.more, request.held_bytes, request.bytes_per_second)
+        if not is_complete or custody.gathering is None:
+            return Decision(Nothing())
+        facts = await self._settle(custody, custody.gathering, members)
+        return Decision(Nothing(), facts, job=request.job)
 
-    def _custody(self, request: OfferShards) -> tuple[Custody, bool]:
+    def _custody(self, request: OfferShards) -> Custody:
+        """The job's data, which the first who offers some defines."""
         custody = self.custodies.get(request.job)
-        if custody is not None:
-            custody.require_same(request.dataset)
-            return custody, False
-        custody = self.custodies[request.job] = Custody(request.job, request.dataset)
-        return custody, True
+        if custody is None:
+            custody = self.custodies[request.job] = Custody(request.job, request.dataset)
+            defined = Decision(
+                None, (DatasetDefined(request.dataset),), dataset_write(request.job, request.dataset), request.job
+            )
+            self._bus.ledger.append(defined, origin=OWNER)
+        custody.require_same(request.dataset)
+        return custody
 
-    async def _settle(self, custody: Custody, gathering: Gathering, members: AttemptMembers) -> list[Fact]:
+    async def _settle(self, custody: Custody, gathering: Gathering, members: AttemptMembers) -> tuple[Fact, ...]:
         """Plan, keep the plan, and say what it is."""
         config = ElasticTrainingConfig.from_settings(members.settings)
         plan: DataRedistributionPlan = await self._compute(partial(custody.draft, gathering, config))
         if custody.gathering is not gathering or self.custodies.get(custody.job) is not custody:
             # Another attempt has begun meanwhile, or the state was read anew.
             raise RequestRefused("attempt_over", f"attempt {gathering.attempt} is over", "go by the newest")
+        if gathering.is_drafted:
+            return ()
         custody.settle(gathering, plan)
+        newcomers = self._newcomers.pop(custody.job, set()) - set(gathering.members)
         count, shards = custody.lost()
         if count:
             gathering.plan = None
-            return [self._tell_lost(custody.job, gathering.attempt, count, shards, config)]
+            # What follows from it comes behind it in the history.
+            lost = ShardsLost(gathering.attempt, count, shards)
+            self._bus.ledger.append(Decision(None, (lost,), job=custody.job), origin=OWNER)
+            if newcomers and len(gathering.target) < config.max_workers:
+                self._begin_anew(custody.job)
+            self._abort_without(custody.job, lost, config)
+            return ()
         self._keep(custody.job, gathering.attempt, Assignment(0, gathering.target, plan.owners, plan.replicas))
-        return [TransfersPlanned(gathering.attempt, gathering.totals)]
+        return (TransfersPlanned(gathering.attempt, gathering.totals),)
 
-    def _tell_lost(
-        self, job: str, attempt: int, count: int, shards: list[int], config: ElasticTrainingConfig
-    ) -> ShardsLost:
+    def _begin_anew(self, job: str) -> None:
+        self._submit(RescaleJob(job, "somebody has come who may hold what is missing"))
+
+    def _submit(self, request: Request[Nothing]) -> None:
+        """Ask for what may be refused, which then is no more needed."""
+        self._bus.submit(request, Call(DAEMON, OWNER))
+
+    def _abort_without(self, job: str, lost: ShardsLost, config: ElasticTrainingConfig) -> None:
         if config.lost_data_policy is LostDataPolicy.ABORT:
-            named = ", ".join(map(str, shards)) + (", …" if count > NAMED_MAX else "")
-            reason = f"nobody has {count} shards any more, and they cannot be had again: {named}"
-            self._bus.submit(AbortJob(job, reason), Call(DAEMON, OWNER))
-        return ShardsLost(attempt, count, shards)
+            named = ", ".join(map(str, lost.shards)) + (", …" if lost.count > NAMED_MAX else "")
+            reason = f"nobody has {lost.count} shards any more, and they cannot be had again: {named}"
+            self._submit(AbortJob(job, reason))
 
     def _keep(self, job: str, attempt: int, assignment: Assignment) -> None:
         """Write down what was planned; what was planned before and came to nothing is forgotten."""
@@ -202,6 +222,11 @@ class DataService:
 
     def _finish(self, request: ReportShards, call: Call) -> Decision[Nothing]:
         custody = self._get(request.job)
+        if request.missing:
+            custody.give_up(request.attempt)
+            reason = f"{request.worker_id} found bad copies of {request.missing} shards, and no other"
+            self._submit(RescaleJob(request.job, reason))
+            return Decision(Nothing())
         is_last = custody.finish(request.worker_id, request.attempt, request.transfers, request.received)
         gathering = custody.gathering
         if not is_last or gathering is None:
@@ -260,13 +285,19 @@ class DataService:
         for attempt, assignment in kept.items():
             self._forget(record.job, attempt, assignment)
         self._progress.pop(record.job, None)
+        self._newcomers.pop(record.job, None)
+        self._sweep()
 
-    async def _joined(self, record: Record) -> None:
+    def _joined(self, record: Record) -> None:
         """Somebody came, who may have what is missing."""
-        custody = self.custodies.get(record.job)
-        gathering = None if custody is None else custody.gathering
-        if gathering is not None and gathering.plan is None and not gathering.waiting_for:
-            await self._bus.ask(RescaleJob(record.job, "somebody has come who may hold what is missing"))
+        fact, custody = record.fact, self.custodies.get(record.job)
+        if custody is None or not isinstance(fact, WorkerJoined):
+            return
+        # A member of the attempt may have had the same id: whoever joins is somebody else.
+        self._newcomers[record.job].add(fact.worker)
+        if custody.gathering is not None and custody.gathering.lacks_shards:
+            del self._newcomers[record.job]
+            self._begin_anew(record.job)
 
     # What is asked.
 
@@ -310,7 +341,7 @@ class DataService:
         for worker in gathering.target:
             told = progress.get(worker.id) if attempt == gathering.attempt else None
             finished = gathering.finished.get(worker.id)
-            done, moved = finished or ((told.transfers, told.received) if told else (0, 0))
+            done, moved = finished or ((told.transfers, told.data) if told else (0, 0))
             transfers = 0 if gathering.plan is None else len(gathering.plan.for_worker(worker))
             yield WorkerTransfers(worker.id, done, transfers, moved, finished is not None)
 

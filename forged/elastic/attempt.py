@@ -14,6 +14,9 @@ from enum import StrEnum
 
 from forged.elastic.model import RescaleType
 
+RECEIVED_BYTES_MIN = 1 << 20
+"""Less is no progress: who is sent so little within `rescale_timeout_ms` keeps the others waiting for nothing."""
+
 
 class Stage(StrEnum):
     """What an attempt waits for."""
@@ -63,8 +66,10 @@ class Attempt:
     step: int = 0
     """The steps that the new world has behind it, once that is settled."""
     stops: dict[str, Stop] = field(default_factory=dict)
-    received: dict[str, int] = field(default_factory=dict)
-    """How many bytes of what they need have come to those who are sent some."""
+    received: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """How many bytes of the state, and of training data, have come to those who are sent some."""
+    resting: dict[str, float] = field(default_factory=dict)
+    """When those who wait for others have said so last."""
     behind: set[str] = field(default_factory=set)
     """Who does not have the source's state yet."""
 
@@ -78,6 +83,15 @@ class Attempt:
     def stopped(self) -> bool:
         """Whether all have stopped."""
         return len(self.stops) == len(self.target)
+
+    def receive(self, worker_id: str, received: tuple[int, int]) -> bool:
+        """So much has come to a worker; tells whether that is more than before."""
+        before = self.received.get(worker_id, (0, 0))
+        state, data = max(received[0], before[0]), max(received[1], before[1])
+        if state + data < sum(before) + RECEIVED_BYTES_MIN:
+            return False
+        self.received[worker_id] = state, data
+        return True
 
     def settle(self, with_data: Collection[str] = ()) -> None:
         """Choose the source, now that all have stopped. Those `with_data` have to see to that, too."""

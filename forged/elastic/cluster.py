@@ -8,6 +8,7 @@ enough to go on after a crash; the rest comes back as evidence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
@@ -46,6 +47,9 @@ from forged.messages import Fact
 
 EVIDENCE_WAIT_S = 1.0
 """How long a worker's word that it does not reach another waits for what bears it out."""
+RESTING_S = 5.0
+"""How long a worker's word that it waits for others holds at least; it says so every second."""
+NEVER_SAID = -math.inf
 QUARRELS_MAX = 3
 """So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
 REASONS_MAX = 8
@@ -90,6 +94,10 @@ class Cluster:
         """Since when somebody wants a rescale at once."""
         self._waiting_at: float | None = None
         """Since when there are too few workers."""
+        self._resumed_at = -NEVER
+        """Since when this daemon has the job."""
+        self._outsiders: dict[str, Member] = {}
+        """The members that are not in the world, the first to come first."""
         self._complaints = Complaints()
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
@@ -116,6 +124,8 @@ class Cluster:
         missing = [worker for worker, incarnation in self.world.items() if known(worker, incarnation) is None]
         if missing and not (self.why or self.over):
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
+        self._resumed_at = now.monotonic
+        self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
         if self.why and self.phase is Phase.RUNNING:
             self._hole_at = now.monotonic
         if self.phase is Phase.WAITING:
@@ -138,6 +148,7 @@ class Cluster:
             self.watch.begin_anew()
         newcomer.seen_at = newcomer.progress_at = now.monotonic
         self.members.enter(newcomer)
+        self._outsiders[newcomer.id] = newcomer
         self.out.cluster = self.out.cluster or not self.known
         self._put_member(newcomer)
         self.out.say(WorkerJoined(newcomer.worker))
@@ -215,14 +226,20 @@ class Cluster:
             member.pulse_at, member.cpu_s = now.monotonic, cpu_s
             self._progress(member, step, now, marks)
 
-    def receiving(self, worker_id: str, incarnation: bytes, number: int, received: int, now: Moment) -> None:
-        """A member of the attempt is being sent what it needs, which may take longer than it may be silent."""
+    def receiving(
+        self, worker_id: str, incarnation: bytes, number: int, received: tuple[int, int], now: Moment, *, waits: bool
+    ) -> None:
+        """A member of the attempt is being sent what it needs, or waits for others: both may last."""
         attempt, member = self.attempt, self.members.known(worker_id, incarnation)
-        if attempt is None or member is None or attempt.number != number or worker_id not in attempt.waiting_for:
+        if attempt is None or member is None or attempt.number != number or worker_id not in attempt.behind:
             return
         member.heard_at = now.monotonic
-        if received > attempt.received.get(worker_id, 0):
-            attempt.received[worker_id], attempt.heard_at = received, now.monotonic
+        if attempt.receive(worker_id, received):
+            attempt.heard_at = now.monotonic
+        if waits and member.with_data:
+            attempt.resting[worker_id] = now.monotonic
+        else:
+            attempt.resting.pop(worker_id, None)
 
     # Answers in an attempt.
 
@@ -232,6 +249,9 @@ class Cluster:
         member.heard_at = now.monotonic
         self._progress(member, stop.step, now)
         if attempt.stage is Stage.PAUSING:
+            if self.holds(member) and not any(worker in attempt.stops for worker in self.world):
+                # The others are at the end of the same step.
+                attempt.heard_at = now.monotonic
             attempt.stops[worker_id] = stop
             if attempt.stopped and not self._is_doomed:
                 self._synchronise(attempt, now)
@@ -251,10 +271,11 @@ class Cluster:
         """Who is in the attempt, for one of its members."""
         number = 0 if self.attempt is None else self.attempt.number
         attempt, _ = self._answering(worker_id, incarnation, number)
-        members = [self.members[worker] for worker in attempt.target if worker in self.members]
+        there = [self.members[worker] for worker in attempt.target if worker in self.members]
+        members = [member for member in there if member.with_data]
         staying = [member.worker for member in members if member.leaving is None]
-        leaving = [member.worker for member in members if member.leaving is not None] if staying else []
-        target = staying or [member.worker for member in members]
+        leaving = [member.worker for member in members if member.leaving is not None]
+        target = staying or leaving
         return AttemptMembers(attempt.number, tuple(target), tuple(leaving), self.settings)
 
     @property
@@ -297,7 +318,7 @@ class Cluster:
             member.leaving = in_words(reason, WISH)
             self._put_member(member)
             self.out.say(WorkerDraining(worker_id, member.leaving))
-            if member.with_data and self.holds(member) and not self.over:
+            if member.with_data and self._is_needed(member) and not self.over:
                 # What it holds has to go to others before it goes.
                 self._wanted_at = now.monotonic
                 self._because(f"{worker_id} is to go: {member.leaving}")
@@ -424,14 +445,15 @@ class Cluster:
             return NEVER
         if self.phase is Phase.RESCALING:
             # A daemon died over an attempt. It starts again when all are back, or have failed.
-            return -NEVER if all(member.connected for member in self.members.values()) else NEVER
+            is_whole = all(member.connected for member in self.members.values())
+            return -NEVER if is_whole else self._resumed_at + self.config.reconnect_grace_s
         return self._growth_at()
 
     def _growth_at(self) -> float:
         """When those who wait are taken in."""
         if self.phase is not Phase.WAITING and next(self._waiting(), None) is None:
             return NEVER
-        there, joining = len(self._staying()), self._joining()
+        there, joining = self._there, self._joining()
         if there + len(joining) < self.config.min_workers:
             return NEVER
         if self.phase is Phase.WAITING:
@@ -447,14 +469,20 @@ class Cluster:
         """Who is in the world and can be in the next one."""
         return {name for name, incarnation in self.world.items() if self.members.known(name, incarnation) is not None}
 
+    @property
+    def _there(self) -> int:
+        """How many they are."""
+        return len(self.members) - len(self._outsiders)
+
     def _waiting(self) -> Iterator[Member]:
         """Who wants to be in the next world, the first to come first."""
-        for member in self.members.values():
-            if member.lost_at is None and member.leaving is None and not self.holds(member):
+        for member in self._outsiders.values():
+            if member.lost_at is None and member.leaving is None:
                 yield member
 
     def _joining(self) -> list[str]:
-        room = self.config.max_workers - len(self._staying())
+        """Who of them finds room."""
+        room = self.config.max_workers - self._there
         return [member.id for member in islice(self._waiting(), max(0, room))]
 
     def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
@@ -486,7 +514,8 @@ class Cluster:
         self.out.say(
             RescaleStarted(attempt.number, attempt.type, len(target), list(attempt.added), list(removed), reason)
         )
-        if not self.config.use_synchronous_rescaling:
+        # Training data moves between the stop and the commit, whatever the settings have become since.
+        if not (self.config.use_synchronous_rescaling or any(self.members[name].with_data for name in target)):
             self._commit(attempt, now)
 
     def _synchronise(self, attempt: Attempt, now: Moment) -> None:
@@ -515,6 +544,7 @@ class Cluster:
         delta = self.topology.delta_to(topology)
         self.topology = topology
         self.world = {member.id: member.incarnation for member in members}
+        self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
         known_step = self.state.current_step
         if attempt.source:
             self.state = _state(self.state, attempt.stops[attempt.source], now)
@@ -565,11 +595,27 @@ class Cluster:
         if source is not None and source.is_mute(self.config, now.monotonic):
             late = [source]
         else:
-            waiting = [self.members[worker] for worker in attempt.waiting_for if worker in self.members]
+            waiting = [self.members[worker] for worker in self._busy(attempt, now) if worker in self.members]
             late = holding_up(waiting, self.holds, self.config, now.monotonic)
+            late = [member for member in late if not self._is_in_a_step(member, attempt, now)]
+            if not late:
+                # All are in a step that lasts; or all wait for what none of them can give.
+                attempt.heard_at = now.monotonic
         for member in late:
             limit_s = self.config.rescale_timeout_s
             self._fail(member, f"it did not answer in attempt {attempt.number} within {limit_s:g} s", now)
+
+    def _is_in_a_step(self, member: Member, attempt: Attempt, now: Moment) -> bool:
+        """Whether it may come to the end of a long step: it is heard, and nobody of its world has come there yet."""
+        is_heard = self.holds(member) and not member.is_mute(self.config, now.monotonic)
+        is_late = self.config.evict_stalled and now.monotonic - attempt.began_at >= self.config.stall_timeout_s
+        is_first = not any(worker in attempt.stops for worker in self.world)
+        return attempt.stage is Stage.PAUSING and is_heard and is_first and not is_late
+
+    def _busy(self, attempt: Attempt, now: Moment) -> list[str]:
+        """Who has something to do in the attempt, and does not wait for others."""
+        since = now.monotonic - max(RESTING_S, self.config.rescale_timeout_s)
+        return [worker for worker in attempt.waiting_for if attempt.resting.get(worker, NEVER_SAID) < since]
 
     def _wait(self, there: int, now: Moment) -> None:
         """Rest until there are enough workers."""
@@ -685,6 +731,7 @@ class Cluster:
 
     def _drop(self, member: Member) -> None:
         self.members.strike(member)
+        self._outsiders.pop(member.id, None)
         self._complaints.forget(member.id)
         self.watch.forget(member)
         self.out.members.add(member.id)

@@ -298,7 +298,10 @@ class AnnounceLeave(Request[Nothing], frozen=True):
 
 
 class AttemptMembers(msgspec.Struct, frozen=True):
-    """Who is in the world that is wanted: those who stay, by rank, and those who are to go behind it."""
+    """Who holds training data in an attempt: the world that is wanted, by rank, and who is to go behind its commit.
+
+    Where nobody would stay, those who are to go are the world as well.
+    """
 
     attempt: int
     target: tuple[WorkerId, ...]
@@ -346,7 +349,7 @@ class Heartbeat(Signal, frozen=True):
 
 
 class Receiving(Signal, frozen=True):
-    """A member of an attempt is sent what it needs: state or training data. So much has come, as far as it counts."""
+    """A member of an attempt is sent what it needs, or waits for others. So many bytes of the state have come."""
 
     external: ClassVar[bool] = True
 
@@ -357,6 +360,10 @@ class Receiving(Signal, frozen=True):
     received: int
     transfers: int = 0
     """How many pieces of training data are whole."""
+    data: int = 0
+    """How many bytes of training data have come."""
+    waits: bool = False
+    """Whether it has done its part and waits for what others say."""
 
     @property
     def key(self) -> str:

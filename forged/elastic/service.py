@@ -83,6 +83,9 @@ ATTRIBUTE_CHARS_MAX = 1_000
 PEER_KEY_BYTES = 32
 PROBES_MAX = 256
 """Addresses that are asked at once; the others wait for their turn."""
+MARKS_MAX = 2**63 - 1
+WORKERS_PER_CLIENT = 64
+"""With more, those that a client spoke for once are looked through."""
 STEP_MAX = 2**53
 BATCH_MAX = 2**31 - 1
 LEARNING_RATE_MAX = 1e100
@@ -267,6 +270,11 @@ class ElasticService:
             self._require_known(request)
         known = self.clusters.get(request.job) if request.settings is None else None
         settings = known.settings if known else await self._settings(request, call)
+        if request.with_data:
+            _require_synchronous(request.job, settings)
+        if request.again:
+            # Much may have happened while the settings were asked for.
+            self._require_known(request)
         cluster = self.clusters.get(request.job)
         if cluster is None:
             key = self._token_bytes(PEER_KEY_BYTES)
@@ -285,6 +293,8 @@ class ElasticService:
         )
         cluster.join(newcomer, now)
         self._by_client[call.client][cluster.job, worker.id] = None
+        if len(self._by_client[call.client]) > WORKERS_PER_CLIENT:
+            self._workers_of(call.client)
         fence = self._bus.desk.fence_of(cluster.job) or Fence(self._bus.ledger.term, cluster.generation)
         return self._decide(cluster, _joined(cluster, cluster.members[worker.id], fence))
 
@@ -308,6 +318,7 @@ class ElasticService:
         return dict(job.settings)
 
     def _leave(self, request: LeaveJob, call: Call) -> Decision[Nothing]:
+        _check_number("step", request.step, STEP_MAX)
         cluster = self.clusters.get(request.job)
         if cluster is None:
             return Decision(Nothing())
@@ -378,13 +389,13 @@ class ElasticService:
 
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
-        if cluster is not None:
+        if cluster is not None and _is_countable(signal.step, signal.marks):
             cluster.heartbeat(signal.worker_id, signal.incarnation, signal.step, signal.marks, self._now())
             self._settle(cluster)
 
     def _pulse(self, signal: Pulse, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
-        if cluster is not None:
+        if cluster is not None and _is_countable(signal.step, signal.marks):
             now = self._now()
             cluster.pulse(signal.worker_id, signal.incarnation, signal.step, signal.marks, signal.cpu_s, now)
             self._settle(cluster)
@@ -392,7 +403,10 @@ class ElasticService:
     def _receiving(self, signal: Receiving, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
         if cluster is not None:
-            cluster.receiving(signal.worker_id, signal.incarnation, signal.attempt, signal.received, self._now())
+            received = signal.received, signal.data
+            cluster.receiving(
+                signal.worker_id, signal.incarnation, signal.attempt, received, self._now(), waits=signal.waits
+            )
 
     # What operators ask.
 
@@ -571,6 +585,26 @@ def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
         leaving=member.leaving,
         synchronising=cluster.synchronising,
     )
+
+
+def _require_synchronous(job: str, settings: dict[str, Any]) -> None:
+    """Refuse training data where nobody stops for a rescale: there is no moment at which it could change hands."""
+    if not ElasticTrainingConfig.from_settings(settings).use_synchronous_rescaling:
+        raise RequestRefused(
+            "data_needs_synchronous",
+            f"job {job} has use_synchronous_rescaling = false, and training data changes hands only while all stop",
+            "set it to true, or give the workers no data",
+        )
+
+
+def _is_countable(*numbers: int) -> bool:
+    """Whether these can be numbers of steps, and of marks; what else a signal brings is nobody's word."""
+    return all(0 <= number <= MARKS_MAX for number in numbers)
+
+
+def _check_number(name: str, number: int, most: int) -> None:
+    if not 0 <= number <= most:
+        raise RequestRefused("stop_invalid", f"{name} = {number} is no number of steps", f"report 0 to {most}")
 
 
 def _check_stop(request: ReportPaused) -> None:

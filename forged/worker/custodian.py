@@ -2,17 +2,20 @@
 
 Law: at every attempt the worker says what it holds by what lies verified in its store, fetches what it is told to, and
 answers only when it holds all that it has to. What it need not hold any more it drops when the attempt was committed,
-and not before: until then others may come for it.
+and not before: until then others may come for it. As long as it waits for others, it says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import anyio
 import numpy as np
+import xxhash
 from anyio import to_thread
 
 from forged.clock import Clock
@@ -28,17 +31,21 @@ from forged.data.messages import (
 from forged.data.outcome import BadCopy, TransferProgress, TransferReport
 from forged.data.schedule import Source, Wanted
 from forged.data.shards import Dataset, Indices
-from forged.data.store import Stamp
+from forged.data.store import ShardStore, Stamp
 from forged.data.training import TrainingData
 from forged.data.transfers import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import Receiving
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.errors import RequestRefused
+from forged.errors import ForgedError, RequestRefused
+from forged.log import SILENT, Log
 from forged.messages import Signal
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
 
+R = TypeVar("R")
+
+PIECE_BYTES = 1 << 20
 OFFER_SHARDS_MAX = 1 << 17
 """So many shards are named in one message."""
 ORIGIN = -1
@@ -52,6 +59,8 @@ class Part:
 
     wanted: list[Wanted]
     keep: frozenset[int]
+    owned: frozenset[int]
+    is_released: bool
 
 
 class Custodian:
@@ -68,8 +77,10 @@ class Custodian:
         random: Callable[[], float],
         *,
         uses_threads: bool,
+        log: Log = SILENT,
     ) -> None:
         self._data = data
+        self._log = log
         self._dataset = Dataset.of(data.samples, data.shards)
         self._line = line
         self._signal = signal
@@ -79,9 +90,18 @@ class Custodian:
         self._planned = 0
         """The attempt of the newest plan that was heard of."""
         self._news = anyio.Event()
-        self._keeps: tuple[int, frozenset[int]] = 0, frozenset()
-        """What has to be held when that attempt is committed."""
+        self._holds: tuple[int, Part] | None = None
+        """What is held for an attempt."""
+        self._arrived = 0
+        """How many bytes have come in this attempt, before the present try."""
+        self._owned: frozenset[int] = frozenset()
+        """The shards that are this worker's in the committed world."""
+        self.is_released = False
+        """Whether this worker may go, because nobody needs what it holds any more."""
         self._bad_copies: list[BadCopy] = []
+        self._doubted: set[int] = set()
+        self._complained: set[int] = set()
+        """For which shards it has asked that all say anew what they hold; once, or it would never end."""
         self._manager = DataTransferManager(
             line.worker,
             data.store,
@@ -104,25 +124,42 @@ class Custodian:
         news, self._news = self._news, anyio.Event()
         news.set()
 
+    def doubt(self, shard: int) -> None:
+        """Somebody has found the copy here to be bad: look at it before it is offered again."""
+        self._doubted.add(shard)
+
     async def take_part(self, attempt: int) -> None:
         """Hold what this worker has to hold when the attempt is committed."""
-        self._attempt = attempt
+        if attempt != self._attempt:
+            self._attempt, self._arrived = attempt, 0
         await self._offer(attempt)
         part = await self._part(attempt)
         report = await self._manager.execute(part.wanted, generation=attempt)
+        self._arrived += report.bytes
         await self._tell_bad_copies()
+        await self._tell_missing(attempt, report)
         report.require_complete()
         await self._tell_done(attempt, report)
-        self._keeps = attempt, part.keep
+        self._holds = attempt, part
 
-    async def settle(self, attempt: int) -> None:
-        """The attempt was committed: drop what somebody else is to hold."""
-        of, keep = self._keeps
-        if of != attempt:
+    async def settle(self, attempt: int, topology: ClusterTopology) -> None:
+        """The attempt was committed: know what this worker owns, and drop what somebody else is to hold."""
+        if self._holds is None or self._holds[0] != attempt:
+            # Somebody has told of the world and not of the attempt that led to it.
+            owners = await self.owners(topology)
+            self._owned = frozenset(np.flatnonzero(owners == topology.rank_of(self._line.worker)).tolist())
             return
-        store = self._data.store
-        for shard in [shard for shard in store.held() if shard not in keep]:
-            await self._run(partial(store.drop, shard))
+        part = self._holds[1]
+        self._owned, self.is_released = part.owned, part.is_released
+        try:
+            await self._run(partial(_keep_only, self._data.store, part.keep))
+        except ForgedError as error:
+            # More is held than has to be, which does no harm.
+            self._log.warning("shards that others hold now could not be dropped", why=str(error))
+
+    def owns(self, shard: int) -> bool:
+        """Whether a shard is this worker's in the committed world."""
+        return shard in self._owned
 
     async def owners(self, topology: ClusterTopology) -> Indices:
         """The rank of the owner of each shard, in a world that was committed; -1 for who is not in it."""
@@ -142,6 +179,8 @@ class Custodian:
         return owners
 
     async def _offer(self, attempt: int) -> None:
+        while self._doubted:
+            await self._run(partial(_drop_if_bad, self._data.store, self._doubted.pop()))
         held: dict[int, Stamp] = dict(await self._run(self._data.store.held))
         ids = np.array(sorted(shard for shard in held if shard < self._data.shards), "<i8")
         size = sum(held[shard].size for shard in ids.tolist())
@@ -164,6 +203,7 @@ class Custodian:
     async def _part(self, attempt: int) -> Part:
         """What this worker is told, as soon as all have said what they hold."""
         while True:
+            self._tell(waits=True)
             if self._planned < attempt:
                 with anyio.move_on_after(ASK_AGAIN_S):
                     await self._news.wait()
@@ -173,9 +213,11 @@ class Custodian:
                 if error.code != "plan_pending":
                     raise
             else:
+                self._tell()
                 wanted = [one for page in pages for one in self._wanted(page)]
-                keep = frozenset(shard for page in pages for shard in np.frombuffer(page.keep, "<i8").tolist())
-                return Part(wanted, keep)
+                keep = np.concatenate([np.frombuffer(page.keep, "<i8") for page in pages])
+                is_owned = np.concatenate([np.frombuffer(page.owned, np.bool_) for page in pages])
+                return Part(wanted, frozenset(keep.tolist()), frozenset(keep[is_owned].tolist()), pages[0].is_released)
 
     async def _pages(self, attempt: int) -> Sequence[TransferPart]:
         pages: list[TransferPart] = []
@@ -210,6 +252,15 @@ class Custodian:
             )
         )
 
+    async def _tell_missing(self, attempt: int, report: TransferReport) -> None:
+        """Ask that all say anew what they hold, if what some have said they do not."""
+        bad = {copy.shard_id for copy in report.bad_copies if copy.source is not None}
+        missing = {one.shard_id for one in report.missing} & bad - self._complained
+        if missing:
+            self._complained |= missing
+            line = self._line
+            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(missing)))
+
     async def _tell_bad_copies(self) -> None:
         while self._bad_copies:
             copy = self._bad_copies.pop(0)
@@ -219,10 +270,39 @@ class Custodian:
 
     def _tell_progress(self, progress: TransferProgress) -> None:
         """Say how far it is, if somebody listens."""
-        line = self._line
-        self._signal(
-            Receiving(line.job, line.worker.id, line.incarnation, self._attempt, progress.bytes_moved, progress.done)
-        )
+        self._tell(progress.done, self._arrived + progress.bytes_moved)
 
-    async def _run(self, act: Callable[[], object]):  # type: ignore[no-untyped-def]
+    def _tell(self, transfers: int = 0, arrived: int = 0, *, waits: bool = False) -> None:
+        line = self._line
+        said = Receiving(
+            line.job, line.worker.id, line.incarnation, self._attempt, 0, transfers, arrived or self._arrived, waits
+        )
+        self._signal(said)
+
+    async def _run(self, act: Callable[[], R]) -> R:
         return await to_thread.run_sync(act) if self._uses_threads else act()
+
+
+def _drop_if_bad(store: ShardStore, shard: int) -> None:
+    try:
+        with store.open(shard) as opened:
+            is_sound = opened.stamp == _stamp_of(opened.fd)
+    except RequestRefused:
+        # It is no longer held, and the store has seen to that.
+        return
+    if not is_sound:
+        store.drop(shard)
+
+
+def _stamp_of(fd: int) -> Stamp:
+    checksum, size = xxhash.xxh3_128(), 0
+    while piece := os.pread(fd, PIECE_BYTES, size):
+        checksum.update(piece)
+        size += len(piece)
+    return Stamp(size, checksum.digest())
+
+
+def _keep_only(store: ShardStore, keep: Container[int]) -> None:
+    """Drop all other shards."""
+    for shard in [shard for shard in store.held() if shard not in keep]:
+        store.drop(shard)

@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 PERSEVERING = RetryPolicy(attempts=None, delay_s=0.05, exponential=True, delay_max_s=1.0, jitter=0.5)
 LEAVE_TIMEOUT_S = 2.0
-"""How long it tries to say goodbye."""
+"""How long it tries to say goodbye, whatever happens meanwhile."""
 
 
 class Registration:
@@ -105,16 +105,23 @@ class Registration:
         """Say that this worker cannot go on with its world."""
         await self.say(ReportTrouble(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
 
-    async def leave(self, reason: str, step: int, *, done: bool, failed: bool) -> None:
-        """Say that this worker goes, if that can be said in time."""
+    async def leave(self, reason: str, step: int, patience_s: float, *, done: bool, failed: bool) -> None:
+        """Say that this worker goes, if that can be said in time; who is interrupted tries no longer than a moment."""
         request = LeaveJob(self.job, self.worker.id, self.incarnation, reason, done, failed, step)
-        with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True) as scope:
-            try:
-                await self.say(request)
-            except ForgedError as error:
-                self._log.warning("could not say goodbye", why=str(error))
+        with anyio.move_on_after(patience_s) as scope:
+            # Who is cancelled says it all the same, unless nobody listens.
+            with anyio.move_on_after(min(patience_s, LEAVE_TIMEOUT_S), shield=True) as moment:
+                await self._leave(request)
+            if moment.cancelled_caught:
+                await self._leave(request)
         if scope.cancelled_caught:
-            self._log.warning("could not say goodbye", why=f"the daemon did not answer within {LEAVE_TIMEOUT_S:g} s")
+            self._log.warning("could not say goodbye", why=f"the daemon did not answer within {patience_s:g} s")
+
+    async def _leave(self, request: LeaveJob) -> None:
+        try:
+            await self.say(request)
+        except ForgedError as error:
+            self._log.warning("could not say goodbye", why=str(error))
 
     def beat(self, step: int, marks: int) -> None:
         """Say that this worker lives, if somebody listens."""

@@ -95,6 +95,8 @@ class Standing:
     """Whether something was missed, so that the daemon has to be asked."""
     known: bool = False
     """Whether the daemon has taken it in; until then, what is said of its name is said of another."""
+    _unconfirmed: RescaleSynchronising | None = None
+    """What was settled before something was missed; the daemon's answer tells whether it still holds."""
     _is_new: bool = True
     """Whether no answer yet was as new as what was heard."""
     _is_doubtful: bool = False
@@ -132,7 +134,7 @@ class Standing:
     def miss(self, gap: Gap) -> None:
         """Facts cannot be had any more."""
         self.heard_at = max(self.heard_at, gap.last)
-        self.outdated, self.synchronising = True, None
+        self.outdated, self._unconfirmed = True, self.synchronising
         self._pause_told = self._attempt_told = False
 
     def catch_up(self, joined: Joined) -> None:
@@ -157,6 +159,9 @@ class Standing:
             self.attempt, self.rescaling = joined.attempt, True
         if joined.synchronising is not None and joined.synchronising.attempt == self.attempt:
             self.synchronising = joined.synchronising
+        elif self.synchronising is self._unconfirmed:
+            self.synchronising = None
+        self._unconfirmed = None
 
     def has(self, worker_id: str) -> bool:
         """Whether a worker is in the committed world."""

@@ -1,7 +1,7 @@
 """The training state on its way from the worker that has it to those that are behind.
 
 Law: what is offered is offered for one attempt at a rescale; a newer one supersedes it on both ends, and what is
-withdrawn is sent to nobody from that moment on. A fetch goes on with the first part that was not verified yet, and its
+withdrawn is sent to nobody from that moment on, unless it is offered again. A fetch goes on with the first part that was not verified yet, and its
 state counts when every part was. Whoever comes before the offer waits for it a while.
 """
 
@@ -122,7 +122,8 @@ class StateDesk:
     def offering(self, attempt: int, head: bytes, parts: Sequence[memoryview | bytes]) -> Iterator[None]:
         """Offer a state for an attempt, until the block is left; its memory must not change meanwhile."""
         offer = _Offer(attempt, head, _checked(head, parts))
-        if attempt <= self._newest:
+        is_taken = attempt == self._newest and self._offer is not None
+        if attempt < self._newest or is_taken:
             raise _over(attempt, self._newest)
         if self._offer is not None:
             self._offer.cut()

@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 from forged.client.client import ForgedClient
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
-from forged.data.messages import ReportUsage, TransfersPlanned
+from forged.data.messages import CorruptShardFound, ReportUsage, TransfersPlanned
 from forged.data.sampler import ElasticSampler, SamplingMode
 from forged.data.shards import Indices
 from forged.data.training import TrainingData
@@ -43,9 +43,10 @@ from forged.elastic.phases import Phase
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.log import SILENT, Log
-from forged.messages import Gap, Record
+from forged.messages import Fact, Gap, Record, UnknownFact
 from forged.net.network import Address, Network
 from forged.net.tls import TLS_FAILED
+from forged.worker import amounts
 from forged.worker.agreement import Agreement, agree
 from forged.worker.carriers import Carrier, LoopCarrier
 from forged.worker.collectives import CollectiveAborted, World
@@ -130,8 +131,10 @@ class ElasticWorker:
         self.step = 0
         """How many steps are committed."""
         self.epoch = 0
-        self.learning_rate = learning_rate
-        self.global_batch_size = global_batch_size or (0 if sampler is None else sampler.global_batch)
+        self.learning_rate = amounts.rate("learning_rate", learning_rate)
+        self.global_batch_size = amounts.count(
+            "global_batch_size", global_batch_size or (0 if sampler is None else sampler.global_batch)
+        )
         self.rescaling_requested = Event("rescaling_requested", log)
         self.state_synchronized = Event("state_synchronized", log)
         self.leaving = Event("leaving", log)
@@ -188,10 +191,8 @@ class ElasticWorker:
         self._trouble: Trouble | None = None
         self._custodian: Custodian | None = None
         self._consumption = None if self.sampler is None else Consumption(self.sampler)
-        self._announced: int | None = None
-        """The newest attempt when this worker said that it is to go, if others have to take over what it holds."""
-        self._is_released = False
-        """Whether they have."""
+        self._has_announced = False
+        """Whether it says, or has said, that it is to go and that others have to take over what it holds."""
         self._is_catching_up = False
         self._registered = False
         self._left = False
@@ -277,16 +278,22 @@ class ElasticWorker:
         )
 
     def should_handle_shard(self, shard_index: int, total_shards: int) -> bool:
-        """Whether a shard is this worker's: the rule is shard modulo world size."""
-        return self.rank >= 0 and 0 <= shard_index < total_shards and shard_index % self.world_size == self.rank
+        """Whether a shard is this worker's: as it was committed for the shards of its data, else by the remainder."""
+        if self.rank == RANK_NONE or not 0 <= shard_index < total_shards:
+            return False
+        if self._custodian is not None and self._data is not None and total_shards == self._data.shards:
+            return self._custodian.owns(shard_index)
+        return shard_index % self.world_size == self.rank
 
     def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
         """Say how far the training is. The steps of a world are counted by the world; before it, by the script."""
+        place = amounts.count("epoch", epoch), amounts.count("step", step)
         if step != self.step and self._world is not None:
             raise RequestRefused(
                 "step_counted", f"{self.step} steps are committed, and not {step}", "leave the counting to the steps"
             )
-        self.epoch, self.step, self.learning_rate = epoch, step, learning_rate
+        self.learning_rate = amounts.rate("learning_rate", learning_rate)
+        self.epoch, self.step = place
 
     # Coming and going.
 
@@ -362,7 +369,7 @@ class ElasticWorker:
         # Said at once, and not when somebody needs the state.
         pack(self._whole_state)
         # The stream stands before the worker is known, so that nothing is missed in between.
-        facts = await self._client.facts(*FOLLOWED, jobs=[self.job]).__aenter__()
+        facts = await self._client.facts(*FOLLOWED, CorruptShardFound, jobs=[self.job]).__aenter__()
         try:
             self._tasks.start_soon(self._listen, facts)
             self._learn(await self._join())
@@ -403,12 +410,15 @@ class ElasticWorker:
             self._clock,
             self._random.random,
             uses_threads=not isinstance(self._carrier, LoopCarrier),
+            log=self._log,
         )
 
     @property
     def _whole_state(self) -> Any:
         """What a new worker takes from the others."""
-        return self.state if self.sampler is None else {"state": self.state, "sampler": self.sampler}
+        if self._consumption is None:
+            return self.state
+        return {"state": self.state, "sampler": self._consumption.sampler, "usage": self._consumption}
 
     async def disconnect(self) -> None:
         """Leave in good order; no error for who is not connected."""
@@ -434,9 +444,12 @@ class ElasticWorker:
             return
         self._left, self._status = True, WorkerStatus.LEAVING
         await self._leave_world()
-        with anyio.move_on_after(LEAVE_TIMEOUT_S):
-            await self._tell_usage()
-        await self._line.leave(reason, self.step, done=done, failed=failed)
+        # Nobody else may be left to say that all is done; so it is said for as long as the daemon waits for this worker.
+        patience_s = max(LEAVE_TIMEOUT_S, self._config.reconnect_grace_s) if done and self._config else LEAVE_TIMEOUT_S
+        with anyio.move_on_after(patience_s) as scope:
+            await self._tell_usage_if_wanted()
+        left_s = max(LEAVE_TIMEOUT_S, scope.deadline - anyio.current_time())
+        await self._line.leave(reason, self.step, left_s, done=done, failed=failed)
 
     def drain(self, reason: str) -> None:
         """Finish the present step, and go."""
@@ -467,8 +480,8 @@ class ElasticWorker:
                 assert self._standing.draining is not None
                 self.leaving.fire(self._standing.draining)
                 await self.leave(self._standing.draining)
-            elif self._standing.draining is not None and self._announced is None:
-                await self._announce(self._standing.draining)
+            elif self._standing.draining is not None and not self._has_announced:
+                self._announce(self._standing.draining)
             elif not self._may_step:
                 await self._come_along()
             elif total is not None and self.step >= total:
@@ -514,19 +527,25 @@ class ElasticWorker:
         if self._finished and step > self.step:
             # They know that all have finished it.
             self._count_step()
-        await self.leave("the training is done", done=True)
+        if self._holds_state and self.step >= step:
+            await self.leave("the training is done", done=True)
+            return
+        why = "the training was done before this worker was taken in"
+        await self.leave(why)
+        await self._fall_out(JobEnded("job_completed", why, "take the result from a worker that was there"))
 
     @property
     def _is_to_go(self) -> bool:
         """Whether this worker is wanted no more, and nobody needs what it holds."""
-        is_bound = self._custodian is not None and self._worker_id in self._topology and not self._is_released
+        is_bound = self._custodian is not None and self._worker_id in self._topology and not self._custodian.is_released
         return self._standing.draining is not None and not is_bound
 
-    async def _announce(self, reason: str) -> None:
-        """Have others take over what this worker holds, before it goes."""
+    def _announce(self, reason: str) -> None:
+        """Have others take over what this worker holds, before it goes; it trains until they can."""
         assert self._line is not None
-        self._announced = self._standing.attempt
-        await self._undertake(partial(self._line.announce_leave, reason))
+        assert self._tasks is not None
+        self._has_announced = True
+        self._tasks.start_soon(self._line.announce_leave, reason)
 
     def _count_step(self) -> None:
         """The step that was finished is committed."""
@@ -685,12 +704,22 @@ class ElasticWorker:
     # The state goes from worker to worker.
 
     async def _synchronise(self, settled: RescaleSynchronising) -> None:
-        """Give the state to others, or take it from the source, as it was settled; then see to the training data."""
-        attempt = settled.attempt
+        """Do this worker's part of what was settled; what does not work now may work a moment later."""
 
         def still() -> bool:
-            return self._is_synchronising(attempt)
+            return self._is_synchronising(settled.attempt)
 
+        try:
+            await self._give_or_take(settled, still)
+        except ForgedError as error:
+            if not _passes(error) or error.code == TLS_FAILED:
+                raise
+            self._log.warning("the attempt could not be followed", attempt=settled.attempt, why=str(error))
+            await self._undertake(partial(anyio.sleep, TROUBLE_PAUSE_S), still)
+
+    async def _give_or_take(self, settled: RescaleSynchronising, still: Callable[[], bool]) -> None:
+        """Give the state to others, or take it from the source, as it was settled; then see to the training data."""
+        attempt = settled.attempt
         # Who goes gives its state away first: nobody else may have it.
         is_source = settled.source.id == self._worker_id.id
         with self._offering(attempt) if is_source else nullcontext():
@@ -803,8 +832,8 @@ class ElasticWorker:
         self._pace(commit.learning_rate, commit.global_batch_size)
 
     def _pace(self, learning_rate: float, global_batch_size: int) -> None:
-        self.learning_rate = learning_rate or self.learning_rate
-        self.global_batch_size = global_batch_size or self.global_batch_size
+        self.learning_rate = amounts.rate("learning_rate", learning_rate or self.learning_rate)
+        self.global_batch_size = amounts.count("global_batch_size", global_batch_size or self.global_batch_size)
         if self.sampler is not None and self.global_batch_size:
             self.sampler.global_batch = self.global_batch_size
 
@@ -847,9 +876,7 @@ class ElasticWorker:
         """Hold what the commit says, and nothing else; and know what others hold."""
         if self._custodian is None:
             return
-        if commit.attempt and commit.attempt == self._answered:
-            await self._custodian.settle(commit.attempt)
-        self._is_released = self._announced is not None and commit.attempt > self._announced
+        await self._custodian.settle(commit.attempt, commit.topology)
         if self.sampler is not None and self.sampler.mode is SamplingMode.SHARDED:
             owners = await self._custodian.owners(commit.topology)
             self.sampler.reassign(owners, commit.topology.world_size)
@@ -862,7 +889,14 @@ class ElasticWorker:
             now = self._clock.monotonic()
             if self.rank == 0 or now - told_at >= USAGE_INTERVAL_OTHERS_S:
                 told_at = now
-                await self._tell_usage()
+                await self._tell_usage_if_wanted()
+
+    async def _tell_usage_if_wanted(self) -> None:
+        """The training is worth more than its proof: what the daemon does not take of this is no end of it."""
+        try:
+            await self._tell_usage()
+        except ForgedError as error:
+            self._log.warning("the daemon does not take what the steps have used", why=str(error))
 
     async def _tell_usage(self) -> None:
         assert self._line is not None
@@ -990,11 +1024,19 @@ class ElasticWorker:
         else:
             self._standing.hear(item)
         self._catch_up_if_outdated()
-        if isinstance(item, Record) and isinstance(item.fact, TransfersPlanned) and self._custodian is not None:
-            self._custodian.hear_of_plan(item.fact.attempt)
+        if isinstance(item, Record):
+            self._hear_of_data(item.fact)
         if self._standing.lost and self._world is not None:
             self._world.abort(f"{self._standing.lost} is gone")
         self._wake()
+
+    def _hear_of_data(self, fact: Fact | UnknownFact) -> None:
+        if self._custodian is None:
+            return
+        if isinstance(fact, TransfersPlanned):
+            self._custodian.hear_of_plan(fact.attempt)
+        elif isinstance(fact, CorruptShardFound) and fact.worker_id == self._worker_id.id:
+            self._custodian.doubt(fact.shard)
 
     async def _beat(self) -> None:
         """Say that this worker lives, for ever."""

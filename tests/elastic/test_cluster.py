@@ -634,6 +634,35 @@ def test_without_an_attempt_every_number_is_over() -> None:
     assert "there is none now" in str(error.value)
 
 
+def test_who_is_in_a_long_step_together_with_all_others_is_waited_for() -> None:
+    """A joiner must not cost a job its workers, because their step lasts longer than a rescale may."""
+    play = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
+    play.join("c")
+    play.wait(WINDOW_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    assert "WorkerFailed" not in kinds(play.wait(60.0))
+    attempt = play.cluster.attempt
+    assert attempt is not None
+    play.stop("a", stop=Stop(1, holds_state=True))
+    assert "WorkerFailed" not in kinds(play.wait(4.0))
+    play.stop("b", stop=Stop(1, holds_state=True))
+    failed = [fact.worker_id for fact in play.wait(6.0) if isinstance(fact, WorkerFailed)]
+    assert failed == ["c"], "it does not take the state"
+
+
+def test_a_daemon_that_came_back_into_a_rescale_waits_for_nobody_for_ever() -> None:
+    """A worker whose pulse lives does not fail; and may be held up for long."""
+    play = formed("a", "b", "c", **PATIENT)
+    play.cluster.rescale(play.now, "a test")
+    play.settle()
+    play.restart()
+    play.come_back("a", "b")
+    for _ in range(40):
+        play.pulse("c")
+        play.wait(0.5, silent=["c"])
+    assert play.cluster.attempt is not None
+
+
 def test_who_does_not_answer_in_time_has_failed_and_the_rescale_restarts_without_it() -> None:
     play = formed("a", "b", "c", rescale_timeout_ms=5_000)
     play.join("d")
