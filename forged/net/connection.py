@@ -87,6 +87,8 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         self._unread_bytes = 0
         self._reason: ForgedError | None = None
         self._patience: Patience | None = None
+        self._is_under_way = False
+        """Whether something that was sent may not have arrived."""
 
     # For subclasses.
 
@@ -181,8 +183,8 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         if self.lost:
             return
         limits = self.limits
-        if self._patience is not None and self.descriptor() is not None:
-            self._patience.look()
+        if self._patience is not None and self._is_under_way and self.descriptor() is not None:
+            self._is_under_way = not self._patience.look()
         if self.closing:
             if now - self._closing_since > limits.linger_s:
                 self.abort()
@@ -344,6 +346,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         data = out[0] if len(out) == 1 else b"".join(out)
         out.clear()
         self._out_bytes = 0
+        self._is_under_way = True
         self._transport.write(data)
 
     def _set_paused(self, paused: bool) -> None:

@@ -21,7 +21,7 @@ import socket
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from forged.errors import ConfigError, ForgedError, Unavailable
 from forged.net.network import Address
@@ -85,13 +85,18 @@ class Patience:
         self._usual = INTEGER.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, INTEGER.size))[0]
         self._is_long = False
 
-    def look(self) -> None:
-        """Go by how the connection is now. A look a second comes before a user timeout of two."""
-        if is_unread(self._sock):
+    def look(self) -> bool:
+        """Go by how the connection is now; tells whether all that was sent has arrived.
+
+        A look a second comes before a user timeout of two. Where all has arrived, none is needed before the next write.
+        """
+        flight = Flight.of(self._sock)
+        if flight.is_unread:
             self.lengthen()
         elif self._is_long:
             self._set(self._usual)
             self._is_long = False
+        return not (flight.unsent or flight.unacknowledged or self._is_long)
 
     def lengthen(self) -> None:
         """Have the long one until the next look."""
@@ -103,11 +108,29 @@ class Patience:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
+class Flight(NamedTuple):
+    """What of a connection is on its way, as its kernel sees it."""
+
+    probes: int
+    unacknowledged: int
+    unsent: int
+
+    @classmethod
+    def of(cls, sock: Options) -> Flight:
+        """As it is now."""
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        probes, unacknowledged, unsent = (field.unpack_from(info)[0] for field in (PROBES, UNACKNOWLEDGED, UNSENT))
+        return cls(probes, unacknowledged, unsent)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the host answers and its program does not read: all is acknowledged, and the rest finds no room."""
+        return bool(self.unsent) and not self.unacknowledged and self.probes <= PROBES_UNANSWERED_MAX
+
+
 def is_unread(sock: Options) -> bool:
-    """Whether the host answers and its program does not read: all is acknowledged, and the rest finds no room."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-    (probes,), (unacknowledged,), (unsent,) = (field.unpack_from(info) for field in (PROBES, UNACKNOWLEDGED, UNSENT))
-    return bool(unsent) and not unacknowledged and probes <= PROBES_UNANSWERED_MAX
+    """Whether the host at the other end answers and its program does not read."""
+    return Flight.of(sock).is_unread
 
 
 async def listen(address: Address, backlog: int, liveness: Liveness) -> list[socket.socket]:

@@ -96,6 +96,7 @@ class PeerLink(Connection):
             return
         if self._patience is not None and len(frame) > SMALL_BYTES:
             self._patience.lengthen()
+        self._is_under_way = True
         self._transport.write(frame)
 
     def fail(self, error: ForgedError) -> None:
