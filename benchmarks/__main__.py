@@ -11,7 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("bus", "rpc", "bulk", "store", "footprint", "rank_stability", "recovery", "join", "scale", "plan", "movement", "sampler", "transfer")
+BENCHMARKS = (
+    "bus",
+    "rpc",
+    "bulk",
+    "store",
+    "footprint",
+    "rank_stability",
+    "recovery",
+    "join",
+    "scale",
+    "plan",
+    "movement",
+    "sampler",
+    "transfer",
+)
 RESULTS = Path(__file__).parent / "RESULTS.md"
 HEADER = """# Results
 

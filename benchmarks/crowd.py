@@ -98,6 +98,7 @@ class Worker:
             if not self._generation or self._stopped_at != fact.step:
                 await self._report(ReportReady(JOB, self.name, incarnation_of(self.name), fact.attempt))
         elif isinstance(fact, RescaleCompleted):
+            assert fact.step is not None
             self._generation, self._step = fact.delta.epoch, fact.step
             self._committed(self._generation, time.monotonic())
 

@@ -31,13 +31,14 @@ from forged.config.service import ConfigService, SettingsPort
 from forged.data.audit_service import AuditService
 from forged.data.messages import REQUESTS as DATA_REQUESTS
 from forged.data.service import Compute, DataService, inline
+from forged.elastic.config import require_meant
 from forged.elastic.messages import REQUESTS as ELASTIC_REQUESTS
 from forged.elastic.model import WorkerId
 from forged.elastic.service import ElasticService
 from forged.errors import ForgedError
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
-from forged.jobs.service import JobService
+from forged.jobs.service import JobService, TrainingPort
 from forged.journal import Journal
 from forged.ledger import Ledger
 from forged.log import SILENT, Log
@@ -115,7 +116,12 @@ class Daemon:
 
         self.settings = ConfigService(self.bus, ports.settings, self._apply, config)
 
-        self.jobs = JobService(self.bus, clock, JobBook(), lambda job: self.elastic.generation(job))
+        training = TrainingPort(
+            generation=lambda job: self.elastic.generation(job),
+            workers=lambda job: self.elastic.workers_at_work(job),
+            require=require_meant,
+        )
+        self.jobs = JobService(self.bus, clock, JobBook(), training)
         self.tokens = TokenService(self.bus, clock, _policy(config, ports.uid), self._check_rights)
         self.status = StatusService(self.bus, self.journal, self._read_status)
         self.booth = TicketBooth(clock, ports.token_bytes)

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from forged.cli import forgectl
+from forged.cli.grammar import understood
 from forged.config import Config
 from forged.plugins import PluginContext
 from plugins import event_log, webhook
@@ -191,7 +192,7 @@ def test_every_command_that_is_written_about_exists(command: str, capsys: pytest
     words = spelt_out(command)
     # Where a text names a command without its arguments, it is the command that has to exist.
     try:
-        assert forgectl._options(words)
+        assert understood(words, forgectl._parsed)
     except SystemExit:
         complaint = capsys.readouterr().err
         assert "the following arguments are required" in complaint, f"{command}: {complaint}"

@@ -46,6 +46,23 @@ def pages(
         after = last
 
 
+def list_in(value: Row, key: str) -> list[Any]:
+    """A list in an answer; an empty one where there is none."""
+    listed = value.get(key)
+    return listed if isinstance(listed, list) else []
+
+
+def rows_in(value: Row, key: str) -> list[Row]:
+    """A list of maps in an answer, and nothing else that may be in it."""
+    return [one for one in list_in(value, key) if isinstance(one, dict)]
+
+
+def count_in(value: Row, key: str) -> int:
+    """A whole number in an answer; 0 where there is none."""
+    number = value.get(key)
+    return number if isinstance(number, int) else 0
+
+
 def story(wire: Wire, fact_id: int) -> list[Row]:
     """The records around a fact."""
     told = wire.request("TellStory", fact_id=fact_id)

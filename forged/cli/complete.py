@@ -142,7 +142,7 @@ def _jobs(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
 
 
 def _workers(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
-    named = getattr(options, "job", None)
+    named = getattr(options, "job", None) or getattr(options, "jobs", None)
     jobs = [named] if named else [job for job, _ in _jobs(wire, options, "")][:JOBS_ASKED_MAX]
     found = workers.listed(wire, jobs, after=begun[:-1])
     return ((one.get("id", ""), f"{one.get('job', '')}, {one.get('status', '')}") for one in found)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forged.cli.process import EXIT_FAILED, EXIT_OK
+from forged.cli.process import EXIT_FAILED, EXIT_OK, stop_writing
+from forged.errors import ForgedError
 
 WORKERS, WORKERS_MIN, WORKERS_MAX = 4, 2, 32
 """With fewer nobody survives; more processes would show nothing else."""
@@ -36,7 +37,17 @@ def demonstrate(options: argparse.Namespace) -> int:
     """Show it; fails when anything was not right."""
     from forged.demo.story import perform
 
-    return EXIT_OK if perform(options.workers, options.steps, options.keep, as_json=options.json) else EXIT_FAILED
+    try:
+        is_right = perform(options.workers, options.steps, options.keep, as_json=options.json)
+    except BrokenPipeError as error:
+        # For other commands that is no failure; here it is the proof that nobody has seen.
+        stop_writing()
+        raise ForgedError(
+            "output_unread",
+            "nobody reads the output any more, so it was broken off before the proof",
+            "read it to its end",
+        ) from error
+    return EXIT_OK if is_right else EXIT_FAILED
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:

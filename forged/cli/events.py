@@ -7,13 +7,16 @@ one is missing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from forged.cli.connection import PROGRAM, Connection
 from forged.cli.grammar import Options
 from forged.cli.process import heed_reader, remark
 from forged.errors import Unavailable
-from forged.line.wire import Event
+from forged.line.wire import Event, Wire
+
+T = TypeVar("T")
 
 RECONNECT_PAUSE_S = 0.2
 RECONNECT_PAUSE_MAX_S = 3.0
@@ -30,20 +33,32 @@ def past(options: Options) -> Iterator[Event]:
 
 
 def follow(options: Options) -> Iterator[Event]:
-    """Facts for ever: when the daemon goes, wait for it and go on behind the last fact that was shown."""
-    position, history, pause_s = options.since, "", 0.0
+    """Facts for ever; when the daemon comes back, those behind the last fact that was shown."""
+    position, history = options.since, ""
+
+    def read(wire: Wire) -> Iterator[Event]:
+        nonlocal position, history
+        position = wire.latest if position is None else position
+        history = history or wire.history
+        for reached, event in wire.facts(position, options.type, options.job, history=history):
+            position, history = reached, wire.history
+            if event is not None:
+                yield event
+
+    return over_restarts(options, read)
+
+
+def over_restarts(options: Options, read: Callable[[Wire], Iterator[T]]) -> Iterator[T]:
+    """What is read of one connection after the other, for ever: when the daemon goes, wait for it."""
+    pause_s = 0.0
     while True:
         try:
             with Connection(options) as wire:
                 if pause_s > RECONNECT_PAUSE_S:
                     _remark("the daemon is back")
                 wire.while_quiet = heed_reader
-                position = wire.latest if position is None else position
-                history, pause_s = history or wire.history, RECONNECT_PAUSE_S
-                for reached, event in wire.facts(position, options.type, options.job, history=history):
-                    position, history = reached, wire.history
-                    if event is not None:
-                        yield event
+                pause_s = RECONNECT_PAUSE_S
+                yield from read(wire)
         except Unavailable as error:
             if not pause_s:
                 raise  # there was nobody from the start

@@ -16,18 +16,28 @@ from io import TextIOWrapper
 from forged.cli import answers, show
 from forged.cli.connection import PROGRAM, Connection
 from forged.cli.events import follow, past
-from forged.cli.grammar import TIMEOUT_S, Misuse, Options, Parser, command, everywhere, positional, verb, verbs_of
+from forged.cli.grammar import (
+    TIMEOUT_S,
+    Options,
+    Parser,
+    command,
+    everywhere,
+    positional,
+    understood,
+    verb,
+    verbs_of,
+)
 from forged.cli.output import answer, print_json
-from forged.cli.process import EXIT_OK, EXIT_USAGE, remark, run
+from forged.cli.process import EXIT_OK, run
 from forged.cli.values import fact_id, lifetime, settings, version
-from forged.errors import ConfigError
 from forged.version import VERSION
 
 ASKED_BY_SHELLS = "complete"
 EPILOG = """\
 exit codes:
   0    done; also when whoever reads the output has stopped
-  1    failed: a mistake in the daemon, something that is no daemon, output that cannot be written
+  1    failed: a mistake in the daemon, something that is no daemon, output that cannot be written;
+       or an audit that found something wrong
   2    wrong usage, or something on this side that has to be mended first
   3    refused by the daemon; the message says why
   4    unavailable: no daemon, or none that answers in time; try again
@@ -55,19 +65,9 @@ def _act(words: Sequence[str]) -> int:
         from forged.cli.complete import print_candidates
 
         return print_candidates(_parser(), words[1:])
-    options = _options(words)
+    options = understood(words, _parsed)
     code: int = options.act(options)
     return code
-
-
-def _options(words: Sequence[str]) -> Options:
-    try:
-        return _parsed(words)
-    except Misuse as misuse:
-        if "--json" in words:
-            raise ConfigError("usage_wrong", misuse.what, f"see `{misuse.program} --help`") from misuse
-        remark(f"{misuse.usage}{misuse.program}: error: {misuse.what}")
-        raise SystemExit(EXIT_USAGE) from misuse
 
 
 def _parsed(words: Sequence[str]) -> Options:
@@ -151,7 +151,9 @@ def _jobs_command(jobs: Parser) -> None:
     positional(change, "settings", "KEY=VALUE", nargs="+")
     change.add_argument("--version", type=version, metavar="N", help="only if it is at this version")
     positional(verb(verbs, "show", _show_job, "one job, and where its training is"), "name", "JOB")
-    positional(verb(verbs, "rm", _remove_job, "remove a job", aliases=["remove"]), "name", "JOB")
+    remove = verb(verbs, "rm", _remove_job, "remove a job", aliases=["remove"])
+    positional(remove, "name", "JOB")
+    remove.add_argument("--force", action="store_true", help="also while it has workers")
     workers.fill_jobs(verbs)
 
 
@@ -165,6 +167,18 @@ def _plan_command(parser: Parser) -> None:
     from forged.cli.workers import fill_plan
 
     fill_plan(parser)
+
+
+def _data_command(parser: Parser) -> None:
+    from forged.cli.data import fill
+
+    fill(parser)
+
+
+def _transfers_command(parser: Parser) -> None:
+    from forged.cli.transfers import fill
+
+    fill(parser)
 
 
 def _tokens_command(tokens: Parser) -> None:
@@ -204,6 +218,8 @@ _COMMANDS = (
     ("jobs", "list, create, show, change and remove jobs, and steer their training", _jobs_command),
     ("workers", "list, show, drain and evict workers", _workers_command),
     ("plan", "what a rescale to so many workers would do", _plan_command),
+    ("data", "list and show training data, and audit that each sample was used once", _data_command),
+    ("transfers", "the training data that travels, and how far it is", _transfers_command),
     ("events", "the facts, oldest first", _events_command),
     ("story", "why a fact happened, and what followed", _story_command),
     ("note", "put a remark on a job's record", _note_command),
@@ -294,14 +310,18 @@ def _create_job(options: Options) -> int:
     wanted = settings(options.settings)
     with Connection(options) as wire:
         job = answers.one(wire, "CreateJob", job=options.name, settings=wanted)
-        answer(options, job, lambda: show.pairs(job))
+        answer(options, job, lambda: _show_pairs(job))
     return EXIT_OK
 
 
 def _list_jobs(options: Options) -> int:
-    columns = ("name", "version", "created_at", "created_by", "settings")
+    from forged.cli.workers import phases
+
+    columns = ("name", "phase", "version", "created_at", "created_by", "settings")
     with Connection(options) as wire:
         jobs = answers.pages(wire, "ListJobs", field="jobs", key="name")
+        known = phases(wire)
+        jobs = [job | ({"phase": known[name]} if (name := job.get("name")) in known else {}) for job in jobs]
         answer(options, {"jobs": jobs}, lambda: show.table(jobs, columns, "no jobs"))
     return EXIT_OK
 
@@ -312,7 +332,7 @@ def _show_job(options: Options) -> int:
     with Connection(options) as wire:
         job = answers.one(wire, "ShowJob", job=options.name)
         training = workers.training(wire, options.name)
-        answer(options, job | ({"training": training} if training else {}), lambda: show.pairs(job))
+        answer(options, job | ({"training": training} if training else {}), lambda: _show_pairs(job))
         if training and not options.json:
             workers.show_training(training)
     return EXIT_OK
@@ -325,13 +345,18 @@ def _change_job(options: Options) -> int:
         if present is None:
             present = answers.one(wire, "ShowJob", job=options.name).get("version")
         job = answers.one(wire, "ChangeJob", job=options.name, settings=wanted, version=present)
-        answer(options, job, lambda: show.pairs(job))
+        answer(options, job, lambda: _show_pairs(job))
     return EXIT_OK
+
+
+def _show_pairs(job: answers.Row) -> None:
+    """A job, without its fence: that is how clients tell old requests from new ones."""
+    show.pairs({key: value for key, value in job.items() if key != "fence"})
 
 
 def _remove_job(options: Options) -> int:
     with Connection(options) as wire:
-        wire.request("RemoveJob", job=options.name)
+        wire.request("RemoveJob", job=options.name, **({"force": True} if options.force else {}))
         answer(options, {}, lambda: print(f"there is no job {options.name} now"))
     return EXIT_OK
 

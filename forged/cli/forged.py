@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from forged.cli import demo, install
+from forged.cli.grammar import Misuse, understood
 from forged.cli.process import EXIT_OK, complain, run
-from forged.errors import ForgedError
+from forged.errors import ConfigError, ForgedError
 from forged.version import VERSION
 
 PROGRAM = "forged"
@@ -24,9 +25,14 @@ FLAGS = ("data_dir", "socket", "listen", "http", "plugin_dir", "log_level", "log
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    as_json = "--json" in words
+    try:
+        options = understood(words, _parser().parse_args)
+    except ConfigError as error:
+        return complain(PROGRAM, error, json=as_json)
     if options.act is not _run:
-        return run(PROGRAM, partial(options.act, options))
+        return run(PROGRAM, partial(options.act, options), json=as_json)
     try:
         code: int = options.act(options)
     except ForgedError as error:
@@ -48,8 +54,15 @@ def _leaves(group: BaseExceptionGroup[ForgedError]) -> Iterator[ForgedError]:
             yield one
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Misuse(self, message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="The control plane of elastic ML training.")
+    parser = _Parser(prog=PROGRAM, description="The control plane of elastic ML training.")
     parser.add_argument("--version", action="version", version=f"forged {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("run", help="run the daemon in the foreground")

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
+from forged.cli.process import EXIT_USAGE, remark
 from forged.cli.values import seconds
+from forged.errors import ConfigError
 
 TIMEOUT_S = 10.0
 
@@ -56,6 +58,17 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse would pass over output that cannot be written.
         print(message, end="", file=file)
+
+
+def understood(words: Sequence[str], parse: Callable[[Sequence[str]], Options]) -> Options:
+    """What a command line says; what is wrong with it is told to people with its usage, to programs as any error."""
+    try:
+        return parse(words)
+    except Misuse as misuse:
+        if "--json" in words:
+            raise ConfigError("usage_wrong", misuse.what, f"see `{misuse.program} --help`") from misuse
+        remark(f"{misuse.usage}{misuse.program}: error: {misuse.what}")
+        raise SystemExit(EXIT_USAGE) from misuse
 
 
 @cache

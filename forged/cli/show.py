@@ -26,6 +26,8 @@ NONE = "-"
 CUT = "…"
 CELL_WIDTH_MIN = 8
 NESTED_MAX = 32
+NAMES_MAX = 8
+FIGURES_MAX = 12
 COLUMN_GAP = 2
 _STATE_COLOURS = {
     "active": GREEN, "disabled": YELLOW, "quarantined": RED, "refused": RED,
@@ -108,7 +110,7 @@ def field(key: str, value: Any, depth: int = 0) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (int, float)):
-        return duration(value) if key.endswith("_s") else moment(value) if key.endswith("_at") else f"{value}"
+        return duration(value) if key.endswith("_s") else moment(value) if key.endswith("_at") else _number(value)
     if isinstance(value, bytes):
         return value.hex()
     if not isinstance(value, (dict, list)):
@@ -118,6 +120,18 @@ def field(key: str, value: Any, depth: int = 0) -> str:
     if isinstance(value, dict):
         return _address(value) or f"{{{fields(value, depth + 1)}}}"
     return ", ".join(field("", one, depth + 1) for one in value)
+
+
+def _number(value: float) -> str:
+    """As few digits as tell it from others: sums of decimal fractions end with digits that nobody has put there."""
+    text = f"{value}"
+    return f"{value:.{FIGURES_MAX}g}" if isinstance(value, float) and len(text) > FIGURES_MAX + 2 else text
+
+
+def names(values: Sequence[Any]) -> str:
+    """The first of several names, and how many more there are."""
+    shown = field("", list(values[:NAMES_MAX]))
+    return shown if len(values) <= NAMES_MAX else f"{shown} and {len(values) - NAMES_MAX:,} more"
 
 
 def duration(seconds: float) -> str:
@@ -135,6 +149,14 @@ def duration(seconds: float) -> str:
     if days:
         return f"{days}d{hours:02}h"
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest_s:02}s"
+
+
+def size(count: int) -> str:
+    """About how many bytes, in the unit that people would use."""
+    for factor, unit in ((1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB")):
+        if count / factor < 999.5:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count / 1e12:,.1f} TB"
 
 
 def moment(at: float) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from forged.cli import answers, show
+from forged.cli import answers, data, show
 from forged.cli.answers import Row
 from forged.cli.connection import Connection
 from forged.cli.grammar import Options, Parser, positional, verb, verbs_of
@@ -24,10 +24,9 @@ from forged.line.wire import Wire
 
 COLUMNS = ("job", "id", "rank", "status", "step", "generation", "last_heartbeat_age_s", "address", "trouble")
 WATCH_INTERVAL_S = 0.2
-NAMES_MAX = 8
 SIZE_DIGITS_MAX = 9
 RANK_NONE = -1
-UNTRAINED = frozenset({"job_untrained"})
+UNTRAINED = frozenset({"job_untrained", "job_unknown"})
 ABSENT = UNTRAINED | {"worker_unknown"}
 UNTOLD = UNTRAINED | {"request_unknown"}
 
@@ -38,9 +37,17 @@ UNTOLD = UNTRAINED | {"request_unknown"}
 def fill(workers: Parser) -> None:
     """What can be done with workers."""
     verbs = verbs_of(workers, _list)
-    workers.set_defaults(job=[])
+    workers.set_defaults(jobs=[], job=None)
     listing = verb(verbs, "ls", _list, "the workers of all jobs, or of some", aliases=["list"])
-    listing.add_argument("--job", action="append", default=[], metavar="JOB", help="only of this job; repeatable")
+    for parser in (workers, listing):
+        parser.add_argument(
+            "--job",
+            action="append",
+            dest="jobs",
+            default=argparse.SUPPRESS,
+            metavar="JOB",
+            help="only of this job; repeatable",
+        )
     _about_one(verb(verbs, "show", _show, "one worker"))
     _for_a_reason(_about_one(verb(verbs, "drain", _drain, "have a worker finish its step and go")))
     _for_a_reason(_about_one(verb(verbs, "evict", _evict, "count a worker as dead")))
@@ -61,7 +68,8 @@ def fill_plan(plan: Parser) -> None:
 
 
 def _about_one(parser: Parser) -> Parser:
-    parser.add_argument("--job", metavar="JOB", help="whose worker; needed where several jobs have one of that id")
+    whose = "whose worker; needed where several jobs have one of that id"
+    parser.add_argument("--job", default=argparse.SUPPRESS, metavar="JOB", help=whose)
     positional(parser, "worker", "WORKER")
     return parser
 
@@ -83,7 +91,7 @@ def _size(text: str) -> int:
 
 def _list(options: Options) -> int:
     with Connection(options) as wire:
-        jobs = dict.fromkeys(options.job)
+        jobs = dict.fromkeys(options.jobs)
         workers = [row for job in jobs for row in _required(wire, job)] if jobs else list(listed(wire, _jobs(wire)))
     rows = [_readable(worker) for worker in workers]
     columns = COLUMNS if any(row["trouble"] for row in rows) else COLUMNS[:-1]
@@ -109,10 +117,22 @@ def _evict(options: Options) -> int:
 def _dismiss(options: Options, method: str, done: str) -> int:
     worker = options.worker
     with Connection(options) as wire:
-        job = options.job or _find(wire, options)[0]
-        wire.request(method, job=job, worker_id=worker, **_reason(options))
-        answer(options, {"job": job, "id": worker}, lambda: print(f"{show.field('', f'{worker} of {job}')} {done}"))
+        job = _named_job(options) or _find(wire, options)[0]
+        reply = answers.one(wire, method, job=job, worker_id=worker, **_reason(options))
+        answer(
+            options, {"job": job, "id": worker, **reply}, lambda: _show_dismissed(f"{worker} of {job} {done}", reply)
+        )
     return EXIT_OK
+
+
+def _show_dismissed(done: str, reply: Row) -> None:
+    print(show.field("", done))
+    _show_remarks(reply)
+
+
+def _named_job(options: Options) -> str | None:
+    """The job that is named, before the verb or behind it."""
+    return options.job or next(reversed(options.jobs), None)
 
 
 def _pause(options: Options) -> int:
@@ -157,7 +177,7 @@ def _watch(options: Options) -> int:
             cluster = answers.one(wire, "ShowCluster", job=options.name)
             told, before = _progress(cluster), told
             if told != before:
-                print_json(cluster) if options.json else print(told)
+                print_json(cluster) if options.json else print(f"{told}{_standing(cluster)}")
                 sys.stdout.flush()
             if not _is_rescaling(cluster):
                 return EXIT_OK
@@ -168,7 +188,8 @@ def _watch(options: Options) -> int:
 def _plan(options: Options) -> int:
     with Connection(options) as wire:
         plan = answers.one(wire, "PlanRescale", job=options.job, workers=options.workers)
-        answer(options, plan, lambda: _show_plan(plan))
+        totals = data.travelling(wire, options.job, _target(plan))
+        answer(options, plan | ({"data": totals} if totals else {}), lambda: _show_plan(plan, totals))
     return EXIT_OK
 
 
@@ -192,6 +213,15 @@ def training(wire: Wire, job: str) -> Row:
         return _pass_over(refusal, UNTOLD)
 
 
+def phases(wire: Wire) -> dict[str, Any]:
+    """The phases of all jobs that a worker has joined; none where the daemon cannot tell."""
+    try:
+        clusters = answers.pages(wire, "ListClusters", field="clusters", key="job")
+    except RequestRefused as refusal:
+        return _pass_over(refusal, UNTOLD)
+    return {f"{cluster.get('job')}": cluster.get("phase") for cluster in clusters}
+
+
 def _jobs(wire: Wire) -> list[str]:
     return [f"{job.get('name')}" for job in answers.pages(wire, "ListJobs", field="jobs", key="name")]
 
@@ -206,14 +236,14 @@ def _required(wire: Wire, job: str) -> list[Row]:
 
 def _find(wire: Wire, options: Options) -> tuple[str, Row]:
     """The job and the worker that are meant."""
-    worker = options.worker
-    if options.job:
-        return options.job, answers.one(wire, "ShowWorker", job=options.job, worker_id=worker)
+    worker, named = options.worker, _named_job(options)
+    if named:
+        return named, answers.one(wire, "ShowWorker", job=named, worker_id=worker)
     found = [(job, row) for job in _jobs(wire) if (row := _one(wire, job, worker))]
     if not found:
         raise RequestRefused("worker_unknown", f"no job has a worker {worker!r}", "see `forgectl workers ls`")
     if len(found) > 1:
-        jobs = _names([job for job, _ in found])
+        jobs = show.names([job for job, _ in found])
         raise RequestRefused("worker_ambiguous", f"several jobs have a worker {worker!r}: {jobs}", "name one by --job")
     return found[0]
 
@@ -236,7 +266,9 @@ def _pass_over(refusal: RequestRefused, codes: frozenset[str]) -> Row:
 
 def show_training(cluster: Row) -> None:
     """Where a job's training is, and below it the rescale that is under way."""
-    whole = {key: value for key, value in cluster.items() if key not in ("job", "state", "rescale")}
+    whole = {key: value for key, value in cluster.items() if key not in _SHOWN_APART}
+    # Whoever asks wants to know first whether it gets on.
+    whole = {"phase": whole.pop("phase", None), "standing": cluster.get("standing") or None, **whole}
     state = cluster.get("state")
     if isinstance(state, dict):
         whole |= {name: _known(key, state.get(key)) for key, name in _STATE_NAMES.items()}
@@ -248,6 +280,7 @@ def show_training(cluster: Row) -> None:
         show.pairs(rescale)
 
 
+_SHOWN_APART = frozenset({"job", "state", "rescale", "standing"})
 _UNKNOWN_AT_0 = frozenset({"learning_rate", "global_batch_size", "state_timestamp"})
 _STATE_NAMES = {
     "current_epoch": "epoch",
@@ -285,19 +318,36 @@ def _progress(cluster: Row) -> str:
     rescale = cluster.get("rescale")
     if isinstance(rescale, dict):
         missing = rescale.get("waiting_for")
-        waiting = f"waits for {_names(missing)}" if isinstance(missing, list) and missing else "waits for nobody"
-        attempt, stage, reason = (show.field("", rescale.get(key)) for key in ("attempt", "stage", "reason"))
-        return f"attempt {attempt}, {stage}: {waiting} ({reason})"
+        waiting = f"waits for {show.names(missing)}" if isinstance(missing, list) and missing else "waits for nobody"
+        attempt, stage = (show.field("", rescale.get(key)) for key in ("attempt", "stage"))
+        return f"attempt {attempt}, {stage}: {waiting}{_bracketed(rescale.get('reason'))}"
     if _is_rescaling(cluster):
-        return "rescaling: the next attempt begins when all workers are back"
+        return "rescaling: between two attempts"
     state = cluster.get("state")
     step = state.get("current_step") if isinstance(state, dict) else None
-    phase, generation, reason = (show.field("", cluster.get(key)) for key in ("phase", "generation", "reason"))
+    phase, generation = (show.field("", cluster.get(key)) for key in ("phase", "generation"))
     world = _spelt("world_size", cluster.get("world_size"))
-    return f"{phase}: generation {generation}, {world}, step {show.field('', step)} ({reason})"
+    about = f"generation {generation}, {world}, step {show.field('', step)}"
+    return f"{phase}: {about}{_bracketed(cluster.get('reason'))}"
 
 
-def _show_plan(plan: Row) -> None:
+def _standing(cluster: Row) -> str:
+    """What stands still; a rescale says itself what it waits for."""
+    standing = cluster.get("standing")
+    return "" if not standing or isinstance(cluster.get("rescale"), dict) else f"; {show.field('', standing)}"
+
+
+def _bracketed(reason: Any) -> str:
+    return f" ({show.field('', reason)})" if reason else ""
+
+
+def _target(plan: Row) -> list[Any]:
+    """Who would be there, by rank."""
+    ranks = {one.get("new_rank"): one.get("id") for one in answers.rows_in(plan, "workers")}
+    return [ranks[rank] for rank in sorted(rank for rank in ranks if isinstance(rank, int) and rank > RANK_NONE)]
+
+
+def _show_plan(plan: Row, totals: Row) -> None:
     show.pairs(
         {
             "workers": _change(plan, "world_size"),
@@ -306,26 +356,25 @@ def _show_plan(plan: Row) -> None:
             "moves": plan.get("moves"),
         }
     )
-    for remark in _listed_in(plan, "remarks"):
-        print(f"note: {show.field('', remark)}")
-    workers = [one for one in _listed_in(plan, "workers") if isinstance(one, dict)]
+    _show_remarks(plan)
     rows = [
         {"worker": one.get("id"), "rank": _rank(one.get("rank")), "new_rank": _rank(one.get("new_rank"))}
-        for one in workers
+        for one in answers.rows_in(plan, "workers")
         if one.get("rank") != one.get("new_rank")
     ]
     print()
     show.table(rows, ("worker", "rank", "new_rank"), "no rank changes")
+    data.show_travelling(totals)
 
 
-def _listed_in(value: Row, key: str) -> list[Any]:
-    listed = value.get(key)
-    return listed if isinstance(listed, list) else []
+def _show_remarks(said: Row) -> None:
+    for remark in answers.list_in(said, "remarks"):
+        print(f"note: {show.field('', remark)}")
 
 
 def _change(plan: Row, key: str) -> str:
-    old, new = plan.get(key), plan.get(f"new_{key}")
-    return show.field("", old) if old == new else f"{show.field('', old)} -> {show.field('', new)}"
+    old, new = (show.field("", _known(key, value)) for value in (plan.get(key), plan.get(f"new_{key}")))
+    return old if old == new else f"{old} -> {new}"
 
 
 # Facts in words.
@@ -338,7 +387,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "WorkerDraining": ("{worker_id} is to finish its step and go", ": {reason}"),
     "WorkerStalled": ("{worker_id} lives and makes no progress", " for {for_s}", " behind step {step}"),
     "WorkerRecovered": ("{worker_id} makes progress again", " behind step {step}"),
-    "WorkerLost": ("{worker_id} may be dead", ": {reason}", "; it has {grace_s} to come back"),
+    "WorkerLost": ("{worker_id} is out of reach", ": {reason}", "; it has {grace_s} to come back"),
     "RescaleStarted": (
         "attempt {attempt}",
         " at a world of {world_size}",
@@ -371,6 +420,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "JobResumed": ("training goes on", ": {reason}"),
     "JobCompleted": ("training is done", " behind step {step}"),
     "JobAborted": ("training is given up", " behind step {step}", ": {reason}"),
+    **data.CLAUSES,
 }
 """Clause by clause; one is left out where a field of it is missing or empty, and all where that is the first."""
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -405,8 +455,10 @@ def _spelt(name: str, value: Any) -> str:
         name, value = "world_size", _world_size(value)
     if name == "rank" and value == RANK_NONE:
         return ""
+    if name in data.IN_WORDS:
+        return data.IN_WORDS[name](value)
     if isinstance(value, list):
-        return _names(value)
+        return show.names(value)
     if name in _COUNTS_OF_WORKERS and isinstance(value, int):
         return f"{value} worker{'' if value == 1 else 's'}"
     text = show.field(name, _known(name, value))
@@ -423,8 +475,3 @@ def _world_size(delta: Any) -> int | None:
         return None
     counts = [piece[1] if isinstance(piece, list) and len(piece) == 2 else 1 for piece in pieces]
     return sum(counts) if all(isinstance(count, int) for count in counts) else None
-
-
-def _names(names: list[Any]) -> str:
-    shown = show.field("", names[:NAMES_MAX])
-    return shown if len(names) <= NAMES_MAX else f"{shown} and {len(names) - NAMES_MAX} more"

@@ -15,7 +15,7 @@ from copy import copy
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -27,7 +27,7 @@ from forged.client.methods import WISH
 from forged.client.stream import FactStream
 from forged.clock import Clock
 from forged.config.messages import ConfigView, Reloaded
-from forged.elastic.messages import ClusterView, RescalePlan, WorkerView
+from forged.elastic.messages import ClusterView, Draining, RescalePlan, WorkerView
 from forged.errors import RequestRefused
 from forged.jobs.model import Job, SettingValue
 from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
@@ -36,6 +36,9 @@ from forged.net.network import Network
 from forged.plugins.model import PluginView
 from forged.retry import RetryPolicy
 from forged.status.model import HandlerView, Status
+
+if TYPE_CHECKING:
+    from forged.data.messages import AuditView, DataView, TransfersView, TransferTotals
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -235,9 +238,9 @@ class BlockingClient:
         """All jobs that this client may see."""
         return self._run(self.aio.jobs)
 
-    def remove_job(self, job: str) -> None:
-        """Remove a job."""
-        self._run(self.aio.remove_job, job)
+    def remove_job(self, job: str, *, force: bool = False) -> None:
+        """Remove a job; one that has workers only by force."""
+        self._run(self.aio.remove_job, job, force=force)
 
     def note(self, job: str, text: str) -> None:
         """Put a remark on a job's record."""
@@ -255,9 +258,13 @@ class BlockingClient:
         """Where a job's training is."""
         return self._run(self.aio.cluster, job)
 
-    def drain_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
+    def clusters(self) -> list[ClusterView]:
+        """Where the training of all jobs is."""
+        return self._run(self.aio.clusters)
+
+    def drain_worker(self, job: str, worker_id: str, reason: str = WISH) -> Draining:
         """Have a worker finish its step and go."""
-        self._run(self.aio.drain_worker, job, worker_id, reason)
+        return self._run(self.aio.drain_worker, job, worker_id, reason)
 
     def evict_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
         """Count a worker as dead."""
@@ -282,6 +289,26 @@ class BlockingClient:
     def plan_rescale(self, job: str, workers: int) -> RescalePlan:
         """What a rescale to so many workers would do."""
         return self._run(self.aio.plan_rescale, job, workers)
+
+    def show_data(self, job: str) -> DataView:
+        """A job's dataset, and what each worker holds of it."""
+        return self._run(self.aio.show_data, job)
+
+    def shard_owners(self, job: str) -> list[str]:
+        """The id of the worker that owns each shard of a job."""
+        return self._run(self.aio.shard_owners, job)
+
+    def transfers(self, job: str) -> TransfersView:
+        """How far the training data is that travels."""
+        return self._run(self.aio.transfers, job)
+
+    def audit_data(self, job: str, epoch: int | None = None) -> AuditView:
+        """Whether each sample of an epoch was used once."""
+        return self._run(self.aio.audit_data, job, epoch)
+
+    def plan_data(self, job: str, workers: Sequence[str]) -> TransferTotals:
+        """What would have to travel if these were the workers."""
+        return self._run(self.aio.plan_data, job, workers)
 
     def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None

@@ -1,13 +1,16 @@
 """What the daemon does, as methods.
 
-Law: each method is one request and its reply, without a decision of its own; a list is as many as it has pages.
+Law: each method is one request and its reply, without a decision of its own; a list is as many as it has pages. Who
+asks nothing about training data waits for none of its imports.
 """
 
 from __future__ import annotations
 
 import random
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forged.auth.messages import CreateToken, ListTokens, RevokeToken, TokenView
 from forged.auth.model import Role
@@ -17,8 +20,10 @@ from forged.config.messages import ConfigView, ReloadConfig, Reloaded, ShowConfi
 from forged.elastic.messages import (
     AbortJob,
     ClusterView,
+    Draining,
     DrainWorker,
     EvictWorker,
+    ListClusters,
     ListWorkers,
     PauseJob,
     PlanRescale,
@@ -29,10 +34,14 @@ from forged.elastic.messages import (
     ShowWorker,
     WorkerView,
 )
+from forged.errors import Unavailable
 from forged.jobs.model import AddNote, ChangeJob, CreateJob, Job, ListJobs, RemoveJob, SettingValue, ShowJob
 from forged.messages import Fence, Record, Request
 from forged.plugins.model import DisablePlugin, EnablePlugin, ListPlugins, PluginView, RunPluginCommand
 from forged.status.model import HandlerView, ListHandlers, PingDaemon, ReadmitHandler, ReadStatus, Status, TellStory
+
+if TYPE_CHECKING:
+    from forged.data.messages import AuditView, DataView, TransfersView, TransferTotals
 
 R = TypeVar("R")
 
@@ -119,9 +128,9 @@ class DaemonMethods:
             more = page.more
         return jobs
 
-    async def remove_job(self, job: str) -> None:
-        """Remove a job; one that does not exist is no error."""
-        await self.request(RemoveJob(job))
+    async def remove_job(self, job: str, *, force: bool = False) -> None:
+        """Remove a job; one that does not exist is no error, one that has workers is refused without `force`."""
+        await self.request(RemoveJob(job, force))
 
     async def note(self, job: str, text: str) -> None:
         """Put a remark on a job's record."""
@@ -145,9 +154,19 @@ class DaemonMethods:
         """Where a job's training is, and the rescale that is under way."""
         return await self.request(ShowCluster(job))
 
-    async def drain_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
-        """Have a worker finish its step and go."""
-        await self.request(DrainWorker(job, worker_id, reason))
+    async def clusters(self) -> list[ClusterView]:
+        """Where the training of all jobs is that this client may see and a worker has joined, by the job's name."""
+        clusters: list[ClusterView] = []
+        more = True
+        while more:
+            page = await self.request(ListClusters(clusters[-1].job if clusters else ""))
+            clusters += page.clusters
+            more = page.more
+        return clusters
+
+    async def drain_worker(self, job: str, worker_id: str, reason: str = WISH) -> Draining:
+        """Have a worker finish its step and go; returns what may come of it that was not wanted."""
+        return await self.request(DrainWorker(job, worker_id, reason))
 
     async def evict_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
         """Count a worker as dead."""
@@ -173,6 +192,43 @@ class DaemonMethods:
         """What a rescale to so many workers would do; nothing is done."""
         return await self.request(PlanRescale(job, workers))
 
+    async def show_data(self, job: str) -> DataView:
+        """A job's dataset, and what each worker holds of it."""
+        from forged.data.messages import ShowData
+
+        return await self.request(ShowData(job))
+
+    async def shard_owners(self, job: str) -> list[str]:
+        """The id of the worker that owns each shard of a job; empty where nobody does."""
+        from forged.data.messages import ReadOwners
+
+        page = await self.request(ReadOwners(job))
+        generation, workers, places = page.generation, page.workers, _places(page.owners)
+        while page.more:
+            page = await self.request(ReadOwners(job, len(places)))
+            if page.generation != generation:
+                raise Unavailable("generation_over", f"the shards of job {job} have just got other owners", "ask again")
+            places += _places(page.owners)
+        return [workers[place].id if place >= 0 else "" for place in places]
+
+    async def transfers(self, job: str) -> TransfersView:
+        """How far the training data is that travels now, or that travelled last."""
+        from forged.data.messages import ShowTransfers
+
+        return await self.request(ShowTransfers(job))
+
+    async def audit_data(self, job: str, epoch: int | None = None) -> AuditView:
+        """Whether each sample of an epoch was used once; of the latest that was begun, if none is named."""
+        from forged.data.messages import AuditData
+
+        return await self.request(AuditData(job, epoch))
+
+    async def plan_data(self, job: str, workers: Sequence[str]) -> TransferTotals:
+        """What would have to travel if these were the workers, by rank; nothing is done."""
+        from forged.data.messages import PlanData
+
+        return await self.request(PlanData(job, list(workers)))
+
     async def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None
     ) -> str:
@@ -194,3 +250,11 @@ class DaemonMethods:
     async def revoke_token(self, token_id: str) -> TokenView:
         """Accept a token no more."""
         return await self.request(RevokeToken(token_id))
+
+
+def _places(owners: bytes) -> array[int]:
+    """int32, little-endian."""
+    places = array("i", owners)
+    if sys.byteorder == "big":
+        places.byteswap()
+    return places

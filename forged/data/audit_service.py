@@ -11,6 +11,7 @@ from collections import defaultdict
 from forged.bus import Bus
 from forged.data.audit import EpochAudit, UsageLog
 from forged.data.messages import AuditData, AuditView, ReportUsage
+from forged.elastic.messages import RescaleCompleted
 from forged.errors import RequestRefused
 from forged.jobs.model import JobRemoved
 from forged.ledger import read_all
@@ -36,6 +37,7 @@ class AuditService:
         self._log = log
         bus.serve(ReportUsage, self._report, owner=OWNER)
         bus.serve(AuditData, self._audit, owner=OWNER)
+        bus.on(RescaleCompleted, self._committed, name="usage.commits", durable=True)
         bus.on(JobRemoved, self._removed, name="usage.removal", durable=True)
 
     async def load(self, store: Store) -> None:
@@ -85,6 +87,14 @@ class AuditService:
             log.rewind(generation, step)
         except RequestRefused as error:
             self._log.debug("a world's beginning was heard late", job=job, generation=generation, why=error.message)
+
+    def _committed(self, record: Record) -> Decision[None] | None:
+        """Another world holds, and may die before it reports. If nobody knows where it begins, its report tells."""
+        fact, log = record.fact, self.logs.get(record.job)
+        if log is None or not isinstance(fact, RescaleCompleted) or fact.step is None:
+            return None
+        self._go_back(record.job, log, fact.delta.epoch, fact.step)
+        return Decision(None, writes=self._writes(record.job, log))
 
     def _removed(self, record: Record) -> Decision[None] | None:
         if self.logs.pop(record.job, None) is None:

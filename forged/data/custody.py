@@ -80,6 +80,9 @@ class Gathering:
     """None while nothing is planned, and where some shards are with nobody."""
     totals: TransferTotals = field(default_factory=TransferTotals)
     began_at: float = 0.0
+    """When it was settled what has to travel."""
+    took_s: float | None = None
+    """How long it took until all had it; None while some have not."""
     finished: dict[str, tuple[int, int]] = field(default_factory=dict)
     """How many transfers, and bytes, of who has verified what it needs."""
 

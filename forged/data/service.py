@@ -165,6 +165,7 @@ class DataService:
         if gathering.is_drafted:
             return ()
         custody.settle(gathering, plan)
+        gathering.began_at = self._clock.monotonic()
         newcomers = self._newcomers.pop(custody.job, set()) - set(gathering.members)
         count, shards = custody.lost()
         if count:
@@ -231,13 +232,13 @@ class DataService:
         gathering = custody.gathering
         if not is_last or gathering is None:
             return Decision(Nothing())
-        took_s = self._clock.monotonic() - gathering.began_at
+        gathering.took_s = round(self._clock.monotonic() - gathering.began_at, 3)
         moved = list(gathering.finished.values())
         completed = TransfersCompleted(
             gathering.attempt,
             sum(transfers for transfers, _ in moved),
             sum(size for _, size in moved),
-            round(took_s, 3),
+            gathering.took_s,
             gathering.totals.estimated_s,
         )
         return Decision(Nothing(), (completed,), job=request.job)
@@ -261,6 +262,7 @@ class DataService:
     def _adopt(self, record: Record) -> Decision[None] | None:
         """A rescale was committed."""
         fact, custody = record.fact, self.custodies.get(record.job)
+        self._newcomers.pop(record.job, None)
         if custody is None or not isinstance(fact, RescaleCompleted):
             return None
         planned = self._planned[record.job].pop(fact.attempt, None)
@@ -274,6 +276,7 @@ class DataService:
         return Decision(None, writes=holders_write(record.job, fact.attempt, held))
 
     def _removed(self, record: Record) -> None:
+        self._newcomers.pop(record.job, None)
         custody = self.custodies.pop(record.job, None)
         if custody is None:
             return
@@ -285,17 +288,17 @@ class DataService:
         for attempt, assignment in kept.items():
             self._forget(record.job, attempt, assignment)
         self._progress.pop(record.job, None)
-        self._newcomers.pop(record.job, None)
         self._sweep()
 
     def _joined(self, record: Record) -> None:
         """Somebody came, who may have what is missing."""
         fact, custody = record.fact, self.custodies.get(record.job)
-        if custody is None or not isinstance(fact, WorkerJoined):
+        if not isinstance(fact, WorkerJoined):
             return
-        # A member of the attempt may have had the same id: whoever joins is somebody else.
+        # A member of the attempt may have had the same id: whoever joins is somebody else. And the first may come
+        # before anybody has said what there is.
         self._newcomers[record.job].add(fact.worker)
-        if custody.gathering is not None and custody.gathering.lacks_shards:
+        if custody is not None and custody.gathering is not None and custody.gathering.lacks_shards:
             del self._newcomers[record.job]
             self._begin_anew(record.job)
 
@@ -331,10 +334,15 @@ class DataService:
             totals=gathering.totals,
             done=sum(worker.done for worker in workers),
             bytes=sum(worker.bytes for worker in workers),
-            elapsed_s=round(self._clock.monotonic() - gathering.began_at, 3),
+            elapsed_s=self._elapsed_s(gathering),
             waiting_for=[worker.id for worker in gathering.waiting_for],
             workers=workers,
         )
+
+    def _elapsed_s(self, gathering: Gathering) -> float:
+        if gathering.took_s is not None or gathering.plan is None:
+            return gathering.took_s or 0.0
+        return round(self._clock.monotonic() - gathering.began_at, 3)
 
     def _workers_at_it(self, job: str, gathering: Gathering) -> Iterator[WorkerTransfers]:
         attempt, progress = self._progress.get(job, (0, {}))

@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from forged.data.directory import DirectoryShardStore
 from forged.data.messages import DatasetSpec
 from forged.data.origin import ShardOrigin
+from forged.data.permutation import check_whole
 from forged.data.shards import Dataset
 from forged.data.store import ShardStore
+from forged.errors import Problem, RequestRefused
+
+REPLICATION_MAX = 100
+"""So many further copies of a shard there may be."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,10 @@ class TrainingData:
         rate_bytes_per_s: float | None = None,
     ) -> None:
         Dataset.of(samples, shards)
+        check_whole("data_invalid", "replication", replication, 0, REPLICATION_MAX)
+        if rate_bytes_per_s is not None and not rate_bytes_per_s > 0:
+            problem = Problem("rate_bytes_per_s", rate_bytes_per_s, "a number above 0, or None for as fast as it goes")
+            raise RequestRefused("data_invalid", str(problem))
         keeps = store if isinstance(store, ShardStore) else DirectoryShardStore(store)
         for name, value in (
             ("samples", samples),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from forged.data.messages import AuditView
 from forged.demo.records import Committed, Entered, Entry, Finished, Used
 
 Log = Sequence[Entry]
@@ -137,6 +138,25 @@ def endings(logs: Logs, workers: Iterable[str], steps: int) -> list[str]:
     ]
     if len({end.parameters for end in there.values()}) > 1:
         problems.append(f"{_names(there)} have learnt different parameters")
+    return problems
+
+
+def misuses(audits: Sequence[AuditView], used: int) -> list[str]:
+    """What is wrong with the epochs by what the daemon has on record, if so many samples were used in all.
+
+    The last of them need not be over.
+    """
+    problems = []
+    for number, one in enumerate(audits):
+        if one.epoch != number:
+            problems.append(f"epoch {number} was asked for, and epoch {one.epoch} is told of")
+        if one.repeated_total:
+            problems.append(f"epoch {one.epoch} has used {one.repeated_total} samples more than once")
+        if number < len(audits) - 1 and not one.complete:
+            problems.append(f"epoch {one.epoch} has not used {one.missing_total} samples")
+    total = sum(one.used for one in audits)
+    if total != used:
+        problems.append(f"{total:,} samples are known to be used, and the steps have used {used:,}")
     return problems
 
 

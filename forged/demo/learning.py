@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from forged.data.sampler import ElasticSampler
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -21,6 +23,7 @@ State = dict[str, Any]
 SEED = 7
 CLASSES = 3
 PER_CLASS = 800
+SAMPLES = CLASSES * PER_CLASS
 TURNS = 7.0
 NOISE = 0.3
 HIDDEN = 32
@@ -64,21 +67,14 @@ class Task:
 
     def __init__(self, seed: int = SEED) -> None:
         self.seed = seed
-        self._order = lru_cache(maxsize=2)(self._order_of_epoch)
 
     @cached_property
     def samples(self) -> Samples:
         return Samples.spirals(self.seed)
 
-    def batch(self, step: int) -> Integers:
-        """Which samples a step uses: the next ones in the order of its epoch."""
-        epoch, position = divmod(step, len(self.samples) // BATCH)
-        return self._order(epoch)[position * BATCH : (position + 1) * BATCH]
-
-    def contribution(self, state: State, step: int, share: range) -> Floats:
-        """What this part of a step's batch adds to the gradient, and behind it, to the loss."""
-        part = self.samples[self.batch(step)[share.start : share.stop]]
-        return _gradient_and_loss(state["parameters"], part, BATCH)
+    def sampler(self) -> ElasticSampler:
+        """Which samples each step uses, from the first one on."""
+        return ElasticSampler(SAMPLES, BATCH, self.seed)
 
     def state(self) -> State:
         """The state before the first step."""
@@ -98,13 +94,16 @@ class Task:
 
     def alone(self, steps: int) -> State:
         """The state behind so many steps in one process that nobody interrupts."""
-        state = self.state()
-        for step in range(steps):
-            learn(state, self.contribution(state, step, range(BATCH)), LEARNING_RATE)
+        state, sampler = self.state(), self.sampler()
+        for _ in range(steps):
+            learn(state, contribution(state, self.samples[sampler.batch(0, 1)]), LEARNING_RATE)
+            sampler.advance()
         return state
 
-    def _order_of_epoch(self, epoch: int) -> Integers:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.samples))
+
+def contribution(state: State, part: Samples) -> Floats:
+    """What this part of a step's batch adds to the gradient, and behind it, to the loss."""
+    return _gradient_and_loss(state["parameters"], part, BATCH)
 
 
 def learn(state: State, summed: Floats, learning_rate: float) -> None:

@@ -51,11 +51,16 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """It is done, behind so many steps; `parameters` is the digest of what it has learnt."""
+    """It is done, behind so many steps; `parameters` is the digest of what it has learnt.
+
+    Of the samples that it has used, so many lay in its own directory, and so many came from the origin.
+    """
 
     at: float
     steps: int
     parameters: str
+    read_here: int = 0
+    read_at_origin: int = 0
 
 
 Entry = Ready | Entered | Used | Committed | Finished

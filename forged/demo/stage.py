@@ -23,6 +23,8 @@ COLOURS = {
     "WorkerFailed": RED,
     "WorkerLost": YELLOW,
     "JobAborted": RED,
+    "ShardsLost": RED,
+    "CorruptShardFound": RED,
     "RescaleCompleted": GREEN,
     "JobCompleted": GREEN,
 }

@@ -19,10 +19,12 @@ import numpy as np
 
 from forged.cli.show import duration
 from forged.client import ForgedClient
+from forged.data.messages import TransfersCompleted, TransfersPlanned, TransferTotals
 from forged.demo import audit
-from forged.demo.learning import BATCH, State, Task
+from forged.demo.dataset import REPLICATION, SHARDS, misplaced
+from forged.demo.learning import BATCH, SAMPLES, State, Task
 from forged.demo.processes import DaemonProcess, forgectl, nothing_left_behind
-from forged.demo.records import Ready
+from forged.demo.records import Finished, Ready
 from forged.demo.scene import Scene
 from forged.demo.stage import CYAN, DIM, GREEN, RED, Stage
 from forged.demo.train import ENOUGH, JOB, PARAMETERS
@@ -45,6 +47,8 @@ TOLERANCE = 1e-9
 PROBLEMS_SHOWN = 5
 RUN_SHOWN = 16
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+SIGNALLED = 128
+"""What a shell adds to a signal's number."""
 
 
 @dataclass
@@ -66,6 +70,11 @@ class Outcome:
     """Steps that were proven to have used their whole batch once."""
     repeated: int = 0
     """Steps that were broken off and done again."""
+    shards_moved: int = 0
+    """Shards that went from the directory of one worker to that of another."""
+    audit: dict[str, int | bool] = field(default_factory=dict)
+    """What the daemon has proven: how many epochs are over, of how many samples, how many were used in all, and whether
+    each sample of each epoch was used once."""
     final_loss: float | None = None
     reference_loss: float | None = None
     parameters_differ_by: float | None = None
@@ -120,7 +129,7 @@ class Story:
             await self._gain_worker(tcp)
             await self._lose_daemon(client, tcp)
             await self._drain_worker()
-            await self._prove()
+            await self._prove(client)
         self._check("asked to stop, the daemon exits with 0", [] if await self._daemon.stop() == 0 else ["it does not"])
 
     # The acts.
@@ -129,7 +138,9 @@ class Story:
         self._stage.step(
             f"A daemon, and {self._size} workers who learn together",
             "All are processes of their own. The daemon keeps its state in an embedded SQLite file; the workers run a",
-            f"script of numpy code that joins. Each step has {BATCH} samples, dealt out among whoever is there.",
+            f"script of numpy code that joins. Each step has {BATCH} samples, dealt out among whoever is there. Of the",
+            f"{SHARDS} shards of the data each worker keeps its part in a directory of its own, and each lies in",
+            f"{1 + REPLICATION} directories; at first they come from where the data is made, later from each other.",
         )
         ready_s = await self._daemon.start()
         self._stage.remark(f"the daemon is ready after {duration(ready_s)}, as process {self._daemon.pid}")
@@ -147,6 +158,7 @@ class Story:
             "kill -9 a worker in the middle of a step",
             f"{hub} has rank 0: the others exchange their gradients over it. Nobody is told. Survivors are not",
             "restarted; the step that was under way is done again, with the samples of the dead one dealt out anew.",
+            "Its shards are taken over by those who have the other copies, and new copies are made of them.",
         )
         survivors = scene.members[1:]
         victim = scene.workers[hub]
@@ -162,6 +174,7 @@ class Story:
             f"{duration(back_at - killed_at)} from the kill until a step counts again for all survivors", GREEN
         )
         await scene.until(lambda: scene.said(WorkerFailed, hub) is not None, "the daemon to tell of the death")
+        self._tell_moved()
         await self._train("steps without the dead worker")
 
     async def _gain_worker(self, endpoint: str) -> None:
@@ -170,7 +183,8 @@ class Story:
         self._stage.step(
             "A new worker joins",
             "It takes the parameters and the momentum from a worker that has them, from process to process. The others",
-            "go on with their steps until it is there, and stop between two of them to take it in.",
+            "go on with their steps until it is there, and stop between two of them to take it in. It gets its share",
+            "of the shards, and no other shard moves.",
         )
         await scene.enter(name, endpoint, self._size)
         await scene.until(lambda: self._back([name], generation) is not None, "the new worker's first step")
@@ -179,6 +193,7 @@ class Story:
         assert first_at is not None
         self.outcome.join_s = round(first_at - started_at, 4)
         self._stage.remark(f"{duration(first_at - started_at)} from its asking until its first step counts", GREEN)
+        self._tell_moved()
         await self._train("steps with the new worker")
 
     async def _lose_daemon(self, client: ForgedClient, endpoint: str) -> None:
@@ -216,7 +231,8 @@ class Story:
         leaver = scene.members[-1]
         self._stage.step(
             "Drain a worker",
-            "An operator wants its machine back. It finishes its step and goes; nothing is lost or done twice.",
+            "An operator wants its machine back. It finishes its step, hands over its shards, and goes; nothing is",
+            "lost or done twice.",
         )
         worker = scene.workers[leaver]
         worker.may_end = True
@@ -232,7 +248,7 @@ class Story:
         await self._train("steps without the drained worker")
         await scene.until(lambda: scene.steps >= self._steps, f"step {self._steps}")
 
-    async def _prove(self) -> None:
+    async def _prove(self, client: ForgedClient) -> None:
         scene, finishers = self._scene, self._scene.members
         self._stage.step(
             "Was it right?",
@@ -252,6 +268,7 @@ class Story:
         asking = forgectl(self._daemon.socket, "story", f"{failed.id}")
         self._stage.quote(await scene.meanwhile(asking, "the story"))
         self._audit(finishers)
+        await self._audit_data(client, finishers)
         self._compare(finishers)
 
     def _audit(self, finishers: Sequence[str]) -> None:
@@ -278,6 +295,35 @@ class Story:
             audit.endings(logs, finishers, covered.steps),
         )
 
+    async def _audit_data(self, client: ForgedClient, finishers: Sequence[str]) -> None:
+        """What the daemon can prove of the samples, and what lies in the directories."""
+        self._stage.remark(f"$ forgectl data audit --job {JOB}", CYAN)
+        asking = forgectl(self._daemon.socket, "data", "audit", "--job", JOB)
+        self._stage.quote(await self._scene.meanwhile(asking, "the audit"))
+        last = await client.audit_data(JOB)
+        audits = [await client.audit_data(JOB, epoch) for epoch in range(last.epoch)] + [last]
+        problems = audit.misuses(audits, self.outcome.steps * BATCH)
+        self.outcome.audit = {
+            "epochs": last.epoch,
+            "samples": last.samples,
+            "used": sum(one.used for one in audits),
+            "complete": not problems,
+        }
+        self._check(
+            f"in each of the {last.epoch:,} epochs that are over each of {SAMPLES:,} samples was used once", problems
+        )
+        self.outcome.shards_moved = sum(map(_moved, self._transfers().values()))
+        moved = [] if self.outcome.shards_moved else ["none has moved"]
+        self._check(f"shards went from one worker's directory to another's, {self.outcome.shards_moved} in all", moved)
+        owners = await client.shard_owners(JOB)
+        self._check(
+            f"each of the {SHARDS} shards lies with its owner, with all of its copies, byte for byte as it was made",
+            misplaced(self._directory, owners, finishers, Task().samples),
+        )
+        ends = [entry for name in finishers for entry in self._scene.logs[name] if isinstance(entry, Finished)]
+        here, total = sum(end.read_here for end in ends), sum(end.read_here + end.read_at_origin for end in ends)
+        self._stage.remark(f"{', '.join(finishers)} read {here / max(1, total):.0%} of their samples from there", DIM)
+
     def _compare(self, finishers: Sequence[str]) -> None:
         task, steps = Task(), self.outcome.steps
         learnt: State = {"parameters": np.load(self._directory / f"{finishers[0]}{PARAMETERS}")}
@@ -299,6 +345,24 @@ class Story:
         """Let some more steps count for all."""
         goal = self._scene.steps + self._some
         await self._scene.until(lambda: self._scene.steps >= goal, what)
+
+    def _transfers(self) -> dict[int, TransferTotals]:
+        """What has travelled, by attempt."""
+        facts = [one.fact for one in self._scene.facts]
+        done = {fact.attempt for fact in facts if isinstance(fact, TransfersCompleted)}
+        planned = (fact for fact in facts if isinstance(fact, TransfersPlanned))
+        return {fact.attempt: fact.totals for fact in planned if fact.attempt in done}
+
+    def _tell_moved(self) -> None:
+        """Say which shards have travelled for the world that has just begun."""
+        completed = self._scene.said(RescaleCompleted)
+        assert completed is not None
+        assert isinstance(completed.fact, RescaleCompleted)
+        totals = self._transfers().get(completed.fact.attempt)
+        if totals is not None:
+            self._stage.remark(
+                f"{_moved(totals)} shards went from worker to worker, {totals.from_origin} came from the origin", GREEN
+            )
 
     def _back(self, workers: Sequence[str], generation: int) -> float | None:
         """When a step counts for all of these that was done in a later generation; None while there is none."""
@@ -329,6 +393,11 @@ class Story:
         self.outcome.problems += problems
 
 
+def _moved(totals: TransferTotals) -> int:
+    """How many shards went from worker to worker."""
+    return totals.from_owners + totals.from_replicas
+
+
 def perform(workers: int, steps: int, keep: Path | None, *, as_json: bool) -> bool:
     """Show it all; returns whether all of it was right."""
     stage = Stage(quiet=as_json, run_shown=RUN_SHOWN)
@@ -343,19 +412,26 @@ def perform(workers: int, steps: int, keep: Path | None, *, as_json: bool) -> bo
 
 
 def _run(story: Story) -> None:
+    heard: list[signal.Signals] = []
     try:
-        asyncio.run(_until_told(story))
+        asyncio.run(_until_told(story, heard))
     except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        # As a shell tells of a process that the signal has ended.
+        raise SystemExit(SIGNALLED + heard[0]) from None
 
 
-async def _until_told(story: Story) -> None:
+async def _until_told(story: Story, heard: list[signal.Signals]) -> None:
     """Tell the story, unless a signal says to stop."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
+
+    def stop(number: signal.Signals) -> None:
+        heard.append(number)
+        task.cancel()
+
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
-            loop.add_signal_handler(number, task.cancel)
+            loop.add_signal_handler(number, stop, number)
     await story.run()
 
 
@@ -378,6 +454,7 @@ def _conclude(stage: Stage, outcome: Outcome, *, as_json: bool) -> bool:
     ok = not outcome.problems and all(held for _, held in stage.checks)
     if as_json:
         checks = [{"claim": claim, "held": held} for claim, held in stage.checks]
-        print(json.dumps({"ok": ok, **vars(outcome), "seconds": round(stage.seconds, 3), "checks": checks}))
+        told = {"ok": ok, **vars(outcome), "seconds": round(stage.seconds, 3), "checks": checks}
+        print(json.dumps(told), flush=True)
     stage.conclude("All of it was right." if ok else "Something was not right.", ok)
     return ok

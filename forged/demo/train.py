@@ -1,7 +1,7 @@
 """The training script of the demonstration: what a user would write, and a record of what it does.
 
-Law: it knows nothing of who else comes, goes and dies. It asks for its share of each step, and changes its state behind
-the last collective of the step only. What it is about to use is on record before it contributes.
+Law: it knows nothing of who else comes, goes and dies. It asks for its samples of each step, and changes its state
+behind the last collective of the step only. What it is about to use is on record before it contributes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from forged.demo.learning import BATCH, LEARNING_RATE, Task, learn
+from forged.demo.dataset import Reader, training_data
+from forged.demo.learning import BATCH, LEARNING_RATE, Task, contribution, learn
 from forged.demo.records import NONE, Committed, Entered, Entry, Finished, Ready, Used, line_of
 from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.model import RedistributionType
 from forged.worker.step import Step
 from forged.worker.training import Training, join
 
@@ -41,6 +43,7 @@ def config(workers: int) -> ElasticTrainingConfig:
         max_workers=workers,
         stability_window_ms=STABILITY_WINDOW_MS,
         reconnect_grace_ms=RECONNECT_GRACE_MS,
+        redistribution_type=RedistributionType.INCREMENTAL,
     )
 
 
@@ -57,14 +60,15 @@ class Account:
         """Put it on record at once, so that it is there even if the next instruction is never reached."""
         os.write(self._file, line_of(entry))
 
-    def use(self, worker: Training, step: int, share: range) -> None:
-        """Say what is going to be used, and in which world."""
+    def use(self, worker: Training, step: int, size: int) -> None:
+        """Say that so many samples are going to be used, and in which world."""
         if worker.generation != self._generation:
             self._generation = worker.generation
             topology = worker.current_topology
             names = [] if topology is None else [one.id for one in topology.workers]
             self.write(Entered(time.monotonic(), worker.generation, step, worker.rank, names, worker.learning_rate))
-        self._used, self._loss = Used(time.monotonic(), worker.generation, step, share.start, share.stop), None
+        first = worker.share(BATCH).start
+        self._used, self._loss = Used(time.monotonic(), worker.generation, step, first, first + size), None
         self.write(self._used)
 
     def learnt(self, loss: float) -> None:
@@ -92,17 +96,18 @@ def steps(worker: Training, account: Account) -> Iterator[Step]:
         raise AssertionError("no step is left")
 
 
-def train(worker: Training, task: Task, account: Account, enough: Path) -> None:
+def train(worker: Training, reader: Reader, account: Account, enough: Path) -> None:
     """Learn until somebody says that it is enough."""
     state: dict[str, Any] = worker.state
     for step in steps(worker, account):
         with step:
-            share = worker.share(BATCH)
-            account.use(worker, int(step), share)
+            samples = worker.batch()
+            account.use(worker, int(step), len(samples))
             time.sleep(STEP_PAUSE_S)
             # Whether to end is settled as the gradient is: by adding up what each has to say.
             says_enough = [float(enough.exists())]
-            summed = worker.all_reduce(np.concatenate([task.contribution(state, step, share), says_enough]))
+            part = contribution(state, reader.read(samples))
+            summed = worker.all_reduce(np.concatenate([part, says_enough]))
             learn(state, summed[:-1], worker.learning_rate)
             if summed[-1] > 0:
                 state["ends_at"] = step + 1
@@ -119,6 +124,8 @@ def main() -> int:
     options = parser.parse_args()
     task, account = Task(), Account(options.directory / f"{options.name}{RECORDS}")
     state = task.state() | {"ends_at": NONE}
+    data = training_data(options.directory, options.name, task.samples)
+    reader = Reader(data.store, task.samples)
     with join(
         options.endpoint,
         job=JOB,
@@ -127,12 +134,14 @@ def main() -> int:
         config=config(options.workers),
         learning_rate=LEARNING_RATE,
         global_batch_size=BATCH,
+        data=data,
+        sampler=task.sampler(),
     ) as worker:
         account.write(Ready(time.monotonic()))
-        train(worker, task, account, options.directory / ENOUGH)
+        train(worker, reader, account, options.directory / ENOUGH)
         np.save(options.directory / f"{options.name}{PARAMETERS}", state["parameters"])
         digest = sha256(state["parameters"].tobytes()).hexdigest()
-        account.write(Finished(time.monotonic(), worker.step, digest))
+        account.write(Finished(time.monotonic(), worker.step, digest, reader.here, reader.elsewhere))
     return 0
 
 

@@ -41,6 +41,7 @@ from forged.elastic.progress import Witnesses
 from forged.elastic.ranks import assign_ranks
 from forged.elastic.roster import Roster
 from forged.elastic.watch import NEVER, Watch, is_lost
+from forged.elastic.words import counted, is_or_are
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.messages import Fact
@@ -69,6 +70,8 @@ class Cluster:
         """Whether the store has a record of it."""
         self.phase = Phase.FORMING
         self.paused = False
+        self.paused_because = ""
+        """Why it rests, or rested last."""
         self.topology = ClusterTopology()
         self.world: dict[str, bytes] = {}
         """The incarnations of those in the committed world, in the order of their ranks."""
@@ -105,8 +108,8 @@ class Cluster:
 
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
         """Go by these settings from now on."""
-        self.settings = dict(settings)
         self.config = ElasticTrainingConfig.from_settings(settings)
+        self.settings = dict(settings)
 
     @property
     def generation(self) -> int:
@@ -334,6 +337,7 @@ class Cluster:
         self._require_alive()
         if not self.paused:
             self.paused, self.reason = True, in_words(reason, WISH)
+            self.paused_because = self.reason
             self._changed(JobPaused(self.reason))
 
     def resume(self, now: Moment, reason: str) -> None:
@@ -375,7 +379,7 @@ class Cluster:
         """When to tick again, by the monotonic clock."""
         if self.over:
             return min((self._gone_at(member) for member in self.members.values()), default=NEVER)
-        return min(self._look_at(), self._rescale_at(), self._silent_at(), self._alone_at())
+        return min(self._look_at(), self.rescale_at(), self._silent_at(), self.alone_at())
 
     def _look_at(self) -> float:
         return self.watch.due_at() if self.members else NEVER
@@ -386,7 +390,7 @@ class Cluster:
             return NEVER
         return self.attempt.heard_at + (self.config.rescale_timeout_s or NEVER)
 
-    def _alone_at(self) -> float:
+    def alone_at(self) -> float:
         """When there have been too few workers for too long."""
         return NEVER if self._waiting_at is None else self._waiting_at + self.config.min_workers_timeout_s
 
@@ -427,15 +431,15 @@ class Cluster:
             self._give_up_silent(self.attempt, now)
         if self._too_many_failures(now) or self._too_long_alone(now):
             return
-        if self._rescale_at() > now.monotonic:
+        if self.rescale_at() > now.monotonic:
             return
-        staying, joining = self._staying(), self._joining()
+        staying, joining = self._staying(), self.joining()
         if len(staying) + len(joining) < self.config.min_workers:
             self._wait(len(staying) + len(joining), now)
         else:
             self._begin(staying, joining, now)
 
-    def _rescale_at(self) -> float:
+    def rescale_at(self) -> float:
         """When a rescale is due, if nothing happens before."""
         if self._hole_at is not None:
             return self._hole_at + self.config.failure_window_s
@@ -447,13 +451,13 @@ class Cluster:
             # A daemon died over an attempt. It starts again when all are back, or have failed.
             is_whole = all(member.connected for member in self.members.values())
             return -NEVER if is_whole else self._resumed_at + self.config.reconnect_grace_s
-        return self._growth_at()
+        return self.growth_at()
 
-    def _growth_at(self) -> float:
+    def growth_at(self) -> float:
         """When those who wait are taken in."""
-        if self.phase is not Phase.WAITING and next(self._waiting(), None) is None:
+        if self.phase is not Phase.WAITING and next(self.waiting(), None) is None:
             return NEVER
-        there, joining = self._there, self._joining()
+        there, joining = self.there, self.joining()
         if there + len(joining) < self.config.min_workers:
             return NEVER
         if self.phase is Phase.WAITING:
@@ -470,20 +474,20 @@ class Cluster:
         return {name for name, incarnation in self.world.items() if self.members.known(name, incarnation) is not None}
 
     @property
-    def _there(self) -> int:
+    def there(self) -> int:
         """How many they are."""
         return len(self.members) - len(self._outsiders)
 
-    def _waiting(self) -> Iterator[Member]:
+    def waiting(self) -> Iterator[Member]:
         """Who wants to be in the next world, the first to come first."""
         for member in self._outsiders.values():
             if member.lost_at is None and member.leaving is None:
                 yield member
 
-    def _joining(self) -> list[str]:
+    def joining(self) -> list[str]:
         """Who of them finds room."""
-        room = self.config.max_workers - self._there
-        return [member.id for member in islice(self._waiting(), max(0, room))]
+        room = self.config.max_workers - self.there
+        return [member.id for member in islice(self.waiting(), max(0, room))]
 
     def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
         """Start an attempt."""
@@ -514,8 +518,10 @@ class Cluster:
         self.out.say(
             RescaleStarted(attempt.number, attempt.type, len(target), list(attempt.added), list(removed), reason)
         )
-        # Training data moves between the stop and the commit, whatever the settings have become since.
-        if not (self.config.use_synchronous_rescaling or any(self.members[name].with_data for name in target)):
+        # Training data moves between the stop and the commit, whatever the settings have become since. And where nobody
+        # trains yet nobody is held up, and all say with which step, rate and batch they begin.
+        has_data = any(self.members[name].with_data for name in target)
+        if staying and not (self.config.use_synchronous_rescaling or has_data):
             self._commit(attempt, now)
 
     def _synchronise(self, attempt: Attempt, now: Moment) -> None:
@@ -548,12 +554,11 @@ class Cluster:
         known_step = self.state.current_step
         if attempt.source:
             self.state = _state(self.state, attempt.stops[attempt.source], now)
-        elif len(attempt.added) == len(attempt.target):
-            # Nobody is left of the world before, and nobody has said yet how far the others are.
-            self.state = _at_step(self.state, 0, now)
         if not self.base.world:
             self.base = Base(len(members), self.state.learning_rate, self.state.global_batch_size)
-        rate, batch = self.paces(len(members))
+        # Where nobody has stopped, and the rate does not follow the world, it is whatever the workers have by now.
+        is_known = bool(attempt.source) or self.config.scale_batch_with_world
+        rate, batch = self.paces(len(members)) if is_known else (0.0, 0)
         self.state = GlobalTrainingState(
             self.state.current_epoch, self.state.current_step, rate, batch, len(members), now.wall
         )
@@ -574,8 +579,8 @@ class Cluster:
                 attempt=attempt.number,
                 type=attempt.type,
                 delta=delta,
-                step=self.state.current_step,
-                epoch=self.state.current_epoch,
+                step=self.state.current_step if attempt.source else None,
+                epoch=self.state.current_epoch if attempt.source else None,
                 learning_rate=rate,
                 global_batch_size=batch,
                 added=list(attempt.added),
@@ -626,14 +631,14 @@ class Cluster:
             self.out.say(RescaleAborted(self.attempt.number, "too few workers are left"))
             self.attempt = None
         if self.phase is not Phase.WAITING:
-            self._go_on(Cause.TOO_FEW, f"{there} workers are left, and {self.config.min_workers} are needed")
+            self._go_on(Cause.TOO_FEW, _too_few(there, self.config.min_workers))
             self.out.say(JobWaiting(there, self.config.min_workers))
         self._waiting_at = now.monotonic
 
     def _too_long_alone(self, now: Moment) -> bool:
         if self.phase is Phase.FORMING:
             self._see_whether_short(now)
-        if self._alone_at() > now.monotonic:
+        if self.alone_at() > now.monotonic:
             return False
         limit_s = self.config.min_workers_timeout_s
         self.abort(now, f"fewer than {self.config.min_workers} workers for {limit_s:g} s")
@@ -642,7 +647,7 @@ class Cluster:
     def _see_whether_short(self, now: Moment) -> None:
         needed = self.config.min_workers
         # The first few will do: this is asked whenever somebody joins.
-        if not self.members or sum(1 for _ in islice(self._waiting(), needed)) >= needed:
+        if not self.members or sum(1 for _ in islice(self.waiting(), needed)) >= needed:
             self._waiting_at = None
         elif self._waiting_at is None:
             self._waiting_at = now.monotonic
@@ -661,6 +666,9 @@ class Cluster:
             return
         if rank >= 0:
             self.failures.count(self.state.current_step)
+            if self.failures.too_many(len(self.world), self.config) is not None:
+                # Of several failures, the one that is too many is what the job's end follows from.
+                self.out.trigger()
         if self._is_needed(member):
             self._hole(f"{member.id} failed: {reason}", now, is_told=True)
 
@@ -746,7 +754,11 @@ class Cluster:
 
     def _require_alive(self) -> None:
         if self.over:
-            raise RequestRefused("job_over", f"job {self.job} is {self.phase}: {self.reason}", "create another job")
+            raise RequestRefused(
+                "job_over",
+                f"job {self.job} is {self.phase}: {self.reason}",
+                f"train under another name, or remove this one first: `forgectl jobs rm {self.job}`",
+            )
 
     def _refuse_twin(self, known: Member, now: Moment) -> None:
         if known.connected:
@@ -771,6 +783,10 @@ def _joined(joining: Iterable[str]) -> Iterator[str]:
     if names:
         shown = ", ".join(names[:REASONS_MAX])
         yield f"{shown} joined" if len(names) <= REASONS_MAX else f"{shown} and {len(names) - REASONS_MAX} more joined"
+
+
+def _too_few(there: int, needed: int) -> str:
+    return f"{counted(there, 'worker')} {is_or_are(there)} left, and {needed} {is_or_are(needed)} needed"
 
 
 def _type(before: int, after: int) -> RescaleType:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
 
 from forged.elastic.model import WORLD_SIZE_MAX, AdaptationStrategy, LostDataPolicy, RedistributionType
-from forged.errors import ConfigError, Problem
+from forged.errors import ConfigError, Problem, RequestRefused
 from forged.jobs.model import SettingValue
 
 WHOLE_NUMBER_MAX = 2**31 - 1
 HEARTBEATS_PER_TIMEOUT = 3
+PROBLEMS_CHARS_MAX = 2_000
+UNITS = ("_ms", "_s", "_seconds", "_percentage", "_percent")
+"""With what the names of settings end that have a unit, and those that people give them."""
 
 
 class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +211,28 @@ def find_problems(values: Mapping[str, SettingValue]) -> Iterator[Problem]:
             yield Problem(key, value, f"at least min_workers, which is {values['min_workers']}")
 
 
+def find_slips(settings: Mapping[str, SettingValue]) -> Iterator[Problem]:
+    """The keys that are no settings of elastic training, and look as if they were meant to be."""
+    for key in sorted(settings.keys() - RULES.keys()):
+        meant = next((name for name in RULES if _is_near(_stem(key), _stem(name))), None)
+        if meant is not None:
+            yield Problem(key, settings[key], f"do you mean {meant}?")
+
+
+def _stem(key: str) -> str:
+    """A name without its unit, however it is written."""
+    name = key.lower().replace("-", "_")
+    return name.removesuffix(next((unit for unit in UNITS if name.endswith(unit)), ""))
+
+
+def _is_near(one: str, other: str) -> bool:
+    """Whether a letter at most was left out, added, mistaken, or swapped with the next."""
+    same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    one, other = (one[same:], other[same:]) if same is not None else (one[len(other) :], other[len(one) :])
+    swapped = one[1::-1] + one[2:]
+    return one[1:] == other[1:] or one[1:] == other or one == other[1:] or swapped == other
+
+
 def _falls_short(most: object, least: object) -> bool:
     """Whether the one is less than the other, where the other is right; a wrong one is named for itself."""
     is_right = RULES["min_workers"].accepts(least)
@@ -219,6 +244,26 @@ def _check(values: Mapping[str, SettingValue]) -> None:
     if problems:
         keys = ", ".join(problem.key for problem in problems)
         raise ConfigError("elastic_config_invalid", f"elastic training cannot have this: {keys}", problems=problems)
+
+
+def require_trainable(job: str, settings: Mapping[str, SettingValue]) -> None:
+    """Refuse settings that nobody can train a job with."""
+    _refuse(job, find_problems({**DEFAULTS, **settings}))
+
+
+def require_meant(job: str, settings: Mapping[str, SettingValue]) -> None:
+    """Refuse settings that nobody can train a job with, or that are hardly those that somebody meant."""
+    _refuse(job, [*find_problems({**DEFAULTS, **settings}), *find_slips(settings)])
+
+
+def _refuse(job: str, problems: Iterable[Problem]) -> None:
+    found = "; ".join(map(str, problems))
+    if found:
+        raise RequestRefused(
+            "elastic_config_invalid",
+            f"job {job[:80]} cannot have these settings: {found}"[:PROBLEMS_CHARS_MAX],
+            "give other values; docs/elastic.md has all settings",
+        )
 
 
 def tolerated_failures(world: int, percentage: int) -> int:

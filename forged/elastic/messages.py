@@ -21,7 +21,8 @@ from forged.elastic.model import (
 )
 from forged.elastic.phases import Phase
 from forged.jobs.model import SettingValue
-from forged.messages import Fact, Fence, Nothing, Request, Signal
+from forged.messages import ANY_JOB, Fact, Fence, Nothing, Request, Signal
+from forged.pages import PAGE_ENTRIES_MAX
 
 INCARNATION_BYTES = 16
 
@@ -84,11 +85,14 @@ class WorkerRecovered(Fact, frozen=True):
 
 
 class WorkerLost(Fact, frozen=True):
-    """A worker's connection is gone, and nothing says yet that it died; it has its grace to come back."""
+    """A worker's connection is gone, and nothing says yet that it died; it has its grace to come back.
+
+    `grace_s` is None where its pulse lives, which holds its place for it as long as it does.
+    """
 
     worker_id: str
     reason: str
-    grace_s: float
+    grace_s: float | None
 
 
 class RescaleStarted(Fact, frozen=True):
@@ -112,13 +116,17 @@ class RescaleSynchronising(Fact, frozen=True):
 
 
 class RescaleCompleted(Fact, frozen=True):
-    """The new world holds, and goes on behind the step. `delta` leads to it from the one before."""
+    """The new world holds, and goes on behind the step. `delta` leads to it from the one before.
+
+    Where nobody has stopped for it, everybody goes over behind the step that it is in, which the daemon does not know:
+    there is no step and no epoch then. A rate or a batch of 0 is whatever the workers have.
+    """
 
     attempt: int
     type: RescaleType
     delta: TopologyDelta
-    step: int
-    epoch: int
+    step: int | None
+    epoch: int | None
     learning_rate: float
     global_batch_size: int
     added: list[str]
@@ -432,7 +440,7 @@ class RescaleView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's training as it is shown."""
+    """A job's training as it is shown. `world_size` is how many of the committed world are there."""
 
     job: str
     phase: Phase
@@ -444,6 +452,26 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     failures: int
     reason: str
     rescale: RescaleView | None
+    standing: str = ""
+    """What stands still, and why; empty where nothing does."""
+
+
+class ClusterPage(msgspec.Struct, frozen=True):
+    """Some jobs' training; `more` tells that there are others behind the last of them."""
+
+    clusters: list[ClusterView]
+    more: bool
+
+
+class ListClusters(Request[ClusterPage], frozen=True):
+    """Where the training of all jobs is that a worker has joined and the caller may see, behind the name `after`."""
+
+    needs: ClassVar[Role] = Role.VIEWER
+    decides: ClassVar[bool] = False
+    job_field: ClassVar[str | None] = ANY_JOB
+
+    after: str = ""
+    limit: int = PAGE_ENTRIES_MAX
 
 
 class ListWorkers(Request[WorkerPage], frozen=True):
@@ -476,7 +504,13 @@ class ShowCluster(Request[ClusterView], frozen=True):
     job: str
 
 
-class DrainWorker(Request[Nothing], frozen=True):
+class Draining(msgspec.Struct, frozen=True):
+    """What will come of it that a worker is to go, where that may not be what was wanted."""
+
+    remarks: list[str] = []
+
+
+class DrainWorker(Request[Draining], frozen=True):
     """Have a worker finish its step and go."""
 
     job: str
@@ -567,6 +601,7 @@ OPERATOR_REQUESTS = (
     ListWorkers,
     ShowWorker,
     ShowCluster,
+    ListClusters,
     DrainWorker,
     EvictWorker,
     PauseJob,

@@ -31,6 +31,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     key: bytes
     phase: Phase
     paused: bool
+    paused_because: str = ""
     state: GlobalTrainingState
     attempts: int
     failures: int
@@ -116,6 +117,7 @@ def _cluster_record(cluster: Cluster) -> ClusterRecord:
         key=cluster.key,
         phase=cluster.phase,
         paused=cluster.paused,
+        paused_because=cluster.paused_because,
         state=cluster.state,
         attempts=cluster.attempts,
         failures=cluster.failures.in_world,
@@ -131,7 +133,7 @@ def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
     cluster.known, cluster.key = True, record.key
     cluster.configure(record.settings)
     cluster.phase, cluster.paused, cluster.state = record.phase, record.paused, record.state
-    cluster.attempts = record.attempts
+    cluster.paused_because, cluster.attempts = record.paused_because, record.attempts
     cluster.failures = Failures(record.failures, record.failures_in_a_row, record.failed_at_step)
     cluster.base, cluster.reason, cluster.why = Base(*record.base), record.reason, record.why
 

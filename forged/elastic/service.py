@@ -16,18 +16,21 @@ from typing import Any, TypeVar
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from forged.auth.model import Role
 from forged.bus import Bus
 from forged.clock import Clock
-from forged.elastic.attempt import Stop
+from forged.elastic.attempt import RECEIVED_BYTES_MIN, Stop
 from forged.elastic.cluster import Cluster
-from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.config import ElasticTrainingConfig, require_trainable
 from forged.elastic.members import Member
 from forged.elastic.messages import (
     INCARNATION_BYTES,
     AbortJob,
     AnnounceLeave,
     AttemptMembers,
+    ClusterPage,
     ClusterView,
+    Draining,
     DrainWorker,
     EvictWorker,
     Heartbeat,
@@ -37,6 +40,7 @@ from forged.elastic.messages import (
     Joined,
     JoinJob,
     LeaveJob,
+    ListClusters,
     ListWorkers,
     PauseJob,
     PlanRescale,
@@ -64,13 +68,13 @@ from forged.elastic.messages import (
 from forged.elastic.model import ClusterTopology, WorkerId, check_worker
 from forged.elastic.outbox import Moment, Probe
 from forged.elastic.records import PREFIX, job_of, restored, writes
-from forged.elastic.views import cluster_view, plan, worker_view
+from forged.elastic.views import cluster_view, drain_remarks, plan, worker_view
 from forged.elastic.watch import NEVER
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, JobChanged, JobRemoved
 from forged.ledger import read_all
 from forged.messages import Call, Decision, Fact, Fence, Nothing, Record
-from forged.pages import take_page
+from forged.pages import ascending, take_page
 from forged.store.port import Store
 
 R = TypeVar("R")
@@ -138,6 +142,7 @@ class ElasticService:
         serve(ListWorkers, self._list, owner=OWNER)
         serve(ShowWorker, self._show, owner=OWNER)
         serve(ShowCluster, self._show_cluster, owner=OWNER)
+        serve(ListClusters, self._list_clusters, owner=OWNER)
         serve(PlanRescale, self._plan, owner=OWNER)
         serve(DrainWorker, self._drain, owner=OWNER)
         serve(EvictWorker, self._evict, owner=OWNER)
@@ -184,6 +189,11 @@ class ElasticService:
     def workers(self) -> int:
         """How many workers there are, in all jobs."""
         return sum(len(cluster.members) for cluster in self.clusters.values())
+
+    def workers_at_work(self, job: str) -> int:
+        """How many workers a job has that is not over."""
+        cluster = self.clusters.get(job)
+        return 0 if cluster is None or cluster.over else len(cluster.members)
 
     # Connections.
 
@@ -270,6 +280,8 @@ class ElasticService:
             self._require_known(request)
         known = self.clusters.get(request.job) if request.settings is None else None
         settings = known.settings if known else await self._settings(request, call)
+        # Before anybody is told of the worker: what the store holds was not always checked at the door.
+        require_trainable(request.job, settings)
         if request.with_data:
             _require_synchronous(request.job, settings)
         if request.again:
@@ -311,8 +323,6 @@ class ElasticService:
 
     async def _settings(self, request: JoinJob, call: Call) -> dict[str, Any]:
         """The settings of the job, which is created if need be."""
-        # Refused before there is a job that nobody could train.
-        ElasticTrainingConfig.from_settings(request.settings or {})
         ours = Call(call.principal, call.origin, cause=call.cause, timeout_s=call.timeout_s)
         job = await self._bus.ask(CreateJob(request.job, request.settings or {}), ours)
         return dict(job.settings)
@@ -391,7 +401,8 @@ class ElasticService:
         cluster = self.clusters.get(signal.job)
         if cluster is not None and _is_countable(signal.step, signal.marks):
             cluster.heartbeat(signal.worker_id, signal.incarnation, signal.step, signal.marks, self._now())
-            self._settle(cluster)
+            if cluster.out:
+                self._settle(cluster)
 
     def _pulse(self, signal: Pulse, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
@@ -403,7 +414,8 @@ class ElasticService:
     def _receiving(self, signal: Receiving, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
         if cluster is not None:
-            received = signal.received, signal.data
+            # However small a piece is: when it is whole, that is progress.
+            received = signal.received, signal.data + signal.transfers * RECEIVED_BYTES_MIN
             cluster.receiving(
                 signal.worker_id, signal.incarnation, signal.attempt, received, self._now(), waits=signal.waits
             )
@@ -425,13 +437,18 @@ class ElasticService:
     def _show_cluster(self, request: ShowCluster, call: Call) -> ClusterView:
         return cluster_view(self._get(request.job), self._clock.monotonic())
 
+    def _list_clusters(self, request: ListClusters, call: Call) -> ClusterPage:
+        now, may = self._clock.monotonic(), call.principal.may
+        names = ascending((name for name in self.clusters if may(Role.VIEWER, name)), request.after)
+        return ClusterPage(*take_page((cluster_view(self.clusters[name], now) for name in names), request.limit))
+
     def _plan(self, request: PlanRescale, call: Call) -> RescalePlan:
         return plan(self._get(request.job), request.workers)
 
-    def _drain(self, request: DrainWorker, call: Call) -> Decision[Nothing]:
+    def _drain(self, request: DrainWorker, call: Call) -> Decision[Draining]:
         cluster = self._get(request.job)
         cluster.drain(request.worker_id, self._now(), request.reason)
-        return self._decide(cluster, Nothing())
+        return self._decide(cluster, Draining(drain_remarks(cluster, request.worker_id)))
 
     def _evict(self, request: EvictWorker, call: Call) -> Decision[Nothing]:
         cluster = self._get(request.job)
@@ -516,9 +533,11 @@ class ElasticService:
 
     def _get(self, job: str) -> Cluster:
         cluster = self.clusters.get(job)
-        if cluster is None:
-            raise RequestRefused("job_untrained", f"no worker has joined job {job[:80]!r} yet", "start some")
-        return cluster
+        if cluster is not None:
+            return cluster
+        if self._bus.desk.fence_of(job) is None:
+            raise RequestRefused("job_unknown", f"there is no job {job[:80]!r}", "see `forgectl jobs ls`")
+        raise RequestRefused("job_untrained", f"no worker has joined job {job[:80]!r} yet", "start some")
 
     def _now(self) -> Moment:
         return Moment(self._clock.wall(), self._clock.monotonic())
@@ -597,9 +616,9 @@ def _require_synchronous(job: str, settings: dict[str, Any]) -> None:
         )
 
 
-def _is_countable(*numbers: int) -> bool:
+def _is_countable(step: int, marks: int) -> bool:
     """Whether these can be numbers of steps, and of marks; what else a signal brings is nobody's word."""
-    return all(0 <= number <= MARKS_MAX for number in numbers)
+    return 0 <= step <= STEP_MAX and 0 <= marks <= MARKS_MAX
 
 
 def _check_number(name: str, number: int, most: int) -> None:

@@ -10,6 +10,8 @@ from forged.elastic.members import Member
 from forged.elastic.messages import ClusterView, PlannedWorker, RescalePlan, RescaleView, WorkerView
 from forged.elastic.model import RANK_NONE, WorkerStatus
 from forged.elastic.ranks import assign_ranks, moves
+from forged.elastic.standstill import standing
+from forged.elastic.words import counted
 from forged.errors import RequestRefused
 
 PLANNED_MAX = 10_000
@@ -59,12 +61,13 @@ def cluster_view(cluster: Cluster, now: float) -> ClusterView:
         phase=cluster.phase,
         paused=cluster.paused,
         generation=cluster.generation,
-        world_size=len(cluster.world),
-        joining=sum(1 for member in cluster.members.values() if not cluster.holds(member)),
+        world_size=cluster.there,
+        joining=len(cluster.members) - cluster.there,
         state=cluster.state,
         failures=cluster.failures.in_world,
         reason=cluster.reason,
         rescale=_rescale_view(cluster, now),
+        standing=standing(cluster, now),
     )
 
 
@@ -107,6 +110,21 @@ def plan(cluster: Cluster, size: int) -> RescalePlan:
     )
 
 
+def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
+    """What will come of it that a worker is to go, where that may not be what was wanted."""
+    member, needed = cluster.members.require(worker_id), cluster.config.min_workers
+    remarks = []
+    left = sum(1 for other in cluster.members.values() if other.leaving is None)
+    if cluster.holds(member) and not cluster.over and left < needed:
+        stay = f"{counted(left, 'worker')} will be left, and min_workers is {needed}"
+        remarks.append(f"training will stand still: {stay}")
+    if member.stalled:
+        remarks.append(f"{worker_id} is stalled, and goes when it has finished its step; evict it if it never does")
+    if not member.connected:
+        remarks.append(f"{worker_id} has no connection, and hears of it when it is back")
+    return remarks
+
+
 def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:
     before = {worker: rank for rank, worker in enumerate(old)}
     after = {worker: rank for rank, worker in enumerate(new)}
@@ -118,9 +136,11 @@ def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:
 
 def _remarks(cluster: Cluster, size: int, missing: int) -> list[str]:
     config = cluster.config
+    if cluster.over:
+        return [f"nothing will be rescaled: the job is {cluster.phase}"]
     remarks = []
     if missing:
-        remarks.append(f"{missing} workers have yet to join")
+        remarks.append(f"{counted(missing, 'worker')} {'has' if missing == 1 else 'have'} yet to join")
     if size < config.min_workers:
         remarks.append(f"the job would wait: min_workers is {config.min_workers}")
     if size > config.max_workers:

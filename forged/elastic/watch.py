@@ -107,11 +107,19 @@ class Watch:
         return True
 
     def _tell_lost(self, member: Member, config: ElasticTrainingConfig, now: float) -> None:
-        assert member.lost_at is not None
         if member.id not in self._lost_told and is_lost(member):
             self._lost_told.add(member.id)
-            grace_s = member.lost_at + config.reconnect_grace_s - now
-            self.out.say(WorkerLost(member.id, "its connection is gone", round(grace_s, 3)))
+            self.out.say(_lost(member, config, now))
+
+
+def _lost(member: Member, config: ElasticTrainingConfig, now: float) -> WorkerLost:
+    assert member.lost_at is not None
+    if member.pulse_at is not None and member.has_pulse(now):
+        heard_s = now - member.pulse_at
+        reason = f"its connection is gone; its pulse lives (heard {heard_s:.1f} s ago), so it is held up"
+        return WorkerLost(member.id, reason, None)
+    grace_s = member.lost_at + config.reconnect_grace_s - now
+    return WorkerLost(member.id, "its connection is gone", round(grace_s, 3))
 
 
 def is_lost(member: Member) -> bool:

@@ -99,9 +99,10 @@ class ListJobs(Request[JobPage], frozen=True):
 
 
 class RemoveJob(Request[Nothing], frozen=True):
-    """Serve a job no longer. One that does not exist is no error."""
+    """Serve a job no longer. One that does not exist is no error; one that has workers is refused without `force`."""
 
     job: str
+    force: bool = False
 
 
 class AddNote(Request[Nothing], frozen=True):

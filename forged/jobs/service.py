@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from forged.bus import Bus
 from forged.clock import Clock
+from forged.errors import RequestRefused
 from forged.jobs.core import FLOOR_KEY, PREFIX, JobBook
-from forged.jobs.model import AddNote, ChangeJob, CreateJob, Job, JobPage, ListJobs, RemoveJob, ShowJob
+from forged.jobs.model import (
+    AddNote,
+    ChangeJob,
+    CreateJob,
+    Job,
+    JobPage,
+    ListJobs,
+    RemoveJob,
+    SettingValue,
+    ShowJob,
+)
 from forged.ledger import read_all
-from forged.messages import Call, Decision, Fence
+from forged.messages import Call, Decision, Fence, Nothing
 from forged.pages import take_page
 from forged.store.port import Store
 
 OWNER = "jobs"
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingPort:
+    """What has to be known of whoever trains the jobs."""
+
+    generation: Callable[[str], int] = lambda job: 0
+    """How often a job was rescaled."""
+    workers: Callable[[str], int] = lambda job: 0
+    """How many workers it has that are at work."""
+    require: Callable[[str, Mapping[str, SettingValue]], None] = lambda job, settings: None
+    """Refuses settings that a job cannot have."""
+
+
+UNTRAINED = TrainingPort()
+
+
 class JobService:
     """Owns the jobs; answers what is asked of them."""
 
-    def __init__(self, bus: Bus, clock: Clock, book: JobBook, generation: Callable[[str], int] = lambda job: 0) -> None:
+    def __init__(self, bus: Bus, clock: Clock, book: JobBook, training: TrainingPort = UNTRAINED) -> None:
         self.book = book
-        self._generation = generation
+        self._training = training
         self._bus = bus
         self._clock = clock
         bus.serve(CreateJob, self._create, owner=OWNER)
-        bus.serve(ChangeJob, lambda request, _: book.change(request), owner=OWNER)
-        bus.serve(RemoveJob, lambda request, _: book.remove(request, generation(request.job)), owner=OWNER)
+        bus.serve(ChangeJob, self._change, owner=OWNER)
+        bus.serve(RemoveJob, self._remove, owner=OWNER)
         bus.serve(AddNote, lambda request, _: book.note(request), owner=OWNER)
         bus.serve(ShowJob, lambda request, _: book.get(request.job), owner=OWNER)
         bus.serve(ListJobs, self._list, owner=OWNER)
@@ -41,10 +68,25 @@ class JobService:
     def _fence(self, name: str) -> Fence | None:
         """How far a job is: its rescales are counted from where it began."""
         fence = self.book.fence(name)
-        return None if fence is None else Fence(fence.term, fence.generation + self._generation(name))
+        return None if fence is None else Fence(fence.term, fence.generation + self._training.generation(name))
 
     def _create(self, request: CreateJob, call: Call) -> Decision[Job]:
+        self._training.require(request.job, request.settings)
         return self.book.create(request, call.principal.name, self._clock.wall(), self._bus.ledger.term)
+
+    def _change(self, request: ChangeJob, call: Call) -> Decision[Job]:
+        self._training.require(request.job, request.settings)
+        return self.book.change(request)
+
+    def _remove(self, request: RemoveJob, call: Call) -> Decision[Nothing]:
+        workers = self._training.workers(request.job)
+        if workers and not request.force:
+            raise RequestRefused(
+                "job_in_use",
+                f"job {request.job} has {workers} worker{'' if workers == 1 else 's'}",
+                f"abort it first (`forgectl jobs abort {request.job}`), or --force",
+            )
+        return self.book.remove(request, self._training.generation(request.job))
 
     def _list(self, request: ListJobs, call: Call) -> JobPage:
         return JobPage(*take_page(self.book.visible(call.principal, request.after), request.limit))

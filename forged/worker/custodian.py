@@ -29,6 +29,7 @@ from forged.data.messages import (
     TransferPart,
 )
 from forged.data.outcome import BadCopy, TransferProgress, TransferReport
+from forged.data.plan import DataRedistributionPlan
 from forged.data.schedule import Source, Wanted
 from forged.data.shards import Dataset, Indices
 from forged.data.store import ShardStore, Stamp
@@ -156,6 +157,10 @@ class Custodian:
         except ForgedError as error:
             # More is held than has to be, which does no harm.
             self._log.warning("shards that others hold now could not be dropped", why=str(error))
+
+    async def redistribute(self, plan: DataRedistributionPlan) -> TransferReport:
+        """Fetch what a plan gives this worker, besides what attempts do; the next attempt ends it."""
+        return await self._manager.execute_plan(plan)
 
     def owns(self, shard: int) -> bool:
         """Whether a shard is this worker's in the committed world."""

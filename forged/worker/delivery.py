@@ -7,7 +7,7 @@ broken the protocol: the connection is of no more use, and the error names the s
 refused, and the conversation goes on.
 
     fetcher: ShardWanted(shard, offset, size, checksum)
-    source:  ShardComing(size, checksum, offset), bytes, ShardSent(has_changed)     or Refused
+    source:  ShardComing(shard, size, checksum, offset), bytes, ShardSent(has_changed)     or Refused
     fetcher: the next ShardWanted, or it hangs up
 """
 
@@ -59,7 +59,7 @@ async def _grant(wire: Wire, store: ShardStore | None, wanted: ShardWanted) -> i
     with opened:
         is_resumed = (wanted.size, wanted.checksum) == opened.stamp
         offset = wanted.offset if is_resumed else 0
-        await wire.say(ShardComing(*opened.stamp, offset))
+        await wire.say(ShardComing(wanted.shard, *opened.stamp, offset))
         await wire.give(opened.fd, offset, opened.stamp.size - offset, READING_TIMEOUT_S)
         await wire.say(ShardSent(opened.has_changed()))
         return opened.stamp.size - offset
@@ -86,7 +86,7 @@ async def fetch(wire: Wire, shard: int, store: ShardStore, passage: Passage) -> 
         raise from_wire(coming.kind, coming.code, coming.text, coming.fix)
     if coming is None:
         raise Unavailable("peer_timeout", f"shard {shard} was not sent within {TURN_TIMEOUT_S:g} s", "fetch it again")
-    if not isinstance(coming, ShardComing) or not _fits(coming, begun):
+    if not isinstance(coming, ShardComing) or not _fits(coming, shard, begun):
         raise _unexpected(coming, f"shard {shard} as it was wanted")
     stamp = Stamp(coming.size, coming.checksum)
     with store.receive(shard, stamp, coming.offset) as arriving:
@@ -96,8 +96,10 @@ async def fetch(wire: Wire, shard: int, store: ShardStore, passage: Passage) -> 
         return arriving.commit()
 
 
-def _fits(coming: ShardComing, begun: Begun | None) -> bool:
-    return coming.offset == 0 or begun == Begun(Stamp(coming.size, coming.checksum), coming.offset)
+def _fits(coming: ShardComing, shard: int, begun: Begun | None) -> bool:
+    """Whether it is what was asked for: a wish that was heard twice is answered twice, and later ones are not."""
+    is_resumed = begun == Begun(Stamp(coming.size, coming.checksum), coming.offset)
+    return coming.shard == shard and (coming.offset == 0 or is_resumed)
 
 
 async def _take(wire: Wire, count: int, arriving: ArrivingShard, passage: Passage) -> None:

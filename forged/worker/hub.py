@@ -2,7 +2,8 @@
 
 Law: a collective happens when every rank has called it, and all have called the same; until then nothing is told to
 anybody, so no rank is ever ahead by more than one call. Two ranks that call different things end the world, with both
-calls named. There is no I/O here.
+calls named. What waits here is bounded: what would become too much is refused by the first rank that brings too much,
+and not when all of it is in memory. There is no I/O here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from forged.errors import PeerError, RequestRefused
 from forged.worker.peer_messages import COLLECTIVE_BYTES_MAX, Call, Contribution, Kind, Result, Value
 
+REDUCED_BYTES_MAX = 1 << 30
+"""How much all ranks together may bring to a reduction, which waits for the last of them."""
 NAMES_MAX = 8
 """How many workers a sentence names."""
 
@@ -55,6 +58,7 @@ class Hub:
         self.names = tuple(names)
         self._number = 1
         self._brought: dict[int, Contribution] = {}
+        self._brought_bytes = 0
 
     @property
     def is_waiting(self) -> bool:
@@ -71,6 +75,7 @@ class Hub:
         self._check_value(rank, contribution)
         self._brought[rank] = contribution
         self._check_same(rank, contribution.call)
+        self._check_size(contribution)
         if len(self._brought) < len(self.names):
             return None
         return self._complete(contribution.call)
@@ -95,15 +100,8 @@ class Hub:
         values = tuple(self._brought[rank].value for rank in ranks)
         stop_by = tuple(self.names[rank] for rank in ranks if wanted[rank])[:NAMES_MAX]
         collected = Collected(self._number, call, values, max(wanted), stop_by)
-        if call.kind in (Kind.GATHER, Kind.ALL_GATHER) and collected.brought_bytes > COLLECTIVE_BYTES_MAX:
-            raise RequestRefused(
-                "collective_too_large",
-                f"{call} #{self._number} brings {collected.brought_bytes} bytes together,"
-                f" over the {COLLECTIVE_BYTES_MAX} of a collective",
-                "gather less at once",
-            )
         self._number += 1
-        self._brought = {}
+        self._brought, self._brought_bytes = {}, 0
         return collected
 
     def _check_same(self, rank: int, call: Call) -> None:
@@ -114,6 +112,23 @@ class Hub:
                 f"call #{self._number} of {self.describe(first_rank)} is {first.call},"
                 f" and that of {self.describe(rank)} is {call}",
                 "let all ranks call the same, in the same order",
+            )
+
+    def _check_size(self, contribution: Contribution) -> None:
+        call, value = contribution.call, contribution.value
+        if value is None:
+            return
+        self._brought_bytes += value.data.nbytes
+        # All bring the same to a reduction, so the first tells what it will be: whether it is refused is no matter of
+        # who comes when.
+        is_reduction = call.kind is Kind.ALL_REDUCE
+        together = value.data.nbytes * len(self.names) if is_reduction else self._brought_bytes
+        most = REDUCED_BYTES_MAX if is_reduction else COLLECTIVE_BYTES_MAX
+        if together > most:
+            raise RequestRefused(
+                "collective_too_large",
+                f"{call} #{self._number} brings {together} bytes together, over {most}",
+                "bring less at once",
             )
 
     def _check_value(self, rank: int, contribution: Contribution) -> None:

@@ -223,8 +223,9 @@ class ShardWanted(Message, frozen=True, array_like=True, tag=13):
 
 
 class ShardComing(Message, frozen=True, array_like=True, tag=14):
-    """How long the shard is and what its checksum must be; its bytes from `offset` on follow."""
+    """Which shard comes, how long it is and what its checksum must be; its bytes from `offset` on follow."""
 
+    shard: Count
     size: Count
     checksum: Checksum
     offset: Count = 0

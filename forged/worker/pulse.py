@@ -5,7 +5,8 @@ no place in the group of processes that Ctrl-C and a supervisor's signals go to.
 pipe, where `ps` does not show it.
 
 A supervisor that kills all of a control group, or the end of a container, takes the pulse as well. Then nobody tells of
-the death, and what remains is that both connections are lost.
+the death, and what remains is that both connections are lost. A pulse that ends alone, because somebody kills it or the
+daemon does not let it in, is replaced: without one, a worker that computes with Python's lock held looks dead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -22,11 +23,16 @@ from typing import Self
 import msgpack
 
 import forged
+from forged.clock import Clock
 from forged.elastic.members import PULSE_INTERVAL_S
 from forged.errors import Unavailable
+from forged.log import Log
+from forged.retry import Random, RetryPolicy
 from forged.worker.counters import Counters
 from forged.worker.forks import ForkGuard
 
+REPLACING = RetryPolicy(attempts=None, delay_s=1.0, exponential=True, delay_max_s=60.0, jitter=0.5)
+"""For pulses that end: to start one costs about as much as to start Python."""
 FLAGS = "-sSP"
 """No directories but those that are named: to look for packages costs more than all the rest."""
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from forged.worker.pulse_process import main; main()"
@@ -110,6 +116,42 @@ class Pulse:
         except BaseException:
             self.close()
             raise
+
+
+class Heart:
+    """Keeps a pulse going, for as long as somebody looks after it now and then."""
+
+    def __init__(self, start: Callable[[], Pulse], clock: Clock, random: Random, log: Log) -> None:
+        self.pulse = start()
+        """The newest."""
+        self._start = start
+        self._clock = clock
+        self._random = random
+        self._log = log
+        self._pauses = REPLACING.delays(random)
+        self._again_at = clock.monotonic()
+        """Before that, no other is started."""
+
+    def look(self) -> None:
+        """Start another if there is none any more."""
+        now = self._clock.monotonic()
+        if self.pulse.alive or now < self._again_at:
+            return
+        if now - self._again_at > REPLACING.delay_max_s:
+            # The one before has lived for long enough to be no reason for a pause now.
+            self._pauses = REPLACING.delays(self._random)
+        self._again_at = now + next(self._pauses)
+        self.pulse.close()
+        try:
+            self.pulse = self._start()
+        except Unavailable as error:
+            self._log.warning("the pulse has ended, and no other could be started", why=str(error))
+        else:
+            self._log.warning("the pulse has ended, and another was started", pid=self.pulse.pid)
+
+    def close(self) -> None:
+        """Nobody needs a pulse any more."""
+        self.pulse.close()
 
 
 @contextmanager

@@ -57,8 +57,9 @@ class Commit:
     attempt: int
     before: ClusterTopology
     topology: ClusterTopology
-    step: int
-    epoch: int
+    step: int | None
+    """The steps that it has behind it; None where nobody has stopped for it, and its members have yet to agree."""
+    epoch: int | None
     learning_rate: float
     global_batch_size: int
     reason: str
@@ -178,7 +179,9 @@ class Standing:
             case JobCompleted():
                 self.completed = fact.step
             case JobAborted():
-                self.end = JobEnded("job_aborted", f"the job was aborted: {fact.reason}", "see `forgectl story`")
+                self.end = JobEnded(
+                    "job_aborted", f"the job was aborted: {fact.reason}", "see `forgectl events --job JOB`"
+                )
             case JobRemoved():
                 self.end = JobEnded("job_removed", "the job was removed", "create it again")
             case _:

@@ -15,11 +15,13 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
+from random import SystemRandom
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from forged.clock import SystemClock
 from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
 from forged.data.training import TrainingData
@@ -32,7 +34,7 @@ from forged.worker.errors import StepAborted
 from forged.worker.events import Event
 from forged.worker.forks import ForkGuard
 from forged.worker.peer_tls import PeerTls
-from forged.worker.pulse import Pulse
+from forged.worker.pulse import Heart, Pulse
 from forged.worker.state import copy_of
 from forged.worker.step import Step
 from forged.worker.worker import JOB, ElasticWorker
@@ -46,7 +48,11 @@ class Training:
     """A worker in a script without an event loop; made by `join`."""
 
     def __init__(
-        self, make: Callable[[Counters], ElasticWorker], endpoints: tuple[str, ...], token: str | None
+        self,
+        make: Callable[[Counters], ElasticWorker],
+        endpoints: tuple[str, ...],
+        token: str | None,
+        log: Log = SILENT,
     ) -> None:
         self._careful = False
         """Whether the script does its steps inside `with step:`."""
@@ -54,12 +60,13 @@ class Training:
         self._make = make
         self._endpoints = endpoints
         self._token = token
+        self._log = log
         self._counters: Counters | None = None
         self._restore: Callable[[], None] | None = None
         self._portal: BlockingPortal | None = None
         self._worker: ElasticWorker | None = None
         self._guard: ForkGuard | None = None
-        self._pulse: Pulse | None = None
+        self._heart: Heart | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -81,9 +88,8 @@ class Training:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, Exception) and not self._is_forked:
-                # Whoever fails says so. Who is interrupted, or calls `sys.exit`, leaves like any other.
-                self._run(partial(self.worker.leave, f"its script failed: {type(error).__name__}", failed=True))
+            if not self._is_forked and self.worker.is_registered:
+                self._run(self.worker.leave_because, error)
         finally:
             self.close()
 
@@ -102,6 +108,8 @@ class Training:
         """The steps to be done, over all rescales; the same one again if it was broken off."""
         self._begin_pulse()
         while (number := self._run(self.worker.begin_step, total)) is not None:
+            assert self._heart is not None
+            self._heart.look()
             self._keep_state()
             self._is_stepping = True
             try:
@@ -114,21 +122,24 @@ class Training:
     def _begin_pulse(self) -> None:
         if not self.worker.is_registered:
             self._run(self.worker.register)
-        if self._pulse is None:
-            assert self._counters is not None
-            worker = self.worker
-            self._pulse = Pulse.start(
-                self._endpoints or (worker.endpoint,),
-                worker.job,
-                worker.worker_id.id,
-                worker.incarnation,
-                self._token,
-                self._counters,
-            )
+        if self._heart is None:
+            self._heart = Heart(self._start_pulse, SystemClock(), SystemRandom().random, self._log)
+
+    def _start_pulse(self) -> Pulse:
+        assert self._counters is not None
+        worker = self.worker
+        return Pulse.start(
+            self._endpoints or (worker.endpoint,),
+            worker.job,
+            worker.worker_id.id,
+            worker.incarnation,
+            self._token,
+            self._counters,
+        )
 
     def _end_pulse(self) -> None:
-        if self._pulse is not None:
-            self._pulse.close()
+        if self._heart is not None:
+            self._heart.close()
 
     def _entered(self) -> None:
         self._careful = True
@@ -306,6 +317,36 @@ class Training:
         signal.raise_signal(signal.SIGTERM)
 
 
+class _Forking(threading.local):
+    """SIGTERM while a thread forks: in the child nobody could finish a step, so there it just ends.
+
+    It waits meanwhile, because Python forgets in the child what came before it had looked at it.
+    """
+
+    has_blocked = False
+
+    def begin(self) -> None:
+        if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Training._terminated:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            self.has_blocked = signal.SIGTERM not in before
+
+    def go_on_in_parent(self) -> None:
+        if self.has_blocked:
+            self.has_blocked = False
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def go_on_in_child(self) -> None:
+        if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Training._terminated:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.go_on_in_parent()
+
+
+_forking = _Forking()
+os.register_at_fork(
+    before=_forking.begin, after_in_parent=_forking.go_on_in_parent, after_in_child=_forking.go_on_in_child
+)
+
+
 def join(
     *endpoints: str,
     job: str = JOB,
@@ -345,4 +386,4 @@ def join(
             peer_tls=PeerTls.from_environment(os.environ) if peer_tls else None,
         )
 
-    return Training(make, endpoints, token)
+    return Training(make, endpoints, token, log)

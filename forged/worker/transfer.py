@@ -1,8 +1,8 @@
 """The training state on its way from the worker that has it to those that are behind.
 
 Law: what is offered is offered for one attempt at a rescale; a newer one supersedes it on both ends, and what is
-withdrawn is sent to nobody from that moment on, unless it is offered again. A fetch goes on with the first part that was not verified yet, and its
-state counts when every part was. Whoever comes before the offer waits for it a while.
+withdrawn is sent to nobody from that moment on, until it is offered again. A fetch goes on with the first part that was
+not verified yet, and its state counts when every part was. Whoever comes before the offer waits for it a while.
 """
 
 from __future__ import annotations

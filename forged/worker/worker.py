@@ -24,6 +24,8 @@ from forged.client.client import ForgedClient
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
 from forged.data.messages import CorruptShardFound, ReportUsage, TransfersPlanned
+from forged.data.outcome import TransferReport
+from forged.data.plan import DataRedistributionPlan
 from forged.data.sampler import ElasticSampler, SamplingMode
 from forged.data.shards import Indices
 from forged.data.training import TrainingData
@@ -55,6 +57,7 @@ from forged.worker.counters import Counters
 from forged.worker.custodian import Custodian
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.events import Event
+from forged.worker.farewell import farewell
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.peer_tls import PeerTls
 from forged.worker.registration import LEAVE_TIMEOUT_S, Registration, persevere
@@ -149,6 +152,7 @@ class ElasticWorker:
         self._random = random or SystemRandom()
         self._carrier = carrier
         self._peer_tls = peer_tls
+        _check_same_samples(data, sampler)
         self._data = data
         self.sampler = sampler
         """What tells which samples a step takes."""
@@ -433,10 +437,17 @@ class ElasticWorker:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and issubclass(kind, Exception):
-            await self.leave(f"its script failed: {kind.__name__}", failed=True)
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        await self.leave_because(error)
         await self.disconnect()
+
+    async def leave_because(self, error: BaseException | None) -> None:
+        """Tell the daemon that this worker goes, because its script has ended with this error, or with none."""
+        end = self._standing.end
+        # Whatever the script makes of it: who is wanted no more goes for that reason.
+        reason, failed = farewell(end if isinstance(end, JobEnded | WorkerEvicted) else error)
+        with anyio.CancelScope(shield=True):
+            await self.leave(reason, failed=failed)
 
     async def leave(self, reason: str, *, done: bool = False, failed: bool = False) -> None:
         """Tell the daemon that this worker goes, if that can be told in time."""
@@ -444,7 +455,7 @@ class ElasticWorker:
             return
         self._left, self._status = True, WorkerStatus.LEAVING
         await self._leave_world()
-        # Nobody else may be left to say that all is done; so it is said for as long as the daemon waits for this worker.
+        # That all is done may be known to nobody else, so it is said for as long as the daemon waits for this worker.
         patience_s = max(LEAVE_TIMEOUT_S, self._config.reconnect_grace_s) if done and self._config else LEAVE_TIMEOUT_S
         with anyio.move_on_after(patience_s) as scope:
             await self._tell_usage_if_wanted()
@@ -817,6 +828,8 @@ class ElasticWorker:
             return standing.committed is commit and not (standing.rescaling or standing.lost)
 
         if commit.attempt and commit.attempt == self._answered:
+            # Another world may be told of under this attempt, if its own was missed.
+            self._answered = 0
             self._adopt(commit)
         await self._leave_world()
         self._trouble = None
@@ -827,8 +840,11 @@ class ElasticWorker:
 
     def _adopt(self, commit: Commit) -> None:
         """What was committed is what this worker has answered."""
-        self._be_at(commit.step)
-        self._holds_state, self.epoch = True, commit.epoch
+        if commit.step is not None:
+            self._be_at(commit.step)
+        if commit.epoch is not None:
+            self.epoch = commit.epoch
+        self._holds_state = True
         self._pace(commit.learning_rate, commit.global_batch_size)
 
     def _pace(self, learning_rate: float, global_batch_size: int) -> None:
@@ -848,6 +864,8 @@ class ElasticWorker:
         assert self._mesh is not None
         assert self._config is not None
         topology = commit.topology
+        # Who waits here for others has come further than they have.
+        self._marks = topology.epoch << MARKS_BITS
         try:
             world = await self._mesh.enter(topology.epoch, topology, self._config.rescale_timeout_s or None)
             try:
@@ -862,7 +880,8 @@ class ElasticWorker:
             hub = topology.workers[0].id if error.code == TLS_FAILED else ""
             self._trouble = Trouble(topology.epoch, _peer_of(error) or hub, error.message)
             return
-        self._be_at(agreement.step)
+        state = self._state_of(agreement, commit)
+        self._take_up(state)
         self._world, self._standing.committed = world, None
         self._rest_at = self._standing.stop_wanted
         if self._consumption is not None:
@@ -870,7 +889,7 @@ class ElasticWorker:
         await self.on_rescaling_event(
             RescalingEvent.between(commit.before, topology, self._clock.wall(), commit.reason)
         )
-        await self.synchronize_state(self._state_of(agreement, commit))
+        await self.synchronize_state(state)
 
     async def _settle_data(self, commit: Commit) -> None:
         """Hold what the commit says, and nothing else; and know what others hold."""
@@ -952,11 +971,23 @@ class ElasticWorker:
 
     async def synchronize_state(self, state: GlobalTrainingState) -> None:
         """Be where the training is, and tell the subscribers."""
+        self._take_up(state)
+        self._count()
+        self.state_synchronized.fire(state)
+
+    def _take_up(self, state: GlobalTrainingState) -> None:
+        """Go on where the training is, with its rate and its batch."""
         self._be_at(state.current_step)
         self.epoch, self._holds_state = state.current_epoch, True
         self._pace(state.learning_rate, state.global_batch_size)
-        self._count()
-        self.state_synchronized.fire(state)
+
+    async def redistribute_data(self, plan: DataRedistributionPlan) -> TransferReport:
+        """Fetch what a plan gives this worker, from the other workers. Rescales see to their own plans."""
+        if self._custodian is None:
+            raise RequestRefused(
+                "data_missing", "the worker has no training data, or is not registered", "give it `data`, and register"
+            )
+        return await self._custodian.redistribute(plan)
 
     async def resume_training(self) -> None:
         """Train again behind a rescale."""
@@ -1001,7 +1032,8 @@ class ElasticWorker:
             if shown.phase is Phase.COMPLETED:
                 standing.completed = shown.state.current_step
             else:
-                standing.end = JobEnded("job_aborted", f"the job was aborted: {shown.reason}", "see `forgectl story`")
+                see = f"see `forgectl events --job {self.job}`"
+                standing.end = JobEnded("job_aborted", f"the job was aborted: {shown.reason}", see)
         elif error.code == "worker_gone":
             standing.end = WorkerEvicted(error.message)
         else:
@@ -1055,6 +1087,12 @@ class ElasticWorker:
             scope, makes_sense = self._undertaking
             if not makes_sense():
                 scope.cancel()
+
+
+def _check_same_samples(data: TrainingData | None, sampler: ElasticSampler | None) -> None:
+    if data is not None and sampler is not None and data.samples != sampler.total:
+        text = f"the data has {data.samples} samples, and the sampler {sampler.total}"
+        raise RequestRefused("sampler_differs", text, "give both the same dataset")
 
 
 def _peer_of(error: ForgedError) -> str:

@@ -29,6 +29,41 @@ def be_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None:
 
 class TestUnits:
     @pytest.mark.parametrize(
+        ("count", "said"),
+        [
+            (0, "0 B"),
+            (999, "999 B"),
+            (1000, "1 kB"),
+            (999_499, "999 kB"),
+            (999_500, "1 MB"),
+            (4_290_000_000, "4.29 GB"),
+            (10**12, "1.0 TB"),
+            (2 * 10**15, "2,000.0 TB"),
+        ],
+    )
+    def test_sizes_are_said_as_people_say_them(self, count: int, said: str) -> None:
+        assert show.size(count) == said
+
+    @pytest.mark.parametrize(
+        ("number", "said"),
+        [
+            (0.30000000000000004, "0.3"),
+            (0.1, "0.1"),
+            (1 / 3, "0.333333333333"),
+            (1e-05, "1e-05"),
+            (123456789.1, "123456789.1"),
+            (2**53, "9007199254740992"),
+            (float("inf"), "inf"),
+        ],
+    )
+    def test_numbers_have_no_more_digits_than_anybody_has_put_there(self, number: float, said: str) -> None:
+        assert show.field("rate", number) == said
+
+    def test_many_names_are_counted(self) -> None:
+        assert show.names([f"w{number}" for number in range(9)]) == "w0, w1, w2, w3, w4, w5, w6, w7 and 1 more"
+        assert show.names(["a", "\x1b"]) == r"a, \x1b"
+
+    @pytest.mark.parametrize(
         ("seconds", "said"),
         [
             (0.0, "-"),

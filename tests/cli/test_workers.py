@@ -14,6 +14,7 @@ import pytest
 
 from forged.cli import complete, forgectl, show, workers
 from forged.client import BlockingClient
+from forged.data import messages as about_data
 from forged.elastic import messages
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.messages import FACTS, Fact
@@ -84,7 +85,17 @@ def ctl(neighbour: Neighbour, capsys: Caught) -> Ctl:
 
 
 class TestList:
-    @pytest.mark.parametrize("line", ["workers", "workers ls", "workers list", "workers ls --job run --job run"])
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "workers",
+            "workers ls",
+            "workers list",
+            "workers ls --job run --job run",
+            "workers --job run",
+            "workers --job run ls",
+        ],
+    )
     def test_it_is_a_table(self, daemon: Pretender, capsys: Caught, line: str) -> None:
         header, *rows = daemon.run(line, capsys)[1].splitlines()
         assert header.split()[:7] == ["job", "id", "rank", "status", "step", "generation", "last_heartbeat_age"]
@@ -167,6 +178,22 @@ class TestOneWorker:
         assert daemon.told(f"workers {verb} w0 --job run --reason 'disk is full'", capsys) == {"job": "run", "id": "w0"}
         assert daemon.asked[-1] == (method, {"job": "run", "worker_id": "w0", "reason": "disk is full"})
 
+    @pytest.mark.parametrize("line", ["--job two drain w0", "drain w0 --job two", "--job run drain w0 --job two"])
+    def test_the_job_may_be_named_before_the_verb_or_behind_it(
+        self, daemon: Pretender, capsys: Caught, line: str
+    ) -> None:
+        assert daemon.run(f"workers {line}", capsys)[0] == 0
+        assert daemon.asked == [("DrainWorker", {"job": "two", "worker_id": "w0"})]
+
+    def test_what_may_not_have_been_meant_is_told(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["DrainWorker"] = {"remarks": ["training will stand still"]}
+        said = "w0 of run is to finish its step and go\nnote: training will stand still\n"
+        assert daemon.run("workers drain w0", capsys) == (0, said, "")
+        told = {"job": "run", "id": "w0", "remarks": ["training will stand still"]}
+        assert daemon.told("workers drain w0", capsys) == told
+
     def test_a_worker_of_several_jobs_is_asked_for_by_job(
         self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
     ) -> None:
@@ -227,6 +254,46 @@ class TestJobs:
             "waiting_for  w1, w2",
         ]
 
+    @pytest.mark.parametrize("cluster", [RUNNING, RESCALING])
+    def test_show_begins_with_what_stands_still(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
+    ) -> None:
+        answers["ShowCluster"] = cluster | {"standing": "1 worker waits: max_workers is 1"}
+        lines = daemon.run("jobs show run", capsys)[1].split("\n\n")[1].splitlines()
+        assert lines[1] == "standing           1 worker waits: max_workers is 1"
+        answers["ShowCluster"] = cluster | {"standing": ""}
+        lines = daemon.run("jobs show run", capsys)[1].split("\n\n")[1].splitlines()
+        assert lines[1] == "standing           -"
+
+    def test_the_fence_of_a_job_is_for_programs(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowJob"] = answers["CreateJob"] = answers["ChangeJob"] = JOB | {"fence": [1, 0]}
+        for line in ("jobs show run", "jobs create run", "jobs change run a=1"):
+            assert "fence" not in daemon.run(line, capsys)[1]
+        assert daemon.told("jobs show run", capsys)["fence"] == [1, 0]
+
+    def test_a_list_tells_the_phases_of_those_that_somebody_has_joined(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
+        answers["ListClusters"] = {"clusters": [RUNNING], "more": False}
+        header, *rows = daemon.run("jobs ls", capsys)[1].splitlines()
+        assert header.split()[:3] == ["name", "phase", "version"]
+        assert [row.split()[:3] for row in rows] == [["run", "running", "1"], ["two", "-", "1"]]
+        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": "running"}, JOB | {"name": "two"}]}
+
+    def test_a_daemon_that_tells_no_phases_lists_its_jobs_all_the_same(self, daemon: Pretender, capsys: Caught) -> None:
+        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB]}
+
+    @pytest.mark.parametrize(("line", "more"), [("jobs rm run", {}), ("jobs rm run --force", {"force": True})])
+    def test_a_job_is_removed_by_force_where_that_is_said(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, line: str, more: dict[str, Any]
+    ) -> None:
+        answers["RemoveJob"] = {}
+        assert daemon.run(line, capsys)[0] == 0
+        assert daemon.asked == [("RemoveJob", {"job": "run"} | more)]
+
     def test_programs_find_the_training_in_the_job(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("jobs show run", capsys) == JOB | {"training": RUNNING}
 
@@ -279,7 +346,7 @@ class TestWatch:
             "attempt 4, pausing: waits for w1, w2 (w3 failed: dead)",
             "attempt 4, pausing: waits for w2 (w3 failed: dead)",
             "attempt 4, synchronising: waits for nobody (w3 failed: dead)",
-            "rescaling: the next attempt begins when all workers are back",
+            "rescaling: between two attempts",
             "running: generation 4, 1 worker, step 120 (w3 failed: dead)",
         ]
 
@@ -291,6 +358,20 @@ class TestWatch:
     def test_where_nothing_is_under_way_it_says_how_things_are(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.run("jobs watch run", capsys)[1].startswith("running: generation 4")
         assert len(daemon.asked) == 1
+
+    def test_what_stands_still_is_told_behind_how_things_are(self, tmp_path: Path, capsys: Caught) -> None:
+        life = [
+            RESCALING | {"standing": "attempt 4 waits for w1, w2 to stop (1 s)"},
+            RESCALING | {"rescale": None, "standing": "attempt 5 begins when w1 is back"},
+            RESCALING | {"rescale": None, "standing": "attempt 5 begins when w1 is back, in 2 s at the latest"},
+            RUNNING | {"reason": "", "standing": "paused: night"},
+        ]
+        with pretending(tmp_path, Script(ShowCluster=life)) as daemon:
+            assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
+                "attempt 4, pausing: waits for w1, w2 (w3 failed: dead)",
+                "rescaling: between two attempts; attempt 5 begins when w1 is back",
+                "running: generation 4, 1 worker, step 120; paused: night",
+            ]
 
     def test_many_who_are_waited_for_are_counted(self, tmp_path: Path, capsys: Caught) -> None:
         many = RESCALING | {"rescale": PAUSING | {"waiting_for": [f"w{number}" for number in range(1000)]}}
@@ -323,7 +404,15 @@ class TestPlan:
             "w1         2         1",
             "new-1      -         2",
         ]
-        assert daemon.asked == [("PlanRescale", {"job": "run", "workers": 3})]
+        assert daemon.asked[0] == ("PlanRescale", {"job": "run", "workers": 3})
+
+    def test_what_nobody_knows_yet_is_no_number(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        unknown = {"learning_rate": 0.0, "new_learning_rate": 0.0, "global_batch_size": 0, "new_global_batch_size": 32}
+        answers["PlanRescale"] = self.PLAN | unknown
+        lines = daemon.run("plan --job run --workers 3", capsys)[1].splitlines()
+        assert lines[1:3] == ["learning_rate      -", "global_batch_size  - -> 32"]
 
     def test_programs_are_told_all_of_it(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
         answers["PlanRescale"] = self.PLAN
@@ -343,6 +432,9 @@ class TestPlan:
             forgectl.main(["plan", "--job", "run", f"--workers={size}"])
         assert left.value.code == 2
         assert "is not a number of workers" in capsys.readouterr().err
+
+
+ABOUT_TRAINING = (messages.__name__, about_data.__name__)
 
 
 def as_sent(value: Any) -> Any:
@@ -395,6 +487,22 @@ class TestFactsInWords:
                 COMPLETED | {"delta": {"pieces": 7}, "learning_rate": 0.0, "global_batch_size": 0, "added": []},
                 "attempt 2 succeeded after 12 ms, without w1, goes on behind step 5 of epoch 0: w1 failed: dead",
             ),
+            (
+                "RescaleCompleted",
+                COMPLETED | {"step": None, "epoch": None},
+                "attempt 2 succeeded after 12 ms: a world of 4 workers, with w9, without w1, learning rate 0.1, "
+                "batch 64: w1 failed: dead",
+            ),
+            (
+                "WorkerLost",
+                {"worker_id": "w0", "reason": "its connection is gone", "grace_s": 15.0},
+                "w0 is out of reach: its connection is gone; it has 15 s to come back",
+            ),
+            (
+                "WorkerLost",
+                {"worker_id": "w0", "reason": "its pulse lives", "grace_s": None},
+                "w0 is out of reach: its pulse lives",
+            ),
             ("JobWaiting", {"workers": 1, "needed": 2}, "training waits: 1 worker left, 2 needed"),
             ("JobAborted", {"reason": "enough", "step": 0}, "training is given up behind step 0: enough"),
         ],
@@ -404,7 +512,7 @@ class TestFactsInWords:
 
     def test_every_fact_about_training_has_one_and_no_other(self) -> None:
         assert workers._CLAUSES.keys() == {
-            name for name, kind in FACTS.items() if kind.__module__ == messages.__name__ and kind is not Fact
+            name for name, kind in FACTS.items() if kind.__module__ in ABOUT_TRAINING and kind is not Fact
         }
 
     @pytest.mark.parametrize("kind", workers._CLAUSES)
@@ -482,6 +590,10 @@ class TestCompletion:
         assert [name for name, _ in self.offered(daemon, "workers", "drain", "--job", "run", "w1")] == ["w1"]
         assert daemon.asked == [("ListWorkers", {"job": "run", "after": "w"})]
 
+    def test_also_before_the_verb(self, daemon: Pretender) -> None:
+        assert [name for name, _ in self.offered(daemon, "workers", "--job", "run", "drain", "w1")] == ["w1"]
+        assert daemon.asked == [("ListWorkers", {"job": "run", "after": "w"})]
+
     def test_where_there_are_none_nothing_is_offered(self, daemon: Pretender, answers: dict[str, Any]) -> None:
         answers["ListWorkers"] = UNKNOWN
         assert self.offered(daemon, "workers", "evict", "") == []
@@ -534,6 +646,38 @@ class TestARealDaemon:
 
     def test_a_plan_names_who_would_go(self, ctl: Ctl) -> None:
         assert re.search(r"^w1 +1 +-$", ctl("plan --job run --workers 1")[1], re.MULTILINE)
+
+    def test_where_the_training_of_each_job_is_stands_in_the_list(self, ctl: Ctl) -> None:
+        jobs = json.loads(ctl("jobs ls --json")[1])["jobs"]
+        assert [(job["name"], job.get("phase")) for job in jobs] == [("idle", None), ("run", "running")]
+
+    def test_what_stands_still_is_shown_with_its_reason(self, ctl: Ctl) -> None:
+        ctl("jobs pause run --reason night")
+        assert re.search("^standing +paused: night$", ctl("jobs show run")[1], re.MULTILINE)
+        assert ctl("jobs watch run")[1].endswith("; paused: night\n")
+
+    def test_a_job_is_removed_when_it_is_aborted_or_by_force(self, ctl: Ctl) -> None:
+        code, _, err = ctl("jobs rm run")
+        assert code == 3
+        assert "job run has 2 workers (abort it first (`forgectl jobs abort run`), or --force)" in err
+        assert ctl("jobs rm run --force")[0] == 0
+        assert [job["name"] for job in json.loads(ctl("jobs ls --json")[1])["jobs"]] == ["idle"]
+
+    def test_who_drains_the_last_is_told_that_nobody_is_left(self, ctl: Ctl) -> None:
+        assert "will stand still: 1 worker will be left, and min_workers is 2" in ctl("workers drain w0")[1]
+        assert "will stand still: no worker will be left, and min_workers is 2" in ctl("workers drain w1")[1]
+
+    def test_settings_that_nobody_can_train_with_are_refused_all_at_once(self, ctl: Ctl) -> None:
+        for line in ("jobs create new", "jobs change run"):
+            code, _, err = ctl(f"{line} min_workers=0 max_workers=foo stall_timeout=5 mine=1")
+            assert code == 3
+            assert all(key in err for key in ("min_workers = 0: ", "max_workers = 'foo': ", "mean stall_timeout_ms?"))
+
+    @pytest.mark.parametrize("line", ["jobs pause nojob", "jobs rescale nojob", "plan --job nojob --workers 2"])
+    def test_a_job_that_is_not_there_is_said_not_to_be_there(self, ctl: Ctl, line: str) -> None:
+        code, _, err = ctl(line)
+        assert code == 3
+        assert "there is no job 'nojob' (see `forgectl jobs ls`)" in err
 
     def test_a_job_that_nobody_has_joined_has_no_training(self, ctl: Ctl) -> None:
         assert ctl("workers ls --job idle")[1] == "no workers\n"

@@ -16,6 +16,8 @@ from forged.client import BlockingClient, ForgedClient
 from forged.client.blocking import ClientOptions
 from forged.client.client import EARLIEST
 from forged.client.methods import WISH
+from forged.data import custody
+from forged.data.messages import OwnersPage
 from forged.elastic.messages import (
     JobAborted,
     JobPaused,
@@ -34,7 +36,16 @@ from forged.pages import PAGE_ENTRIES_MAX
 from forged.status.model import PingDaemon
 from tests.client.asked import Ponder, Whisper
 from tests.client.neighbour import Neighbour
-from tests.client.trainees import BATCH, LEARNING_RATE, incarnation_of, train
+from tests.client.trainees import (
+    BATCH,
+    LEARNING_RATE,
+    SAMPLE_BYTES,
+    SAMPLES,
+    SHARDS,
+    incarnation_of,
+    train,
+    train_with_data,
+)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -138,6 +149,7 @@ class TestTraining:
         cluster = client.cluster("run")
         assert (cluster.phase, cluster.generation, cluster.world_size) == (Phase.RUNNING, 1, 2)
         assert (cluster.state.learning_rate, cluster.state.global_batch_size) == (LEARNING_RATE, BATCH)
+        assert client.clusters() == [cluster]
 
     def test_a_plan_changes_nothing(self, client: BlockingClient) -> None:
         before = client.cluster("run")
@@ -157,6 +169,12 @@ class TestTraining:
         reasons = {type(fact): fact.reason for fact in facts if isinstance(fact, wanted)}
         assert [reasons[kind] for kind in wanted] == ["lunch", "coffee", "upgrade", "a test", "evicted: tired", WISH]
 
+    def test_a_job_with_workers_is_removed_by_force_only(self, client: BlockingClient) -> None:
+        with pytest.raises(RequestRefused, match="has 2 workers"):
+            client.remove_job("run")
+        client.remove_job("run", force=True)
+        assert client.jobs() == []
+
     def test_a_job_that_nobody_has_joined_has_no_workers_to_list(self, client: BlockingClient) -> None:
         client.create_job("idle")
         for ask in (client.workers, client.cluster):
@@ -169,6 +187,51 @@ class TestTraining:
         for name in names:
             client.request(JoinJob("large", WorkerId(name, "127.0.0.1", 1), incarnation_of(name)))
         assert [one.id for one in client.workers("large")] == names
+
+
+class TestTrainingData:
+    @pytest.fixture
+    def client(self, neighbour: Neighbour, tmp_path: Path) -> Iterator[BlockingClient]:
+        """Of a daemon with a job in which a worker has trained for an epoch and a half."""
+        train_with_data(neighbour.house.endpoint, "run", "w0", tmp_path / "shards", 15)
+        with neighbour.client() as client:
+            yield client
+
+    def test_everything_about_it_can_be_asked(self, client: BlockingClient) -> None:
+        data = client.show_data("run")
+        assert (data.dataset.samples, data.dataset.shards, data.generation) == (SAMPLES, SHARDS, 1)
+        assert [(one.worker_id, one.owned, one.samples) for one in data.workers] == [("w0", SHARDS, SAMPLES)]
+        assert client.shard_owners("run") == ["w0"] * SHARDS
+        transfers = client.transfers("run")
+        assert (transfers.running, transfers.done, transfers.bytes) == (False, SHARDS, SAMPLES * SAMPLE_BYTES)
+        assert [client.audit_data("run", epoch).used for epoch in range(3)] == [SAMPLES, SAMPLES // 2, 0]
+        assert client.audit_data("run", 0).complete
+        assert client.audit_data("run").epoch == 1
+        plan = client.plan_data("run", ["w0", "another"])
+        assert plan.transfers == SHARDS // 2
+
+    def test_a_job_without_any_is_refused(self, client: BlockingClient) -> None:
+        client.create_job("idle")
+        for ask in (client.show_data, client.shard_owners, client.transfers, client.audit_data):
+            with pytest.raises(RequestRefused, match="'idle'"):
+                ask("idle")
+
+    def test_owners_on_many_pages_are_whole(self, client: BlockingClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(custody, "PAGE_SHARDS_MAX", 2)
+        assert client.shard_owners("run") == ["w0"] * SHARDS
+
+    def test_owners_that_change_between_two_pages_are_to_be_asked_for_again(
+        self, client: BlockingClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pages = iter([(1, True), (2, False)])
+
+        def page(self: custody.Custody, after: int) -> OwnersPage:
+            generation, more = next(pages)
+            return OwnersPage(generation, self.assignment.workers, bytes(4), more)
+
+        monkeypatch.setattr(custody.Custody, "owners_page", page)
+        with pytest.raises(Unavailable, match="other owners"):
+            client.shard_owners("run")
 
 
 class TestOpeningAndClosing:

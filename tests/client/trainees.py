@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
 
+import forged
 from forged.client import BlockingClient
+from forged.data import DataShard, ElasticSampler, FunctionOrigin, TrainingData
+from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     INCARNATION_BYTES,
     JoinJob,
@@ -19,6 +24,8 @@ from forged.jobs.model import SettingValue
 from forged.messages import Record
 
 LEARNING_RATE, BATCH = 0.1, 64
+SAMPLES, SHARDS, SAMPLE_BYTES = 100, 5, 8
+STEPS_PER_EPOCH = 10
 
 
 def incarnation_of(name: str) -> bytes:
@@ -46,3 +53,18 @@ def _agree(client: BlockingClient, job: str, names: tuple[str, ...], facts: Iter
                 client.request(ReportReady(job, name, incarnation_of(name), fact.attempt))
         else:
             return
+
+
+def train_with_data(endpoint: str, job: str, name: str, directory: Path, steps: int) -> None:
+    """Have a worker that is none of a client's train alone, with data."""
+
+    def write(shard: DataShard, file: BinaryIO) -> None:
+        file.write(bytes(SAMPLE_BYTES * shard.size))
+
+    data = TrainingData(SAMPLES, SHARDS, directory, origin=FunctionOrigin(write))
+    sampler = ElasticSampler(SAMPLES, SAMPLES // STEPS_PER_EPOCH)
+    config = ElasticTrainingConfig(stability_window_ms=0)
+    with forged.join(endpoint, job=job, worker_id=name, state={}, config=config, data=data, sampler=sampler) as worker:
+        for step in worker.steps(steps):
+            with step:
+                assert len(worker.batch()) == SAMPLES // STEPS_PER_EPOCH

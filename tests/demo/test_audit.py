@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forged.data.messages import AuditView
 from forged.demo import audit
 from forged.demo.audit import Logs
 from forged.demo.records import Committed, Entered, Entry, Finished, Ready, Used
@@ -218,6 +219,45 @@ def test_all_have_to_end_alike() -> None:
     assert audit.endings(logs, ["a", "c", "d"], 9) == ["c ended behind 8 steps of 9"]
     logs["c"].pop()
     assert audit.endings(logs, ["a", "c", "d"], 9) == ["c has not come to its end"]
+
+
+# The daemon's own audit.
+
+
+def view(epoch: int, used: int = 100, repeated: int = 0, missing: int = 0) -> AuditView:
+    return AuditView(
+        job="run",
+        epoch=epoch,
+        samples=100,
+        used=used,
+        dropped=0,
+        complete=not (repeated or missing),
+        missing_total=missing,
+        missing=[],
+        repeated_total=repeated,
+        repeated=[],
+        forgotten=False,
+        epochs=[],
+    )
+
+
+def test_epochs_that_are_over_have_to_be_complete_and_the_last_one_need_not() -> None:
+    assert audit.misuses([view(0), view(1), view(2, 40, missing=60)], 240) == []
+    assert audit.misuses([view(0, 40, missing=60)], 40) == []
+
+
+@pytest.mark.parametrize(
+    ("views", "used", "words"),
+    [
+        ([view(0, 90, missing=10), view(1)], 190, "epoch 0 has not used 10 samples"),
+        ([view(0), view(1, 40, repeated=3, missing=60)], 140, "epoch 1 has used 3 samples more than once"),
+        ([view(0), view(2)], 200, "epoch 1 was asked for, and epoch 2 is told of"),
+        ([view(0), view(1, 40, missing=60)], 150, "140 samples are known to be used, and the steps have used 150"),
+        ([], 1, "0 samples are known to be used, and the steps have used 1"),
+    ],
+)
+def test_what_the_daemon_does_not_prove_is_a_problem(views: list[AuditView], used: int, words: str) -> None:
+    assert audit.misuses(views, used) == [words]
 
 
 # Figures.

@@ -3,28 +3,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forged.demo.learning import BATCH, LEARNING_RATE, Floats, State, Task, learn
+from forged.demo.learning import BATCH, LEARNING_RATE, SAMPLES, Floats, State, Task, contribution, learn
 
 
 def shared(task: Task, steps: int, sizes: list[int]) -> State:
     """The state behind so many steps, each of which is dealt out among the next number of workers."""
-    state = task.state()
+    state, sampler = task.state(), task.sampler()
     for step in range(steps):
         size = sizes[step % len(sizes)]
-        parts = [
-            task.contribution(state, step, range(BATCH * rank // size, BATCH * (rank + 1) // size))
-            for rank in range(size)
-        ]
+        parts = [contribution(state, task.samples[sampler.batch(rank, size)]) for rank in range(size)]
         learn(state, sum(parts[1:], parts[0]), LEARNING_RATE)
+        sampler.advance()
     return state
 
 
 def test_each_epoch_uses_each_sample_once_in_another_order() -> None:
-    task = Task()
-    steps = len(task.samples) // BATCH
-    epochs = [np.concatenate([task.batch(step) for step in range(at * steps, (at + 1) * steps)]) for at in range(3)]
+    sampler = Task().sampler()
+    epochs = []
+    for number in range(3):
+        batches = []
+        while sampler.epoch == number:
+            batches.append(sampler.batch(0, 1))
+            sampler.advance()
+        epochs.append(np.concatenate(batches))
     for epoch in epochs:
-        assert sorted(epoch) == list(range(len(task.samples)))
+        assert sorted(epoch) == list(range(SAMPLES))
     assert not np.array_equal(epochs[0], epochs[1])
 
 
@@ -42,13 +45,13 @@ def test_who_uses_which_samples_changes_nothing_but_the_rounding(sizes: list[int
 
 
 def test_the_gradient_is_that_of_the_loss() -> None:
-    task, step, nudge = Task(), 0, 1e-6
-    state = task.state()
+    task, nudge = Task(), 1e-6
+    state, part = task.state(), task.samples[task.sampler().batch(0, 1)]
 
     def loss_at(parameters: Floats) -> float:
-        return float(task.contribution({"parameters": parameters}, step, range(BATCH))[-1])
+        return float(contribution({"parameters": parameters}, part)[-1])
 
-    gradient = task.contribution(state, step, range(BATCH))[:-1]
+    gradient = contribution(state, part)[:-1]
     for at in range(0, len(gradient), 17):
         up, down = state["parameters"].copy(), state["parameters"].copy()
         up[at] += nudge
@@ -56,8 +59,8 @@ def test_the_gradient_is_that_of_the_loss() -> None:
         assert gradient[at] == pytest.approx((loss_at(up) - loss_at(down)) / (2 * nudge), abs=1e-8)
 
 
-def test_no_share_is_no_contribution() -> None:
-    assert not Task().contribution(Task().state(), 0, range(0)).any()
+def test_no_samples_are_no_contribution() -> None:
+    assert not contribution(Task().state(), Task().samples[np.empty(0, np.int64)]).any()
 
 
 def test_it_learns_to_tell_the_spirals_apart() -> None:
@@ -71,5 +74,5 @@ def test_a_sample_that_is_left_out_is_noticed() -> None:
     """The tolerance of the demonstration is far below what one sample of one step makes."""
     task = Task()
     state = task.state()
-    learn(state, task.contribution(state, 0, range(1, BATCH)), LEARNING_RATE)
+    learn(state, contribution(state, task.samples[task.sampler().batch(0, 1)[1:]]), LEARNING_RATE)
     assert np.abs(state["parameters"] - task.alone(1)["parameters"]).max() > 1e-6

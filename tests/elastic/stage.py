@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import anyio
 
+from forged.elastic.config import require_meant
 from forged.elastic.messages import (
     REQUESTS,
     Heartbeat,
@@ -23,7 +24,7 @@ from forged.elastic.service import ElasticService
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.jobs.model import SettingValue
-from forged.jobs.service import JobService
+from forged.jobs.service import JobService, TrainingPort
 from forged.messages import Call, Fact, Nothing, Record, Request
 from forged.store.port import Store
 from tests.elastic.play import JOB, incarnation, worker_of
@@ -109,7 +110,12 @@ class Stage:
         self.silent: set[str] = set()
         self._keys = 0
         service: list[ElasticService] = []
-        self.jobs = JobService(spine.bus, spine.clock, JobBook(), lambda job: service[0].generation(job))
+        training = TrainingPort(
+            generation=lambda job: service[0].generation(job),
+            workers=lambda job: service[0].workers_at_work(job),
+            require=require_meant,
+        )
+        self.jobs = JobService(spine.bus, spine.clock, JobBook(), training)
         self.service = ElasticService(spine.bus, spine.clock, self.addresses.is_refused, self._token_bytes)
         service.append(self.service)
         spine.ledger.join(self.jobs)

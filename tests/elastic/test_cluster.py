@@ -300,6 +300,7 @@ def test_a_lost_connection_alone_proves_nothing_and_is_told_with_the_grace() -> 
     play.lose("b")
     (lost,) = play.wait(0.5)
     assert isinstance(lost, WorkerLost)
+    assert lost.grace_s is not None
     assert 14.0 < lost.grace_s <= 15.0
     (returned,) = play.come_back("b")
     assert isinstance(returned, WorkerReturned)
@@ -711,16 +712,64 @@ def test_who_joins_in_the_middle_of_a_rescale_waits_for_the_next_one() -> None:
 
 
 def test_without_synchronising_the_topology_changes_and_nobody_stops() -> None:
-    play = Play(use_synchronous_rescaling=False)
-    play.join("a", "b")
-    assert kinds(play.wait(WINDOW_S)) == ["RescaleStarted", "RescaleCompleted"]
+    play = formed("a", "b", use_synchronous_rescaling=False)
     play.beat("a", "b", step=12)
     play.die("b")
     _, completed = play.wait(0.1)
     assert isinstance(completed, RescaleCompleted)
-    assert (completed.step, completed.removed, play.world) == (12, ["b"], ["a"])
+    assert (completed.removed, play.world) == (["b"], ["a"])
+    assert (completed.step, completed.epoch) == (None, None), "who did not stop did not say where"
     assert (play.cluster.generation, play.cluster.phase) == (2, Phase.RUNNING)
     assert play.cluster.attempt is None
+    assert play.cluster.state.current_step == 12
+
+
+def test_where_nobody_trains_yet_all_say_where_they_begin_without_synchronising_too() -> None:
+    play = Play(use_synchronous_rescaling=False)
+    play.join("a", "b")
+    assert kinds(play.wait(WINDOW_S)) == ["RescaleStarted"]
+    play.stop("a", "b", stop=Stop(7, holds_state=False, epoch=2))
+    assert kinds(play.ready("b")) == ["RescaleCompleted"]
+    completed = play.last(RescaleCompleted)
+    assert (completed.step, completed.epoch) == (7, 2)
+
+
+def test_who_comes_when_nobody_of_a_world_is_left_says_where_it_begins_without_synchronising_too() -> None:
+    play = formed("a", use_synchronous_rescaling=False, **PATIENT)
+    play.beat("a", step=100)
+    play.die("a")
+    play.wait(0.1)
+    play.join("b")
+    assert kinds(play.stop("b", stop=Stop(90, holds_state=False))) == ["RescaleCompleted"]
+    assert (play.last(RescaleCompleted).step, play.cluster.state.current_step) == (90, 90)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_rate_and_the_batch_follow_the_world_from_what_its_first_said(synchronous: bool, restarted: bool) -> None:
+    play = Play(use_synchronous_rescaling=synchronous, scale_batch_with_world=True)
+    first = play.form("a", "b", learning_rate=0.1, global_batch_size=32)
+    assert (first.learning_rate, first.global_batch_size) == (0.1, 32)
+    if restarted:
+        play.restart()
+        play.come_back("a", "b")
+    play.join("c", "d")
+    play.wait(WINDOW_S)
+    if synchronous:
+        play.agree(learning_rate=0.1, global_batch_size=32)
+    grown = play.last(RescaleCompleted)
+    assert (play.world, grown.learning_rate, grown.global_batch_size) == (["a", "b", "c", "d"], 0.2, 64)
+
+
+def test_a_rate_that_does_not_follow_the_world_is_not_told_where_nobody_has_said_it() -> None:
+    """The script may have changed it since the first world began."""
+    play = Play(use_synchronous_rescaling=False, base_learning_rate=0.5)
+    assert play.form("a", learning_rate=0.1, global_batch_size=32).learning_rate == 0.1
+    play.join("b")
+    play.wait(WINDOW_S)
+    grown = play.last(RescaleCompleted)
+    assert (play.world, grown.learning_rate, grown.global_batch_size) == (["a", "b"], 0.0, 0)
+    assert (play.cluster.state.learning_rate, play.cluster.state.global_batch_size) == (0.0, 0)
 
 
 def test_the_whole_world_may_be_replaced_and_says_so() -> None:
@@ -864,7 +913,7 @@ def test_below_min_workers_the_job_waits() -> None:
     play.die("b")
     (waiting,) = play.wait(0.1)
     assert waiting == JobWaiting(1, 2)
-    assert (play.cluster.phase, play.cluster.reason) == (Phase.WAITING, "1 workers are left, and 2 are needed")
+    assert (play.cluster.phase, play.cluster.reason) == (Phase.WAITING, "1 worker is left, and 2 are needed")
     assert play.wait(300.0) == []
 
 

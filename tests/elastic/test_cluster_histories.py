@@ -468,6 +468,7 @@ class Histories(RuleBasedStateMachine):
         for name in new:
             process = self.processes[name]
             assert process.answered == fact.attempt or process.name == self.answering(fact.attempt)
+        assert fact.step is not None
         if any(self.processes[name].brought for name in new):
             assert fact.step >= self.committed, "what was committed is not taken back"
         # Where nobody is left who has it, there is nothing to go on from.

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.elastic.config import DEFAULTS, RULES, WHOLE_NUMBER_MAX, ElasticTrainingConfig, tolerated_failures
+from forged.elastic.config import (
+    DEFAULTS,
+    RULES,
+    WHOLE_NUMBER_MAX,
+    ElasticTrainingConfig,
+    find_slips,
+    tolerated_failures,
+)
 from forged.elastic.model import AdaptationStrategy, LostDataPolicy, RedistributionType
 from forged.errors import ConfigError
 from forged.jobs.model import CreateJob, SettingValue
@@ -314,3 +321,32 @@ def test_no_more_may_fail_than_the_percentage_says_unless_it_is_one(world: int, 
     failures = tolerated_failures(world, percentage)
     assert failures == 1 or failures * 100 <= world * percentage < (failures + 1) * 100
     assert failures <= world
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("stall_timeout", "stall_timeout_ms"),
+        ("stall_timeout_s", "stall_timeout_ms"),
+        ("stall_timout_ms", "stall_timeout_ms"),
+        ("satll_timeout_ms", "stall_timeout_ms"),
+        ("min_worker", "min_workers"),
+        ("min_workerss", "min_workers"),
+        ("mim_workers", "min_workers"),
+        ("MAX-WORKERS", "max_workers"),
+        ("failure_tolerance", "failure_tolerance_percentage"),
+    ],
+)
+def test_a_key_that_is_nearly_a_setting_is_told_with_the_one_that_is_meant(key: str, meant: str) -> None:
+    assert [f"{slip}" for slip in find_slips({key: 1})] == [f"{key} = 1: do you mean {meant}?"]
+
+
+@pytest.mark.parametrize(
+    "key", ["", "_ms", "lr", "learning_rate", "batch_size", "world_size", "n_workers", "timeout_ms", "evict", "dataset"]
+)
+def test_other_keys_are_the_jobs_own(key: str) -> None:
+    assert list(find_slips({key: 1})) == []
+
+
+def test_no_setting_is_a_slip_of_another() -> None:
+    assert list(find_slips(DEFAULTS)) == []

@@ -113,6 +113,7 @@ class Worker:
                 case RescaleCompleted() as fact:
                     self.topology = self.topology.apply(fact.delta)
                     self.worlds.append(self.topology.epoch)
+                    assert fact.step is not None
                     self.step, self.holds_state = fact.step, True
                 case _:
                     pass

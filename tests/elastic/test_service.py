@@ -10,6 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from forged.auth.model import Principal, Role
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     AbortJob,
@@ -20,6 +21,7 @@ from forged.elastic.messages import (
     JobCompleted,
     JobWaiting,
     JoinJob,
+    ListClusters,
     ListWorkers,
     PauseJob,
     PlanRescale,
@@ -43,8 +45,8 @@ from forged.elastic.messages import (
 from forged.elastic.phases import Phase
 from forged.elastic.records import PREFIX
 from forged.elastic.service import ATTRIBUTES_MAX, PART_MAX, PROBES_MAX
-from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
-from forged.jobs.model import ChangeJob, CreateJob, RemoveJob, ShowJob
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.jobs.model import ChangeJob, CreateJob, ListJobs, RemoveJob, SettingValue, ShowJob
 from forged.ledger import read_all
 from forged.messages import Call, Fence, Nothing
 from forged.store.port import OPERATIONS_MAX, Store
@@ -137,6 +139,17 @@ async def test_who_joined_during_a_rescale_is_the_cause_of_the_next_one() -> Non
 
 
 @virtual
+async def test_of_several_failures_the_end_follows_from_the_one_that_is_too_many() -> None:
+    async with a_stage() as stage:
+        a, b, _ = await stage.form("a", "b", "c")
+        await a.leave(failed=True)
+        await b.leave(failed=True)
+        await stage.spine.settle()
+        assert stage.told()[-3:] == ["WorkerFailed", "WorkerFailed", "JobAborted"]
+        assert stage.cause(JobAborted) == "WorkerFailed b"
+
+
+@virtual
 async def test_the_end_of_a_job_follows_from_what_ended_it() -> None:
     async with a_stage() as stage:
         a, _ = await stage.form("a", "b", max_consecutive_failures=1)
@@ -205,8 +218,7 @@ async def test_a_large_decision_tells_of_a_world_in_the_transaction_that_keeps_i
     async with a_stage(store) as stage:
         names = [f"w{number:03}" for number in range(200)]
         settings = {"use_synchronous_rescaling": False, "failure_window_ms": 0, **PATIENT}
-        await stage.start(*names, **settings)
-        await stage.wait(31.0)
+        await stage.form(*names, **settings)
         stage.silent.update(names[100:])
         store.batches.clear()
         await stage.wait(12.0)
@@ -493,9 +505,9 @@ async def test_a_job_that_was_there_before_is_trained_as_it_says() -> None:
 @virtual
 async def test_settings_that_nobody_can_train_with_create_no_job() -> None:
     async with a_stage() as stage:
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(RequestRefused) as error:
             await stage.start("a", min_workers=0, max_workers=-1)
-        assert [problem.key for problem in error.value.problems] == ["min_workers", "max_workers"]
+        assert all(text in error.value.message for text in ("min_workers = 0: ", "max_workers = -1: "))
         with pytest.raises(RequestRefused):
             await stage.spine.bus.ask(ShowJob(JOB))
         assert stage.service.clusters == {}
@@ -516,13 +528,76 @@ async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
 
 
 @virtual
-async def test_settings_that_cannot_be_trained_with_leave_the_old_ones_in_force() -> None:
+async def test_settings_that_cannot_be_trained_with_are_refused_whoever_asks_and_change_nothing() -> None:
     async with a_stage() as stage:
         await stage.form("a")
-        await stage.spine.bus.ask(ChangeJob(JOB, {"min_workers": -1}, 1))
+        wrong: dict[str, SettingValue] = {"min_workers": 0, "max_workers": "foo", "stall_timeout": 5, "mine": None}
+        for request in (ChangeJob(JOB, wrong, 1), CreateJob("another", wrong)):
+            with pytest.raises(RequestRefused) as error:
+                await stage.spine.bus.ask(request)
+            assert error.value.code == "elastic_config_invalid"
+            said = ("min_workers = 0: ", "max_workers = 'foo': ", "stall_timeout = 5: do you mean stall_timeout_ms?")
+            assert all(text in error.value.message for text in said)
+            assert "mine" not in error.value.message
         await stage.wait(1.0)
-        assert stage.told()[-1] == "HandlerFailed"
+        assert stage.told()[-1] == "RescaleCompleted"
+        assert (await stage.spine.bus.ask(ShowJob(JOB))).version == 1
+        assert [job.name for job in (await stage.spine.bus.ask(ListJobs())).jobs] == [JOB]
         assert stage.service.clusters[JOB].config == ElasticTrainingConfig()
+
+
+@virtual
+async def test_nobody_joins_a_job_whose_settings_came_past_the_door() -> None:
+    """A plugin that answers in the place of the daemon may let anything in."""
+    async with a_stage() as stage:
+        stage.jobs.book.create(CreateJob(JOB, {"min_workers": 0}), "a plugin", 0.0, 1)
+        with pytest.raises(RequestRefused, match="min_workers = 0"):
+            await stage.start("a")
+        assert stage.told() == []
+        assert stage.service.clusters == {}
+
+
+@virtual
+async def test_a_job_that_somebody_trains_is_removed_when_it_is_over_or_by_force() -> None:
+    async with a_stage() as stage:
+        await stage.form("a", "b")
+        with pytest.raises(RequestRefused) as error:
+            await stage.spine.bus.ask(RemoveJob(JOB))
+        assert error.value.code == "job_in_use"
+        assert "has 2 workers" in error.value.message
+        await stage.spine.bus.ask(AbortJob(JOB))
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.spine.settle()
+        assert stage.told()[-1] == "JobRemoved"
+
+
+@virtual
+async def test_a_job_that_is_not_there_is_said_not_to_be_there() -> None:
+    async with a_stage() as stage:
+        for request in (PauseJob("nojob"), RescaleJob("nojob"), PlanRescale("nojob", 2), ShowCluster("nojob")):
+            with pytest.raises(RequestRefused) as error:
+                await stage.spine.bus.ask(request)
+            assert error.value.code == "job_unknown"
+
+
+@virtual
+async def test_the_clusters_of_all_jobs_that_somebody_may_see_are_listed_by_name() -> None:
+    async with a_stage() as stage:
+        for job in ("b", "a", "c"):
+            await stage.worker(job, job=job).join()
+        page = await stage.spine.bus.ask(ListClusters(limit=2))
+        assert ([view.job for view in page.clusters], page.more) == (["a", "b"], True)
+        assert (page.clusters[0].phase, page.clusters[0].joining) == (Phase.FORMING, 1)
+        of_c = Call(Principal("who sees c", Role.VIEWER, frozenset({"c"})), "a test")
+        assert [view.job for view in (await stage.spine.bus.ask(ListClusters(), of_c)).clusters] == ["c"]
+
+
+@virtual
+async def test_who_drains_is_told_what_they_may_not_have_meant() -> None:
+    async with a_stage() as stage:
+        await stage.form("a", "b", min_workers=2)
+        told = await stage.spine.bus.ask(DrainWorker(JOB, "b"))
+        assert told.remarks == ["training will stand still: 1 worker will be left, and min_workers is 2"]
 
 
 @virtual
@@ -531,13 +606,13 @@ async def test_nothing_is_left_of_a_job_that_was_removed() -> None:
     async with a_stage(store) as stage:
         await stage.form(*[f"w{number}" for number in range(100)])
         assert len(await keys(store)) == 102
-        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.spine.bus.ask(RemoveJob(JOB, force=True))
         await stage.wait(1.0)
         assert await keys(store) == []
         assert (stage.service.clusters, stage.service.workers) == ({}, 0)
         with pytest.raises(RequestRefused) as error:
             await stage.spine.bus.ask(ShowCluster(JOB))
-        assert error.value.code == "job_untrained"
+        assert error.value.code == "job_unknown"
 
 
 @virtual
@@ -545,7 +620,7 @@ async def test_what_a_dead_daemon_left_of_a_removed_job_is_swept_away() -> None:
     store = TroubledStore()
     async with a_stage(store) as stage:
         await stage.form(*[f"w{number}" for number in range(100)])
-        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.spine.bus.ask(RemoveJob(JOB, force=True))
         store.dies = "after"
         await anyio.sleep(1.0)
     assert 0 < len(await keys(store)) < 102
@@ -562,7 +637,7 @@ async def test_a_job_that_is_made_again_at_once_keeps_its_workers() -> None:
     store = TroubledStore()
     async with a_stage(store) as stage:
         crew = await stage.start(*[f"w{number:04}" for number in range(600)])
-        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.spine.bus.ask(RemoveJob(JOB, force=True))
         while JOB in stage.service.clusters:
             await anyio.lowlevel.checkpoint()
         async with anyio.create_task_group() as tasks:
@@ -578,7 +653,7 @@ async def test_who_held_the_fence_of_a_removed_job_is_below_that_of_the_next() -
     async with a_stage() as stage:
         (a,) = await stage.form("a")
         before = (await a.join()).fence
-        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.spine.bus.ask(RemoveJob(JOB, force=True))
         await stage.wait(1.0)
         assert (await stage.worker("a", life=2).join()).fence > before
 

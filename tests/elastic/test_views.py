@@ -6,7 +6,7 @@ from forged.elastic.attempt import Stop
 from forged.elastic.messages import PlannedWorker, RescaleView
 from forged.elastic.model import WorkerStatus
 from forged.elastic.phases import Phase
-from forged.elastic.views import PLANNED_MAX, cluster_view, plan, worker_view
+from forged.elastic.views import PLANNED_MAX, cluster_view, drain_remarks, plan, worker_view
 from forged.errors import RequestRefused
 from tests.elastic.play import WINDOW_S, Play, formed
 
@@ -51,7 +51,7 @@ def test_a_job_is_shown_as_it_stands() -> None:
     play.die("b")
     view = cluster_view(play.cluster, play.time)
     assert (view.job, view.phase, view.paused, view.generation) == ("run", Phase.RUNNING, False, 1)
-    assert (view.world_size, view.joining, view.failures, view.rescale) == (3, 1, 1, None)
+    assert (view.world_size, view.joining, view.failures, view.rescale) == (2, 1, 1, None)
     assert view.reason == "a, b, c joined"
 
 
@@ -89,6 +89,50 @@ def test_a_plan_names_who_would_have_which_rank_and_moves_nobody() -> None:
     assert [worker.new_rank for worker in larger.workers] == [0, 1, 2, 3, 4, 5]
     assert (smaller.moves, larger.moves) == (0, 0)
     assert larger.remarks == ["2 workers have yet to join"]
+    assert plan(play.cluster, 5).remarks == ["1 worker has yet to join"]
+
+
+def test_a_plan_for_a_job_that_is_over_says_so() -> None:
+    play = formed("a")
+    play.cluster.abort(play.now, "enough")
+    assert plan(play.cluster, 2).remarks == ["nothing will be rescaled: the job is aborted"]
+
+
+def test_a_world_is_as_large_as_those_of_it_who_are_there() -> None:
+    play = formed("a", "b", min_workers=2, failure_tolerance_percentage=100)
+    play.die("a", "b")
+    play.wait(0.1)
+    view = cluster_view(play.cluster, play.time)
+    assert (view.phase, view.world_size, view.standing[:18]) == (Phase.WAITING, 0, "no worker is there")
+
+
+class TestDrainRemarks:
+    def test_who_leaves_enough_behind_goes_without_a_remark(self) -> None:
+        play = formed("a", "b")
+        play.cluster.drain("a", play.now, "")
+        assert drain_remarks(play.cluster, "a") == []
+
+    def test_the_last_one_leaves_nobody(self) -> None:
+        play = formed("a")
+        play.cluster.drain("a", play.now, "")
+        assert drain_remarks(play.cluster, "a") == [
+            "training will stand still: no worker will be left, and min_workers is 1"
+        ]
+
+    def test_who_cannot_hear_of_it_or_does_not_get_on_is_named(self) -> None:
+        play = formed("a", "b")
+        play.cluster.members["a"].stalled = True
+        play.lose("a")
+        play.cluster.drain("a", play.now, "")
+        stalled, lost = drain_remarks(play.cluster, "a")
+        assert stalled == "a is stalled, and goes when it has finished its step; evict it if it never does"
+        assert lost == "a has no connection, and hears of it when it is back"
+
+    def test_who_is_not_trained_with_is_not_missed(self) -> None:
+        play = formed("a")
+        play.join("spare")
+        play.cluster.drain("spare", play.now, "")
+        assert drain_remarks(play.cluster, "spare") == []
 
 
 def test_a_plan_tells_rate_and_batch_and_changes_nothing() -> None:

@@ -96,3 +96,12 @@ def test_who_went_and_came_as_another_is_told_to_be_lost_again() -> None:
     watch.forget(lost)
     look(watch, lost, now=10.1)
     assert len(out.facts) == len(out.probes) == 2
+
+
+def test_who_is_held_up_while_its_pulse_lives_is_told_with_that_and_without_a_deadline() -> None:
+    out = Outbox()
+    lost = member("a")
+    lost.lost_at, lost.pulse_at = 10.0, 10.25
+    look(Watch(out), lost, now=10.5)
+    reason = "its connection is gone; its pulse lives (heard 0.2 s ago), so it is held up"
+    assert out.facts == [WorkerLost("a", reason, None)]

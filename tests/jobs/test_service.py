@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import msgspec
 import pytest
 
@@ -18,9 +21,10 @@ from forged.jobs.model import (
     ListJobs,
     NoteAdded,
     RemoveJob,
+    SettingValue,
     ShowJob,
 )
-from forged.jobs.service import JobService
+from forged.jobs.service import UNTRAINED, JobService, TrainingPort
 from forged.messages import Call, Fence, Nothing
 from forged.pages import PAGE_BYTES_MAX
 from forged.store.port import Store
@@ -31,14 +35,14 @@ from tests.troubled_store import TroubledStore, full
 WORKER_OF_A = Call(Principal("a worker", Role.WORKER, frozenset({"a"})), "a test")
 
 
-def join(spine: Spine) -> JobService:
-    service = JobService(spine.bus, spine.clock, JobBook())
+def join(spine: Spine, training: TrainingPort = UNTRAINED) -> JobService:
+    service = JobService(spine.bus, spine.clock, JobBook(), training)
     spine.ledger.join(service)
     return service
 
 
-def serving(spine: Spine) -> None:
-    join(spine)
+def serving(spine: Spine, training: TrainingPort = UNTRAINED) -> None:
+    join(spine, training)
 
 
 async def jobs_in(store: Store) -> dict[str, int]:
@@ -179,3 +183,34 @@ async def test_a_page_ends_when_what_follows_is_not_for_the_caller() -> None:
         await spine.bus.ask(CreateJob("a"))
         await spine.bus.ask(CreateJob("b"))
         assert not (await spine.bus.ask(ListJobs(limit=1), WORKER_OF_A)).more
+
+
+@virtual
+async def test_what_whoever_trains_does_not_accept_is_refused_and_changes_nothing() -> None:
+    def require(job: str, settings: Mapping[str, SettingValue]) -> None:
+        if "wrong" in settings:
+            raise RequestRefused("setting_wrong", f"{job} cannot have that", "leave it out")
+
+    training = TrainingPort(require=require)
+    async with running(register=lambda spine: serving(spine, training)) as spine:
+        await spine.bus.ask(CreateJob("a", {"lr": 0.1}))
+        for request in (CreateJob("b", {"wrong": 1}), ChangeJob("a", {"wrong": 1}, 1)):
+            with pytest.raises(RequestRefused, match="cannot have that"):
+                await spine.bus.ask(request)
+        assert [(job.name, job.version) for job in (await spine.bus.ask(ListJobs())).jobs] == [("a", 1)]
+
+
+@virtual
+async def test_a_job_at_which_workers_are_at_work_is_removed_by_force_only() -> None:
+    workers = {"a": 1, "b": 2}
+    training = TrainingPort(workers=lambda job: workers.get(job, 0))
+    async with running(register=lambda spine: serving(spine, training)) as spine:
+        for job in "abc":
+            await spine.bus.ask(CreateJob(job))
+        for job, said in (("a", "job a has 1 worker$"), ("b", "job b has 2 workers$")):
+            with pytest.raises(RequestRefused) as error:
+                await spine.bus.ask(RemoveJob(job))
+            assert (error.value.code, re.search(said, error.value.message) is not None) == ("job_in_use", True)
+        await spine.bus.ask(RemoveJob("c"))
+        await spine.bus.ask(RemoveJob("a", force=True))
+        assert [job.name for job in (await spine.bus.ask(ListJobs())).jobs] == ["b"]

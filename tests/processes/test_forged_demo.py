@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,20 +15,31 @@ import pytest
 
 ENDS_WITHIN_S = 150.0
 STEPS = "60"
-FIGURES = ("recovery_s", "join_s", "outage_s", "outage_steps", "rescales", "final_loss", "reference_loss")
+SAMPLES, BATCH = 2400, 240
+FIGURES = (
+    "recovery_s", "join_s", "outage_s", "outage_steps", "rescales", "shards_moved", "final_loss", "reference_loss",
+)  # fmt: skip
 SKIPS_A_SAMPLE = """
-    whole = Training.share
-    def share(self, total):
-        part = whole(self, total)
-        return range(part.start, part.stop - 1) if self.rank == 0 and self.step == 20 else part
-    Training.share = share
+    whole = Training.batch
+    def batch(self):
+        samples = whole(self)
+        return samples[:-1] if self.rank == 0 and self.step == 20 else samples
+    Training.batch = batch
 """
 SAYS_ONE_THING_AND_DOES_ANOTHER = """
-    whole = Task.contribution
-    def contribution(self, state, step, share):
-        used = range(share.start + 1, share.stop) if step == 20 and share.start == 0 else share
-        return whole(self, state, step, used)
-    Task.contribution = contribution
+    whole, reads = Reader.read, []
+    def read(self, which):
+        reads.append(which)
+        return whole(self, which[1:] if len(reads) == 20 else which)
+    Reader.read = read
+"""
+DAMAGES_A_SHARD = """
+    whole = Training.close
+    def close(self):
+        whole(self)
+        for shard in Path(sys.orig_argv[-3], 'shards', sys.orig_argv[-4]).glob('shard-0.*'):
+            shard.write_bytes(bytes(shard.stat().st_size))
+    Training.close = close
 """
 
 
@@ -66,11 +78,12 @@ def test_in_a_pipe_it_is_plain_text_and_all_of_it_is_right(tmp_path: Path) -> No
 
 def test_the_story_of_the_kill_leads_to_the_new_world() -> None:
     said = run("--workers", "2").stdout.splitlines()
-    told = said[next(at for at, line in enumerate(said) if "$ forgectl story" in line) :]
-    quoted = [line for line in told if line.startswith("   | ")]
+    told = said[next(at for at, line in enumerate(said, 1) if "$ forgectl story" in line) :]
+    quoted = takewhile(lambda line: line.startswith("   | "), told)
     assert [next(kind for kind in line.split() if kind[0].isupper()) for line in quoted] == [
         "WorkerFailed",
         "RescaleStarted",
+        "RescaleSynchronising",
         "RescaleCompleted",
     ]
 
@@ -85,13 +98,21 @@ def test_a_program_is_told_one_object(tmp_path: Path) -> None:
     assert all(told[name] > 0 for name in FIGURES)
     assert told["steps"] == told["covered"] >= int(STEPS)
     assert told["final_loss"] == pytest.approx(told["reference_loss"], abs=1e-9)
-    assert told["rescales"] == 4
+    # To hand shards over and to leave are two.
+    assert told["rescales"] == 5
+    assert told["audit"] == {
+        "epochs": told["steps"] * BATCH // SAMPLES,
+        "samples": SAMPLES,
+        "used": told["steps"] * BATCH,
+        "complete": True,
+    }
+    assert sorted(path.name for path in (kept / "shards").iterdir()) == ["w0", "w1", "w2", "w3"]
     assert sorted(path.name for path in kept.glob("*.jsonl")) == ["w0.jsonl", "w1.jsonl", "w2.jsonl", "w3.jsonl"]
 
 
-@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("name", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("until", ["a world of 3 workers", "kill -9 of the daemon"])
-def test_interrupted_it_leaves_nothing_behind(name: signal.Signals, until: str, tmp_path: Path) -> None:
+def test_interrupted_it_leaves_nothing_behind(name: signal.Signals, code: int, until: str, tmp_path: Path) -> None:
     mark = uuid4().hex
     environment = os.environ | {"MARK_OF_THE_TEST": mark, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
@@ -102,7 +123,24 @@ def test_interrupted_it_leaves_nothing_behind(name: signal.Signals, until: str, 
         assert len(processes_with(mark)) > 3
         demo.send_signal(name)
         _, complaint = demo.communicate(timeout=ENDS_WITHIN_S)
-    assert (demo.returncode, complaint) == (130, "")
+    assert (demo.returncode, complaint) == (code, "")
+    assert processes_with(mark) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_does_not_read_to_the_end_is_not_told_that_it_was_right(tmp_path: Path) -> None:
+    mark = uuid4().hex
+    environment = os.environ | {"MARK_OF_THE_TEST": mark, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command("--workers", "2"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        assert demo.stderr is not None
+        demo.stdout.readline()
+        demo.stdout.close()
+        complaint = demo.stderr.read()
+        assert demo.wait(ENDS_WITHIN_S) == 1
+    assert complaint.startswith("forged: nobody reads the output any more")
     assert processes_with(mark) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -112,13 +150,15 @@ def test_interrupted_it_leaves_nothing_behind(name: signal.Signals, until: str, 
     [
         (SKIPS_A_SAMPLE, "step 20 has left out samples "),
         (SAYS_ONE_THING_AND_DOES_ANOTHER, "a parameter differs by "),
+        (DAMAGES_A_SHARD, "shard 0 is not with "),
     ],
 )
 def test_with_a_fault_in_the_workers_it_fails_and_says_what(fault: str, finding: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
+        "from pathlib import Path\n"
         "if 'forged.demo.train' in sys.orig_argv:\n"
-        "    from forged.demo.learning import Task\n"
+        "    from forged.demo.dataset import Reader\n"
         f"    from forged.worker.training import Training\n{fault}"
     )
     done = run("--json", "--workers", "2", PYTHONPATH=str(tmp_path))
@@ -144,6 +184,15 @@ def test_a_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "is not empty" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"), [(("--keep", "."), "keep_in_use"), (("--workers", "1"), "usage_wrong"), (("-x",), "usage_wrong")]
+)
+def test_a_program_is_told_what_was_refused_as_an_object(flags: tuple[str, ...], code: str) -> None:
+    done = run("--json", *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert json.loads(done.stderr)["error"]["code"] == code
 
 
 @pytest.mark.parametrize("flags", [("--workers", "1"), ("--workers", "33"), ("--workers", "x"), ("--steps", "0")])

@@ -258,7 +258,8 @@ class Troupe:
             topology = topology.apply(rescale.delta)
             names[topology.epoch] = [worker.id for worker in topology.workers]
         assert list(names) == list(range(1, len(told) + 1))
-        assert [rescale.step for rescale in told] == sorted(rescale.step for rescale in told)
+        steps = [rescale.step for rescale in told if rescale.step is not None]
+        assert steps == sorted(steps)
         assert [rescale.attempt for rescale in told] == sorted({rescale.attempt for rescale in told})
         worlds: dict[int, int] = {}
         for player in self.players.values():

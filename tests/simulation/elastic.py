@@ -23,11 +23,14 @@ from forged.bus.requests import Proceed
 from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
+from forged.data.messages import AuditData, ReadOwners, ReadTransfers
 from forged.elastic.messages import ReportPaused, ReportReady, ResumeJob
 from forged.elastic.phases import OVER, Phase
+from forged.errors import RequestRefused
 from forged.ledger import FACT_PREFIX, read_all
 from forged.messages import Call, Fact, Record
 from forged.store.port import Store
+from tests.simulation.data import JobData, Ways, has_data
 from tests.simulation.elastic_oracle import ElasticOracle
 from tests.simulation.elastic_process import Job, Process
 from tests.simulation.elastic_tally import Tally
@@ -64,8 +67,8 @@ class ElasticWorld(Stage):
 
     def __init__(self, seed: int, loop: VirtualLoop, random: Random) -> None:
         super().__init__(seed, loop, random)
-        self.oracle = ElasticOracle(loop.time)
         self.met = Tally()
+        self.oracle = ElasticOracle(loop.time, self.look, self._meet)
         self.jobs = [Job(f"job{number}", random) for number in range(random.choice((1, 1, 2)))]
         self.hosts = [f"{job.name}-{slot}" for job in self.jobs for slot in range(job.slots + 1)]
         self.processes: list[Process] = []
@@ -73,9 +76,14 @@ class ElasticWorld(Stage):
         self._tasks: TaskGroup | None = None
         self._position = 0
         self._small_journal = random.random() < 0.2
-        for job in self.jobs:
-            self.oracle.truths[job.name] = Truth(job.name, job.config)
         steady = random.random() < 0.3
+        self.ways = Ways()
+        if has_data(seed):
+            self._bring_data(Random(f"data of {seed}"), steady=steady)
+        for job in self.jobs:
+            truth = self.oracle.truths[job.name] = Truth(job.name, job.config)
+            if job.data is not None:
+                self.oracle.data.follow(job.data, truth)
         if steady:
             self.daemon_lives_s = STEADY_LIFE_S
             self.network.links.faults = replace(self.network.links.faults, reset=0.0, drop=0.0, duplicate=0.0)
@@ -83,6 +91,18 @@ class ElasticWorld(Stage):
             self.oracle.disturbances.begin("hostile", self.hosts)
         self._trouble = Trouble(self, grim=random.random() < 0.7, steady=steady)
         self._server = self.network.host(SERVER)
+
+    def _bring_data(self, source: Random, *, steady: bool) -> None:
+        """Have the jobs sample datasets."""
+        if not steady:
+            self.ways = Ways.drawn(source)
+            self.oracle.disturbances.begin("ways", self.hosts)
+        for job in self.jobs:
+            data = JobData.drawn(job.name, source, job.config, job.slots, self.ways, self._meet)
+            job.train_with(data, steady=steady)
+
+    def _meet(self, what: str) -> None:
+        self.met[what] += 1
 
     # What the stage asks of it.
 
@@ -124,6 +144,17 @@ class ElasticWorld(Stage):
             self.oracle.has_state(request)
             return await proceed(request)
 
+        async def told_part(request: Any, call: Call, proceed: Proceed) -> Any:
+            part = await proceed(request)
+            self.oracle.data.told_part(request, part)
+            return part
+
+        async def told_owners(request: Any, call: Call, proceed: Proceed) -> Any:
+            page = await proceed(request)
+            self.look()
+            self.oracle.data.told_owners(request, page)
+            return page
+
         async def happens(record: Record) -> None:
             if self.daemon is daemon and isinstance(record.fact, Fact):
                 self.look()
@@ -131,6 +162,8 @@ class ElasticWorld(Stage):
 
         daemon.bus.wrap(ReportPaused, stopped, owner="simulation")
         daemon.bus.wrap(ReportReady, ready, owner="simulation")
+        daemon.bus.wrap(ReadTransfers, told_part, owner="simulation")
+        daemon.bus.wrap(ReadOwners, told_owners, owner="simulation")
         daemon.bus.on(Fact, happens, name="moments")
 
     def daemon_ready(self, daemon: Daemon) -> None:
@@ -222,7 +255,7 @@ class ElasticWorld(Stage):
     def _process(self, job: Job, slot: int, life: int) -> Process:
         """Now and then an id comes back, and now and then it does so on the host that is there for this."""
         name = f"w{slot}" if self.random.random() < 0.5 else f"w{slot}-{life}"
-        host = f"{job.name}-{slot if self.random.random() < 0.8 else job.slots}"
+        host = self._hosts_of(job, slot)[self.random.random() >= 0.8]
         return Process(self, job, slot, name, host, mute=self._trouble.spoil(job, slot))
 
     def _break_s(self, job: Job, slot: int) -> float:
@@ -278,10 +311,36 @@ class ElasticWorld(Stage):
                 while not await self._trouble.want(operator, ResumeJob(job.name)):
                     await anyio.sleep(0.5)
         marks = {job.name: self._committed(job) for job in self.jobs}
+        starve = self.oracle.data.starves
+        await self._until(
+            lambda: all(starve(job.name) or self._trains(job, marks[job.name]) for job in self.jobs), "train again"
+        )
+        for job in self.jobs:
+            if starve(job.name):
+                self._restock(job)
         await self._until(lambda: all(self._trains(job, marks[job.name]) for job in self.jobs), "train again")
 
+    def _restock(self, job: Job) -> None:
+        """Have somebody come who has what nobody has any more."""
+        self.note(f"{job.name} waits for shards")
+        self._meet("a job waits for shards, and they come")
+        truth, data = self.oracle.truths[job.name], job.data
+        assert data is not None
+        wanted = {worker.id for worker in truth.world.workers} | set(truth.added)
+        process = next((process for process in self.living(job) if process.trainee.name in wanted), None)
+        is_one_enough = process is not None and job.slots <= job.config.max_workers
+        for slot in [process.slot] if process is not None and is_one_enough else range(job.slots):
+            data.restock(slot, self._hosts_of(job, slot), job.slots)
+        if process is not None:
+            process.kill()
+
+    def _hosts_of(self, job: Job, slot: int) -> tuple[str, str]:
+        """Where processes of a slot are, and where they are now and then."""
+        return f"{job.name}-{slot}", f"{job.name}-{job.slots}"
+
     async def _finish(self) -> None:
-        """What trains comes to its end."""
+        """What trains comes to its end, and who comes to it has told all."""
+        there = {process.trainee for process in self.living()}
         for job in self.jobs:
             job.total = self._committed(job) + STEPS_MORE
         truths = self.oracle.truths.values()
@@ -291,6 +350,23 @@ class ElasticWorld(Stage):
                 raise broken(Promise.STEPS, f"{job.name} was completed behind {self._committed(job)} of {job.total}")
         self.over = True
         await self._until(lambda: not self.living(), "end their processes")
+        for job in self.jobs:
+            if job.data is not None:
+                await self._audit(job, {trainee for trainee in there if trainee.has_left})
+
+    async def _audit(self, job: Job, tellers: set[Trainee]) -> None:
+        """Hold what the daemon proves against what was."""
+        data = self.oracle.data
+        data.check_epochs(job.name)
+        async with self.client(self.network.host("auditor"), Random(f"audit {self.seed}")) as auditor:
+            for epoch in data.epochs(job.name):
+                try:
+                    view = await auditor.request(AuditData(job.name, epoch))
+                except RequestRefused as error:
+                    if error.code != "usage_none":
+                        raise
+                    view = None
+                data.check_audit(job.name, epoch, view, tellers)
 
     async def _until(self, true: Callable[[], bool], what: str) -> None:
         with anyio.move_on_after(RECOVERY_MAX_S):

@@ -58,7 +58,9 @@ def _taken_at_their_word() -> Iterator[None]:
     def claim(self: ElasticWorker) -> Stop:
         commit = self._standing.committed
         own = stop(self)
-        return own if commit is None else replace(own, step=commit.step, finished=False, holds_state=True)
+        if commit is None or commit.step is None:
+            return own
+        return replace(own, step=commit.step, finished=False, holds_state=True)
 
     stop = ElasticWorker._stop
     with patch.object(ElasticWorker, "_stop", claim):

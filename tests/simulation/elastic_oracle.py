@@ -40,6 +40,7 @@ from forged.elastic.phases import OVER, Cause, following
 from forged.errors import ForgedError
 from forged.messages import Fact, Record
 from forged.status.model import DaemonStarted
+from tests.simulation.data_oracle import DataOracle
 from tests.simulation.elastic_evidence import Evidence
 from tests.simulation.elastic_truth import BATCH, Disturbances, Promise, Trainee, Truth, broken
 from tests.simulation.oracle import Broken
@@ -51,13 +52,14 @@ OLD_WORLD_MAX_S = 60.0
 class ElasticOracle:
     """Keeps the promises in mind."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], look: Callable[[], None], met: Callable[[str], None]) -> None:
         self.facts: dict[int, bytes] = {}
         self.last = 0
         self.truths: dict[str, Truth] = {}
         self.trainees: list[Trainee] = []
         self.disturbances = Disturbances(now)
         self.breaches: list[Broken] = []
+        self.data = DataOracle(self.trainee_of, self._raise, look, met)
         self._evidence = Evidence(self.trainees, self.disturbances, now)
         self._now = now
 
@@ -79,6 +81,7 @@ class ElasticOracle:
             truth = self.truths.get(record.job)
             if truth is not None and isinstance(record.fact, Fact):
                 self.take(record.fact, truth)
+                self.data.heard(record.fact, truth)
 
     def reloaded(self) -> None:
         """A daemon has begun with what the store holds, or goes on with it."""
@@ -171,22 +174,21 @@ class ElasticOracle:
             self.breach(Promise.HISTORY, f"what leads to world {number} of {truth.job} does not fit: {error}")
         self._check_owners(truth, new)
         self._check_order(truth, old, new)
-        if truth.stops_to_rescale:
-            self._check_acknowledged(truth, new, fact)
+        if fact.step is not None:
+            self._check_acknowledged(truth, new, fact.attempt, fact.step)
             self._check_stopped(truth, new, number)
-            self._check_step(truth, old, new, fact)
-        elif fact.step > truth.steps_heard_of:
-            known = f"and {truth.steps_heard_of} steps are committed"
-            self.breach(Promise.STEPS, f"world {number} of {truth.job} is said to begin behind {fact.step}, {known}")
+            self._check_step(truth, old, new, fact.step)
+        elif truth.stops_to_rescale or not any(worker in new for worker in old.workers):
+            self.breach(Promise.STEPS, f"nobody knows behind what step world {number} of {truth.job} begins")
         self._open(truth, new, fact)
 
     def _open(self, truth: Truth, new: ClusterTopology, fact: RescaleCompleted) -> None:
         """The new world holds."""
         truth.followed_at[truth.generation] = self._now()
-        truth.committed[new.epoch] = fact.step
         truth.worlds[new.epoch] = new
-        if truth.stops_to_rescale:
+        if fact.step is not None:
             truth.begun.add(new.epoch)
+            truth.begins[new.epoch] = truth.committed[new.epoch] = fact.step
         truth.in_attempt = truth.synchronising = False
         truth.failures = 0
         first = self.trainee_of(new.workers[0])
@@ -279,19 +281,19 @@ class ElasticOracle:
                 Promise.ORDER_KEPT, f"world {new.epoch} of {truth.job} has {after}, and was in the order {before}"
             )
 
-    def _check_acknowledged(self, truth: Truth, new: ClusterTopology, fact: RescaleCompleted) -> None:
+    def _check_acknowledged(self, truth: Truth, new: ClusterTopology, attempt: int, step: int) -> None:
         """Everybody has said that it has stopped, and is where the new world begins, or has come there since."""
         trainees = [self.trainee_of(worker) for worker in new.workers]
-        told = truth.stops[fact.attempt]
+        told = truth.stops[attempt]
         stops = [None if trainee is None else told.get(trainee.incarnation) for trainee in trainees]
         nobody_has_any = not any(stop and stop.holds_state for stop in stops)
         for rank, (trainee, stop) in enumerate(zip(trainees, stops, strict=True)):
-            world = f"world {new.epoch} of {truth.job} was committed behind {fact.step}"
+            world = f"world {new.epoch} of {truth.job} was committed behind {step}"
             if trainee is None or stop is None:
                 self.breach(Promise.ACKNOWLEDGED, f"{world}, and {new.workers[rank]} did not stop")
             is_source = trainee.name == truth.source or (rank == 0 and nobody_has_any)
-            has_state = stop.holds_state and stop.position == fact.step
-            if not (is_source or has_state or trainee.incarnation in truth.ready[fact.attempt]):
+            has_state = stop.holds_state and stop.position == step
+            if not (is_source or has_state or trainee.incarnation in truth.ready[attempt]):
                 self.breach(Promise.ACKNOWLEDGED, f"{world}, and {trainee.me} is at {stop}")
 
     def _check_stopped(self, truth: Truth, new: ClusterTopology, number: int) -> None:
@@ -305,29 +307,28 @@ class ElasticOracle:
                     f"world {number} of {truth.job} was committed while {trainee.me} was in step {trainee.stepping}",
                 )
 
-    def _check_step(self, truth: Truth, old: ClusterTopology, new: ClusterTopology, fact: RescaleCompleted) -> None:
+    def _check_step(self, truth: Truth, old: ClusterTopology, new: ClusterTopology, behind: int) -> None:
         """What was committed stays, and what somebody has yet to finish does not count."""
         staying = [worker for worker in old.workers if worker in new]
         if not staying:
             # What is left is what a joiner has been given, if anything.
-            truth.failed_behind = [min(behind, fact.step) for behind in truth.failed_behind]
-            if fact.step > truth.committed.get(old.epoch, 0) + 1:
+            truth.failed_behind = [min(failed, behind) for failed in truth.failed_behind]
+            if behind > truth.committed.get(old.epoch, 0) + 1:
                 self.breach(
-                    Promise.STEPS,
-                    f"nobody of world {old.epoch} of {truth.job} is left, and it goes on behind {fact.step}",
+                    Promise.STEPS, f"nobody of world {old.epoch} of {truth.job} is left, and it goes on behind {behind}"
                 )
             return
         # A step that survivors finished before a failure, and that counts now, is not one after it.
         older = len(truth.failed_behind) - truth.failures
-        before = [behind for behind in truth.failed_behind[:older] if behind >= fact.step]
-        truth.failed_behind = [*before, *(max(behind, fact.step) for behind in truth.failed_behind[older:])]
+        before = [failed for failed in truth.failed_behind[:older] if failed >= behind]
+        truth.failed_behind = [*before, *(max(failed, behind) for failed in truth.failed_behind[older:])]
         committed = truth.committed[old.epoch]
-        if not committed <= fact.step <= committed + 1:
+        if not committed <= behind <= committed + 1:
             self.breach(
                 Promise.STEPS,
-                f"{committed} steps of {truth.job} are committed, and world {new.epoch} begins behind {fact.step}",
+                f"{committed} steps of {truth.job} are committed, and world {new.epoch} begins behind {behind}",
             )
-        if fact.step > committed:
+        if behind > committed:
             step = truth.steps[old.epoch, committed]
             self._check_covered(truth, old, committed)
             if unfinished := [str(worker) for worker in staying if worker not in step.finished]:
@@ -387,7 +388,7 @@ class ElasticOracle:
             begins = f"world {world.epoch} of {truth.job} begins behind {step}"
             self.breach(Promise.STEPS, f"{begins}, and it must be from {least} to {most}")
         truth.begun.add(world.epoch)
-        truth.committed[world.epoch] = step
+        truth.begins[world.epoch] = truth.committed[world.epoch] = step
 
     def begins(self, trainee: Trainee, step: int, state: int) -> None:
         """A script is told to do a step."""
@@ -470,7 +471,9 @@ class ElasticOracle:
 
     def breach(self, promise: Promise, what: str) -> NoReturn:
         """A promise was not kept."""
-        error = broken(promise, what)
+        self._raise(broken(promise, what))
+
+    def _raise(self, error: Broken) -> NoReturn:
         self.breaches.append(error)
         raise error
 

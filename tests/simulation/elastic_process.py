@@ -23,6 +23,7 @@ from forged.worker.carriers import LoopCarrier
 from forged.worker.counters import Counters
 from forged.worker.errors import StepAborted
 from forged.worker.worker import ElasticWorker
+from tests.simulation.data import JobData
 from tests.simulation.elastic_oracle import ElasticOracle
 from tests.simulation.elastic_truth import Promise, Trainee, advance, broken, samples, share_of
 from tests.simulation.loop import VirtualClock, VirtualLoop
@@ -32,7 +33,9 @@ from tests.simulation.stage import ENDPOINT
 REPORT_S_MAX = 60.0
 MUTE_S = 300.0
 """For how long somebody hangs who registers and never becomes ready."""
-ENDS_IN_ORDER = frozenset({"worker_evicted", "job_aborted", "worker_exists", "job_over", "worker_undecided"})
+ENDS_IN_ORDER = frozenset(
+    {"worker_evicted", "job_aborted", "job_completed", "worker_exists", "job_over", "worker_undecided"}
+)
 """What a training process may be told that has done nothing wrong."""
 
 
@@ -69,6 +72,8 @@ class Surroundings(Protocol):
 class Job:
     """What trains, and how."""
 
+    data: JobData | None = None
+
     def __init__(self, name: str, random: Random) -> None:
         self.name = name
         self.total: int | None = None
@@ -92,6 +97,10 @@ class Job:
             stall_timeout_ms=random.choice((6000, 10_000)),
             evict_stalled=random.random() < 0.3,
         )
+
+    def train_with(self, data: JobData, *, steady: bool) -> None:
+        """Sample a dataset."""
+        self.data, self.config = data, data.configured(self.config, steady=steady)
 
     @property
     def world_size_max(self) -> int:
@@ -153,7 +162,7 @@ class Process:
         self.ended = anyio.Event()
         self.counters = Counters.create()
         self.pulse: SimulatedPulse | None = None
-        self._mute = mute
+        self.mute = mute
         self._suspended_at = 0.0
         self._held_s = 0.0
         """For how long its script hangs in its next step."""
@@ -162,6 +171,8 @@ class Process:
         self._network = world.network.host(host)
         self.clock = VirtualClock(world.loop, offset_s=self._random.uniform(0, 1e6))
         self._scope = anyio.CancelScope()
+        data = job.data
+        self.disk = data.disk(slot, host, job.slots) if data is not None and data.has_shards else None
         self._state: dict[str, Any] = {"chain": np.ones(1, np.int64), "ballast": np.ones(job.ballast, np.int64)}
         self.worker = ElasticWorker(
             WorkerId(name, host, 0),
@@ -173,10 +184,14 @@ class Process:
             clock=self.clock,
             counters=self.counters,
             random=self._random,
-            carrier=LoopCarrier(),
+            carrier=LoopCarrier() if data is None else data.carrier(),
+            data=None if data is None or self.disk is None else data.training_data(self.disk),
+            sampler=None if data is None else data.sampler(),
         )
         self.worker.state_synchronized.subscribe(self._enter)
         self.trainee = Trainee(job.name, name, host, self.worker.incarnation)
+        if self.disk is not None:
+            world.oracle.data.moves_in(self.trainee, self.disk)
 
     @property
     def alive(self) -> bool:
@@ -261,7 +276,7 @@ class Process:
             trainee.me = worker.worker_id
             self._world.note(f"{trainee.me} has started")
             self._start_pulse()
-            if self._mute:
+            if self.mute:
                 trainee.hold(self._world.loop.time(), MUTE_S)
                 await worker.register()
                 self._world.note(f"{trainee.me} has registered, and is mute")
@@ -269,7 +284,7 @@ class Process:
                 return
             while (step := await worker.begin_step(self.job.total)) is not None:
                 await self._step(step)
-            trainee.alive = False
+            trainee.alive, trainee.has_left = False, True
             self._world.note(f"{trainee.me} has left behind step {worker.step}")
 
     async def _until_put_out(self) -> None:
@@ -295,6 +310,8 @@ class Process:
         world.look()
         if trainee.alive:
             world.oracle.begins(trainee, step, self._steps_in_state())
+            if worker.sampler is not None:
+                world.oracle.data.begins(trainee, step, worker.sampler)
         await self._work(self.job.pace_s)
         try:
             total = await self._exchange(step)
@@ -307,6 +324,8 @@ class Process:
         world.look()
         if trainee.alive:
             world.oracle.ends(trainee, self._steps_in_state(), counts=counts)
+            if counts and worker.sampler is not None:
+                world.oracle.data.counts(trainee, step)
             if counts:
                 world.note(f"{trainee.name} has committed step {step} in world {trainee.generation}")
 
@@ -316,6 +335,8 @@ class Process:
         rank, share = worker.rank, share_of(worker.rank, worker.world_size)
         if trainee.alive:
             self._world.oracle.contributes(trainee, rank, share)
+            if worker.sampler is not None:
+                self._world.oracle.data.draws(trainee, step, rank, worker.batch().tolist())
         own = np.array([samples(self.job.name, step, share)], np.int64)
         if step % 3 == 0:
             await worker.barrier()

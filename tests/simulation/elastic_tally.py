@@ -70,7 +70,7 @@ class Tally(Counter[str]):
             case RescaleStarted(world_size=size) if size == truth.config.max_workers < len(truth.members):
                 self["a world is full"] += 1
             case RescaleCompleted():
-                stops = "with" if truth.stops_to_rescale else "without"
+                stops = "without" if fact.step is None else "with"
                 self["worlds"] += 1
                 self[f"a world is committed {stops} a stop"] += 1
                 self["a transfer is slow"] += truth.synchronising and fact.took_s > SLOW_S

@@ -36,6 +36,7 @@ from forged.elastic.messages import (
 )
 from forged.errors import RequestRefused, Unavailable
 from forged.messages import Fact, Request
+from tests.simulation.data import FULL_S, Disk
 from tests.simulation.elastic_process import Job, Process
 from tests.simulation.elastic_truth import Promise, broken
 from tests.simulation.stage import SERVER
@@ -94,8 +95,14 @@ class Trouble:
         world.end_trouble()
         for process in world.living():
             process.resume()
+            if process.mute and process.job.data is not None:
+                # Who is to go and waits for nobody may take its time for ever.
+                process.kill()
         world.resume_daemon()
-        for cause in ("hostile", "partition", "host", "slow"):
+        world.ways.mend()
+        for disk in self._disks():
+            disk.is_full = False
+        for cause in ("hostile", "partition", "host", "slow", "ways"):
             world.oracle.disturbances.end(cause)
 
     def _deeds(self, operator: ForgedClient) -> list[Callable[[], None]]:
@@ -107,6 +114,7 @@ class Trouble:
             partial(self._lie, operator),
         ]
         if not self._steady:
+            deeds += [self._fill_shards] if self._disks() else []
             deeds += [self._cut_off, self._part, self._part, self._heal, self._heal, self._fill]
         if self._grim:
             deeds += [self._kill, self._kill, self._kill_both, self._lose_host, self._kill_all, self._kill_first]
@@ -205,6 +213,17 @@ class Trouble:
         # A daemon that cannot write cannot take back whom it has lost.
         self._world.oracle.disturbances.begin("partition", self._world.hosts)
 
+    def _disks(self) -> list[Disk]:
+        return [process.disk for process in self._world.living() if process.disk is not None]
+
+    def _fill_shards(self) -> None:
+        """Leave no room for shards somewhere, for a while."""
+        if not (disks := self._disks()):
+            return
+        disk = self._random.choice(disks)
+        disk.is_full = True
+        self._world.loop.call_later(self._random.uniform(*FULL_S), setattr, disk, "is_full", False)
+
     # Processes, hosts and their clocks.
 
     def _pick(self) -> Process | None:
@@ -268,6 +287,9 @@ class Trouble:
                 if other.trainee.host == host:
                     other.vanish()
             self._world.network.crash(host, host_gone=True)
+            for job in self._world.jobs:
+                if job.data is not None:
+                    job.data.lose_host(host)
             self._world.met["a host is gone"] += 1
 
     def _flap(self) -> None:

@@ -21,6 +21,8 @@ from tests.simulation.oracle import Broken
 BATCH = 24
 """The samples of a step."""
 MODULUS = 2**31 - 1
+BREAK_S = 1.0
+"""Between two times that a script is held up so little may pass without a step."""
 SETTLED_AFTER_S = 20.0
 """A network that was good for so long has no part in what happens then."""
 
@@ -74,6 +76,8 @@ class Trainee:
     me: WorkerId | None = None
     """Who it is for others, with its own port; None before it has one."""
     alive: bool = True
+    has_left: bool = False
+    """Whether its script came to its end."""
     stepping: int | None = None
     """The step that its script is in; None between two steps."""
     generation: int = 0
@@ -92,7 +96,7 @@ class Trainee:
 
     def hold(self, now: float, seconds: float) -> None:
         """Note that its script is held up for so long."""
-        if now > self.held_until:
+        if now > self.held_until + BREAK_S:
             self.held_since = now
         self.held_until = max(self.held_until, now + seconds)
 
@@ -135,6 +139,8 @@ class Truth:
     """When another world was committed behind this one."""
     begun: set[int] = field(default_factory=set)
     """The worlds of which it is known with what step they begin."""
+    begins: dict[int, int] = field(default_factory=dict)
+    """Behind how many steps; by generation, in their order."""
     steps: dict[tuple[int, int], Step] = field(default_factory=lambda: defaultdict(Step))
     """By generation and number."""
     committed: dict[int, int] = field(default_factory=dict)
@@ -156,6 +162,8 @@ class Truth:
     """Whether somebody whose heartbeats lie was alone in a world, so that nobody could know better."""
     waiting_since: float | None = None
     abort_wanted: bool = False
+    data_lost: bool = False
+    """Whether shards are lost and the job is not to wait for them."""
     reason: str = ""
 
     @property

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from tests.simulation import elastic, elastic_mutants, mutants, world
+from tests.simulation import data_mutants, elastic, elastic_mutants, mutants, world
 from tests.simulation.oracle import Broken
 
-MUTANTS = {**mutants.MUTANTS, **elastic_mutants.MUTANTS}
+OF_TRAINING = {**elastic_mutants.MUTANTS, **data_mutants.MUTANTS}
+MUTANTS = {**mutants.MUTANTS, **OF_TRAINING}
 
 
 class Kind(StrEnum):
@@ -50,7 +51,7 @@ def kinds_for(mutant: str | None) -> tuple[Kind, ...]:
     """The worlds in which a bug matters; all of them without one."""
     if mutant is None:
         return tuple(Kind)
-    return (Kind.ELASTIC if mutant in elastic_mutants.MUTANTS else Kind.SERVICE,)
+    return (Kind.ELASTIC if mutant in OF_TRAINING else Kind.SERVICE,)
 
 
 def live_through(seed: int, mutant: str | None = None, kind: Kind = Kind.SERVICE) -> Outcome:

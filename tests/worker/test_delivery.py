@@ -33,7 +33,7 @@ from tests.worker.test_wires import PATIENCE_S, channel, pair
 MAKERS: list[Callable[[], Carrier]] = [SocketCarrier, LoopCarrier]
 DATA = bytes(range(256)) * 100
 STAMP = Stamp.of(DATA)
-ALL = ShardComing(*STAMP)
+ALL = ShardComing(7, *STAMP)
 SENT = ShardSent(False)
 NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
@@ -126,7 +126,7 @@ async def test_a_shard_that_is_wanted_comes_with_its_stamp_and_is_confirmed(carr
 @pytest.mark.parametrize("offset", [0, 1, 1000, len(DATA)])
 async def test_who_has_the_beginning_gets_the_rest(carrier: Carrier, offset: int) -> None:
     answer, data, _ = await ask(carrier, full(), ShardWanted(7, offset, *STAMP))
-    assert answer == ShardComing(*STAMP, offset)
+    assert answer == ShardComing(7, *STAMP, offset)
     assert data == DATA[offset:]
 
 
@@ -234,7 +234,7 @@ async def test_a_shard_is_fetched_and_held(carrier: Carrier) -> None:
 async def test_the_rest_of_a_shard_is_fetched_from_where_it_stopped(carrier: Carrier) -> None:
     store, passage = begun(), Passage()
     async with channel(carrier) as (made, far):
-        far.sendall(said(ShardComing(*STAMP, 1000), DATA[1000:], SENT))
+        far.sendall(said(ShardComing(7, *STAMP, 1000), DATA[1000:], SENT))
         assert await fetched(made, store, passage) == STAMP
         assert hear(far) == ShardWanted(7, 1000, *STAMP)
     assert store.read(7) == DATA
@@ -245,7 +245,7 @@ async def test_a_source_may_begin_anew(carrier: Carrier) -> None:
     other = b"other" * 100
     store = begun()
     async with channel(carrier) as (made, far):
-        far.sendall(said(ShardComing(*Stamp.of(other)), other, SENT))
+        far.sendall(said(ShardComing(7, *Stamp.of(other)), other, SENT))
         assert await fetched(made, store) == Stamp.of(other)
     assert store.read(7) == other
 
@@ -300,11 +300,12 @@ async def test_a_source_that_sends_too_little_is_not_believed(carrier: Carrier) 
 @pytest.mark.parametrize(
     "coming",
     [
-        ShardComing(*STAMP, 1),
-        ShardComing(*STAMP, 999),
-        ShardComing(*STAMP, 2**63 - 1),
-        ShardComing(*Stamp.of(b"other"), 1000),
-        ShardComing(len(DATA) + 1, STAMP.checksum, 1000),
+        ShardComing(8, *STAMP),
+        ShardComing(7, *STAMP, 1),
+        ShardComing(7, *STAMP, 999),
+        ShardComing(7, *STAMP, 2**63 - 1),
+        ShardComing(7, *Stamp.of(b"other"), 1000),
+        ShardComing(7, len(DATA) + 1, STAMP.checksum, 1000),
         StateReady(),
         SENT,
     ],
@@ -319,10 +320,10 @@ async def test_a_source_that_answers_something_else_breaks_the_protocol(carrier:
 @pytest.mark.parametrize(
     "coming",
     [
-        ShardComing(-1, NO_CHECKSUM),
-        ShardComing(5, NO_CHECKSUM, -1),
-        ShardComing(5, b"short"),
-        ShardComing(2**63, NO_CHECKSUM),
+        ShardComing(7, -1, NO_CHECKSUM),
+        ShardComing(7, 5, NO_CHECKSUM, -1),
+        ShardComing(7, 5, b"short"),
+        ShardComing(7, 2**63, NO_CHECKSUM),
     ],
 )
 async def test_sizes_and_offsets_that_are_none_break_the_protocol(carrier: Carrier, coming: Any) -> None:
@@ -343,7 +344,7 @@ async def test_a_source_that_never_answers_is_given_up(carrier: Carrier, monkeyp
 
 async def test_an_announced_size_takes_no_room_before_its_bytes_come(carrier: Carrier) -> None:
     store = MemoryShardStore()
-    error = await told(carrier, store, ShardComing(2**62, NO_CHECKSUM), b"few")
+    error = await told(carrier, store, ShardComing(7, 2**62, NO_CHECKSUM), b"few")
     assert error.code == "bulk_truncated"
     assert store.begun(7) == Begun(Stamp(2**62, NO_CHECKSUM), 3)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.errors import ForgedError, PeerError, RequestRefused
-from forged.worker.hub import NAMES_MAX, Collected, Hub, receives
+from forged.worker.hub import NAMES_MAX, REDUCED_BYTES_MAX, Collected, Hub, receives
 from forged.worker.peer_messages import COLLECTIVE_BYTES_MAX, Call, Contribution, Form, Kind, Operation, Value
 
 BARRIER = Call(Kind.BARRIER)
@@ -117,13 +117,35 @@ def test_the_largest_wish_to_stop_counts_and_who_has_one_is_named() -> None:
     assert (collected.stop_wanted, collected.stop_by) == (9, ("w1", "w2"))
 
 
-def test_a_gathering_that_is_too_large_together_is_refused_with_the_sum() -> None:
+@pytest.mark.parametrize("call", [Call(Kind.ALL_GATHER), Call(Kind.GATHER, 0)])
+def test_a_gathering_that_is_too_large_is_refused_as_soon_as_it_is_with_the_sum_so_far(call: Call) -> None:
     piece = value(bytes(COLLECTIVE_BYTES_MAX // 2 + 1))
-    one = hub(2)
-    one.take(0, Contribution(1, Call(Kind.ALL_GATHER), piece))
-    error = error_of(one, 1, Contribution(1, Call(Kind.ALL_GATHER), piece))
+    one = hub(12)
+    one.take(7, Contribution(1, call, piece))
+    error = error_of(one, 3, Contribution(1, call, piece))
     assert error.code == "collective_too_large"
     assert str(COLLECTIVE_BYTES_MAX + 2) in error.message
+
+
+def test_what_was_gathered_before_does_not_count() -> None:
+    one, call, piece = hub(2), Call(Kind.ALL_GATHER), value(bytes(COLLECTIVE_BYTES_MAX // 2))
+    for number in (1, 2):
+        one.take(1, Contribution(number, call, piece))
+        assert one.take(0, Contribution(number, call, piece)) is not None
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(16, False), (17, True)])
+def test_a_reduction_that_would_be_too_large_is_refused_by_whoever_comes_first(size: int, is_refused: bool) -> None:
+    data = bytes(COLLECTIVE_BYTES_MAX)
+    call = Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="|u1", shape=(len(data),))
+    contribution = Contribution(1, call, Value(Form.ARRAY, memoryview(data), "|u1", (len(data),)))
+    if not is_refused:
+        assert hub(size).take(5, contribution) is None
+        return
+    error = error_of(hub(size), 5, contribution)
+    assert error.code == "collective_too_large"
+    assert str(17 * COLLECTIVE_BYTES_MAX) in error.message
+    assert str(REDUCED_BYTES_MAX) in error.message
 
 
 @pytest.mark.parametrize(

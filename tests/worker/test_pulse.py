@@ -17,13 +17,16 @@ import msgpack
 import pytest
 
 import forged
+from forged.clock import SystemClock
 from forged.errors import Unavailable
 from forged.line.wire import Wire
 from forged.net.messages import Failure
 from forged.worker import pulse as pulses
 from forged.worker.counters import Counters
-from forged.worker.pulse import FLAGS, Pulse
+from forged.worker.pulse import FLAGS, Heart, Pulse
 from tests.client.neighbour import Neighbour
+from tests.net.hand import HandClock
+from tests.telemetry.heard import Heard
 from tests.worker.test_forks import in_a_child
 from tests.worker.witness import INCARNATION, INTERVAL_S, PATIENCE_S, Witness, is_over, state, victim
 
@@ -370,6 +373,61 @@ class TestStarting:
         command = [sys.executable, FLAGS, "-c", program, *places]
         loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert not HEAVY & set(loaded.split())
+
+
+class TestReplacing:
+    class Ended:
+        """A pulse that has ended."""
+
+        pid, alive = 1, False
+
+        def close(self) -> None:
+            return
+
+    def test_one_that_ends_is_replaced_at_once_and_the_next_ones_behind_longer_and_longer_pauses(self) -> None:
+        clock, starts = HandClock(), 0
+
+        def start() -> Any:
+            nonlocal starts
+            starts += 1
+            return self.Ended()
+
+        log = Heard()
+        heart = Heart(start, clock, lambda: 0.0, log)
+        heart.look()
+        assert starts == 2
+        for pause_s in (1.0, 2.0, 4.0):
+            clock.now += pause_s - 0.01
+            heart.look()
+            before = starts
+            clock.now += 0.02
+            heart.look()
+            assert starts == before + 1
+        assert log.levels("the pulse has ended, and another was started") == {"warning"}
+
+    def test_one_that_cannot_be_started_is_tried_again(self) -> None:
+        clock, log = HandClock(), Heard()
+        outcomes: list[Any] = [self.Ended(), Unavailable("pulse_not_started", "no"), self.Ended()]
+
+        def start() -> Any:
+            outcome = outcomes.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        heart = Heart(start, clock, lambda: 0.0, log)
+        heart.look()
+        assert log.levels("the pulse has ended, and no other could be started") == {"warning"}
+        clock.now += 1.01
+        heart.look()
+        assert outcomes == []
+
+    def test_one_that_lives_is_left_alone(self, witness: Witness, counters: Counters) -> None:
+        heart = Heart(lambda: started(witness.endpoint, counters), SystemClock(), lambda: 0.0, Heard())
+        pid = heart.pulse.pid
+        heart.look()
+        assert heart.pulse.pid == pid
+        heart.close()
 
 
 def test_a_real_daemon_counts_a_killed_worker_as_failed(neighbour: Neighbour) -> None:

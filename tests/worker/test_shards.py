@@ -124,7 +124,7 @@ async def test_shards_are_given_byte_by_byte_to_who_has_the_key() -> None:
         await come(one)
         assert await one.hear() == ShardsReady()
         one.say(ShardWanted(7))
-        assert await one.hear() == ShardComing(*Stamp.of(b"bytes"))
+        assert await one.hear() == ShardComing(7, *Stamp.of(b"bytes"))
         assert await one.reader.readexactly(5) == b"bytes"
 
 

@@ -257,6 +257,36 @@ class TestWhatWasMissed:
         hearing.standing.miss(Gap(20, 90, "too slow"))
         assert (hearing.standing.outdated, hearing.standing.heard_at) == (True, 90)
 
+    def test_what_was_settled_holds_until_the_answer_tells_otherwise(self) -> None:
+        settled = RescaleSynchronising(5, A, 7, 1)
+        for said, behind in ((settled, settled), (None, None)):
+            hearing = Hearing(A, ME)
+            hearing.start(5)
+            hearing.hear(settled)
+            hearing.standing.miss(Gap(20, 90, "too slow"))
+            assert hearing.standing.synchronising == settled
+            hearing.standing.catch_up(joined(hearing.standing.topology, attempt=5, synchronising=said))
+            assert hearing.standing.synchronising == behind
+
+    def test_what_was_settled_is_over_with_its_attempt(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.start(5)
+        hearing.hear(RescaleSynchronising(5, A, 7, 1))
+        hearing.standing.miss(Gap(20, 90, "too slow"))
+        hearing.standing.catch_up(joined(hearing.standing.topology, attempt=6))
+        assert (hearing.standing.attempt, hearing.standing.synchronising) == (6, None)
+
+    def test_what_was_settled_behind_the_gap_is_newer_than_the_answer(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.start(5)
+        hearing.hear(RescaleSynchronising(5, A, 7, 1))
+        hearing.standing.miss(Gap(20, 90, "too slow"))
+        hearing.start(6)
+        settled = RescaleSynchronising(6, A, 7, 1)
+        hearing.hear(settled)
+        hearing.standing.catch_up(joined(hearing.standing.topology, attempt=5))
+        assert hearing.standing.synchronising is settled
+
     def test_the_answer_brings_the_attempt_what_was_settled_the_pause_and_the_wish_to_go(self) -> None:
         hearing = Hearing(A, ME)
         hearing.standing.miss(Gap(20, 90, "too slow"))

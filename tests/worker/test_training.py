@@ -25,6 +25,7 @@ from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.training import Training, join
 from forged.worker.worker import ElasticWorker
 from tests.client.neighbour import Neighbour
+from tests.telemetry.heard import Heard
 from tests.worker.crew import JOB, PATIENCE_S, advance, chain_behind, config
 from tests.worker.test_forks import in_a_child, is_nothing
 
@@ -274,7 +275,7 @@ class TestSteps:
         a.result(PATIENCE_S)
         b.result(PATIENCE_S)
         assert [(fact.worker_id, fact.reason) for fact in past(client, WorkerLeft)] == [
-            ("a", "it was disconnected"),
+            ("a", "it left its loop"),
             ("b", "the training is done"),
         ]
         assert past(client, WorkerFailed) == []
@@ -342,20 +343,24 @@ class TestTheEndOfAScript:
     def test_one_that_raises_has_failed_and_its_error_is_its_own(self, endpoint: str, client: BlockingClient) -> None:
         with pytest.raises(ValueError, match="a mistake"):
             train_until_step_two(endpoint, ValueError("a mistake"))
-        assert [fact.reason for fact in past(client, WorkerFailed)] == ["its script failed: ValueError"]
+        assert [fact.reason for fact in past(client, WorkerFailed)] == ["its script failed: ValueError: a mistake"]
 
     def test_one_that_raises_before_its_first_step_was_never_there(self, endpoint: str, client: BlockingClient) -> None:
         with pytest.raises(ValueError, match="a mistake"), at(endpoint):
             raise ValueError("a mistake")
         assert past(client, WorkerJoined, WorkerFailed, WorkerLeft) == []
 
-    @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+    @pytest.mark.parametrize(
+        ("end", "reason"),
+        [(SystemExit(3), "its script exited with 3"), (KeyboardInterrupt(), "it was interrupted")],
+        ids=["exit", "interrupt"],
+    )
     def test_one_that_is_ended_leaves_like_any_other(
-        self, kind: type[BaseException], endpoint: str, client: BlockingClient
+        self, end: BaseException, reason: str, endpoint: str, client: BlockingClient
     ) -> None:
-        with pytest.raises(kind):
-            train_until_step_two(endpoint, kind())
-        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was disconnected"]
+        with pytest.raises(type(end)):
+            train_until_step_two(endpoint, end)
+        assert [fact.reason for fact in past(client, WorkerLeft)] == [reason]
         assert past(client, WorkerFailed) == []
 
     def test_one_that_is_interrupted_while_it_waits_for_others_ends_at_once(
@@ -374,13 +379,14 @@ class TestTheEndOfAScript:
                 worker.barrier()
 
         a = scripts.start("a", keeps_waiting, config=config(min_workers=2))
-        with at(scripts.endpoint, "b", config=config(min_workers=2)) as worker, pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), at(scripts.endpoint, "b", config=config(min_workers=2)) as worker:
             meet_at_every_step(worker)
         client.abort_job(JOB)
         meeting.go_on()
         with pytest.raises(JobEnded):
             a.result(PATIENCE_S)
-        assert [fact.worker_id for fact in past(client, WorkerLeft)] == ["b"]
+        left = [(fact.worker_id, fact.reason) for fact in past(client, WorkerLeft)]
+        assert left[0] == ("b", "it was interrupted")
 
     def test_a_job_that_ends_is_raised(self, endpoint: str, client: BlockingClient) -> None:
         def give_up(step: int) -> None:
@@ -389,14 +395,16 @@ class TestTheEndOfAScript:
 
         with at(endpoint) as worker, pytest.raises(JobEnded, match="enough of it"):
             meet_at_every_step(worker, give_up)
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["the job was aborted"]
+        assert past(client, WorkerFailed) == []
 
     def test_to_close_is_idempotent_and_nothing_is_there_afterwards(
         self, endpoint: str, client: BlockingClient
     ) -> None:
         worker = at(endpoint).__enter__()
         next(worker.steps())
-        pulse = worker._pulse
-        assert pulse is not None
+        assert worker._heart is not None
+        pulse = worker._heart.pulse
         worker.close()
         worker.close()
         assert not pulse.alive
@@ -508,7 +516,59 @@ class TestSignals:
         assert script.result(PATIENCE_S) == [signal.SIG_DFL]
 
 
+class TestThePulse:
+    def test_one_that_ended_alone_is_replaced_at_the_next_step_and_it_is_told(self, endpoint: str) -> None:
+        log = Heard()
+        with at(endpoint, log=log) as worker:
+            steps = worker.steps()
+            next(steps)
+            assert worker._heart is not None
+            first = worker._heart.pulse
+            os.kill(first.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+            next(steps)
+            assert worker._heart.pulse.alive
+            assert worker._heart.pulse.pid != first.pid
+        assert log.levels("the pulse has ended, and another was started") == {"warning"}
+
+
 class TestForkedChildren:
+    @pytest.mark.parametrize("by_a_thread", [False, True], ids=["main thread", "another thread"])
+    def test_sigterm_ends_them_as_it_would_have(self, by_a_thread: bool, endpoint: str, client: BlockingClient) -> None:
+        def forked() -> int:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(round(PATIENCE_S))
+                while True:
+                    signal.pause()
+            os.kill(child, signal.SIGTERM)
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        with at(endpoint) as worker:
+            for step in worker.steps(3):
+                if step == 1:
+                    if by_a_thread:
+                        with ThreadPoolExecutor(1) as threads:
+                            assert threads.submit(forked).result(PATIENCE_S) == -signal.SIGTERM
+                    else:
+                        assert forked() == -signal.SIGTERM
+            assert worker.step == 3
+            assert signal.getsignal(signal.SIGTERM) == worker._terminated
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["the training is done"]
+
+    def test_a_handler_of_the_scripts_own_is_theirs_too(self) -> None:
+        heard: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+        try:
+
+            def is_heard() -> None:
+                signal.raise_signal(signal.SIGTERM)
+                assert heard == [signal.SIGTERM]
+
+            in_a_child(is_heard)
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     def test_they_hold_no_socket_and_do_not_call_home(self, endpoint: str, client: BlockingClient) -> None:
         with at(endpoint) as worker:
             for step in worker.steps(4):
@@ -580,6 +640,36 @@ class TestWhatItTells:
             assert [int(step) for step in worker.steps(42)] == [40, 41]
             assert worker.current_state is not None
             assert (worker.current_state.current_epoch, worker.learning_rate) == (2, 0.5)
+
+    def test_numbers_may_be_numpys_over_all_rescales(self, scripts: Scripts) -> None:
+        meeting = Meeting()
+        settings = config(max_workers=2)
+
+        def first(worker: Training) -> tuple[float, int]:
+            for step in worker.steps():
+                with step:
+                    worker.barrier()
+                place: tuple[Any, ...] = np.int64(1), np.int64(worker.step), np.float64(0.25)
+                worker.update_training_state(*place)
+                if step == 3:
+                    meeting.hold()
+                if worker.world_size == 2:
+                    break
+            return worker.learning_rate, worker.global_batch_size
+
+        def second(worker: Training) -> tuple[float, int]:
+            for step in worker.steps():
+                with step:
+                    worker.barrier()
+                break
+            return worker.learning_rate, worker.global_batch_size
+
+        numbers = {"learning_rate": np.float64(0.5), "global_batch_size": np.int64(32)}
+        a = scripts.start("a", first, config=settings, **numbers)
+        meeting.wait()
+        b = scripts.start("b", second, config=settings, **numbers)
+        meeting.go_on()
+        assert a.result(PATIENCE_S) == b.result(PATIENCE_S) == (0.25, 32)
 
     def test_the_steps_of_a_world_are_not_for_the_script_to_count(self, endpoint: str) -> None:
         with at(endpoint) as worker:

@@ -150,17 +150,21 @@ async def test_who_waits_in_vain_is_told_so() -> None:
         assert await code_of(made.meshes[1].fetch_state(made.workers[0], 1, into)) == "state_not_offered"
 
 
-async def test_what_was_withdrawn_or_superseded_is_over() -> None:
+async def test_what_was_withdrawn_or_superseded_is_over_until_it_is_offered_again() -> None:
     async with open_meshes(2) as made:
         source, fetcher = made.meshes
-        _, into = room(1)
+        got, into = room(1)
         with source.offering(4, HEAD, [b"4"]):
             assert await code_of(fetcher.fetch_state(made.workers[0], 3, into)) == "attempt_over"
         assert await code_of(fetcher.fetch_state(made.workers[0], 4, into)) == "attempt_over"
         assert await code_of(fetcher.fetch_state(made.workers[0], 3, into)) == "attempt_over"
-        for attempt in (3, 4):
-            with pytest.raises(Unavailable), source.offering(attempt, HEAD, []):
+        with pytest.raises(Unavailable), source.offering(3, HEAD, []):
+            pass
+        with source.offering(4, HEAD, [b"5"]):
+            await fetcher.fetch_state(made.workers[0], 4, into)
+            with pytest.raises(Unavailable), source.offering(4, HEAD, []):
                 pass
+    assert bytes(got[0]) == b"5"
 
 
 async def test_a_newer_offer_is_not_withdrawn_by_the_end_of_an_older_one() -> None:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from forged.client import ForgedClient
+from forged.data.memory import MemoryShardStore
+from forged.data.planner import DataRedistributor
+from forged.data.training import TrainingData
 from forged.elastic.messages import (
     JobCompleted,
     JobWaiting,
+    LeaveJob,
+    RescaleCompleted,
     RescaleStarted,
     RescaleSynchronising,
     WorkerFailed,
@@ -31,8 +39,9 @@ from forged.elastic.model import (
     WorkerStatus,
 )
 from forged.errors import ConfigError, RequestRefused, Unavailable
-from forged.messages import Fact, Record
+from forged.messages import Fact, Gap, Record
 from forged.net.messages import Facts
+from forged.worker import registration as registrations
 from forged.worker import worker as workers
 from forged.worker.collectives import CollectiveMismatch
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
@@ -160,6 +169,19 @@ class TestTheValueOfIt:
         worker.update_training_state(2, 50, 0.5)
         assert (worker.epoch, worker.step, worker.learning_rate) == (2, 50, 0.5)
 
+    def test_its_numbers_are_pythons_own_and_others_are_refused_by_name(self) -> None:
+        size, place = np.int64(32), (np.int64(2), np.int64(50), np.float32(0.5))
+        worker = ElasticWorker("me", learning_rate=np.float64(0.1), global_batch_size=size)  # type: ignore[arg-type]
+        worker.update_training_state(*place)  # type: ignore[arg-type]
+        numbers = (worker.epoch, worker.step, worker.learning_rate, worker.global_batch_size)
+        assert numbers == (2, 50, 0.5, 32)
+        assert [type(number) for number in numbers] == [int, int, float, int]
+        with pytest.raises(RequestRefused, match="learning_rate"):
+            worker.update_training_state(3, 60, math.nan)
+        assert (worker.epoch, worker.step, worker.learning_rate) == (2, 50, 0.5)
+        with pytest.raises(RequestRefused, match="global_batch_size"):
+            ElasticWorker("me", global_batch_size=0.5)  # type: ignore[arg-type]
+
     async def test_collectives_need_a_world(self) -> None:
         with pytest.raises(StepAborted):
             await ElasticWorker("me").barrier()
@@ -281,7 +303,51 @@ class TestComingAndGoing:
 
         with pytest.raises(ValueError, match="a mistake"):
             await script()
-        assert [fact.reason for fact in await past(client, WorkerFailed)] == ["its script failed: ValueError"]
+        assert [fact.reason for fact in await past(client, WorkerFailed)] == [
+            "its script failed: ValueError: a mistake"
+        ]
+
+    async def test_a_script_that_is_cancelled_says_so(self, house: House, client: ForgedClient) -> None:
+        connected = asyncio.Event()
+
+        async def script() -> None:
+            async with ElasticWorker("me", config(), job=JOB) as worker:
+                await worker.connect(house.endpoint)
+                connected.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(script())
+        await connected.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it was interrupted"]
+
+    async def test_a_script_that_breaks_out_of_its_loop_says_so(self, house: House, client: ForgedClient) -> None:
+        async with ElasticWorker("me", config(), job=JOB) as worker:
+            await worker.connect(house.endpoint)
+            async for step in worker.steps():
+                if step == 2:
+                    break
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it left its loop"]
+
+    async def test_a_script_whose_job_is_aborted_leaves_whatever_it_makes_of_it(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        async def script() -> None:
+            async with ElasticWorker("me", config(), job=JOB) as worker:
+                await worker.connect(house.endpoint)
+                try:
+                    async for step in worker.steps():
+                        if step == 2:
+                            await client.abort_job(JOB, "enough of it")
+                except JobEnded as error:
+                    raise RuntimeError("nothing comes of it") from error
+
+        with pytest.raises(RuntimeError):
+            await script()
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["the job was aborted"]
+        assert await past(client, WorkerFailed) == []
 
 
 class TestTraining:
@@ -399,8 +465,12 @@ class TestTraining:
         await crew.world_of("a", "b")
         assert (crew["b"].worker.epoch, crew["b"].worker.learning_rate) == (1, 0.5)
 
-    async def test_the_rate_and_the_batch_follow_the_world_where_they_shall(self, house: House) -> None:
-        async with crew_at(house.endpoint, scale_batch_with_world=True) as crew:
+    @pytest.mark.parametrize("synchronous", [False, True])
+    async def test_the_rate_and_the_batch_follow_the_world_where_they_shall(
+        self, synchronous: bool, house: House
+    ) -> None:
+        settings = {"use_synchronous_rescaling": synchronous, "scale_batch_with_world": True}
+        async with crew_at(house.endpoint, **settings) as crew:
             crew.make("a", learning_rate=0.1, global_batch_size=32)
             crew.start("a")
             await crew.world_of("a")
@@ -410,6 +480,44 @@ class TestTraining:
                 worker = crew[name].worker
                 assert worker.learning_rate == pytest.approx(0.2)
                 assert worker.global_batch_size == 64
+
+    @pytest.mark.parametrize("synchronous", [False, True])
+    async def test_who_hears_of_a_world_has_its_rate_and_its_batch_already(
+        self, synchronous: bool, house: House
+    ) -> None:
+        settings = {"use_synchronous_rescaling": synchronous, "scale_batch_with_world": True}
+        async with crew_at(house.endpoint, **settings) as crew:
+            heard: dict[str, list[tuple[int, float, int, int]]] = {"a": [], "b": []}
+
+            def note(name: str, event: RescalingEvent) -> None:
+                worker = crew[name].worker
+                paces = worker.learning_rate, worker.global_batch_size
+                heard[name].append((event.new_topology.world_size, *paces, worker.epoch))
+
+            for trainer in crew.make("a", "b", learning_rate=0.1, global_batch_size=32):
+                trainer.worker.rescaling_requested.subscribe(partial(note, trainer.name))
+            crew["a"].worker.epoch = 3
+            crew.start("a")
+            await crew.world_of("a")
+            crew.start("b")
+            await crew.world_of("a", "b")
+            assert heard == {"a": [(1, 0.1, 32, 3), (2, 0.2, 64, 3)], "b": [(2, 0.2, 64, 3)]}
+
+    @pytest.mark.parametrize("synchronous", [False, True])
+    async def test_a_rate_that_the_script_has_changed_is_that_of_the_next_world(
+        self, synchronous: bool, house: House
+    ) -> None:
+        settings = {"use_synchronous_rescaling": synchronous, "base_learning_rate": 0.5}
+        async with crew_at(house.endpoint, **settings) as crew:
+            crew.make("a", learning_rate=0.25)
+            crew.start("a")
+            await crew.world_of("a")
+            worker = crew["a"].worker
+            worker.update_training_state(1, worker.step, 0.125)
+            crew.start("b")
+            await crew.world_of("a", "b")
+            assert [crew[name].worker.learning_rate for name in ("a", "b")] == [0.125, 0.125]
+            assert [crew[name].worker.epoch for name in ("a", "b")] == [1, 1]
 
     async def test_collectives_are_those_of_the_world(self, crew: Crew) -> None:
         crew.start("a", "b")
@@ -538,15 +646,96 @@ class TestLeaving:
             await late.connect(*crew.endpoints)
         assert raised.value.code == "job_over"
 
-    async def test_who_waits_when_the_job_is_completed_ends_in_good_order(self, house: House) -> None:
+    async def test_who_was_never_taken_in_is_told_when_the_job_is_completed(self, house: House) -> None:
         async with crew_at(house.endpoint, max_workers=1) as crew:
             crew.start("a")
             await crew.world_of("a")
             crew.start("b")
             await crew.until(lambda: crew["b"].worker.is_registered)
             crew.total = crew["a"].worker.step + 3
-            assert await crew.over("a", "b") == [None, None]
+            of_a, of_b = await crew.over("a", "b")
+            assert of_a is None
+            assert isinstance(of_b, JobEnded)
+            assert of_b.code == "job_completed"
             assert crew["b"].places == []
+
+    async def test_who_gives_its_state_goes_on_when_it_has_missed_something(self, crew: Crew) -> None:
+        held, go = asyncio.Event(), asyncio.Event()
+        crew.start("a")
+        await crew.world_of("a")
+        (b,) = crew.make("b")
+        fetch = b.worker._fetch
+
+        async def slowly(source: WorkerId, attempt: int) -> None:
+            held.set()
+            await go.wait()
+            await fetch(source, attempt)
+
+        b.worker._fetch = slowly  # type: ignore[method-assign]
+        crew.start("b")
+        await held.wait()
+        a = crew["a"].worker
+        heard_at = a._standing.heard_at
+        a._hear(Gap(heard_at + 1, heard_at + 2, "the journal has moved on"))
+        go.set()
+        await crew.world_of("a", "b")
+        await crew.finish("a", "b")
+
+    async def test_that_the_training_is_done_is_said_for_as_long_as_the_daemon_waits(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where other last words are given up at once."""
+        tried = 0
+        say = Registration.say
+
+        async def later(line: Registration, request: Any) -> Any:
+            nonlocal tried
+            if isinstance(request, LeaveJob):
+                tried += 1
+                if tried == 1:
+                    await asyncio.Event().wait()
+            return await say(line, request)
+
+        monkeypatch.setattr(Registration, "say", later)
+        monkeypatch.setattr(registrations, "LEAVE_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(workers, "LEAVE_TIMEOUT_S", 0.01)
+        async with crew_at(house.endpoint) as crew:
+            crew.total = 3
+            crew.start("a")
+            assert await crew.over("a") == [None]
+        assert tried == 2
+        async with ForgedClient(house.endpoint, reconnect=SOON) as client:
+            assert [fact.step for fact in await past(client, JobCompleted)] == [3]
+
+    async def test_a_plan_of_the_scripts_own_brings_its_shards_from_worker_to_worker(self, house: House) -> None:
+        stores = [MemoryShardStore(), MemoryShardStore()]
+        for shard in range(4):
+            stores[1].put(shard, [b"%d" % shard * 100])
+        a, b = (
+            ElasticWorker(name, config(), job=JOB, data=TrainingData(8, 4, store))
+            for name, store in zip("ab", stores, strict=True)
+        )
+        await a.connect(house.endpoint)
+        await b.connect(house.endpoint)
+        plan = DataRedistributor(config()).calculate_plan(
+            ClusterTopology((b.worker_id,)),
+            ClusterTopology((a.worker_id,)),
+            8,
+            shards=4,
+            leaving=[b.worker_id],
+        )
+        report = await a.redistribute_data(plan)
+        assert report.is_complete
+        assert {one.source for one in report.moved} == {b.worker_id}
+        assert stores[0].held() == stores[1].held()
+        await b.disconnect()
+        await a.disconnect()
+
+    async def test_who_has_no_data_redistributes_none(self) -> None:
+        plan = DataRedistributor(config()).calculate_plan(ClusterTopology(), TOPOLOGY, 8, shards=4)
+        with pytest.raises(RequestRefused) as raised:
+            await ElasticWorker("me").redistribute_data(plan)
+        assert raised.value.code == "data_missing"
 
     async def test_a_script_that_fails_is_gone_at_once(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b")
@@ -632,10 +821,10 @@ class TestWishesOfOperators:
     async def test_a_job_that_is_removed_ends_for_all(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b")
         await crew.world_of("a", "b")
-        await client.remove_job(JOB)
+        await client.remove_job(JOB, force=True)
         for error in await crew.over("a", "b"):
             assert isinstance(error, RequestRefused)
-            assert error.code in ("job_removed", "job_untrained")
+            assert error.code in ("job_removed", "job_unknown")
 
     async def test_a_rescale_for_no_reason_changes_nothing(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b")
@@ -721,8 +910,12 @@ class TestNotStopping:
             crew.start("d")
             await crew.world_of("b", "c", "d")
             await crew.finish("b", "c", "d")
-            started = await past(client, RescaleSynchronising)
-            assert started == []
+            told = await past(client, RescaleSynchronising, RescaleCompleted)
+            assert not any(isinstance(fact, RescaleSynchronising) for fact in told[2:])
+            behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted)]
+            assert behind == [0, *[None] * (len(behind) - 1)], (
+                "for the first world, for which nobody has to stop, all say"
+            )
 
     async def test_those_who_join_at_once_learn_of_worlds_that_were_committed_before_their_answers(
         self, house: House
@@ -938,6 +1131,26 @@ class TestFactsThatAreMissed:
         for number in range(150):
             await client.note("noise", f"{number}")
 
+    async def test_a_world_for_which_nobody_stopped_begins_where_its_members_are(
+        self, house: House, tmp_path: Path, client: ForgedClient
+    ) -> None:
+        """The daemon, which is asked for what was missed, has heard less of the steps than have been made."""
+        proxy = Proxy(tmp_path / "p", house.config.socket)
+        async with crew_at(proxy.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("me")
+            await crew.world_of("me", steps=5)
+            proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
+            crew.endpoints = [house.endpoint]
+            async with client.facts(RescaleCompleted) as facts:
+                crew.start("c")
+                await anext(facts)
+            await self._noise(client)
+            proxy.rule = lambda way, message: False
+            proxy.cut()
+            await crew.world_of("me", "c")
+            await crew.finish("me", "c")
+        await proxy.close()
+
     @pytest.mark.parametrize(
         "happening",
         ["nothing", "pause", "drain", "join", "evict", "abort", "complete"],
@@ -1014,7 +1227,7 @@ async def _completed(client: ForgedClient, crew: Crew) -> None:
     assert crew["me"].worker.step == crew.total
 
 
-HAPPENINGS: dict[str, Callable[[ForgedClient, Crew], Awaitable[None]]] = {
+HAPPENINGS: dict[str, Callable[[ForgedClient, Crew], Awaitable[object]]] = {
     "nothing": _nothing,
     "pause": lambda client, crew: client.pause_job(JOB),
     "drain": lambda client, crew: client.drain_worker(JOB, "me"),

@@ -1,0 +1,26 @@
+"""How many, and who, as sentences say it.
+
+Law: what is read by people is a sentence for every number, also for none and for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NAMES_MAX = 8
+
+
+def counted(number: int, thing: str) -> str:
+    """So many of a thing: no worker, 1 worker, 2 workers."""
+    return f"{number or 'no'} {thing}{'s' if number > 1 else ''}"
+
+
+def is_or_are(number: int) -> str:
+    """What so many do: no worker is, 1 is, 2 are."""
+    return "are" if number > 1 else "is"
+
+
+def named(names: Sequence[str]) -> str:
+    """The first of several names, and how many more there are."""
+    shown = ", ".join(names[:NAMES_MAX])
+    return shown if len(names) <= NAMES_MAX else f"{shown} and {len(names) - NAMES_MAX} more"

@@ -1,0 +1,50 @@
+"""Why a worker goes, in the words that the daemon keeps.
+
+Law: whoever fails says so, and what it failed of. Whoever is interrupted, exits or breaks out of its loop has not
+failed, and neither has the worker of a job that is over.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from forged.errors import describe
+from forged.worker.errors import JobEnded, WorkerEvicted
+
+
+class Farewell(NamedTuple):
+    """What a worker says when it goes."""
+
+    reason: str
+    failed: bool = False
+
+
+def farewell(error: BaseException | None) -> Farewell:
+    """What follows from how its script has ended; None: with nothing that was raised."""
+    match error:
+        case None:
+            return Farewell("it left its loop")
+        case JobEnded(code="job_removed"):
+            return Farewell("the job was removed")
+        case JobEnded():
+            return Farewell("the job was aborted")
+        case WorkerEvicted():
+            return Farewell("it counts as dead")
+        case SystemExit():
+            return Farewell(f"its script exited with {_exit_code(error)}")
+        case Exception():
+            return Farewell(f"its script failed: {_in_one_line(error)}", failed=True)
+        case _:
+            return Farewell("it was interrupted")
+
+
+def _exit_code(error: SystemExit) -> str:
+    """What its process ends with, as Python has it: anything but a number is shown, and counts as 1."""
+    if error.code is None:
+        return "0"
+    said = _in_one_line(error).removeprefix(f"{type(error).__name__}: ")
+    return said if isinstance(error.code, int) else f"1: {said}"
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(describe(error).split())

@@ -1,0 +1,161 @@
+"""Training data on the spine: a daemon without its doors, and workers that say what they hold and fetch in no time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import numpy as np
+
+from forged.data.audit_service import AuditService
+from forged.data.messages import REQUESTS as DATA_REQUESTS
+from forged.data.messages import DatasetSpec, OfferShards, ReadTransfers, ReportShards, TransferPart
+from forged.data.records import PREFIX
+from forged.data.service import DataService, inline
+from forged.elastic.messages import REQUESTS, Receiving, RescaleCompleted
+from forged.jobs.model import REQUESTS as JOB_REQUESTS
+from forged.ledger import read_all
+from forged.messages import Call, Nothing
+from forged.store.port import Store
+from tests.elastic.play import JOB
+from tests.elastic.stage import Stage
+from tests.spine import OPERATOR, Spine, running
+
+DATASET = DatasetSpec(1_000, 10)
+AT_ONCE: dict[str, Any] = {"stability_window_ms": 0, "failure_window_ms": 0, "redistribution_type": "incremental"}
+"""Settings under which everything happens as soon as it can."""
+
+NUMBERS_BEFORE_MAX = 1_000
+"""So many requests a worker has made at most before its daemon was killed."""
+
+
+class DataStage(Stage):
+    """A spine on which elastic training is served, and its data."""
+
+    def __init__(self, spine: Spine) -> None:
+        super().__init__(spine)
+        self.data = DataService(spine.bus, spine.clock, inline)
+        self.audit = AuditService(spine.bus)
+        spine.ledger.join(self.data)
+        spine.ledger.join(self.audit)
+        self.held: dict[str, set[int]] = {}
+        """What lies with whom."""
+
+    @property
+    def attempt(self) -> int:
+        """The one that is under way; 0 if none is."""
+        attempt = self.service.clusters[JOB].attempt
+        return 0 if attempt is None else attempt.number
+
+    async def come(self, name: str, *held: int, job: str = JOB, life: int = 1, **settings: Any) -> None:
+        """A worker joins, with these shards."""
+        self.held[name] = set(held)
+        is_first = job not in self.service.clusters
+        await self.worker(name, life, job).join({**AT_ONCE, **settings} if is_first else None, with_data=True)
+        await self.wait(0.1)
+
+    async def come_again(self, *names: str) -> None:
+        """They reach the daemon again."""
+        for name in names:
+            worker = self.worker(name)
+            # A number that was used before would be answered as it was then.
+            worker._number = NUMBERS_BEFORE_MAX
+            worker.come_back()
+        await self.wait(0.1)
+
+    async def offer(
+        self, name: str, attempt: int | None = None, dataset: DatasetSpec = DATASET, **more: Any
+    ) -> Nothing:
+        """A worker says what it holds."""
+        worker = self.crew[name]
+        held = more.pop("held", np.array(sorted(self.held[name]), "<i8").tobytes())
+        number = self.attempt if attempt is None else attempt
+        size = 100 * len(self.held[name])
+        return await worker.ask(OfferShards(worker.job, name, worker.incarnation, number, dataset, held, size, **more))
+
+    async def part(self, name: str, attempt: int | None = None) -> TransferPart:
+        """What a worker has to fetch."""
+        number = self.attempt if attempt is None else attempt
+        return await self.crew[name].ask(ReadTransfers(self.crew[name].job, name, number))
+
+    async def stop(self, step: int = 0) -> None:
+        """All members of the attempt have stopped."""
+        attempt = self.service.clusters[JOB].attempt
+        assert attempt is not None
+        for name in attempt.target:
+            await self.crew[name].stop(attempt.number, step, holds_state=name not in attempt.added)
+        await self.spine.settle()
+
+    async def offer_all(self, dataset: DatasetSpec = DATASET) -> None:
+        """All members of the attempt have stopped and say what they hold."""
+        await self.stop()
+        attempt = self.service.clusters[JOB].attempt
+        assert attempt is not None
+        for name in attempt.target:
+            await self.offer(name, dataset=dataset)
+
+    async def fetch(self, *names: str) -> None:
+        """Workers fetch what they have to, and say so."""
+        for name in names:
+            part, worker = await self.part(name), self.crew[name]
+            shards = np.frombuffer(part.shards, "<i8").tolist()
+            self.held[name] |= set(shards)
+            said = ReportShards(JOB, name, worker.incarnation, self.attempt, len(shards), 100 * len(shards))
+            await worker.ask(said)
+
+    async def commit(self, *names: str) -> RescaleCompleted:
+        """They are ready, and drop what others are to hold."""
+        kept = {name: set(np.frombuffer((await self.part(name)).keep, "<i8").tolist()) for name in names}
+        attempt = self.attempt
+        for name in names:
+            await self.crew[name].ready(attempt)
+        await self.spine.settle()
+        for name in names:
+            self.held[name] &= kept[name]
+        return self.facts(RescaleCompleted)[-1]
+
+    async def rescale(self, *names: str, dataset: DatasetSpec = DATASET) -> RescaleCompleted:
+        """The attempt that is under way goes well."""
+        await self.offer_all(dataset)
+        await self.fetch(*names)
+        return await self.commit(*names)
+
+    def says_it_waits(self, *names: str) -> None:
+        for name in names:
+            worker = self.crew[name]
+            said = Receiving(JOB, name, worker.incarnation, self.attempt, 0, waits=True)
+            self.spine.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
+
+    def owners(self) -> dict[str, set[int]]:
+        """Who owns what in the committed world."""
+        assignment = self.data.custodies[JOB].assignment
+        return {
+            worker.id: set(np.flatnonzero(assignment.owners == place).tolist())
+            for place, worker in enumerate(assignment.workers)
+        }
+
+
+@asynccontextmanager
+async def a_data_stage(store: Store | None = None) -> AsyncIterator[DataStage]:
+    """A stage that is set inside the block, and gone at its end as after a crash."""
+    made: list[DataStage] = []
+    async with running(
+        store, lambda spine: made.append(DataStage(spine)), requests=(*JOB_REQUESTS, *REQUESTS, *DATA_REQUESTS)
+    ):
+        (stage,) = made
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(stage.service.run)
+            yield stage
+            assert not tasks.cancel_scope.cancel_called
+            tasks.cancel_scope.cancel()
+
+
+async def keys_in(store: Store) -> list[str]:
+    """What is kept of training data, without what it is about."""
+    return [entry.key.removeprefix(PREFIX) for entry in await read_all(store, PREFIX)]
+
+
+def union(held: Iterable[set[int]]) -> set[int]:
+    return set().union(*held)

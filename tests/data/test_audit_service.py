@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forged.data import audit_service
+from forged.data.messages import AuditData, AuditView, ReportUsage
+from forged.data.usage import Run
+from forged.errors import RequestRefused
+from forged.jobs.model import CreateJob, RemoveJob
+from forged.ledger import read_all
+from forged.store.port import Store
+from tests.data.stage import DataStage, a_data_stage
+from tests.elastic.play import JOB
+from tests.spine import virtual
+from tests.troubled_store import TroubledStore
+
+SAMPLES = 100
+
+
+async def report(stage: DataStage, generation: int, begins_at: int, *runs: Run, samples: int = SAMPLES) -> None:
+    await stage.spine.bus.ask(ReportUsage(JOB, "a", generation, begins_at, samples, list(runs)))
+
+
+def steps(first: int, end: int, *, epoch: int = 0, size: int = 10) -> Run:
+    """So many steps, of which each uses what comes next."""
+    start = first * size - epoch * SAMPLES
+    return Run(first, epoch, start, size, end - first)
+
+
+async def audit(stage: DataStage, epoch: int | None = 0) -> AuditView:
+    return await stage.spine.bus.ask(AuditData(JOB, epoch))
+
+
+async def keys(store: Store) -> list[str]:
+    return [entry.key for entry in await read_all(store, audit_service.PREFIX)]
+
+
+async def refused(act: Any) -> str:
+    with pytest.raises(RequestRefused) as error:
+        await act
+    return error.value.code
+
+
+@virtual
+async def test_an_epoch_is_complete_when_all_of_it_was_reported() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 9))
+        assert ((await audit(stage)).complete, (await audit(stage)).missing) == (False, [(90, 100)])
+        await report(stage, 1, 0, steps(9, 10))
+        found = await audit(stage)
+        assert (found.complete, found.used, found.missing_total, found.epochs) == (True, 100, 0, [0])
+
+
+@virtual
+async def test_what_is_reported_again_changes_nothing() -> None:
+    async with a_data_stage() as stage:
+        for _ in range(3):
+            await report(stage, 1, 0, steps(0, 6))
+        await report(stage, 1, 0, steps(3, 10))
+        found = await audit(stage)
+        assert (found.complete, found.repeated) == (True, [])
+
+
+@virtual
+async def test_what_is_used_twice_is_told() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 10), Run(10, 0, 20, 10))
+        found = await audit(stage)
+        assert (found.complete, found.repeated) == (False, [(20, 30)])
+
+
+@virtual
+async def test_what_a_world_used_behind_the_beginning_of_a_later_one_is_void() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 8))
+        await report(stage, 2, 5, Run(5, 0, 50, 25, 2))
+        found = await audit(stage)
+        assert (found.complete, found.used) == (True, 100)
+
+
+@virtual
+async def test_what_an_earlier_world_tells_late_counts_up_to_where_the_later_one_began() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 2, 5, steps(5, 10))
+        assert (await audit(stage)).missing == [(0, 50)]
+        await report(stage, 1, 0, steps(0, 8))
+        assert (await audit(stage)).complete
+
+
+@virtual
+async def test_the_latest_epoch_is_looked_at_if_none_is_named() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 10), steps(10, 13, epoch=1))
+        found = await audit(stage, None)
+        assert (found.epoch, found.used, found.epochs) == (1, 30, [0, 1])
+
+
+@virtual
+async def test_what_was_acknowledged_survives_the_daemon() -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await report(stage, 1, 0, steps(0, 8))
+        await report(stage, 2, 5, steps(5, 9))
+    async with a_data_stage(TroubledStore(store.memory)) as stage:
+        assert (await audit(stage)).missing == [(90, 100)]
+        await report(stage, 1, 0, steps(0, 8))
+        await report(stage, 2, 5, steps(5, 10))
+        assert (await audit(stage)).complete
+
+
+@virtual
+async def test_another_number_of_samples_is_refused() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 8))
+        assert await refused(report(stage, 1, 0, steps(8, 9), samples=99)) == "dataset_differs"
+
+
+@virtual
+async def test_what_is_no_part_of_an_epoch_is_refused_and_leaves_nothing() -> None:
+    async with a_data_stage() as stage:
+        assert await refused(report(stage, 1, 0, Run(0, 0, 95, 10))) == "usage_invalid"
+        assert await refused(audit(stage)) == "usage_none"
+        await report(stage, 1, 0, steps(0, 10, size=5), samples=50)
+        assert (await audit(stage)).complete
+
+
+@virtual
+async def test_of_a_job_that_is_removed_nothing_is_left() -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await stage.spine.bus.ask(CreateJob(JOB, {}))
+        await report(stage, 1, 0, steps(0, 8))
+        assert await keys(store) == ["usage/run/0"]
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.spine.settle()
+        assert await keys(store) == []
+        assert await refused(audit(stage)) == "usage_none"
+
+
+@virtual
+async def test_many_rows_are_settled_and_prove_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_service, "ROWS_MAX", 20)
+    async with a_data_stage() as stage:
+        order = [*range(0, 100, 2), *range(1, 100, 2)]
+        for step, position in enumerate(order):
+            await report(stage, 1, 0, Run(step, 0, position, 1))
+        assert stage.audit.logs[JOB].rows <= 21 + 50
+        assert (await audit(stage)).complete
+        await report(stage, 2, 100, Run(100, 1, 0, 1))
+        assert (await audit(stage)).complete
+
+
+@virtual
+async def test_more_rows_than_can_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_service, "CHUNKS_MAX", 0)
+    async with a_data_stage() as stage:
+        assert await refused(report(stage, 1, 0, steps(0, 8))) == "usage_full"

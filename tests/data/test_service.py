@@ -1,0 +1,559 @@
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from forged.data.messages import (
+    CorruptShardFound,
+    DatasetDefined,
+    DatasetSpec,
+    OfferShards,
+    PlanData,
+    ReadOwners,
+    ReportCorruptShard,
+    ReportShards,
+    ShardsLost,
+    ShowData,
+    ShowTransfers,
+    TransfersCompleted,
+    TransfersPlanned,
+)
+from forged.elastic.messages import (
+    AbortJob,
+    DrainWorker,
+    JobAborted,
+    Receiving,
+    ReportReady,
+    RescaleCompleted,
+    RescaleJob,
+    RescaleStarted,
+    WorkerFailed,
+)
+from forged.errors import RequestRefused, Unavailable
+from forged.jobs.model import RemoveJob
+from forged.messages import Call, Decision
+from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
+from tests.elastic.play import JOB
+from tests.spine import OPERATOR, virtual
+from tests.troubled_store import TroubledStore, full
+
+ALL = frozenset(range(10))
+
+
+async def formed(stage: DataStage, **settings: Any) -> None:
+    """Two workers that hold five shards each."""
+    await stage.come("a", *range(5), min_workers=2, **settings)
+    await stage.come("b", *range(5, 10))
+    await stage.rescale("a", "b")
+
+
+async def refused(act: Awaitable[Any]) -> str:
+    with pytest.raises(RequestRefused) as error:
+        await act
+    return error.value.code
+
+
+class TestADataset:
+    @virtual
+    async def test_is_defined_once_by_the_first_who_says_what_it_holds(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.rescale("a", "b")
+            assert len(stage.facts(DatasetDefined)) == 1
+
+    @virtual
+    async def test_that_is_another_one_is_refused(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", min_workers=2)
+            await stage.come("b")
+            await stage.stop()
+            await stage.offer("a")
+            assert await refused(stage.offer("b", dataset=DatasetSpec(1_000, 11))) == "dataset_differs"
+
+    @virtual
+    async def test_that_cannot_be_is_refused_and_defines_nothing(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a")
+            await stage.stop()
+            for dataset in (DatasetSpec(10, 11), DatasetSpec(2**62, 2**60)):
+                assert await refused(stage.offer("a", dataset=dataset)) == "dataset_invalid"
+            assert stage.facts(DatasetDefined) == []
+            await stage.offer("a")
+            assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
+
+    @virtual
+    async def test_is_kept_even_if_its_first_offer_is_refused(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await stage.come("a")
+            await stage.stop()
+            for held in (b"1234567", np.array([10], "<i8").tobytes(), np.array([-1], "<i8").tobytes()):
+                assert await refused(stage.offer("a", held=held)) == "holdings_invalid"
+            known = JOB in stage.data.custodies
+            assert known == (await keys_in(store) == [f"{JOB}/dataset"]) == bool(stage.facts(DatasetDefined))
+
+    @virtual
+    async def test_where_nobody_stops_for_a_rescale_is_refused_before_anybody_joins(self) -> None:
+        async with a_data_stage() as stage:
+            assert await refused(stage.come("a", use_synchronous_rescaling=False)) == "data_needs_synchronous"
+            assert JOB not in stage.service.clusters
+
+    @virtual
+    async def test_of_a_job_that_none_was_given_to_is_nowhere(self) -> None:
+        async with a_data_stage() as stage:
+            for request in (ShowData("other"), ShowTransfers("other"), PlanData("other", ["a"]), ReadOwners("other")):
+                assert await refused(stage.spine.bus.ask(request)) == "job_without_data"
+
+
+class TestAPlan:
+    @virtual
+    async def test_is_made_when_all_members_have_said_what_they_hold(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.stop()
+            await stage.offer("a")
+            assert await refused(stage.part("a")) == "plan_pending"
+            assert stage.facts(TransfersPlanned) == []
+            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            assert (shown.running, shown.waiting_for) == (True, ["b"])
+            await stage.offer("b")
+            (planned,) = stage.facts(TransfersPlanned)
+            assert (planned.attempt, planned.totals.transfers, planned.totals.from_owners) == (1, 5, 5)
+
+    @virtual
+    async def test_holds_from_the_commit_on(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            await stage.fetch("a", "b")
+            assert (await stage.spine.bus.ask(ShowData(JOB))).generation == 0
+            await stage.commit("a", "b")
+            shown = await stage.spine.bus.ask(ShowData(JOB))
+            assert [(one.worker_id, one.owned, one.samples) for one in shown.workers] == [("a", 5, 500), ("b", 5, 500)]
+            assert shown.generation == 1
+            assert stage.owners() == stage.held
+            page = await stage.spine.bus.ask(ReadOwners(JOB))
+            assert (page.generation, page.more, len(page.owners)) == (1, False, 40)
+
+    @virtual
+    async def test_is_told_to_be_over_once_all_have_what_they_need(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            await stage.fetch("a")
+            assert stage.facts(TransfersCompleted) == []
+            await stage.fetch("b", "b", "a")
+            (completed,) = stage.facts(TransfersCompleted)
+            assert (completed.attempt, completed.transfers, completed.bytes) == (1, 5, 500)
+            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            assert (shown.running, shown.done, shown.bytes) == (False, 5, 500)
+
+    @virtual
+    async def test_of_a_newer_attempt_supersedes_the_older(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.offer_all()
+            old = stage.attempt
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            assert stage.attempt == old + 1
+            assert await refused(stage.offer("a", attempt=old)) == "attempt_over"
+            await stage.stop()
+            await stage.offer("a")
+            for said in (stage.part("a", old), stage.crew["a"].ask(ReportShards(JOB, "a", b"", old))):
+                assert await refused(said) == "attempt_over"
+            await stage.offer("b")
+            await stage.fetch("a", "b")
+            assert (await stage.commit("a", "b")).attempt == old + 1
+
+    @virtual
+    async def test_is_for_members_with_data_only(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.worker("b").join()
+            await stage.wait(0.1)
+            await stage.stop()
+            await stage.offer("a")
+            await stage.fetch("a")
+            await stage.crew["a"].ready(1)
+            await stage.crew["b"].ready(1)
+            await stage.spine.settle()
+            assert stage.owners() == {"a": ALL}
+            assert stage.facts(RescaleCompleted)[-1].delta.epoch == 1
+
+    @virtual
+    async def test_is_made_though_who_completed_it_has_to_say_so_again(self) -> None:
+        """Its request was given up before the plan was made."""
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10))
+            await stage.stop()
+            custody = stage.data._custody(OfferShards(JOB, "a", b"", 1, DATASET))
+            custody.gather(1, (stage.service.clusters[JOB].members["a"].worker,), (), 0.0)
+            assert custody.offer(custody.member("a"), np.arange(10), False, 0, 0.0)
+            await stage.offer("a")
+            assert len(stage.facts(TransfersPlanned)) == 1
+            await stage.offer("a")
+            assert len(stage.facts(TransfersPlanned)) == 1
+
+    @virtual
+    async def test_is_told_in_parts_of_who_says_in_parts_what_it_holds(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a")
+            await stage.stop()
+            await stage.offer("a", held=np.arange(6, dtype="<i8").tobytes(), more=True)
+            assert stage.facts(TransfersPlanned) == []
+            await stage.offer("a", held=np.arange(5, 10, dtype="<i8").tobytes())
+            assert stage.facts(TransfersPlanned)[0].totals.transfers == 0
+
+    @virtual
+    async def test_that_would_be_made_is_told_without_doing_anything(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            before = len(stage.records())
+            totals = await stage.spine.bus.ask(PlanData(JOB, ["a", "b", "c"]))
+            assert (totals.transfers, totals.from_owners) == (3, 3)
+            assert len(stage.records()) == before
+
+
+class TestProgress:
+    @virtual
+    async def test_is_shown_by_worker_as_it_is_told(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            b = stage.crew["b"]
+            for attempt, data in ((1, 300), (0, 900)):
+                said = Receiving(JOB, "b", b.incarnation, attempt, 5_000, transfers=data // 100, data=data)
+                stage.spine.bus.signal(said, Call(OPERATOR, "a test", client=b.client))
+                await stage.wait(0.1)
+            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            told = {one.worker_id: (one.done, one.transfers, one.bytes) for one in shown.workers}
+            assert told == {"a": (0, 0, 0), "b": (3, 5, 300)}
+            assert (shown.done, shown.bytes) == (3, 300)
+
+    @virtual
+    async def test_of_bad_copies_is_put_on_record(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            assert stage.facts(CorruptShardFound) == [CorruptShardFound("a", 3, "b")]
+
+    @virtual
+    async def test_that_bad_copies_make_impossible_begins_anew(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            await stage.crew["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))
+            await stage.wait(0.1)
+            assert stage.attempt == 2
+            assert "b found bad copies of 1 shards" in stage.facts(RescaleStarted)[-1].reason
+            assert await refused(stage.crew["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))) == "attempt_over"
+
+
+class TestADaemonThatIsKilled:
+    async def _again(self, store: TroubledStore) -> TroubledStore:
+        return TroubledStore(store.memory)
+
+    @virtual
+    async def test_before_the_plan_is_kept_begins_anew(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.stop()
+            await stage.offer("a")
+        async with a_data_stage(await self._again(store)) as stage:
+            stage.held = {"a": set(ALL), "b": set()}
+            await stage.come_again("a", "b")
+            assert await refused(stage.offer("b", attempt=1)) == "attempt_over"
+            assert stage.attempt == 2
+            await stage.rescale("a", "b")
+            assert stage.owners() == stage.held
+
+    @virtual
+    async def test_with_a_plan_that_came_to_nothing_forgets_it(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            held = stage.held
+        again = await self._again(store)
+        assert f"{JOB}/holders/1" in await keys_in(again)
+        async with a_data_stage(again) as stage:
+            stage.held = held
+            assert stage.data.custodies[JOB].assignment.generation == 0
+            await stage.come_again("a", "b")
+            await stage.rescale("a", "b")
+            assert stage.owners() == stage.held
+            assert await keys_in(again) == [f"{JOB}/dataset", f"{JOB}/holders/2", f"{JOB}/piece/2/0/0"]
+
+    @pytest.mark.parametrize("is_durable", [True, False], ids=["behind the commit", "before it"])
+    def test_at_the_commit_adopts_what_was_committed(self, is_durable: bool) -> None:
+        @virtual
+        async def test() -> None:
+            store = TroubledStore()
+            async with a_data_stage(store) as stage:
+                await formed(stage)
+                before = stage.owners()
+                await stage.spine.bus.ask(RescaleJob(JOB))
+                stage.held = {"a": set(ALL), "b": set()}
+                await stage.offer_all()
+                await stage.fetch("a", "b")
+                planned = stage.data._planned[JOB][2]
+                await stage.crew["a"].ready(2)
+                store.dies = "after" if is_durable else "before"
+                # The answer never comes: the process is killed while the commit is written.
+                store.entered.clear()
+                stage.spine.bus.submit(ReportReady(JOB, "b", stage.crew["b"].incarnation, 2), Call(OPERATOR, "a test"))
+                await store.entered.wait()
+                await anyio.sleep(1)
+            async with a_data_stage(await self._again(store)) as stage:
+                await stage.spine.settle()
+                assignment = stage.data.custodies[JOB].assignment
+                if is_durable:
+                    assert assignment.generation == 2
+                    assert (assignment.owners == planned.owners).all()
+                    assert await keys_in(store.memory) == [
+                        f"{JOB}/dataset",
+                        f"{JOB}/holders/2",
+                        f"{JOB}/piece/2/0/0",
+                    ]
+                else:
+                    assert (assignment.generation, stage.owners()) == (1, before)
+
+        test()
+
+    @virtual
+    async def test_while_it_deletes_what_is_no_more_leaves_nothing_of_it_in_the_end(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await formed(stage)
+            held = stage.held
+            pieces = ["piece/1/0/0", "piece/7/0/0", "piece/7/1/0"]
+            stray = {f"data/{JOB}/{piece}": b"\0" * 20 for piece in pieces[1:]}
+            stage.spine.ledger.append(Decision(None, writes={**stray, "data/gone/holders/3": b"", "data/gone/x": b""}))
+            await stage.spine.settle()
+        again = await self._again(store)
+        async with a_data_stage(again) as stage:
+            stage.held = held
+            await stage.come_again("a", "b")
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.rescale("a", "b")
+            assert await keys_in(again) == [f"{JOB}/dataset", f"{JOB}/holders/2", f"{JOB}/piece/2/0/0"]
+
+
+class TestAFullDisk:
+    @virtual
+    async def test_when_the_plan_is_to_be_kept_costs_the_attempt_and_nothing_else(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await formed(stage)
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.stop()
+            await stage.offer("a")
+            store.commit_error = full()
+            with pytest.raises(Unavailable):
+                await stage.offer("b")
+            store.commit_error = None
+            await stage.wait(10.0)
+            assert stage.owners() == stage.held
+            await stage.rescale("a", "b")
+            assert stage.owners() == stage.held
+            assert stage.facts(RescaleCompleted)[-1].delta.epoch == 2
+
+
+class TestAJobThatIsRemoved:
+    @virtual
+    async def test_leaves_nothing(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await formed(stage)
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.offer_all()
+            assert len(await keys_in(store)) == 5
+            await stage.spine.bus.ask(AbortJob(JOB))
+            for name in "ab":
+                await stage.crew[name].leave()
+            await stage.spine.bus.ask(RemoveJob(JOB))
+            await stage.spine.settle()
+            assert await keys_in(store) == []
+            assert await refused(stage.spine.bus.ask(ShowData(JOB))) == "job_without_data"
+            await stage.come("a", life=2)
+            await stage.rescale("a", dataset=DatasetSpec(70, 7, 0, True))
+            assert stage.owners() == {"a": set(range(7))}
+
+
+class TestLostShards:
+    @virtual
+    async def test_are_named_and_the_job_waits(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8), rescale_timeout_ms=500)
+            await stage.stop()
+            await stage.offer("a")
+            assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9])]
+            assert await refused(stage.part("a")) == "plan_pending"
+
+    @virtual
+    async def test_are_waited_for_by_who_has_said_what_it_holds_however_long_that_takes(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8), rescale_timeout_ms=500)
+            await stage.stop()
+            await stage.offer("a")
+            for _ in range(60):
+                stage.says_it_waits("a")
+                await stage.wait(1.0)
+            assert stage.facts(WorkerFailed) == []
+            assert stage.attempt == 1
+
+    @virtual
+    async def test_are_no_excuse_for_who_has_not_said_what_it_holds(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8), min_workers=2, rescale_timeout_ms=500)
+            await stage.come("b")
+            await stage.stop()
+            await stage.offer("a")
+            for _ in range(4):
+                stage.says_it_waits("a")
+                await stage.wait(0.5)
+            assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == ["b"]
+
+    @virtual
+    async def test_are_no_excuse_for_who_waits_no_more(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2, rescale_timeout_ms=500)
+            await stage.come("b")
+            await stage.offer_all()
+            stage.says_it_waits("a", "b")
+            await stage.wait(0.4)
+            worker = stage.crew["b"]
+            said = Receiving(JOB, "b", worker.incarnation, 1, 0)
+            stage.spine.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
+            await stage.wait(1.0)
+            assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == ["b"]
+
+    @virtual
+    async def test_that_a_newcomer_brings_let_the_job_go_on(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8))
+            await stage.stop()
+            await stage.offer("a")
+            await stage.come("b", 8, 9)
+            assert stage.attempt == 2
+            assert "may hold what is missing" in stage.facts(RescaleStarted)[-1].reason
+            await stage.rescale("a", "b")
+            assert union(stage.owners().values()) == ALL
+            assert stage.owners() == stage.held
+
+    @virtual
+    async def test_that_one_brings_who_came_before_the_loss_was_known_let_the_job_go_on(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            await stage.crew["b"].leave(failed=True)
+            await stage.come("b2", min_workers=2)
+            await stage.stop()
+            await stage.offer("a")
+            await stage.come("c", *range(5, 10))
+            assert stage.attempt == 2
+            await stage.offer("b2")
+            await stage.wait(0.1)
+            assert stage.attempt == 3
+            await stage.rescale("a", "b2", "c")
+            assert union(stage.owners().values()) == ALL
+
+    @virtual
+    async def test_are_not_asked_for_again_and_again_of_those_who_do_not_fit_in(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8), max_workers=1)
+            await stage.stop()
+            await stage.come("b", 8, 9)
+            await stage.offer("a")
+            await stage.wait(5.0)
+            assert len(stage.facts(RescaleStarted)) == 1
+
+    @virtual
+    async def test_end_the_job_where_that_is_its_policy(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8), lost_data_policy="abort")
+            await stage.stop()
+            await stage.offer("a")
+            await stage.spine.settle()
+            (aborted,) = stage.facts(JobAborted)
+            assert aborted.reason == "nobody has 2 shards any more, and they cannot be had again: 8, 9"
+            assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9])]
+
+    @virtual
+    async def test_are_none_where_there_is_an_origin(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a")
+            dataset = DatasetSpec(1_000, 10, 0, True)
+            await stage.rescale("a", dataset=dataset)
+            assert stage.owners() == {"a": ALL}
+            assert stage.facts(TransfersPlanned)[0].totals.from_origin == 10
+
+
+class TestAWorkerThatIsToGo:
+    @virtual
+    async def test_gives_what_only_it_holds_away_before(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            await stage.spine.bus.ask(DrainWorker(JOB, "b"))
+            assert stage.attempt == 2
+            await stage.offer_all()
+            assert [(await stage.part(name)).is_released for name in "ab"] == [False, True]
+            await stage.fetch("a", "b")
+            assert stage.facts(TransfersCompleted)[-1].transfers == 5
+            await stage.commit("a", "b")
+            assert stage.owners() == {"a": ALL}
+            assert stage.held == {"a": set(ALL), "b": set()}
+
+    @virtual
+    async def test_when_everybody_is_needs_nobody_to_take_over(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            for name in "ab":
+                await stage.spine.bus.ask(DrainWorker(JOB, name))
+            assert stage.attempt == 3
+            await stage.offer_all()
+            assert [(await stage.part(name)).is_released for name in "ab"] == [True, True]
+            await stage.fetch("a", "b")
+            await stage.commit("a", "b")
+            assert stage.owners() == stage.held == {"a": set(range(5)), "b": set(range(5, 10))}
+
+    @virtual
+    async def test_and_was_told_so_while_it_joined_is_given_nothing(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10))
+            await stage.rescale("a")
+            await stage.come("b")
+            assert stage.attempt == 2
+            await stage.offer_all()
+            await stage.spine.bus.ask(DrainWorker(JOB, "b"))
+            assert stage.attempt == 3
+            await stage.rescale("a")
+            assert stage.owners() == {"a": ALL}
+
+
+class TestTwoJobs:
+    @virtual
+    async def test_have_nothing_to_do_with_each_other(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            before = stage.owners()
+            await stage.come("z", job="other")
+            worker = stage.crew["z"]
+            await worker.stop(1)
+            await worker.ask(OfferShards("other", "z", worker.incarnation, 1, DatasetSpec(7, 7, 2, True)))
+            assert stage.data.custodies["other"].dataset.shards == 7
+            assert stage.owners() == before

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.data import DirectoryShardStore, ElasticSampler, FunctionOrigin, TrainingData
+from forged.data.memory import MemoryShardStore
+from forged.data.messages import DatasetSpec
+from forged.errors import RequestRefused
+from forged.worker.worker import ElasticWorker
+
+
+def test_a_directory_is_as_good_as_a_store(tmp_path: Path) -> None:
+    data = TrainingData(100, 10, tmp_path / "shards")
+    assert isinstance(data.store, DirectoryShardStore)
+    store = MemoryShardStore()
+    assert TrainingData(100, 10, store).store is store
+
+
+def test_what_all_workers_have_to_agree_on_leaves_out_where_each_keeps_its_part() -> None:
+    origin = FunctionOrigin(lambda shard, file: None)
+    one = TrainingData(100, 10, MemoryShardStore(), origin=origin, replication=2, rate_bytes_per_s=1e6)
+    other = TrainingData(100, 10, MemoryShardStore(), origin=FunctionOrigin(lambda shard, file: None), replication=2)
+    assert one.spec == other.spec == DatasetSpec(100, 10, 2, True)
+    assert TrainingData(100, 10, MemoryShardStore()).spec == DatasetSpec(100, 10, 0, False)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 7])
+def test_few_samples_are_a_dataset(samples: int) -> None:
+    assert TrainingData(samples, samples, MemoryShardStore()).spec.shards == samples
+
+
+@pytest.mark.parametrize(
+    ("samples", "shards", "more"),
+    [
+        (-1, 1, {}),
+        (10, 0, {}),
+        (10, 11, {}),
+        (10, 2, {"replication": -1}),
+        (10, 2, {"replication": 1.5}),
+        (10, 2, {"rate_bytes_per_s": 0}),
+        (10, 2, {"rate_bytes_per_s": float("nan")}),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(samples: int, shards: int, more: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused):
+        TrainingData(samples, shards, MemoryShardStore(), **more)
+
+
+def test_a_sampler_of_other_samples_is_refused_at_once() -> None:
+    data = TrainingData(100, 10, MemoryShardStore())
+    with pytest.raises(RequestRefused, match="the data has 100 samples, and the sampler 99") as error:
+        ElasticWorker("a", data=data, sampler=ElasticSampler(99, 10))
+    assert error.value.code == "sampler_differs"

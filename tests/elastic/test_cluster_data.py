@@ -1,0 +1,242 @@
+"""What it means for a cluster that its workers hold training data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from forged.elastic.attempt import RECEIVED_BYTES_MIN, Stage, Stop
+from forged.elastic.messages import RescaleCompleted, RescaleStarted, WorkerFailed
+from forged.errors import RequestRefused
+from forged.jobs.model import SettingValue
+from tests.elastic.play import Play, incarnation, newcomer
+
+SOON: dict[str, SettingValue] = {"stability_window_ms": 0, "failure_window_ms": 0}
+
+
+def join(play: Play, *names: str, with_data: bool = True) -> None:
+    for name in names:
+        member = newcomer(name, now=play.time)
+        member.with_data = with_data
+        play.cluster.join(member, play.now)
+        play.settle()
+
+
+def formed(*names: str, **settings: SettingValue) -> Play:
+    """A world in which all hold data."""
+    play = Play(**{**SOON, "min_workers": len(names), **settings})
+    join(play, *names)
+    play.wait(0.1)
+    play.agree()
+    play.news()
+    return play
+
+
+def stop(play: Play, *names: str) -> None:
+    play.stop(*names, stop=Stop(0, holds_state=True))
+
+
+def members(play: Play, name: str) -> tuple[list[str], list[str]]:
+    """Who is to hold data in the attempt, and who goes, as a worker is told."""
+    found = play.cluster.attempt_members(name, incarnation(name))
+    return [worker.id for worker in found.target], [worker.id for worker in found.leaving]
+
+
+def say(play: Play, *names: str, state: int = 0, data: int = 0, waits: bool = False) -> None:
+    for name in names:
+        number = play.cluster.attempts
+        play.cluster.receiving(name, incarnation(name), number, (state, data), play.now, waits=waits)
+
+
+def failed(play: Play) -> list[str]:
+    return [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)]
+
+
+def wait_saying(play: Play, seconds: int, *names: str, silent: Sequence[str] = ()) -> None:
+    """Time passes, and these say every second that they wait for others."""
+    for _ in range(seconds):
+        say(play, *names, waits=True)
+        play.wait(1.0, silent=silent)
+
+
+class TestACommit:
+    def test_waits_for_all_who_hold_data_though_they_have_the_state(self) -> None:
+        play = formed("a", "b")
+        play.cluster.rescale(play.now, "a wish")
+        stop(play, "a", "b")
+        attempt = play.cluster.attempt
+        assert attempt is not None
+        assert (attempt.stage, attempt.waiting_for) == (Stage.SYNCHRONISING, ["a", "b"])
+        play.ready("a")
+        assert play.cluster.attempt is attempt
+        play.ready("b")
+        assert play.last(RescaleCompleted).attempt == attempt.number
+
+    def test_waits_for_nobody_without_data_who_has_the_state(self) -> None:
+        play = Play(**SOON, min_workers=2)
+        join(play, "a")
+        join(play, "b", with_data=False)
+        play.wait(0.1)
+        play.agree()
+        play.cluster.rescale(play.now, "a wish")
+        stop(play, "a", "b")
+        attempt = play.cluster.attempt
+        assert attempt is not None
+        assert attempt.waiting_for == ["a"]
+
+    def test_does_not_go_ahead_of_data_though_nobody_is_to_stop(self) -> None:
+        play = formed("a")
+        play.cluster.configure({**play.settings, "use_synchronous_rescaling": False})
+        before = play.cluster.generation
+        play.cluster.rescale(play.now, "a wish")
+        assert play.cluster.attempt is not None
+        assert play.cluster.generation == before
+        play.agree()
+        assert play.cluster.generation == before + 1
+
+
+class TestTheMembersOfAnAttempt:
+    def test_are_those_who_hold_data_by_rank(self) -> None:
+        play = Play(**SOON, min_workers=3)
+        join(play, "a")
+        join(play, "b", with_data=False)
+        join(play, "c")
+        play.wait(0.1)
+        assert members(play, "c") == (["a", "c"], [])
+
+    def test_are_told_apart_from_those_who_go(self) -> None:
+        play = formed("a", "b", "c")
+        play.cluster.drain("b", play.now, "")
+        assert members(play, "a") == (["a", "c"], ["b"])
+
+    def test_are_those_who_go_if_nobody_stays(self) -> None:
+        play = formed("a", "b")
+        play.cluster.drain("a", play.now, "")
+        play.cluster.drain("b", play.now, "")
+        assert members(play, "b") == (["a", "b"], ["a", "b"])
+
+    @pytest.mark.parametrize("name", ["a", "z"])
+    def test_are_told_to_members_of_the_present_one_only(self, name: str) -> None:
+        play = formed("a")
+        with pytest.raises(RequestRefused) as error:
+            members(play, name)
+        assert error.value.code == "attempt_over"
+
+
+class TestWhoIsToGo:
+    def test_has_its_data_taken_over_at_once(self) -> None:
+        play = formed("a", "b")
+        play.cluster.drain("b", play.now, "the spot price")
+        assert play.last(RescaleStarted).reason == "b is to go: the spot price"
+        assert play.cluster.world.keys() == {"a", "b"}
+
+    def test_is_not_waited_for_anew_when_told_twice(self) -> None:
+        play = formed("a", "b")
+        play.cluster.drain("b", play.now, "")
+        number = play.cluster.attempts
+        play.cluster.drain("b", play.now, "")
+        assert play.cluster.attempts == number
+
+    def test_and_takes_part_in_an_attempt_makes_it_begin_anew(self) -> None:
+        play = formed("a", "b")
+        play.cluster.rescale(play.now, "a wish")
+        stop(play, "a", "b")
+        number = play.cluster.attempts
+        play.cluster.drain("b", play.now, "")
+        assert play.cluster.attempts == number + 1
+
+    def test_and_was_about_to_be_taken_in_is_left_out(self) -> None:
+        play = formed("a")
+        join(play, "b")
+        play.wait(0.1)
+        number = play.cluster.attempts
+        play.cluster.drain("b", play.now, "")
+        attempt = play.cluster.attempt
+        assert attempt is not None
+        assert (attempt.number, attempt.target) == (number + 1, ("a",))
+
+    def test_is_remembered_by_the_next_daemon(self) -> None:
+        play = formed("a", "b")
+        play.cluster.drain("b", play.now, "")
+        play.restart()
+        play.come_back("a", "b")
+        play.wait(0.1)
+        assert members(play, "a") == (["a"], ["b"])
+
+    def test_without_data_goes_by_itself(self) -> None:
+        play = Play(**SOON)
+        join(play, "a", with_data=False)
+        play.wait(0.1)
+        play.agree()
+        number = play.cluster.attempts
+        play.cluster.drain("a", play.now, "")
+        assert (play.cluster.attempts, play.cluster.attempt) == (number, None)
+
+
+class TestSilence:
+    """Nobody fails for what another one has to do."""
+
+    def begun(self) -> Play:
+        play = formed("a", "b", rescale_timeout_ms=2_000)
+        play.cluster.rescale(play.now, "a wish")
+        stop(play, "a", "b")
+        return play
+
+    def test_of_who_fetches_and_gets_on_is_none(self) -> None:
+        play = self.begun()
+        for second in range(1, 20):
+            say(play, "a", "b", state=1_000, data=second * RECEIVED_BYTES_MIN)
+            play.wait(1.0)
+        assert failed(play) == []
+
+    def test_is_not_broken_by_saying_the_same_again(self) -> None:
+        play = self.begun()
+        play.ready("a")
+        for _ in range(5):
+            say(play, "b", state=1_000, data=7)
+            play.wait(1.0)
+        assert failed(play) == ["b"]
+
+    def test_is_broken_by_data_though_more_bytes_of_state_have_come_before(self) -> None:
+        play = self.begun()
+        say(play, "b", state=100 * RECEIVED_BYTES_MIN)
+        for second in range(1, 10):
+            say(play, "a", "b", data=second * RECEIVED_BYTES_MIN)
+            play.wait(1.0)
+        assert failed(play) == []
+
+    def test_of_all_who_wait_is_nobodys_fault(self) -> None:
+        play = self.begun()
+        number = play.cluster.attempts
+        wait_saying(play, 60, "a", "b")
+        assert (failed(play), play.cluster.attempts) == ([], number)
+
+    def test_is_that_of_the_one_for_whom_the_others_wait(self) -> None:
+        play = self.begun()
+        wait_saying(play, 4, "a")
+        assert failed(play) == ["b"]
+
+    def test_begins_anew_when_somebody_waits_no_more(self) -> None:
+        play = self.begun()
+        wait_saying(play, 10, "a", "b")
+        play.ready("a")
+        say(play, "b")
+        play.wait(4.0)
+        assert failed(play) == ["b"]
+
+    def test_of_who_said_long_ago_that_it_waits_is_its_own(self) -> None:
+        play = self.begun()
+        wait_saying(play, 3, "a", "b")
+        play.wait(15.0)
+        assert set(failed(play)) == {"a", "b"}
+
+    def test_cannot_be_broken_by_who_is_another_or_in_another_attempt(self) -> None:
+        play = self.begun()
+        number = play.cluster.attempts
+        for second in range(1, 5):
+            play.cluster.receiving("b", incarnation("b", 2), number, (0, second), play.now, waits=True)
+            play.cluster.receiving("b", incarnation("b"), number - 1, (0, second), play.now, waits=True)
+            say(play, "a", waits=True)
+            play.wait(1.0)
+        assert failed(play) == ["b"]

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from forged.elastic.attempt import Stop
+from forged.elastic.standstill import STALLED_TOLD_MAX, standing
+from tests.elastic.play import WINDOW_S, Play, formed
+
+
+def said(play: Play) -> str:
+    return standing(play.cluster, play.time)
+
+
+def test_a_world_that_trains_stands_nowhere() -> None:
+    assert said(formed("a", "b")) == ""
+
+
+def test_what_is_over_stands_nowhere() -> None:
+    play = formed("a", min_workers=1)
+    play.cluster.pause(play.now, "night")
+    play.cluster.abort(play.now, "enough")
+    assert said(play) == ""
+
+
+def test_a_pause_is_told_with_its_reason_whatever_has_happened_since_and_behind_a_restart() -> None:
+    play = formed("a", "b")
+    play.cluster.pause(play.now, "night")
+    assert said(play) == "paused: night"
+    play.die("b")
+    play.wait(0.1)
+    play.agree()
+    play.restart()
+    assert said(play) == "paused: night"
+    play.come_back("a")
+    play.cluster.resume(play.now, "")
+    assert said(play) == ""
+
+
+def test_who_is_stalled_is_named_with_how_long_and_where() -> None:
+    play = formed("a", "s1", stall_timeout_ms=5_000)
+    play.beat("a", "s1", step=73, marks=5_000)
+    play.beat("a", marks=5_001)
+    play.wait(12.0, still=True)
+    assert said(play) == "s1 is stalled for 12 s behind step 73"
+
+
+def test_of_many_who_are_stalled_the_first_are_named() -> None:
+    play = formed(*(f"w{number}" for number in range(STALLED_TOLD_MAX + 2)))
+    for member in play.cluster.members.values():
+        member.stalled = True
+    assert said(play).endswith("; 2 more are stalled")
+    assert said(play).count(" is stalled for ") == STALLED_TOLD_MAX
+
+
+def test_too_few_are_told_with_who_is_missing_and_how_long_they_wait() -> None:
+    play = formed("a", "b", "c", min_workers=3, min_workers_timeout_ms=10_000)
+    play.die("c")
+    play.wait(3.0)
+    assert said(play) == "2 workers wait for 1 more: min_workers is 3; given up in 7 s"
+
+
+def test_too_few_may_wait_for_ever() -> None:
+    play = Play(min_workers=3, min_workers_timeout_ms=None)
+    assert said(play) == "no worker is there: min_workers is 3"
+    play.join("a")
+    assert said(play) == "1 worker waits for 2 more: min_workers is 3"
+
+
+def test_a_job_that_nobody_is_left_of_says_so() -> None:
+    play = formed("a", min_workers_timeout_ms=10_000)
+    play.die("a")
+    play.wait(4.0)
+    assert said(play) == "no worker is there: min_workers is 1; given up in 6 s"
+
+
+def test_those_who_form_a_world_wait_until_nobody_joins_any_more() -> None:
+    play = Play()
+    play.join("a", "b")
+    play.wait(10.0)
+    assert said(play) == "2 workers wait until nobody has joined for 30 s (20 s more)"
+    play.wait(19.9)
+    assert said(play) == "2 workers wait until nobody has joined for 30 s (1 s more)"
+
+
+def test_who_finds_no_room_is_told_why() -> None:
+    play = formed("a")
+    play.cluster.configure({"max_workers": 1})
+    play.join("b")
+    assert said(play) == "1 worker waits: max_workers is 1"
+
+
+def test_who_would_not_make_enough_with_the_world_is_told_why() -> None:
+    """The limit was raised while they trained."""
+    play = formed("a", "b")
+    play.cluster.configure({"min_workers": 5})
+    play.join("c")
+    assert said(play) == "1 worker waits for 2 more: min_workers is 5"
+
+
+def test_an_attempt_names_who_it_waits_for_and_for_what() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.wait(WINDOW_S)
+    play.time += 12.0
+    play.stop("a", stop=Stop(3, holds_state=True))
+    play.stop("c", stop=Stop(0, holds_state=False))
+    assert said(play) == "attempt 2 waits for b to stop (12 s)"
+    play.stop("b", stop=Stop(3, holds_state=True))
+    assert said(play) == "attempt 2 waits for c to have what the others give it (12 s)"
+
+
+def test_an_attempt_over_which_the_daemon_died_waits_for_who_is_not_back() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.wait(WINDOW_S)
+    play.restart()
+    play.come_back("a", "c")
+    assert said(play) == "attempt 3 begins when b is back, in 15 s at the latest"
+
+
+def test_all_that_stands_still_is_told() -> None:
+    play = formed("a")
+    play.cluster.configure({"max_workers": 1})
+    play.join("b", "c")
+    play.cluster.pause(play.now, "night")
+    assert said(play) == "paused: night; 2 workers wait: max_workers is 1"

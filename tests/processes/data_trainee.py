@@ -1,0 +1,81 @@
+"""A training script with data in a process of its own. What each step draws is told before the step can count."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from forged.data import Dataset, ElasticSampler, FunctionOrigin, TrainingData
+from forged.data.model import DataShard
+from forged.elastic.config import ElasticTrainingConfig
+from forged.worker.training import Training, join
+from tests.data.wards import filling
+from tests.processes.trainee import COMPUTING_S, ENOUGH, FOREVER, JOB, Account, say
+from tests.worker.crew import advance
+
+SAMPLES, SHARDS, BATCH, SEED = 200, 40, 16, 7
+SHARD_BYTES = 100_000
+DATASET = Dataset.of(SAMPLES, SHARDS)
+
+
+def sampler_of(mode: str) -> ElasticSampler:
+    return ElasticSampler(SAMPLES, BATCH, SEED, mode=mode, dataset=DATASET if mode == "sharded" else None)
+
+
+def write(shard: DataShard, file: BinaryIO) -> None:
+    file.write(filling(shard.shard_id, SHARD_BYTES))
+
+
+def check(worker: Training, data: TrainingData, mode: str, drawn: list[int]) -> None:
+    """In sharded mode whatever is drawn is here."""
+    if mode == "sharded":
+        missing = {int(shard) for shard in DATASET.shard_of(drawn)} - set(data.store.held())
+        assert not missing, f"{worker.worker.worker_id} draws from {missing}, which it does not hold"
+
+
+def train(worker: Training, data: TrainingData, mode: str, enough: Path) -> None:
+    """Train until somebody says that it is enough."""
+    state, account = worker.state, Account(worker)
+    for step in worker.steps():
+        if step == int(state["ends_at"][0]):
+            break
+        account.begin(step)
+        drawn = worker.batch().tolist()
+        check(worker, data, mode, drawn)
+        say(drew=drawn, at=step, world=worker.generation)
+        with step:
+            time.sleep(COMPUTING_S)
+            chain = int(state["chain"][0])
+            mine = np.array([1, chain, len(drawn), enough.exists()], np.int64)
+            count, chains, samples, ending = worker.all_reduce(mine)
+            assert chains == chain * count, "the states differ"
+            assert 0 < samples <= BATCH
+            state["chain"][0] = advance(chain, step)
+            state["ends_at"][0] = step + 1 if ending else FOREVER
+    account.settle()
+    for _ in worker.steps(worker.step):
+        raise AssertionError("no step is left")
+    say(finished=worker.step)
+
+
+def main() -> None:
+    """Be a worker."""
+    endpoint, name, directory, options = sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
+    state = {"chain": np.zeros(1, np.int64), "ends_at": np.full(1, FOREVER, np.int64)}
+    origin = FunctionOrigin(write) if options["has_origin"] else None
+    data = TrainingData(SAMPLES, SHARDS, options["shards"], origin=origin, replication=options["replication"])
+    config = ElasticTrainingConfig(**options["config"])
+    mode = options["mode"]
+    with join(
+        endpoint, job=JOB, state=state, worker_id=name, config=config, data=data, sampler=sampler_of(mode)
+    ) as worker:
+        train(worker, data, mode, directory / ENOUGH)
+
+
+if __name__ == "__main__":
+    main()

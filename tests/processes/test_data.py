@@ -1,0 +1,200 @@
+"""Real workers with training data that die at any moment, and a real daemon that does so too.
+
+`FORGED_DATA_KILLS` says how many workers are killed, `FORGED_SEED` which and when; both are printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random, SystemRandom
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forged.data import DirectoryShardStore
+from forged.data.messages import AuditData, DataView, ReadOwners, ShardsLost, ShowData, TransfersPlanned
+from forged.data.store import Stamp
+from forged.demo.processes import command, environment
+from tests.data.wards import filling
+from tests.processes import troupe as troupes
+from tests.processes.data_trainee import BATCH, SAMPLES, SHARD_BYTES, SHARDS, sampler_of
+from tests.processes.trainee import JOB
+from tests.processes.troupe import Player, Troupe
+
+KILLS = int(os.environ.get("FORGED_DATA_KILLS", "6"))
+SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
+
+
+class Herdsman(Player):
+    """A worker's process, and what it has drawn, by step and world."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        super().__init__(name, directory)
+        self.drawn: dict[tuple[int, int], list[int]] = {}
+
+    def take(self, line: bytes) -> None:
+        told = json.loads(line)
+        if "drew" in told:
+            self.drawn[told["at"], told["world"]] = told["drew"]
+        else:
+            super().take(line)
+
+
+class Drovers(Troupe):
+    """Workers with data, and their daemon."""
+
+    mode = "shared"
+    replication = 1
+    has_origin = False
+
+    def place_of(self, name: str) -> Path:
+        return self.directory / "shards" / name
+
+    def give_all(self, name: str) -> None:
+        """What nobody else has lies with this worker."""
+        store = DirectoryShardStore(self.place_of(name))
+        for shard in range(SHARDS):
+            data = filling(shard, SHARD_BYTES)
+            with store.receive(shard, Stamp.of(data)) as arriving:
+                arriving.write(data)
+                arriving.commit()
+
+    async def start(self, *names: str, **options: Any) -> None:
+        """Have some begin; `shards` is whose directory they take over."""
+        for name in names:
+            words = {
+                "config": self.settings,
+                "mode": self.mode,
+                "replication": self.replication,
+                "has_origin": self.has_origin,
+                "shards": str(self.place_of(options.get("shards", name))),
+            }
+            player = self.players[name] = Herdsman(name, self.directory)
+            with (self.directory / f"{name}.log").open("wb") as log:
+                player.process = await asyncio.create_subprocess_exec(
+                    *command(
+                        "tests.processes.data_trainee", self.endpoint, name, str(self.directory), json.dumps(words)
+                    ),
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    env=environment(),
+                    start_new_session=True,
+                )
+            player.hearing = asyncio.create_task(self._hear(player))
+
+    async def shown(self) -> DataView:
+        async with self.client() as client:
+            return await client.request(ShowData(JOB))
+
+    async def check_shards(self, directories: dict[str, Path]) -> None:
+        """Every shard is with its owner, byte for byte, and with as many others as there should be."""
+        async with self.client() as client:
+            page = await client.request(ReadOwners(JOB))
+        owners = [page.workers[place].id for place in np.frombuffer(page.owners, "<i4").tolist()]
+        stores = {name: DirectoryShardStore(path) for name, path in directories.items()}
+        for shard, owner in enumerate(owners):
+            assert stores[owner].path_of(shard).read_bytes() == filling(shard, SHARD_BYTES)
+            copies = sum(store.holds(shard) for store in stores.values())
+            assert copies == min(1 + self.replication, len(stores)), f"{copies} copies of shard {shard}"
+
+    async def check_draws(self) -> None:
+        """Each sample of each epoch that is over was drawn once; the daemon's proof says the same."""
+        worlds = {step.step: step.generation for player in self.players.values() for step in player.steps}
+        reference = sampler_of("shared")
+        found: list[int] = []
+        for step in range(len(worlds)):
+            draws = [
+                player.drawn[step, worlds[step]]
+                for player in self.players.values()
+                if isinstance(player, Herdsman) and (step, worlds[step]) in player.drawn
+            ]
+            drawn = sorted(sample for draw in draws for sample in draw)
+            found += drawn
+            if self.mode == "shared":
+                assert drawn == sorted(reference.batch(0, 1).tolist()), step
+                reference.advance()
+        epochs = len(found) // SAMPLES
+        assert epochs, "no epoch is over"
+        for epoch in range(epochs):
+            assert sorted(found[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == list(range(SAMPLES))
+            async with self.client() as client:
+                audit = await client.request(AuditData(JOB, epoch))
+            assert audit.complete, audit
+
+
+@asynccontextmanager
+async def drovers_in(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, mode: str = "shared", has_origin: bool = False, **settings: Any
+) -> AsyncIterator[Drovers]:
+    monkeypatch.setattr(troupes, "Troupe", Drovers)
+    settings = {"redistribution_type": "incremental", **settings}
+    async with troupes.troupe_in(directory, **settings) as troupe:
+        assert isinstance(troupe, Drovers)
+        troupe.mode, troupe.has_origin = mode, has_origin
+        yield troupe
+
+
+@pytest.mark.parametrize("mode", ["shared", "sharded"])
+async def test_deaths_at_random_cost_no_shard_and_no_sample(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print(f"FORGED_DATA_KILLS={KILLS} FORGED_SEED={SEED}")
+    random = Random(SEED)
+    async with drovers_in(tmp_path, monkeypatch, mode=mode) as troupe:
+        places = {f"w{number}": f"w{number}" for number in range(3)}
+        troupe.give_all("w0")
+        await troupe.together("w0")
+        await troupe.start("w1", "w2")
+        await troupe.world_of(*places)
+        for number in range(3, 3 + KILLS):
+            await troupe.more_steps(*places, steps=random.randrange(8))
+            await asyncio.sleep(random.random() * 0.01)
+            is_daemon_away = random.random() < 0.4
+            if is_daemon_away:
+                await troupe.daemon.kill()
+            victim = random.choice(list(places))
+            troupe[victim].kill()
+            await troupe.dead(victim)
+            place = places.pop(victim)
+            if is_daemon_away:
+                await troupe.daemon.start()
+            if random.random() < 0.5:
+                await troupe.world_of(*places)
+            name = f"w{number}"
+            # Some come with what another has left behind.
+            places[name] = place if random.random() < 0.5 else name
+            await troupe.start(name, shards=places[name])
+            await troupe.world_of(*places)
+        assert await troupe.facts(ShardsLost) == []
+        await troupe.more_steps(*places, steps=SAMPLES // BATCH + 1)
+        await troupe.finish(*places)
+        await troupe.check_shards({name: troupe.place_of(place) for name, place in places.items()})
+        await troupe.check_draws()
+
+
+async def test_a_worker_that_is_told_to_go_leaves_its_only_copies_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with drovers_in(tmp_path, monkeypatch) as troupe:
+        troupe.replication = 0
+        troupe.give_all("a")
+        await troupe.together("a")
+        await troupe.start("b", "c")
+        await troupe.world_of("a", "b", "c")
+        troupe["a"].kill(signal.SIGTERM)
+        await troupe.until(lambda: troupe["a"].code is not None)
+        assert troupe["a"].code == 0, troupe["a"].said
+        await troupe.world_of("b", "c")
+        assert await troupe.facts(ShardsLost) == []
+        assert {fact.totals.from_origin for fact in await troupe.facts(TransfersPlanned)} == {0}
+        await troupe.more_steps("b", "c", steps=SAMPLES // BATCH + 1)
+        await troupe.finish("b", "c")
+        await troupe.check_shards({name: troupe.place_of(name) for name in "bc"})
+        await troupe.check_draws()

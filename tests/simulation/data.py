@@ -1,0 +1,322 @@
+"""Training data in simulated jobs: what there is of it, where it lies, and what happens to it on its way.
+
+Law: what lies on a host outlives the processes, and not the host. Every draw comes from a source of its own, so that
+worlds without data are what they are without this. What a bad way does to bytes it does to those of shards alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+from typing import BinaryIO, TypeVar
+
+import anyio
+import msgspec
+from anyio import CapacityLimiter
+
+from forged.data.memory import MemoryShardStore
+from forged.data.model import DataShard
+from forged.data.origin import FunctionOrigin
+from forged.data.sampler import ElasticSampler, SamplingMode
+from forged.data.shards import Dataset
+from forged.data.store import StoreFailed
+from forged.data.training import TrainingData
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.model import LostDataPolicy, RedistributionType
+from forged.net.messages import Message
+from forged.worker.carriers import LoopCarrier, LoopChannel
+from forged.worker.peer_messages import PeerMessage
+from forged.worker.wires import Absorb, Conversation, Wire, cut_off
+from tests.simulation.elastic_truth import Trainee
+
+T = TypeVar("T")
+
+WORLDS_WITH_DATA = 0.4
+SAMPLES = (20, 120)
+SHARDS_MAX = 12
+BATCH = (3, 24)
+BYTES_PER_SAMPLE = (8, 200, 2000)
+FULL_S = (0.5, 8.0)
+"""For how long there is no room for shards somewhere."""
+DELAY_S = 0.5
+STEADY_TIMEOUT_MS = 20_000
+
+MUST_HAPPEN = (
+    "shards travel",
+    "a shard is dropped",
+    "a shard is lost",
+    "a job waits for shards, and they come",
+    "a job is given up because shards are lost",
+    "a worker comes back to its shards",
+    "a way is cut while a shard comes",
+    "a shard is changed on its way",
+    "a bad copy is reported",
+    "the origin fails",
+    "there is no room for a shard",
+    "an epoch is finished",
+    "an epoch is proven",
+)
+"""What happens somewhere in the first few hundred worlds with data."""
+
+
+def has_data(seed: int) -> bool:
+    """Whether the jobs of an elastic world train with data."""
+    return Random(f"data {seed}").random() < WORLDS_WITH_DATA
+
+
+class Disk(MemoryShardStore):
+    """Where the processes of one slot keep their shards on one host."""
+
+    def __init__(self, watch: Callable[[Disk, int], None], met: Callable[[str], None]) -> None:
+        super().__init__()
+        self.is_full = False
+        self.is_gone = False
+        """With its host."""
+        self.user: Trainee | None = None
+        """The process that was here last."""
+        self._watch = watch
+        self._met = met
+
+    def drop(self, shard: int) -> None:
+        """Hold a shard no more, under the eyes of the oracle."""
+        if self.holds(shard):
+            self._watch(self, shard)
+        super().drop(shard)
+
+    def has_room_for(self, count: int) -> bool:
+        """Whether there is room now."""
+        if self.is_full:
+            self._met("there is no room for a shard")
+        return not self.is_full and super().has_room_for(count)
+
+
+@dataclass
+class Ways:
+    """How bad the ways are on which shards come; probabilities are per piece, or per shard from the origin."""
+
+    cut: float = 0.0
+    corrupt: float = 0.0
+    delay: float = 0.0
+    origin_fails: float = 0.0
+
+    @classmethod
+    def drawn(cls, source: Random) -> Ways:
+        """Those of one world."""
+        return cls(
+            cut=source.choice((0.0, 0.2, 0.4)),
+            corrupt=source.choice((0.0, 0.1, 0.4)),
+            delay=source.choice((0.0, 0.0, 0.3)),
+            origin_fails=source.choice((0.0, 0.0, 0.3)),
+        )
+
+    def mend(self) -> None:
+        """From now on everything arrives."""
+        self.cut = self.corrupt = self.delay = self.origin_fails = 0.0
+
+
+@dataclass(eq=False)
+class JobData:
+    """The data of one job, and how its workers sample it. Without `has_shards` they all read everything."""
+
+    job: str
+    source: Random
+    samples: int
+    shards: int
+    bytes_per_sample: int
+    has_shards: bool
+    has_origin: bool
+    replication: int
+    mode: SamplingMode
+    batch: int
+    drop_last: bool
+    is_dealt: bool
+    """Whether each slot has but a part of it at first, where there is no origin; else all have all of it."""
+    ways: Ways
+    met: Callable[[str], None]
+    disks: dict[tuple[int, str], Disk] = field(default_factory=dict)
+    """By slot and host."""
+    dropped: Callable[[Disk, int], None] = lambda disk, shard: None
+
+    @classmethod
+    def drawn(
+        cls, job: str, source: Random, config: ElasticTrainingConfig, slots: int, ways: Ways, met: Callable[[str], None]
+    ) -> JobData:
+        """That of a job of so many slots."""
+        has_shards = config.use_synchronous_rescaling and source.random() < 0.9
+        samples = source.randint(*SAMPLES)
+        return cls(
+            job=job,
+            source=source,
+            samples=samples,
+            shards=source.randint(1, SHARDS_MAX),
+            bytes_per_sample=source.choice(BYTES_PER_SAMPLE),
+            has_shards=has_shards,
+            has_origin=source.random() < 0.6,
+            replication=source.choice((0, 0, 1, 1, 2)),
+            mode=SamplingMode.SHARDED if has_shards and source.random() < 0.6 else SamplingMode.SHARED,
+            batch=min(source.randint(*BATCH), samples),
+            drop_last=source.random() < 0.3,
+            is_dealt=slots <= config.max_workers and source.random() < 0.3,
+            ways=ways,
+            met=met,
+        )
+
+    def configured(self, config: ElasticTrainingConfig, *, steady: bool) -> ElasticTrainingConfig:
+        """The job's settings, as its data wants them.
+
+        Where a network is slow and nothing else, a shard takes its time, and nobody is to fail for that.
+        """
+        policy = LostDataPolicy.ABORT if self.source.random() < 0.5 and not self.is_dealt else LostDataPolicy.WAIT
+        return msgspec.structs.replace(
+            config,
+            redistribution_type=self.source.choice(tuple(RedistributionType)),
+            lost_data_policy=policy,
+            use_parallel_data_transfer=self.source.random() < 0.7,
+            max_concurrent_transfers=self.source.choice((1, 4)),
+            rescale_timeout_ms=max(config.rescale_timeout_ms, STEADY_TIMEOUT_MS if steady else 0),
+            scale_batch_with_world=self.source.random() < 0.15 and not self.drop_last,
+        )
+
+    @property
+    def dataset(self) -> Dataset:
+        return Dataset(self.samples, self.shards)
+
+    def content(self, shard: int) -> bytes:
+        """What a shard really is."""
+        return _content(self.job, shard, self.dataset.shard(shard).size * self.bytes_per_sample)
+
+    # What a process is given.
+
+    def disk(self, slot: int, host: str, slots: int) -> Disk:
+        """What lies there, and what a slot begins with where it begins."""
+        disk = self.disks.get((slot, host))
+        if disk is None:
+            is_first = not any(known == slot for known, _ in self.disks)
+            disk = self.disks[slot, host] = self._empty_disk()
+            if is_first and not self.has_origin:
+                dealt = range(slot, self.shards, slots) if self.is_dealt else range(self.shards)
+                self._fill(disk, dealt)
+        elif disk.held():
+            self.met("a worker comes back to its shards")
+        return disk
+
+    def restock(self, slot: int, hosts: tuple[str, ...], slots: int) -> None:
+        """Bring all shards to where the next process of a slot will be."""
+        for host in hosts:
+            self._fill(self.disk(slot, host, slots), range(self.shards))
+
+    def _fill(self, disk: Disk, shards: range) -> None:
+        for shard in shards:
+            # One that is arriving just now comes as it is.
+            with suppress(StoreFailed):
+                if not disk.holds(shard):
+                    disk.put(shard, [self.content(shard)])
+
+    def lose_host(self, host: str) -> None:
+        """What lies there is gone."""
+        for place in [place for place in self.disks if place[1] == host]:
+            self.disks.pop(place).is_gone = True
+            # A slot that begins once more does not begin with what it had.
+            self.disks[place] = self._empty_disk()
+
+    def _empty_disk(self) -> Disk:
+        return Disk(lambda disk, shard: self.dropped(disk, shard), self.met)
+
+    def training_data(self, disk: Disk) -> TrainingData:
+        """What a worker is given to train with."""
+        origin = FunctionOrigin(self._bring) if self.has_origin else None
+        return TrainingData(self.samples, self.shards, disk, origin=origin, replication=self.replication)
+
+    def sampler(self) -> ElasticSampler:
+        """What a worker draws with."""
+        dataset = self.dataset if self.mode is SamplingMode.SHARDED else None
+        return ElasticSampler(
+            self.samples, self.batch, seed=7, drop_last=self.drop_last, mode=self.mode, dataset=dataset
+        )
+
+    def carrier(self) -> LoopCarrier:
+        """The ways on which shards come to it."""
+        return BadCarrier(self.ways, self.source, self.met)
+
+    def _bring(self, shard: DataShard, file: BinaryIO) -> None:
+        content = self.content(shard.shard_id)
+        if self.source.random() < self.ways.origin_fails:
+            file.write(content[: len(content) // 2])
+            self.met("the origin fails")
+            raise OSError("the origin is away")
+        file.write(content)
+
+
+@cache
+def _content(job: str, shard: int, size: int) -> bytes:
+    return Random(f"{job} {shard} {size}").randbytes(size)
+
+
+class BadCarrier(LoopCarrier):
+    """Carries states as they are, and shards as the ways allow."""
+
+    def __init__(self, ways: Ways, source: Random, met: Callable[[str], None]) -> None:
+        self._ways = ways
+        self._source = source
+        self._met = met
+
+    async def open(self, transport: asyncio.Transport) -> LoopChannel:
+        """Read the connection as a stream."""
+        return _BadChannel(transport, self._worsened)
+
+    def _worsened(self, wire: Wire) -> Wire:
+        return _BadWire(wire, self._ways, self._source, self._met)
+
+
+class _BadChannel(LoopChannel):
+    def __init__(self, transport: asyncio.Transport, worsen: Callable[[Wire], Wire]) -> None:
+        super().__init__(transport)
+        self._worsen = worsen
+
+    async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
+        return await super().converse(lambda wire: conversation(self._worsen(wire)), turns)
+
+
+class _BadWire:
+    def __init__(self, wire: Wire, ways: Ways, source: Random, met: Callable[[str], None]) -> None:
+        self._wire = wire
+        self._ways = ways
+        self._source = source
+        self._met = met
+
+    async def say(self, message: Message) -> None:
+        await self._wire.say(message)
+
+    async def hear(self, patience_s: float) -> PeerMessage | None:
+        return await self._wire.hear(patience_s)
+
+    async def give(self, fd: int, offset: int, count: int, stall_timeout_s: float) -> None:
+        await self._wire.give(fd, offset, count, stall_timeout_s)
+
+    async def pause(self, seconds: float) -> None:
+        await self._wire.pause(seconds)
+
+    async def take(self, count: int, absorb: Absorb) -> None:
+        if self._source.random() < self._ways.delay:
+            await anyio.sleep(self._source.uniform(0.0, DELAY_S))
+        if self._source.random() < self._ways.cut:
+            self._met("a way is cut while a shard comes")
+            await self._wire.take(self._source.randint(0, count - 1), absorb)
+            raise cut_off()
+        is_corrupt = self._source.random() < self._ways.corrupt
+        if is_corrupt:
+            self._met("a shard is changed on its way")
+        await self._wire.take(count, _changing_one(absorb) if is_corrupt else absorb)
+
+
+def _changing_one(absorb: Absorb) -> Absorb:
+    def absorb_changed(data: memoryview) -> None:
+        changed = bytearray(data)
+        changed[len(changed) // 2] ^= 1
+        absorb(memoryview(changed))
+
+    return absorb_changed

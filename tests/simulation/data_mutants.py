@@ -1,0 +1,174 @@
+"""Deliberate bugs in what is done with training data, to show that the simulation finds them.
+
+Law: as for the other mutants: each changes one thing, for as long as a world lasts, and breaks the promise that is
+named for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from forged.data.audit import UsageLog
+from forged.data.custody import Custody, Ids
+from forged.data.sampler import ElasticSampler
+from forged.data.sharded import ShardedOrder
+from forged.data.shards import Indices
+from forged.elastic.attempt import Attempt
+from forged.elastic.model import WorkerId
+from forged.worker.consumption import Consumption
+from forged.worker.custodian import Custodian
+from forged.worker.worker import ElasticWorker
+from tests.simulation.data_oracle import DataPromise
+
+Mutant = Callable[[], Any]
+
+
+@contextmanager
+def commit_without_waiting_for_data() -> Iterator[None]:
+    """Only those who need the state are waited for."""
+    settle = Attempt.settle
+
+    def hasty(self: Attempt, with_data: Collection[str] = ()) -> None:
+        settle(self)
+
+    with patch.object(Attempt, "settle", hasty):
+        yield
+
+
+@contextmanager
+def drop_before_the_commit() -> Iterator[None]:
+    """Who need not hold a shard any more drops it as soon as the plan says so."""
+    take_part = Custodian.take_part
+
+    async def hasty(self: Custodian, attempt: int) -> None:
+        await take_part(self, attempt)
+        store = self._data.store
+        assert self._holds is not None
+        for shard in [shard for shard in store.held() if shard not in self._holds[1].keep]:
+            store.drop(shard)
+
+    with patch.object(Custodian, "take_part", hasty):
+        yield
+
+
+@contextmanager
+def believe_what_was_held_once() -> Iterator[None]:
+    """Whoever had a shard in the world before is taken to have it still."""
+    offer = Custody.offer
+
+    def trusting(self: Custody, worker: WorkerId, held: Ids, *what: Any) -> bool:
+        names = [known.id for known in self.assignment.workers]
+        if worker.id in names:
+            held = np.union1d(held, np.flatnonzero(self.assignment.owners == names.index(worker.id)))
+        return offer(self, worker, held, *what)
+
+    with patch.object(Custody, "offer", trusting):
+        yield
+
+
+@contextmanager
+def call_lost_what_nobody_owns() -> Iterator[None]:
+    """Further copies are not asked for."""
+    offer = Custody.offer
+
+    def forgetful(self: Custody, worker: WorkerId, held: Ids, *what: Any) -> bool:
+        places = [place for place, known in enumerate(self.assignment.workers) if known == worker]
+        if self.assignment.generation:
+            held = held[np.isin(self.assignment.owners[held], places)]
+        return offer(self, worker, held, *what)
+
+    with patch.object(Custody, "offer", forgetful):
+        yield
+
+
+@contextmanager
+def leave_the_sampler_behind() -> Iterator[None]:
+    """The state goes from worker to worker, and how far the data is used does not."""
+    with patch.object(ElasticWorker, "_whole_state", property(lambda self: self.state)):
+        yield
+
+
+@contextmanager
+def draw_as_in_the_world_before() -> Iterator[None]:
+    """Who holds what is settled once and for all."""
+    reassign = ElasticSampler.reassign
+
+    def idle(self: ElasticSampler, owners: Any, world_size: int) -> None:
+        known = np.asarray(getattr(self, "_first_owners", owners))
+        self.__dict__["_first_owners"] = known
+        reassign(self, np.minimum(known, world_size - 1), world_size)
+
+    with patch.object(ElasticSampler, "reassign", idle):
+        yield
+
+
+@contextmanager
+def advance_twice() -> Iterator[None]:
+    """A batch is left out where a world begins."""
+    enter = Consumption.enter
+
+    def hasty(self: Consumption, generation: int, begins_at: int) -> None:
+        enter(self, generation, begins_at)
+        self.sampler.advance()
+
+    with patch.object(Consumption, "enter", hasty):
+        yield
+
+
+@contextmanager
+def shuffle_anew_in_each_world() -> Iterator[None]:
+    """The order of a shard is another one where there are more workers, or fewer."""
+    samples = ShardedOrder.samples
+
+    def anew(self: ShardedOrder, epoch: int, positions: Sequence[range]) -> Indices:
+        seed, self.seed = self.seed, self.seed + self.world_size
+        try:
+            return samples(self, epoch, positions)
+        finally:
+            self.seed = seed
+
+    with patch.object(ShardedOrder, "samples", anew):
+        yield
+
+
+@contextmanager
+def prove_with_what_was_done_again() -> Iterator[None]:
+    """What was used in steps that the training has gone back behind counts, too."""
+    with patch.object(UsageLog, "rewind", lambda self, generation, step: None):
+        yield
+
+
+@contextmanager
+def leave_without_telling() -> Iterator[None]:
+    """What the last steps have used is kept to himself by whoever goes."""
+
+    async def silent(self: ElasticWorker) -> None:
+        return
+
+    with patch.object(ElasticWorker, "_tell_usage", silent):
+        yield
+
+
+MUTANTS: dict[str, Mutant] = {}
+BREAKS: dict[str, DataPromise] = {}
+"""The promise that each of them breaks."""
+
+for mutant, promise in (
+    (commit_without_waiting_for_data, DataPromise.HELD),
+    (believe_what_was_held_once, DataPromise.HELD),
+    (drop_before_the_commit, DataPromise.KEPT),
+    (call_lost_what_nobody_owns, DataPromise.LOST),
+    (leave_the_sampler_behind, DataPromise.SAMPLER),
+    (advance_twice, DataPromise.SAMPLER),
+    (draw_as_in_the_world_before, DataPromise.SAMPLES),
+    (shuffle_anew_in_each_world, DataPromise.ONCE),
+    (prove_with_what_was_done_again, DataPromise.AUDIT),
+    (leave_without_telling, DataPromise.AUDIT),
+):
+    MUTANTS[mutant.__name__] = mutant
+    BREAKS[mutant.__name__] = promise

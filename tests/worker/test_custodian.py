@@ -1,0 +1,290 @@
+"""One worker's part of the training data, and a daemon that says what a test has it say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import pytest
+
+from forged.clock import SystemClock
+from forged.data.memory import MemoryShardStore
+from forged.data.messages import OfferShards, OwnersPage, ReadOwners, ReadTransfers, ReportShards, TransferPart
+from forged.data.model import DataShard
+from forged.data.origin import FunctionOrigin
+from forged.data.outcome import BadCopy, MissingShard, TransferReport
+from forged.data.store import Stamp, StoreFailed
+from forged.data.training import TrainingData
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.messages import Receiving
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.errors import RequestRefused, Unavailable
+from forged.messages import Nothing, Signal
+from forged.worker import custodian as custodians
+from forged.worker.custodian import ORIGIN, Custodian
+from forged.worker.mesh import Mesh
+from forged.worker.registration import Registration
+
+ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)
+SHARDS, SIZE = 6, 100
+
+
+def content(shard: int) -> bytes:
+    return bytes([shard + 1]) * SIZE
+
+
+def filled(*shards: int) -> MemoryShardStore:
+    store = MemoryShardStore()
+    for shard in shards:
+        with store.receive(shard, Stamp.of(content(shard))) as arriving:
+            arriving.write(content(shard))
+            arriving.commit()
+    return store
+
+
+def int64(*numbers: int) -> bytes:
+    return np.array(numbers, "<i8").tobytes()
+
+
+def part(*wanted: int, keep: tuple[int, ...], owned: tuple[int, ...] = (), is_released: bool = False) -> TransferPart:
+    """All of it comes from the origin."""
+    sources = np.full(len(wanted), ORIGIN, "<i4").tobytes()
+    flags = bytes(shard in owned for shard in keep)
+    return TransferPart((ME, OTHER), int64(*wanted), sources, 1, int64(*keep), flags, False, is_released)
+
+
+class Line:
+    """What the daemon is told, and what it answers."""
+
+    job = "run"
+    worker = ME
+    incarnation = b"i" * 16
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.part = part(keep=())
+        self.pages: Callable[[int], OwnersPage] | None = None
+        self.refusals: list[RequestRefused] = []
+
+    async def say(self, request: Any) -> Any:
+        self.said.append(request)
+        if isinstance(request, ReadTransfers):
+            if self.refusals:
+                raise self.refusals.pop(0)
+            return self.part
+        if isinstance(request, ReadOwners):
+            assert self.pages is not None
+            return self.pages(request.after)
+        return Nothing()
+
+    def told(self, kind: type[Any]) -> list[Any]:
+        return [request for request in self.said if isinstance(request, kind)]
+
+
+class NoMesh:
+    """Nobody is reached."""
+
+    given: Any = None
+
+    def give_shards(self, store: Any) -> None:
+        self.given = store
+
+    async def visit_shards(self, source: WorkerId) -> Any:
+        raise Unavailable("peer_gone", f"{source} is not there", "")
+
+
+class Scene:
+    """A custodian and all around it."""
+
+    def __init__(self, store: MemoryShardStore | None = None, write: Callable[..., None] | None = None) -> None:
+        self.store = store or MemoryShardStore()
+        self.line, self.mesh = Line(), NoMesh()
+        self.signals: list[Receiving] = []
+        self.brought: list[int] = []
+        data = TrainingData(60, SHARDS, self.store, origin=FunctionOrigin(write or self._write))
+        self.custodian = Custodian(
+            data,
+            ElasticTrainingConfig(),
+            cast("Registration", self.line),
+            self._hear,
+            cast("Mesh", self.mesh),
+            SystemClock(),
+            lambda: 0.0,
+            uses_threads=False,
+        )
+
+    def _write(self, shard: DataShard, file: BinaryIO) -> None:
+        self.brought.append(shard.shard_id)
+        file.write(content(shard.shard_id))
+
+    def _hear(self, signal: Signal) -> None:
+        assert isinstance(signal, Receiving)
+        self.signals.append(signal)
+
+    async def take_part(self, attempt: int, given: TransferPart) -> None:
+        self.line.part = given
+        self.custodian.hear_of_plan(attempt)
+        await self.custodian.take_part(attempt)
+
+
+def topology(epoch: int = 3) -> ClusterTopology:
+    return ClusterTopology((OTHER, ME), epoch)
+
+
+def owners_page(generation: int, *places: int, more: bool = False) -> OwnersPage:
+    return OwnersPage(generation, (ME, OTHER), np.array(places, "<i4").tobytes(), more)
+
+
+class TestTakingPart:
+    async def test_is_to_say_what_is_held_fetch_what_is_told_and_say_so(self) -> None:
+        it = Scene(filled(0, 1))
+        await it.take_part(1, part(4, 2, keep=(0, 2, 4), owned=(0, 4)))
+        (offered,) = it.line.told(OfferShards)
+        assert (offered.held, offered.held_bytes, offered.attempt, offered.more) == (int64(0, 1), 2 * SIZE, 1, False)
+        assert it.brought == [2, 4]
+        (reported,) = it.line.told(ReportShards)
+        assert (reported.transfers, reported.received, reported.missing) == (2, 2 * SIZE, 0)
+        assert it.mesh.given is it.store
+
+    async def test_is_to_hold_on_to_everything_before_the_commit_and_to_no_more_behind_it(self) -> None:
+        it = Scene(filled(0, 1))
+        await it.take_part(1, part(4, keep=(0, 4), owned=(4,)))
+        assert set(it.store.held()) == {0, 1, 4}
+        assert not it.custodian.owns(4)
+        await it.custodian.settle(1, topology())
+        assert set(it.store.held()) == {0, 4}
+        assert [shard for shard in range(SHARDS) if it.custodian.owns(shard)] == [4]
+
+    async def test_is_to_offer_in_parts_what_is_much(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(custodians, "OFFER_SHARDS_MAX", 2)
+        it = Scene(filled(0, 1, 2, 3, 4))
+        await it.take_part(1, part(keep=()))
+        offers = it.line.told(OfferShards)
+        assert [offer.held for offer in offers] == [int64(0, 1), int64(2, 3), int64(4)]
+        assert [offer.more for offer in offers] == [True, True, False]
+
+    async def test_is_to_offer_nothing_that_is_none_of_the_dataset(self) -> None:
+        it = Scene(filled(0, SHARDS, 77))
+        await it.take_part(1, part(keep=(0,)))
+        assert it.line.told(OfferShards)[0].held == int64(0)
+
+    async def test_is_to_say_that_it_waits_as_long_as_nothing_is_planned(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(custodians, "ASK_AGAIN_S", 0.001)
+        it = Scene()
+        it.line.refusals = [RequestRefused("plan_pending", "not yet", "") for _ in range(3)]
+        await it.custodian.take_part(1)
+        waiting = [signal.waits for signal in it.signals]
+        assert waiting[:5] == [True] * 4 + [False]
+        assert not any(waiting[5:])
+        assert {signal.attempt for signal in it.signals} == {1}
+
+    async def test_is_over_when_the_attempt_is(self) -> None:
+        it = Scene()
+        it.line.refusals = [RequestRefused("attempt_over", "too late", "")]
+        with pytest.raises(RequestRefused) as error:
+            await it.take_part(1, part(keep=()))
+        assert error.value.code == "attempt_over"
+        assert it.line.told(ReportShards) == []
+
+    async def test_counts_the_bytes_of_all_tries_together(self) -> None:
+        """Or a later try would seem to make no progress."""
+        fails = [True]
+
+        def write(shard: DataShard, file: BinaryIO) -> None:
+            file.write(content(shard.shard_id))
+            if shard.shard_id == 2 and fails[0]:
+                raise RequestRefused("shard_not_at_origin", "it is not there", "")
+
+        it = Scene(write=write)
+        with pytest.raises(Unavailable) as error:
+            await it.take_part(1, part(0, 2, keep=(0, 2)))
+        assert error.value.code == "shards_missing"
+        before = max(signal.data for signal in it.signals)
+        fails[0] = False
+        await it.take_part(1, part(0, 2, keep=(0, 2)))
+        assert it.signals[-1].data == before + SIZE
+        assert [signal.data for signal in it.signals] == sorted(signal.data for signal in it.signals)
+        it.signals.clear()
+        await it.take_part(2, part(keep=(0, 2)))
+        assert max(signal.data for signal in it.signals) == 0
+
+
+class TestSettling:
+    async def test_an_attempt_that_was_not_answered_asks_who_owns_what_and_drops_nothing(self) -> None:
+        it = Scene(filled(*range(SHARDS)))
+        it.line.pages = lambda after: owners_page(3, 0, 1, 0, 1, 1, 0)
+        await it.custodian.settle(9, topology())
+        assert [shard for shard in range(SHARDS) if it.custodian.owns(shard)] == [0, 2, 5]
+        assert set(it.store.held()) == set(range(SHARDS))
+
+    async def test_releases_who_was_told_so_and_nobody_else(self) -> None:
+        for is_released in (False, True):
+            it = Scene()
+            await it.take_part(1, part(keep=(), is_released=is_released))
+            assert not it.custodian.is_released
+            await it.custodian.settle(1, topology())
+            assert it.custodian.is_released == is_released
+
+    async def test_goes_on_where_something_cannot_be_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        it = Scene(filled(0, 1))
+
+        def fail(shard: int) -> None:
+            raise StoreFailed("store_failed", "the disk is read-only", "")
+
+        monkeypatch.setattr(it.store, "drop", fail)
+        await it.take_part(1, part(keep=(0,), owned=(0,)))
+        await it.custodian.settle(1, topology())
+        assert it.custodian.owns(0)
+
+
+class TestTheOwners:
+    async def test_are_ranks_in_the_world_that_was_committed(self) -> None:
+        it = Scene()
+        it.line.pages = lambda after: owners_page(3, 0, 1, -1, 1, 0, 0)
+        assert (await it.custodian.owners(topology())).tolist() == [1, 0, -1, 0, 1, 1]
+
+    async def test_come_in_pages(self) -> None:
+        it = Scene()
+        pages = {0: owners_page(3, 0, 1, more=True), 2: owners_page(3, 1, 1, 0, more=True), 5: owners_page(3, 0)}
+        it.line.pages = pages.__getitem__
+        assert (await it.custodian.owners(topology())).tolist() == [1, 0, 0, 0, 1, 1]
+
+    async def test_are_waited_for_until_the_daemon_has_heard_of_its_commit(self) -> None:
+        it = Scene()
+        generations = iter([1, 2, 3])
+        it.line.pages = lambda after: owners_page(next(generations), *[0] * SHARDS)
+        assert (await it.custodian.owners(topology())).tolist() == [1] * SHARDS
+
+    async def test_of_a_newer_world_are_refused(self) -> None:
+        it = Scene()
+        it.line.pages = lambda after: owners_page(4, *[0] * SHARDS)
+        with pytest.raises(RequestRefused) as error:
+            await it.custodian.owners(topology())
+        assert error.value.code == "generation_over"
+
+
+class TestDoubt:
+    async def test_of_a_bad_copy_drops_it_before_it_is_offered(self) -> None:
+        it = Scene(filled(0, 1, 2))
+        it.store.damage(1, b"!" * SIZE)
+        it.store.damage(2, b"!")
+        for shard in (0, 1, 2, 5):
+            it.custodian.doubt(shard)
+        await it.take_part(1, part(keep=(0,)))
+        assert it.line.told(OfferShards)[0].held == int64(0)
+
+    async def test_is_told_of_shards_that_are_missing_for_bad_copies_once(self) -> None:
+        it = Scene()
+        bad = TransferReport(
+            missing=(MissingShard(1, ()), MissingShard(2, ())), bad_copies=(BadCopy(1, OTHER, "shard_corrupt", ""),)
+        )
+        for _ in range(3):
+            await it.custodian._tell_missing(4, bad)
+        assert [(said.attempt, said.missing) for said in it.line.told(ReportShards)] == [(4, 1)]
+
+    async def test_is_not_told_of_what_the_origin_sends(self) -> None:
+        it = Scene()
+        bad = TransferReport(missing=(MissingShard(1, ()),), bad_copies=(BadCopy(1, None, "shard_corrupt", ""),))
+        await it.custodian._tell_missing(4, bad)
+        assert it.line.said == []

@@ -1,0 +1,529 @@
+"""Workers with training data and a real daemon on one loop: what they hold, and which samples their steps take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+
+from forged.client import ForgedClient
+from forged.data.memory import MemoryShardStore
+from forged.data.messages import (
+    AuditData,
+    AuditView,
+    CorruptShardFound,
+    DataView,
+    ReadOwners,
+    ReportUsage,
+    ShardsLost,
+    ShowData,
+    TransfersPlanned,
+)
+from forged.data.model import DataShard
+from forged.data.origin import FunctionOrigin
+from forged.data.sampler import ElasticSampler
+from forged.data.shards import Dataset
+from forged.data.store import ShardStore, Stamp, StoreFailed
+from forged.data.training import TrainingData
+from forged.elastic.messages import RescaleCompleted, WorkerFailed, WorkerLeft
+from forged.errors import RequestRefused
+from forged.messages import Fact, Record
+from forged.worker.custodian import Custodian
+from forged.worker.errors import WorkerEvicted
+from forged.worker.registration import Registration
+from tests.client.house import SOON, House, config_in
+from tests.data.wards import filling
+from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
+
+SAMPLES, SHARDS, BATCH, SEED = 120, 12, 7, 3
+SIZE = 2_000
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    """A running daemon."""
+    house = House(config_in(tmp_path))
+    await house.open()
+    yield house
+    await house.close()
+
+
+def write(shard: DataShard, file: BinaryIO) -> None:
+    file.write(filling(shard.shard_id, SIZE))
+
+
+ORIGIN = FunctionOrigin(write)
+
+
+def filled(*shards: int) -> MemoryShardStore:
+    """A store with these shards."""
+    store = MemoryShardStore()
+    for shard in shards:
+        put(store, shard)
+    return store
+
+
+def put(store: ShardStore, shard: int) -> None:
+    data = filling(shard, SIZE)
+    with store.receive(shard, Stamp.of(data)) as arriving:
+        arriving.write(data)
+        arriving.commit()
+
+
+class Ranch:
+    """A crew with data, and what its steps have drawn."""
+
+    def __init__(self, crew: Crew, house: House, *, is_sharded: bool = False, **terms: Any) -> None:
+        self.crew = crew
+        self.house = house
+        self.is_sharded = is_sharded
+        self.terms: dict[str, Any] = {"origin": ORIGIN, "replication": 0, **terms}
+        self.stores: dict[str, MemoryShardStore] = {}
+        self.drawn: dict[int, dict[int, dict[str, Any]]] = {}
+        """By step, generation and worker."""
+
+    def sampler(self) -> ElasticSampler:
+        more: dict[str, Any] = {"mode": "sharded", "dataset": Dataset.of(SAMPLES, SHARDS)} if self.is_sharded else {}
+        return ElasticSampler(SAMPLES, BATCH, SEED, **more)
+
+    def start(self, *names: str, store: MemoryShardStore | None = None, **terms: Any) -> None:
+        for name in names:
+            self.stores[name] = store or self.stores.get(name) or MemoryShardStore()
+            data = TrainingData(SAMPLES, SHARDS, self.stores[name], **{**self.terms, **terms})
+            (trainer,) = self.crew.make(name, data=data, sampler=self.sampler())
+            trainer.before_step = partial(self._draw, trainer)
+            self.crew.start(name)
+
+    async def _draw(self, trainer: Trainer, step: int) -> None:
+        worker = trainer.worker
+        batch = self.drawn.setdefault(step, {}).setdefault(worker.generation, {})
+        batch[trainer.name] = worker.batch()
+
+    def client(self) -> ForgedClient:
+        return ForgedClient(self.house.endpoint, reconnect=SOON)
+
+    async def facts(self, *types: type[Fact]) -> list[Any]:
+        async with self.client() as client:
+            return [item.fact async for item in client.past_facts(*types, jobs=[JOB]) if isinstance(item, Record)]
+
+    async def shown(self) -> DataView:
+        async with self.client() as client:
+            return await client.request(ShowData(JOB))
+
+    async def audit(self, epoch: int) -> AuditView:
+        async with self.client() as client:
+            return await client.request(AuditData(JOB, epoch))
+
+    async def check_holdings(self, *names: str) -> None:
+        """Every shard is held by its owner, whole, and by as many others as there should be; and nothing else is."""
+        async with self.client() as client:
+            page = await client.request(ReadOwners(JOB))
+        owners = [page.workers[place].id for place in np.frombuffer(page.owners, "<i4").tolist()]
+        assert set(owners) <= set(names)
+        for shard, owner in enumerate(owners):
+            assert self.stores[owner].read(shard) == filling(shard, SIZE)
+        copies = [sum(self.stores[name].holds(shard) for name in names) for shard in range(SHARDS)]
+        assert copies == [min(1 + self.terms["replication"], len(names))] * SHARDS
+        assert [self.crew[owner].worker.should_handle_shard(shard, SHARDS) for shard, owner in enumerate(owners)] == [
+            True
+        ] * SHARDS
+        mine = [
+            sum(self.crew[name].worker.should_handle_shard(shard, SHARDS) for name in names) for shard in range(SHARDS)
+        ]
+        assert mine == [1] * SHARDS
+
+    async def finish(self, *names: str, steps: int = 40) -> None:
+        """Train to the end, and see that each sample of each epoch was used once."""
+        await self.crew.finish(*names, steps=steps)
+        self.check_draws()
+        for epoch in range(self.crew.total * BATCH // (SAMPLES + BATCH)):
+            audit = await self.audit(epoch)
+            assert audit.complete, audit
+
+    def check_draws(self) -> None:
+        """What counts of the draws is each sample of an epoch once; and in shared mode, what one alone would draw."""
+        reference = self.sampler() if not self.is_sharded else None
+        found: list[int] = []
+        for step in range(self.crew.total):
+            draws = self.drawn[step][max(self.drawn[step])].values()
+            drawn = sorted(np.concatenate(list(draws)).tolist())
+            found += drawn
+            if reference is not None:
+                assert drawn == sorted(reference.batch(0, 1).tolist()), step
+                reference.advance()
+        for epoch in range(len(found) // SAMPLES):
+            assert sorted(found[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == list(range(SAMPLES)), epoch
+
+
+@asynccontextmanager
+async def ranch_at(house: House, *, settings: dict[str, Any] | None = None, **terms: Any) -> AsyncIterator[Ranch]:
+    """Those who will train there."""
+    usual = {"redistribution_type": "incremental", "max_consecutive_failures": 1_000}
+    async with crew_at(house.endpoint, **(usual | (settings or {}))) as crew:
+        yield Ranch(crew, house, **terms)
+
+
+@asynccontextmanager
+async def held_at(owner: type[Any], method: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[asyncio.Event]:
+    """Whoever comes to a method first waits there until the block is left; the event tells that somebody has."""
+    original, reached, leave = getattr(owner, method), asyncio.Event(), asyncio.Event()
+
+    async def held(*arguments: Any, **options: Any) -> Any:
+        if not reached.is_set():
+            reached.set()
+            await leave.wait()
+        return await original(*arguments, **options)
+
+    monkeypatch.setattr(owner, method, held)
+    try:
+        yield reached
+    finally:
+        leave.set()
+        monkeypatch.setattr(owner, method, original)
+
+
+async def soon(event: asyncio.Event) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        await event.wait()
+
+
+class TestAWorld:
+    @pytest.mark.parametrize("replication", [0, 1, 2])
+    async def test_holds_each_shard_as_often_as_it_should_through_all_changes(
+        self, house: House, replication: int
+    ) -> None:
+        async with ranch_at(house, replication=replication) as ranch, ranch.client() as client:
+            ranch.start("a", "b", "c")
+            await ranch.crew.world_of("a", "b", "c")
+            await ranch.check_holdings("a", "b", "c")
+            ranch.start("d")
+            await ranch.crew.world_of("a", "b", "c", "d")
+            await ranch.check_holdings("a", "b", "c", "d")
+            await client.evict_worker(JOB, "b")
+            await ranch.crew.world_of("a", "c", "d")
+            await ranch.check_holdings("a", "c", "d")
+            await client.drain_worker(JOB, "a")
+            await ranch.crew.world_of("c", "d")
+            await ranch.check_holdings("c", "d")
+            await ranch.finish("c", "d")
+
+    async def test_takes_in_who_brings_shards_along(self, house: House) -> None:
+        async with ranch_at(house, origin=None) as ranch:
+            ranch.start("a", store=filled(*range(6)))
+            ranch.start("b", store=filled(*range(6, 12)))
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            totals = (await ranch.facts(TransfersPlanned))[-1].totals
+            assert (totals.transfers, totals.from_origin) == (0, 0)
+            await ranch.finish("a", "b")
+
+    async def test_moves_no_more_than_it_must_when_somebody_comes(self, house: House) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a", "b", "c")
+            await ranch.crew.world_of("a", "b", "c")
+            ranch.start("d")
+            await ranch.crew.world_of("a", "b", "c", "d")
+            totals = (await ranch.facts(TransfersPlanned))[-1].totals
+            assert (totals.shards, totals.from_owners, totals.from_origin) == (3, 3, 0)
+
+    async def test_without_data_goes_by_the_remainder(self, house: House) -> None:
+        async with crew_at(house.endpoint) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            for name in "ab":
+                worker = crew[name].worker
+                assert [worker.should_handle_shard(n, 4) for n in range(4)] == [n % 2 == worker.rank for n in range(4)]
+
+    async def test_goes_by_the_remainder_for_what_is_divided_otherwise(self, house: House) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a", "b")
+            await ranch.crew.world_of("a", "b")
+            worker = ranch.crew["a"].worker
+            assert [worker.should_handle_shard(n, 5) for n in range(5)] == [n % 2 == worker.rank for n in range(5)]
+            assert not worker.should_handle_shard(SHARDS, SHARDS)
+
+    async def test_of_two_jobs_at_once_keeps_them_apart(self, house: House) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a", "b")
+            store = MemoryShardStore()
+            data = TrainingData(50, 5, store, origin=ORIGIN)
+            (other,) = ranch.crew.make("z", data=data)
+            other.worker.job = "other"
+            ranch.crew.start("z")
+            await ranch.crew.world_of("a", "b")
+            await ranch.crew.world_of("z")
+            assert set(store.held()) == set(range(5))
+            await ranch.check_holdings("a", "b")
+
+    async def test_where_nobody_stops_for_a_rescale_takes_no_data(self, house: House) -> None:
+        async with ranch_at(house, settings={"use_synchronous_rescaling": False}) as ranch:
+            ranch.start("a")
+            (error,) = await ranch.crew.over("a")
+            assert isinstance(error, RequestRefused)
+            assert error.code == "data_needs_synchronous"
+
+
+class TestSampling:
+    @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
+    async def test_uses_each_sample_once_whoever_comes_and_dies(self, house: House, is_sharded: bool) -> None:
+        async with ranch_at(house, is_sharded=is_sharded, replication=1) as ranch, ranch.client() as client:
+            living = ["w0", "w1", "w2"]
+            ranch.start(*living)
+            await ranch.crew.world_of(*living)
+            for number in range(3, 9):
+                victim = living.pop(number % len(living))
+                await client.evict_worker(JOB, victim)
+                living.append(f"w{number}")
+                ranch.start(living[-1])
+                await ranch.crew.world_of(*living, steps=1 + number % 4)
+            await ranch.check_holdings(*living)
+            await ranch.finish(*living)
+
+    async def test_in_sharded_mode_draws_from_what_is_held(self, house: House) -> None:
+        async with ranch_at(house, is_sharded=True) as ranch:
+            ranch.start("a", "b")
+            await ranch.crew.world_of("a", "b")
+            dataset = Dataset.of(SAMPLES, SHARDS)
+            for name in "ab":
+                worker = ranch.crew[name].worker
+                held = set(ranch.stores[name].held())
+                drawn = _drawn_by(ranch, name, worker.generation)
+                assert set(dataset.shard_of(sorted(drawn)).tolist()) <= held
+
+    @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
+    async def test_agrees_with_the_state_when_a_step_was_finished_and_nobody_knows_whether_it_counts(
+        self, house: House, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ranch_at(house, is_sharded=is_sharded, replication=1) as ranch, ranch.client() as client:
+            ranch.start("a", "b", "c")
+            await ranch.crew.world_of("a", "b", "c")
+            victim = ranch.crew["c"].worker
+            finish, stopped = victim.finish_step, asyncio.Event()
+
+            async def never() -> bool:
+                stopped.set()
+                await asyncio.Event().wait()
+                return await finish()
+
+            # The others have finished the step, and wait for who never says so.
+            monkeypatch.setattr(victim, "finish_step", never)
+            await soon(stopped)
+            await client.evict_worker(JOB, "c")
+            await ranch.crew.world_of("a", "b")
+            await ranch.finish("a", "b")
+
+    async def test_is_told_by_who_is_left_when_those_who_were_there_die_before_they_told(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        say = Registration.say
+
+        async def keep_quiet(line: Registration, request: Any) -> Any:
+            if isinstance(request, ReportUsage) and line.worker.id in "ab":
+                raise RequestRefused("usage_full", "not now")
+            return await say(line, request)
+
+        monkeypatch.setattr(Registration, "say", keep_quiet)
+        async with ranch_at(house) as ranch, ranch.client() as client:
+            ranch.start("a", "b")
+            await ranch.crew.world_of("a", "b", steps=5)
+            ranch.start("c")
+            await ranch.crew.world_of("a", "b", "c")
+            for name in "ab":
+                await client.evict_worker(JOB, name)
+            await ranch.crew.world_of("c")
+            await ranch.finish("c")
+
+
+def _drawn_by(ranch: Ranch, name: str, generation: int) -> set[int]:
+    worlds = [by_world[generation] for by_world in ranch.drawn.values() if generation in by_world]
+    return {sample for world in worlds if name in world for sample in world[name].tolist()}
+
+
+class TestWhoIsToGo:
+    async def test_hands_over_before_it_goes_what_only_it_holds(self, house: House) -> None:
+        async with ranch_at(house, origin=None) as ranch:
+            ranch.start("a", store=filled(*range(SHARDS)))
+            ranch.start("b")
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            ranch.crew["a"].worker.drain("the spot price")
+            assert await ranch.crew.over("a") == [None]
+            await ranch.crew.world_of("b")
+            await ranch.check_holdings("b")
+            assert [fact.worker_id for fact in await ranch.facts(WorkerLeft)] == ["a"]
+            assert await ranch.facts(ShardsLost) == []
+            await ranch.finish("b")
+
+    async def test_alone_goes_and_keeps_what_it_holds(self, house: House) -> None:
+        async with ranch_at(house) as ranch, ranch.client() as client:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+            await client.drain_worker(JOB, "a")
+            assert await ranch.crew.over("a") == [None]
+            assert set(ranch.stores["a"].held()) == set(range(SHARDS))
+
+    async def test_with_all_others_goes_with_them(self, house: House) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a", "b", "c")
+            await ranch.crew.world_of("a", "b", "c")
+            for name in "abc":
+                ranch.crew[name].worker.drain("the night")
+            assert await ranch.crew.over("a", "b", "c") == [None] * 3
+            assert await ranch.facts(WorkerFailed) == []
+
+    async def test_while_it_joins_goes_at_once(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+            async with held_at(Custodian, "take_part", monkeypatch) as reached:
+                ranch.start("b")
+                await soon(reached)
+                ranch.crew["b"].worker.drain("a change of mind")
+                ranch.crew["b"].worker._wake()
+            await ranch.crew.over("b")
+            await ranch.crew.world_of("a")
+            await ranch.check_holdings("a")
+
+    async def test_while_the_daemon_is_away_trains_until_others_can_take_over(self, house: House) -> None:
+        async with ranch_at(house, origin=None) as ranch:
+            ranch.start("a", store=filled(*range(SHARDS)))
+            ranch.start("b")
+            await ranch.crew.world_of("a", "b")
+            await house.close()
+            ranch.crew["a"].worker.drain("the spot price")
+            await ranch.crew.more_steps("a", "b", steps=20)
+            await house.open()
+            assert await ranch.crew.over("a") == [None]
+            await ranch.crew.world_of("b")
+            await ranch.check_holdings("b")
+
+
+class TestCopies:
+    async def test_that_are_bad_are_found_and_replaced_from_elsewhere(self, house: House) -> None:
+        async with ranch_at(house, origin=None, replication=1) as ranch, ranch.client() as client:
+            for name in "ab":
+                ranch.start(name, store=filled(*range(SHARDS)))
+            await ranch.crew.world_of("a", "b")
+            for shard in range(SHARDS):
+                ranch.stores["a"].damage(shard, b"!" * SIZE)
+            ranch.start("c")
+            await ranch.crew.world_of("a", "b", "c")
+            found = await ranch.facts(CorruptShardFound)
+            assert found
+            assert {(fact.worker_id, fact.found_by) for fact in found} == {("a", "c")}
+            assert all(ranch.stores["c"].read(shard) == filling(shard, SIZE) for shard in ranch.stores["c"].held())
+            await client.evict_worker(JOB, "a")
+            await ranch.crew.world_of("b", "c")
+            await ranch.check_holdings("b", "c")
+
+    async def test_of_which_the_last_is_bad_are_named_as_lost_and_nobody_trains(self, house: House) -> None:
+        async with ranch_at(house, origin=None) as ranch, ranch.client() as client:
+            ranch.start("a", store=filled(*range(SHARDS)))
+            await ranch.crew.world_of("a")
+            ranch.stores["a"].damage(11, b"!" * SIZE)
+            ranch.stores["a"].damage(10, b"!" * SIZE)
+            async with client.facts(ShardsLost, jobs=[JOB]) as facts:
+                ranch.start("b")
+                item = await asyncio.wait_for(anext(facts), PATIENCE_S)
+            assert isinstance(item, Record)
+            assert isinstance(item.fact, ShardsLost)
+            assert set(item.fact.shards) <= {10, 11}
+            assert not set(item.fact.shards) & set(ranch.stores["a"].held())
+            # Whoever brings them lets the job go on.
+            ranch.start("c", store=filled(10, 11))
+            await ranch.crew.world_of("a", "b", "c")
+            await ranch.check_holdings("a", "b", "c")
+            assert await ranch.facts(WorkerFailed) == []
+
+    async def test_that_are_nowhere_are_waited_for_longer_than_anybody_may_be_silent(self, house: House) -> None:
+        async with (
+            ranch_at(house, origin=None, settings={"rescale_timeout_ms": 1_000}) as ranch,
+            ranch.client() as client,
+        ):
+            async with client.facts(ShardsLost, jobs=[JOB]) as facts:
+                ranch.start("a", store=filled(*range(10)))
+                item = await asyncio.wait_for(anext(facts), PATIENCE_S)
+            assert isinstance(item, Record)
+            assert item.fact == ShardsLost(1, 2, [10, 11])
+            await asyncio.sleep(2.5)
+            ranch.start("b", store=filled(10, 11))
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            assert await ranch.facts(WorkerFailed) == []
+
+
+class TestTrouble:
+    async def test_with_the_origin_is_tried_again(self, house: House) -> None:
+        failures = iter(range(5))
+
+        def moody(shard: DataShard, file: BinaryIO) -> None:
+            if next(failures, None) is not None:
+                raise OSError("the bucket is not there")
+            write(shard, file)
+
+        async with ranch_at(house, origin=FunctionOrigin(moody)) as ranch:
+            ranch.start("a", "b")
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+
+    async def test_with_a_full_store_costs_its_worker_its_place_and_the_others_nothing(self, house: House) -> None:
+        async with ranch_at(house, settings={"rescale_timeout_ms": 500}) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+            ranch.start("b", store=MemoryShardStore(bytes_max=SIZE))
+            (error,) = await ranch.crew.over("b")
+            assert isinstance(error, WorkerEvicted)
+            await ranch.crew.world_of("a")
+            await ranch.check_holdings("a")
+
+    @pytest.mark.parametrize("point", ["_offer", "_part", "_tell_done"])
+    async def test_with_the_daemon_while_data_moves_is_got_over(
+        self, house: House, point: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ranch_at(house, origin=None) as ranch:
+            ranch.start("a", store=filled(*range(SHARDS)))
+            await ranch.crew.world_of("a")
+            async with held_at(Custodian, point, monkeypatch) as reached:
+                ranch.start("b")
+                await soon(reached)
+                await house.close()
+            await house.open()
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            await ranch.finish("a", "b")
+
+    @pytest.mark.parametrize("point", ["_offer", "_part", "_tell_done"])
+    async def test_with_a_newer_attempt_while_data_moves_is_none(
+        self, house: House, point: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ranch_at(house, origin=None) as ranch, ranch.client() as client:
+            ranch.start("a", store=filled(*range(SHARDS)))
+            await ranch.crew.world_of("a")
+            async with held_at(Custodian, point, monkeypatch) as reached:
+                ranch.start("b")
+                await soon(reached)
+                await client.rescale_job(JOB)
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            assert (await ranch.facts(RescaleCompleted))[-1].attempt >= 3
+
+    async def test_with_dropping_what_others_hold_does_no_harm(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+
+            def fail(shard: int) -> None:
+                raise StoreFailed("store_failed", "the disk is read-only", "mount it again")
+
+            monkeypatch.setattr(ranch.stores["a"], "drop", fail)
+            ranch.start("b")
+            await ranch.crew.world_of("a", "b")
+            assert len(ranch.stores["a"].held()) == SHARDS
