@@ -109,8 +109,10 @@ def forget_the_attempt_at_restart() -> Iterator[None]:
             found.phase, found.why = Phase.RUNNING, []
 
     def keep(self: Cluster, now: Any) -> None:
-        return
+        resume(self, now)
+        self.why, self._hole_at = [], None
 
+    resume = Cluster.resume_from_store
     with patch.object(records, "_take_cluster", forgetful), patch.object(Cluster, "resume_from_store", keep):
         yield
 
@@ -222,7 +224,10 @@ def fail_whoever_has_not_answered() -> Iterator[None]:
     def everybody(waiting: Iterable[Member], *what: Any) -> list[Member]:
         return list(waiting)
 
-    with patch.object(cluster, "holding_up", everybody):
+    def hurried(self: Cluster, member: Member, attempt: Attempt, now: Any) -> bool:
+        return False
+
+    with patch.object(cluster, "holding_up", everybody), patch.object(Cluster, "_is_in_a_step", hurried):
         yield
 
 
@@ -250,7 +255,7 @@ MUTANTS: dict[str, Mutant] = {
 BREAKS: dict[str, Promise] = {
     "commit_before_all_have_stopped": Promise.ACKNOWLEDGED,
     "commit_before_all_have_the_state": Promise.ACKNOWLEDGED,
-    "take_the_lowest_step": Promise.STEPS,
+    "take_the_lowest_step": Promise.STATE,
     "count_what_somebody_has_finished": Promise.STEPS,
     "forget_the_attempt_at_restart": Promise.RUNS_AGAIN,
     "number_attempts_anew_at_restart": Promise.GENERATIONS_GROW,
