@@ -6,6 +6,7 @@ its process against it at once; silence counts only when it has lasted, because 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,10 @@ PULSES_MISSED_MAX = 4
 """So many intervals without a word, and there is no pulse that could tell of a death."""
 HEARTBEATS_MISSED_MAX = 2
 """So many intervals without a heartbeat, and it is this worker's library rather than another's that does not get on."""
+HEARTBEAT_LATE = 1.25
+"""A heartbeat may come so much later than its interval."""
+RESCALE_SHARE = 0.8
+"""Whoever was silent for so much of a rescale holds it up."""
 
 
 @dataclass(slots=True)
@@ -70,7 +75,10 @@ class Member:
     def is_mute(self, config: ElasticTrainingConfig, now: float) -> bool:
         """Whether its library is silent, whatever its pulse says."""
         silent_s = now - max(self.seen_at, self.heard_at or 0.0)
-        return not self.connected or silent_s > HEARTBEATS_MISSED_MAX * config.heartbeat_interval_s
+        interval_s = config.heartbeat_interval_s
+        # Who has to be told from others within a short rescale has less time to be heard, but for one heartbeat.
+        short_s = max(HEARTBEAT_LATE * interval_s, RESCALE_SHARE * (config.rescale_timeout_s or math.inf))
+        return not self.connected or silent_s > min(HEARTBEATS_MISSED_MAX * interval_s, short_s)
 
     def has_pulse(self, now: float) -> bool:
         """Whether there is a pulse that would tell of its death."""
