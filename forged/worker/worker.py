@@ -333,10 +333,10 @@ class ElasticWorker:
                     with anyio.CancelScope(shield=True):
                         await self.leave("it was disconnected")
                     tasks.cancel_scope.cancel()
-                    self._client = self._mesh = self._line = self._tasks = self._world = None
-                    self._registered = False
         finally:
-            self._is_open = False
+            # Behind the end of all tasks, which may have a last turn in which they use them.
+            self._client = self._mesh = self._line = self._tasks = self._world = None
+            self._is_open = self._registered = False
         if failure is not None:
             raise failure
 
