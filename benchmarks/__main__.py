@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import hosts
+
 BENCHMARKS = (
     "bus",
     "rpc",
@@ -26,6 +28,8 @@ BENCHMARKS = (
     "sampler",
     "transfer",
 )
+WITH_HOSTS = ("gone_host",)
+"""Those that need network namespaces, and with them root; left out where there are none."""
 RESULTS = Path(__file__).parent / "RESULTS.md"
 HEADER = """# Results
 
@@ -64,7 +68,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less work, and nothing is written")
     options = parser.parse_args()
     text = HEADER.format(machine=_machine())
-    for benchmark in BENCHMARKS:
+    why = hosts.why_not()
+    if why:
+        sys.stderr.write(f"without {', '.join(WITH_HOSTS)}: {why}\n")
+    for benchmark in (*BENCHMARKS, *(() if why else WITH_HOSTS)):
         command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--json", *(["--quick"] if options.quick else [])]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         figures = json.loads(output)["figures"]
