@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -237,8 +238,7 @@ def measure(quick: bool) -> list[Figure]:
         with scene(room, shards, shard_bytes, is_synced=is_synced) as made:
             for concurrency in (1, 4):
                 name = f"{concurrency} at a time, {where}, bare sockets"
-                reference = lambda made=made, concurrency=concurrency: bare(made, concurrency)  # noqa: E731
-                figures.append(compare(name, made, rounds, concurrency, reference, BARE_AIM))
+                figures.append(compare(name, made, rounds, concurrency, partial(bare, made, concurrency), BARE_AIM))
             if not is_synced:
                 figures.append(_against_rsync(made, rounds))
     return figures

@@ -181,7 +181,7 @@ class Custody:
         """What has to travel, now that all have said what they hold. Changes nothing, so a thread may do it."""
         present = ClusterTopology(gathering.members)
         redistributor = DataRedistributor(config, replication=self.dataset.replication)
-        return redistributor.calculate_plan(
+        plan = redistributor.calculate_plan(
             present,
             ClusterTopology(gathering.target),
             self.dataset.samples,
@@ -191,6 +191,11 @@ class Custody:
             leaving=gathering.leaving,
             pace=self._pace,
         )
+        # Grouped by worker once, here where a thread may do it, and not when the first member asks.
+        for worker in gathering.target[:1]:
+            plan.for_worker(worker)
+            _kept_by(plan, worker)
+        return plan
 
     def settle(self, gathering: Gathering, plan: DataRedistributionPlan) -> None:
         """Let members fetch what was drafted."""
@@ -254,11 +259,11 @@ class Custody:
                 f"nothing is planned yet; waiting for {waiting_for or 'who has lost shards'}",
                 "ask later",
             )
-        place = next((rank for rank, worker in enumerate(plan.workers) if worker.id == worker_id), None)
-        if place is None:
+        worker = next((worker for worker in plan.workers if worker.id == worker_id), None)
+        if worker is None:
             raise RequestRefused("not_a_member", f"{worker_id} is not in attempt {attempt}", "wait for the next")
-        rows = np.flatnonzero(plan.columns.destinations == place)
-        keep = np.flatnonzero((plan.owners == place) | (plan.replicas == place).any(axis=0))
+        rows = plan.for_worker(worker).rows
+        owned, keep = _kept_by(plan, worker)
         until = after + PAGE_SHARDS_MAX
         shards = plan.columns.shards[rows[after:until]].astype("<i8")
         sources = self._sources(plan, rows[after:until])
@@ -268,7 +273,7 @@ class Custody:
             np.ascontiguousarray(sources.T, "<i4").tobytes(),
             sources.shape[0],
             keep[after:until].astype("<i8").tobytes(),
-            (plan.owners[keep[after:until]] == place).astype(np.uint8).tobytes(),
+            np.isin(keep[after:until], owned).astype(np.uint8).tobytes(),
             until < max(rows.size, keep.size),
             any(worker.id == worker_id for worker in gathering.leaving),
         )
@@ -348,6 +353,14 @@ class Custody:
         return OwnersPage(
             self.assignment.generation, self.assignment.workers, owners.tobytes(), until < self.dataset.shards
         )
+
+
+def _kept_by(plan: DataRedistributionPlan, worker: WorkerId) -> tuple[Ids, Ids]:
+    """The shards that a worker is to own, and all of which it is to hold a copy; one that goes holds none."""
+    if worker not in plan.worker_assignments:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    owned = plan.worker_assignments.ids(worker)
+    return owned, np.union1d(owned, plan.replica_assignments.ids(worker))
 
 
 def _in_words(dataset: DatasetSpec) -> str:

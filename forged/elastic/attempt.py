@@ -62,6 +62,8 @@ class Attempt:
     heard_at: float = 0.0
     """When one of those that are waited for made some progress last."""
     stage: Stage = Stage.PAUSING
+    is_at_step_end: bool = False
+    """Whether a member of the world has come to the end of its step, at which the others are, too."""
     source: str = ""
     step: int = 0
     """The steps that the new world has behind it, once that is settled."""

@@ -252,9 +252,9 @@ class Cluster:
         member.heard_at = now.monotonic
         self._progress(member, stop.step, now)
         if attempt.stage is Stage.PAUSING:
-            if self.holds(member) and not any(worker in attempt.stops for worker in self.world):
+            if self.holds(member) and not attempt.is_at_step_end:
                 # The others are at the end of the same step.
-                attempt.heard_at = now.monotonic
+                attempt.is_at_step_end, attempt.heard_at = True, now.monotonic
             attempt.stops[worker_id] = stop
             if attempt.stopped and not self._is_doomed:
                 self._synchronise(attempt, now)
@@ -614,8 +614,7 @@ class Cluster:
         """Whether it may come to the end of a long step: it is heard, and nobody of its world has come there yet."""
         is_heard = self.holds(member) and not member.is_mute(self.config, now.monotonic)
         is_late = self.config.evict_stalled and now.monotonic - attempt.began_at >= self.config.stall_timeout_s
-        is_first = not any(worker in attempt.stops for worker in self.world)
-        return attempt.stage is Stage.PAUSING and is_heard and is_first and not is_late
+        return attempt.stage is Stage.PAUSING and is_heard and not (attempt.is_at_step_end or is_late)
 
     def _busy(self, attempt: Attempt, now: Moment) -> list[str]:
         """Who has something to do in the attempt, and does not wait for others."""

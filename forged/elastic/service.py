@@ -409,7 +409,8 @@ class ElasticService:
         if cluster is not None and _is_countable(signal.step, signal.marks):
             now = self._now()
             cluster.pulse(signal.worker_id, signal.incarnation, signal.step, signal.marks, signal.cpu_s, now)
-            self._settle(cluster)
+            if cluster.out:
+                self._settle(cluster)
 
     def _receiving(self, signal: Receiving, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
