@@ -16,7 +16,7 @@ from forged.elastic.attempt import Attempt, Stage, Stop
 from forged.elastic.complaints import Complaints
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failures import Failures
-from forged.elastic.members import Member, holding_up
+from forged.elastic.members import Member, holding_up, mute_since
 from forged.elastic.messages import (
     AttemptMembers,
     JobAborted,
@@ -597,7 +597,7 @@ class Cluster:
     def _give_up_silent(self, attempt: Attempt, now: Moment) -> None:
         """Fail those for whom an attempt has waited too long."""
         source = self.members.get(attempt.source)
-        if source is not None and source.is_mute(self.config, now.monotonic):
+        if source is not None and source.is_mute(mute_since(self.config, now.monotonic)):
             late = [source]
         else:
             waiting = [self.members[worker] for worker in self._busy(attempt, now) if worker in self.members]
@@ -612,7 +612,7 @@ class Cluster:
 
     def _is_in_a_step(self, member: Member, attempt: Attempt, now: Moment) -> bool:
         """Whether it may come to the end of a long step: it is heard, and nobody of its world has come there yet."""
-        is_heard = self.holds(member) and not member.is_mute(self.config, now.monotonic)
+        is_heard = self.holds(member) and not member.is_mute(mute_since(self.config, now.monotonic))
         is_late = self.config.evict_stalled and now.monotonic - attempt.began_at >= self.config.stall_timeout_s
         return attempt.stage is Stage.PAUSING and is_heard and not (attempt.is_at_step_end or is_late)
 

@@ -72,13 +72,9 @@ class Member:
         """When anything of it was heard last: its library, its pulse, or its registering."""
         return max(self.seen_at, self.heard_at or 0.0, self.pulse_at or 0.0)
 
-    def is_mute(self, config: ElasticTrainingConfig, now: float) -> bool:
-        """Whether its library is silent, whatever its pulse says."""
-        silent_s = now - max(self.seen_at, self.heard_at or 0.0)
-        interval_s = config.heartbeat_interval_s
-        # Who has to be told from others within a short rescale has less time to be heard, but for one heartbeat.
-        short_s = max(HEARTBEAT_LATE * interval_s, RESCALE_SHARE * (config.rescale_timeout_s or math.inf))
-        return not self.connected or silent_s > min(HEARTBEATS_MISSED_MAX * interval_s, short_s)
+    def is_mute(self, since: float) -> bool:
+        """Whether its library was not heard since then, which `mute_since` tells; whatever its pulse says."""
+        return self.lost_at is not None or max(self.seen_at, self.heard_at or 0.0) < since
 
     def has_pulse(self, now: float) -> bool:
         """Whether there is a pulse that would tell of its death."""
@@ -102,6 +98,14 @@ class Member:
         return further
 
 
+def mute_since(config: ElasticTrainingConfig, now: float) -> float:
+    """Whoever was not heard since then is silent; the same for all, so it is worked out once for many."""
+    interval_s = config.heartbeat_interval_s
+    # Who has to be told from others within a short rescale has less time to be heard, but for one heartbeat.
+    short_s = max(HEARTBEAT_LATE * interval_s, RESCALE_SHARE * (config.rescale_timeout_s or math.inf))
+    return now - min(HEARTBEATS_MISSED_MAX * interval_s, short_s)
+
+
 def holding_up(
     waiting: Iterable[Member], holds: Callable[[Member], bool], config: ElasticTrainingConfig, now: float
 ) -> list[Member]:
@@ -111,7 +115,8 @@ def holding_up(
     """
     members = list(waiting)
     last = min((member.marks for member in members if holds(member)), default=0)
-    mute = [member for member in members if member.is_mute(config, now)]
+    since = mute_since(config, now)
+    mute = [member for member in members if member.is_mute(since)]
     return mute or [member for member in members if not holds(member) or member.marks == last]
 
 

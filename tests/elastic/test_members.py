@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.members import PULSE_INTERVAL_S, PULSES_MISSED_MAX, Member, death_of, holding_up
+from forged.elastic.members import PULSE_INTERVAL_S, PULSES_MISSED_MAX, Member, death_of, holding_up, mute_since
 from tests.elastic.play import incarnation, worker_of
 
 CONFIG = ElasticTrainingConfig(worker_heartbeat_timeout_ms=10_000, reconnect_grace_ms=15_000)
@@ -88,3 +88,12 @@ def test_nothing_is_forgiven_in_advance() -> None:
     found = member(heard_at=AT + 19)
     found.forgive(20.0, AT + 20)
     assert (found.heard_at, found.pulse_at, found.lost_at) == (AT + 20, None, None)
+
+
+def test_in_a_short_rescale_a_silent_worker_is_told_from_those_who_wait_before_two_heartbeats_are_missed() -> None:
+    config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=5_000)
+    assert AT - mute_since(config, AT) == 4.0
+    patient = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=60_000)
+    assert AT - mute_since(patient, AT) == pytest.approx(16 / 3)
+    hasty = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=1_000)
+    assert AT - mute_since(hasty, AT) > hasty.heartbeat_interval_s, "one heartbeat may always be on its way"
