@@ -233,7 +233,7 @@ class Troupe:
 
     def _require_alive(self, *names: str) -> None:
         ended = [self[name] for name in names if self[name].code is not None]
-        assert ended == [], "these have ended"
+        assert ended == [], f"these have ended: {ended}"
 
     async def dead(self, *names: str) -> None:
         """Wait until these have been killed."""

@@ -148,17 +148,22 @@ class Meeting:
     """Where scripts wait for what a test, or another script, does."""
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
+        self._reached = threading.Semaphore(0)
         self._go_on = threading.Event()
+
+    def pass_by(self) -> None:
+        """Let it be known that this is reached."""
+        self._reached.release()
 
     def hold(self) -> None:
         """Be here until it goes on."""
-        self._reached.set()
+        self.pass_by()
         assert self._go_on.wait(PATIENCE_S)
 
-    def wait(self) -> None:
-        """Wait until somebody is here."""
-        assert self._reached.wait(PATIENCE_S)
+    def wait(self, number: int = 1) -> None:
+        """Wait until so many have come here."""
+        for _ in range(number):
+            assert self._reached.acquire(timeout=PATIENCE_S)
 
     def go_on(self) -> None:
         self._go_on.set()
@@ -198,13 +203,15 @@ class TestSteps:
         def survivor(worker: Training) -> None:
             for step in worker.steps(STEPS):
                 repeated[worker.worker_id.id].append(int(step))
+                if step == 3:
+                    meeting.pass_by()
                 learn(worker, step)
             assert is_right_behind(STEPS, worker)
 
         two = config(min_workers=2)
         a = scripts.start("a", victim, config=two)
         b = scripts.start("b", survivor, config=two)
-        meeting.wait()
+        meeting.wait(2)
         client.evict_worker(JOB, "a")
         # The job goes on when it has two again.
         c = scripts.start("c", survivor, config=two)
@@ -234,12 +241,14 @@ class TestSteps:
             for step in worker.steps(STEPS):
                 with step:
                     begun.append(int(step))
+                    if step == 3:
+                        meeting.pass_by()
                     worker.barrier()
                     done.append(int(step))
 
         a = scripts.start("a", victim, config=config(min_workers=2))
         b = scripts.start("b", survivor, config=config(min_workers=2))
-        meeting.wait()
+        meeting.wait(2)
         client.change_job(JOB, config().to_settings(), client.job(JOB).version)
         client.evict_worker(JOB, "a")
         b.result(PATIENCE_S)
@@ -326,11 +335,12 @@ class TestCollectives:
             for step in worker.steps():
                 if step == 2:
                     break
+            meeting.pass_by()
             worker.barrier()
 
         a = scripts.start("a", stays_behind, config=config(min_workers=2))
         b = scripts.start("b", goes_ahead, config=config(min_workers=2))
-        meeting.wait()
+        meeting.wait(2)
         client.evict_worker(JOB, "a")
         with pytest.raises(StepAborted):
             b.result(PATIENCE_S)
