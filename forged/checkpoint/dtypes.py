@@ -1,0 +1,116 @@
+"""The element types that a checkpoint can hold, by name.
+
+Law: a type has one name in every manifest, numpy's own, and comes back as it went in, whatever the order of its bytes.
+Types that the `safetensors` format lacks are bytes to it, and the manifest knows what they are. Objects are refused.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
+
+SAFETENSORS = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""What the format calls those that it has; little-endian ones alone."""
+RAW = "U8"
+EXTENDED = frozenset(
+    {
+        "bfloat16",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float6_e2m3fn",
+        "float6_e3m2fn",
+        "float4_e2m1fn",
+        "int4",
+        "uint4",
+        "int2",
+        "uint2",
+    }
+)
+"""Types of the package ml_dtypes, each element in a byte or more."""
+KINDS = "biufcSUmMV"
+NAME_CHARS_MAX = 64
+
+
+@lru_cache(maxsize=256)
+def name_of(dtype: np.dtype) -> str:
+    """What a type is called in a manifest."""
+    if dtype.name in EXTENDED:
+        return dtype.name
+    if dtype.hasobject or dtype.kind not in KINDS or dtype.subdtype is not None or dtype.names is not None:
+        raise invalid(
+            f"arrays of {dtype} cannot be saved",
+            "use numbers, booleans, or strings of a fixed length; give the fields of a structured array one by one",
+            code="checkpoint_dtype_unsupported",
+        )
+    if dtype.kind in "biufc" and dtype.isnative and dtype.str[1:] == np.dtype(dtype.name).str[1:]:
+        return dtype.name
+    return dtype.str
+
+
+@lru_cache(maxsize=256)
+def dtype_of(name: str) -> np.dtype:
+    """The type of that name; a name that no checkpoint has is refused."""
+    if name in EXTENDED:
+        return np.dtype(_extended(name))
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError):
+        dtype = None
+    if (
+        dtype is None
+        or len(name) > NAME_CHARS_MAX
+        or (dtype.itemsize == 0 and dtype.kind not in "SUV")
+        or name != name_of(dtype)
+    ):
+        raise CheckpointException(
+            f"there is no element type {name[:NAME_CHARS_MAX]!r}",
+            type=ExceptionType.INCOMPATIBLE_VERSION,
+            code="checkpoint_dtype_unknown",
+            fix="load it with the version of forged that has saved it",
+        )
+    return dtype
+
+
+def safetensors_name(name: str) -> str | None:
+    """What the safetensors format calls the type; None where it has no such type."""
+    return SAFETENSORS.get(name)
+
+
+def _extended(name: str) -> DTypeLike:
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise CheckpointException(
+            f"arrays of {name} need the package ml_dtypes",
+            type=ExceptionType.INCOMPATIBLE_VERSION,
+            code="checkpoint_dtype_missing",
+            fix="pip install ml_dtypes",
+        ) from None
+    found: DTypeLike = getattr(ml_dtypes, name)
+    return found

@@ -1,0 +1,216 @@
+"""What is asked of a checkpoint, and what is told of one.
+
+Law: values, checked when they are made; nothing here touches a storage.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from forged.checkpoint.boxes import Box, Shape, whole
+from forged.checkpoint.errors import invalid
+
+DEFAULT_TIMEOUT_S = 600.0
+COPIES_MAX = 8
+PREFIX_CHARS_MAX = 200
+AXES_MAX = 32
+_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*(?:/[A-Za-z0-9_][A-Za-z0-9._+=-]*)*")
+
+
+class CheckpointFormat(StrEnum):
+    """How the bytes lie in files."""
+
+    MULTI_SHARD = "multi_shard"
+    """One file of every rank."""
+    SINGLE_FILE = "single_file"
+    """One file of all."""
+    CONSOLIDATED = "consolidated"
+    """Whole tensors under the names and with the index that Hugging Face's tools expect."""
+
+
+class CompressionLevel(StrEnum):
+    """How much time may be spent on fewer bytes."""
+
+    NONE = "none"
+    FAST = "fast"
+    BALANCED = "balanced"
+    MAXIMUM = "maximum"
+
+
+class WhenBusy(StrEnum):
+    """What becomes of a save when one is being written and another one is staged."""
+
+    WAIT = "wait"
+    REFUSE = "refuse"
+
+
+class ReshardingStrategy(StrEnum):
+    """What a rank is given that does not say what it wants, where the world has another size than the one that saved."""
+
+    PARALLEL = "parallel"
+    """Its slice of each tensor that was saved in parts, along the same axis; all of the others."""
+    SIMPLE = "simple"
+    """Whole tensors, in turn."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has a state that can be saved."""
+
+    def state_dict(self) -> Any:
+        """The state: nested dicts, lists and tuples of arrays and plain values."""
+        ...
+
+    def load_state_dict(self, state: Any) -> object:
+        """Take a state over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedArray:
+    """The part of a global array that this rank holds: `local` lies at `offset` in an array of `global_shape`."""
+
+    local: Any
+    global_shape: Shape
+    offset: Shape
+
+    def __post_init__(self) -> None:
+        shape = tuple(map(int, np.shape(self.local)))
+        object.__setattr__(self, "global_shape", tuple(map(int, self.global_shape)))
+        object.__setattr__(self, "offset", tuple(map(int, self.offset)))
+        axes = {len(shape), len(self.global_shape), len(self.offset)}
+        if len(axes) > 1 or min(self.offset, default=0) < 0 or not whole(self.global_shape).covers(self.box):
+            raise invalid(
+                f"a part of shape {shape} at {self.offset} does not lie in an array of shape {self.global_shape}",
+                "give the shape of the whole array, and where in it the part begins",
+                code="checkpoint_box_invalid",
+            )
+
+    @property
+    def box(self) -> Box:
+        """Where it lies."""
+        return Box(self.offset, tuple(map(int, np.shape(self.local))))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerRank:
+    """A value that every rank has for itself: never taken for a copy of another's, and given back to the same rank."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How to save."""
+
+    checkpoint_prefix: str | None = None
+    """The checkpoint's name; `checkpoint_<UTC time>` without one."""
+    format: CheckpointFormat = CheckpointFormat.MULTI_SHARD
+    compression_level: CompressionLevel = CompressionLevel.NONE
+    include_optimizer: bool = True
+    include_rng_state: bool = True
+    timeout: float | None = None
+    """Seconds; without it, what the checkpoint's options say."""
+    custom_metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values that can be shown as JSON."""
+    copies: int = 1
+    """How many ranks write each array that all hold, so that one bad copy does no harm."""
+    when_busy: WhenBusy = WhenBusy.WAIT
+
+    def __post_init__(self) -> None:
+        _become(self, "format", CheckpointFormat)
+        _become(self, "compression_level", CompressionLevel)
+        _become(self, "when_busy", WhenBusy)
+        if self.checkpoint_prefix is not None:
+            check_prefix(self.checkpoint_prefix)
+        _check_timeout(self.timeout)
+        if not 1 <= self.copies <= COPIES_MAX:
+            raise invalid(f"copies = {self.copies}", f"give 1 to {COPIES_MAX}")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load."""
+
+    checkpoint_prefix: str | None = None
+    load_optimizer: bool = True
+    load_rng_state: bool = True
+    resharding_strategy: ReshardingStrategy = ReshardingStrategy.PARALLEL
+    timeout: float | None = None
+    skip_validation: bool = False
+    """Do not look at the whole checkpoint before; what is read is verified all the same."""
+    strict_mode: bool = True
+    """Names, shapes and types have to be those of the state that is loaded into."""
+    only: tuple[str, ...] = ()
+    """Names of tensors, or patterns of them such as `model/encoder.*`; all without any."""
+
+    def __post_init__(self) -> None:
+        _become(self, "resharding_strategy", ReshardingStrategy)
+        object.__setattr__(self, "only", (self.only,) if isinstance(self.only, str) else tuple(self.only))
+        _check_timeout(self.timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageOptions:
+    """Where checkpoints lie: `provider` is local, s3, gs, az or memory."""
+
+    provider: str = "local"
+    connection_settings: Mapping[str, str] = field(default_factory=lambda: {"base_path": "./checkpoints"})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One of the checkpoints in a storage."""
+
+    prefix: str
+    version: str
+    timestamp: datetime
+    world_size: int
+    size_bytes: int
+    format: CheckpointFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """A bad chunk in whose place a healthy copy was read."""
+
+    tensor: str
+    rank: int
+    file: str
+    chunk: int
+    source: str
+    """Where the healthy copy was."""
+
+
+def check_prefix(prefix: str) -> str:
+    """A prefix names files: it must not lead anywhere else."""
+    if not _PREFIX.fullmatch(prefix) or len(prefix) > PREFIX_CHARS_MAX:
+        raise invalid(
+            f"checkpoint_prefix = {prefix[:PREFIX_CHARS_MAX]!r} is no name of a checkpoint",
+            f"use letters, digits and ._+=-, with / between parts, a letter, digit or _ first, {PREFIX_CHARS_MAX} at most",
+            code="checkpoint_prefix_invalid",
+        )
+    return prefix
+
+
+def _become(options: SaveOptions | LoadOptions, name: str, kind: type[StrEnum]) -> None:
+    """Take the name of a choice for the choice."""
+    value = getattr(options, name)
+    try:
+        object.__setattr__(options, name, kind(value))
+    except ValueError:
+        known = ", ".join(kind)
+        raise invalid(f"{name} = {value!r}", f"use one of {known}") from None
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is not None and not 0.0 < timeout <= math.inf:
+        raise invalid(f"timeout = {timeout}", "give a number of seconds above 0, or None")

@@ -1,0 +1,260 @@
+"""A state taken apart into named arrays and the tree that they hang in, and put together again.
+
+Law: what comes back is what went in: the same keys, of the same types, in the same order, the same containers and the
+same values, to the last bit. A name belongs to one place in the tree. Nothing is ever executed to build a value.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forged.checkpoint.boxes import Box, Shape, whole
+from forged.checkpoint.dtypes import dtype_of, name_of
+from forged.checkpoint.errors import corrupted, invalid
+from forged.checkpoint.model import AXES_MAX, PerRank, ShardedArray
+
+DEPTH_MAX = 100
+NAME_CHARS_MAX = 1_000
+INTEGER_MAX = 1 << 53
+"""Beyond it, readers of JSON may take an integer for another one."""
+INTEGER_DIGITS_MAX = 4_000
+
+Node = Any
+"""A tree as it is written: an int for a tensor, else a dict with one key that says what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An array of the state, under its name."""
+
+    name: str
+    array: np.ndarray[Any, Any]
+    global_shape: Shape
+    box: Box
+    is_private: bool
+    """Whether it is the rank's own, and no copy of others'."""
+    is_sharded: bool
+    """Whether the rank may hold but a part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafType:
+    """How to save and give back arrays that are not numpy's."""
+
+    accepts: Callable[[Any], bool]
+    to_array: Callable[[Any], np.ndarray[Any, Any] | ShardedArray]
+    """The array itself where that is possible, so that it can be loaded into."""
+    from_array: Callable[[np.ndarray[Any, Any] | ShardedArray, Any], Any]
+    """The value again; the second argument is the one that the state has in its place, or None."""
+
+
+def flatten(state: Any, leaf_types: Sequence[LeafType] = ()) -> tuple[Node, list[Leaf]]:
+    """The tree of a state, and its arrays in the order in which the tree numbers them."""
+    flattening = _Flattening(tuple(leaf_types))
+    return flattening.node(state, "", 0, is_private=False), flattening.leaves
+
+
+def unflatten(node: Node, tensor: Callable[[int], Any]) -> Any:
+    """The state that a tree stands for; `tensor` gives the arrays."""
+    return _build(node, tensor, 0)
+
+
+def tensors_in(node: Node) -> Iterator[int]:
+    """The numbers of the arrays in a tree, in its order."""
+    found: list[int] = []
+    unflatten(node, found.append)
+    return iter(found)
+
+
+def renumbered(node: Node, numbers: Sequence[int]) -> Node:
+    """The same tree with other numbers for its arrays."""
+    if isinstance(node, int):
+        return numbers[node]
+    (kind, value), *_ = node.items()
+    match kind:
+        case "d":
+            return {"d": {key: renumbered(inner, numbers) for key, inner in value.items()}}
+        case "m":
+            return {"m": [[key, renumbered(inner, numbers)] for key, inner in value]}
+        case "l" | "t":
+            return {kind: [renumbered(inner, numbers) for inner in value]}
+        case _:
+            return node
+
+
+class _Flattening:
+    """The walk through one state."""
+
+    def __init__(self, leaf_types: tuple[LeafType, ...]) -> None:
+        self.leaves: list[Leaf] = []
+        self._leaf_types = leaf_types
+
+    def node(self, value: Any, path: str, depth: int, *, is_private: bool) -> Node:
+        """What stands for a value."""
+        if isinstance(value, np.ndarray):
+            return self._array(value, path, is_private)
+        if isinstance(value, Mapping | list | tuple | PerRank):
+            if depth == DEPTH_MAX:
+                raise invalid(
+                    f"the state is nested more than {DEPTH_MAX} deep at {_shown(path)}", "does it contain itself?"
+                )
+            return self._container(value, path, depth + 1, is_private=is_private)
+        if isinstance(value, ShardedArray):
+            return self._sharded(value, path, is_private)
+        for leaf_type in self._leaf_types:
+            if leaf_type.accepts(value):
+                return self.node(leaf_type.to_array(value), path, depth, is_private=is_private)
+        return _plain(value, path)
+
+    def _container(self, value: Any, path: str, depth: int, *, is_private: bool) -> Node:
+        if isinstance(value, PerRank):
+            return self.node(value.value, path, depth, is_private=True)
+        if isinstance(value, Mapping):
+            return self._mapping(value, path, depth, is_private=is_private)
+        lead = f"{path}/#" if path else "#"
+        inner = [self.node(one, f"{lead}{index}", depth, is_private=is_private) for index, one in enumerate(value)]
+        return {"t" if isinstance(value, tuple) else "l": inner}
+
+    def _mapping(self, value: Mapping[Any, Any], path: str, depth: int, *, is_private: bool) -> Node:
+        lead = f"{path}/" if path else ""
+        if all(type(key) is str for key in value):
+            return {
+                "d": {
+                    key: self.node(one, lead + _escaped(key), depth, is_private=is_private)
+                    for key, one in value.items()
+                }
+            }
+        items = []
+        for key, one in value.items():
+            if type(key) is int and abs(key) < INTEGER_MAX:
+                items.append([key, self.node(one, f"{lead}#{key}", depth, is_private=is_private)])
+            elif type(key) is str:
+                items.append([key, self.node(one, lead + _escaped(key), depth, is_private=is_private)])
+            else:
+                raise invalid(
+                    f"the state has the key {key!r:.100} at {_shown(path)}", "use strings, or integers below 2**53"
+                )
+        return {"m": items}
+
+    def _array(self, array: np.ndarray[Any, Any], path: str, is_private: bool) -> Node:
+        return self._leaf(array, array.shape, whole(array.shape), path, is_private, is_sharded=False)
+
+    def _sharded(self, value: ShardedArray, path: str, is_private: bool) -> Node:
+        for leaf_type in self._leaf_types:
+            if leaf_type.accepts(value.local):
+                made = leaf_type.to_array(value.local)
+                if isinstance(made, np.ndarray):
+                    value = ShardedArray(made, value.global_shape, value.offset)
+        if not isinstance(value.local, np.ndarray):
+            raise invalid(f"{_shown(path)} is a ShardedArray of {type(value.local).__name__}", "give it a numpy array")
+        return self._leaf(value.local, value.global_shape, value.box, path, is_private, is_sharded=True)
+
+    def _leaf(
+        self, array: np.ndarray[Any, Any], shape: Shape, box: Box, path: str, is_private: bool, *, is_sharded: bool
+    ) -> Node:
+        name_of(array.dtype)
+        if len(shape) > AXES_MAX:
+            raise invalid(f"{_shown(path)} has {len(shape)} axes", f"give it at most {AXES_MAX}")
+        if len(path) > NAME_CHARS_MAX:
+            raise invalid(f"the name {path[:100]}... has {len(path)} characters", f"use at most {NAME_CHARS_MAX}")
+        self.leaves.append(Leaf(path, array, tuple(shape), box, is_private, is_sharded))
+        return len(self.leaves) - 1
+
+
+def _escaped(key: str) -> str:
+    """A key as a part of a name: no two keys are the same part, and none reaches over a `/`."""
+    if "~" in key or "/" in key:
+        key = key.replace("~", "~0").replace("/", "~1")
+    return f"~2{key[1:]}" if key.startswith("#") else key
+
+
+def _shown(path: str) -> str:
+    return path[:NAME_CHARS_MAX] or "the top"
+
+
+def _plain(value: Any, path: str) -> Node:
+    """What stands for a value that is no array."""
+    match value:
+        case None | bool() | str() if type(value) in {type(None), bool, str}:
+            return {"v": value}
+        case int() if type(value) is int:
+            return {"v": value} if abs(value) < INTEGER_MAX else {"i": _digits(value, path)}
+        case float() if type(value) is float:
+            return {"f": value.hex() if math.isfinite(value) else repr(value)}
+        case complex() if type(value) is complex:
+            return {"c": [value.real.hex(), value.imag.hex()]}
+        case bytes() if type(value) is bytes:
+            return {"b": base64.b64encode(value).decode()}
+        case np.generic():
+            return {"n": [name_of(value.dtype), base64.b64encode(value.tobytes()).decode()]}
+        case _:
+            raise invalid(
+                f"{_shown(path)} is a {type(value).__name__}, which cannot be saved",
+                "use dicts, lists, tuples, numpy arrays and scalars, numbers, strings, bytes and None, or a leaf type",
+                code="checkpoint_value_unsupported",
+            )
+
+
+def _digits(value: int, path: str) -> str:
+    if value.bit_length() > INTEGER_DIGITS_MAX * 3:
+        raise invalid(f"{_shown(path)} is an integer of {value.bit_length()} bits", "save it as bytes")
+    return hex(value)
+
+
+def _build(node: Node, tensor: Callable[[int], Any], depth: int) -> Any:
+    if type(node) is int:
+        return tensor(node)
+    if type(node) is not dict or len(node) != 1 or depth > DEPTH_MAX + 1:
+        raise _malformed(node)
+    ((kind, value),) = node.items()
+    match kind, value:
+        case "d", dict():
+            return {key: _build(inner, tensor, depth + 1) for key, inner in value.items()}
+        case "m", list():
+            return {key: _build(inner, tensor, depth + 1) for key, inner in map(_pair, value)}
+        case "l", list():
+            return [_build(inner, tensor, depth + 1) for inner in value]
+        case "t", list():
+            return tuple(_build(inner, tensor, depth + 1) for inner in value)
+        case _:
+            return _value(kind, value, node)
+
+
+def _pair(item: Any) -> tuple[int | str, Node]:
+    match item:
+        case [int() | str() as key, inner]:
+            return key, inner
+        case _:
+            raise _malformed(item)
+
+
+def _value(kind: str, value: Any, node: Node) -> Any:
+    """The plain value that stands there."""
+    try:
+        match kind, value:
+            case "v", None | bool() | str() | int():
+                return value
+            case "i", str():
+                return int(value, 16)
+            case "f", str():
+                return float.fromhex(value)
+            case "c", [str() as real, str() as imaginary]:
+                return complex(float.fromhex(real), float.fromhex(imaginary))
+            case "b", str():
+                return base64.b64decode(value, validate=True)
+            case "n", [str() as dtype, str() as data]:
+                return np.frombuffer(base64.b64decode(data, validate=True), dtype_of(dtype))[0]
+            case _:
+                raise _malformed(node)
+    except (ValueError, IndexError):
+        raise _malformed(node) from None
+
+
+def _malformed(node: Any) -> Exception:
+    return corrupted(f"the tree of the state has {node!r:.80} in it", "", code="checkpoint_manifest_malformed")
