@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
-from forged.checkpoint.boxes import Box, Shape, chunk_lengths, grid_of, whole
+from forged.checkpoint.boxes import Box, Shape, chunk_count, chunk_lengths, grid_of, whole
 from forged.checkpoint.dtypes import dtype_of
 from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted
 from forged.checkpoint.model import AXES_MAX, CheckpointFormat, CompressionLevel, check_prefix
@@ -30,6 +31,8 @@ FORMAT = "forged-checkpoint"
 DIGEST_BYTES = 16
 RANKS_MAX = 1 << 20
 SIZE_MAX = 1 << 60
+CREATED_AT_MAX = 253_402_300_799.0
+"""The last second of the year 9999."""
 HEADER_BYTES_MAX = 100_000_000
 """The safetensors library's own limit."""
 _TAIL = b',"checksum":"%s"}\n'
@@ -50,6 +53,8 @@ class Tensors(msgspec.Struct, frozen=True):
     shapes: list[tuple[int, ...]]
     ranks: dict[int, int] = {}
     """Of the private ones, whose they are."""
+    held: list[dict[int, tuple[tuple[int, ...], tuple[int, ...]]]] = []
+    """By rank, offset and shape of what it had of each array of which a rank may have but a part; of none if empty."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -88,6 +93,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     format: str = FORMAT
     layout: CheckpointFormat = CheckpointFormat.MULTI_SHARD
     compression: CompressionLevel = CompressionLevel.NONE
+    save_id: str = ""
+    """What tells it from any other save of that name."""
     extra_files: dict[str, int] = {}
     """Files that are there for other tools, and their sizes."""
     job: str = ""
@@ -127,13 +134,22 @@ class Piece(msgspec.Struct, frozen=True):
 def pieces(manifest: Manifest, number: int) -> Iterator[Piece]:
     """The pieces of a part, in order."""
     part, tensors = manifest.parts[number], manifest.tensors
+    wholes: dict[tuple[Shape, str], tuple[Box, list[int], int]] = {}
     chunk, offset = 0, 0
     for place, tensor in enumerate(part.tensors):
-        shape, itemsize = tensors.shapes[tensor], dtype_of(tensors.dtypes[tensor]).itemsize
-        box = Box(*part.boxes[place]) if place in part.boxes else whole(shape)
-        lengths = chunk_lengths(box, grid_of(shape, itemsize), itemsize)
+        shape, dtype = kind = tensors.shapes[tensor], tensors.dtypes[tensor]
+        if place in part.boxes:
+            box, lengths, size = _measured(Box(*part.boxes[place]), shape, dtype)
+        else:
+            box, lengths, size = wholes.get(kind) or wholes.setdefault(kind, _measured(whole(shape), shape, dtype))
         yield Piece(number, tensor, box, chunk, lengths, offset)
-        chunk, offset = chunk + len(lengths), offset + sum(lengths)
+        chunk, offset = chunk + len(lengths), offset + size
+
+
+def _measured(box: Box, shape: Shape, dtype: str) -> tuple[Box, list[int], int]:
+    """A box of a tensor, the lengths of its chunks, and their sum."""
+    itemsize = dtype_of(dtype).itemsize
+    return box, chunk_lengths(box, grid_of(shape, itemsize), itemsize), box.volume * itemsize
 
 
 def digests_of(part: Part) -> bytes:
@@ -196,81 +212,112 @@ def _check(manifest: Manifest) -> None:
     check_prefix(manifest.prefix)
     _require(1 <= manifest.world_size <= RANKS_MAX, "world_size")
     _require(len(manifest.tree_of_rank) == manifest.world_size, "tree_of_rank")
-    _require(all(0 <= tree < len(manifest.trees) for tree in manifest.tree_of_rank), "tree_of_rank")
-    _require(math.isfinite(manifest.created_at), "created_at")
-    _check_tensors(manifest)
+    _require(_all_within(manifest.tree_of_rank, len(manifest.trees)), "tree_of_rank")
+    _require(0.0 <= manifest.created_at <= CREATED_AT_MAX, "created_at")
+    sizes = _check_tensors(manifest)
     for file, size in manifest.extra_files.items():
         _check_file(manifest, file)
         _require(0 <= size <= SIZE_MAX, "extra_files")
     for number, part in enumerate(manifest.parts):
-        _check_part(manifest, number, part)
+        _check_part(manifest, part, sizes)
+        if part.stored is not None:
+            lengths = chain.from_iterable(piece.lengths for piece in pieces(manifest, number))
+            _require(all(map(_is_stored, part.stored, lengths)), "parts.stored")
     files = [part.file for part in manifest.parts] + [*manifest.extra_files]
     _require(len(set(files)) == len(files), "parts: a file is named twice")
     for tree in manifest.trees:
-        _require(all(0 <= tensor < len(manifest.tensors.names) for tensor in tensors_in(tree)), "trees")
+        _require(_all_within(list(tensors_in(tree)), len(manifest.tensors.names)), "trees")
 
 
-def _check_tensors(manifest: Manifest) -> None:
+class _Sizes(NamedTuple):
+    """Of every tensor, by column."""
+
+    bytes: list[int]
+    chunks: list[int]
+
+
+def _check_tensors(manifest: Manifest) -> _Sizes:
     tensors = manifest.tensors
     count = len(tensors.names)
     _require(len(tensors.dtypes) == len(tensors.shapes) == count, "tensors: the columns differ")
-    _require(all(len(name) <= NAME_CHARS_MAX for name in tensors.names), "tensors.names")
-    for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True):
-        _require(len(shape) <= AXES_MAX and all(0 <= size <= SIZE_MAX for size in shape), "tensors.shapes")
-        _require(math.prod(shape) * dtype_of(dtype).itemsize <= SIZE_MAX, "tensors.shapes")
-    private = [(name, tensors.ranks.get(number, -1)) for number, name in enumerate(tensors.names)]
-    _require(len(set(private)) == count, "tensors: a name stands twice")
-    _require(
-        all(0 <= number < count and 0 <= rank < manifest.world_size for number, rank in tensors.ranks.items()),
-        "tensors.ranks",
-    )
+    _require(max(map(len, tensors.names), default=0) <= NAME_CHARS_MAX, "tensors.names")
+    _require(_all_within([*tensors.ranks], count), "tensors.ranks")
+    _require(_all_within([*tensors.ranks.values()], manifest.world_size), "tensors.ranks")
+    _check_held(tensors, manifest.world_size)
+    owners = map(tensors.ranks.get, range(count))
+    _require(len(set(zip(tensors.names, owners, strict=True))) == count, "tensors: a name stands twice")
+    kinds = list(zip(tensors.shapes, tensors.dtypes, strict=True))
+    sizes = {kind: _sizes_of(*kind) for kind in set(kinds)}
+    return _Sizes([sizes[kind][0] for kind in kinds], [sizes[kind][1] for kind in kinds])
 
 
-def _check_part(manifest: Manifest, number: int, part: Part) -> None:
+def _check_held(tensors: Tensors, world_size: int) -> None:
+    _require(len(tensors.held) in {0, world_size}, "tensors.held")
+    for held in tensors.held:
+        _require(_all_within([*held], len(tensors.names)), "tensors.held")
+        for tensor, box in held.items():
+            _check_box(Box(*box), tensors.shapes[tensor], "tensors.held")
+
+
+def _check_box(box: Box, shape: Shape, what: str) -> None:
+    _require(len(box.offset) == len(box.shape) == len(shape), what)
+    _require(min((*box.offset, *box.shape), default=0) >= 0, what)
+    _require(whole(shape).covers(box), f"{what}: one lies outside its tensor")
+
+
+def _sizes_of(shape: Shape, dtype: str) -> tuple[int, int]:
+    """How many bytes and how many chunks a tensor has."""
+    itemsize = dtype_of(dtype).itemsize
+    _require(len(shape) <= AXES_MAX and min(shape, default=0) >= 0, "tensors.shapes")
+    _require(math.prod(max(1, size) for size in shape) * max(1, itemsize) <= SIZE_MAX, "tensors.shapes")
+    return math.prod(shape) * itemsize, chunk_count(whole(shape), grid_of(shape, itemsize))
+
+
+def _check_part(manifest: Manifest, part: Part, sizes: _Sizes) -> None:
     _check_file(manifest, part.file)
     _require(0 <= part.rank < manifest.world_size, "parts.rank")
     _require(0 <= part.data_offset <= min(part.size, HEADER_BYTES_MAX + 8) and part.size <= SIZE_MAX, "parts.size")
-    _require(all(0 <= tensor < len(manifest.tensors.names) for tensor in part.tensors), "parts.tensors")
-    for place, (offset, shape) in part.boxes.items():
-        _require(0 <= place < len(part.tensors), "parts.boxes")
-        of = manifest.tensors.shapes[part.tensors[place]]
-        _require(len(offset) == len(shape) == len(of) and min((*offset, *shape), default=0) >= 0, "parts.boxes")
-        _require(whole(of).covers(Box(offset, shape)), "parts.boxes: one lies outside its tensor")
-    _check_chunks(manifest, number, part)
+    _require(_all_within(part.tensors, len(manifest.tensors.names)), "parts.tensors")
+    _require(_all_within([*part.boxes], len(part.tensors)), "parts.boxes")
+    size, chunks = sum(map(sizes.bytes.__getitem__, part.tensors)), sum(map(sizes.chunks.__getitem__, part.tensors))
+    for place, box in part.boxes.items():
+        tensor = part.tensors[place]
+        its_size, its_chunks = _sizes_in(Box(*box), manifest.tensors.shapes[tensor], manifest.tensors.dtypes[tensor])
+        size, chunks = size + its_size - sizes.bytes[tensor], chunks + its_chunks - sizes.chunks[tensor]
+    _check_chunks(part, size, chunks)
 
 
-def _check_chunks(manifest: Manifest, number: int, part: Part) -> None:
-    said = len(digests_of(part))
-    _require(said % DIGEST_BYTES == 0, "parts.digests")
-    chunks = said // DIGEST_BYTES
+def _sizes_in(box: Box, shape: Shape, dtype: str) -> tuple[int, int]:
+    """How many bytes and how many chunks a box of a tensor has."""
+    _check_box(box, shape, "parts.boxes")
+    itemsize = dtype_of(dtype).itemsize
+    return box.volume * itemsize, chunk_count(box, grid_of(shape, itemsize))
+
+
+def _check_chunks(part: Part, size: int, chunks: int) -> None:
+    """`size` and `chunks` are what the pieces have."""
+    _require(len(digests_of(part)) == chunks * DIGEST_BYTES, "parts.digests: not one for each chunk")
     _require(len(base64.b64decode(part.header, validate=True)) == DIGEST_BYTES, "parts.header")
-    _require(_count(manifest, part, chunks) == chunks, "parts.digests: not one for each chunk")
-    if part.stored is None:
-        size = sum(sum(piece.lengths) for piece in pieces(manifest, number))
-    else:
+    if part.stored is not None:
         _require(len(part.stored) == chunks, "parts.stored")
         size = sum(map(abs, part.stored))
     _require(part.data_offset + size == part.size, "parts.size: it is not that of the pieces")
 
 
-def _count(manifest: Manifest, part: Part, limit: int) -> int:
-    """How many chunks the pieces have; stops counting beyond the limit, before anything large is built."""
-    count = 0
-    for place, tensor in enumerate(part.tensors):
-        shape, itemsize = manifest.tensors.shapes[tensor], dtype_of(manifest.tensors.dtypes[tensor]).itemsize
-        box = Box(*part.boxes[place]) if place in part.boxes else whole(shape)
-        if box.volume:
-            grid = grid_of(shape, itemsize)
-            along = box.shape[grid.axis] // grid.step if box.shape else 1
-            count += max(1, math.prod(box.shape[: grid.axis]) * along)
-        if count > 2 * limit + len(part.tensors):
-            return count
-    return sum(len(piece.lengths) for piece in pieces(manifest, manifest.parts.index(part)))
+def _is_stored(stored: int, length: int) -> bool:
+    """Whether a chunk of that length can have become so many bytes."""
+    return 0 < stored < length or stored == -length
+
+
+def _all_within(numbers: Sequence[int], count: int) -> bool:
+    """Whether all numbers are those of things of which there are so many."""
+    return not numbers or (min(numbers) >= 0 and max(numbers) < count)
 
 
 def _check_file(manifest: Manifest, file: str) -> None:
-    _require(file.startswith(f"{manifest.prefix}/"), f"file {file[:80]!r} is not under the prefix")
-    check_prefix(file)
+    lead = f"{manifest.prefix}/"
+    _require(file.startswith(lead), f"file {file[:80]!r} is not under the prefix")
+    check_prefix(file.removeprefix(lead))
 
 
 def _require(holds: bool, what: str) -> None:

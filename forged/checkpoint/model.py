@@ -53,7 +53,7 @@ class WhenBusy(StrEnum):
 
 
 class ReshardingStrategy(StrEnum):
-    """What a rank is given that does not say what it wants, where the world has another size than the one that saved."""
+    """What a rank is given that does not say what it wants, where the world has another size than the saving one."""
 
     PARALLEL = "parallel"
     """Its slice of each tensor that was saved in parts, along the same axis; all of the others."""
@@ -163,7 +163,10 @@ class StorageOptions:
     """Where checkpoints lie: `provider` is local, s3, gs, az or memory."""
 
     provider: str = "local"
-    connection_settings: Mapping[str, str] = field(default_factory=lambda: {"base_path": "./checkpoints"})
+    connection_settings: Mapping[str, str] = field(
+        default_factory=lambda: {"base_path": "./checkpoints"},
+        repr=False,  # There may be secrets among them.
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,7 @@ def check_prefix(prefix: str) -> str:
     if not _PREFIX.fullmatch(prefix) or len(prefix) > PREFIX_CHARS_MAX:
         raise invalid(
             f"checkpoint_prefix = {prefix[:PREFIX_CHARS_MAX]!r} is no name of a checkpoint",
-            f"use letters, digits and ._+=-, with / between parts, a letter, digit or _ first, {PREFIX_CHARS_MAX} at most",
+            f"use at most {PREFIX_CHARS_MAX} letters, digits and ._+=-, with / between parts, none of ._+=- first",
             code="checkpoint_prefix_invalid",
         )
     return prefix

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +33,19 @@ class Halt:
     def cancel(self) -> None:
         """Stop it."""
         self._cancelled.set()
+
+    def hurry(self, seconds: float) -> None:
+        """Let it take no longer than that from now on."""
+        ends_at = self._monotonic() + seconds
+        if self._ends_at is None or ends_at < self._ends_at:
+            self.timeout_s, self._ends_at = seconds, ends_at
+
+    def later(self, seconds: float) -> Halt:
+        """One that is cancelled with this one, and has so much more time."""
+        other = copy(self)
+        if other.timeout_s is not None and other._ends_at is not None:
+            other.timeout_s, other._ends_at = other.timeout_s + seconds, other._ends_at + seconds
+        return other
 
     def remaining_s(self) -> float | None:
         """How long it may still take; None for as long as it likes."""
@@ -142,6 +156,20 @@ class Storage(Protocol):
     def free_bytes(self) -> int | None:
         """How much can still be written; None where nobody knows."""
         ...
+
+
+@runtime_checkable
+class Remote(Storage, Protocol):
+    """A storage that waits for somebody else, and can be told how long."""
+
+    def bounded(self, halt: Halt) -> Storage:
+        """The same storage, whose requests end when the halt says so."""
+        ...
+
+
+def bounded(storage: Storage, halt: Halt) -> Storage:
+    """The storage as one operation uses it: nothing that it waits for outlasts the halt."""
+    return storage.bounded(halt) if isinstance(storage, Remote) else storage
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ import base64
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,18 +29,21 @@ Node = Any
 """A tree as it is written: an int for a tensor, else a dict with one key that says what it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """An array of the state, under its name."""
 
     name: str
     array: np.ndarray[Any, Any]
     global_shape: Shape
-    box: Box
     is_private: bool
     """Whether it is the rank's own, and no copy of others'."""
-    is_sharded: bool
-    """Whether the rank may hold but a part of it."""
+    part: Box | None
+    """Which part of the whole it is, where it was given as a part."""
+
+    @property
+    def box(self) -> Box:
+        """Where it lies in the whole."""
+        return whole(self.global_shape) if self.part is None else self.part
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ def renumbered(node: Node, numbers: Sequence[int]) -> Node:
             return {"m": [[key, renumbered(inner, numbers)] for key, inner in value]}
         case "l" | "t":
             return {kind: [renumbered(inner, numbers) for inner in value]}
+        case "p":
+            return {"p": renumbered(value, numbers)}
         case _:
             return node
 
@@ -114,7 +119,7 @@ class _Flattening:
 
     def _container(self, value: Any, path: str, depth: int, *, is_private: bool) -> Node:
         if isinstance(value, PerRank):
-            return self.node(value.value, path, depth, is_private=True)
+            return {"p": self.node(value.value, path, depth, is_private=True)}
         if isinstance(value, Mapping):
             return self._mapping(value, path, depth, is_private=is_private)
         lead = f"{path}/#" if path else "#"
@@ -126,7 +131,7 @@ class _Flattening:
         if all(type(key) is str for key in value):
             return {
                 "d": {
-                    key: self.node(one, lead + _escaped(key), depth, is_private=is_private)
+                    key: self.node(one, lead + escaped(key), depth, is_private=is_private)
                     for key, one in value.items()
                 }
             }
@@ -135,7 +140,7 @@ class _Flattening:
             if type(key) is int and abs(key) < INTEGER_MAX:
                 items.append([key, self.node(one, f"{lead}#{key}", depth, is_private=is_private)])
             elif type(key) is str:
-                items.append([key, self.node(one, lead + _escaped(key), depth, is_private=is_private)])
+                items.append([key, self.node(one, lead + escaped(key), depth, is_private=is_private)])
             else:
                 raise invalid(
                     f"the state has the key {key!r:.100} at {_shown(path)}", "use strings, or integers below 2**53"
@@ -143,7 +148,7 @@ class _Flattening:
         return {"m": items}
 
     def _array(self, array: np.ndarray[Any, Any], path: str, is_private: bool) -> Node:
-        return self._leaf(array, array.shape, whole(array.shape), path, is_private, is_sharded=False)
+        return self._leaf(array, array.shape, path, is_private, None)
 
     def _sharded(self, value: ShardedArray, path: str, is_private: bool) -> Node:
         for leaf_type in self._leaf_types:
@@ -153,25 +158,40 @@ class _Flattening:
                     value = ShardedArray(made, value.global_shape, value.offset)
         if not isinstance(value.local, np.ndarray):
             raise invalid(f"{_shown(path)} is a ShardedArray of {type(value.local).__name__}", "give it a numpy array")
-        return self._leaf(value.local, value.global_shape, value.box, path, is_private, is_sharded=True)
+        return self._leaf(value.local, value.global_shape, path, is_private, value.box)
 
-    def _leaf(
-        self, array: np.ndarray[Any, Any], shape: Shape, box: Box, path: str, is_private: bool, *, is_sharded: bool
-    ) -> Node:
+    def _leaf(self, array: np.ndarray[Any, Any], shape: Shape, path: str, is_private: bool, part: Box | None) -> Node:
         name_of(array.dtype)
         if len(shape) > AXES_MAX:
             raise invalid(f"{_shown(path)} has {len(shape)} axes", f"give it at most {AXES_MAX}")
         if len(path) > NAME_CHARS_MAX:
             raise invalid(f"the name {path[:100]}... has {len(path)} characters", f"use at most {NAME_CHARS_MAX}")
-        self.leaves.append(Leaf(path, array, tuple(shape), box, is_private, is_sharded))
+        self.leaves.append(Leaf(path, array, shape, is_private, part))
         return len(self.leaves) - 1
 
 
-def _escaped(key: str) -> str:
+def name_under(path: str, key: int | str) -> str:
+    """The name of what is under a key, or at a place in a list."""
+    part = f"#{key}" if isinstance(key, int) else escaped(key)
+    return f"{path}/{part}" if path else part
+
+
+def escaped(key: str) -> str:
     """A key as a part of a name: no two keys are the same part, and none reaches over a `/`."""
+    if not key:
+        return "~3"
     if "~" in key or "/" in key:
         key = key.replace("~", "~0").replace("/", "~1")
     return f"~2{key[1:]}" if key.startswith("#") else key
+
+
+def unescaped(part: str) -> str:
+    """The key that a part of a name stands for."""
+    if part == "~3":
+        return ""
+    if part.startswith("~2"):
+        part = f"#{part[2:]}"
+    return part.replace("~1", "/").replace("~0", "~")
 
 
 def _shown(path: str) -> str:
@@ -222,6 +242,8 @@ def _build(node: Node, tensor: Callable[[int], Any], depth: int) -> Any:
             return [_build(inner, tensor, depth + 1) for inner in value]
         case "t", list():
             return tuple(_build(inner, tensor, depth + 1) for inner in value)
+        case "p", _:
+            return _build(value, tensor, depth + 1)
         case _:
             return _value(kind, value, node)
 

@@ -95,10 +95,14 @@ class Task:
     def alone(self, steps: int) -> State:
         """The state behind so many steps in one process that nobody interrupts."""
         state, sampler = self.state(), self.sampler()
+        self.go_on(state, sampler, steps)
+        return state
+
+    def go_on(self, state: State, sampler: ElasticSampler, steps: int) -> None:
+        """Make so many more steps, in one process."""
         for _ in range(steps):
             learn(state, contribution(state, self.samples[sampler.batch(0, 1)]), LEARNING_RATE)
             sampler.advance()
-        return state
 
 
 def contribution(state: State, part: Samples) -> Floats:

@@ -63,7 +63,15 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     read_at_origin: int = 0
 
 
-Entry = Ready | Entered | Used | Committed | Finished
+class Unsaved(msgspec.Struct, frozen=True, tag="unsaved"):
+    """A checkpoint came to nothing."""
+
+    at: float
+    step: int
+    why: str
+
+
+Entry = Ready | Entered | Used | Committed | Finished | Unsaved
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Entry).decode

@@ -20,7 +20,7 @@ import numpy as np
 from forged.cli.show import duration
 from forged.client import ForgedClient
 from forged.data.messages import TransfersCompleted, TransfersPlanned, TransferTotals
-from forged.demo import audit
+from forged.demo import audit, keeping
 from forged.demo.dataset import REPLICATION, SHARDS, misplaced
 from forged.demo.learning import BATCH, SAMPLES, State, Task
 from forged.demo.processes import DaemonProcess, forgectl, nothing_left_behind
@@ -79,6 +79,12 @@ class Outcome:
     reference_loss: float | None = None
     parameters_differ_by: float | None = None
     """By how much the farthest parameter is from that of a run that nobody interrupts."""
+    checkpoints: int = 0
+    """How many were saved while training went on."""
+    resumed_from: str = ""
+    """The checkpoint from which one process has gone on alone."""
+    resumed_differ_by: float | None = None
+    """By how much the farthest parameter of that process is from what the workers have learnt."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -270,6 +276,7 @@ class Story:
         self._audit(finishers)
         await self._audit_data(client, finishers)
         self._compare(finishers)
+        self._resume(finishers)
 
     def _audit(self, finishers: Sequence[str]) -> None:
         logs, decided = self._scene.logs, self._scene.worlds
@@ -337,6 +344,24 @@ class Story:
             f"loss {self.outcome.final_loss:.12f}, uninterrupted {self.outcome.reference_loss:.12f};"
             f" {task.hits(learnt):.1%} of the points are put on their spiral",
             DIM,
+        )
+
+    def _resume(self, finishers: Sequence[str]) -> None:
+        """Go on from the last checkpoint in this process, as if all workers had died behind it."""
+        found = keeping.checkpoints(self._directory)
+        self.outcome.checkpoints = len(found)
+        self._check("the workers saved checkpoints while they trained", [] if found else ["there is none"])
+        if not found:
+            return
+        last = found[-1]
+        state, steps = keeping.resumed(self._directory, last.prefix, Task(), self.outcome.steps)
+        learnt = np.load(self._directory / f"{finishers[0]}{PARAMETERS}")
+        distance = float(np.abs(state["parameters"] - learnt).max())
+        self.outcome.resumed_from, self.outcome.resumed_differ_by = last.prefix, distance
+        self._check(
+            f"one process that resumes from {last.prefix}, which {last.world_size} ranks have saved, comes to the same"
+            f" in {steps} more steps: no parameter differs by more than {distance:.1e}",
+            [] if distance <= TOLERANCE else [f"a parameter differs by {distance:g}"],
         )
 
     # What they are made of.

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from forged.data.sampler import ElasticSampler
 from forged.demo.dataset import Reader, training_data
+from forged.demo.keeping import Keeper
 from forged.demo.learning import BATCH, LEARNING_RATE, Task, contribution, learn
 from forged.demo.records import NONE, Committed, Entered, Entry, Finished, Ready, Used, line_of
 from forged.elastic.config import ElasticTrainingConfig
@@ -96,11 +98,14 @@ def steps(worker: Training, account: Account) -> Iterator[Step]:
         raise AssertionError("no step is left")
 
 
-def train(worker: Training, reader: Reader, account: Account, enough: Path) -> None:
+def train(
+    worker: Training, reader: Reader, account: Account, keeper: Keeper, sampler: ElasticSampler, enough: Path
+) -> None:
     """Learn until somebody says that it is enough."""
     state: dict[str, Any] = worker.state
     for step in steps(worker, account):
         with step:
+            keeper.save_if_due(int(step), sampler)
             samples = worker.batch()
             account.use(worker, int(step), len(samples))
             time.sleep(STEP_PAUSE_S)
@@ -125,7 +130,7 @@ def main() -> int:
     task, account = Task(), Account(options.directory / f"{options.name}{RECORDS}")
     state = task.state() | {"ends_at": NONE}
     data = training_data(options.directory, options.name, task.samples)
-    reader = Reader(data.store, task.samples)
+    reader, sampler = Reader(data.store, task.samples), task.sampler()
     with join(
         options.endpoint,
         job=JOB,
@@ -135,10 +140,11 @@ def main() -> int:
         learning_rate=LEARNING_RATE,
         global_batch_size=BATCH,
         data=data,
-        sampler=task.sampler(),
+        sampler=sampler,
     ) as worker:
         account.write(Ready(time.monotonic()))
-        train(worker, reader, account, options.directory / ENOUGH)
+        with Keeper(worker, options.directory, account.write) as keeper:
+            train(worker, reader, account, keeper, sampler, options.directory / ENOUGH)
         np.save(options.directory / f"{options.name}{PARAMETERS}", state["parameters"])
         digest = sha256(state["parameters"].tobytes()).hexdigest()
         account.write(Finished(time.monotonic(), worker.step, digest, reader.here, reader.elsewhere))

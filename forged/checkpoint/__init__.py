@@ -1,0 +1,71 @@
+"""Checkpoints: as fast as the hardware, never half there, readable by others.
+
+    import forged.checkpoint
+
+    forged.checkpoint.save("checkpoints/step-100", {"model": weights, "step": 100})
+    state = forged.checkpoint.load("checkpoints/step-100")
+"""
+
+from forged.checkpoint.background import SaveHandle
+from forged.checkpoint.blocking import BlockingCheckpoint, load, save
+from forged.checkpoint.checkpoint import (
+    CheckpointLoadResult,
+    CheckpointOptions,
+    DistributedCheckpoint,
+    create_checkpoint,
+)
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.locations import create_storage
+from forged.checkpoint.model import (
+    CheckpointFormat,
+    CheckpointInfo,
+    CompressionLevel,
+    LoadOptions,
+    Mended,
+    PerRank,
+    ReshardingStrategy,
+    SaveOptions,
+    ShardedArray,
+    Stateful,
+    StorageOptions,
+    WhenBusy,
+)
+from forged.checkpoint.ports import Coordinator, Storage
+from forged.checkpoint.tree import LeafType
+from forged.checkpoint.validator import CheckpointValidator, ValidationResult, verify
+from forged.retry import RetryPolicy
+
+__all__ = [
+    "BlockingCheckpoint",
+    "CheckpointException",
+    "CheckpointFormat",
+    "CheckpointInfo",
+    "CheckpointLoadResult",
+    "CheckpointOptions",
+    "CheckpointValidator",
+    "CompressionLevel",
+    "Coordinator",
+    "DistributedCheckpoint",
+    "ExceptionType",
+    "FaultHandler",
+    "LeafType",
+    "LoadOptions",
+    "Mended",
+    "PerRank",
+    "ReshardingStrategy",
+    "RetryPolicy",
+    "SaveHandle",
+    "SaveOptions",
+    "ShardedArray",
+    "Stateful",
+    "Storage",
+    "StorageOptions",
+    "ValidationResult",
+    "WhenBusy",
+    "create_checkpoint",
+    "create_storage",
+    "load",
+    "save",
+    "verify",
+]

@@ -1,0 +1,111 @@
+"""Asynchronous calls that threads wait for.
+
+Law: who waits stops waiting as soon as the halt says so, and the call is given up then. The loop that the calls run on
+is a thread's own, starts with the first call, and ends with the process. A forked child has none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from forged.checkpoint.errors import storage_error
+from forged.checkpoint.ports import Halt
+
+T = TypeVar("T")
+
+LOOK_S = 0.05
+"""How often a thread that waits looks whether it is to stop."""
+FAREWELL_S = 5.0
+
+
+class Calls:
+    """A loop in a thread, for calls from any other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._stop: asyncio.Event | None = None
+
+    def begin(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
+        """Have it called on the loop; `finish` tells what came of it."""
+        loop = self._running_loop()
+        return asyncio.run_coroutine_threadsafe(_awaited(call), loop)
+
+    def make(self, call: Callable[[], Awaitable[T]], halt: Halt | None = None) -> T:
+        """Have it called, and wait for it."""
+        return finish(self.begin(call), halt)
+
+    def end(self) -> None:
+        """Give up what is still under way, and end the thread."""
+        with self._lock:
+            loop, thread, stop = self._loop, self._thread, self._stop
+            self._loop = None
+        if loop is None or thread is None or stop is None or self._pid != os.getpid():
+            return
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(FAREWELL_S)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = self._started()
+            if self._pid != os.getpid():
+                raise storage_error(
+                    "an object store cannot be used in a forked process whose parent has used one",
+                    "",
+                    "start the process with multiprocessing's `spawn` or `forkserver`",
+                    code="checkpoint_storage_forked",
+                )
+            return self._loop
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._live(started)), name="checkpoint-calls", daemon=True
+        )
+        self._thread.start()
+        return started.result()
+
+    async def _live(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        self._stop = asyncio.Event()
+        started.set_result(asyncio.get_running_loop())
+        await self._stop.wait()
+
+
+def watch(future: Future[T], halt: Halt | None = None) -> T:
+    """Wait for a call as long as the halt lets us."""
+    while True:
+        if halt is not None:
+            halt.check()
+        try:
+            return future.result(None if halt is None else LOOK_S)
+        except TimeoutError:
+            if halt is None or future.done():
+                raise
+
+
+def finish(future: Future[T], halt: Halt | None = None) -> T:
+    """Wait for a call; give it up when it is time."""
+    try:
+        return watch(future, halt)
+    except BaseException:
+        future.cancel()
+        raise
+
+
+async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
+    return await call()
+
+
+CALLS = Calls()
+"""Those of this process."""
+atexit.register(CALLS.end)

@@ -1,0 +1,373 @@
+"""`DistributedCheckpoint`: what a training script saves and loads with.
+
+Law: all ranks make the same calls in the same order. A call returns when all have succeeded, or raises at all of them;
+what a save in the background has met is raised at the next call, if nobody has asked before.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from anyio import to_thread
+
+from forged.checkpoint import rng, shelf
+from forged.checkpoint.background import Background, SaveHandle
+from forged.checkpoint.coordinators import Ranks, adapted, in_thread
+from forged.checkpoint.errors import ExceptionType, invalid
+from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.loading import Loaded, load_state
+from forged.checkpoint.locations import create_storage
+from forged.checkpoint.manifest import Fence, Manifest
+from forged.checkpoint.model import (
+    DEFAULT_TIMEOUT_S,
+    CheckpointInfo,
+    LoadOptions,
+    Mended,
+    SaveOptions,
+    StorageOptions,
+    check_prefix,
+)
+from forged.checkpoint.ports import Halt, Storage, bounded
+from forged.checkpoint.saving import About, Saving, Work, World
+from forged.checkpoint.staging import Staging
+from forged.checkpoint.tree import LeafType
+from forged.checkpoint.validator import CheckpointValidator, CompatibilityChecker, IntegrityChecker
+from forged.log import SILENT, Log
+from forged.retry import RetryPolicy
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+RNG = "rng"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Where checkpoints lie, and how they are treated."""
+
+    storage: StorageOptions = field(default_factory=StorageOptions)
+    retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
+    integrity_checkers: Sequence[IntegrityChecker] = ()
+    compatibility_checkers: Sequence[CompatibilityChecker] = ()
+    default_timeout: float = DEFAULT_TIMEOUT_S
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLoadResult:
+    """What was loaded."""
+
+    metadata: Manifest
+    model_state: Any
+    optimizer_state: Any
+    source_world_size: int
+    target_world_size: int
+    was_resharded: bool
+    missing: tuple[str, ...] = ()
+    """What the state has and the checkpoint has not; only without `strict_mode`."""
+    unexpected: tuple[str, ...] = ()
+    """What the checkpoint has and the state has not."""
+    mismatched: tuple[str, ...] = ()
+    """What differs in shape or type."""
+    mended: tuple[Mended, ...] = ()
+    """Bad chunks in whose place healthy copies were read."""
+
+
+class DistributedCheckpoint:
+    """Saves and loads the state of a training, by all of its ranks together."""
+
+    def __init__(
+        self,
+        coordinator: Any = None,
+        storage: Storage | None = None,
+        fault_handler: FaultHandler | None = None,
+        validator: CheckpointValidator | None = None,
+        logger: Log = SILENT,
+        *,
+        default_timeout: float = DEFAULT_TIMEOUT_S,
+        leaf_types: Sequence[LeafType] = (),
+        generators: rng.Registered | None = None,
+        wall: Callable[[], float] = time.time,
+        draw: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        """`coordinator` has rank, world_size, barrier, gather and broadcast, as a worker has; None: one process.
+
+        `generators` are random generators whose states are saved besides those of `random` and numpy.
+        """
+        self.storage = create_storage(StorageOptions()) if storage is None else storage
+        self._faults = fault_handler or FaultHandler(self.storage)
+        self._storage = self._faults.guard(self.storage)
+        self._validator = validator or CheckpointValidator(self._storage)
+        self._coordinator = adapted(coordinator)
+        self._timeout_s = default_timeout
+        self._leaf_types = tuple(leaf_types)
+        self._generators: rng.Registered = dict(generators or {})
+        self._log = logger
+        self._staging = Staging()
+        self._saving = Saving(World(self._storage, wall, draw, self._leaf_types, logger))
+        self._background: Background | None = None
+
+    # Saving.
+
+    async def save(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> str:
+        """Save; returns the prefix when the checkpoint is there and durable."""
+        options = options or SaveOptions()
+        halt, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, options.checkpoint_prefix)
+
+        async def state() -> dict[str, Any]:
+            if self._background is not None:
+                await self._background.quiet(halt)
+            return self._state(model, optimizer, options)
+
+        work = await self._saving.agree(ranks, state, options)
+        prefix = await self._saving.finish(ranks, work, self._about(), halt)
+        self._log.info("a checkpoint was saved", prefix=prefix, rank=ranks.rank, size=work.image.size)
+        return prefix
+
+    async def save_model_only(self, model: Any, options: SaveOptions | None = None) -> str:
+        """Save without an optimizer."""
+        return await self.save(model, None, options)
+
+    async def save_async(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> SaveHandle:
+        """Copy the state, and save it while training goes on."""
+        options = options or SaveOptions()
+        halt, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, options.checkpoint_prefix)
+        background = self._in_background()
+        has_slot, work = False, None
+
+        async def state() -> dict[str, Any]:
+            nonlocal has_slot
+            await background.take_slot(options.when_busy, halt)
+            has_slot = True
+            return self._state(model, optimizer, options)
+
+        try:
+            work = await self._saving.agree(ranks, state, options)
+            await self._saving.stage(ranks, work, self._staging)
+            return background.begin(work, self._about(), halt)
+        except BaseException:
+            if work is not None:
+                self._unstage(work)
+            if has_slot:
+                background.free_slot()
+            raise
+
+    async def prepare(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> None:
+        """Have the memory ready that the first `save_async` of this state copies it into."""
+        options = replace(options or SaveOptions(), checkpoint_prefix=None)
+        halt, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, None)
+
+        async def state() -> dict[str, Any]:
+            return self._state(model, optimizer, options)
+
+        work = await self._saving.agree(ranks, state, options)
+
+        async def touch() -> bytes:
+            await in_thread(partial(self._staging.prepare, work.image.size, halt), halt)
+            return b""
+
+        await ranks.decide(touch, _agreed)
+
+    # Loading.
+
+    async def load(
+        self, model: Any = None, optimizer: Any = None, options: LoadOptions | None = None
+    ) -> CheckpointLoadResult:
+        """Load into the model and the optimizer; without them, what was saved is in the result."""
+        options = options or LoadOptions()
+        if not options.checkpoint_prefix:
+            raise invalid(
+                "checkpoint_prefix is missing", "say which checkpoint to load", code="checkpoint_prefix_missing"
+            )
+        prefix = check_prefix(options.checkpoint_prefix)
+        halt, ranks = self._begin(options.timeout, ExceptionType.LOAD_FAILED, prefix)
+        found: list[tuple[Manifest, Loaded]] = []
+
+        async def read() -> bytes:
+            self._raise_failure()
+            found.append(await in_thread(partial(self._load, prefix, model, optimizer, options, ranks, halt), halt))
+            return b""
+
+        async def hand_over() -> bytes:
+            self._hand_over(found[0][1].state, model, optimizer, options)
+            return b""
+
+        await ranks.decide(read, _agreed)
+        await ranks.decide(hand_over, _agreed)
+        manifest, loaded = found[0]
+        return CheckpointLoadResult(
+            metadata=manifest,
+            model_state=loaded.state.get(MODEL),
+            optimizer_state=loaded.state.get(OPTIMIZER),
+            source_world_size=manifest.world_size,
+            target_world_size=ranks.world_size,
+            was_resharded=manifest.world_size != ranks.world_size,
+            missing=loaded.missing,
+            unexpected=loaded.unexpected,
+            mismatched=loaded.mismatched,
+            mended=loaded.mended,
+        )
+
+    def _load(
+        self, prefix: str, model: Any, optimizer: Any, options: LoadOptions, ranks: Ranks, halt: Halt
+    ) -> tuple[Manifest, Loaded]:
+        if not options.skip_validation:
+            self._validator.validate(prefix, halt, deep=False).require_valid(prefix)
+        manifest = shelf.read_manifest(bounded(self._storage, halt), prefix)
+        into: dict[str, Any] = {}
+        if model is not None:
+            into[MODEL] = _state_of(model, MODEL)
+        if optimizer is not None and options.load_optimizer:
+            into[OPTIMIZER] = _state_of(optimizer, OPTIMIZER)
+        sections = {MODEL, *([OPTIMIZER] if options.load_optimizer else []), *([RNG] if options.load_rng_state else [])}
+        loaded = load_state(
+            self._storage,
+            manifest,
+            into or None,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            options=options,
+            halt=halt,
+            leaf_types=self._leaf_types,
+            sections=sections,
+        )
+        return manifest, loaded
+
+    def _hand_over(self, state: Mapping[str, Any], model: Any, optimizer: Any, options: LoadOptions) -> None:
+        if model is not None and MODEL in state and hasattr(model, "load_state_dict"):
+            model.load_state_dict(state[MODEL])
+        if optimizer is not None and OPTIMIZER in state and hasattr(optimizer, "load_state_dict"):
+            optimizer.load_state_dict(state[OPTIMIZER])
+        if options.load_rng_state and state.get(RNG):
+            rng.restore(state[RNG], self._generators)
+
+    # What there is.
+
+    async def list_checkpoints(self) -> list[CheckpointInfo]:
+        """All checkpoints in the storage, the oldest first."""
+        self._raise_failure()
+
+        def infos() -> list[CheckpointInfo]:
+            known = (manifest for _, manifest in shelf.manifests(self._storage))
+            found = [shelf.info_of(manifest) for manifest in known if isinstance(manifest, Manifest)]
+            return sorted(found, key=lambda info: (info.timestamp, info.prefix))
+
+        return await in_thread(infos, Halt(self._timeout_s))
+
+    async def delete_checkpoint(self, checkpoint_prefix: str) -> None:
+        """Have a checkpoint no more."""
+        prefix = check_prefix(checkpoint_prefix)
+        halt, ranks = self._begin(None, ExceptionType.STORAGE_ERROR, prefix)
+
+        async def come() -> bytes:
+            self._raise_failure()
+            return b""
+
+        async def delete(said: list[bytes]) -> bytes:
+            await in_thread(partial(shelf.delete, bounded(self._storage, halt), prefix), halt)
+            return b""
+
+        await ranks.decide(come, delete)
+
+    # The end.
+
+    async def close(self) -> None:
+        """Wait for the saves in the background, raise what they have met, and let go of the memory."""
+        if self._background is not None:
+            background, self._background = self._background, None
+            await to_thread.run_sync(background.close)
+            self._staging.close()
+            _raise_all(background)
+        self._staging.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Inside.
+
+    def _state(self, model: Any, optimizer: Any, options: SaveOptions) -> dict[str, Any]:
+        """What is saved. Raises what an earlier save has met, where the other ranks learn of it."""
+        self._raise_failure()
+        state = {MODEL: _state_of(model, MODEL)}
+        if optimizer is not None and options.include_optimizer:
+            state[OPTIMIZER] = _state_of(optimizer, OPTIMIZER)
+        if options.include_rng_state:
+            state[RNG] = rng.capture(self._generators)
+        return state
+
+    def _begin(self, timeout: float | None, kind: ExceptionType, prefix: str | None) -> tuple[Halt, Ranks]:
+        halt = Halt(self._timeout_s if timeout is None else timeout)
+        ranks = Ranks(self._coordinator, halt, kind)
+        ranks.prefix = prefix or ""
+        return halt, ranks
+
+    def _about(self) -> About:
+        """What is known of the run."""
+        generation = getattr(self._coordinator, "generation", None)
+        step, job = getattr(self._coordinator, "step", None), getattr(self._coordinator, "job", "")
+        fence = Fence(getattr(self._coordinator, "term", 0), generation) if isinstance(generation, int) else None
+        return About(job if isinstance(job, str) else "", step if isinstance(step, int) else None, fence)
+
+    def _in_background(self) -> Background:
+        if self._background is None:
+            self._background = Background(self._saving, self._storage, self._unstage, self._members, self._log)
+        return self._background
+
+    def _members(self) -> tuple[str, ...]:
+        """The names of the ranks that there are now; none where ranks have no names."""
+        topology = getattr(self._coordinator, "current_topology", None)
+        return tuple(worker.id for worker in getattr(topology, "workers", ()))
+
+    def _unstage(self, work: Work) -> None:
+        staged, work.staged = work.staged, None
+        if staged is not None:
+            self._staging.unstage(staged)
+
+    def _raise_failure(self) -> None:
+        failure = None if self._background is None else self._background.failure()
+        if failure is not None:
+            raise failure
+
+
+def create_checkpoint(coordinator: Any = None, options: CheckpointOptions | None = None) -> DistributedCheckpoint:
+    """A `DistributedCheckpoint` as the options say."""
+    options = options or CheckpointOptions()
+    storage = create_storage(options.storage)
+    faults = FaultHandler(storage, options.retry_policy, random.random)
+    validator = CheckpointValidator(storage, options.integrity_checkers, options.compatibility_checkers)
+    return DistributedCheckpoint(coordinator, storage, faults, validator, default_timeout=options.default_timeout)
+
+
+def _state_of(given: Any, name: str) -> Any:
+    """The state of what has one, or what was given, where that is a state itself."""
+    if callable(getattr(given, "state_dict", None)):
+        return given.state_dict()
+    if isinstance(given, Mapping | list | tuple):
+        return given
+    raise invalid(
+        f"the {name} is a {type(given).__name__}", "give it state_dict and load_state_dict, or give a dict of its state"
+    )
+
+
+def _raise_all(background: Background) -> None:
+    """Raise what went wrong in the first save of which nobody was told; it tells of the others."""
+    failure = background.failure()
+    if failure is not None:
+        while (other := background.failure()) is not None:
+            failure.add_note(str(other))
+        raise failure
+
+
+async def _agreed(said: list[bytes]) -> bytes:
+    return b""

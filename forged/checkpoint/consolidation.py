@@ -1,0 +1,116 @@
+"""Files of whole tensors, made from the parts of a checkpoint.
+
+Law: what is written was verified when it was read. Whoever works out who makes which file comes to the same result, so
+ranks share the work without talking about it. A file that does not come to its end is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from forged.checkpoint import parts
+from forged.checkpoint.assembly import Assembly, Origin, Saved
+from forged.checkpoint.consolidated import FILE_BYTES_MAX, FILE_METADATA, File, files_of, indexes_of, single_file_of
+from forged.checkpoint.errors import invalid
+from forged.checkpoint.image import lay_out
+from forged.checkpoint.manifest import Manifest, Part, Tensors
+from forged.checkpoint.model import CheckpointFormat, CompressionLevel
+from forged.checkpoint.plan import Share
+from forged.checkpoint.ports import Halt, Storage
+from forged.checkpoint.shelf import part_name
+
+
+def planned(
+    tensors: Tensors,
+    prefix: str,
+    save_id: str,
+    layout: CheckpointFormat,
+    level: CompressionLevel,
+    file_bytes_max: int = FILE_BYTES_MAX,
+) -> list[File]:
+    """The files that a checkpoint of whole tensors has."""
+    is_packed = level is not CompressionLevel.NONE
+    if layout is CheckpointFormat.CONSOLIDATED:
+        return files_of(tensors, is_packed=is_packed, file_bytes_max=file_bytes_max)
+    if layout is CheckpointFormat.SINGLE_FILE:
+        name = part_name(prefix, save_id, 0, 1, is_packed=is_packed)
+        return [single_file_of(tensors, name.removeprefix(f"{prefix}/"))]
+    raise invalid(f"{layout} has no files of whole tensors", "use single_file or consolidated")
+
+
+def share_of(files: Sequence[File], rank: int, world_size: int) -> list[File]:
+    """Which of the files a rank makes: the largest that are left go to whoever has the least to do."""
+    loads = [0] * world_size
+    mine = []
+    for file in sorted(files, key=lambda one: (-one.size, one.name)):
+        least = loads.index(min(loads))
+        loads[least] += file.size
+        if least == rank:
+            mine.append(file)
+    return sorted(mine, key=lambda one: one.name)
+
+
+def consolidate(
+    storage: Storage,
+    source: Manifest,
+    files: Sequence[File],
+    level: CompressionLevel,
+    rank: int,
+    halt: Halt,
+) -> list[Part]:
+    """Make files from the parts that `source` names, under its prefix; durable when it returns.
+
+    `source` need not be published. Blocks are read, verified, hashed and written one after the other; what is
+    compressed is put together in memory first, file by file, because a storage wants to know how much there will be.
+    """
+    origin = Saved(storage, source, halt)
+    written: list[Part] = []
+    try:
+        written.extend(write_file(storage, source.prefix, file, origin, level, rank, halt) for file in files)
+    except BaseException:
+        storage.delete([part.file for part in written])
+        raise
+    return written
+
+
+class NamedShare(NamedTuple):
+    """What becomes a file."""
+
+    file: str
+    rank: int
+    """Who is said to have written it."""
+    share: Share
+    names: Sequence[str] | None
+    """What its tensors are called there; as in the manifest without any."""
+
+
+def write_file(
+    storage: Storage, prefix: str, file: File, origin: Origin, level: CompressionLevel, rank: int, halt: Halt
+) -> Part:
+    """Make one file of whole tensors; durable when it returns."""
+    named = NamedShare(f"{prefix}/{file.name}", rank, Share(file.tensors, {}), file.names)
+    return write_share(storage, named, origin, level, halt)
+
+
+def write_share(storage: Storage, named: NamedShare, origin: Origin, level: CompressionLevel, halt: Halt) -> Part:
+    """Make one file; durable when it returns."""
+    file, rank, share, names = named
+    metadata = parts.FILE_METADATA if names is None else FILE_METADATA
+    assembly = Assembly(lay_out(origin.tensors, share, metadata, names), share, origin)
+    if level is CompressionLevel.NONE:
+        return parts.write(storage, file, rank, share, assembly, assembly, halt)
+    return parts.write_packed(storage, file, rank, share, parts.Packed(assembly, None, level, halt), halt)
+
+
+def write_indexes(storage: Storage, prefix: str, files: Sequence[File]) -> dict[str, int]:
+    """Write the documents that tell other tools which tensor is where; their sizes, by name, are for the manifest."""
+    written: dict[str, int] = {}
+    try:
+        for name, data in indexes_of(files).items():
+            storage.publish(f"{prefix}/{name}", data)
+            written[f"{prefix}/{name}"] = len(data)
+    except BaseException:
+        storage.delete([*written])
+        raise
+    return written

@@ -1,0 +1,98 @@
+"""The states of the random generators of a process.
+
+Law: a generator that is given its state back draws what it would have drawn. Each rank has its own, and none of them is
+ever taken for a copy of another's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from forged.checkpoint.errors import corrupted, invalid
+from forged.checkpoint.model import PerRank
+
+PYTHON = "python"
+NUMPY = "numpy"
+REGISTERED = "registered"
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """A generator of somebody else's."""
+
+    def get_state(self) -> Any:
+        """Its state: plain values and arrays."""
+        ...
+
+    def set_state(self, state: Any) -> object:
+        """Take a state over."""
+        ...
+
+
+Registered = Mapping[str, Generator | np.random.Generator | random.Random]
+
+
+def capture(registered: Registered) -> PerRank:
+    """What all generators of this process would draw."""
+    state: dict[str, Any] = {PYTHON: _of_python(random.getstate()), NUMPY: _of_numpy(np.random.get_state())}
+    if registered:
+        state[REGISTERED] = {name: _of(name, generator) for name, generator in registered.items()}
+    return PerRank(state)
+
+
+def restore(state: Any, registered: Registered) -> None:
+    """Let the generators draw what they would have drawn. Those of which nothing is known stay as they are."""
+    try:
+        if PYTHON in state:
+            random.setstate(_to_python(state[PYTHON]))
+        if NUMPY in state:
+            np.random.set_state(_to_numpy(state[NUMPY]))
+        for name, generator in registered.items():
+            if name in state.get(REGISTERED, {}):
+                _give(generator, state[REGISTERED][name])
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise corrupted(f"the state of the random generators cannot be used: {error}", "") from error
+
+
+def _of_python(state: tuple[Any, ...]) -> dict[str, Any]:
+    version, words, gauss = state
+    return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
+
+
+def _to_python(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    return state["version"], tuple(int(word) for word in state["words"]), state["gauss"]
+
+
+def _of_numpy(state: Any) -> dict[str, Any]:
+    name, keys, position, has_gauss, gauss = state
+    return {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": gauss}
+
+
+def _to_numpy(state: Mapping[str, Any]) -> tuple[str, Any, int, int, float]:
+    return state["name"], state["keys"], state["position"], state["has_gauss"], state["gauss"]
+
+
+def _of(name: str, generator: Any) -> Any:
+    match generator:
+        case np.random.Generator():
+            return generator.bit_generator.state
+        case random.Random():
+            return _of_python(generator.getstate())
+        case Generator():
+            return generator.get_state()
+        case _:
+            raise invalid(f"the generator {name} is a {type(generator).__name__}", "give it get_state and set_state")
+
+
+def _give(generator: Any, state: Any) -> None:
+    match generator:
+        case np.random.Generator():
+            generator.bit_generator.state = state
+        case random.Random():
+            generator.setstate(_to_python(state))
+        case _:
+            generator.set_state(state)

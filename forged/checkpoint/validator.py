@@ -1,0 +1,409 @@
+"""Whether a checkpoint is what was saved.
+
+Law: nothing is changed and nothing is taken for granted: the manifest is checked by its own checksum, everything else
+by the manifest. Whatever is found is a finding that says where, and so is what cannot be read. Memory is bounded by the
+blocks that are being read.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from forged.checkpoint.crew import THREADS, work_off
+from forged.checkpoint.dtypes import dtype_of, safetensors_name
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.fetching import Buffers, damaged, is_of_storage, unpack_chunk, unreadable_because
+from forged.checkpoint.manifest import SUFFIX, VERSION, Manifest, Part
+from forged.checkpoint.ports import Halt, Reader, Storage, bounded
+from forged.checkpoint.reading import Index, PartLayout, blocks_of, plan
+from forged.checkpoint.safetensors import read_header
+from forged.checkpoint.shelf import read_manifest
+from forged.errors import describe
+
+FINDINGS_MAX = 200
+"""After so many it is known well enough."""
+SHOWN_MAX = 20
+
+Progress = Callable[[int, int], object]
+"""Told how many bytes were checked, and how many there are; called by several threads, one at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be."""
+
+    message: str
+    code: str = "checkpoint_invalid"
+    is_error: bool = True
+    """Else a warning: the checkpoint can be loaded all the same."""
+    tensor: str | None = None
+    rank: int | None = None
+    file: str | None = None
+    chunk: int | None = None
+    """The number of the chunk in its piece of the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationResult:
+    """What a check has found."""
+
+    name: str
+    """What was checked."""
+    findings: tuple[Finding, ...] = ()
+    sub_results: tuple[ValidationResult, ...] = ()
+    bytes_checked: int = 0
+    """How much was read and compared with its hash."""
+    manifest: Manifest | None = None
+    """That of the checkpoint, if it can be read."""
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What makes it invalid."""
+        return [finding for finding in self._all() if finding.is_error]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """What does not."""
+        return [finding for finding in self._all() if not finding.is_error]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it can be loaded."""
+        return not self.errors
+
+    @property
+    def has_warnings(self) -> bool:
+        """Whether there is something to say."""
+        return bool(self.warnings)
+
+    def get_summary(self) -> str:
+        """It in words, a line for each finding."""
+        verdict = "valid" if self.is_valid else "invalid"
+        checks = ", ".join(f"{one.name} {'ok' if one.is_valid else 'failed'}" for one in self.sub_results)
+        lines = [f"{self.name} is {verdict}" + (f": {checks}" if checks else "")]
+        found = [*self.errors, *self.warnings]
+        lines += [f"  {'error' if one.is_error else 'warning'}: {one.message}" for one in found[:SHOWN_MAX]]
+        if len(found) > SHOWN_MAX:
+            lines.append(f"  and {len(found) - SHOWN_MAX} more")
+        return "\n".join(lines)
+
+    def require_valid(self, prefix: str) -> None:
+        """Raise what was found, if it is an error."""
+        errors = self.errors
+        if errors:
+            kinds = {finding.code for finding in errors}
+            raise CheckpointException(
+                f"the checkpoint {prefix} cannot be loaded:\n{self.get_summary()}",
+                prefix,
+                ExceptionType.VALIDATION_FAILED,
+                code=errors[0].code if len(kinds) == 1 else "checkpoint_invalid",
+                fix="load another checkpoint, or parts of this one with skip_validation",
+            )
+
+    def _all(self) -> Iterator[Finding]:
+        yield from self.findings
+        for one in self.sub_results:
+            yield from one._all()
+
+
+class IntegrityChecker(Protocol):
+    """Looks whether a checkpoint is whole in some way of its own."""
+
+    @property
+    def name(self) -> str:
+        """What it checks."""
+        ...
+
+    def check(self, manifest: Manifest, storage: Storage, halt: Halt) -> Iterable[Finding]:
+        """What it finds."""
+        ...
+
+
+class CompatibilityChecker(IntegrityChecker, Protocol):
+    """Looks whether a checkpoint is one for those who want to load it."""
+
+
+class CheckpointValidator:
+    """Checks checkpoints of a storage."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        integrity_checkers: Sequence[IntegrityChecker] = (),
+        compatibility_checkers: Sequence[CompatibilityChecker] = (),
+        *,
+        threads: int = THREADS,
+    ) -> None:
+        self._storage = storage
+        self._checkers = (*integrity_checkers, *compatibility_checkers)
+        self._threads = threads
+
+    def validate(
+        self, prefix: str, halt: Halt | None = None, *, deep: bool = True, progress: Progress | None = None
+    ) -> ValidationResult:
+        """Check a checkpoint; with `deep`, every byte of it."""
+        halt = halt or Halt()
+        own = copy(self)
+        own._storage = bounded(self._storage, halt)
+        return own._validate(prefix, halt, progress, deep=deep)
+
+    def _validate(self, prefix: str, halt: Halt, progress: Progress | None, *, deep: bool) -> ValidationResult:
+        try:
+            manifest = read_manifest(self._storage, prefix)
+        except CheckpointException as error:
+            halt.check()
+            if error.retryable or error.type is ExceptionType.VALIDATION_FAILED:
+                raise
+            there = ValidationResult("manifest", (Finding(error.message, error.code, file=prefix + SUFFIX),))
+            return ValidationResult(prefix, (), (there,))
+        results = [ValidationResult("manifest", tuple(_of_manifest(manifest))), self._files(manifest, halt, deep=deep)]
+        if deep:
+            results.append(self._chunks(manifest, halt, progress))
+        results += [self._by(checker, manifest, halt) for checker in self._checkers]
+        return ValidationResult(
+            prefix, (), tuple(results), sum(one.bytes_checked for one in results), manifest=manifest
+        )
+
+    def _files(self, manifest: Manifest, halt: Halt, *, deep: bool) -> ValidationResult:
+        """Whether all files are there, of the right size, with the right header."""
+        findings: list[Finding] = []
+        for number, part in enumerate(manifest.parts):
+            halt.check()
+            findings += self._file(manifest, number, part, deep=deep)
+        for file, size in manifest.extra_files.items():
+            halt.check()
+            findings += self._extra_file(file, size)
+        # What was not read because it was to stop is no finding.
+        halt.check()
+        return ValidationResult("files", tuple(findings))
+
+    def _file(self, manifest: Manifest, number: int, part: Part, *, deep: bool) -> Iterator[Finding]:
+        try:
+            with self._storage.open(part.file) as reader:
+                if reader.size != part.size:
+                    yield _of_size(part.file, part.size, reader.size, rank=part.rank)
+                elif part.data_offset:
+                    yield from _of_header(manifest, number, reader, deep=deep)
+        except CheckpointException as error:
+            yield Finding(error.message, error.code, rank=part.rank, file=part.file)
+
+    def _extra_file(self, file: str, size: int) -> Iterator[Finding]:
+        """Files for other tools: nothing is read of them here."""
+        try:
+            with self._storage.open(file) as reader:
+                if reader.size != size:
+                    yield _of_size(file, size, reader.size, is_error=False)
+        except CheckpointException as error:
+            yield Finding(error.message, error.code, is_error=False, file=file)
+
+    def _chunks(self, manifest: Manifest, halt: Halt, progress: Progress | None) -> ValidationResult:
+        """Whether all bytes are those that were saved, and all of every tensor is there."""
+        index = Index(manifest)
+        try:
+            plan(index, range(len(manifest.tensors.names)), {})
+        except CheckpointException as error:
+            return ValidationResult("chunks", (Finding(error.message, error.code),))
+        walk = _Walk(self._storage, index, halt, progress)
+        for number in range(len(manifest.parts)):
+            walk.part(number, self._threads)
+        return ValidationResult("chunks", tuple(walk.findings), (), walk.done)
+
+    def _by(self, checker: IntegrityChecker, manifest: Manifest, halt: Halt) -> ValidationResult:
+        """What somebody else's checker says; that it fails is a finding, too."""
+        halt.check()
+        try:
+            return ValidationResult(checker.name, tuple(checker.check(manifest, self._storage, halt)))
+        except Exception as error:  # noqa: BLE001 - a checker is somebody else's code
+            halt.check()
+            return ValidationResult(
+                checker.name, (Finding(f"it has failed: {describe(error)}", "checkpoint_checker_failed"),)
+            )
+
+
+class _Walk:
+    """Through all chunks of a checkpoint."""
+
+    def __init__(self, storage: Storage, index: Index, halt: Halt, progress: Progress | None) -> None:
+        self.findings: list[Finding] = []
+        self.done = 0
+        self._storage = storage
+        self._index = index
+        self._halt = halt
+        self._progress = progress
+        self._total = sum(part.size - part.data_offset for part in index.manifest.parts)
+        self._lock = threading.Lock()
+        self._buffers = Buffers()
+
+    def part(self, number: int, threads: int) -> None:
+        """All chunks of a part."""
+        layout = self._index.layout(number)
+        blocks = [*blocks_of(layout.memory, 0, layout.chunks)]
+        try:
+            with self._storage.open(layout.part.file) as reader:
+                work_off(partial(self._block, layout, reader), blocks, self._halt, threads if len(blocks) > 1 else 1)
+        except CheckpointException as error:
+            if not is_of_storage(error):
+                raise
+            part = layout.part
+            self.findings.append(Finding(error.message, error.code, rank=part.rank, file=part.file))
+
+    def _block(self, layout: PartLayout, reader: Reader, block: tuple[int, int]) -> None:
+        """Read and check a block of chunks."""
+        if len(self.findings) >= FINDINGS_MAX:
+            return
+        first, end = block
+        edges = layout.starts[first : end + 1]
+        buffer = self._buffers.borrow(edges[-1] - edges[0])
+        data = buffer.data[: edges[-1] - edges[0]]
+        chunks = [data[low - edges[0] : high - edges[0]] for low, high in pairwise(edges)]
+        try:
+            reader.read_into(edges[0], data)
+        except CheckpointException as error:
+            if not is_of_storage(error):
+                raise
+            self._one_by_one(layout, reader, first, chunks)
+        else:
+            if not self._are_right(layout, first, chunks):
+                for number, chunk in enumerate(chunks, first):
+                    self._check(layout, number, chunk)
+        self._buffers.give_back(buffer)
+        self._tell(edges[-1] - edges[0])
+
+    def _one_by_one(self, layout: PartLayout, reader: Reader, first: int, chunks: list[memoryview]) -> None:
+        """Find those that cannot be read."""
+        for number, chunk in enumerate(chunks, first):
+            self._halt.check()
+            try:
+                reader.read_into(layout.starts[number], chunk)
+            except CheckpointException as error:
+                if not is_of_storage(error):
+                    raise
+                self._find(layout, number, unreadable_because(self._index, layout, number, error))
+            else:
+                self._check(layout, number, chunk)
+
+    def _are_right(self, layout: PartLayout, first: int, chunks: list[memoryview]) -> bool:
+        if layout.part.stored is not None:
+            return False
+        return b"".join(map(xxhash.xxh3_128_digest, chunks)) == layout.digests_of(first, first + len(chunks))
+
+    def _check(self, layout: PartLayout, number: int, chunk: memoryview) -> None:
+        """Look at one as it is in memory."""
+        if layout.part.stored is None:
+            is_right = xxhash.xxh3_128_digest(chunk) == layout.digest(number)
+        else:
+            size = layout.memory[number + 1] - layout.memory[number]
+            buffer = self._buffers.borrow(size)
+            room = buffer.data[:size]
+            is_right = unpack_chunk(layout, number, chunk, room) and (
+                xxhash.xxh3_128_digest(room) == layout.digest(number)
+            )
+            self._buffers.give_back(buffer)
+        if not is_right:
+            self._find(layout, number, damaged(self._index, layout, number))
+
+    def _find(self, layout: PartLayout, number: int, why: CheckpointException) -> None:
+        with self._lock:
+            if len(self.findings) < FINDINGS_MAX:
+                self.findings.append(
+                    Finding(
+                        why.message,
+                        why.code,
+                        tensor=self._index.manifest.tensors.names[layout.tensor_of(number)],
+                        rank=layout.part.rank,
+                        file=layout.part.file,
+                        chunk=number - layout.first_chunks[layout.place_of(number)],
+                    )
+                )
+
+    def _tell(self, size: int) -> None:
+        with self._lock:
+            self.done += size
+            if self._progress is not None:
+                self._progress(self.done, self._total)
+
+
+def _of_manifest(manifest: Manifest) -> Iterator[Finding]:
+    """What is odd about a manifest that can be read."""
+    if manifest.version != VERSION:
+        yield Finding(
+            f"it was written by another version of forged: {manifest.version}, and this reads {VERSION}",
+            "checkpoint_version_other",
+            is_error=False,
+            file=manifest.path,
+        )
+
+
+def _of_size(file: str, said: int, found: int, *, rank: int | None = None, is_error: bool = True) -> Finding:
+    return Finding(
+        f"{file} has {found} bytes, and should have {said}",
+        "checkpoint_file_size",
+        is_error=is_error,
+        rank=rank,
+        file=file,
+    )
+
+
+def _of_header(manifest: Manifest, number: int, reader: Reader, *, deep: bool) -> Iterator[Finding]:
+    """Whether what stands before the first piece is what was written, and says what the manifest says."""
+    part = manifest.parts[number]
+    header = np.empty(part.data_offset, np.uint8)
+    reader.read_into(0, header.data)
+    if xxhash.xxh3_128_digest(header.data) != base64.b64decode(part.header):
+        yield Finding(
+            f"the header of {part.file} is damaged: its bytes are not those that were saved",
+            "checkpoint_header_corrupt",
+            rank=part.rank,
+            file=part.file,
+        )
+    elif deep:
+        yield from _of_entries(manifest, number, reader)
+
+
+def _of_entries(manifest: Manifest, number: int, reader: Reader) -> Iterator[Finding]:
+    part, layout = manifest.parts[number], Index(manifest).layout(number)
+    said = read_header(reader, part.file)
+    starts = [layout.starts[chunk] for chunk in layout.first_chunks]
+    if [*said.starts, part.size] != starts:
+        yield Finding(
+            f"the header of {part.file} says of other arrays than the manifest",
+            "checkpoint_header_differs",
+            rank=part.rank,
+            file=part.file,
+        )
+        return
+    for place, entry in enumerate(said.entries):
+        tensor = part.tensors[place]
+        name, dtype = manifest.tensors.names[tensor], manifest.tensors.dtypes[tensor]
+        kind = dtype_of(entry.dtype)
+        if safetensors_name(dtype) is not None and (
+            kind != dtype_of(dtype) or entry.shape != layout.box_of_piece(place).shape
+        ):
+            yield Finding(
+                f"the header of {part.file} says {entry.dtype} {entry.shape} of {name}, which is another array",
+                "checkpoint_header_differs",
+                tensor=name,
+                rank=part.rank,
+                file=part.file,
+            )
+
+
+def verify(
+    where: str | os.PathLike[str], *, timeout: float | None = None, progress: Progress | None = None
+) -> ValidationResult:
+    """Check every byte of the checkpoint at a path or URL."""
+    from forged.checkpoint.locations import storage_at
+
+    storage, prefix = storage_at(where)
+    return CheckpointValidator(storage).validate(prefix, Halt(timeout), progress=progress)
