@@ -64,7 +64,7 @@ def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert "warm-up is over" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/elastic.md", "docs/data.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/elastic.md", "docs/data.md", "docs/checkpoint.md"])
 def test_the_training_of_a_page_trains(page: str, tmp_path: Path) -> None:
     [example] = [block for block in blocks(ROOT / page, "python") if "forged.join" in block]
     commands = ["jobs create run stability_window_ms=0", "events --since 0 --job run --json"]
@@ -77,6 +77,18 @@ def test_the_training_of_a_page_trains(page: str, tmp_path: Path) -> None:
             )
             assert done.returncode == 0, done.stderr
     assert "JobCompleted" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/checkpoint.md"])
+def test_what_is_saved_in_three_lines_is_loaded_by_the_page_that_tells_how_it_lies(page: str, tmp_path: Path) -> None:
+    [saves] = [block for block in blocks(ROOT / page, "python") if "forged.checkpoint.save(" in block]
+    [reads] = blocks(ROOT / "docs" / "checkpoint-format.md", "python")
+    for example in (saves, reads):
+        done = subprocess.run(
+            [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=READY_S
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "model/w float32 (1000, 8)\n"
 
 
 def test_the_forgectl_examples_of_the_readme_run(tmp_path: Path) -> None:

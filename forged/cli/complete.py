@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from forged.cli import answers, plugins, workers
+from forged.cli.checkpoint import offers
 from forged.cli.connection import Connection
 from forged.cli.grammar import Options, Parser
 from forged.cli.process import EXIT_OK
@@ -26,7 +27,7 @@ JOBS_ASKED_MAX = 64
 """Whose workers are offered where no job is named."""
 RECENT_FACTS = 500
 """The types of facts that are offered are those that have happened lately."""
-FILES = frozenset({"FILE", "PATH"})
+FILES = frozenset({"FILE", "PATH", "TARGET"})
 
 Candidate = tuple[str, str]
 """A whole word, and what it means; one that ends with `=` or `/` goes on."""
@@ -125,6 +126,8 @@ class _Line:
             return ((f"{choice}", "") for choice in action.choices)
         if action.metavar in FILES:
             return _files(begun)
+        if f"{action.metavar}" in _OFFERED:
+            return ((text, "") for text in _OFFERED[f"{action.metavar}"](self._options, begun))
         asked = _ASKED.get(f"{action.metavar}")
         return () if asked is None else _ask(asked, self._options, begun)
 
@@ -178,6 +181,23 @@ def _commands(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
 _ASKED: Mapping[str, Asked] = {
     "JOB": _jobs, "TOKEN": _tokens, "HANDLER": _handlers, "TYPE": _types, "PLUGIN": _plugins, "COMMAND": _commands,
     "WORKER": _workers,
+}  # fmt: skip
+
+
+def _checkpoints(options: Options, begun: str) -> Iterator[str]:
+    return offers.checkpoints(begun)
+
+
+def _sources(options: Options, begun: str) -> Iterator[str]:
+    return offers.sources(begun)
+
+
+def _tensors(options: Options, begun: str) -> Iterator[str]:
+    return offers.tensors(options.where)
+
+
+_OFFERED: Mapping[str, Callable[[Options, str], Iterable[str]]] = {
+    "WHERE": _checkpoints, "A": _checkpoints, "B": _checkpoints, "SOURCE": _sources, "TENSOR": _tensors,
 }  # fmt: skip
 
 

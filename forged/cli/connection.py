@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from forged.cli.grammar import Options
+from forged.cli.grammar import TIMEOUT_S, Options
 from forged.line.wire import Wire
 
 PROGRAM = "forgectl"
@@ -23,7 +23,7 @@ class Connection:
     def __enter__(self) -> Wire:
         options = self._options
         token = os.environ.get("FORGED_TOKEN") if options.token is None else options.token
-        self._wire = Wire(_endpoint(options), token or None, options.timeout)
+        self._wire = Wire(_endpoint(options), token or None, options.timeout or TIMEOUT_S)
         return self._wire
 
     def __exit__(self, *error: object) -> None:

@@ -79,20 +79,34 @@ def everywhere() -> Parser:
     parser.add_argument("--endpoint", metavar="URL", help="unix:///path, tcp://host:port or tls://host:port")
     parser.add_argument("--token", metavar="TEXT", help="who you are (default: $FORGED_TOKEN)")
     waiting = f"seconds to wait for an answer (default: {TIMEOUT_S:g})"
+    return _answered_in_time(parser, waiting)
+
+
+@cache
+def without_daemon() -> Parser:
+    """The same for what asks no daemon."""
+    parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    return _answered_in_time(parser, "seconds after which to give up (default: never)")
+
+
+def _answered_in_time(parser: Parser, waiting: str) -> Parser:
     parser.add_argument("--timeout", type=seconds, metavar="S", help=waiting)
     parser.add_argument("--json", action="store_true", help="for programs, errors too")
     return parser
 
 
-def command(commands: Any, name: str, text: str, fill: Fill) -> None:
+def command(commands: Any, name: str, text: str, fill: Fill, common: Parser) -> None:
     """A command, of which only the name is settled yet."""
-    parser: Parser = commands.add_parser(name, help=text, description=text, parents=[everywhere()])
+    parser: Parser = commands.add_parser(name, help=text, description=text, parents=[common])
     parser.fill = fill
 
 
-def verb(verbs: Any, name: str, act: Act, text: str, aliases: Sequence[str] = ()) -> Parser:
+def verb(
+    verbs: Any, name: str, act: Act, text: str, aliases: Sequence[str] = (), common: Parser | None = None
+) -> Parser:
     """What can be done with the things that a command is about."""
-    parser: Parser = verbs.add_parser(name, help=text, description=text, aliases=aliases, parents=[everywhere()])
+    parents = [common or everywhere()]
+    parser: Parser = verbs.add_parser(name, help=text, description=text, aliases=aliases, parents=parents)
     parser.set_defaults(act=act)
     return parser
 

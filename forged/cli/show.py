@@ -28,6 +28,7 @@ CELL_WIDTH_MIN = 8
 NESTED_MAX = 32
 NAMES_MAX = 8
 FIGURES_MAX = 12
+FIGURES_READ = 6
 COLUMN_GAP = 2
 _STATE_COLOURS = {
     "active": GREEN, "disabled": YELLOW, "quarantined": RED, "refused": RED,
@@ -45,7 +46,7 @@ def pairs(value: Row) -> None:
     labels = [_label(key) for key in value]
     width = max(map(len, labels), default=0)
     for label, (key, one) in zip(labels, value.items(), strict=True):
-        print(f"{_paint(f'{label:<{width}}', DIM)}  {_paint(field(key, one) or NONE, _colour(key, one))}")
+        print(f"{paint(f'{label:<{width}}', DIM)}  {paint(field(key, one) or NONE, _colour(key, one))}")
 
 
 def table(rows: Sequence[Row], columns: Sequence[str], nothing: str) -> None:
@@ -59,7 +60,7 @@ def table(rows: Sequence[Row], columns: Sequence[str], nothing: str) -> None:
     widths = [max(map(_width, column)) for column in zip(labels, *cells, strict=True)]
     if sys.stdout.isatty():
         widths = _fit(widths, numeric, shutil.get_terminal_size().columns)
-    print(_paint(_line(labels, widths, numeric, [""] * len(labels)), BOLD))
+    print(paint(_line(labels, widths, numeric, [""] * len(labels)), BOLD))
     for row, line in zip(rows, cells, strict=True):
         colours = [_colour(column, row.get(column)) for column in columns]
         print(_line(line, widths, numeric, colours))
@@ -84,15 +85,15 @@ def event(record: Row, in_words: InWords = lambda kind, fact: None, *, depth: in
     if isinstance(record.get("gap"), dict):
         gap = record["gap"]
         reason = field("", gap.get("reason"))
-        print(_paint(f"-- facts {gap.get('first')} to {gap.get('last')} are missing: {reason}", YELLOW))
+        print(paint(f"-- facts {gap.get('first')} to {gap.get('last')} are missing: {reason}", YELLOW))
         return
     number, job, kind, origin = (field("", record.get(key)) or NONE for key in ("id", "job", "type", "origin"))
     place = f"{mark}{number:>{8 - len(mark)}}  {field('at_at', record.get('at'))}  {job:<{JOB_WIDTH}}"
-    kind = _paint(f"{'  ' * depth}{kind:<{TYPE_WIDTH}}", BOLD)
+    kind = paint(f"{'  ' * depth}{kind:<{TYPE_WIDTH}}", BOLD)
     why = f"{origin}, because of {field('', record['cause'])}" if record.get("cause") else origin
     fact = record.get("fact")
     said = in_words(record.get("type"), fact) or fields(fact) if isinstance(fact, dict) else field("", fact)
-    print(f"{place}  {kind}  {said}  {_paint(f'({why})', DIM)}")
+    print(f"{place}  {kind}  {said}  {paint(f'({why})', DIM)}")
 
 
 def story(records: Sequence[Row], marked: int, in_words: InWords = lambda kind, fact: None) -> None:
@@ -159,6 +160,29 @@ def size(count: int) -> str:
     return f"{count / 1e12:,.1f} TB"
 
 
+def counted(count: int, what: str) -> str:
+    """So many of them."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def rounded(value: float | None) -> float | None:
+    """A figure that nobody reads to its last digit."""
+    return None if value is None else float(f"{value:.{FIGURES_READ}g}")
+
+
+def bar(part: float, width: int) -> str:
+    """How much of something is done."""
+    filled = int(width * min(1.0, max(0.0, part)))
+    return f"[{'#' * filled}{'-' * (width - filled)}]"
+
+
+def paint(text: str, colour: str) -> str:
+    """The text in a colour, where there are colours."""
+    if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
+        return text
+    return f"\x1b[{colour}m{text}\x1b[0m"
+
+
 def moment(at: float) -> str:
     """A wall clock's time here."""
     try:
@@ -199,7 +223,7 @@ def _line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool], 
 def _cell(text: str, width: int, colour: str, *, to_the_right: bool) -> str:
     text = _cut(text, width)
     room = " " * (width - _width(text))
-    return room + _paint(text, colour) if to_the_right else _paint(text, colour) + room
+    return room + paint(text, colour) if to_the_right else paint(text, colour) + room
 
 
 def _fit(widths: Sequence[int], numeric: Sequence[bool], room: int) -> list[int]:
@@ -252,12 +276,6 @@ def _is_number_or_none(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _paint(text: str, colour: str) -> str:
-    if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
-        return text
-    return f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def _text(key: Any) -> str:

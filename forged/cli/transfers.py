@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from forged.cli import answers, show
@@ -29,7 +29,7 @@ BAR_WIDTH = 24
 NAME_WIDTH_MAX = 24
 LINES_BESIDE_WORKERS = 2
 """That of all together, and the one where the cursor stands."""
-PROGRESS = ("attempt", "running", "waiting_for", "done", "bytes")
+PROGRESS = ("attempt", "running", "waiting_for", "lost", "done", "bytes")
 NOT_YET = frozenset({"transfers_none", "job_without_data", "job_unknown"})
 """What may be otherwise in a moment, for who follows."""
 
@@ -97,7 +97,7 @@ class _Screen:
 
 def line(view: Row) -> str:
     """All of it in one line."""
-    workers = [one for one in answers.rows_in(view, "workers") if count_in(one, "transfers")]
+    workers = [one for one in _workers(view) if count_in(one, "transfers")]
     if not _runs(view) or not workers:
         return _whole(view)
     shown = ", ".join(f"{_name(one)} {_share(one, 'transfers')}" for one in workers[: show.NAMES_MAX])
@@ -107,12 +107,17 @@ def line(view: Row) -> str:
 
 def _block(view: Row, workers_max: int = sys.maxsize) -> list[str]:
     """A line for all workers together, and one for each."""
-    # Before all have said what they hold nobody knows what each of them needs.
-    workers = [] if answers.list_in(view, "waiting_for") else answers.rows_in(view, "workers")
+    workers = _workers(view)
     shown = workers[:workers_max] if len(workers) <= workers_max else workers[: workers_max - 1]
     width = min(NAME_WIDTH_MAX, max((len(_name(one)) for one in shown), default=0))
     lines = [_whole(view), *(_worker(one, width) for one in shown)]
     return lines if len(shown) == len(workers) else [*lines, f"  and {len(workers) - len(shown):,} more workers"]
+
+
+def _workers(view: Row) -> Sequence[Row]:
+    """Before all have said what they hold, and that is all there is, nobody knows what each of them needs."""
+    is_planned = not (answers.list_in(view, "waiting_for") or count_in(view, "lost"))
+    return answers.rows_in(view, "workers") if is_planned else []
 
 
 def _worker(worker: Row, width: int) -> str:
@@ -120,13 +125,8 @@ def _worker(worker: Row, width: int) -> str:
     if not transfers:
         return f"  {name:<{width}}  has all that it needs"
     part = 1.0 if worker.get("finished") else done / transfers
-    counted = f"{_share(worker, 'transfers'):>9}"
-    return f"  {name:<{width}}  {_bar(part)}  {counted}  {show.size(count_in(worker, 'bytes')):>8}".rstrip()
-
-
-def _bar(part: float) -> str:
-    filled = int(BAR_WIDTH * min(1.0, max(0.0, part)))
-    return f"[{'#' * filled}{'-' * (BAR_WIDTH - filled)}]"
+    counted, moved = f"{_share(worker, 'transfers'):>9}", f"{show.size(count_in(worker, 'bytes')):>8}"
+    return f"  {name:<{width}}  {show.bar(part, BAR_WIDTH)}  {counted}  {moved}".rstrip()
 
 
 def _whole(view: Row) -> str:
@@ -137,6 +137,9 @@ def _whole(view: Row) -> str:
     missing = answers.list_in(view, "waiting_for")
     if missing:
         return f"{begin}: waits for {show.names(missing)} to say what they hold"
+    if lost := count_in(view, "lost"):
+        named = show.field("", answers.list_in(view, "lost_shards")[: show.NAMES_MAX])
+        return f"{begin}: nobody has {shards_in_words(lost)}, such as {named}; waits for a worker that does"
     done, moved, elapsed_s = count_in(view, "done"), count_in(view, "bytes"), _seconds(view, "elapsed_s")
     estimated_s = _seconds(totals, "estimated_s")
     if not _runs(view):

@@ -392,6 +392,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         "attempt {attempt}",
         " at a world of {world_size}",
         " ({type})",
+        " {in_background}",
         ", with {added}",
         ", without {removed}",
         ": {reason}",
@@ -455,6 +456,8 @@ def _spelt(name: str, value: Any) -> str:
         name, value = "world_size", _world_size(value)
     if name == "rank" and value == RANK_NONE:
         return ""
+    if name == "in_background":
+        return "while training goes on" if value is True else ""
     if name in data.IN_WORDS:
         return data.IN_WORDS[name](value)
     if isinstance(value, list):

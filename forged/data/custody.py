@@ -7,17 +7,19 @@ shard that nobody has, and that cannot be had again, is named and never left out
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column, Counts, count
+from forged.data.gathering import NOTHING, Assignment, Draft, Finished, Gathering, Holdings
 from forged.data.messages import (
     NAMED_MAX,
     PAGE_SHARDS_MAX,
     DatasetSpec,
+    DataView,
     HeldView,
     OwnersPage,
     TransferPart,
@@ -25,86 +27,20 @@ from forged.data.messages import (
 )
 from forged.data.model import SourceKind, TransferPace
 from forged.data.plan import DataRedistributionPlan
-from forged.data.planner import DataRedistributor
-from forged.data.shards import Dataset
+from forged.data.planner import DataRedistributor, check_replication
+from forged.data.shards import Dataset, Indices
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 
+BAD_COPIES_KEPT_MAX = 10_000
+"""Of so many bad copies in an attempt it is remembered that they are known."""
 FURTHER_SOURCES_MAX = 3
 """So many workers are named from which a shard can be had, besides the one that is asked first."""
 NO_SOURCE = -2
 """Where nobody else has a shard."""
 
-Ids = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Assignment:
-    """Who owns which shard, and who has further copies, as places in `workers`, in the world of a generation."""
-
-    generation: int
-    workers: tuple[WorkerId, ...]
-    owners: Column
-    replicas: Column
-
-    @classmethod
-    def nobody(cls, shards: int) -> Assignment:
-        """Before the first world."""
-        return cls(0, (), np.full(shards, NOBODY, np.int32), np.empty((0, shards), np.int32))
-
-
-@dataclass(slots=True)
-class Holdings:
-    """What one worker has said that it holds."""
-
-    ids: Ids
-    bytes: int = 0
-    bytes_per_second: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Gathering:
-    """What the members of one attempt have said, and what follows from it."""
-
-    attempt: int
-    target: tuple[WorkerId, ...]
-    """The wanted world, by rank."""
-    leaving: tuple[WorkerId, ...]
-    """Who goes behind the commit; who is not in the target serves what it holds until then."""
-    said: dict[WorkerId, Holdings] = field(default_factory=dict)
-    partly: dict[WorkerId, Ids] = field(default_factory=dict)
-    """Of those who have not said all of it yet."""
-    is_drafted: bool = False
-    plan: DataRedistributionPlan | None = None
-    """None while nothing is planned, and where some shards are with nobody."""
-    totals: TransferTotals = field(default_factory=TransferTotals)
-    began_at: float = 0.0
-    """When it was settled what has to travel."""
-    took_s: float | None = None
-    """How long it took until all had it; None while some have not."""
-    finished: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """How many transfers, and bytes, of who has verified what it needs."""
-
-    @property
-    def waiting_for(self) -> list[WorkerId]:
-        """Who has not said what it holds."""
-        return [worker for worker in self.members if worker not in self.said]
-
-    @property
-    def members(self) -> tuple[WorkerId, ...]:
-        """Who says what it holds: the wanted world, and then those who only serve."""
-        return tuple(dict.fromkeys((*self.target, *self.leaving)))
-
-    @property
-    def lacks_shards(self) -> bool:
-        """Whether all have said what they hold, and that is not all that there is."""
-        return self.plan is None and self.is_drafted
-
-    @property
-    def is_over(self) -> bool:
-        """Whether everybody has what it needs."""
-        return self.plan is not None and len(self.finished) == len(self.target)
+Ids = Indices
 
 
 class Custody:
@@ -112,8 +48,9 @@ class Custody:
 
     def __init__(self, job: str, dataset: DatasetSpec, assignment: Assignment | None = None) -> None:
         self.job = job
+        check_replication(dataset.replication)
         self.dataset = dataset
-        self._division = Dataset.of(dataset.samples, dataset.shards)
+        Dataset.of(dataset.samples, dataset.shards)
         self.assignment = assignment or Assignment.nobody(dataset.shards)
         self.gathering: Gathering | None = None
         self._bytes_per_sample = 0.0
@@ -148,17 +85,14 @@ class Custody:
             raise RequestRefused(
                 "holdings_invalid", f"held names what is none of {self.dataset.shards} shards", "see the dataset"
             )
-        # Somebody may say again what it has said: no more is kept than there are shards.
-        ids = np.union1d(gathering.partly.pop(worker, held), held)
+        holdings = gathering.partly.setdefault(worker, Holdings())
+        holdings.add(held, self.dataset.shards)
         if more:
-            gathering.partly[worker] = ids
             return False
-        gathering.said[worker] = Holdings(ids, held_bytes, bytes_per_second)
+        holdings.bytes, holdings.bytes_per_second = held_bytes, bytes_per_second
+        gathering.said[worker] = gathering.partly.pop(worker)
         # Who said it last may have gone before a plan was made, and says it again.
-        is_complete = not (gathering.waiting_for or gathering.is_drafted)
-        if is_complete:
-            self._measure(gathering)
-        return is_complete
+        return not (gathering.waiting_for or gathering.is_drafted)
 
     def member(self, worker_id: str) -> WorkerId:
         """Who in the attempt that is under way has this id."""
@@ -177,72 +111,69 @@ class Custody:
 
     # Planning.
 
-    def draft(self, gathering: Gathering, config: ElasticTrainingConfig) -> DataRedistributionPlan:
+    def draft(self, gathering: Gathering, config: ElasticTrainingConfig) -> Draft:
         """What has to travel, now that all have said what they hold. Changes nothing, so a thread may do it."""
         present = ClusterTopology(gathering.members)
+        said = dict(gathering.said)
+        held = {worker: said[worker].ids for worker in present.workers}
+        bytes_per_sample = self._measured_size(said, held)
+        pace = _pace_of((one.bytes_per_second for one in said.values()), bytes_per_sample) or self._pace
+        owners = self._owners_now(held)
         redistributor = DataRedistributor(config, replication=self.dataset.replication)
         plan = redistributor.calculate_plan(
             present,
             ClusterTopology(gathering.target),
             self.dataset.samples,
             shards=self.dataset.shards,
-            current=self._owners_now(gathering, present),
-            replicas={worker: gathering.said[worker].ids for worker in present.workers},
+            current=owners,
+            # Not the owners' own, which are nearly all of them.
+            replicas={worker: ids[owners[ids] != rank] for rank, (worker, ids) in enumerate(held.items())},
             leaving=gathering.leaving,
-            pace=self._pace,
+            pace=pace,
         )
         # Grouped by worker once, here where a thread may do it, and not when the first member asks.
         for worker in gathering.target[:1]:
             plan.for_worker(worker)
-            _kept_by(plan, worker)
-        return plan
+            plan.copy_assignments.ids(worker)
+        lost = self._lost(plan)
+        return Draft(plan, _totals(plan, bytes_per_sample), bytes_per_sample, pace, int(lost.size), _first(lost))
 
-    def settle(self, gathering: Gathering, plan: DataRedistributionPlan) -> None:
+    def settle(self, gathering: Gathering, draft: Draft) -> None:
         """Let members fetch what was drafted."""
-        gathering.plan, gathering.totals, gathering.is_drafted = plan, self._totals(plan), True
+        gathering.plan, gathering.totals, gathering.is_drafted = draft.plan, draft.totals, True
+        gathering.lost, gathering.lost_shards = draft.lost, draft.lost_shards
+        self._bytes_per_sample, self._pace = draft.bytes_per_sample, draft.pace
 
-    def _owners_now(self, gathering: Gathering, present: ClusterTopology) -> Column:
+    def _owners_now(self, held: Mapping[WorkerId, Ids]) -> Column:
         """Who has each shard: its owner, if it says so itself; else the first who does."""
         owners = np.full(self.dataset.shards, NOBODY, np.int32)
         known = {worker: place for place, worker in enumerate(self.assignment.workers)}
-        held = [gathering.said[worker].ids for worker in present.workers]
-        for rank, worker in enumerate(present.workers):
+        for rank, (worker, ids) in enumerate(held.items()):
             place = known.get(worker)
             if place is not None:
-                own = held[rank][self.assignment.owners[held[rank]] == place]
+                own = ids[self.assignment.owners[ids] == place]
                 owners[own] = rank
-        for rank, ids in enumerate(held):
+        for rank, ids in enumerate(held.values()):
             free = ids[owners[ids] == NOBODY]
             owners[free] = rank
         return owners
 
-    def _measure(self, gathering: Gathering) -> None:
-        """Take what the workers know of sizes and speeds; what was measured before holds where they know nothing."""
-        speeds = [said.bytes_per_second for said in gathering.said.values() if said.bytes_per_second]
-        samples = sum(int(self._division.sizes(said.ids).sum()) for said in gathering.said.values())
-        if samples:
-            self._bytes_per_sample = sum(said.bytes for said in gathering.said.values()) / samples
-        if speeds and self._bytes_per_sample:
-            self._pace = TransferPace(sum(speeds) / len(speeds), self._bytes_per_sample)
+    def _measured_size(self, said: Mapping[WorkerId, Holdings], held: Mapping[WorkerId, Ids]) -> float:
+        """The bytes of a sample; as it was before where the workers know nothing."""
+        size, larger = divmod(self.dataset.samples, self.dataset.shards or 1)
+        samples = sum(size * ids.size + int(np.searchsorted(ids, larger)) for ids in held.values())
+        return sum(one.bytes for one in said.values()) / samples if samples else self._bytes_per_sample
 
-    def _totals(self, plan: DataRedistributionPlan) -> TransferTotals:
-        return TransferTotals(
-            shards=plan.moved,
-            transfers=len(plan.transfers),
-            from_owners=plan.transfer_count(SourceKind.OWNER),
-            from_replicas=plan.transfer_count(SourceKind.REPLICA),
-            from_origin=plan.transfer_count(SourceKind.ORIGIN),
-            bytes=plan.bytes_to_move(self._bytes_per_sample),
-            estimated_s=plan.estimated_seconds,
-        )
+    def _lost(self, plan: DataRedistributionPlan) -> Ids:
+        """The shards that nobody has, though they cannot be had again, in their order."""
+        columns = plan.columns
+        is_lost = (columns.sources == NOBODY) & (columns.copies == 0)
+        lost: Ids = columns.shards[is_lost & (not self.dataset.has_origin)]
+        return lost
 
     def lost(self) -> tuple[int, list[int]]:
         """How many shards nobody has, though they cannot be had again; and the first of them."""
-        plan = self._gathering.plan
-        if plan is None or self.dataset.has_origin:
-            return 0, []
-        away = plan.columns.shards[(plan.columns.sources == NOBODY) & (plan.columns.copies == 0)]
-        return int(away.size), np.sort(away)[:NAMED_MAX].tolist()
+        return self._gathering.lost, list(self._gathering.lost_shards)
 
     # What members ask.
 
@@ -262,8 +193,7 @@ class Custody:
         worker = next((worker for worker in plan.workers if worker.id == worker_id), None)
         if worker is None:
             raise RequestRefused("not_a_member", f"{worker_id} is not in attempt {attempt}", "wait for the next")
-        rows = plan.for_worker(worker).rows
-        owned, keep = _kept_by(plan, worker)
+        rows, keep = plan.for_worker(worker).rows, _kept_by(plan, worker)
         until = after + PAGE_SHARDS_MAX
         shards = plan.columns.shards[rows[after:until]].astype("<i8")
         sources = self._sources(plan, rows[after:until])
@@ -273,7 +203,7 @@ class Custody:
             np.ascontiguousarray(sources.T, "<i4").tobytes(),
             sources.shape[0],
             keep[after:until].astype("<i8").tobytes(),
-            np.isin(keep[after:until], owned).astype(np.uint8).tobytes(),
+            (plan.owners[keep[after:until]] == plan.workers.index(worker)).astype(np.uint8).tobytes(),
             until < max(rows.size, keep.size),
             any(worker.id == worker_id for worker in gathering.leaving),
         )
@@ -291,13 +221,37 @@ class Custody:
             gaps = np.concatenate((gaps, np.full((1, rows.size), NOBODY, np.int32)))
         return gaps.astype(np.int32)
 
-    def finish(self, worker_id: str, attempt: int, transfers: int, moved_bytes: int) -> bool:
+    def finish(self, worker_id: str, attempt: int, finished: Finished) -> bool:
         """A member has all that it needs; tells whether it was the last."""
         gathering = self.require_under_way(attempt)
         was_over = gathering.is_over
         if any(worker.id == worker_id for worker in gathering.target):
-            gathering.finished[worker_id] = transfers, moved_bytes
-        return gathering.is_over and not was_over
+            gathering.finished[worker_id] = finished
+        if not gathering.is_over or was_over:
+            return False
+        self._learn(gathering)
+        return True
+
+    def _learn(self, gathering: Gathering) -> None:
+        """What the transfers have shown, where nothing is known: workers say it themselves at the next attempt only."""
+        finished, plan = gathering.finished.values(), gathering.plan
+        transfers = sum(one.transfers for one in finished)
+        if transfers and not self._bytes_per_sample:
+            samples_per_shard = self.dataset.samples / self.dataset.shards
+            self._bytes_per_sample = sum(one.bytes for one in finished) / (transfers * samples_per_shard)
+        lanes = 1 if plan is None else plan.lanes
+        speeds = (one.bytes / one.took_s / max(1, min(lanes, one.transfers)) for one in finished if one.took_s > 0)
+        self._pace = self._pace or _pace_of(speeds, self._bytes_per_sample)
+
+    def complain(self, source: str, shard: int) -> bool:
+        """A copy was found to be bad; tells whether that is news: who looks for another may come upon it again."""
+        if shard >= self.dataset.shards:
+            raise RequestRefused("shard_invalid", f"there is no shard {shard} in job {self.job}", "see the dataset")
+        known = set() if self.gathering is None else self.gathering.bad_copies
+        is_news = (source, shard) not in known
+        if len(known) < BAD_COPIES_KEPT_MAX:
+            known.add((source, shard))
+        return is_news
 
     def give_up(self, attempt: int) -> None:
         """What was planned cannot be had: some copies were found to be bad."""
@@ -316,6 +270,8 @@ class Custody:
         """What would have to travel if these were the workers, by rank, and all hold what they are known to."""
         assignment = self.assignment
         known = {worker.id: worker for worker in assignment.workers}
+        if len(set(names)) < len(names):
+            raise RequestRefused("workers_invalid", "a worker is named twice", "name each of them once")
         target = tuple(known.get(name) or WorkerId(name, "unknown", 0) for name in names)
         plan = DataRedistributor(config, replication=self.dataset.replication).calculate_plan(
             ClusterTopology(assignment.workers),
@@ -327,23 +283,26 @@ class Custody:
             leaving=[worker for worker in assignment.workers if worker not in target],
             pace=self._pace,
         )
-        return self._totals(plan)
+        return _totals(plan, self._bytes_per_sample)
 
-    def held(self) -> Iterator[HeldView]:
-        """What each worker owns."""
+    def view(self) -> DataView:
+        """Who holds what. Changes nothing, so a thread may ask."""
         assignment = self.assignment
+        held = list(self._held(assignment))
+        return DataView(job=self.job, dataset=self.dataset, generation=assignment.generation, workers=held)
+
+    def _held(self, assignment: Assignment) -> Iterator[HeldView]:
         workers = len(assignment.workers)
         owned, copies = count(assignment.owners, workers), count(assignment.replicas, workers)
-        samples = self._samples_of_workers(workers)
+        samples = self._samples_of_workers(assignment.owners, workers)
         for place, worker in enumerate(assignment.workers):
             yield HeldView(worker.id, int(owned[place]), int(copies[place]), int(samples[place]))
 
-    def _samples_of_workers(self, workers: int) -> Counts:
+    def _samples_of_workers(self, owners: Column, workers: int) -> Counts:
         """Every shard has as many samples as any other, and the first ones have one more."""
         if not self.dataset.shards:
             return np.zeros(workers, np.int64)
         size, larger = divmod(self.dataset.samples, self.dataset.shards)
-        owners = self.assignment.owners
         return size * count(owners, workers) + count(owners[:larger], workers)
 
     def owners_page(self, after: int) -> OwnersPage:
@@ -355,12 +314,34 @@ class Custody:
         )
 
 
-def _kept_by(plan: DataRedistributionPlan, worker: WorkerId) -> tuple[Ids, Ids]:
-    """The shards that a worker is to own, and all of which it is to hold a copy; one that goes holds none."""
-    if worker not in plan.worker_assignments:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    owned = plan.worker_assignments.ids(worker)
-    return owned, np.union1d(owned, plan.replica_assignments.ids(worker))
+def _kept_by(plan: DataRedistributionPlan, worker: WorkerId) -> Ids:
+    """The shards of which a worker is to hold a copy; one that goes holds none."""
+    assignments = plan.copy_assignments
+    return assignments.ids(worker) if worker in assignments else NOTHING
+
+
+def _totals(plan: DataRedistributionPlan, bytes_per_sample: float) -> TransferTotals:
+    return TransferTotals(
+        shards=plan.moved,
+        transfers=len(plan.transfers),
+        from_owners=plan.transfer_count(SourceKind.OWNER),
+        from_replicas=plan.transfer_count(SourceKind.REPLICA),
+        from_origin=plan.transfer_count(SourceKind.ORIGIN),
+        bytes=plan.bytes_to_move(bytes_per_sample),
+        estimated_s=plan.estimated_seconds,
+    )
+
+
+def _pace_of(speeds: Iterable[float], bytes_per_sample: float) -> TransferPace | None:
+    """What they are on average; None where nobody has measured anything."""
+    known = [speed for speed in speeds if 0.0 < speed < math.inf]
+    if not (known and bytes_per_sample):
+        return None
+    return TransferPace(sum(speed / len(known) for speed in known), bytes_per_sample)
+
+
+def _first(shards: Ids) -> tuple[int, ...]:
+    return tuple(shards[:NAMED_MAX].tolist())
 
 
 def _in_words(dataset: DatasetSpec) -> str:

@@ -26,6 +26,8 @@ from pathlib import Path
 
 import xxhash
 
+from forged.data.dedication import FILE_MODE, dedicate, usable
+from forged.data.shards import Dataset
 from forged.data.store import (
     CHECKSUM_BYTES,
     ArrivingShard,
@@ -42,9 +44,8 @@ from forged.data.store import (
     not_held,
 )
 from forged.durable import sync_directory
-from forged.errors import ConfigError, RequestRefused
+from forged.errors import RequestRefused
 
-FILE_MODE = 0o640
 READ_BYTES = 1 << 20
 PART = ".part"
 
@@ -54,7 +55,8 @@ _NAME = re.compile(
     rf"({re.escape(PART)})?\Z"
 )
 _UNSTAMPED = re.compile(rf"shard-(0|[1-9][0-9]{{0,18}}){re.escape(PART)}\Z")
-_SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
+_SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+"""Not to block makes no difference to files, and a pipe that lies in the place of one holds up nobody."""
 
 
 class DirectoryShardStore(ShardStore):
@@ -67,16 +69,10 @@ class DirectoryShardStore(ShardStore):
         self._held: dict[int, Stamp] = {}
         self._begun: dict[int, Stamp] = {}
         self._arriving: set[int] = set()
-        try:
+        with usable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             for entry in sorted(path.name for path in self.path.iterdir()):
                 self._recognise(entry)
-        except OSError as error:
-            raise ConfigError(
-                "shard_directory_unusable",
-                f"{self.path} cannot hold shards: {error.strerror or error}",
-                "give a directory that this process can read and write",
-            ) from error
 
     def _recognise(self, entry: str) -> None:
         if _UNSTAMPED.match(entry):
@@ -101,10 +97,36 @@ class DirectoryShardStore(ShardStore):
             finally:
                 os.close(fd)
 
-    def held(self) -> Mapping[int, Stamp]:
-        """All shards that are held, at this moment."""
+    def dedicate(self, dataset: Dataset) -> None:
+        """Hold shards of this dataset, for this process."""
         with self._lock:
-            return dict(self._held)
+            is_empty = not (self._held or self._begun)
+        dedicate(self.path, dataset, is_empty=is_empty)
+
+    def held(self) -> Mapping[int, Stamp]:
+        """All shards that are held, at this moment: not those whose files somebody has taken away or cut off."""
+        with self._lock:
+            known = dict(self._held)
+        found = {shard: stamp for shard, stamp in known.items() if self._lies_there(shard, stamp)}
+        for shard in known.keys() - found.keys():
+            self._disown_if_gone(shard)
+        return found
+
+    def _disown_if_gone(self, shard: int) -> None:
+        """Another thread may have put it again meanwhile: it counts behind the moment when it has its name."""
+        with self._lock:
+            stamp = self._held.get(shard)
+            if stamp is not None and not self._lies_there(shard, stamp):
+                del self._held[shard]
+
+    def _lies_there(self, shard: int, stamp: Stamp) -> bool:
+        try:
+            about = os.lstat(self.path / name_of(shard, stamp))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _failed(shard, error) from error
+        return stat.S_ISREG(about.st_mode) and about.st_size == stamp.size
 
     def holds(self, shard: int) -> bool:
         """Whether this one is."""

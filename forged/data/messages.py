@@ -161,7 +161,7 @@ class ReportShards(Request[Nothing], frozen=True):
     transfers: Natural = 0
     received: Natural = 0
     """How many bytes came."""
-    took_s: float = 0.0
+    took_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     missing: Natural = 0
 
 
@@ -244,6 +244,10 @@ class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float
     waiting_for: list[str]
     """Who has yet to say what it holds."""
+    lost: int = 0
+    """How many shards nobody has any more, though they cannot be had again: nothing travels until somebody has them."""
+    lost_shards: list[int] = []
+    """The first of them."""
     workers: list[WorkerTransfers]
 
 

@@ -87,6 +87,14 @@ class DataRedistributionPlan:
         """The shards of which every worker of the new topology has a further copy."""
         return Assignments(self.dataset, self.workers[: self.world_size], self.replicas)
 
+    @cached_property
+    def copy_assignments(self) -> Assignments:
+        """The shards of which every worker of the new topology has a copy, as their owner or not."""
+        if not len(self.replicas):
+            return self.worker_assignments
+        holders = np.concatenate((self.owners[np.newaxis], self.replicas))
+        return Assignments(self.dataset, self.workers[: self.world_size], holders)
+
     @property
     def transfers(self) -> View[DataTransfer]:
         """Everything that must travel, the highest priority first."""

@@ -33,12 +33,7 @@ class DataRedistributor:
 
     def __init__(self, config: ElasticTrainingConfig, *, replication: int = 0) -> None:
         config.validate()
-        if not isinstance(replication, int) or isinstance(replication, bool) or not 0 <= replication <= REPLICATION_MAX:
-            raise RequestRefused(
-                "replication_invalid",
-                "replication is no number of further copies",
-                f"give a whole number from 0 to {REPLICATION_MAX}",
-            )
+        check_replication(replication)
         self._config = config
         self._replication = replication
 
@@ -120,6 +115,16 @@ class DataRedistributor:
         held = [np.where(row < roster.world, row, NOBODY) for row in (before, *copies)] if wanted else []
         kept = keep_replicas(held, owners, hosts, wanted)
         return kept, place_replicas(kept, owners, hosts, weights)
+
+
+def check_replication(replication: object) -> None:
+    """Refuse what is no number of further copies that there may be."""
+    if not isinstance(replication, int) or isinstance(replication, bool) or not 0 <= replication <= REPLICATION_MAX:
+        raise RequestRefused(
+            "replication_invalid",
+            "replication is no number of further copies",
+            f"give a whole number from 0 to {REPLICATION_MAX}",
+        )
 
 
 def _least_moved(roster: Roster, before: Column, copies: Column, shares: Shares) -> tuple[Column, Places]:

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from forged.data.columns import Column
-from forged.data.custody import Assignment, Custody
+from forged.data.custody import Custody
+from forged.data.gathering import Assignment
 from forged.data.messages import DatasetSpec
 from forged.elastic.model import WorkerId
 

@@ -277,7 +277,10 @@ class ElasticSampler:
 
 
 class RankBatches:
-    """A batch sampler: iterated, it gives the lists of this rank's samples in the rest of the epoch."""
+    """A batch sampler: iterated, it gives the lists of this rank's samples in the rest of the epoch.
+
+    All ranks have as many; where a rank has nothing to draw its list is empty, which a loader's `collate_fn` must take.
+    """
 
     def __init__(self, sampler: ElasticSampler, rank: int, world_size: int) -> None:
         _check_rank(rank, world_size)

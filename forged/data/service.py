@@ -17,7 +17,8 @@ import numpy as np
 
 from forged.bus import DAEMON, Bus
 from forged.clock import Clock
-from forged.data.custody import Assignment, Custody, Gathering, Ids
+from forged.data.custody import Custody, Ids
+from forged.data.gathering import Assignment, Draft, Finished, Gathering
 from forged.data.messages import (
     NAMED_MAX,
     CorruptShardFound,
@@ -40,7 +41,6 @@ from forged.data.messages import (
     TransferTotals,
     WorkerTransfers,
 )
-from forged.data.plan import DataRedistributionPlan
 from forged.data.records import PREFIX, dataset_write, holders_write, job_of, keys_of, piece_writes, restored
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
@@ -158,16 +158,21 @@ class DataService:
     async def _settle(self, custody: Custody, gathering: Gathering, members: AttemptMembers) -> tuple[Fact, ...]:
         """Plan, keep the plan, and say what it is."""
         config = ElasticTrainingConfig.from_settings(members.settings)
-        plan: DataRedistributionPlan = await self._compute(partial(custody.draft, gathering, config))
+        draft: Draft = await self._compute(partial(custody.draft, gathering, config))
         if custody.gathering is not gathering or self.custodies.get(custody.job) is not custody:
             # Another attempt has begun meanwhile, or the state was read anew.
             raise RequestRefused("attempt_over", f"attempt {gathering.attempt} is over", "go by the newest")
         if gathering.is_drafted:
             return ()
-        custody.settle(gathering, plan)
+        custody.settle(gathering, draft)
         gathering.began_at = self._clock.monotonic()
         newcomers = self._newcomers.pop(custody.job, set()) - set(gathering.members)
         count, shards = custody.lost()
+        if count and members.in_background:
+            gathering.plan = None
+            # Nobody trains on without them.
+            self._submit(RescaleJob(custody.job, f"nobody has {count} of the shards any more", stops=True))
+            return ()
         if count:
             gathering.plan = None
             # What follows from it comes behind it in the history.
@@ -177,7 +182,9 @@ class DataService:
                 self._begin_anew(custody.job)
             self._abort_without(custody.job, lost, config)
             return ()
-        self._keep(custody.job, gathering.attempt, Assignment(0, gathering.target, plan.owners, plan.replicas))
+        self._keep(
+            custody.job, gathering.attempt, Assignment(0, gathering.target, draft.plan.owners, draft.plan.replicas)
+        )
         return (TransfersPlanned(gathering.attempt, gathering.totals),)
 
     def _begin_anew(self, job: str) -> None:
@@ -225,10 +232,12 @@ class DataService:
         custody = self._get(request.job)
         if request.missing:
             custody.give_up(request.attempt)
-            reason = f"{request.worker_id} found bad copies of {request.missing} shards, and no other"
+            shards = "1 shard" if request.missing == 1 else f"{request.missing} shards"
+            reason = f"{request.worker_id} found bad copies of {shards}, and no other"
             self._submit(RescaleJob(request.job, reason))
             return Decision(Nothing())
-        is_last = custody.finish(request.worker_id, request.attempt, request.transfers, request.received)
+        finished = Finished(request.transfers, request.received, request.took_s)
+        is_last = custody.finish(request.worker_id, request.attempt, finished)
         gathering = custody.gathering
         if not is_last or gathering is None:
             return Decision(Nothing())
@@ -236,15 +245,16 @@ class DataService:
         moved = list(gathering.finished.values())
         completed = TransfersCompleted(
             gathering.attempt,
-            sum(transfers for transfers, _ in moved),
-            sum(size for _, size in moved),
+            sum(one.transfers for one in moved),
+            sum(one.bytes for one in moved),
             gathering.took_s,
             gathering.totals.estimated_s,
         )
         return Decision(Nothing(), (completed,), job=request.job)
 
     def _corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
-        self._get(request.job)
+        if not self._get(request.job).complain(request.source, request.shard):
+            return Decision(Nothing())
         return Decision(
             Nothing(), (CorruptShardFound(request.source, request.shard, request.worker_id),), job=request.job
         )
@@ -313,14 +323,9 @@ class DataService:
     def _owners(self, request: ReadOwners, call: Call) -> OwnersPage:
         return self._get(request.job).owners_page(request.after)
 
-    def _show(self, request: ShowData, call: Call) -> DataView:
-        custody = self._get(request.job)
-        return DataView(
-            job=request.job,
-            dataset=custody.dataset,
-            generation=custody.assignment.generation,
-            workers=list(custody.held()),
-        )
+    async def _show(self, request: ShowData, call: Call) -> DataView:
+        view: DataView = await self._compute(self._get(request.job).view)
+        return view
 
     def _show_transfers(self, request: ShowTransfers, call: Call) -> TransfersView:
         gathering = self._get(request.job).gathering
@@ -336,6 +341,8 @@ class DataService:
             bytes=sum(worker.bytes for worker in workers),
             elapsed_s=self._elapsed_s(gathering),
             waiting_for=[worker.id for worker in gathering.waiting_for],
+            lost=gathering.lost,
+            lost_shards=list(gathering.lost_shards),
             workers=workers,
         )
 
@@ -349,13 +356,15 @@ class DataService:
         for worker in gathering.target:
             told = progress.get(worker.id) if attempt == gathering.attempt else None
             finished = gathering.finished.get(worker.id)
-            done, moved = finished or ((told.transfers, told.data) if told else (0, 0))
+            done, moved, _ = finished or (Finished(told.transfers, told.data) if told else Finished(0, 0))
             transfers = 0 if gathering.plan is None else len(gathering.plan.for_worker(worker))
             yield WorkerTransfers(worker.id, done, transfers, moved, finished is not None)
 
     async def _preview(self, request: PlanData, call: Call) -> TransferTotals:
         custody, job = self._get(request.job), await self._bus.ask(ShowJob(request.job))
-        return custody.preview(request.workers, ElasticTrainingConfig.from_settings(job.settings))
+        config = ElasticTrainingConfig.from_settings(job.settings)
+        totals: TransferTotals = await self._compute(partial(custody.preview, request.workers, config))
+        return totals
 
 
 def _ids(held: bytes) -> Ids:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, Self
 
 import xxhash
 
+from forged.data.shards import Dataset
 from forged.errors import RequestRefused, Unavailable
 
 SHARD_ID_MAX = 2**63 - 1
@@ -137,6 +138,10 @@ class ShardStore(ABC):
     @abstractmethod
     def drop(self, shard: int) -> None:
         """Hold a shard no more, and forget what was begun of it; readers who have it open finish."""
+
+    def dedicate(self, dataset: Dataset) -> None:
+        """Hold shards of this dataset, for this process; refused by a store that can tell that it is not to."""
+        return
 
     def put(self, shard: int, pieces: Iterable[bytes | memoryview]) -> Stamp:
         """Hold a shard that was made here, and take its stamp."""

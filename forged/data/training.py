@@ -6,19 +6,19 @@ when no worker has, is its own affair.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
+from typing import cast
 
+from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.directory import DirectoryShardStore
 from forged.data.messages import DatasetSpec
 from forged.data.origin import ShardOrigin
-from forged.data.permutation import check_whole
+from forged.data.planner import check_replication
 from forged.data.shards import Dataset
 from forged.data.store import ShardStore
 from forged.errors import Problem, RequestRefused
-
-REPLICATION_MAX = 100
-"""So many further copies of a shard there may be."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,11 @@ class TrainingData:
         replication: int = 0,
         rate_bytes_per_s: float | None = None,
     ) -> None:
-        Dataset.of(samples, shards)
-        check_whole("data_invalid", "replication", replication, 0, REPLICATION_MAX)
-        if rate_bytes_per_s is not None and not rate_bytes_per_s > 0:
-            problem = Problem("rate_bytes_per_s", rate_bytes_per_s, "a number above 0, or None for as fast as it goes")
-            raise RequestRefused("data_invalid", str(problem))
+        dataset = Dataset.of(samples, shards)
+        check_replication(replication)
+        _check_rate(rate_bytes_per_s)
         keeps = store if isinstance(store, ShardStore) else DirectoryShardStore(store)
+        keeps.dedicate(dataset)
         for name, value in (
             ("samples", samples),
             ("shards", shards),
@@ -66,3 +65,10 @@ class TrainingData:
     def spec(self) -> DatasetSpec:
         """What all workers of the job have to agree on."""
         return DatasetSpec(self.samples, self.shards, self.replication, self.origin is not None)
+
+
+def _check_rate(rate: object) -> None:
+    is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    if rate is not None and not (is_number and RATE_BYTES_MIN <= cast("float", rate) < math.inf):
+        problem = Problem("rate_bytes_per_s", rate, f"a number from {RATE_BYTES_MIN}, or None for as fast as it goes")
+        raise RequestRefused("data_invalid", str(problem))

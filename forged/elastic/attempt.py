@@ -3,7 +3,8 @@
 Law: an attempt has a fixed set of members, and every one of them has to answer: first that it has stopped and where,
 then, if its state is another one, that it has the source's. What anybody has committed is not taken back, so the source
 is at the highest committed step. A step that some have finished and nobody has committed counts only if nobody is left
-who has not finished it; otherwise it is done again, by those too who had finished.
+who has not finished it; otherwise it is done again, by those too who had finished. An attempt for which nobody stops
+waits for one answer alone, of those who hold training data: that they hold what they will have to.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ RECEIVED_BYTES_MIN = 1 << 20
 class Stage(StrEnum):
     """What an attempt waits for."""
 
+    MOVING = "moving"
+    """That all hold the training data that they will have; training goes on meanwhile."""
     PAUSING = "pausing"
     """That all have stopped."""
     SYNCHRONISING = "synchronising"
@@ -73,13 +76,18 @@ class Attempt:
     resting: dict[str, float] = field(default_factory=dict)
     """When those who wait for others have said so last."""
     behind: set[str] = field(default_factory=set)
-    """Who does not have the source's state yet."""
+    """Who does not have the source's state yet, or its training data."""
 
     @property
     def waiting_for(self) -> list[str]:
         """Who has not answered, in the order of ranks."""
-        missing = self.behind if self.stage is Stage.SYNCHRONISING else set(self.target) - self.stops.keys()
+        missing = set(self.target) - self.stops.keys() if self.stage is Stage.PAUSING else self.behind
         return [worker for worker in self.target if worker in missing]
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the world before trains on until the commit."""
+        return self.stage is Stage.MOVING
 
     @property
     def stopped(self) -> bool:

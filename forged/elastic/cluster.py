@@ -37,11 +37,11 @@ from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescaleTy
 from forged.elastic.outbox import Moment, Outbox
 from forged.elastic.pace import Base, paces
 from forged.elastic.phases import OVER, Cause, Phase, following
-from forged.elastic.progress import Witnesses
+from forged.elastic.progress import Witnesses, state_at, state_behind
 from forged.elastic.ranks import assign_ranks
 from forged.elastic.roster import Roster
 from forged.elastic.watch import NEVER, Watch, is_lost
-from forged.elastic.words import counted, is_or_are
+from forged.elastic.words import REASONS_MAX, in_words, joined, too_few
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.messages import Fact
@@ -53,8 +53,6 @@ RESTING_S = 5.0
 NEVER_SAID = -math.inf
 QUARRELS_MAX = 3
 """So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
-REASONS_MAX = 8
-REASON_CHARS_MAX = 500
 WISH = "an operator's wish"
 
 
@@ -105,6 +103,8 @@ class Cluster:
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
         """Those of the reasons that only tell of what some other one explains."""
+        self._must_stop = False
+        """Whether all stop for the next world, whatever the settings say: this one cannot go on, or is not to."""
 
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
         """Go by these settings from now on."""
@@ -121,12 +121,18 @@ class Cluster:
         """Whether nothing will happen any more."""
         return self.phase in OVER
 
+    @property
+    def trains(self) -> bool:
+        """Whether the committed world makes steps: it does so until its members are to stop for another."""
+        return self.phase is Phase.RUNNING or (self.attempt is not None and self.attempt.in_background)
+
     def resume_from_store(self, now: Moment) -> None:
         """Go on where another daemon, or this one before its store failed, has left off."""
         known = self.members.known
         missing = [worker for worker, incarnation in self.world.items() if known(worker, incarnation) is None]
         if missing and not (self.why or self.over):
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
+        self._must_stop = bool(self.why)
         self._resumed_at = now.monotonic
         self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
         if self.why and self.phase is Phase.RUNNING:
@@ -168,7 +174,7 @@ class Cluster:
         self.out.say(WorkerLeft(worker_id, reason))
         if done and self.holds(member) and not self.over:
             # Whoever says that all is done has done the last step together with the others.
-            self.state = _at_step(self.state, step or self.state.current_step, now)
+            self.state = state_behind(self.state, step or self.state.current_step, now.wall)
             self.out.trigger()
             self._end(Cause.COMPLETED, "the training is done", JobCompleted(self.state.current_step))
         elif self._is_needed(member) and not self.over:
@@ -261,10 +267,10 @@ class Cluster:
         self._consider(now)
 
     def ready(self, worker_id: str, incarnation: bytes, number: int, now: Moment) -> None:
-        """A member of the attempt has the source's state."""
+        """A member of the attempt has the source's state, and its training data."""
         attempt, member = self._answering(worker_id, incarnation, number)
         member.heard_at = now.monotonic
-        if attempt.stage is Stage.SYNCHRONISING:
+        if attempt.stage is not Stage.PAUSING:
             attempt.behind.discard(worker_id)
             if not (attempt.behind or self._is_doomed):
                 self._commit(attempt, now)
@@ -279,7 +285,7 @@ class Cluster:
         staying = [member.worker for member in members if member.leaving is None]
         leaving = [member.worker for member in members if member.leaving is not None]
         target = staying or leaving
-        return AttemptMembers(attempt.number, tuple(target), tuple(leaving), self.settings)
+        return AttemptMembers(attempt.number, tuple(target), tuple(leaving), self.settings, attempt.in_background)
 
     @property
     def _is_doomed(self) -> bool:
@@ -296,9 +302,10 @@ class Cluster:
             self._complaints.add(worker_id, peer, generation)
         if other is not None and is_lost(other):
             self._fail(other, f"neither the daemon nor {worker_id} reaches it", now)
-        elif self.phase is Phase.RUNNING:
+        elif self.trains:
             trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
             self._troubles.add(trouble)
+            self._must_stop = True
             # If its host is gone, the daemon's own connection tells so in a moment; asking it now would hide that.
             self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.holds(other) else 0.0)
             self._settle_quarrel(now)
@@ -355,11 +362,12 @@ class Cluster:
             reason = in_words(reason, WISH)
             self._end(Cause.ABORTED, reason, JobAborted(reason, self.state.current_step))
 
-    def rescale(self, now: Moment, reason: str) -> None:
-        """Agree on a new world now."""
+    def rescale(self, now: Moment, reason: str, *, stops: bool = False) -> None:
+        """Agree on a new world now; `stops` tells that nobody is to train until it holds."""
         self._require_alive()
         if not self.members:
             raise RequestRefused("workers_none", f"job {self.job} has no workers", "start some")
+        self._must_stop |= stops
         self._wanted_at = now.monotonic
         self._because(in_words(reason, WISH))
         self._consider(now)
@@ -406,7 +414,7 @@ class Cluster:
     def _look(self, now: Moment) -> None:
         """Look at every member."""
         self._forgive(now)
-        steps = self.phase is Phase.RUNNING and not self.paused
+        steps = self.trains and not self.paused
         for member, why in self.watch.look(self.members, self.holds, self.config, now.monotonic, steps=steps):
             self._fail(member, why, now)
 
@@ -495,13 +503,16 @@ class Cluster:
             self._because(
                 f"nobody of world {self.generation} is left, so what the first of the others has is the state"
             )
-        reason = "; ".join([*self.why, *_joined(joining)]) or self.reason
+        reason = "; ".join([*self.why, *joined(joining)]) or self.reason
+        goes_on = self._can_go_on(staying)
         if self.attempt is not None:
             self.out.say(RescaleAborted(self.attempt.number, reason))
         cause = Cause.RESCALE_RESTARTED if self.phase is Phase.RESCALING else Cause.RESCALE_STARTED
         self._go_on(cause, reason)
         target = assign_ranks(list(self.world), staying, joining)
         removed = tuple(worker for worker in self.world if worker not in staying)
+        with_data = self._with_data(target)
+        in_background = bool(with_data) and goes_on
         self.attempts += 1
         self.attempt = Attempt(
             number=self.attempts,
@@ -512,21 +523,31 @@ class Cluster:
             reason=reason,
             began_at=now.monotonic,
             heard_at=now.monotonic,
+            stage=Stage.MOVING if in_background else Stage.PAUSING,
+            behind=set(with_data) if in_background else set(),
         )
         self._hole_at = self._wanted_at = self._waiting_at = None
         attempt = self.attempt
+        added = list(attempt.added)
         self.out.say(
-            RescaleStarted(attempt.number, attempt.type, len(target), list(attempt.added), list(removed), reason)
+            RescaleStarted(attempt.number, attempt.type, len(target), added, list(removed), reason, in_background)
         )
-        # Training data moves between the stop and the commit, whatever the settings have become since. And where nobody
-        # trains yet nobody is held up, and all say with which step, rate and batch they begin.
-        has_data = any(self.members[name].with_data for name in target)
-        if staying and not (self.config.use_synchronous_rescaling or has_data):
+        # Where nobody trains yet nobody is held up, and all say with which step, rate and batch they begin.
+        if staying and not (self.config.use_synchronous_rescaling or with_data):
             self._commit(attempt, now)
+
+    def _can_go_on(self, staying: set[str]) -> bool:
+        """Whether the world may train, as it is, until another one holds."""
+        is_whole = bool(staying) and len(staying) == len(self.world)
+        return is_whole and self.trains and not (self._must_stop or self.config.use_synchronous_rescaling)
+
+    def _with_data(self, target: Iterable[str]) -> list[str]:
+        """Who of them holds training data."""
+        return [worker for worker in target if self.members[worker].with_data]
 
     def _synchronise(self, attempt: Attempt, now: Moment) -> None:
         """All have stopped: settle whose state holds."""
-        attempt.settle([worker for worker in attempt.target if self.members[worker].with_data])
+        attempt.settle(self._with_data(attempt.target))
         if not attempt.behind:
             self._commit(attempt, now)
             return
@@ -553,7 +574,7 @@ class Cluster:
         self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
         known_step = self.state.current_step
         if attempt.source:
-            self.state = _state(self.state, attempt.stops[attempt.source], now)
+            self.state = state_at(self.state, attempt.stops[attempt.source], now.wall)
         if not self.base.world:
             self.base = Base(len(members), self.state.learning_rate, self.state.global_batch_size)
         # Where nobody has stopped, and the rate does not follow the world, it is whatever the workers have by now.
@@ -568,6 +589,7 @@ class Cluster:
             # The world before has come to something, as is only known now that all have said where they are.
             self._complaints.clear()
         self.attempt, self.why = None, []
+        self._must_stop = False
         self._troubles.clear()
         for member in members:
             self.watch.recovered(member, self.state.current_step)
@@ -601,7 +623,7 @@ class Cluster:
             late = [source]
         else:
             waiting = [self.members[worker] for worker in self._busy(attempt, now) if worker in self.members]
-            late = holding_up(waiting, self.holds, self.config, now.monotonic)
+            late = holding_up(waiting, self._may_wait, self.config, now.monotonic)
             late = [member for member in late if not self._is_in_a_step(member, attempt, now)]
             if not late:
                 # All are in a step that lasts; or all wait for what none of them can give.
@@ -609,6 +631,10 @@ class Cluster:
         for member in late:
             limit_s = self.config.rescale_timeout_s
             self._fail(member, f"it did not answer in attempt {attempt.number} within {limit_s:g} s", now)
+
+    def _may_wait(self, member: Member) -> bool:
+        """Whether it may have to wait for others of its world: not for data that it fetches while it trains."""
+        return self.holds(member) and not self.trains
 
     def _is_in_a_step(self, member: Member, attempt: Attempt, now: Moment) -> bool:
         """Whether it may come to the end of a long step: it is heard, and nobody of its world has come there yet."""
@@ -630,7 +656,7 @@ class Cluster:
             self.out.say(RescaleAborted(self.attempt.number, "too few workers are left"))
             self.attempt = None
         if self.phase is not Phase.WAITING:
-            self._go_on(Cause.TOO_FEW, _too_few(there, self.config.min_workers))
+            self._go_on(Cause.TOO_FEW, too_few(there, self.config.min_workers))
             self.out.say(JobWaiting(there, self.config.min_workers))
         self._waiting_at = now.monotonic
 
@@ -700,13 +726,13 @@ class Cluster:
         if not member.hear(now.monotonic, step, marks):
             return
         self.watch.recovered(member, step)
-        if step > self.state.current_step and self.holds(member) and self.phase is Phase.RUNNING:
+        if step > self.state.current_step and self.holds(member) and self.trains:
             self._stepped(self._witnesses.hear(member.id, step, len(self.world)), now)
 
     def _stepped(self, step: int, now: Moment) -> None:
         """So many steps are known to be committed."""
         if step > self.state.current_step:
-            self.state = _at_step(self.state, step, now)
+            self.state = state_behind(self.state, step, now.wall)
             self._complaints.clear()
             # Told to the store at once: after a restart they would count with the next failures otherwise.
             self.out.cluster = self.failures.stepped(step) or self.out.cluster
@@ -772,46 +798,7 @@ class Cluster:
         )
 
 
-def in_words(reason: str, otherwise: str) -> str:
-    """A reason that somebody gave, as it can be kept and shown."""
-    return reason.strip()[:REASON_CHARS_MAX] or otherwise
-
-
-def _joined(joining: Iterable[str]) -> Iterator[str]:
-    names = list(joining)
-    if names:
-        shown = ", ".join(names[:REASONS_MAX])
-        yield f"{shown} joined" if len(names) <= REASONS_MAX else f"{shown} and {len(names) - REASONS_MAX} more joined"
-
-
-def _too_few(there: int, needed: int) -> str:
-    return f"{counted(there, 'worker')} {is_or_are(there)} left, and {needed} {is_or_are(needed)} needed"
-
-
 def _type(before: int, after: int) -> RescaleType:
     if after == before:
         return RescaleType.REPLACE
     return RescaleType.SCALE_UP if after > before else RescaleType.SCALE_DOWN
-
-
-def _state(state: GlobalTrainingState, stop: Stop, now: Moment) -> GlobalTrainingState:
-    """The job's state as the source has it."""
-    return GlobalTrainingState(
-        stop.epoch,
-        stop.position,
-        stop.learning_rate or state.learning_rate,
-        stop.global_batch_size or state.global_batch_size,
-        state.active_worker_count,
-        now.wall,
-    )
-
-
-def _at_step(state: GlobalTrainingState, step: int, now: Moment) -> GlobalTrainingState:
-    return GlobalTrainingState(
-        state.current_epoch,
-        step,
-        state.learning_rate,
-        state.global_batch_size,
-        state.active_worker_count,
-        now.wall,
-    )

@@ -14,24 +14,22 @@ class Complaints:
     """What workers said of each other since the last step that was committed."""
 
     def __init__(self) -> None:
-        self._generation_of: dict[tuple[str, str], int] = {}
-        """By who complained, and of whom."""
-        self._generations: set[int] = set()
+        self._generations: dict[tuple[str, str], set[int]] = {}
+        """Of the worlds that there were complaints in; by who complained, and of whom."""
 
     @property
     def worlds(self) -> int:
-        """How many worlds there were complaints in."""
-        return len(self._generations)
+        """How many worlds there were complaints in, but for those that the end of a worker explains."""
+        return len(set().union(*self._generations.values()))
 
     def add(self, reporter: str, peer: str, generation: int) -> None:
         """The one does not reach the other."""
-        self._generations.add(generation)
-        self._generation_of[reporter, peer] = generation
+        self._generations.setdefault((reporter, peer), set()).add(generation)
 
     def about(self, peer: str, generation: int) -> str:
         """Who does not reach it in this world; empty where everybody does."""
-        said = self._generation_of.items()
-        return next((who for (who, whom), when in said if whom == peer and when == generation), "")
+        said = self._generations.items()
+        return next((who for (who, whom), worlds in said if whom == peer and generation in worlds), "")
 
     def worst(self, rank_of: Callable[[str], int]) -> str | None:
         """Whom most others are at odds with; None where nobody was named."""
@@ -42,15 +40,13 @@ class Complaints:
 
     def forget(self, worker: str) -> None:
         """Drop what it said, and what was said of it."""
-        self._generation_of = {pair: when for pair, when in self._generation_of.items() if worker not in pair}
+        self._generations = {pair: worlds for pair, worlds in self._generations.items() if worker not in pair}
 
     def clear(self) -> None:
         """All is well."""
-        if self._generations:
-            self._generation_of.clear()
-            self._generations.clear()
+        self._generations.clear()
 
     def _pairs(self) -> Iterator[tuple[str, str]]:
-        for one, other in self._generation_of:
+        for one, other in self._generations:
             yield one, other
             yield other, one

@@ -96,7 +96,10 @@ class WorkerLost(Fact, frozen=True):
 
 
 class RescaleStarted(Fact, frozen=True):
-    """A new world is to be agreed on: its members stop behind their step and say how far they are."""
+    """A new world is to be agreed on: its members stop behind their step and say how far they are.
+
+    `in_background`, nobody stops: training goes on until all hold the training data that they will have.
+    """
 
     attempt: int
     type: RescaleType
@@ -104,6 +107,7 @@ class RescaleStarted(Fact, frozen=True):
     added: list[str]
     removed: list[str]
     reason: str
+    in_background: bool = False
 
 
 class RescaleSynchronising(Fact, frozen=True):
@@ -200,6 +204,8 @@ class Joined(msgspec.Struct, frozen=True):
     """Why it is to go; None while it may stay."""
     synchronising: RescaleSynchronising | None = None
     """What was settled in the attempt, once it was."""
+    in_background: bool = False
+    """Whether nobody stops for the attempt."""
 
 
 class JoinJob(Request[Joined], frozen=True):
@@ -260,7 +266,7 @@ class ReportPaused(Request[Nothing], frozen=True):
 
 
 class ReportReady(Request[Nothing], frozen=True):
-    """The worker has the state of the attempt's source."""
+    """The worker has the state of the attempt's source, and the training data that it will have."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -315,6 +321,8 @@ class AttemptMembers(msgspec.Struct, frozen=True):
     target: tuple[WorkerId, ...]
     leaving: tuple[WorkerId, ...]
     settings: dict[str, SettingValue]
+    in_background: bool = False
+    """Whether the world before trains on meanwhile."""
 
 
 class ReadAttempt(Request[AttemptMembers], frozen=True):
@@ -548,10 +556,11 @@ class AbortJob(Request[Nothing], frozen=True):
 
 
 class RescaleJob(Request[Nothing], frozen=True):
-    """Start a rescale now, with whoever is there."""
+    """Start a rescale now, with whoever is there. Where it `stops`, nobody trains until it is done."""
 
     job: str
     reason: str = "an operator's wish"
+    stops: bool = False
 
 
 class PlannedWorker(msgspec.Struct, frozen=True):

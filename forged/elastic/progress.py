@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forged.elastic.attempt import Stop
+from forged.elastic.model import GlobalTrainingState
+
 
 @dataclass(slots=True)
 class Witnesses:
@@ -29,3 +32,27 @@ class Witnesses:
     def begin_anew(self) -> None:
         """Another world holds."""
         self._furthest, self._step = "", 0
+
+
+def state_at(state: GlobalTrainingState, stop: Stop, now: float) -> GlobalTrainingState:
+    """The job's state as it is where its source has stopped."""
+    return GlobalTrainingState(
+        stop.epoch,
+        stop.position,
+        stop.learning_rate or state.learning_rate,
+        stop.global_batch_size or state.global_batch_size,
+        state.active_worker_count,
+        now,
+    )
+
+
+def state_behind(state: GlobalTrainingState, step: int, now: float) -> GlobalTrainingState:
+    """The job's state when so many steps are committed, and nothing else is known to have changed."""
+    return GlobalTrainingState(
+        state.current_epoch,
+        step,
+        state.learning_rate,
+        state.global_batch_size,
+        state.active_worker_count,
+        now,
+    )

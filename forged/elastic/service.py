@@ -21,7 +21,7 @@ from forged.bus import Bus
 from forged.clock import Clock
 from forged.elastic.attempt import RECEIVED_BYTES_MIN, Stop
 from forged.elastic.cluster import Cluster
-from forged.elastic.config import ElasticTrainingConfig, require_trainable
+from forged.elastic.config import require_trainable
 from forged.elastic.members import Member
 from forged.elastic.messages import (
     INCARNATION_BYTES,
@@ -149,7 +149,7 @@ class ElasticService:
         serve(PauseJob, lambda request, call: self._want(request, call, Cluster.pause), owner=OWNER)
         serve(ResumeJob, lambda request, call: self._want(request, call, Cluster.resume), owner=OWNER)
         serve(AbortJob, lambda request, call: self._want(request, call, Cluster.abort), owner=OWNER)
-        serve(RescaleJob, lambda request, call: self._want(request, call, Cluster.rescale), owner=OWNER)
+        serve(RescaleJob, self._rescale, owner=OWNER)
         self._bus.on_signal(Heartbeat, self._heartbeat, name="elastic.heartbeats")
         self._bus.on_signal(Pulse, self._pulse, name="elastic.pulses")
         self._bus.on_signal(Receiving, self._receiving, name="elastic.receiving")
@@ -282,8 +282,6 @@ class ElasticService:
         settings = known.settings if known else await self._settings(request, call)
         # Before anybody is told of the worker: what the store holds was not always checked at the door.
         require_trainable(request.job, settings)
-        if request.with_data:
-            _require_synchronous(request.job, settings)
         if request.again:
             # Much may have happened while the settings were asked for.
             self._require_known(request)
@@ -456,6 +454,11 @@ class ElasticService:
         cluster.evict(request.worker_id, self._now(), request.reason)
         return self._decide(cluster, Nothing())
 
+    def _rescale(self, request: RescaleJob, call: Call) -> Decision[Nothing]:
+        cluster = self._get(request.job)
+        cluster.rescale(self._now(), request.reason, stops=request.stops)
+        return self._decide(cluster, Nothing())
+
     def _want(self, request: Any, call: Call, act: Callable[[Cluster, Moment, str], None]) -> Decision[Nothing]:
         cluster = self._get(request.job)
         act(cluster, self._now(), request.reason)
@@ -604,17 +607,8 @@ def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
         is_member=cluster.holds(member),
         leaving=member.leaving,
         synchronising=cluster.synchronising,
+        in_background=cluster.attempt is not None and cluster.attempt.in_background,
     )
-
-
-def _require_synchronous(job: str, settings: dict[str, Any]) -> None:
-    """Refuse training data where nobody stops for a rescale: there is no moment at which it could change hands."""
-    if not ElasticTrainingConfig.from_settings(settings).use_synchronous_rescaling:
-        raise RequestRefused(
-            "data_needs_synchronous",
-            f"job {job} has use_synchronous_rescaling = false, and training data changes hands only while all stop",
-            "set it to true, or give the workers no data",
-        )
 
 
 def _is_countable(step: int, marks: int) -> bool:

@@ -17,6 +17,13 @@ from forged.elastic.words import counted, named
 STALLED_TOLD_MAX = 3
 """Who is told one by one; the others are counted."""
 
+_AWAITED = {
+    Stage.PAUSING: "stop",
+    Stage.SYNCHRONISING: "have what the others give it",
+    Stage.MOVING: "have its training data while training goes on",
+}
+"""What an attempt waits for somebody to do."""
+
 
 def standing(cluster: Cluster, now: float) -> str:
     """What stands still, and why; empty where nothing does, or where it is over."""
@@ -28,6 +35,8 @@ def _reasons(cluster: Cluster, now: float) -> Iterator[str]:
         yield f"paused: {cluster.paused_because}"
     if cluster.attempt is not None:
         yield _attempt(cluster.attempt, now)
+        if cluster.trains:
+            yield from _stalled(cluster, now)
     elif cluster.phase is Phase.RESCALING:
         yield _interrupted(cluster, now)
     elif cluster.phase is Phase.RUNNING:
@@ -40,8 +49,7 @@ def _reasons(cluster: Cluster, now: float) -> Iterator[str]:
 
 
 def _attempt(attempt: Attempt, now: float) -> str:
-    waited_for = named(attempt.waiting_for) or "nobody"
-    what = "stop" if attempt.stage is Stage.PAUSING else "have what the others give it"
+    waited_for, what = named(attempt.waiting_for) or "nobody", _AWAITED[attempt.stage]
     return f"attempt {attempt.number} waits for {waited_for} to {what} ({_seconds(now - attempt.began_at)})"
 
 

@@ -49,6 +49,8 @@ def status_of(cluster: Cluster, member: Member) -> WorkerStatus:
     """What it is doing."""
     if member.leaving is not None:
         return WorkerStatus.LEAVING
+    if cluster.trains and cluster.holds(member):
+        return WorkerStatus.ACTIVE
     if cluster.attempt is not None and member.id in cluster.attempt.target:
         return WorkerStatus.RESCALING
     return WorkerStatus.ACTIVE if cluster.holds(member) else WorkerStatus.JOINING

@@ -5,9 +5,11 @@ Law: what is read by people is a sentence for every number, also for none and fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 NAMES_MAX = 8
+REASONS_MAX = 8
+REASON_CHARS_MAX = 500
 
 
 def counted(number: int, thing: str) -> str:
@@ -24,3 +26,19 @@ def named(names: Sequence[str]) -> str:
     """The first of several names, and how many more there are."""
     shown = ", ".join(names[:NAMES_MAX])
     return shown if len(names) <= NAMES_MAX else f"{shown} and {len(names) - NAMES_MAX} more"
+
+
+def in_words(reason: str, otherwise: str) -> str:
+    """A reason that somebody gave, as it can be kept and shown."""
+    return reason.strip()[:REASON_CHARS_MAX] or otherwise
+
+
+def joined(names: Sequence[str]) -> Iterator[str]:
+    """That these have joined; nothing where nobody has."""
+    if names:
+        yield f"{named(names)} joined"
+
+
+def too_few(there: int, needed: int) -> str:
+    """That so many are not enough."""
+    return f"{counted(there, 'worker')} {is_or_are(there)} left, and {needed} {is_or_are(needed)} needed"

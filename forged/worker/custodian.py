@@ -50,6 +50,8 @@ PIECE_BYTES = 1 << 20
 OFFER_SHARDS_MAX = 1 << 17
 """So many shards are named in one message."""
 ORIGIN = -1
+ATTEMPTS_KEPT_MAX = 4
+"""Of so many attempts it is remembered what is held for them."""
 ASK_AGAIN_S = 1.0
 """How long to wait for the word that a plan is there, before asking for it all the same."""
 
@@ -91,8 +93,10 @@ class Custodian:
         self._planned = 0
         """The attempt of the newest plan that was heard of."""
         self._news = anyio.Event()
-        self._holds: tuple[int, Part] | None = None
-        """What is held for an attempt."""
+        self._holds: dict[int, Part] = {}
+        """What is held for the newest attempts: one may have been committed, and the next be under way already."""
+        self._turn = anyio.Lock()
+        """Who says what is held, and who drops some of it, do so one after the other."""
         self._arrived = 0
         """How many bytes have come in this attempt, before the present try."""
         self._owned: frozenset[int] = frozenset()
@@ -132,7 +136,8 @@ class Custodian:
     async def take_part(self, attempt: int) -> None:
         """Hold what this worker has to hold when the attempt is committed."""
         if attempt != self._attempt:
-            self._attempt, self._arrived = attempt, 0
+            async with self._turn:
+                self._attempt, self._arrived = attempt, 0
         await self._offer(attempt)
         part = await self._part(attempt)
         report = await self._manager.execute(part.wanted, generation=attempt)
@@ -141,19 +146,30 @@ class Custodian:
         await self._tell_missing(attempt, report)
         report.require_complete()
         await self._tell_done(attempt, report)
-        self._holds = attempt, part
+        self._holds[attempt] = part
+        for older in sorted(self._holds)[:-ATTEMPTS_KEPT_MAX]:
+            del self._holds[older]
 
     async def settle(self, attempt: int, topology: ClusterTopology) -> None:
-        """The attempt was committed: know what this worker owns, and drop what somebody else is to hold."""
-        if self._holds is None or self._holds[0] != attempt:
+        """The attempt was committed: know what this worker owns, and drop what somebody else is to hold.
+
+        When the next attempt is under way nothing is dropped: it counts on what was said to be here.
+        """
+        part = self._holds.get(attempt)
+        if part is None:
             # Somebody has told of the world and not of the attempt that led to it.
             owners = await self.owners(topology)
             self._owned = frozenset(np.flatnonzero(owners == topology.rank_of(self._line.worker)).tolist())
             return
-        part = self._holds[1]
         self._owned, self.is_released = part.owned, part.is_released
+        self._holds = {number: held for number, held in self._holds.items() if number >= attempt}
+        async with self._turn:
+            if self._attempt == attempt:
+                await self._drop_all_but(part.keep)
+
+    async def _drop_all_but(self, keep: Container[int]) -> None:
         try:
-            await self._run(partial(_keep_only, self._data.store, part.keep))
+            await self._run(partial(_keep_only, self._data.store, keep))
         except ForgedError as error:
             # More is held than has to be, which does no harm.
             self._log.warning("shards that others hold now could not be dropped", why=str(error))

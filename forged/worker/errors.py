@@ -1,8 +1,11 @@
-"""What a worker tells the training script."""
+"""What a worker tells the training script, and what it keeps to itself."""
 
 from __future__ import annotations
 
-from forged.errors import RequestRefused, Unavailable
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+
+NEWS_DIFFER = frozenset({"generation_over", "topology_differs", "incarnation_differs", "not_a_member"})
+"""With which workers refuse each other when they have not heard the same; the daemon knows what holds."""
 
 
 class StepAborted(Unavailable):
@@ -23,3 +26,8 @@ class WorkerEvicted(RequestRefused):
 
 class JobEnded(RequestRefused):
     """There is nothing to train any more."""
+
+
+def passes(error: ForgedError) -> bool:
+    """Whether it is the others' affair, or the daemon's; what is wrong with the script or its state does not pass."""
+    return isinstance(error, (Unavailable, PeerError)) or error.code in NEWS_DIFFER

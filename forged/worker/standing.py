@@ -26,7 +26,6 @@ from forged.elastic.messages import (
     WorkerLeft,
 )
 from forged.elastic.model import ClusterTopology
-from forged.errors import ForgedError
 from forged.jobs.model import JobRemoved
 from forged.messages import Fact, Gap, Record, UnknownFact
 from forged.worker.errors import JobEnded, WorkerEvicted
@@ -79,7 +78,9 @@ class Standing:
     attempt: int = 0
     """The newest attempt that this worker is to take part in; 0 before the first."""
     rescaling: bool = False
-    """Whether another world is wanted than the one that was committed last."""
+    """Whether another world is wanted than the one that was committed last, and training stops for it."""
+    moving: int = 0
+    """The attempt under way for which training data moves while training goes on; 0 for none."""
     lost: str = ""
     """Who of the world is gone, so that its collectives cannot end; empty while nobody is known to be."""
     synchronising: RescaleSynchronising | None = None
@@ -90,7 +91,7 @@ class Standing:
     draining: str | None = None
     completed: int | None = None
     """How many steps the training had when it was done; None while it is not."""
-    end: ForgedError | None = None
+    end: Exception | None = None
     """Why training cannot go on here."""
     outdated: bool = False
     """Whether something was missed, so that the daemon has to be asked."""
@@ -122,7 +123,7 @@ class Standing:
             case RescaleSynchronising() if fact.attempt == self.attempt:
                 self.synchronising = fact
             case RescaleAborted() | JobWaiting():
-                self.synchronising = None
+                self.synchronising, self.moving = None, 0
             case RescaleCompleted():
                 self._completed(fact, record.id)
             case WorkerFailed() | WorkerLeft():
@@ -149,15 +150,15 @@ class Standing:
             self.draining = joined.leaving
         before = self.topology
         is_newer = joined.topology.epoch > before.epoch
+        rescaling, moving = self._under_way(joined)
         if is_newer:
-            # The attempt that was heard of may have begun behind the answer. If it is over, that will be heard too.
-            is_under_way = joined.attempt > 0 or (self.rescaling and self._attempt_told)
             self._hold(joined.topology, self.asked_at)
-            self.rescaling = is_under_way
+            self.rescaling = rescaling
         if joined.is_member and (is_newer or (is_new and joined.topology.epoch == before.epoch)):
             self.committed = _commit_of(joined, before, self.attempt)
         if joined.attempt > self.attempt:
-            self.attempt, self.rescaling = joined.attempt, True
+            self.attempt, self.rescaling = joined.attempt, rescaling
+        self.moving = moving
         if joined.synchronising is not None and joined.synchronising.attempt == self.attempt:
             self.synchronising = joined.synchronising
         elif self.synchronising is self._unconfirmed:
@@ -168,6 +169,15 @@ class Standing:
         """Whether a worker is in the committed world."""
         return any(worker.id == worker_id for worker in self.topology.workers)
 
+    def _under_way(self, joined: Joined) -> tuple[bool, int]:
+        """Whether training stops for what is under way; and the attempt, if training goes on meanwhile."""
+        if joined.attempt > self.attempt:
+            return not joined.in_background, joined.attempt if joined.in_background else 0
+        # The attempt that was heard of may have begun behind the answer. If it is over, that will be heard too.
+        moving = self.moving if self._attempt_told or joined.attempt == self.moving else 0
+        is_stop = joined.attempt > 0 and not joined.in_background
+        return is_stop or (self.rescaling and self._attempt_told), moving
+
     def _hear_of_job(self, fact: Fact | UnknownFact, fact_id: int) -> None:
         match fact:
             case JobPaused():
@@ -177,23 +187,28 @@ class Standing:
             case JobCompleted() | JobAborted() | JobRemoved() if not self.known:
                 self._is_doubtful = True
             case JobCompleted():
-                self.completed = fact.step
+                self.completed, self.moving = fact.step, 0
             case JobAborted():
+                self.moving = 0
                 self.end = JobEnded(
                     "job_aborted", f"the job was aborted: {fact.reason}", "see `forgectl events --job JOB`"
                 )
             case JobRemoved():
+                self.moving = 0
                 self.end = JobEnded("job_removed", "the job was removed", "create it again")
             case _:
                 pass
 
     def _started(self, fact: RescaleStarted, fact_id: int) -> None:
-        self.synchronising = None
+        self.synchronising, self.moving = None, 0
         is_wanted = self.worker_id in fact.added or (self.has(self.worker_id) and self.worker_id not in fact.removed)
         if not is_wanted:
             return
-        self.attempt, self.asked_at, self.rescaling = fact.attempt, fact_id, True
-        self._attempt_told = True
+        self.attempt, self._attempt_told = fact.attempt, True
+        if fact.in_background:
+            self.moving = fact.attempt
+            return
+        self.asked_at, self.rescaling = fact_id, True
         self.lost = next((worker for worker in fact.removed if worker != self.worker_id), self.lost)
 
     def _completed(self, fact: RescaleCompleted, fact_id: int) -> None:
@@ -202,6 +217,7 @@ class Standing:
             # What is not known yet is told by the daemon's answer, which may be under way.
             self.outdated = self.known
             self.rescaling = self.rescaling and self.attempt > fact.attempt
+            self.moving = self.moving if self.moving > fact.attempt else 0
             return
         before = self.topology
         self._hold(before.apply(fact.delta), fact_id)
@@ -219,7 +235,7 @@ class Standing:
 
     def _hold(self, topology: ClusterTopology, asked_at: int) -> None:
         self.topology, self.asked_at = topology, asked_at
-        self.rescaling, self.lost, self.synchronising = False, "", None
+        self.rescaling, self.lost, self.synchronising, self.moving = False, "", None, 0
 
     def _gone(self, fact: WorkerFailed | WorkerLeft) -> None:
         if fact.worker_id != self.worker_id:

@@ -23,10 +23,10 @@ from anyio.abc import TaskGroup
 from forged.client.client import ForgedClient
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
-from forged.data.messages import CorruptShardFound, ReportUsage, TransfersPlanned
+from forged.data.messages import CorruptShardFound, ReportUsage
 from forged.data.outcome import TransferReport
 from forged.data.plan import DataRedistributionPlan
-from forged.data.sampler import ElasticSampler, SamplingMode
+from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
 from forged.data.training import TrainingData
 from forged.elastic.attempt import Stop
@@ -42,10 +42,10 @@ from forged.elastic.model import (
     WorkerStatus,
 )
 from forged.elastic.phases import Phase
-from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import SettingValue
 from forged.log import SILENT, Log
-from forged.messages import Fact, Gap, Record, UnknownFact
+from forged.messages import Gap, Record
 from forged.net.network import Address, Network
 from forged.net.tls import TLS_FAILED
 from forged.worker import amounts
@@ -55,7 +55,7 @@ from forged.worker.collectives import CollectiveAborted, World
 from forged.worker.consumption import Consumption
 from forged.worker.counters import Counters
 from forged.worker.custodian import Custodian
-from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
+from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted, passes
 from forged.worker.events import Event
 from forged.worker.farewell import farewell
 from forged.worker.mesh import Mesh, WorldIncomplete
@@ -64,6 +64,7 @@ from forged.worker.registration import LEAVE_TIMEOUT_S, Registration, persevere
 from forged.worker.standing import FOLLOWED, Commit, Standing
 from forged.worker.state import Arriving, pack
 from forged.worker.step import Step
+from forged.worker.supply import Supply
 
 R = TypeVar("R")
 
@@ -77,8 +78,6 @@ USAGE_INTERVAL_S = 1.0
 USAGE_INTERVAL_OTHERS_S = 60.0
 """How often the others do, who have noted the same."""
 LOOPBACK = "127.0.0.1"
-NEWS_DIFFER = frozenset({"generation_over", "topology_differs", "incarnation_differs", "not_a_member"})
-"""With which workers refuse each other when they have not heard the same; the daemon knows what holds."""
 MARKS_BITS = 32
 """So many bits of the marks count within a world; the ones above are its generation."""
 
@@ -193,7 +192,7 @@ class ElasticWorker:
         self._answered = 0
         """The last one that has taken its answer."""
         self._trouble: Trouble | None = None
-        self._custodian: Custodian | None = None
+        self._supply: Supply | None = None
         self._consumption = None if self.sampler is None else Consumption(self.sampler)
         self._has_announced = False
         """Whether it says, or has said, that it is to go and that others have to take over what it holds."""
@@ -285,8 +284,8 @@ class ElasticWorker:
         """Whether a shard is this worker's: as it was committed for the shards of its data, else by the remainder."""
         if self.rank == RANK_NONE or not 0 <= shard_index < total_shards:
             return False
-        if self._custodian is not None and self._data is not None and total_shards == self._data.shards:
-            return self._custodian.owns(shard_index)
+        if self._supply is not None and self._data is not None and total_shards == self._data.shards:
+            return self._supply.custodian.owns(shard_index)
         return shard_index % self.world_size == self.rank
 
     def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
@@ -397,15 +396,17 @@ class ElasticWorker:
         assert self._mesh is not None
         self._mesh.trust(joined.peer_key)
         self._config = ElasticTrainingConfig.from_settings(joined.settings)
-        if self._data is not None and self._custodian is None:
-            self._custodian = self._make_custodian(self._data, self._config)
+        if self._data is not None and self._supply is None:
+            self._supply = self._supply_of(self._data, self._config)
         self._standing.catch_up(joined)
+        self._see_to_data()
 
-    def _make_custodian(self, data: TrainingData, config: ElasticTrainingConfig) -> Custodian:
+    def _supply_of(self, data: TrainingData, config: ElasticTrainingConfig) -> Supply:
         assert self._line is not None
         assert self._client is not None
         assert self._mesh is not None
-        return Custodian(
+        assert self._tasks is not None
+        custodian = Custodian(
             data,
             config,
             self._line,
@@ -416,6 +417,7 @@ class ElasticWorker:
             uses_threads=not isinstance(self._carrier, LoopCarrier),
             log=self._log,
         )
+        return Supply(custodian, self.sampler, self._line, self._tasks, self._give_up, self._log)
 
     @property
     def _whole_state(self) -> Any:
@@ -548,8 +550,8 @@ class ElasticWorker:
     @property
     def _is_to_go(self) -> bool:
         """Whether this worker is wanted no more, and nobody needs what it holds."""
-        is_bound = self._custodian is not None and self._worker_id in self._topology and not self._custodian.is_released
-        return self._standing.draining is not None and not is_bound
+        is_needed = self._supply is not None and not self._supply.custodian.is_released
+        return self._standing.draining is not None and not (is_needed and self._worker_id in self._topology)
 
     def _announce(self, reason: str) -> None:
         """Have others take over what this worker holds, before it goes; it trains until they can."""
@@ -565,7 +567,7 @@ class ElasticWorker:
         self.step, self._finished = self.step + 1, False
         self._count()
 
-    async def _fall_out(self, error: ForgedError) -> None:
+    async def _fall_out(self, error: Exception) -> None:
         """The others go on without this worker, or nobody goes on."""
         self._status = WorkerStatus.FAILED
         await self._leave_world()
@@ -723,7 +725,7 @@ class ElasticWorker:
         try:
             await self._give_or_take(settled, still)
         except ForgedError as error:
-            if not _passes(error) or error.code == TLS_FAILED:
+            if not passes(error) or error.code == TLS_FAILED:
                 raise
             self._log.warning("the attempt could not be followed", attempt=settled.attempt, why=str(error))
             await self._undertake(partial(anyio.sleep, TROUBLE_PAUSE_S), still)
@@ -736,8 +738,8 @@ class ElasticWorker:
         with self._offering(attempt) if is_source else nullcontext():
             if not (is_source or (self._holds_state and self._stop().position == settled.step)):
                 await self._undertake(partial(self._take_visibly, settled), still)
-            if self._custodian is not None and still():
-                await self._undertake(partial(self._take_data, self._custodian, attempt), still)
+            if self._supply is not None and still():
+                await self._undertake(partial(self._supply.take, attempt), still)
             await self._until(lambda: not still() or (self._is_to_go and not is_source))
 
     async def _take_visibly(self, settled: RescaleSynchronising) -> None:
@@ -768,33 +770,15 @@ class ElasticWorker:
                 await self._fetch(settled.source, settled.attempt)
             except ForgedError as error:
                 # A source that is not believed, or does not believe this worker, will not another time either.
-                if not _passes(error) or error.code == TLS_FAILED:
+                if not passes(error) or error.code == TLS_FAILED:
                     raise
                 self._log.warning("the state could not be fetched", source=str(settled.source), why=str(error))
                 await anyio.sleep(TROUBLE_PAUSE_S)
             else:
                 break
         self.step, self._finished, self._holds_state = settled.step, False, True
-        if self._custodian is None:
+        if self._supply is None:
             await self._line.ready(settled.attempt)
-
-    async def _take_data(self, custodian: Custodian, attempt: int) -> None:
-        """Hold the training data that this worker has to hold."""
-        assert self._line is not None
-        while True:
-            try:
-                await custodian.take_part(attempt)
-            except (Unavailable, PeerError) as error:
-                self._log.warning("training data could not be fetched", why=str(error))
-                await anyio.sleep(TROUBLE_PAUSE_S)
-            except RequestRefused as error:
-                if error.code != "attempt_over":
-                    raise
-                self._log.info("an attempt was over before all of its data was here", why=error.message)
-                await self._until(lambda: not self._is_synchronising(attempt))
-            else:
-                break
-        await self._line.ready(attempt)
 
     async def _fetch(self, source: WorkerId, attempt: int) -> None:
         assert self._mesh is not None
@@ -870,19 +854,23 @@ class ElasticWorker:
             world = await self._mesh.enter(topology.epoch, topology, self._config.rescale_timeout_s or None)
             try:
                 agreement = await self._agree(world, commit)
-                await self._settle_data(commit)
+                if self._supply is not None:
+                    await self._supply.settle(commit)
             except BaseException:
                 world.abort(f"{self._worker_id.id} does not go on with it")
                 raise
         except ForgedError as error:
-            if not _passes(error):
+            if not passes(error):
                 raise
             hub = topology.workers[0].id if error.code == TLS_FAILED else ""
             self._trouble = Trouble(topology.epoch, _peer_of(error) or hub, error.message)
             return
         state = self._state_of(agreement, commit)
         self._take_up(state)
-        self._world, self._standing.committed = world, None
+        self._world = world
+        if self._standing.committed is commit:
+            # Where nobody has to stop, the next one may have been committed meanwhile.
+            self._standing.committed = None
         self._rest_at = self._standing.stop_wanted
         if self._consumption is not None:
             self._consumption.enter(topology.epoch, self.step)
@@ -890,15 +878,6 @@ class ElasticWorker:
             RescalingEvent.between(commit.before, topology, self._clock.wall(), commit.reason)
         )
         await self.synchronize_state(state)
-
-    async def _settle_data(self, commit: Commit) -> None:
-        """Hold what the commit says, and nothing else; and know what others hold."""
-        if self._custodian is None:
-            return
-        await self._custodian.settle(commit.attempt, commit.topology)
-        if self.sampler is not None and self.sampler.mode is SamplingMode.SHARDED:
-            owners = await self._custodian.owners(commit.topology)
-            self.sampler.reassign(owners, commit.topology.world_size)
 
     async def _report_usage(self) -> None:
         """Tell the daemon what the committed steps have used, for ever."""
@@ -983,11 +962,11 @@ class ElasticWorker:
 
     async def redistribute_data(self, plan: DataRedistributionPlan) -> TransferReport:
         """Fetch what a plan gives this worker, from the other workers. Rescales see to their own plans."""
-        if self._custodian is None:
+        if self._supply is None:
             raise RequestRefused(
                 "data_missing", "the worker has no training data, or is not registered", "give it `data`, and register"
             )
-        return await self._custodian.redistribute(plan)
+        return await self._supply.custodian.redistribute(plan)
 
     async def resume_training(self) -> None:
         """Train again behind a rescale."""
@@ -1045,10 +1024,14 @@ class ElasticWorker:
             async for item in facts:
                 self._hear(item)
         except ForgedError as error:
-            self._standing.end = error
-            self._wake()
+            self._give_up(error)
         finally:
             facts.close()
+
+    def _give_up(self, error: Exception) -> None:
+        """Training cannot go on here."""
+        self._standing.end = error
+        self._wake()
 
     def _hear(self, item: Record | Gap) -> None:
         if isinstance(item, Gap):
@@ -1056,19 +1039,17 @@ class ElasticWorker:
         else:
             self._standing.hear(item)
         self._catch_up_if_outdated()
-        if isinstance(item, Record):
-            self._hear_of_data(item.fact)
+        if isinstance(item, Record) and self._supply is not None:
+            self._supply.hear(item.fact)
+        self._see_to_data()
         if self._standing.lost and self._world is not None:
             self._world.abort(f"{self._standing.lost} is gone")
         self._wake()
 
-    def _hear_of_data(self, fact: Fact | UnknownFact) -> None:
-        if self._custodian is None:
-            return
-        if isinstance(fact, TransfersPlanned):
-            self._custodian.hear_of_plan(fact.attempt)
-        elif isinstance(fact, CorruptShardFound) and fact.worker_id == self._worker_id.id:
-            self._custodian.doubt(fact.shard)
+    def _see_to_data(self) -> None:
+        """Let training data come while training goes on, if it is to."""
+        if self._supply is not None:
+            self._supply.follow(self._standing.moving)
 
     async def _beat(self) -> None:
         """Say that this worker lives, for ever."""
@@ -1098,11 +1079,6 @@ def _check_same_samples(data: TrainingData | None, sampler: ElasticSampler | Non
 def _peer_of(error: ForgedError) -> str:
     """Whom a broken world is blamed on; empty for nobody."""
     return error.peer if isinstance(error, CollectiveAborted | WorldIncomplete) else ""
-
-
-def _passes(error: ForgedError) -> bool:
-    """Whether it is the others' affair, or the daemon's; what is wrong with the script or its state does not pass."""
-    return isinstance(error, (Unavailable, PeerError)) or error.code in NEWS_DIFFER
 
 
 def _own_host(endpoint: str | None) -> str:

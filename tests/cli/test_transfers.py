@@ -34,6 +34,7 @@ OVER = RUNNING | {
     "running": False, "done": 26, "bytes": 520_000, "elapsed_s": 0.09,
     "workers": [A, E | {"done": 19, "bytes": 380_000, "finished": True}],
 }  # fmt: skip
+LOST = RUNNING | {"done": 0, "bytes": 0, "lost": 3, "lost_shards": [0, 4, 7]}
 NONE_YET = Refusal("refused", "transfers_none", "nothing has travelled in job run yet", "ask later")
 WENT = Refusal("refused", "forbidden", "not yours any more")
 """What ends who follows."""
@@ -96,6 +97,11 @@ class TestOnce:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == "attempt 3: waits for e to say what they hold\n"
 
+    def test_shards_that_nobody_has_are_named(self, tmp_path: Path, capsys: Caught) -> None:
+        with pretending(tmp_path, Life(LOST)) as daemon:
+            said = daemon.run("transfers --job run", capsys)[1]
+        assert said == "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does\n"
+
     def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("transfers --job run", capsys) == RUNNING
         assert daemon.asked == [("ShowTransfers", {"job": "run"})]
@@ -129,10 +135,11 @@ class TestOnce:
 
 class TestFollow:
     def test_in_a_pipe_each_change_is_a_line(self, tmp_path: Path, capsys: Caught) -> None:
-        later = [view | {"elapsed_s": 9.0} for view in (GATHERING, RUNNING, OVER)]
-        views = (GATHERING, later[0], RUNNING, later[1], OVER, later[2])
+        later = [view | {"elapsed_s": 9.0} for view in (GATHERING, LOST, RUNNING, OVER)]
+        views = (GATHERING, later[0], LOST, later[1], RUNNING, later[2], OVER, later[3])
         assert followed(tmp_path, capsys, NONE_YET, *views) == [
             "attempt 3: waits for e to say what they hold",
+            "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does",
             "attempt 3: 13 of 26 shards, 260 kB, 5.2 MB/s, after 50 ms of about 100 ms: a 7/7, e 6/19",
             "attempt 3: all workers hold their data; 26 shards came, 520 kB, in 90 ms; 100 ms were estimated",
         ]

@@ -467,6 +467,16 @@ class TestFactsInWords:
             ("RescaleStarted", STARTED, "attempt 2 at a world of 1 worker (scale down), without w1: w1 failed: dead"),
             (
                 "RescaleStarted",
+                STARTED | {"in_background": True},
+                "attempt 2 at a world of 1 worker (scale down) while training goes on, without w1: w1 failed: dead",
+            ),
+            (
+                "RescaleStarted",
+                STARTED | {"in_background": False},
+                "attempt 2 at a world of 1 worker (scale down), without w1: w1 failed: dead",
+            ),
+            (
+                "RescaleStarted",
                 STARTED | {"world_size": 2, "removed": [f"w{number}" for number in range(10)]},
                 "attempt 2 at a world of 2 workers (scale down), "
                 "without w0, w1, w2, w3, w4, w5, w6, w7 and 2 more: w1 failed: dead",

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.data.custody import Custody, Gathering, Ids
+from forged.data.custody import Custody, Ids
+from forged.data.gathering import Finished, Gathering
 from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
 from forged.data.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
@@ -193,8 +194,48 @@ def test_a_newer_attempt_begins_anew() -> None:
 def test_all_have_finished_once() -> None:
     it = custody(4, has_origin=True)
     settled(it, 1, {"a": NOTHING, "b": NOTHING})
-    assert [it.finish("a", 1, 2, 20), it.finish("a", 1, 2, 20), it.finish("b", 1, 2, 20)] == [False, False, True]
-    assert not it.finish("b", 1, 2, 20)
+    done = Finished(2, 20)
+    assert [it.finish("a", 1, done), it.finish("a", 1, done), it.finish("b", 1, done)] == [False, False, True]
+    assert not it.finish("b", 1, done)
+
+
+def test_the_first_transfers_show_how_large_and_how_fast_they_are() -> None:
+    """The workers had nothing to measure when they said what they hold."""
+    it = custody(8, samples=800, has_origin=True)
+    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
+    assert gathering.plan is not None
+    it.assignment = type(it.assignment)(1, gathering.target, gathering.plan.owners, gathering.plan.replicas)
+    assert it.preview(["a"], CONFIG).estimated_s is None
+    it.finish("a", 1, Finished(4, 40_000, 2.0))
+    it.finish("b", 1, Finished(4, 40_000, 2.0))
+    totals = it.preview(["a"], CONFIG)
+    # Four transfers in as many lanes, of 5,000 bytes per second each.
+    assert (totals.transfers, totals.bytes) == (4, 40_000)
+    assert totals.estimated_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("took_s", [0.0, float("inf"), float("nan")])
+def test_a_time_that_is_none_shows_nothing(took_s: float) -> None:
+    it = custody(2, has_origin=True)
+    settled(it, 1, {"a": NOTHING})
+    assert it.finish("a", 1, Finished(2, 20, took_s))
+    assert it.preview(["a", "b"], CONFIG).estimated_s is None
+
+
+@pytest.mark.parametrize("speed", [0.0, float("inf"), float("nan")])
+def test_a_speed_that_is_none_shows_nothing(speed: float) -> None:
+    it = custody(4, has_origin=True)
+    it.gather(1, workers("ab"), (), 0.0)
+    it.offer(worker("a"), ids(0, 1), False, 100, speed)
+    it.offer(worker("b"), NOTHING, False, 0, speed)
+    assert it.gathering is not None
+    assert it.draft(it.gathering, CONFIG).pace is None
+
+
+def test_who_is_named_twice_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="twice") as error:
+        custody(4).preview(["a", "a"], CONFIG)
+    assert error.value.code == "workers_invalid"
 
 
 def test_estimates_are_made_of_what_was_measured() -> None:
@@ -225,7 +266,7 @@ def test_samples_are_counted_by_owner() -> None:
     first = settled(it, 1, {"a": ids(0, 2), "b": ids(1)})
     assert first.plan is not None
     it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
-    assert [(one.worker_id, one.owned, one.samples) for one in it.held()] == [("a", 2, 7), ("b", 1, 3)]
+    assert [(one.worker_id, one.owned, one.samples) for one in it.view().workers] == [("a", 2, 7), ("b", 1, 3)]
 
 
 def test_a_dataset_without_samples_is_held_by_everybody() -> None:

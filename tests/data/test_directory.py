@@ -149,6 +149,30 @@ def test_a_link_that_takes_the_place_of_a_shard_is_not_followed(store: Directory
 
 
 @pytest.mark.parametrize("change", [lambda path: os.truncate(path, 10), lambda path: path.unlink()])
+def test_a_file_that_somebody_has_cut_off_or_taken_away_is_not_said_to_be_held(
+    store: DirectoryShardStore, change: Callable[[Path], None]
+) -> None:
+    for shard in (6, 7):
+        store.put(shard, [DATA])
+    change(store.path_of(7))
+    assert store.held() == {6: STAMP}
+    assert not store.holds(7)
+    store.put(7, [DATA])
+    assert store.held() == {6: STAMP, 7: STAMP}
+
+
+def test_a_pipe_that_takes_the_place_of_a_shard_holds_up_nobody(store: DirectoryShardStore) -> None:
+    store.put(7, [DATA])
+    path = store.path_of(7)
+    path.unlink()
+    os.mkfifo(path)
+    assert code_of(lambda: store.open(7)) == "shard_damaged"
+    assert not store.holds(7)
+    os.mkfifo(store.path / (name_of(8, STAMP) + ".part"))
+    assert code_of(lambda: store.receive(8, STAMP)) == "shard_store_failed"
+
+
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 10), lambda path: path.unlink()])
 def test_a_truncated_or_missing_file_is_damaged_and_no_longer_held(
     store: DirectoryShardStore, change: Callable[[Path], None]
 ) -> None:

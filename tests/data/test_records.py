@@ -5,7 +5,7 @@ import pytest
 
 from forged.data import records
 from forged.data.columns import NOBODY
-from forged.data.custody import Assignment
+from forged.data.gathering import Assignment
 from forged.data.messages import DatasetSpec
 from forged.data.records import dataset_write, holders_write, job_of, keys_of, piece_writes, restored
 from forged.elastic.model import WorkerId

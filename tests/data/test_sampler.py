@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +21,13 @@ from forged.data.usage import runs_of
 from forged.errors import RequestRefused
 from forged.worker.state import Arriving, pack
 from tests.data.values import UNTIMED
+
+ROOT = Path(__file__).parents[2]
+TORCH = [
+    Path(sysconfig.get_path("purelib")),
+    *ROOT.glob(".venv/peers/lib/python3.*/site-packages"),
+]
+"""Where torch may lie."""
 
 
 def sharded(total: int, shards: int, global_batch: int, world_size: int = 2, **options: Any) -> ElasticSampler:
@@ -362,12 +375,29 @@ def test_setting_the_epoch_that_is_on_does_not_begin_it_again(mode: str) -> None
     assert list(batches) == list(either(mode).for_rank(0, 2))
 
 
-def test_pytorch_loads_what_a_batch_sampler_gives() -> None:
-    data = pytest.importorskip("torch.utils.data")
-    sampler = ElasticSampler(20, 6, 7)
-    loader = data.DataLoader(list(range(100, 120)), batch_sampler=sampler.for_rank(0, 2))
-    assert len(loader) == 4
-    assert [batch.tolist() for batch in loader] == [(100 + batch).tolist() for batch in sampler.batches(0, 2)]
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pytorch_loads_each_sample_once_over_a_rescale(workers: int) -> None:
+    """In a process of its own, as torch is in another environment, if it is there at all."""
+    where = next((path for path in TORCH if (path / "torch").is_dir()), None)
+    if where is None:
+        pytest.skip("torch is not installed; `make bench-torch` installs it")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.data.loader_process", str(workers)],
+        env={**os.environ, "PYTHONPATH": str(where)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert [sorted(found[mode]) for mode in ("shared", "sharded")] == [list(range(103))] * 2
+    assert found["shared"] == ElasticSampler(103, 103, 7).batch(0, 1).tolist()
+
+
+def test_a_rank_that_has_nothing_to_draw_has_an_empty_batch() -> None:
+    """So all ranks have as many steps; PyTorch has to be told what to make of it."""
+    batches = [list(ElasticSampler(9, 8, 7).for_rank(rank, 4)) for rank in range(4)]
+    assert [[len(batch) for batch in of_rank] for of_rank in batches] == [[2, 0], [2, 0], [2, 0], [2, 1]]
 
 
 # What is refused.

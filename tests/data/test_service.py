@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
+from forged.data.gathering import Draft
 from forged.data.messages import (
     CorruptShardFound,
     DatasetDefined,
@@ -83,6 +84,7 @@ class TestADataset:
             await stage.stop()
             for dataset in (DatasetSpec(10, 11), DatasetSpec(2**62, 2**60)):
                 assert await refused(stage.offer("a", dataset=dataset)) == "dataset_invalid"
+            assert await refused(stage.offer("a", dataset=DatasetSpec(10, 10, 17))) == "replication_invalid"
             assert stage.facts(DatasetDefined) == []
             await stage.offer("a")
             assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
@@ -97,12 +99,6 @@ class TestADataset:
                 assert await refused(stage.offer("a", held=held)) == "holdings_invalid"
             known = JOB in stage.data.custodies
             assert known == (await keys_in(store) == [f"{JOB}/dataset"]) == bool(stage.facts(DatasetDefined))
-
-    @virtual
-    async def test_where_nobody_stops_for_a_rescale_is_refused_before_anybody_joins(self) -> None:
-        async with a_data_stage() as stage:
-            assert await refused(stage.come("a", use_synchronous_rescaling=False)) == "data_needs_synchronous"
-            assert JOB not in stage.service.clusters
 
     @virtual
     async def test_of_a_job_that_none_was_given_to_is_nowhere(self) -> None:
@@ -223,6 +219,22 @@ class TestAPlan:
             assert (totals.transfers, totals.from_owners) == (3, 3)
             assert len(stage.records()) == before
 
+    @virtual
+    async def test_is_made_shown_and_tried_where_it_holds_up_nobody(self) -> None:
+        done: list[object] = []
+
+        async def elsewhere(act: Callable[[], Any]) -> Any:
+            await anyio.sleep(1)
+            done.append(act())
+            return done[-1]
+
+        async with a_data_stage() as stage:
+            stage.data._compute = elsewhere
+            await formed(stage)
+            answers = [await stage.spine.bus.ask(said) for said in (ShowData(JOB), PlanData(JOB, ["a", "b", "c"]))]
+            assert isinstance(done[0], Draft)
+            assert done[1:] == answers
+
 
 class TestProgress:
     @virtual
@@ -249,6 +261,19 @@ class TestProgress:
             assert stage.facts(CorruptShardFound) == [CorruptShardFound("a", 3, "b")]
 
     @virtual
+    async def test_of_the_same_bad_copy_is_put_on_record_once_for_each_attempt(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            for source, shard in (("a", 3), ("a", 3), ("a", 4)):
+                await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", source, shard))
+            assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4]
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.offer_all()
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4, 3]
+            assert await refused(stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 10))) == "shard_invalid"
+
+    @virtual
     async def test_that_bad_copies_make_impossible_begins_anew(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -257,7 +282,7 @@ class TestProgress:
             await stage.crew["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))
             await stage.wait(0.1)
             assert stage.attempt == 2
-            assert "b found bad copies of 1 shards" in stage.facts(RescaleStarted)[-1].reason
+            assert "b found bad copies of 1 shard, and no other" in stage.facts(RescaleStarted)[-1].reason
             assert await refused(stage.crew["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))) == "attempt_over"
 
 
@@ -395,6 +420,54 @@ class TestAJobThatIsRemoved:
             assert stage.owners() == {"a": set(range(7))}
 
 
+class TestWhereNobodyStops:
+    @virtual
+    async def test_a_plan_is_made_and_committed_while_training_goes_on(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage, use_synchronous_rescaling=False)
+            await stage.come("c")
+            assert stage.facts(RescaleStarted)[-1].in_background
+            for name in "abc":
+                await stage.offer(name)
+            await stage.fetch("a", "b", "c")
+            assert stage.owners() == {"a": set(range(5)), "b": set(range(5, 10))}
+            completed = await stage.commit("a", "b", "c")
+            assert completed.step is None
+            assert stage.owners() == stage.held
+            assert sorted(map(len, stage.held.values())) == [3, 3, 4]
+
+    @virtual
+    async def test_shards_that_are_lost_make_all_stop_and_are_named_then(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage, use_synchronous_rescaling=False)
+            stage.held["a"] -= {0}
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            for name in "ab":
+                await stage.offer(name)
+            await stage.spine.settle()
+            *_, behind, ahead = stage.facts(RescaleStarted)
+            assert (behind.in_background, ahead.in_background) == (True, False)
+            assert ahead.reason.endswith("nobody has 1 of the shards any more")
+            assert stage.facts(ShardsLost) == []
+            await stage.offer_all()
+            assert stage.facts(ShardsLost) == [ShardsLost(ahead.attempt, 1, [0])]
+            await stage.wait(5.0)
+            assert stage.facts(RescaleStarted)[-1] == ahead
+
+    @virtual
+    async def test_shards_that_are_lost_end_the_job_where_that_is_its_policy(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage, use_synchronous_rescaling=False, lost_data_policy="abort")
+            stage.held["a"] -= {0}
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            for name in "ab":
+                await stage.offer(name)
+            await stage.spine.settle()
+            await stage.offer_all()
+            await stage.spine.settle()
+            assert len(stage.facts(JobAborted)) == 1
+
+
 class TestLostShards:
     @virtual
     async def test_are_named_and_the_job_waits(self) -> None:
@@ -404,6 +477,8 @@ class TestLostShards:
             await stage.offer("a")
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9])]
             assert await refused(stage.part("a")) == "plan_pending"
+            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            assert (shown.running, shown.waiting_for, shown.lost, shown.lost_shards) == (True, [], 2, [8, 9])
 
     @virtual
     async def test_are_waited_for_by_who_has_said_what_it_holds_however_long_that_takes(self) -> None:

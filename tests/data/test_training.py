@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from forged.data import DirectoryShardStore, ElasticSampler, FunctionOrigin, TrainingData
+from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.memory import MemoryShardStore
 from forged.data.messages import DatasetSpec
+from forged.data.planner import REPLICATION_MAX
 from forged.errors import RequestRefused
 from forged.worker.worker import ElasticWorker
 
@@ -21,7 +23,7 @@ def test_a_directory_is_as_good_as_a_store(tmp_path: Path) -> None:
 
 def test_what_all_workers_have_to_agree_on_leaves_out_where_each_keeps_its_part() -> None:
     origin = FunctionOrigin(lambda shard, file: None)
-    one = TrainingData(100, 10, MemoryShardStore(), origin=origin, replication=2, rate_bytes_per_s=1e6)
+    one = TrainingData(100, 10, MemoryShardStore(), origin=origin, replication=2, rate_bytes_per_s=2e6)
     other = TrainingData(100, 10, MemoryShardStore(), origin=FunctionOrigin(lambda shard, file: None), replication=2)
     assert one.spec == other.spec == DatasetSpec(100, 10, 2, True)
     assert TrainingData(100, 10, MemoryShardStore()).spec == DatasetSpec(100, 10, 0, False)
@@ -40,7 +42,12 @@ def test_few_samples_are_a_dataset(samples: int) -> None:
         (10, 11, {}),
         (10, 2, {"replication": -1}),
         (10, 2, {"replication": 1.5}),
+        (10, 2, {"replication": REPLICATION_MAX + 1}),
         (10, 2, {"rate_bytes_per_s": 0}),
+        (10, 2, {"rate_bytes_per_s": RATE_BYTES_MIN - 1}),
+        (10, 2, {"rate_bytes_per_s": float("inf")}),
+        (10, 2, {"rate_bytes_per_s": True}),
+        (10, 2, {"rate_bytes_per_s": "1e6"}),
         (10, 2, {"rate_bytes_per_s": float("nan")}),
     ],
 )

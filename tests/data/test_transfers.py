@@ -108,8 +108,15 @@ async def test_transfers_of_others_are_left_to_them() -> None:
         )
 
 
-@pytest.mark.parametrize(("is_parallel", "expected"), [(True, 3), (False, 1)])
-async def test_as_many_shards_move_at_once_as_may(is_parallel: bool, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 4),
+        ({"max_concurrent_transfers": 3}, 3),
+        ({"max_concurrent_transfers": 3, "use_parallel_data_transfer": False}, 1),
+    ],
+)
+async def test_as_many_shards_move_at_once_as_may(options: dict[str, Any], expected: int) -> None:
     most: list[int] = []
 
     def watch(progress: TransferProgress) -> None:
@@ -119,12 +126,7 @@ async def test_as_many_shards_move_at_once_as_may(is_parallel: bool, expected: i
     stores = [MemoryShardStore(), SlowStore(gate)]
     async with open_ward(2, lambda number: stores[number]) as ward:
         put(ward.stores[1], *range(6))
-        manager = ward.manager(
-            max_concurrent_transfers=3,
-            use_parallel_data_transfer=is_parallel,
-            progress=watch,
-            progress_interval_s=0.001,
-        )
+        manager = ward.manager(progress=watch, progress_interval_s=0.001, **options)
         moving = asyncio.ensure_future(manager.execute_plan(plan_for(ward, 6, {1: list(range(6))}, {})))
         await until(lambda: max(most, default=0) == expected)
         gate.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.attempt import Stage, Stop
-from forged.elastic.cluster import REASON_CHARS_MAX, REASONS_MAX
 from forged.elastic.members import PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobAborted,
@@ -29,6 +28,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import RescaleType, WorkerId
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
+from forged.elastic.words import REASON_CHARS_MAX, REASONS_MAX
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from tests.elastic.play import BEGINNING_S, WALL_S, WINDOW_S, Play, formed, incarnation, kinds, newcomer, worker_of
 
@@ -1204,6 +1204,17 @@ def test_where_nobody_is_left_of_a_world_the_reason_says_so() -> None:
     reason = play.last(RescaleStarted).reason
     assert "nobody of world 1 is left" in reason
     assert reason.endswith("c joined")
+
+
+def test_deaths_that_are_noticed_by_others_first_make_no_quarrel() -> None:
+    """Without a stop it may not be known that there were steps in between."""
+    play = formed("a", "b", "c", "d", "e", use_synchronous_rescaling=False, **PATIENT)
+    for victim in "abc":
+        play.complain("d", victim)
+        play.die(victim)
+        play.wait(1.0, still=True)
+    assert play.world == ["d", "e"]
+    assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == ["a", "b", "c"]
 
 
 def test_workers_that_reach_each_other_in_no_world_are_parted() -> None:

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from forged.elastic.attempt import RECEIVED_BYTES_MIN, Stage, Stop
-from forged.elastic.messages import RescaleCompleted, RescaleStarted, WorkerFailed
+from forged.elastic.attempt import RECEIVED_BYTES_MIN, Attempt, Stage, Stop
+from forged.elastic.messages import (
+    JobCompleted,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleStarted,
+    WorkerFailed,
+    WorkerStalled,
+)
+from forged.elastic.phases import Phase
+from forged.elastic.standstill import standing
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
 from tests.elastic.play import Play, incarnation, newcomer
@@ -86,14 +95,210 @@ class TestACommit:
         assert attempt.waiting_for == ["a"]
 
     def test_does_not_go_ahead_of_data_though_nobody_is_to_stop(self) -> None:
-        play = formed("a")
-        play.cluster.configure({**play.settings, "use_synchronous_rescaling": False})
+        play = formed("a", use_synchronous_rescaling=False)
         before = play.cluster.generation
         play.cluster.rescale(play.now, "a wish")
         assert play.cluster.attempt is not None
         assert play.cluster.generation == before
-        play.agree()
+        play.ready("a")
         assert play.cluster.generation == before + 1
+
+
+def trains_on(*names: str, **settings: SettingValue) -> Play:
+    """A world in which all hold data, and nobody stops for a rescale; some of them may go."""
+    play = formed(*names, use_synchronous_rescaling=False, **settings)
+    play.cluster.configure({**play.cluster.settings, "min_workers": 1, **settings})
+    return play
+
+
+def under_way(play: Play) -> Attempt:
+    attempt = play.cluster.attempt
+    assert attempt is not None
+    return attempt
+
+
+class TestTheBackground:
+    """Where nobody stops for a rescale, data moves while training goes on."""
+
+    def test_is_where_data_moves_for_who_joins(self) -> None:
+        play = trains_on("a", "b")
+        join(play, "c")
+        play.wait(0.1)
+        started = play.last(RescaleStarted)
+        assert (started.in_background, started.added) == (True, ["c"])
+        attempt = under_way(play)
+        assert (attempt.stage, attempt.waiting_for) == (Stage.MOVING, ["a", "b", "c"])
+        assert play.cluster.synchronising is None
+
+    def test_ends_with_the_commit_when_all_have_answered(self) -> None:
+        play = trains_on("a", "b")
+        join(play, "c")
+        play.wait(0.1)
+        for name in "ca":
+            play.ready(name)
+            assert play.world == ["a", "b"]
+        play.ready("b")
+        completed = play.last(RescaleCompleted)
+        assert play.world == ["a", "b", "c"]
+        assert (completed.step, completed.epoch, completed.attempt) == (None, None, play.cluster.attempts)
+
+    def test_has_steps_in_it_that_are_known_of(self) -> None:
+        play = trains_on("a", "b")
+        play.cluster.rescale(play.now, "a wish")
+        play.pulse("a", "b", step=7)
+        assert play.cluster.state.current_step == 7
+        assert play.cluster.trains
+
+    def test_has_stalled_workers_in_it_who_are_told(self) -> None:
+        play = trains_on("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=60_000)
+        play.cluster.rescale(play.now, "a wish")
+        play.beat("a", "b", marks=5_000)
+        play.beat("a", marks=5_001)
+        play.wait(10.0, still=True)
+        assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerStalled)] == ["b"]
+        assert standing(play.cluster, play.time) == (
+            "attempt 2 waits for a, b to have its training data while training goes on (10 s); "
+            "b is stalled for 10 s behind step 0"
+        )
+
+    def test_takes_no_word_that_somebody_has_stopped(self) -> None:
+        play = trains_on("a", "b")
+        play.cluster.rescale(play.now, "a wish")
+        stop(play, "a", "b")
+        assert under_way(play).stops == {}
+        assert play.world == ["a", "b"]
+        assert under_way(play).waiting_for == ["a", "b"]
+
+    def test_waits_for_nobody_without_data(self) -> None:
+        play = trains_on("a")
+        join(play, "b", with_data=False)
+        play.wait(0.1)
+        assert under_way(play).waiting_for == ["a"]
+        play.ready("a")
+        assert play.world == ["a", "b"]
+
+    def test_lets_who_comes_meanwhile_wait_for_the_commit(self) -> None:
+        play = trains_on("a")
+        join(play, "b")
+        play.wait(0.1)
+        number = play.cluster.attempts
+        join(play, "c")
+        play.wait(5.0)
+        assert play.cluster.attempts == number
+        play.ready("a", "b")
+        play.wait(0.1)
+        assert (under_way(play).added, under_way(play).in_background) == (("c",), True)
+
+    def test_goes_on_without_the_one_who_was_to_be_taken_in(self) -> None:
+        play = trains_on("a", "b")
+        join(play, "c")
+        play.wait(0.1)
+        play.die("c")
+        play.wait(0.1)
+        assert play.last(RescaleAborted).attempt == under_way(play).number - 1
+        assert (under_way(play).target, under_way(play).in_background) == (("a", "b"), True)
+
+    def test_takes_over_what_who_is_to_go_holds(self) -> None:
+        play = trains_on("a", "b")
+        play.cluster.drain("b", play.now, "the spot price")
+        assert under_way(play).in_background
+        assert members(play, "a") == (["a"], ["b"])
+        play.ready("a", "b")
+        assert play.last(RescaleCompleted).reason == "b is to go: the spot price"
+
+    def test_does_not_outlast_a_member_of_the_world(self) -> None:
+        play = trains_on("a", "b", "c")
+        play.cluster.rescale(play.now, "a wish")
+        play.die("b")
+        play.wait(0.1)
+        started = play.last(RescaleStarted)
+        assert (started.in_background, started.removed) == (False, ["b"])
+        assert under_way(play).stage is Stage.PAUSING
+        play.agree(step=3)
+        assert play.last(RescaleCompleted).step == 3
+        assert play.world == ["a", "c"]
+
+    def test_does_not_outlast_a_world_that_cannot_go_on(self) -> None:
+        play = trains_on("a", "b")
+        join(play, "c")
+        play.wait(0.1)
+        play.complain("a", why="the line is cut")
+        play.wait(0.1)
+        assert not play.last(RescaleStarted).in_background
+        assert under_way(play).added == ("c",)
+
+    def test_does_not_begin_in_a_world_that_cannot_go_on_until_another_holds(self) -> None:
+        play = trains_on("a", "b")
+        play.complain("a", why="the line is cut")
+        play.wait(0.1)
+        assert not under_way(play).in_background
+        play.cluster.rescale(play.now, "a wish")
+        assert not under_way(play).in_background
+        play.agree()
+        play.cluster.rescale(play.now, "a wish")
+        assert under_way(play).in_background
+
+    def test_is_not_where_somebody_wishes_that_all_stop(self) -> None:
+        play = trains_on("a", "b")
+        play.cluster.rescale(play.now, "a wish", stops=True)
+        assert not under_way(play).in_background
+        play.agree()
+        play.cluster.rescale(play.now, "a wish")
+        assert under_way(play).in_background
+
+    def test_is_not_where_nobody_trains_yet(self) -> None:
+        play = Play(**SOON, use_synchronous_rescaling=False)
+        join(play, "a")
+        play.wait(0.1)
+        assert not under_way(play).in_background
+
+    def test_is_not_where_too_few_are_left(self) -> None:
+        play = trains_on("a", "b", min_workers=2)
+        play.cluster.rescale(play.now, "a wish")
+        play.die("b")
+        play.wait(0.1)
+        assert play.cluster.phase is Phase.WAITING
+        assert not play.cluster.trains
+        join(play, "c")
+        play.wait(0.1)
+        assert not under_way(play).in_background
+
+    def test_is_left_by_a_daemon_that_comes_back_and_does_not_know(self) -> None:
+        play = trains_on("a", "b")
+        play.cluster.rescale(play.now, "a wish")
+        play.restart()
+        play.come_back("a", "b")
+        play.wait(0.1)
+        assert not under_way(play).in_background
+        play.agree()
+        assert play.world == ["a", "b"]
+
+    def test_ends_with_the_job(self) -> None:
+        play = trains_on("a", "b")
+        play.cluster.rescale(play.now, "a wish")
+        play.leave("a", done=True, step=9)
+        assert play.cluster.phase is Phase.COMPLETED
+        assert play.last(JobCompleted).step == 9
+        assert play.last(RescaleAborted).attempt == 2
+
+    def test_fails_who_neither_fetches_nor_waits(self) -> None:
+        play = trains_on("a", "b", rescale_timeout_ms=2_000)
+        join(play, "c")
+        play.wait(0.1)
+        for second in range(10):
+            say(play, "a", waits=True)
+            say(play, "b", data=second * RECEIVED_BYTES_MIN)
+            play.wait(1.0)
+        assert failed(play) == []
+        wait_saying(play, 3, "a", "b")
+        assert failed(play) == ["c"]
+
+    def test_fails_whom_all_wait_for_however_far_it_has_come_in_training(self) -> None:
+        play = trains_on("a", "b", rescale_timeout_ms=2_000)
+        play.cluster.rescale(play.now, "a wish")
+        play.beat("b", marks=1_000_000)
+        wait_saying(play, 3, "a")
+        assert failed(play) == ["b"]
 
 
 class TestTheMembersOfAnAttempt:

@@ -60,6 +60,17 @@ def test_who_is_gone_has_said_nothing_and_nothing_was_said_of_it() -> None:
     assert complaints.about("d", 1) == "c"
 
 
+def test_a_world_that_broke_over_the_end_of_a_worker_does_not_count() -> None:
+    complaints = said("ba", "ca")
+    complaints.add("b", "d", 2)
+    complaints.add("b", "c", 3)
+    complaints.add("c", "b", 3)
+    complaints.forget("a")
+    complaints.forget("d")
+    assert complaints.worlds == 1
+    assert complaints.about("c", 3) == "b"
+
+
 def test_when_all_is_well_everything_is_forgotten() -> None:
     complaints = said("ba")
     complaints.clear()

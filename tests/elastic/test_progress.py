@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.elastic.progress import Witnesses
+from forged.elastic.attempt import Stop
+from forged.elastic.model import GlobalTrainingState
+from forged.elastic.progress import Witnesses, state_at, state_behind
 
 
 def test_one_alone_is_believed_where_there_is_no_other() -> None:
@@ -34,3 +36,19 @@ def test_one_liar_never_makes_more_believed_than_an_honest_one_has_said(words: l
         lies = worker == "a"
         honest = honest if lies else max(honest, step)
         assert witnesses.hear(worker, step + 1_000_000 * lies, 3) <= honest
+
+
+KNOWN = GlobalTrainingState(1, 40, 0.5, 64, 3, 10.0)
+
+
+def test_a_state_behind_a_step_is_what_was_known_but_for_the_step() -> None:
+    assert state_behind(KNOWN, 41, 11.0) == GlobalTrainingState(1, 41, 0.5, 64, 3, 11.0)
+
+
+def test_the_state_of_a_source_counts_what_it_has_finished() -> None:
+    stop = Stop(41, holds_state=True, finished=True, epoch=2, learning_rate=0.25, global_batch_size=32)
+    assert state_at(KNOWN, stop, 11.0) == GlobalTrainingState(2, 42, 0.25, 32, 3, 11.0)
+
+
+def test_a_source_that_knows_no_rate_and_no_batch_leaves_those_that_are_known() -> None:
+    assert state_at(KNOWN, Stop(41, holds_state=True), 11.0) == GlobalTrainingState(0, 41, 0.5, 64, 3, 11.0)

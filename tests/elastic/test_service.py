@@ -700,6 +700,22 @@ async def test_who_registers_again_learns_where_the_job_is() -> None:
 
 
 @virtual
+async def test_who_registers_again_learns_whether_it_has_to_stop_for_what_is_under_way() -> None:
+    async with a_stage() as stage:
+        a = stage.worker("a")
+        await a.join({"use_synchronous_rescaling": False, "stability_window_ms": 0}, with_data=True)
+        await stage.wait(0.1)
+        assert ((await a.join()).attempt, (await a.join()).in_background) == (1, False)
+        await a.stop(1, holds_state=False)
+        await a.ready(1)
+        assert not (await a.join()).in_background
+        await stage.spine.bus.ask(RescaleJob(JOB))
+        assert ((await a.join()).attempt, (await a.join()).in_background) == (2, True)
+        await stage.spine.bus.ask(RescaleJob(JOB, stops=True))
+        assert ((await a.join()).attempt, (await a.join()).in_background) == (3, False)
+
+
+@virtual
 async def test_jobs_have_nothing_to_do_with_each_other() -> None:
     async with a_stage() as stage:
         await stage.form("a", "b")

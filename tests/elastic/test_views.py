@@ -73,6 +73,18 @@ def test_a_rescale_is_shown_with_who_is_waited_for() -> None:
     assert (rescale.stage, rescale.waiting_for) == ("synchronising", ["c"])
 
 
+def test_a_rescale_in_the_background_is_shown_beside_workers_that_train() -> None:
+    play = formed("a", use_synchronous_rescaling=False)
+    play.cluster.members["a"].with_data = True
+    play.join("b")
+    play.wait(WINDOW_S)
+    view = cluster_view(play.cluster, play.time)
+    assert view.rescale is not None
+    assert (view.phase, view.rescale.stage, view.rescale.waiting_for) == (Phase.RESCALING, "moving", ["a"])
+    assert view.standing == "attempt 2 waits for a to have its training data while training goes on (0 s)"
+    assert (status(play, "a"), status(play, "b")) == (WorkerStatus.ACTIVE, WorkerStatus.RESCALING)
+
+
 @pytest.mark.parametrize("size", [0, -1, PLANNED_MAX + 1])
 def test_a_plan_for_an_impossible_number_is_refused(size: int) -> None:
     with pytest.raises(RequestRefused) as error:

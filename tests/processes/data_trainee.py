@@ -15,7 +15,7 @@ from forged.data.model import DataShard
 from forged.elastic.config import ElasticTrainingConfig
 from forged.worker.training import Training, join
 from tests.data.wards import filling
-from tests.processes.trainee import COMPUTING_S, ENOUGH, FOREVER, JOB, Account, say
+from tests.processes.trainee import ACTS, ARMED, COMPUTING_S, ENOUGH, FOREVER, JOB, POINTS, Account, Due, catch, say
 from tests.worker.crew import advance
 
 SAMPLES, SHARDS, BATCH, SEED = 200, 40, 16, 7
@@ -66,9 +66,18 @@ def train(worker: Training, data: TrainingData, mode: str, enough: Path) -> None
 def main() -> None:
     """Be a worker."""
     endpoint, name, directory, options = sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
+    for point, act in options["points"]:
+        catch(POINTS[point], ACTS[act], Due(1, directory / ARMED))
     state = {"chain": np.zeros(1, np.int64), "ends_at": np.full(1, FOREVER, np.int64)}
     origin = FunctionOrigin(write) if options["has_origin"] else None
-    data = TrainingData(SAMPLES, SHARDS, options["shards"], origin=origin, replication=options["replication"])
+    data = TrainingData(
+        SAMPLES,
+        SHARDS,
+        options["shards"],
+        origin=origin,
+        replication=options["replication"],
+        rate_bytes_per_s=options["rate_bytes_per_s"],
+    )
     config = ElasticTrainingConfig(**options["config"])
     mode = options["mode"]
     with join(

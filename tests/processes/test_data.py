@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random, SystemRandom
@@ -18,10 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forged.client import EARLIEST
 from forged.data import DirectoryShardStore
+from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.messages import AuditData, DataView, ReadOwners, ShardsLost, ShowData, TransfersPlanned
 from forged.data.store import Stamp
 from forged.demo.processes import command, environment
+from forged.elastic.messages import RescaleCompleted, RescaleStarted
+from forged.messages import Fact, Record
 from tests.data.wards import filling
 from tests.processes import troupe as troupes
 from tests.processes.data_trainee import BATCH, SAMPLES, SHARD_BYTES, SHARDS, sampler_of
@@ -67,7 +71,7 @@ class Drovers(Troupe):
                 arriving.commit()
 
     async def start(self, *names: str, **options: Any) -> None:
-        """Have some begin; `shards` is whose directory they take over."""
+        """Have some begin; `shards` is whose directory they take over, `at` where they are caught and wait."""
         for name in names:
             words = {
                 "config": self.settings,
@@ -75,6 +79,8 @@ class Drovers(Troupe):
                 "replication": self.replication,
                 "has_origin": self.has_origin,
                 "shards": str(self.place_of(options.get("shards", name))),
+                "rate_bytes_per_s": options.get("rate_bytes_per_s"),
+                "points": [(options["at"], "hold")] if "at" in options else [],
             }
             player = self.players[name] = Herdsman(name, self.directory)
             with (self.directory / f"{name}.log").open("wb") as log:
@@ -82,6 +88,7 @@ class Drovers(Troupe):
                     *command(
                         "tests.processes.data_trainee", self.endpoint, name, str(self.directory), json.dumps(words)
                     ),
+                    stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     env=environment(),
@@ -92,6 +99,24 @@ class Drovers(Troupe):
     async def shown(self) -> DataView:
         async with self.client() as client:
             return await client.request(ShowData(JOB))
+
+    async def told(self, *types: type[Fact], that: Callable[[Any], bool]) -> Any:
+        """Wait for a fact, or find that it was told already."""
+        async with (
+            asyncio.timeout(troupes.PATIENCE_S),
+            self.client() as client,
+            client.facts(*types, since=EARLIEST, jobs=[JOB]) as facts,
+        ):
+            async for item in facts:
+                if isinstance(item, Record) and that(item.fact):
+                    return item.fact
+        raise AssertionError("the daemon is gone")
+
+    async def has_begun_to_move(self, joiner: str) -> RescaleStarted:
+        """Wait until it is settled what has to travel for who joins; the attempt."""
+        started: RescaleStarted = await self.told(RescaleStarted, that=lambda fact: joiner in fact.added)
+        await self.told(TransfersPlanned, that=lambda fact: fact.attempt == started.attempt)
+        return started
 
     async def check_shards(self, directories: dict[str, Path]) -> None:
         """Every shard is with its owner, byte for byte, and with as many others as there should be."""
@@ -141,13 +166,14 @@ async def drovers_in(
         yield troupe
 
 
+@pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
 async def test_deaths_at_random_cost_no_shard_and_no_sample(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, synchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print(f"FORGED_DATA_KILLS={KILLS} FORGED_SEED={SEED}")
     random = Random(SEED)
-    async with drovers_in(tmp_path, monkeypatch, mode=mode) as troupe:
+    async with drovers_in(tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=synchronous) as troupe:
         places = {f"w{number}": f"w{number}" for number in range(3)}
         troupe.give_all("w0")
         await troupe.together("w0")
@@ -179,10 +205,66 @@ async def test_deaths_at_random_cost_no_shard_and_no_sample(
         await troupe.check_draws()
 
 
-async def test_a_worker_that_is_told_to_go_leaves_its_only_copies_with_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", ["shared", "sharded"])
+async def test_training_goes_on_while_one_that_joins_fetches_slowly(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_in(tmp_path, monkeypatch) as troupe:
+    async with drovers_in(tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=False) as troupe:
+        troupe.give_all("a")
+        await troupe.together("a")
+        await troupe.start("b")
+        await troupe.world_of("a", "b")
+        generation = troupe["a"].steps[-1].generation
+        troupe.arm()
+        await troupe.start("c", rate_bytes_per_s=RATE_BYTES_MIN, at="having the state")
+        assert (await troupe.has_begun_to_move("c")).in_background
+        await troupe.more_steps("a", "b", steps=10)
+        await troupe.until(lambda: troupe["c"].held == 1)
+        await troupe.more_steps("a", "b", steps=SAMPLES // BATCH + 1)
+        assert {troupe[name].steps[-1].generation for name in "ab"} == {generation}
+        troupe["c"].let_go()
+        await troupe.world_of("a", "b", "c")
+        (moved,) = [fact for fact in await troupe.facts(RescaleCompleted) if "c" in fact.added]
+        assert moved.step is None
+        await troupe.more_steps("a", "b", "c", steps=SAMPLES // BATCH + 1)
+        await troupe.finish("a", "b", "c")
+        await troupe.check_shards({name: troupe.place_of(name) for name in "abc"})
+        await troupe.check_draws()
+
+
+@pytest.mark.parametrize("victim", ["a", "b", "c"], ids=["hub", "member", "joiner"])
+async def test_who_dies_while_data_moves_and_training_goes_on_costs_no_shard_and_no_sample(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with drovers_in(tmp_path, monkeypatch, mode="sharded", use_synchronous_rescaling=False) as troupe:
+        troupe.give_all("a")
+        await troupe.together("a")
+        await troupe.start("b")
+        await troupe.world_of("a", "b")
+        troupe.arm()
+        await troupe.start("c", rate_bytes_per_s=RATE_BYTES_MIN, at="having the state")
+        moving = await troupe.has_begun_to_move("c")
+        troupe[victim].kill()
+        await troupe.dead(victim)
+        behind = await troupe.told(RescaleStarted, that=lambda fact: fact.attempt == moving.attempt + 1)
+        assert (moving.in_background, behind.in_background) == (True, victim == "c")
+        survivors = [name for name in "abc" if name != victim]
+        for name in survivors:
+            # Who joins was to have its data no sooner.
+            troupe[name].let_go()
+        await troupe.world_of(*survivors)
+        assert await troupe.facts(ShardsLost) == []
+        await troupe.more_steps(*survivors, steps=SAMPLES // BATCH + 1)
+        await troupe.finish(*survivors)
+        await troupe.check_shards({name: troupe.place_of(name) for name in survivors})
+        await troupe.check_draws()
+
+
+@pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
+async def test_a_worker_that_is_told_to_go_leaves_its_only_copies_with_the_others(
+    synchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with drovers_in(tmp_path, monkeypatch, use_synchronous_rescaling=synchronous) as troupe:
         troupe.replication = 0
         troupe.give_all("a")
         await troupe.together("a")

@@ -43,10 +43,18 @@ BYTES_PER_SAMPLE = (8, 200, 2000)
 FULL_S = (0.5, 8.0)
 """For how long there is no room for shards somewhere."""
 DELAY_S = 0.5
+SHARD_TAKES_S = (0.0, 0.1, 1.0, 4.0)
+"""How long a shard is on its way from worker to worker, at least."""
+WITHOUT_A_STOP = 0.5
+"""So many jobs with data move it in the background."""
 STEADY_TIMEOUT_MS = 20_000
 
 MUST_HAPPEN = (
     "shards travel",
+    "data moves while training goes on",
+    "steps are committed while data moves",
+    "a worker dies while data moves and training goes on",
+    "what moves while training goes on is given up",
     "a shard is dropped",
     "a shard is lost",
     "a job waits for shards, and they come",
@@ -135,6 +143,7 @@ class JobData:
     drop_last: bool
     is_dealt: bool
     """Whether each slot has but a part of it at first, where there is no origin; else all have all of it."""
+    shard_takes_s: float
     ways: Ways
     met: Callable[[str], None]
     disks: dict[tuple[int, str], Disk] = field(default_factory=dict)
@@ -146,7 +155,7 @@ class JobData:
         cls, job: str, source: Random, config: ElasticTrainingConfig, slots: int, ways: Ways, met: Callable[[str], None]
     ) -> JobData:
         """That of a job of so many slots."""
-        has_shards = config.use_synchronous_rescaling and source.random() < 0.9
+        has_shards = source.random() < 0.9
         samples = source.randint(*SAMPLES)
         return cls(
             job=job,
@@ -161,6 +170,7 @@ class JobData:
             batch=min(source.randint(*BATCH), samples),
             drop_last=source.random() < 0.3,
             is_dealt=slots <= config.max_workers and source.random() < 0.3,
+            shard_takes_s=source.choice(SHARD_TAKES_S),
             ways=ways,
             met=met,
         )
@@ -175,6 +185,7 @@ class JobData:
             config,
             redistribution_type=self.source.choice(tuple(RedistributionType)),
             lost_data_policy=policy,
+            use_synchronous_rescaling=self.source.random() >= WITHOUT_A_STOP,
             use_parallel_data_transfer=self.source.random() < 0.7,
             max_concurrent_transfers=self.source.choice((1, 4)),
             rescale_timeout_ms=max(config.rescale_timeout_ms, STEADY_TIMEOUT_MS if steady else 0),
@@ -240,7 +251,7 @@ class JobData:
 
     def carrier(self) -> LoopCarrier:
         """The ways on which shards come to it."""
-        return BadCarrier(self.ways, self.source, self.met)
+        return BadCarrier(self.ways, self.shard_takes_s, self.source, self.met)
 
     def _bring(self, shard: DataShard, file: BinaryIO) -> None:
         content = self.content(shard.shard_id)
@@ -259,8 +270,9 @@ def _content(job: str, shard: int, size: int) -> bytes:
 class BadCarrier(LoopCarrier):
     """Carries states as they are, and shards as the ways allow."""
 
-    def __init__(self, ways: Ways, source: Random, met: Callable[[str], None]) -> None:
+    def __init__(self, ways: Ways, shard_takes_s: float, source: Random, met: Callable[[str], None]) -> None:
         self._ways = ways
+        self._shard_takes_s = shard_takes_s
         self._source = source
         self._met = met
 
@@ -269,7 +281,7 @@ class BadCarrier(LoopCarrier):
         return _BadChannel(transport, self._worsened)
 
     def _worsened(self, wire: Wire) -> Wire:
-        return _BadWire(wire, self._ways, self._source, self._met)
+        return _BadWire(wire, self._ways, self._shard_takes_s, self._source, self._met)
 
 
 class _BadChannel(LoopChannel):
@@ -282,9 +294,12 @@ class _BadChannel(LoopChannel):
 
 
 class _BadWire:
-    def __init__(self, wire: Wire, ways: Ways, source: Random, met: Callable[[str], None]) -> None:
+    def __init__(
+        self, wire: Wire, ways: Ways, shard_takes_s: float, source: Random, met: Callable[[str], None]
+    ) -> None:
         self._wire = wire
         self._ways = ways
+        self._shard_takes_s = shard_takes_s
         self._source = source
         self._met = met
 
@@ -301,6 +316,8 @@ class _BadWire:
         await self._wire.pause(seconds)
 
     async def take(self, count: int, absorb: Absorb) -> None:
+        if self._shard_takes_s:
+            await anyio.sleep(self._shard_takes_s)
         if self._source.random() < self._ways.delay:
             await anyio.sleep(self._source.uniform(0.0, DELAY_S))
         if self._source.random() < self._ways.cut:

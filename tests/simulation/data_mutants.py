@@ -19,9 +19,11 @@ from forged.data.sampler import ElasticSampler
 from forged.data.sharded import ShardedOrder
 from forged.data.shards import Indices
 from forged.elastic.attempt import Attempt
+from forged.elastic.cluster import Cluster
 from forged.elastic.model import WorkerId
 from forged.worker.consumption import Consumption
 from forged.worker.custodian import Custodian
+from forged.worker.standing import Standing
 from forged.worker.worker import ElasticWorker
 from tests.simulation.data_oracle import DataPromise
 
@@ -48,8 +50,8 @@ def drop_before_the_commit() -> Iterator[None]:
     async def hasty(self: Custodian, attempt: int) -> None:
         await take_part(self, attempt)
         store = self._data.store
-        assert self._holds is not None
-        for shard in [shard for shard in store.held() if shard not in self._holds[1].keep]:
+        keep = self._holds[attempt].keep
+        for shard in [shard for shard in store.held() if shard not in keep]:
             store.drop(shard)
 
     with patch.object(Custodian, "take_part", hasty):
@@ -154,12 +156,57 @@ def leave_without_telling() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def commit_when_the_first_has_its_data() -> Iterator[None]:
+    """Where nobody stops, nobody else is waited for."""
+    ready = Cluster.ready
+
+    def hasty(self: Cluster, *what: Any) -> None:
+        if self.attempt is not None and self.attempt.in_background:
+            self.attempt.behind.clear()
+        ready(self, *what)
+
+    with patch.object(Cluster, "ready", hasty):
+        yield
+
+
+@contextmanager
+def stop_while_data_moves() -> Iterator[None]:
+    """What moves in the background is a reason to stop, as what moves for all to see."""
+    stop_wanted = Standing.stop_wanted
+
+    def eager(self: Standing) -> int:
+        return stop_wanted.__get__(self) or self.moving
+
+    with patch.object(Standing, "stop_wanted", property(eager)):
+        yield
+
+
+@contextmanager
+def drop_what_the_next_attempt_counts_on() -> Iterator[None]:
+    """Behind a commit all is dropped that was to be, though it has been said anew to be here."""
+    settle = Custodian.settle
+
+    async def careless(self: Custodian, attempt: int, *what: Any) -> None:
+        newest, self._attempt = self._attempt, attempt
+        try:
+            await settle(self, attempt, *what)
+        finally:
+            self._attempt = newest
+
+    with patch.object(Custodian, "settle", careless):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {}
 BREAKS: dict[str, DataPromise] = {}
 """The promise that each of them breaks."""
 
 for mutant, promise in (
     (commit_without_waiting_for_data, DataPromise.HELD),
+    (commit_when_the_first_has_its_data, DataPromise.HELD),
+    (drop_what_the_next_attempt_counts_on, DataPromise.HELD),
+    (stop_while_data_moves, DataPromise.GOES_ON),
     (believe_what_was_held_once, DataPromise.HELD),
     (drop_before_the_commit, DataPromise.KEPT),
     (call_lost_what_nobody_owns, DataPromise.LOST),

@@ -41,6 +41,7 @@ class DataPromise(StrEnum):
         "when a plan is committed each shard has an owner that holds it verified, and as many copies as there are to be"
     )
     KEPT = "nobody drops a shard that he has to hold, or before others hold it under a committed plan"
+    GOES_ON = "where nobody is to stop for data, steps are committed while it moves, as long as nobody fails"
     LOST = "a shard is called lost when nobody who is there has it, and the job waits or is aborted by its policy"
     SAMPLES = "a step takes as many samples as it has to, each once, and each rank from what it holds"
     SAMPLER = "all members of a world are equally far in the data, as far as the committed steps have come"

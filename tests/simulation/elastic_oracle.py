@@ -40,7 +40,8 @@ from forged.elastic.phases import OVER, Cause, following
 from forged.errors import ForgedError
 from forged.messages import Fact, Record
 from forged.status.model import DaemonStarted
-from tests.simulation.data_oracle import DataOracle
+from tests.simulation.data_oracle import DataOracle, DataPromise
+from tests.simulation.elastic_background import Background
 from tests.simulation.elastic_evidence import Evidence
 from tests.simulation.elastic_truth import BATCH, Disturbances, Promise, Trainee, Truth, broken
 from tests.simulation.oracle import Broken
@@ -61,6 +62,7 @@ class ElasticOracle:
         self.breaches: list[Broken] = []
         self.data = DataOracle(self.trainee_of, self._raise, look, met)
         self._evidence = Evidence(self.trainees, self.disturbances, now)
+        self._background = Background(self.trainees, self.disturbances, now)
         self._now = now
 
     # Facts.
@@ -86,7 +88,7 @@ class ElasticOracle:
     def reloaded(self) -> None:
         """A daemon has begun with what the store holds, or goes on with it."""
         for truth in self.truths.values():
-            truth.in_attempt = truth.synchronising = False
+            truth.in_attempt = truth.synchronising = truth.in_background = False
 
     @singledispatchmethod
     def take(self, fact: Fact, truth: Truth) -> None:
@@ -139,6 +141,9 @@ class ElasticOracle:
         restarted = truth.phase.value == "rescaling"
         self._go_on(truth, Cause.RESCALE_RESTARTED if restarted else Cause.RESCALE_STARTED, fact)
         truth.attempt, truth.in_attempt, truth.synchronising = fact.attempt, True, False
+        truth.in_background, truth.began_at = fact.in_background, self._now()
+        if fact.in_background and (truth.stops_to_rescale or fact.removed):
+            self.breach(Promise.HISTORY, f"nobody is to stop for attempt {fact.attempt} of {truth.job}: {fact}")
         truth.added, truth.source = tuple(fact.added), ""
         truth.waiting_since = None
         config = truth.config
@@ -149,7 +154,7 @@ class ElasticOracle:
     @take.register
     def _rescale_aborted(self, fact: RescaleAborted, truth: Truth) -> None:
         self._must_be_attempt(fact.attempt, truth, fact)
-        truth.in_attempt = truth.synchronising = False
+        truth.in_attempt = truth.synchronising = truth.in_background = False
 
     @take.register
     def _rescale_synchronising(self, fact: RescaleSynchronising, truth: Truth) -> None:
@@ -177,7 +182,10 @@ class ElasticOracle:
         if fact.step is not None:
             self._check_acknowledged(truth, new, fact.attempt, fact.step)
             self._check_stopped(truth, new, number)
-            self._check_step(truth, old, new, fact.step)
+            if truth.stops_to_rescale:
+                self._check_step(truth, old, new, fact.step)
+            else:
+                self._check_beginning(truth, new, fact.step)
         elif truth.stops_to_rescale or not any(worker in new for worker in old.workers):
             self.breach(Promise.STEPS, f"nobody knows behind what step world {number} of {truth.job} begins")
         self._open(truth, new, fact)
@@ -189,7 +197,7 @@ class ElasticOracle:
         if fact.step is not None:
             truth.begun.add(new.epoch)
             truth.begins[new.epoch] = truth.committed[new.epoch] = fact.step
-        truth.in_attempt = truth.synchronising = False
+        truth.in_attempt = truth.synchronising = truth.in_background = False
         truth.failures = 0
         first = self.trainee_of(new.workers[0])
         truth.lone_liar |= new.world_size == 1 and first is not None and first.lies
@@ -201,12 +209,13 @@ class ElasticOracle:
             self.breach(
                 Promise.MEMBERS, f"{truth.job} waits with {fact.workers} workers, and needs {truth.config.min_workers}"
             )
-        truth.in_attempt = truth.synchronising = False
+        truth.in_attempt = truth.synchronising = truth.in_background = False
         truth.waiting_since = self._now()
 
     @take.register
     def _wish(self, fact: JobPaused | JobResumed, truth: Truth) -> None:
         self._must_not_be_over(fact, truth)
+        truth.paused = isinstance(fact, JobPaused)
 
     @take.register
     def _completed(self, fact: JobCompleted, truth: Truth) -> None:
@@ -376,6 +385,12 @@ class ElasticOracle:
 
     def _begin_world(self, truth: Truth, world: ClusterTopology, step: int) -> None:
         """A world for which nobody had to stop begins where its members have agreed that it does."""
+        self._check_beginning(truth, world, step)
+        truth.begun.add(world.epoch)
+        truth.begins[world.epoch] = truth.committed[world.epoch] = step
+
+    def _check_beginning(self, truth: Truth, world: ClusterTopology, step: int) -> None:
+        """Those who come from the world before go on where they were."""
         known = [trainee for worker in world.workers if (trainee := self.trainee_of(worker)) is not None]
         staying = [trainee for trainee in known if trainee.generation]
         least, most = 0, truth.steps_committed + 1
@@ -387,8 +402,6 @@ class ElasticOracle:
         if not least <= step <= most:
             begins = f"world {world.epoch} of {truth.job} begins behind {step}"
             self.breach(Promise.STEPS, f"{begins}, and it must be from {least} to {most}")
-        truth.begun.add(world.epoch)
-        truth.begins[world.epoch] = truth.committed[world.epoch] = step
 
     def begins(self, trainee: Trainee, step: int, state: int) -> None:
         """A script is told to do a step."""
@@ -446,7 +459,7 @@ class ElasticOracle:
         self._check_state(truth, trainee.me, step + 1, state)
         self._check_not_put_out(truth, trainee, step)
         truth.committed[trainee.generation] = max(truth.committed[trainee.generation], step + 1)
-        trainee.committed = step + 1
+        trainee.committed, truth.stepped_at = step + 1, self._now()
 
     def _check_not_put_out(self, truth: Truth, trainee: Trainee, step: int) -> None:
         """Who is put out does not train on for long, and who has stopped for another world not at all.
@@ -481,3 +494,6 @@ class ElasticOracle:
         """Raise what was found where nobody heard of it."""
         if self.breaches:
             raise self.breaches[0]
+        for truth in self.truths.values():
+            if against := self._background.against(truth):
+                self.data.breach(DataPromise.GOES_ON, against)

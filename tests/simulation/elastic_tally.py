@@ -10,6 +10,7 @@ from collections import Counter
 from forged.elastic.messages import (
     JobAborted,
     JobWaiting,
+    RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
     WorkerFailed,
@@ -74,6 +75,12 @@ class Tally(Counter[str]):
                 self["worlds"] += 1
                 self[f"a world is committed {stops} a stop"] += 1
                 self["a transfer is slow"] += truth.synchronising and fact.took_s > SLOW_S
+                self["data moves while training goes on"] += truth.in_background
+                self["steps are committed while data moves"] += (
+                    truth.in_background and truth.stepped_at > truth.began_at
+                )
+            case RescaleAborted():
+                self["what moves while training goes on is given up"] += truth.in_background
             case JobWaiting():
                 self["a job waits for workers"] += 1
             case JobAborted(reason=reason):
@@ -106,6 +113,8 @@ def _where(trainee: Trainee, truth: Truth) -> str:
     if trainee.me is None or trainee.me not in truth.members.values():
         return "before it joins"
     if truth.phase is Phase.RESCALING and (trainee.me in truth.world or trainee.name in truth.added):
+        if truth.in_background:
+            return "while data moves and training goes on"
         return "while the state travels" if truth.synchronising else "while all stop"
     if trainee.me not in truth.world:
         return "waiting to join"

@@ -130,6 +130,11 @@ class Truth:
     in_attempt: bool = False
     """Whether the attempt of that number is under way, as far as the facts tell."""
     synchronising: bool = False
+    in_background: bool = False
+    """Whether nobody stops for it before its commit."""
+    began_at: float = 0.0
+    """When it began."""
+    paused: bool = False
     added: Sequence[str] = ()
     """Whom the attempt takes in."""
     source: str = ""
@@ -155,6 +160,8 @@ class Truth:
     """By attempt and incarnation: where members said that they have stopped."""
     ready: defaultdict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     """By attempt: who said that it has the state."""
+    stepped_at: float = -math.inf
+    """When anybody has seen a step committed last."""
     failures: int = 0
     failed_behind: list[int] = field(default_factory=list)
     """How many steps were committed at each failure since the last step of which survivors told."""
@@ -204,7 +211,8 @@ class Disturbances:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._ended: dict[str, float] = {}
+        self._ended: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        """By host and cause."""
         self._began: dict[str, float] = {}
         self._causes: defaultdict[str, set[str]] = defaultdict(set)
 
@@ -220,11 +228,18 @@ class Disturbances:
         for host, causes in self._causes.items():
             if cause in causes:
                 causes.discard(cause)
-                self._ended[host] = self._now()
+                self._ended[host][cause] = self._now()
 
     def good_for_s(self, host: str) -> float:
         """How long nothing has been wrong."""
-        return 0.0 if self._causes[host] else self._now() - self._ended.get(host, -math.inf)
+        return self.quiet_for_s(host, frozenset())
+
+    def quiet_for_s(self, host: str, but_for: frozenset[str]) -> float:
+        """How long nothing has been wrong but for this."""
+        if self._causes[host] - but_for:
+            return 0.0
+        ended = (at for cause, at in self._ended[host].items() if cause not in but_for)
+        return self._now() - max(ended, default=-math.inf)
 
     def bad_for_s(self, host: str) -> float:
         """How long ago it began not to be good, but for short breaks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
+import anyio
 import numpy as np
 import pytest
 
@@ -22,7 +23,7 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused, Unavailable
 from forged.messages import Nothing, Signal
 from forged.worker import custodian as custodians
-from forged.worker.custodian import ORIGIN, Custodian
+from forged.worker.custodian import ATTEMPTS_KEPT_MAX, ORIGIN, Custodian
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
 
@@ -225,6 +226,51 @@ class TestSettling:
             assert not it.custodian.is_released
             await it.custodian.settle(1, topology())
             assert it.custodian.is_released == is_released
+
+    async def test_drops_nothing_that_was_offered_to_the_next_attempt_already(self) -> None:
+        it = Scene(filled(0, 1))
+        await it.take_part(1, part(4, keep=(4,), owned=(4,)))
+        await it.take_part(2, part(keep=(0, 4), owned=(0,)))
+        await it.custodian.settle(1, topology())
+        assert set(it.store.held()) == {0, 1, 4}
+        assert [shard for shard in range(SHARDS) if it.custodian.owns(shard)] == [4]
+        await it.custodian.settle(2, topology(4))
+        assert set(it.store.held()) == {0, 4}
+        assert [shard for shard in range(SHARDS) if it.custodian.owns(shard)] == [0]
+
+    async def test_drops_nothing_when_the_next_attempt_has_only_begun(self) -> None:
+        it = Scene(filled(0, 1))
+        await it.take_part(1, part(keep=(0,), owned=(0,), is_released=True))
+        it.line.refusals = [RequestRefused("attempt_over", "too late", "")]
+        with pytest.raises(RequestRefused):
+            await it.take_part(2, part(keep=()))
+        await it.custodian.settle(1, topology())
+        assert set(it.store.held()) == {0, 1}
+        assert it.custodian.owns(0)
+        assert it.custodian.is_released
+
+    async def test_offers_nothing_to_the_next_attempt_that_is_just_being_dropped(self) -> None:
+        it = Scene(filled(0, 1))
+        await it.take_part(1, part(keep=(0,), owned=(0,)))
+        async with it.custodian._turn, anyio.create_task_group() as tasks:
+            tasks.start_soon(it.take_part, 2, part(keep=(0,)))
+            await anyio.wait_all_tasks_blocked()
+            assert len(it.line.told(OfferShards)) == 1
+            it.store.drop(1)
+            it.custodian._turn.release()
+            await anyio.wait_all_tasks_blocked()
+            await it.custodian._turn.acquire()
+        assert [offer.held for offer in it.line.told(OfferShards)] == [int64(0, 1), int64(0)]
+
+    async def test_remembers_only_the_newest_attempts(self) -> None:
+        it = Scene(filled(0))
+        for attempt in range(1, 3 + ATTEMPTS_KEPT_MAX):
+            await it.take_part(attempt, part(keep=(0,), owned=(0,)))
+        it.line.pages = lambda after: owners_page(3, *[1] * SHARDS)
+        await it.custodian.settle(2, topology())
+        assert not it.custodian.owns(0)
+        await it.custodian.settle(3, topology())
+        assert it.custodian.owns(0)
 
     async def test_goes_on_where_something_cannot_be_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         it = Scene(filled(0, 1))

@@ -31,7 +31,7 @@ from forged.data.sampler import ElasticSampler
 from forged.data.shards import Dataset
 from forged.data.store import ShardStore, Stamp, StoreFailed
 from forged.data.training import TrainingData
-from forged.elastic.messages import RescaleCompleted, WorkerFailed, WorkerLeft
+from forged.elastic.messages import RescaleCompleted, RescaleStarted, WorkerFailed, WorkerLeft
 from forged.errors import RequestRefused
 from forged.messages import Fact, Record
 from forged.worker.custodian import Custodian
@@ -43,6 +43,13 @@ from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
 
 SAMPLES, SHARDS, BATCH, SEED = 120, 12, 7, 3
 SIZE = 2_000
+USUAL: dict[str, Any] = {"redistribution_type": "incremental", "max_consecutive_failures": 1_000}
+
+
+@pytest.fixture(params=[True, False], ids=["with a stop", "in the background"], autouse=True)
+def _each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of this holds whether training stops for a rescale or not."""
+    monkeypatch.setitem(USUAL, "use_synchronous_rescaling", request.param)
 
 
 @pytest.fixture
@@ -164,8 +171,7 @@ class Ranch:
 @asynccontextmanager
 async def ranch_at(house: House, *, settings: dict[str, Any] | None = None, **terms: Any) -> AsyncIterator[Ranch]:
     """Those who will train there."""
-    usual = {"redistribution_type": "incremental", "max_consecutive_failures": 1_000}
-    async with crew_at(house.endpoint, **(usual | (settings or {}))) as crew:
+    async with crew_at(house.endpoint, **(USUAL | (settings or {}))) as crew:
         yield Ranch(crew, house, **terms)
 
 
@@ -260,13 +266,6 @@ class TestAWorld:
             await ranch.crew.world_of("z")
             assert set(store.held()) == set(range(5))
             await ranch.check_holdings("a", "b")
-
-    async def test_where_nobody_stops_for_a_rescale_takes_no_data(self, house: House) -> None:
-        async with ranch_at(house, settings={"use_synchronous_rescaling": False}) as ranch:
-            ranch.start("a")
-            (error,) = await ranch.crew.over("a")
-            assert isinstance(error, RequestRefused)
-            assert error.code == "data_needs_synchronous"
 
 
 class TestSampling:
@@ -402,6 +401,140 @@ class TestWhoIsToGo:
             assert await ranch.crew.over("a") == [None]
             await ranch.crew.world_of("b")
             await ranch.check_holdings("b")
+
+
+class TestTheBackground:
+    """Where nobody stops for a rescale, training goes on while data moves."""
+
+    @pytest.fixture(autouse=True)
+    def _each_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(USUAL, "use_synchronous_rescaling", False)
+
+    @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
+    async def test_has_steps_in_it_of_the_world_before_with_its_owners(
+        self, house: House, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ranch_at(house, is_sharded=is_sharded) as ranch:
+            ranch.start("a", "b")
+            await ranch.crew.world_of("a", "b")
+            generation = ranch.crew["a"].worker.generation
+            held = {name: set(ranch.stores[name].held()) for name in "ab"}
+            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+                ranch.start("c")
+                await soon(reached)
+                # More than an epoch, in which nothing is drawn that is not owned.
+                await ranch.crew.more_steps("a", "b", steps=SAMPLES // BATCH + 5)
+                assert {ranch.crew[name].worker.generation for name in "ab"} == {generation}
+                assert {name: set(ranch.stores[name].held()) for name in "ab"} == held
+                for name in "ab":
+                    worker = ranch.crew[name].worker
+                    assert {n for n in range(SHARDS) if worker.should_handle_shard(n, SHARDS)} == held[name]
+                    assert not worker.is_rescaling
+            await ranch.crew.world_of("a", "b", "c")
+            await ranch.check_holdings("a", "b", "c")
+            assert [fact.in_background for fact in await ranch.facts(RescaleStarted)][-1]
+            await ranch.finish("a", "b", "c")
+
+    async def test_has_steps_in_it_of_who_is_to_go(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with ranch_at(house, origin=None) as ranch:
+            ranch.start("a", store=filled(*range(SHARDS)))
+            ranch.start("b")
+            await ranch.crew.world_of("a", "b")
+            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+                ranch.crew["a"].worker.drain("the spot price")
+                await soon(reached)
+                await ranch.crew.more_steps("a", "b", steps=10)
+            assert await ranch.crew.over("a") == [None]
+            await ranch.crew.world_of("b")
+            await ranch.check_holdings("b")
+            await ranch.finish("b")
+
+    async def test_is_begun_anew_without_who_was_to_be_taken_in(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ranch_at(house) as ranch, ranch.client() as client:
+            ranch.start("a", "b")
+            await ranch.crew.world_of("a", "b")
+            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+                ranch.start("c")
+                await soon(reached)
+                await client.evict_worker(JOB, "c")
+                await ranch.crew.more_steps("a", "b")
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            attempts = await ranch.facts(RescaleStarted)
+            assert [fact.in_background for fact in attempts if not fact.added][-1]
+            assert all(fact.step is None for fact in (await ranch.facts(RescaleCompleted))[-1:])
+
+    async def test_gives_way_to_a_stop_when_one_of_the_world_is_gone(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ranch_at(house, replication=1) as ranch, ranch.client() as client:
+            ranch.start("a", "b")
+            await ranch.crew.world_of("a", "b")
+            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+                ranch.start("c")
+                await soon(reached)
+                await client.evict_worker(JOB, "b")
+            await ranch.crew.world_of("a", "c")
+            await ranch.check_holdings("a", "c")
+            assert not (await ranch.facts(RescaleStarted))[-1].in_background
+            await ranch.finish("a", "c")
+
+    async def test_is_under_way_again_before_a_long_step_has_let_a_worker_into_the_last_world(
+        self, house: House
+    ) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a", "b")
+            await ranch.crew.world_of("a", "b")
+            leave = asyncio.Event()
+
+            async def long(step: int) -> None:
+                await leave.wait()
+
+            ranch.crew["a"].before_exchange = long
+            async with ranch.client() as client, client.facts(RescaleCompleted, jobs=[JOB]) as facts:
+                for name in ("c", "d"):
+                    ranch.start(name)
+                    item = await asyncio.wait_for(anext(facts), PATIENCE_S)
+                    assert isinstance(item, Record)
+                    assert isinstance(item.fact, RescaleCompleted)
+                    assert item.fact.added == [name]
+            assert set(ranch.stores["a"].held()) == {
+                n for n in range(SHARDS) if ranch.crew["a"].worker.should_handle_shard(n, SHARDS)
+            }
+            leave.set()
+            await ranch.crew.world_of("a", "b", "c", "d")
+            await ranch.check_holdings("a", "b", "c", "d")
+            await ranch.finish("a", "b", "c", "d")
+
+    async def test_ends_the_script_of_whose_store_breaks(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+
+            def held() -> dict[int, Stamp]:
+                raise OSError("the disk is gone")
+
+            monkeypatch.setattr(ranch.stores["a"], "held", held)
+            ranch.start("b")
+            (error,) = await ranch.crew.over("a")
+            assert isinstance(error, OSError)
+            await ranch.crew.world_of("b")
+
+    async def test_goes_on_over_a_daemon_that_comes_back(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a", "b")
+            await ranch.crew.world_of("a", "b")
+            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+                ranch.start("c")
+                await soon(reached)
+                await house.close()
+                await ranch.crew.more_steps("a", "b", steps=10)
+            await house.open()
+            await ranch.crew.world_of("a", "b", "c")
+            await ranch.check_holdings("a", "b", "c")
+            await ranch.finish("a", "b", "c")
 
 
 class TestCopies:

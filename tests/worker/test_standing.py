@@ -11,6 +11,7 @@ from forged.elastic.messages import (
     JobCompleted,
     JobPaused,
     JobResumed,
+    JobWaiting,
     Joined,
     RescaleAborted,
     RescaleCompleted,
@@ -22,6 +23,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescaleType, WorkerId
 from forged.elastic.phases import Phase
+from forged.errors import ForgedError
 from forged.jobs.model import JobRemoved
 from forged.messages import Fact, Fence, Gap, Record
 from forged.worker.errors import JobEnded, WorkerEvicted
@@ -51,8 +53,15 @@ class Hearing:
         before = base if base is not None else self.standing.topology
         self.hear(completed(before, ClusterTopology(workers, before.epoch + 1), attempt))
 
-    def start(self, attempt: int, *, added: list[str] | None = None, removed: list[str] | None = None) -> None:
-        self.hear(RescaleStarted(attempt, RescaleType.REPLACE, 2, added or [], removed or [], "why"))
+    def start(
+        self,
+        attempt: int,
+        *,
+        added: list[str] | None = None,
+        removed: list[str] | None = None,
+        in_background: bool = False,
+    ) -> None:
+        self.hear(RescaleStarted(attempt, RescaleType.REPLACE, 2, added or [], removed or [], "why", in_background))
 
 
 def completed(before: ClusterTopology, after: ClusterTopology, attempt: int) -> RescaleCompleted:
@@ -67,6 +76,7 @@ def joined(
     is_member: bool = False,
     leaving: str | None = None,
     synchronising: RescaleSynchronising | None = None,
+    in_background: bool = False,
 ) -> Joined:
     world = topology or ClusterTopology()
     state = GlobalTrainingState(2, 7, 0.5, 64)
@@ -83,7 +93,97 @@ def joined(
         is_member,
         leaving,
         synchronising,
+        in_background,
     )
+
+
+class TestMoving:
+    """What concerns an attempt for which training data moves while training goes on."""
+
+    def moving(self) -> Hearing:
+        hearing = Hearing(A, ME)
+        hearing.start(2, added=["b"], in_background=True)
+        return hearing
+
+    def test_asks_for_no_stop_and_takes_nobody_for_lost(self) -> None:
+        hearing = self.moving()
+        standing = hearing.standing
+        assert (standing.attempt, standing.moving) == (2, 2)
+        assert (standing.stop_wanted, standing.rescaling, standing.lost) == (0, False, "")
+
+    def test_does_not_call_off_a_pause(self) -> None:
+        hearing = Hearing(A, ME)
+        hearing.hear(JobPaused("lunch"))
+        wanted = hearing.standing.stop_wanted
+        hearing.start(2, added=["b"], in_background=True)
+        assert hearing.standing.stop_wanted == wanted > 0
+
+    def test_concerns_who_is_added_and_nobody_who_is_left_out(self) -> None:
+        joiner, outsider = Hearing(A, B), Hearing(A, B)
+        joiner.start(2, added=["me"], in_background=True)
+        outsider.start(2, added=["c"], in_background=True)
+        assert (joiner.standing.moving, outsider.standing.moving) == (2, 0)
+
+    @pytest.mark.parametrize(
+        "fact",
+        [
+            RescaleAborted(2, "why"),
+            JobWaiting(1, 2),
+            JobCompleted(9),
+            JobAborted("enough", 9),
+            JobRemoved("run"),
+            RescaleStarted(3, RescaleType.REPLACE, 2, [], [], "why"),
+            RescaleStarted(3, RescaleType.REPLACE, 2, [], ["me"], "why"),
+        ],
+        ids=lambda fact: type(fact).__name__,
+    )
+    def test_is_over_with_what_ends_the_attempt(self, fact: Fact) -> None:
+        hearing = self.moving()
+        hearing.hear(fact)
+        assert hearing.standing.moving == 0
+
+    def test_is_over_with_the_commit_for_which_all_stop(self) -> None:
+        hearing = self.moving()
+        hearing.commit(A, ME, B, attempt=2)
+        assert (hearing.standing.moving, hearing.standing.stop_wanted) == (0, hearing.standing.heard_at)
+
+    def test_goes_on_with_the_next_attempt_in_the_background(self) -> None:
+        hearing = self.moving()
+        hearing.hear(RescaleAborted(2, "b failed"))
+        hearing.start(3, in_background=True)
+        assert (hearing.standing.moving, hearing.standing.stop_wanted) == (3, 0)
+
+    def test_is_told_to_who_comes_while_it_is_under_way(self) -> None:
+        hearing = Hearing(known=False)
+        hearing.standing.catch_up(joined(ClusterTopology((A, ME), 4), attempt=7, is_member=True, in_background=True))
+        standing = hearing.standing
+        assert (standing.attempt, standing.moving, standing.rescaling) == (7, 7, False)
+
+    def test_outlasts_a_gap_if_the_daemon_says_so(self) -> None:
+        for still_under_way in (True, False):
+            hearing = self.moving()
+            hearing.standing.miss(Gap(12, 20, "why"))
+            attempt = 2 if still_under_way else 0
+            hearing.standing.catch_up(
+                joined(hearing.standing.topology, attempt=attempt, is_member=True, in_background=still_under_way)
+            )
+            assert hearing.standing.moving == attempt
+
+    def test_may_have_begun_behind_the_daemons_answer(self) -> None:
+        hearing = self.moving()
+        hearing.standing.catch_up(joined(ClusterTopology((A, ME), 5), is_member=True))
+        assert hearing.standing.moving == 2
+
+    def test_is_over_if_the_daemon_tells_of_a_newer_attempt_that_stops(self) -> None:
+        hearing = self.moving()
+        hearing.standing.catch_up(joined(hearing.standing.topology, attempt=3, is_member=True))
+        assert (hearing.standing.moving, hearing.standing.rescaling) == (0, True)
+
+    def test_of_a_commit_that_does_not_fit_is_over_unless_it_is_newer(self) -> None:
+        for commit, left in ((2, 0), (1, 2)):
+            hearing = self.moving()
+            hearing.commit(A, ME, attempt=commit, base=ClusterTopology((A, B), 40))
+            assert hearing.standing.moving == left
 
 
 class TestStopping:
@@ -223,7 +323,7 @@ class TestTheEnd:
             (JobRemoved("run"), JobEnded, "job_removed"),
         ],
     )
-    def test_it_has_a_type_and_a_code(self, fact: Fact, kind: type[Exception], code: str) -> None:
+    def test_it_has_a_type_and_a_code(self, fact: Fact, kind: type[ForgedError], code: str) -> None:
         hearing = Hearing(A, ME)
         hearing.hear(fact)
         assert isinstance(hearing.standing.end, kind)

@@ -43,8 +43,9 @@ from forged.messages import Fact, Gap, Record
 from forged.net.messages import Facts
 from forged.worker import registration as registrations
 from forged.worker import worker as workers
-from forged.worker.collectives import CollectiveMismatch
-from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
+from forged.worker.agreement import Agreement
+from forged.worker.collectives import CollectiveMismatch, World
+from forged.worker.errors import NEWS_DIFFER, JobEnded, StepAborted, WorkerEvicted
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
 from forged.worker.standing import Commit
@@ -927,6 +928,32 @@ class TestNotStopping:
             await crew.world_of(*names)
             await crew.finish(*names)
 
+    async def test_a_world_that_is_committed_in_the_moment_in_which_another_is_entered_is_entered_next(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            agree = ElasticWorker._agree
+            late: list[int] = []
+
+            async def agree_late(worker: ElasticWorker, world: World, commit: Commit) -> Agreement:
+                agreement = await agree(worker, world, commit)
+                if worker is crew["a"].worker and not late:
+                    late.append(commit.topology.epoch)
+                    with anyio.CancelScope(shield=True):
+                        await client.rescale_job(JOB)
+                        await worker._until(lambda: worker._standing.committed is not commit)
+                return agreement
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ElasticWorker, "_agree", agree_late)
+                await client.rescale_job(JOB)
+                await crew.until(lambda: bool(late) and crew["a"].worker.generation == late[0] + 1)
+                await crew.more_steps("a", "b")
+            assert crew["b"].worker.generation == late[0] + 1
+            await crew.finish("a", "b")
+
     async def test_who_learns_of_the_world_by_an_answer_fetches_what_the_source_offers(self, house: House) -> None:
         """It does not know under which attempt the others have that world."""
         async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
@@ -1051,7 +1078,7 @@ class TestConnectionsThatBreak:
 
 
 class TestWorkersThatHaveNotHeardTheSame:
-    @pytest.mark.parametrize("code", sorted(workers.NEWS_DIFFER))
+    @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
     async def test_a_refusal_by_a_peer_leads_to_a_new_world_and_never_to_the_script(
         self, code: str, crew: Crew, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -1073,7 +1100,7 @@ class TestWorkersThatHaveNotHeardTheSame:
         assert await past(client, WorkerFailed) == []
         await crew.finish("a", "b")
 
-    @pytest.mark.parametrize("code", sorted(workers.NEWS_DIFFER))
+    @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
     async def test_a_source_that_refuses_is_asked_again(
         self, code: str, crew: Crew, monkeypatch: pytest.MonkeyPatch
     ) -> None:

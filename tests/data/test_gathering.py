@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.data.columns import NOBODY
+from forged.data.gathering import Assignment, Gathering, Holdings
+from forged.data.shards import Indices
+from forged.elastic.model import WorkerId
+
+
+def ids(*numbers: int) -> Indices:
+    return np.array(numbers, np.int64)
+
+
+def worker(name: str) -> WorkerId:
+    return WorkerId(name, f"host-{name}", 7000)
+
+
+@given(parts=st.lists(st.lists(st.integers(0, 49), max_size=20), max_size=12))
+def test_whatever_is_said_in_parts_is_held_once(parts: list[list[int]]) -> None:
+    holdings = Holdings()
+    for part in parts:
+        holdings.add(ids(*part), 50)
+    assert holdings.ids.tolist() == sorted({shard for part in parts for shard in part})
+
+
+def test_what_is_said_is_put_in_order_when_somebody_asks_and_not_before() -> None:
+    """It takes no longer to hear the more was said before."""
+    holdings = Holdings()
+    parts = [ids(*range(start, start + 10)) for start in range(0, 1_000, 10)]
+    for part in parts:
+        holdings.add(part, 1_000)
+    assert all(one is other for one, other in zip(holdings.parts, parts, strict=True))
+
+
+@pytest.mark.parametrize("shards", [1_000, 10])
+def test_what_is_said_again_takes_no_more_room_than_the_shards(shards: int) -> None:
+    holdings = Holdings()
+    for _ in range(100):
+        for start in range(0, shards, shards // 10):
+            holdings.add(ids(*range(start, start + shards // 10)), shards)
+    assert sum(part.size for part in holdings.parts) <= 2 * shards
+    assert holdings.ids.tolist() == list(range(shards))
+
+
+def test_to_say_nothing_takes_no_room() -> None:
+    holdings = Holdings()
+    for _ in range(3):
+        holdings.add(ids(), 0)
+    assert holdings.parts == []
+    assert holdings.ids.tolist() == []
+
+
+def test_before_the_first_world_nobody_owns_anything() -> None:
+    nobody = Assignment.nobody(3)
+    assert (nobody.generation, nobody.workers, nobody.replicas.shape) == (0, (), (0, 3))
+    assert nobody.owners.tolist() == [NOBODY] * 3
+
+
+def test_members_are_the_wanted_world_and_then_those_who_only_serve() -> None:
+    a, b, z = map(worker, "abz")
+    gathering = Gathering(1, (b, a), (a, z))
+    assert gathering.members == (b, a, z)
+    gathering.said[a] = Holdings()
+    assert gathering.waiting_for == [b, z]
+    assert not gathering.lacks_shards
+    assert not gathering.is_over

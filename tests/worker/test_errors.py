@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.worker.errors import NEWS_DIFFER, StepAborted, WorkerEvicted, passes
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unavailable("daemon_unavailable", "it is away"),
+        PeerError("frame_length", "it makes no sense"),
+        StepAborted("b is gone"),
+        *(RequestRefused(code, "it has not heard the same", "wait") for code in sorted(NEWS_DIFFER)),
+    ],
+    ids=lambda error: error.code,
+)
+def test_what_is_the_others_affair_passes(error: ForgedError) -> None:
+    assert passes(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RequestRefused("state_unfit", "it is a string", "give a dict"), WorkerEvicted("an operator's wish")],
+    ids=lambda error: error.code,
+)
+def test_what_is_wrong_here_does_not_pass(error: ForgedError) -> None:
+    assert not passes(error)
