@@ -8,6 +8,7 @@ PEERS := $(VENV)/peers
 PEERS_READY := $(PEERS)/.ready
 SEEDS ?= 0:200
 KILLS ?= 2000
+CHECKPOINT_KILLS ?= 5000
 
 .PHONY: demo test check bench bench-torch soak wheel clean
 
@@ -43,14 +44,17 @@ $(PEERS_READY): $(READY) constraints.txt
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt numpy torch==2.13.0 torchft==0.2.0
 	touch $@
 
-# Measure elastic training against torchrun and torchft. `make bench` does so too once this has run.
+# Measure elastic training against torchrun and torchft, and checkpoints against torch's. `make bench` does so too once
+# this has run.
 bench-torch: $(PEERS_READY)
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.join
+	for which in save stall load reshard small; do $(BIN)/python -m benchmarks.ckpt_$$which || exit; done
 
 # Long runs: thousands of kills and seeds.
 soak: $(READY)
 	FORGED_KILLS=$(KILLS) $(BIN)/pytest tests/processes
+	FORGED_KILLS=$(CHECKPOINT_KILLS) $(BIN)/pytest tests/checkpoint/test_kill.py
 	$(BIN)/python -m tests.simulation --seeds 0:5000
 
 # Build dist/forged-*.whl, which carries the commands, the units, the settings and the plugins.

@@ -34,6 +34,7 @@ from forged.checkpoint.model import (
 from forged.checkpoint.ports import Coordinator, Storage
 from forged.checkpoint.tree import LeafType
 from forged.checkpoint.validator import CheckpointValidator, ValidationResult, verify
+from forged.checkpoint.views import CheckpointView, view
 from forged.retry import RetryPolicy
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointLoadResult",
     "CheckpointOptions",
     "CheckpointValidator",
+    "CheckpointView",
     "CompressionLevel",
     "Coordinator",
     "DistributedCheckpoint",
@@ -68,4 +70,5 @@ __all__ = [
     "load",
     "save",
     "verify",
+    "view",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import accumulate, pairwise
@@ -19,14 +20,17 @@ import xxhash
 from forged.checkpoint.boxes import Box, chunks, whole
 from forged.checkpoint.dtypes import dtype_of
 from forged.checkpoint.fetching import fetch
-from forged.checkpoint.image import Image, Layout
+from forged.checkpoint.image import Image, Layout, blank_digests
 from forged.checkpoint.manifest import DIGEST_BYTES, Manifest, Tensors
 from forged.checkpoint.mending import Mender
 from forged.checkpoint.model import Mended
 from forged.checkpoint.plan import Share
-from forged.checkpoint.ports import Halt, Storage
+from forged.checkpoint.ports import BLOCK_BYTES, Halt, Storage
 from forged.checkpoint.reading import Index
 from forged.checkpoint.staging import Staged
+
+BLOCKS_KEPT_MAX = 4
+"""Two threads have two each, where what they want reaches from one into the next."""
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -125,13 +129,15 @@ class Assembly:
 
     def __init__(self, layout: Layout, share: Share, origin: Origin) -> None:
         self.layout = layout
-        self.digests = bytearray(DIGEST_BYTES * layout.chunks)
+        self.digests = blank_digests(layout)
         self._origin = origin
         self._tensors = share.tensors
         self._dtypes = [dtype_of(origin.tensors.dtypes[tensor]) for tensor in share.tensors]
         self._lock = threading.Lock()
         self._shared: dict[tuple[int, int], Future[Bytes]] = {}
         """Chunks that reach over the end of a block, from the first asking for them to the second."""
+        self._blocks: OrderedDict[int, Future[Bytes]] = OrderedDict()
+        """The last ones of which somebody wanted a run."""
         self._cut: dict[int, _Chunks] = {}
 
     @property
@@ -154,8 +160,38 @@ class Assembly:
 
     def chunk(self, place: int, offset: int, length: int) -> Bytes:
         """A chunk of a piece."""
-        cut = self._chunks(place)
-        return self._fetched(place, bisect_right(cut.starts, offset, 0, len(cut.boxes)) - 1)
+        return self.run(self.layout.starts[place] + offset, length)
+
+    def run(self, offset: int, length: int) -> Bytes:
+        """Some bytes of the file; cheap for who goes through it from its beginning to its end."""
+        end = offset + length
+        found = []
+        for start in range(offset // BLOCK_BYTES * BLOCK_BYTES, end, BLOCK_BYTES):
+            block = self._kept(start)
+            found.append(block[max(0, offset - start) : end - start])
+        return found[0] if len(found) == 1 else np.concatenate([*found, np.empty(0, np.uint8)])
+
+    def _kept(self, start: int) -> Bytes:
+        """A block of the file, made once as long as it is not forgotten."""
+        with self._lock:
+            future = self._blocks.get(start)
+            if is_first := future is None:
+                future = self._blocks[start] = Future()
+            self._blocks.move_to_end(start)
+            if len(self._blocks) > BLOCKS_KEPT_MAX:
+                self._blocks.popitem(last=False)
+        if not is_first:
+            return future.result()
+        block: Bytes = np.empty(min(BLOCK_BYTES, self.size - start), np.uint8)
+        try:
+            self.block(start, block.data)
+        except BaseException as error:
+            with self._lock:
+                self._blocks.pop(start, None)
+            future.set_exception(error)
+            raise
+        future.set_result(block)
+        return block
 
     def _places(self, offset: int, end: int) -> range:
         """The pieces that have a byte between these."""

@@ -8,12 +8,13 @@ leaves a receipt in the storage, and the root publishes when all are there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import anyio
 from anyio import to_thread
+from msgspec.structs import replace
 
 from forged.checkpoint.coordinators import Trouble, Undecided
 from forged.checkpoint.errors import CheckpointException, ExceptionType
@@ -131,7 +132,7 @@ class Background:
         self._members = members
         self._log = log
         self._slots = threading.Semaphore(UNDER_WAY_MAX)
-        self._last: threading.Thread | None = None
+        self._writers: list[threading.Thread] = []
         self._handles: list[SaveHandle] = []
 
     async def take_slot(self, when_busy: WhenBusy, halt: Halt) -> None:
@@ -161,13 +162,14 @@ class Background:
     def begin(self, work: Work, about: About, halt: Halt) -> SaveHandle:
         """Write a staged save in the background."""
         handle = SaveHandle(work.terms.prefix, halt=halt)
-        patience = Patience(halt if work.is_root else halt.later(VERDICT_S), self._members)
+        patience = Patience(halt, self._members, 0.0 if work.is_root else VERDICT_S)
         notes = Notes(self._storage, work, patience)
+        earlier = [one for one in self._writers if one.is_alive()]
         thread = threading.Thread(
-            target=self._run, args=(self._last, handle, work, about, notes), name="checkpoint-save", daemon=False
+            target=self._run, args=(earlier, handle, work, about, notes), name="checkpoint-save", daemon=False
         )
         thread.start()
-        self._last = thread
+        self._writers = [*earlier, thread]
         self._handles = [*(one for one in self._handles if not (one.is_over and one.is_known)), handle]
         return handle
 
@@ -177,13 +179,15 @@ class Background:
 
     def close(self) -> None:
         """Wait until all is written."""
-        if self._last is not None:
-            self._last.join()
+        for writer in self._writers:
+            writer.join()
 
-    def _run(self, before: threading.Thread | None, handle: SaveHandle, work: Work, about: About, notes: Notes) -> None:
+    def _run(
+        self, earlier: Sequence[threading.Thread], handle: SaveHandle, work: Work, about: About, notes: Notes
+    ) -> None:
         error: BaseException | None = None
         try:
-            self._write(before, handle, work, about, notes)
+            self._write(earlier, handle, work, about, notes)
         except BaseException as raised:  # noqa: BLE001 - it is raised to whoever asks
             error = Trouble.of(raised).error(handle.prefix, ExceptionType.SAVE_FAILED, None)
             error.__cause__ = raised
@@ -195,10 +199,10 @@ class Background:
             self._slots.release()
 
     def _write(
-        self, before: threading.Thread | None, handle: SaveHandle, work: Work, about: About, notes: Notes
+        self, earlier: Sequence[threading.Thread], handle: SaveHandle, work: Work, about: About, notes: Notes
     ) -> None:
         try:
-            _wait_for(before, handle.halt)
+            _wait_for(earlier, handle.halt)
             part = self._saving.write(work, handle.halt)
         except BaseException as error:
             self._give_up(work, notes, error)
@@ -207,8 +211,7 @@ class Background:
         if work.is_root:
             self._publish(work, part, about, notes, handle.halt)
         else:
-            notes.hand_in(part)
-            self._hear(work, notes)
+            self._hand_in(work, part, notes)
 
     def _publish(self, work: Work, own: Part, about: About, notes: Notes, halt: Halt) -> None:
         try:
@@ -220,9 +223,15 @@ class Background:
             raise
         self._discard(notes)
 
-    def _hear(self, work: Work, notes: Notes) -> None:
-        """Wait until the root has published, or has given up."""
-        trouble = notes.verdict()
+    def _hand_in(self, work: Work, part: Part, notes: Notes) -> None:
+        """Say what was written, and wait until the root has published, or has given up."""
+        try:
+            notes.hand_in(part)
+            trouble = notes.verdict()
+        except Exception as error:
+            # The root may publish all the same, or has.
+            unknown = replace(Trouble.of(error), is_undecided=True)
+            raise unknown.error(work.terms.prefix, ExceptionType.SAVE_FAILED, None) from error
         if trouble is not None:
             if not trouble.is_undecided:
                 self._saving.roll_back(work)
@@ -250,8 +259,9 @@ class Background:
             self._log.warning("notes of a save are left", why=str(error))
 
 
-def _wait_for(before: threading.Thread | None, halt: Halt) -> None:
-    """Wait for the save before this one."""
-    while before is not None and before.is_alive():
-        before.join(LOOK_S)
-        halt.check()
+def _wait_for(earlier: Sequence[threading.Thread], halt: Halt) -> None:
+    """Wait for the saves before this one: of two, the later may have given up while the other is being written."""
+    for one in earlier:
+        while one.is_alive():
+            one.join(LOOK_S)
+            halt.check()

@@ -18,8 +18,9 @@ import anyio
 
 from forged.checkpoint.background import SaveHandle
 from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint
-from forged.checkpoint.coordinators import Ranks, adapted
+from forged.checkpoint.coordinators import Ranks, adapted, in_thread
 from forged.checkpoint.errors import ExceptionType
+from forged.checkpoint.faults import FaultHandler
 from forged.checkpoint.loading import load_state
 from forged.checkpoint.locations import storage_at
 from forged.checkpoint.model import (
@@ -30,7 +31,7 @@ from forged.checkpoint.model import (
     LoadOptions,
     SaveOptions,
 )
-from forged.checkpoint.ports import Halt, bounded
+from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.saving import save_state
 from forged.checkpoint.shelf import read_manifest
 from forged.checkpoint.tree import LeafType
@@ -102,14 +103,9 @@ def save(
 
     With `ranks`, such as a worker of a job, all of them call this together, each with what it has.
     """
-    storage, prefix = storage_at(where)
-    options = SaveOptions(
-        prefix,
-        CheckpointFormat(format),
-        CompressionLevel(compression_level),
-        custom_metadata=custom_metadata or {},
-        timeout=timeout,
-    )
+    storage, prefix = _patient(where)
+    settings: dict[str, Any] = {"format": format, "compression_level": compression_level}
+    options = SaveOptions(prefix, custom_metadata=custom_metadata or {}, timeout=timeout, **settings)
 
     async def all_of_it() -> str:
         halt = Halt(timeout)
@@ -134,7 +130,7 @@ def load(
 
     `only` names tensors or patterns of them. With `ranks`, each of them loads what it wants, and all fail if one does.
     """
-    storage, prefix = storage_at(where)
+    storage, prefix = _patient(where)
     options = LoadOptions(prefix, only=(only,) if isinstance(only, str) else tuple(only), strict_mode=strict)
 
     async def all_of_it() -> Any:
@@ -147,7 +143,7 @@ def load(
         found: list[Any] = []
 
         async def read() -> bytes:
-            loaded = await anyio.to_thread.run_sync(
+            loaded = await in_thread(
                 lambda: load_state(
                     storage,
                     read_manifest(bounded(storage, halt), prefix),
@@ -157,7 +153,8 @@ def load(
                     options=options,
                     halt=halt,
                     leaf_types=leaf_types,
-                )
+                ),
+                halt,
             )
             found.append(loaded.state)
             return b""
@@ -169,6 +166,12 @@ def load(
         return found[0]
 
     return run(all_of_it)
+
+
+def _patient(where: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The storage that is meant, whose passing failures are waited out, and the name of the checkpoint there."""
+    storage, prefix = storage_at(where)
+    return FaultHandler(storage).guard(storage), prefix
 
 
 def run(call: Callable[[], Awaitable[T]]) -> T:

@@ -217,9 +217,13 @@ class DistributedCheckpoint:
     def _load(
         self, prefix: str, model: Any, optimizer: Any, options: LoadOptions, ranks: Ranks, halt: Halt
     ) -> tuple[Manifest, Loaded]:
+        manifest: Manifest | None = None
         if not options.skip_validation:
-            self._validator.validate(prefix, halt, deep=False).require_valid(prefix)
-        manifest = shelf.read_manifest(bounded(self._storage, halt), prefix)
+            result = self._validator.validate(prefix, halt, deep=False)
+            result.require_valid(prefix)
+            manifest = result.manifest
+        if manifest is None:
+            manifest = shelf.read_manifest(bounded(self._storage, halt), prefix)
         into: dict[str, Any] = {}
         if model is not None:
             into[MODEL] = _state_of(model, MODEL)
@@ -254,7 +258,8 @@ class DistributedCheckpoint:
         self._raise_failure()
 
         def infos() -> list[CheckpointInfo]:
-            known = (manifest for _, manifest in shelf.manifests(self._storage))
+            storage = bounded(self._storage, Halt(self._timeout_s))
+            known = (manifest for _, manifest in shelf.manifests(storage))
             found = [shelf.info_of(manifest) for manifest in known if isinstance(manifest, Manifest)]
             return sorted(found, key=lambda info: (info.timestamp, info.prefix))
 

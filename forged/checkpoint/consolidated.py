@@ -15,6 +15,7 @@ import msgspec
 from forged.checkpoint.dtypes import dtype_of
 from forged.checkpoint.errors import invalid
 from forged.checkpoint.manifest import Tensors
+from forged.checkpoint.safetensors import unused
 from forged.checkpoint.tree import unescaped
 
 MODEL = "model"
@@ -85,7 +86,7 @@ def names_of(tensors: Tensors, numbers: Iterable[int], section: str) -> list[str
         name = _plain_name(tensors.names[number], section)
         if number in tensors.ranks and section != _rank_section(tensors.ranks[number]):
             name = f"{name}@{tensors.ranks[number]}"
-        found.append(_unused(name, taken))
+        found.append(unused(name, taken))
         taken.add(found[-1])
     return found
 
@@ -118,13 +119,6 @@ def _plain_name(name: str, section: str) -> str:
 
 def _plain_key(part: str) -> str:
     return part[1:] if part.startswith("#") else unescaped(part)
-
-
-def _unused(name: str, taken: set[str]) -> str:
-    found, number = name, 2
-    while found in taken:
-        found, number = f"{name} ({number})", number + 1
-    return found
 
 
 def _filled(tensors: Tensors, numbers: list[int], file_bytes_max: int) -> Iterator[tuple[list[int], int]]:

@@ -20,6 +20,9 @@ from forged.checkpoint.plan import Share
 from forged.checkpoint.ports import Halt, Storage
 from forged.checkpoint.shelf import part_name
 
+KEPT_BYTES_MAX = 1 << 30
+"""A larger file is compressed twice rather than kept in memory."""
+
 
 def planned(
     tensors: Tensors,
@@ -61,8 +64,7 @@ def consolidate(
 ) -> list[Part]:
     """Make files from the parts that `source` names, under its prefix; durable when it returns.
 
-    `source` need not be published. Blocks are read, verified, hashed and written one after the other; what is
-    compressed is put together in memory first, file by file, because a storage wants to know how much there will be.
+    `source` need not be published. Blocks are read, verified, hashed and written one after the other.
     """
     origin = Saved(storage, source, halt)
     written: list[Part] = []
@@ -100,7 +102,8 @@ def write_share(storage: Storage, named: NamedShare, origin: Origin, level: Comp
     assembly = Assembly(lay_out(origin.tensors, share, metadata, names), share, origin)
     if level is CompressionLevel.NONE:
         return parts.write(storage, file, rank, share, assembly, assembly, halt)
-    return parts.write_packed(storage, file, rank, share, parts.Packed(assembly, None, level, halt), halt)
+    packed = parts.Packed(assembly, None, level, halt, keeps=assembly.size <= KEPT_BYTES_MAX)
+    return parts.write_packed(storage, file, rank, share, packed, halt)
 
 
 def write_indexes(storage: Storage, prefix: str, files: Sequence[File]) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Checkpoints in another format, and from and to the files of other tools.
 
 Law: what is converted was verified when it was read, and lies where it is asked for as a whole or not at all; nothing
-that was there before is touched. Only blocks of it are in memory, but for what is compressed. What a format cannot hold
-is told.
+that was there before is touched. Only blocks of it are in memory, and what is compressed of a file of moderate size.
+What a format cannot hold is told.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from forged.checkpoint.names import check_name
 from forged.checkpoint.npz import Archive, opened_npz
 from forged.checkpoint.plan import Share
 from forged.checkpoint.ports import Halt, Source, Storage, bounded
-from forged.checkpoint.tree import Node
+from forged.checkpoint.states import States
 
 Where = str | os.PathLike[str]
 Tell = Callable[[int, int], object]
 EXISTS = "checkpoint_exists"
+UNDONE_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +97,8 @@ class _Opened(NamedTuple):
         """What was read elsewhere."""
         return tuple(self.origin.mended) if isinstance(self.origin, Saved) else ()
 
-    def watched(self, how: How, shares: Sequence[Share]) -> Origin:
+    def watched(self, how: How, shares: Sequence[Share]) -> _Watched:
         """Where the arrays come from, for somebody who takes these."""
-        if how.tell is None:
-            return self.origin
         return _Watched(self.origin, how.tell, sum(_bytes_of(self.manifest.tensors, share) for share in shares))
 
 
@@ -131,7 +130,7 @@ def _model_in(folder: str, storage: Storage, otherwise: CheckpointException) -> 
 
 
 def _manifest_of(foreign: Foreign, wall: Callable[[], float]) -> Manifest:
-    return Manifest("", wall(), 1, foreign.tensors, [foreign.tree], [0], [], layout=CheckpointFormat.SINGLE_FILE)
+    return Manifest("", wall(), 1, foreign.tensors, States.of([foreign.tree]), [], layout=CheckpointFormat.SINGLE_FILE)
 
 
 def _located(where: Where) -> tuple[Storage, str]:
@@ -152,8 +151,8 @@ def _ending_of(target: Where) -> str:
 
 
 def _write_checkpoint(opened: _Opened, target: Where, how: How, halt: Halt) -> Converted:
-    storage, prefix = storage_at(target)
-    storage = bounded(storage, halt)
+    patient, prefix = storage_at(target)
+    storage = bounded(patient, halt)
     shelf.require_free(storage, prefix)
     source = opened.manifest
     layout = how.format or source.layout
@@ -184,15 +183,17 @@ def _write_checkpoint(opened: _Opened, target: Where, how: How, halt: Halt) -> C
         halt.check()
         storage.publish(decode(data, manifest.path).path, data)
     except BaseException as error:
-        _undo(storage, prefix, data, [*(part.file for part in written), *extra], error)
+        # Also when the time is over.
+        _undo(bounded(patient, Halt(UNDONE_WITHIN_S)), prefix, data, [*(part.file for part in written), *extra], error)
         raise
+    origin.finish()
     return Converted(len(source.tensors.names), manifest.size_bytes, (), opened.mended)
 
 
 def _shares(opened: _Opened, prefix: str, save_id: str, how: How) -> list[NamedShare]:
     """The same parts as the source has, or one of all."""
     source = opened.manifest
-    of_ranks = [(part.rank, Share(part.tensors, part.boxes)) for part in source.parts]
+    of_ranks = [(part.rank, Share(part.tensors, dict(part.cut))) for part in source.parts]
     if not opened.is_checkpoint:
         of_ranks = [(0, Share(list(range(len(source.tensors.names))), {}))]
     is_packed = how.compression is not CompressionLevel.NONE
@@ -230,7 +231,9 @@ def _write_foreign(opened: _Opened, target: Where, ending: str, how: How, halt: 
     parts.require_room(storage, name, source.size)
     storage.write(name, source, halt)
     storage.settle([name])
-    left_out = tuple(sorted({path for tree in opened.manifest.trees for path in _plain_values(tree, "")}))
+    origin.finish()
+    values = opened.manifest.states.values()
+    left_out = tuple(sorted({value.name for value in values if value.node != {"v": None}}))
     return Converted(len(tensors.names), source.size, left_out, opened.mended)
 
 
@@ -239,28 +242,6 @@ def _names_of_their_own(manifest: Manifest) -> list[str]:
     ranks = manifest.tensors.ranks
     names = manifest.tensors.names
     return [f"{name}@{ranks[number]}" if number in ranks else name for number, name in enumerate(names)]
-
-
-def _plain_values(node: Node, path: str) -> Iterator[str]:
-    """Where in a tree there is something that is neither an array nor nothing."""
-    if isinstance(node, int):
-        return
-    ((kind, value),) = node.items()
-    match kind:
-        case "d":
-            inner = list(value.items())
-        case "m":
-            inner = value
-        case "l" | "t":
-            inner = list(enumerate(value))
-        case "p":
-            inner = [("", value)]
-        case _:
-            if node != {"v": None}:
-                yield path
-            return
-    for key, one in inner:
-        yield from _plain_values(one, f"{path}/{key}".strip("/"))
 
 
 def _bytes_of(tensors: Tensors, share: Share) -> int:
@@ -273,7 +254,7 @@ def _bytes_of(tensors: Tensors, share: Share) -> int:
 class _Watched:
     """An origin, with somebody who is told how much was taken from it."""
 
-    def __init__(self, origin: Origin, tell: Tell, total: int) -> None:
+    def __init__(self, origin: Origin, tell: Tell | None, total: int) -> None:
         self._origin = origin
         self._tell = tell
         self._total = total
@@ -286,6 +267,15 @@ class _Watched:
 
     def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]) -> None:
         self._origin.fetch(wanted, boxes, rooms)
+        self._count(sum(room.nbytes for room in rooms.values()))
+
+    def finish(self) -> None:
+        """All that was wanted was taken."""
+        self._count(self._total)
+
+    def _count(self, size: int) -> None:
         with self._lock:
-            self._done += sum(room.nbytes for room in rooms.values())
-            self._tell(self._done, self._total)
+            # What was forgotten meanwhile is taken again.
+            self._done = min(self._total, self._done + size)
+            if self._tell is not None:
+                self._tell(self._done, self._total)

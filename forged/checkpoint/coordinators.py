@@ -162,7 +162,10 @@ class Ranks:
         told = await self._within_time(self._coordinator.broadcast(answer, 0))
         if told is None:
             raise self._undecided("the ranks were parted", self._kind)
-        fault, verdict = _decode_answer(told)
+        try:
+            fault, verdict = _decode_answer(told)
+        except (msgspec.MsgspecError, TypeError) as error:
+            raise self._undecided(f"the root says what nobody understands: {error}", self._kind) from error
         if isinstance(verdict, Trouble):
             raise self._error(verdict, fault) from (instead if fault == self.rank else None)
         return verdict.data
@@ -174,7 +177,7 @@ class Ranks:
     async def _decided(
         self, gathered: list[bytes], decide: Callable[[list[bytes]], Awaitable[bytes]]
     ) -> tuple[int, Said | Trouble]:
-        outcomes = [_decode(one) for one in gathered]
+        outcomes = [_understood(one) for one in gathered]
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, Trouble):
                 return rank, outcome
@@ -202,6 +205,20 @@ class Ranks:
 
     def _undecided(self, message: str, kind: ExceptionType) -> Undecided:
         return Undecided(message, self.prefix, kind, fix="look at the ranks that hang, or give it a larger timeout")
+
+
+def _understood(said: Any) -> Said | Trouble:
+    """What a rank says, or that this cannot be understood."""
+    try:
+        found: Said | Trouble = _decode(said)
+        return found
+    except (msgspec.MsgspecError, TypeError) as error:
+        return Trouble(
+            f"it says what nobody understands: {error}",
+            ExceptionType.UNKNOWN,
+            "checkpoint_ranks_differ",
+            "have all ranks run the same version of forged, and make the same calls in the same order",
+        )
 
 
 async def _outcome(act: Awaitable[bytes]) -> tuple[Said | Trouble, Exception | None]:

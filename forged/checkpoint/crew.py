@@ -33,17 +33,15 @@ def work_off(act: Callable[[T], object], items: Iterable[T], halt: Halt, threads
         except BaseException as error:  # noqa: BLE001 - it is raised where all of them have ended
             failures.append(error)
 
-    others = [threading.Thread(target=work, name="checkpoint-crew") for _ in range(threads - 1)]
-    begun = []
+    others: list[_Other] = []
     try:
         # Where the system has no more threads to give, those that there are do it all.
         with suppress(RuntimeError):
-            for thread in others:
-                thread.start()
-                begun.append(thread)
+            others.extend(_Other(work) for _ in range(threads - 1))
         work()
     finally:
-        _wait_for(begun, failures)
+        for other in others:
+            other.see_the_end(failures)
     if failures:
         raise failures[0]
 
@@ -59,11 +57,29 @@ def _taken(source: Iterator[T], lock: threading.Lock) -> Iterator[T]:
         yield item
 
 
-def _wait_for(threads: list[threading.Thread], failures: list[BaseException]) -> None:
-    """See the end of all of them; who is interrupted meanwhile stops them."""
-    for thread in threads:
-        while thread.is_alive():
+class _Other:
+    """Another thread that works."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpoint-crew")
+        self._thread.start()
+
+    def see_the_end(self, failures: list[BaseException]) -> None:
+        """Wait for it; whatever interrupts that stops all of them.
+
+        Python takes a thread for ended when an interrupt comes while it is joined, so it is joined when it has.
+        """
+        while not self._has_ended.is_set():
             try:
-                thread.join()
+                self._has_ended.wait()
             except BaseException as error:  # noqa: BLE001 - it is raised where all of them have ended
                 failures.insert(0, error)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._has_ended.set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -80,10 +80,12 @@ class Side:
     manifest: Manifest
 
 
-def differences(a: Side, b: Side, halt: Halt) -> Iterator[Difference]:
-    """All tensors of both: those of the first in its order, then those that the second alone has."""
+def differences(
+    a: Side, b: Side, halt: Halt, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[Difference]:
+    """All tensors of both whose names are wanted: those of the first in its order, then those of the second alone."""
     comparing = _Comparing(a, b, halt)
-    there, here = _numbers(b.manifest), _numbers(a.manifest)
+    there, here = _numbers(b.manifest, wanted), _numbers(a.manifest, wanted)
     for (name, rank), number in here.items():
         halt.check()
         its = _described(a.manifest, number)
@@ -166,9 +168,9 @@ class _Tally:
         return Amount(self._differing, self._max_abs, norm, self._nan_on_one_side)
 
 
-def _numbers(manifest: Manifest) -> dict[tuple[str, int | None], int]:
+def _numbers(manifest: Manifest, wanted: Callable[[str], bool]) -> dict[tuple[str, int | None], int]:
     tensors = manifest.tensors
-    return {(name, tensors.ranks.get(number)): number for number, name in enumerate(tensors.names)}
+    return {(name, tensors.ranks.get(number)): number for number, name in enumerate(tensors.names) if wanted(name)}
 
 
 def _described(manifest: Manifest, tensor: int) -> tuple[str, Shape]:

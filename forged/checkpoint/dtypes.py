@@ -6,6 +6,7 @@ Types that the `safetensors` format lacks are bytes to it, and the manifest know
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 import numpy as np
@@ -55,6 +56,7 @@ EXTENDED = frozenset(
 """Types of the package ml_dtypes, each element in a byte or more."""
 KINDS = "biufcSUmMV"
 NAME_CHARS_MAX = 64
+_NAME = re.compile(r"[<>|]?[A-Zb-z][A-Za-z0-9_]*(?:\[[0-9]*[A-Za-z]+\])?")
 
 
 @lru_cache(maxsize=256)
@@ -62,7 +64,7 @@ def name_of(dtype: np.dtype) -> str:
     """What a type is called in a manifest."""
     if dtype.name in EXTENDED:
         return dtype.name
-    if dtype.hasobject or dtype.kind not in KINDS or dtype.subdtype is not None or dtype.names is not None:
+    if not _can_be_saved(dtype):
         raise invalid(
             f"arrays of {dtype} cannot be saved",
             "use numbers, booleans, or strings of a fixed length; give the fields of a structured array one by one",
@@ -78,16 +80,8 @@ def dtype_of(name: str) -> np.dtype:
     """The type of that name; a name that no checkpoint has is refused."""
     if name in EXTENDED:
         return np.dtype(_extended(name))
-    try:
-        dtype = np.dtype(name)
-    except (TypeError, ValueError):
-        dtype = None
-    if (
-        dtype is None
-        or len(name) > NAME_CHARS_MAX
-        or (dtype.itemsize == 0 and dtype.kind not in "SUV")
-        or name != name_of(dtype)
-    ):
+    dtype = _plain(name) if len(name) <= NAME_CHARS_MAX else None
+    if dtype is None or not _can_be_saved(dtype) or name != name_of(dtype):
         raise CheckpointException(
             f"there is no element type {name[:NAME_CHARS_MAX]!r}",
             type=ExceptionType.INCOMPATIBLE_VERSION,
@@ -100,6 +94,20 @@ def dtype_of(name: str) -> np.dtype:
 def safetensors_name(name: str) -> str | None:
     """What the safetensors format calls the type; None where it has no such type."""
     return SAFETENSORS.get(name)
+
+
+def _can_be_saved(dtype: np.dtype) -> bool:
+    return not dtype.hasobject and dtype.kind in KINDS and dtype.subdtype is None and dtype.names is None
+
+
+def _plain(name: str) -> np.dtype | None:
+    """Numpy's own type of that name; numpy would parse much more than names."""
+    if not _NAME.fullmatch(name):
+        return None
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError):
+        return None
 
 
 def _extended(name: str) -> DTypeLike:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -89,7 +89,7 @@ class Patient:
                 self._storage.publish(name, data)
             except CheckpointException as error:
                 # The try before this one may have got through all the same.
-                if is_first or error.code != "checkpoint_exists" or not self._holds(name, data):
+                if is_first or error.code != "checkpoint_exists" or not shelf.holds(self._storage, name, data):
                     raise
                 self._storage.settle([name])
             finally:
@@ -97,8 +97,10 @@ class Patient:
 
         self._again(publish)
 
-    def open(self, name: str) -> AbstractContextManager[Reader]:
-        return self._again(lambda: self._storage.open(name))
+    @contextmanager
+    def open(self, name: str) -> Iterator[Reader]:
+        with ExitStack() as stack:
+            yield self._again(lambda: stack.enter_context(self._storage.open(name)))
 
     def read(self, name: str, bytes_max: int) -> bytes:
         return self._again(lambda: self._storage.read(name, bytes_max))
@@ -113,7 +115,4 @@ class Patient:
         self._again(lambda: self._storage.delete(names))
 
     def free_bytes(self) -> int | None:
-        return self._storage.free_bytes()
-
-    def _holds(self, name: str, data: bytes) -> bool:
-        return self._storage.read(name, len(data)) == data
+        return self._again(self._storage.free_bytes)

@@ -23,11 +23,23 @@ from forged.checkpoint.dtypes import dtype_of
 from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted
 from forged.checkpoint.model import Mended
 from forged.checkpoint.packing import unpack_into
-from forged.checkpoint.ports import BLOCK_BYTES, Halt, Reader, Storage
-from forged.checkpoint.reading import GAP_BYTES_MAX, SMALL_BYTES_MAX, Copy, Index, PartLayout, Plan, Sheaf, Span, plan
+from forged.checkpoint.ports import Halt, Reader, Storage
+from forged.checkpoint.reading import (
+    GAP_BYTES_MAX,
+    READ_BYTES_MAX,
+    SMALL_BYTES_MAX,
+    Copy,
+    Index,
+    PartLayout,
+    Plan,
+    Sheaf,
+    Span,
+    plan,
+)
 
 ALONE_BYTES_MAX = 16 << 20
-"""So much is read by one thread: others would be in its way."""
+ALONE_READS_MAX = 4
+"""So much, and so often, is read by one thread: others would be in its way."""
 
 Array = np.ndarray[Any, Any]
 Run = tuple[int, int]
@@ -89,8 +101,9 @@ def fetch(
     found = plan(index, wanted, boxes, strided=strided, only=only, turn=turn)
     fetching = _Fetching(storage, index, mender, _Wants(index, wanted, boxes, rooms))
     jobs = fetching.jobs(found)
+    is_little = fetching.read <= ALONE_BYTES_MAX and len(jobs) <= ALONE_READS_MAX
     with fetching:
-        work_off(fetching.do, jobs, halt, threads if fetching.read > ALONE_BYTES_MAX else 1)
+        work_off(fetching.do, jobs, halt, 1 if is_little else threads)
     return Fetched(fetching.wants.finished(), fetching.mended, fetching.read, found.needed)
 
 
@@ -172,7 +185,7 @@ class _Fetching:
             is_direct = span.at >= 0 and memory[span.end] - memory[span.first] >= SMALL_BYTES_MAX
             if together and (
                 is_direct
-                or memory[span.end] - memory[together[0].first] > BLOCK_BYTES
+                or memory[span.end] - memory[together[0].first] > READ_BYTES_MAX
                 or starts[span.first] - starts[together[-1].end] > GAP_BYTES_MAX
             ):
                 yield _together(layout, together)
@@ -315,7 +328,7 @@ class Buffers:
         try:
             buffer = self._spare.pop()
         except IndexError:
-            buffer = np.empty(BLOCK_BYTES, np.uint8)
+            buffer = np.empty(READ_BYTES_MAX, np.uint8)
         return buffer if buffer.size >= size else np.empty(size, np.uint8)
 
     def give_back(self, buffer: Array) -> None:

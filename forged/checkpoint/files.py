@@ -85,6 +85,14 @@ class Files(Protocol):
         """It will be read from one end to the other."""
         ...
 
+    def is_cached(self, fd: int, offset: int) -> bool:
+        """Whether the page cache has a byte of it; an error where nobody can tell."""
+        ...
+
+    def lock_alone(self, fd: int) -> bool:
+        """Whether nobody else has it open so, here or in another process; until it is closed."""
+        ...
+
     def begin_write_back(self, fd: int, offset: int, size: int) -> None:
         """Have what the page cache holds of it written, and do not wait."""
         ...
@@ -181,6 +189,19 @@ class SystemFiles:
 
     def read_ahead(self, fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def is_cached(self, fd: int, offset: int) -> bool:
+        try:
+            return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+
+    def lock_alone(self, fd: int) -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def begin_write_back(self, fd: int, offset: int, size: int) -> None:
         _succeed(_libc.sync_file_range(fd, offset, size, SYNC_FILE_RANGE_WRITE))

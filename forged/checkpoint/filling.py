@@ -115,7 +115,7 @@ class Filling:
 
     def _put_directly(self, block: memoryview, offset: int, room: memoryview) -> None:
         if not _begins_at_page(block):
-            room[: len(block)] = block
+            copy_bytes(block, room[: len(block)])
             block = room[: len(block)]
         whole = len(block) // PAGE * PAGE
         self._write(block[:whole], offset, PAGE)
@@ -150,6 +150,11 @@ def patiently(act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with suppress(InterruptedError):
             return act(*args, **kwargs)
     return act(*args, **kwargs)
+
+
+def copy_bytes(source: memoryview, into: memoryview) -> None:
+    """Copy as many bytes as there are, and let other threads go on meanwhile, which slices do not."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _write_all(files: Files, fd: int, data: memoryview, offset: int, step: int) -> None:

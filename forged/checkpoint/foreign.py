@@ -97,9 +97,9 @@ def _files_of(data: bytes, file: str) -> dict[str, str]:
     try:
         files = msgspec.json.decode(data, type=_Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise _refused(file, f"it is no index: {error!s:.100}") from None
+        raise refused(file, f"it is no index: {error!s:.100}") from None
     if bad := next((name for name in files.values() if "/" in name or not name.endswith(SAFETENSORS)), None):
-        raise _refused(file, f"it names the file {bad[:80]!r}")
+        raise refused(file, f"it names the file {bad[:80]!r}")
     return files
 
 
@@ -109,7 +109,7 @@ def _require_named(header: Header, name: str, files: Mapping[str, str], file: st
     said = {array for array, its in files.items() if its == name}
     if there != said:
         odd = sorted(there ^ said)[0]
-        raise _refused(file, f"{odd[:80]!r} {'is missing in' if odd in said else 'is not said to be in'} {name}")
+        raise refused(file, f"{odd[:80]!r} {'is missing in' if odd in said else 'is not said to be in'} {name}")
 
 
 def _of_safetensors(
@@ -133,9 +133,9 @@ def _of_safetensors(
 def check_names(names: Sequence[str], file: str) -> None:
     """Refuse names that a manifest would not take."""
     if len(set(names)) < len(names):
-        raise _refused(file, "two of its arrays have one name")
+        raise refused(file, "two of its arrays have one name")
     if max(map(len, names), default=0) > NAME_CHARS_MAX:
-        raise _refused(file, "one of its arrays has too long a name")
+        raise refused(file, "one of its arrays has too long a name")
 
 
 def tree_of(names: Sequence[str]) -> Node:
@@ -187,5 +187,6 @@ def _flat(names: Sequence[str]) -> Node:
     return {"d": {name: number for number, name in enumerate(names)}}
 
 
-def _refused(file: str, why: str) -> CheckpointException:
+def refused(file: str, why: str) -> CheckpointException:
+    """The file is not what it has to be."""
     return corrupted(f"{file} cannot be read: {why}", file, "use another copy", code="checkpoint_file_malformed")

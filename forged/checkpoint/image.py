@@ -1,17 +1,17 @@
 """A part of a checkpoint as the file that it will be, before it is one.
 
 Law: bytes are taken from the arrays themselves, block by block, by several threads, and copied once. Every chunk is
-hashed by whoever takes the block that it begins in, from the same memory and at the same time. The arrays must not
-change meanwhile.
+hashed by whoever takes the block that it begins in, from the same memory, while that is in the processor's cache. The
+arrays must not change meanwhile.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +26,9 @@ from forged.checkpoint.safetensors import Entry, header_of
 
 SMALL_BYTES = 1 << 15
 """So small arrays are joined, several at a time."""
+
+HOT_BYTES = 1 << 19
+"""So much is copied and then hashed at a time; the processor's cache still has it then."""
 
 EMPTY_DIGEST = xxhash.xxh3_128_digest(b"")
 
@@ -45,8 +48,8 @@ class Layout:
     """Where each piece begins in the file, and where the last one ends."""
     first_chunks: list[int]
     """The number of the first chunk of each piece, and that of all chunks."""
-    lengths: dict[int, list[int]]
-    """Of the pieces that have several chunks, how long each is."""
+    marks: dict[int, list[int]]
+    """Of the pieces that have several chunks, where in the piece each begins, and where the last one ends."""
 
     @property
     def size(self) -> int:
@@ -60,16 +63,17 @@ class Layout:
 
     def lengths_of(self, place: int) -> list[int]:
         """How long each chunk of a piece is."""
-        size = self.starts[place + 1] - self.starts[place]
+        if place in self.marks:
+            return [end - start for start, end in pairwise(self.marks[place])]
         count = self.first_chunks[place + 1] - self.first_chunks[place]
-        return self.lengths.get(place, [size] * count)
+        return [self.starts[place + 1] - self.starts[place]] * count
 
 
 def lay_out(tensors: Tensors, share: Share, metadata: dict[str, str], names: Sequence[str] | None = None) -> Layout:
     """How a share lies in its file; `names` is what its pieces are called there, if not as in the manifest."""
     entries, boxes, itemsizes, sizes, counts = [], [], [], [], []
     grids: dict[int, Grid] = {}
-    lengths: dict[int, list[int]] = {}
+    marks: dict[int, list[int]] = {}
     for place, number in enumerate(share.tensors):
         shape, dtype = tuple(tensors.shapes[number]), tensors.dtypes[number]
         itemsize = dtype_of(dtype).itemsize
@@ -78,16 +82,16 @@ def lay_out(tensors: Tensors, share: Share, metadata: dict[str, str], names: Seq
         size = volume * itemsize
         if math.prod(shape) * itemsize > CHUNK_BYTES_MIN:
             grids[place] = grid_of(shape, itemsize)
-            lengths[place] = chunk_lengths(box, grids[place], itemsize)
+            marks[place] = list(accumulate(chunk_lengths(box, grids[place], itemsize), initial=0))
         boxes.append(box)
         itemsizes.append(itemsize)
         sizes.append(size)
-        counts.append(len(lengths[place]) if place in lengths else int(volume > 0))
+        counts.append(len(marks[place]) - 1 if place in marks else int(volume > 0))
         name = names[place] if names else _entry_name(tensors, number, box, shape)
         entries.append(Entry(name, dtype, box.shape, size))
     header = header_of(entries, metadata)
     starts = list(accumulate(sizes, initial=len(header)))
-    return Layout(header, boxes, grids, itemsizes, starts, list(accumulate(counts, initial=0)), lengths)
+    return Layout(header, boxes, grids, itemsizes, starts, list(accumulate(counts, initial=0)), marks)
 
 
 def _entry_name(tensors: Tensors, number: int, box: Box, shape: Shape) -> str:
@@ -124,11 +128,9 @@ class Image:
     def __init__(self, layout: Layout, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
         """`arrays` are those of the pieces, in order."""
         self.layout = layout
-        self.digests = bytearray(DIGEST_BYTES * layout.chunks)
+        self.digests = blank_digests(layout)
         self.arrays = list(arrays)
         self._pieces = [_bytes_of(array, place, layout) for place, array in enumerate(arrays)]
-        if 0 in layout.itemsizes:
-            self._hash_empty()
 
     @property
     def size(self) -> int:
@@ -148,18 +150,23 @@ class Image:
             if layout.starts[place + 1] - layout.starts[place] <= SMALL_BYTES:
                 at, place = self._copy_small(place, at, end, offset, into)
                 continue
-            start, stop = layout.starts[place], min(end, layout.starts[place + 1])
-            self._pieces[place].copy(at - start, into[at - offset : stop - offset])
-            at, place = stop, place + 1
-        self._hash(offset, end)
+            piece, start, behind = self._pieces[place], layout.starts[place], layout.starts[place + 1]
+            stop = min(end, behind, at + piece.step_bytes)
+            piece.copy(at - start, into[at - offset : stop - offset])
+            self._hash(place, at - start, stop - start)
+            at, place = stop, place + (stop == behind)
         return room[: end - offset]
+
+    def let_go(self) -> None:
+        """Let go of the arrays: all that was wanted of them was copied."""
+        self.arrays, self._pieces = [], []
 
     def chunk(self, place: int, offset: int, length: int) -> Bytes:
         """Some bytes of a piece, in one run."""
         return self._pieces[place].run(offset, length)
 
     def _copy_small(self, place: int, at: int, end: int, offset: int, into: Bytes) -> tuple[int, int]:
-        """Copy a row of small arrays; returns where the next begins, and which it is."""
+        """Copy and hash a row of small arrays; returns where the next begins, and which it is."""
         starts, first = self.layout.starts, place
         while place < len(self._pieces) and starts[place] < end and starts[place + 1] - starts[place] <= SMALL_BYTES:
             place += 1
@@ -167,40 +174,51 @@ class Image:
         row = b"".join(arrays)
         stop = min(end, starts[place])
         into[at - offset : stop - offset] = np.frombuffer(row, np.uint8)[at - starts[first] : stop - starts[first]]
+        self._hash_small(first + (starts[first] < at), place)
         return stop, place
 
-    def _hash(self, offset: int, end: int) -> None:
-        """Hash the chunks that begin between these."""
-        layout, digests = self.layout, self.digests
-        starts, first_chunks = layout.starts, layout.first_chunks
-        digest: Callable[[Any], bytes] = xxhash.xxh3_128_digest
-        place = max(0, bisect_right(starts, offset) - 1)
-        while place < len(self._pieces) and starts[place] < end:
-            number, piece = first_chunks[place], self._pieces[place]
-            if place not in layout.lengths:
-                if starts[place] >= offset and first_chunks[place + 1] > number:
-                    digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = digest(piece.all())
-            else:
-                at = starts[place]
-                for length in layout.lengths[place]:
-                    if offset <= at < end:
-                        found = digest(piece.run(at - starts[place], length))
-                        digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = found
-                    at, number = at + length, number + 1
-            place += 1
+    def _hash_small(self, first: int, behind: int) -> None:
+        """Hash some small pieces."""
+        numbers, marks = self.layout.first_chunks, self.layout.marks
+        for place in range(first, behind):
+            if place in marks:
+                self._hash(place, 0, marks[place][-1])
+            elif numbers[place] < numbers[place + 1]:
+                self._note(numbers[place], self._pieces[place].all())
 
-    def _hash_empty(self) -> None:
-        """Hash the chunks without a byte, such as those of strings of no length; they are in no block."""
-        for place, itemsize in enumerate(self.layout.itemsizes):
+    def _hash(self, place: int, low: int, high: int) -> None:
+        """Hash the chunks of a piece that begin between these."""
+        piece, number = self._pieces[place], self.layout.first_chunks[place]
+        marks = self.layout.marks.get(place)
+        if marks is not None:
+            for chunk in range(bisect_left(marks, low), bisect_left(marks, high)):
+                self._note(number + chunk, piece.run(marks[chunk], marks[chunk + 1] - marks[chunk]))
+        elif not low:
+            self._note(number, piece.all())
+
+    def _note(self, number: int, chunk: Any) -> None:
+        """Keep the digest of a chunk."""
+        self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = xxhash.xxh3_128_digest(chunk)
+
+
+def blank_digests(layout: Layout) -> bytearray:
+    """Room for the digests of a part; in it those of chunks without a byte, such as strings of no length, which are in
+    no block.
+    """
+    digests = bytearray(DIGEST_BYTES * layout.chunks)
+    if 0 in layout.itemsizes:
+        for place, itemsize in enumerate(layout.itemsizes):
             if not itemsize:
-                first, behind = self.layout.first_chunks[place : place + 2]
-                self.digests[first * DIGEST_BYTES : behind * DIGEST_BYTES] = EMPTY_DIGEST * (behind - first)
+                first, behind = layout.first_chunks[place : place + 2]
+                digests[first * DIGEST_BYTES : behind * DIGEST_BYTES] = EMPTY_DIGEST * (behind - first)
+    return digests
 
 
 class _Contiguous:
     """An array whose bytes lie in their order."""
 
     __slots__ = ("_flat",)
+    step_bytes = HOT_BYTES
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self._flat: Bytes = array.reshape(-1).view(np.uint8)
@@ -222,6 +240,8 @@ class _Strided:
     """An array whose elements lie apart; brought together chunk by chunk."""
 
     __slots__ = ("_array", "_chunks", "_starts")
+    step_bytes = BLOCK_BYTES
+    """Of less, every chunk would be brought together several times."""
 
     def __init__(self, array: np.ndarray[Any, Any], box: Box, grid: Grid) -> None:
         self._array = array

@@ -17,11 +17,11 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.fetching import Array, Fetched, fetch
 from forged.checkpoint.manifest import Manifest
 from forged.checkpoint.matching import Matching, settled
-from forged.checkpoint.mending import Mender, no_others
+from forged.checkpoint.mending import Mender
 from forged.checkpoint.model import LoadOptions, Mended, ReshardingStrategy, ShardedArray
 from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.reading import Index
-from forged.checkpoint.resharding import boxes_for, common_to_all, lacking, pruned, tree_for, turns
+from forged.checkpoint.resharding import boxes_for, common_of_others, common_to_all, lacking, pruned, tree_for, turns
 from forged.checkpoint.tree import LeafType, Node, tensors_in, unflatten
 
 OPTIMIZER = "optimizer"
@@ -56,13 +56,13 @@ def load_state(
     halt: Halt | None = None,
     leaf_types: Sequence[LeafType] = (),
     sections: Collection[str] | None = None,
-    others: Callable[[], Iterator[Manifest]] = no_others,
+    others: Callable[[], Iterator[Manifest]] | None = None,
     threads: int = THREADS,
 ) -> Loaded:
     """The state of a rank; in the arrays of `into`, where it is given.
 
     `sections` are the top keys of the state that are to be loaded; those that `into` lacks come in new arrays. `others`
-    gives the manifests in which healthy copies of bad chunks are looked for.
+    gives the manifests in which healthy copies of bad chunks are looked for; without it, all in the storage.
     """
     loading = _Loading(manifest, rank, world_size, options or LoadOptions(), tuple(leaf_types))
     state = loading.state(into, sections)
@@ -144,11 +144,16 @@ class _Loading:
             {key: value for key, value in into.items() if is_wanted(key)},
         )
         new = self._new({"d": fresh})
-        return lambda arrays: {**filled(arrays), **new(arrays)}
+
+        def state(arrays: Sequence[Array]) -> Any:
+            both = {**filled(arrays), **new(arrays)}
+            return {key: both[key] for key in (*wanted, *both) if key in both}
+
+        return state
 
     def _filled(self, tree: Node, into: Any) -> State:
         """The state with the arrays that there are."""
-        matching = Matching(self._manifest.tensors, self._leaf_types, self._chosen, self._other_trees)
+        matching = Matching(self._manifest.tensors, self._leaf_types, self._chosen, self._of_others)
         state = matching.match(tree, into)
         matching.fit()
         self.wanted = matching.numbers
@@ -173,14 +178,14 @@ class _Loading:
             if number not in taken and (expected is None or number in expected) and self._is_chosen(names[number])
         ]
 
-    def _other_trees(self) -> list[Node]:
-        own = self._manifest.tree_of_rank[self._rank % self._manifest.world_size]
-        return [tree for number, tree in enumerate(self._manifest.trees) if number != own]
+    def _of_others(self) -> list[Node]:
+        return common_of_others(self._manifest, self._rank)
 
     def _new(self, tree: Node) -> State:
         """The state in new arrays."""
         names = self._manifest.tensors.names
-        numbers = [number for number in tensors_in(tree) if self._is_chosen(names[number])]
+        everything = list(tensors_in(tree))
+        numbers = [number for number in everything if self._is_chosen(names[number])]
         strategy = self._options.resharding_strategy
         if not self._is_same_world and strategy is ReshardingStrategy.SIMPLE:
             others = turns(self._manifest, self._rank, self._world_size, numbers)
@@ -190,7 +195,8 @@ class _Loading:
         parts = boxes_for(self._manifest, self._rank, self._world_size, strategy, numbers)
         places = {number: place for place, number in enumerate(numbers, first)}
         self.boxes = self.boxes | {places[number]: box for number, box in parts.items() if number in places}
-        tree = pruned(tree, places.__contains__, keeps_private=True)
+        if len(numbers) < len(everything):
+            tree = pruned(tree, places.__contains__, keeps_private=True)
         shapes = self._manifest.tensors.shapes
 
         def state(arrays: Sequence[Array]) -> Any:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from forged.checkpoint.crew import THREADS
+from forged.checkpoint.draining import Draining
 from forged.checkpoint.errors import CheckpointException, storage_error
 from forged.checkpoint.files import CREATE, READ, UNNAMED, Files, Found, SystemFiles, directory_of
 from forged.checkpoint.filling import Filling, Rooms, patiently, write_whole
@@ -24,6 +26,9 @@ from forged.checkpoint.trouble import disk_full, file_large, file_short, told_of
 
 OPENINGS_MAX = 10
 """How often a directory is made anew that others remove meanwhile, being empty."""
+HIDDEN_SUFFIX = ".tmp"
+HIDDEN_S_MAX = 3600.0
+"""So long nobody takes to publish what is hidden."""
 NOT_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
 """What file systems say that have no files without a name."""
 NOT_LINKED = frozenset({errno.ENOENT, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -33,22 +38,20 @@ NOT_LINKED = frozenset({errno.ENOENT, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP
 class LocalReader:
     """A file that is read."""
 
-    def __init__(self, files: Files, fd: int, name: str, url: str) -> None:
+    def __init__(self, files: Files, fd: int, draining: Draining, name: str, url: str) -> None:
         self._files = files
         self._fd = fd
+        self._draining = draining
         self._name = name
         self._url = url
-        self.size = files.size(fd)
+        self.size = draining.size
 
     def read_into(self, offset: int, room: memoryview) -> None:
         """Fill the room with the bytes from `offset` on."""
-        done = 0
         with told_of(self._name, self._url):
-            while done < len(room):
-                count = patiently(self._files.read, self._fd, room[done:], offset + done)
-                if count == 0:
-                    raise file_short(self._name, offset + len(room), offset + done)
-                done += count
+            count = self._draining.read(offset, room)
+        if count < len(room):
+            raise file_short(self._name, offset + len(room), offset + count)
 
     def mapped(self) -> memoryview | None:
         """The file as memory. Whoever truncates it kills those who look there (SIGBUS)."""
@@ -59,12 +62,20 @@ class LocalReader:
 class LocalStorage:
     """The checkpoints in a directory, which is made when it is first written to."""
 
-    def __init__(self, path: str | os.PathLike[str], *, files: Files | None = None, threads: int = THREADS) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        files: Files | None = None,
+        threads: int = THREADS,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._files = files or SystemFiles()
         absolute = str(Path(path).absolute())
         with told_of("", absolute):
             self._root = self._files.resolve(absolute)
         self._threads = threads
+        self._wall = wall
         self._rooms = Rooms(threads)
 
     @property
@@ -100,16 +111,19 @@ class LocalStorage:
     @contextmanager
     def open(self, name: str) -> Iterator[LocalReader]:
         """Read a file."""
-        with told_of(name, self.url):
-            fd = self._files.open(self._within(self._place(name)), READ)
-        try:
+        with ExitStack() as stack:
             with told_of(name, self.url):
-                reader = LocalReader(self._files, fd, name, self.url)
-                self._files.read_ahead(fd)
-            yield reader
-        finally:
-            with told_of(name, self.url):
-                self._files.close(fd)
+                path = self._within(self._place(name))
+                fd = self._files.open(path, READ)
+                stack.callback(self._let_go, fd)
+                draining = Draining(self._files, fd, path, self._rooms)
+                stack.callback(draining.close)
+            yield LocalReader(self._files, fd, draining, name, self.url)
+
+    def _let_go(self, fd: int) -> None:
+        # What was read was read, whatever is said now.
+        with suppress(OSError):
+            self._files.close(fd)
 
     def read(self, name: str, bytes_max: int) -> bytes:
         """A small file."""
@@ -124,9 +138,8 @@ class LocalStorage:
         """The files whose names begin so; symbolic links are none, and a directory that nobody may enter has none."""
         check_start(under)
         directory, slash, _ = under.rpartition("/")
-        for name, found in self._walk(directory + slash):
-            if name.startswith(under):
-                yield Entry(name, found.size, found.modified_at)
+        for name, found in self._walk(directory + slash, under):
+            yield Entry(name, found.size, found.modified_at)
 
     def move(self, name: str, to: str) -> None:
         """Give a small file another name, durably; if that was done already, see that it is durable."""
@@ -193,18 +206,19 @@ class LocalStorage:
             directory = directory_of(directory)
         yield self._root
 
-    def _walk(self, start: str) -> Iterator[tuple[str, Found]]:
-        """All files below a directory, by name."""
+    def _walk(self, start: str, under: str) -> Iterator[tuple[str, Found]]:
+        """All files below a directory whose names begin so."""
         waiting = [start]
         while waiting:
             lead = waiting.pop()
             for found in self._look_into(lead):
-                if found.name.startswith("."):
+                name = lead + found.name
+                if found.name.startswith(".") or not name.startswith(under):
                     continue
                 if found.is_directory:
-                    waiting.append(f"{lead}{found.name}/")
+                    waiting.append(f"{name}/")
                 else:
-                    yield lead + found.name, found
+                    yield name, found
 
     def _look_into(self, lead: str) -> list[Found]:
         with told_of(lead, self.url):
@@ -232,11 +246,17 @@ class LocalStorage:
 
     def _open_new(self, path: str, flags: int) -> int:
         """Open what is to be a new file, or the directory of one; its directory is made."""
-        for _ in range(OPENINGS_MAX):
-            with suppress(FileNotFoundError):
-                return self._files.open(path, flags)
-            self._make_directories(path if flags == UNNAMED else directory_of(path))
-        return self._files.open(path, flags)
+        directory = path if flags == UNNAMED else directory_of(path)
+        try:
+            for _ in range(OPENINGS_MAX):
+                with suppress(FileNotFoundError):
+                    return self._files.open(path, flags)
+                self._make_directories(directory)
+            return self._files.open(path, flags)
+        except OSError:
+            # The directory may have been made for nothing.
+            self._prune(directory)
+            raise
 
     def _make_directories(self, path: str) -> None:
         """Make a directory, and those that it lies in. Those above the storage nobody else makes durable."""
@@ -290,7 +310,8 @@ class LocalStorage:
 
     def _publish_hidden(self, path: str, data: memoryview) -> None:
         """Write a file under a name of the storage's own, then give it the other one. A crash may leave the former."""
-        hidden = f"{directory_of(path)}/.{secrets.token_hex(8)}.tmp"
+        hidden = f"{directory_of(path)}/.{secrets.token_hex(8)}{HIDDEN_SUFFIX}"
+        self._sweep(directory_of(path))
         fd = self._open_new(hidden, CREATE)
         try:
             try:
@@ -299,8 +320,17 @@ class LocalStorage:
                 self._files.close(fd)
             self._name_new(hidden, path)
         finally:
-            with suppress(FileNotFoundError):
+            # It may have been renamed; and one that cannot be removed now is swept away some day.
+            with suppress(OSError):
                 self._files.unlink(hidden)
+
+    def _sweep(self, directory: str) -> None:
+        """Remove what those who have died here have left hidden."""
+        old = self._wall() - HIDDEN_S_MAX
+        with suppress(OSError):
+            for found in self._files.scan(directory):
+                if found.name.startswith(".") and found.name.endswith(HIDDEN_SUFFIX) and found.modified_at < old:
+                    self._files.unlink(f"{directory}/{found.name}")
 
     def _name_new(self, path: str, to: str) -> None:
         try:

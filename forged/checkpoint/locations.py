@@ -89,7 +89,7 @@ PROVIDERS: Mapping[str, Provider] = {
         ),
     ),
 }
-_OF_EVERY_BUCKET = frozenset({"bucket", "prefix", "timeout_s", "retries"})
+OF_EVERY_BUCKET = frozenset({"bucket", "prefix", "timeout_s", "retries"})
 _memories: dict[str, ObjectStore] = {}
 _memories_lock = threading.Lock()
 
@@ -155,7 +155,7 @@ def _settings_of(provider: str) -> frozenset[str]:
         raise _refused(
             f"there is no storage provider {provider!r}", f"use {', '.join([LOCAL, *PROVIDERS])} or {MEMORY}"
         )
-    return _OF_EVERY_BUCKET | set(PROVIDERS[provider].settings)
+    return OF_EVERY_BUCKET | set(PROVIDERS[provider].settings)
 
 
 def _file(text: str, host: str, path: str) -> Storage:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
-from forged.checkpoint.boxes import Box, Shape, chunk_count, chunk_lengths, grid_of, whole
+from forged.checkpoint.boxes import CHUNK_BYTES_MAX, Box, Shape, chunk_count, chunk_lengths, grid_of, whole
 from forged.checkpoint.dtypes import dtype_of
-from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted
+from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted, invalid
 from forged.checkpoint.model import AXES_MAX, CheckpointFormat, CompressionLevel, check_prefix
-from forged.checkpoint.tree import NAME_CHARS_MAX, Node, tensors_in
+from forged.checkpoint.states import States
+from forged.checkpoint.tree import NAME_CHARS_MAX, Node, Place, content_of, tensors_in
 
 SUFFIX = ".metadata.json"
 TOMBSTONE = ".deleted.json"
@@ -36,6 +38,10 @@ CREATED_AT_MAX = 253_402_300_799.0
 HEADER_BYTES_MAX = 100_000_000
 """The safetensors library's own limit."""
 _TAIL = b',"checksum":"%s"}\n'
+_WHOLE = -1
+
+BoxText = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
 
 
 class Fence(msgspec.Struct, frozen=True):
@@ -53,11 +59,13 @@ class Tensors(msgspec.Struct, frozen=True):
     shapes: list[tuple[int, ...]]
     ranks: dict[int, int] = {}
     """Of the private ones, whose they are."""
-    held: list[dict[int, tuple[tuple[int, ...], tuple[int, ...]]]] = []
-    """By rank, offset and shape of what it had of each array of which a rank may have but a part; of none if empty."""
+    splits: list[dict[int, BoxText]] = []
+    """The ways in which arrays were given in parts: what each rank had, by rank."""
+    split_of: dict[int, int] = {}
+    """In which of these ways, of the arrays that were given in parts."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, dict=True):
     """A file: pieces of tensors one behind the other, without anything between them."""
 
     file: str
@@ -68,14 +76,22 @@ class Part(msgspec.Struct, frozen=True):
     """Where the first piece begins."""
     tensors: list[int]
     """Of which tensor each piece is."""
-    boxes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
-    """Offset and shape of those pieces that are not the whole tensor."""
+    boxes: list[BoxText]
+    """What some pieces are of their tensors, those that are alike once."""
+    box_of: list[int]
+    """Which of them each piece is, -1 for the whole tensor; empty if all are whole."""
     digests: str
     """The xxh3-128 of every chunk as it is in memory, in order, all in base64."""
     header: str
     """The digest of what stands before the first piece."""
     stored: list[int] | None = None
     """How many bytes each chunk has in the file, where it is compressed; negative where it is not after all."""
+
+    @cached_property
+    def cut(self) -> dict[int, Box]:
+        """What of their tensors the pieces are that are not whole, by piece."""
+        boxes = [Box(*box) for box in self.boxes]
+        return {place: boxes[number] for place, number in enumerate(self.box_of) if number != _WHOLE}
 
 
 class Manifest(msgspec.Struct, frozen=True, dict=True):
@@ -85,9 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     created_at: float
     world_size: int
     tensors: Tensors
-    trees: list[Any]
-    """The states of the ranks, those that are alike once."""
-    tree_of_rank: list[int]
+    states: States
     parts: list[Part]
     version: str = VERSION
     format: str = FORMAT
@@ -114,7 +128,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     def tree(self, rank: int) -> Node:
         """The state of a rank."""
-        return self.trees[self.tree_of_rank[rank]]
+        return self.states.tree(rank)
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -138,8 +152,8 @@ def pieces(manifest: Manifest, number: int) -> Iterator[Piece]:
     chunk, offset = 0, 0
     for place, tensor in enumerate(part.tensors):
         shape, dtype = kind = tensors.shapes[tensor], tensors.dtypes[tensor]
-        if place in part.boxes:
-            box, lengths, size = _measured(Box(*part.boxes[place]), shape, dtype)
+        if place in part.cut:
+            box, lengths, size = _measured(part.cut[place], shape, dtype)
         else:
             box, lengths, size = wholes.get(kind) or wholes.setdefault(kind, _measured(whole(shape), shape, dtype))
         yield Piece(number, tensor, box, chunk, lengths, offset)
@@ -152,14 +166,30 @@ def _measured(box: Box, shape: Shape, dtype: str) -> tuple[Box, list[int], int]:
     return box, chunk_lengths(box, grid_of(shape, itemsize), itemsize), box.volume * itemsize
 
 
+def boxes_once(cut: Mapping[int, BoxText], pieces: int) -> tuple[list[BoxText], list[int]]:
+    """What a part says of which boxes so many pieces are; `cut` are those that are not whole, by piece."""
+    if not cut:
+        return [], []
+    numbers: dict[BoxText, int] = {}
+    box_of = [_WHOLE] * pieces
+    for place, box in cut.items():
+        box_of[place] = numbers.setdefault(box, len(numbers))
+    return list(numbers), box_of
+
+
 def digests_of(part: Part) -> bytes:
     """All digests of a part, `DIGEST_BYTES` each."""
     return base64.b64decode(part.digests, validate=True)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The document with its checksum."""
+    """The document with its checksum; refuses one that is larger than any that is read."""
     body = msgspec.json.encode(manifest)[:-1]
+    if len(body) >= MANIFEST_BYTES_MAX - len(_TAIL % (b"0" * 32)):
+        raise invalid(
+            f"the manifest of {manifest.prefix} would have {len(body)} bytes, more than {MANIFEST_BYTES_MAX}",
+            "use fewer arrays, or shorter keys",
+        )
     return body + _TAIL % xxhash.xxh3_128_hexdigest(body).encode()
 
 
@@ -182,9 +212,23 @@ def decode(data: bytes, path: str) -> Manifest:
         raise _malformed(path, str(error)) from None
     except CheckpointException as error:
         raise _malformed(path, error.message) from None
-    if path and path not in {manifest.path, manifest.prefix + TOMBSTONE}:
+    if not path or path in {manifest.path, manifest.prefix + TOMBSTONE}:
+        return manifest
+    return _seen_from_elsewhere(manifest, path)
+
+
+def _seen_from_elsewhere(manifest: Manifest, path: str) -> Manifest:
+    """The document, read where the names of the storage begin further within, or out, than where it was written."""
+    prefix = check_prefix(path.removesuffix(SUFFIX).removesuffix(TOMBSTONE))
+    if not f"/{manifest.prefix}".endswith(f"/{prefix}") and not f"/{prefix}".endswith(f"/{manifest.prefix}"):
         raise _malformed(path, f"it is that of {manifest.prefix}")
-    return manifest
+    own = len(manifest.prefix)
+    return msgspec.structs.replace(
+        manifest,
+        prefix=prefix,
+        parts=[msgspec.structs.replace(part, file=prefix + part.file[own:]) for part in manifest.parts],
+        extra_files={prefix + file[own:]: size for file, size in manifest.extra_files.items()},
+    )
 
 
 class _Version(msgspec.Struct):
@@ -211,8 +255,6 @@ def _check_version(data: bytes, path: str) -> None:
 def _check(manifest: Manifest) -> None:
     check_prefix(manifest.prefix)
     _require(1 <= manifest.world_size <= RANKS_MAX, "world_size")
-    _require(len(manifest.tree_of_rank) == manifest.world_size, "tree_of_rank")
-    _require(_all_within(manifest.tree_of_rank, len(manifest.trees)), "tree_of_rank")
     _require(0.0 <= manifest.created_at <= CREATED_AT_MAX, "created_at")
     sizes = _check_tensors(manifest)
     for file, size in manifest.extra_files.items():
@@ -225,15 +267,40 @@ def _check(manifest: Manifest) -> None:
             _require(all(map(_is_stored, part.stored, lengths)), "parts.stored")
     files = [part.file for part in manifest.parts] + [*manifest.extra_files]
     _require(len(set(files)) == len(files), "parts: a file is named twice")
-    for tree in manifest.trees:
-        _require(_all_within(list(tensors_in(tree)), len(manifest.tensors.names)), "trees")
+    _check_states(manifest)
+
+
+def _check_states(manifest: Manifest) -> None:
+    states = manifest.states
+    _require(len(states.frame_of_rank) == len(states.own) == manifest.world_size, "states: not one of each rank")
+    _require(_are_all(states.frame_of_rank, len(states.frames)), "states.frame_of_rank")
+    places = [_check_frame(frame, manifest.tensors) for frame in states.frames]
+    owner = manifest.tensors.ranks.get
+    for rank, own in enumerate(states.own):
+        open_places = places[states.frame_of_rank[rank]]
+        _require(len(own) == len(open_places), "states.own: not as many as there are places for")
+        for node, place in zip(own, open_places, strict=True):
+            is_its = (owner(number) == rank for number in tensors_in(node, place.depth + 1))
+            _require(all(is_its), "states.own: a tensor that is not the rank's")
+
+
+def _check_frame(frame: Node, tensors: Tensors) -> list[Place]:
+    numbers, places = content_of(frame)
+    _require(_all_within(numbers, len(tensors.names)), "states.frames: a tensor that is not there")
+    _require(tensors.ranks.keys().isdisjoint(numbers), "states.frames: a tensor that is a rank's own")
+    _require([place.number for place in places] == list(range(len(places))), "states.frames: the places' numbers")
+    return places
 
 
 class _Sizes(NamedTuple):
-    """Of every tensor, by column."""
+    """Of the tensors."""
 
-    bytes: list[int]
-    chunks: list[int]
+    kinds: list[tuple[Shape, str]]
+    """Those that there are."""
+    kind_of: list[int]
+    """By tensor."""
+    of_wholes: list[tuple[int, int]]
+    """By kind, how many bytes and how many chunks one has."""
 
 
 def _check_tensors(manifest: Manifest) -> _Sizes:
@@ -243,20 +310,30 @@ def _check_tensors(manifest: Manifest) -> _Sizes:
     _require(max(map(len, tensors.names), default=0) <= NAME_CHARS_MAX, "tensors.names")
     _require(_all_within([*tensors.ranks], count), "tensors.ranks")
     _require(_all_within([*tensors.ranks.values()], manifest.world_size), "tensors.ranks")
-    _check_held(tensors, manifest.world_size)
+    _check_splits(tensors, manifest.world_size)
     owners = map(tensors.ranks.get, range(count))
     _require(len(set(zip(tensors.names, owners, strict=True))) == count, "tensors: a name stands twice")
-    kinds = list(zip(tensors.shapes, tensors.dtypes, strict=True))
-    sizes = {kind: _sizes_of(*kind) for kind in set(kinds)}
-    return _Sizes([sizes[kind][0] for kind in kinds], [sizes[kind][1] for kind in kinds])
+    numbers: dict[tuple[Shape, str], int] = {}
+    kind_of = [numbers.setdefault(kind, len(numbers)) for kind in zip(tensors.shapes, tensors.dtypes, strict=True)]
+    return _Sizes(list(numbers), kind_of, [_sizes_of(*kind) for kind in numbers])
 
 
-def _check_held(tensors: Tensors, world_size: int) -> None:
-    _require(len(tensors.held) in {0, world_size}, "tensors.held")
-    for held in tensors.held:
-        _require(_all_within([*held], len(tensors.names)), "tensors.held")
-        for tensor, box in held.items():
-            _check_box(Box(*box), tensors.shapes[tensor], "tensors.held")
+def _check_splits(tensors: Tensors, world_size: int) -> None:
+    _require(_all_within([*tensors.split_of], len(tensors.names)), "tensors.split_of")
+    _require(_are_all(tensors.split_of.values(), len(tensors.splits)), "tensors.split_of")
+    for split in tensors.splits:
+        _require(bool(split) and _all_within([*split], world_size), "tensors.splits")
+    bounds = [_bounds_of(split) for split in tensors.splits]
+    for tensor, number in tensors.split_of.items():
+        _check_box(bounds[number], tensors.shapes[tensor], "tensors.splits")
+
+
+def _bounds_of(split: Mapping[int, BoxText]) -> Box:
+    """The smallest box that begins where arrays do and has all of them in it."""
+    axes = {len(side) for box in split.values() for side in box}
+    _require(len(axes) == 1 and min(chain((0,), *chain(*split.values()))) >= 0, "tensors.splits")
+    ends = [map(int.__add__, *box) for box in split.values()]
+    return whole(tuple(map(max, zip(*ends, strict=True))))
 
 
 def _check_box(box: Box, shape: Shape, what: str) -> None:
@@ -278,12 +355,13 @@ def _check_part(manifest: Manifest, part: Part, sizes: _Sizes) -> None:
     _require(0 <= part.rank < manifest.world_size, "parts.rank")
     _require(0 <= part.data_offset <= min(part.size, HEADER_BYTES_MAX + 8) and part.size <= SIZE_MAX, "parts.size")
     _require(_all_within(part.tensors, len(manifest.tensors.names)), "parts.tensors")
-    _require(_all_within([*part.boxes], len(part.tensors)), "parts.boxes")
-    size, chunks = sum(map(sizes.bytes.__getitem__, part.tensors)), sum(map(sizes.chunks.__getitem__, part.tensors))
-    for place, box in part.boxes.items():
-        tensor = part.tensors[place]
-        its_size, its_chunks = _sizes_in(Box(*box), manifest.tensors.shapes[tensor], manifest.tensors.dtypes[tensor])
-        size, chunks = size + its_size - sizes.bytes[tensor], chunks + its_chunks - sizes.chunks[tensor]
+    _require(len(part.box_of) in {0, len(part.tensors)}, "parts.box_of: not one of each piece")
+    _require(_are_all({*part.box_of} - {_WHOLE}, len(part.boxes)), "parts.box_of")
+    size = chunks = 0
+    kinds = map(sizes.kind_of.__getitem__, part.tensors)
+    for (box, kind), count in Counter(zip(part.box_of or repeat(_WHOLE), kinds, strict=False)).items():
+        each = sizes.of_wholes[kind] if box == _WHOLE else _sizes_in(Box(*part.boxes[box]), *sizes.kinds[kind])
+        size, chunks = size + each[0] * count, chunks + each[1] * count
     _check_chunks(part, size, chunks)
 
 
@@ -306,12 +384,17 @@ def _check_chunks(part: Part, size: int, chunks: int) -> None:
 
 def _is_stored(stored: int, length: int) -> bool:
     """Whether a chunk of that length can have become so many bytes."""
-    return 0 < stored < length or stored == -length
+    return 0 < stored < length <= CHUNK_BYTES_MAX or stored == -length
 
 
 def _all_within(numbers: Sequence[int], count: int) -> bool:
     """Whether all numbers are those of things of which there are so many."""
     return not numbers or (min(numbers) >= 0 and max(numbers) < count)
+
+
+def _are_all(numbers: Iterable[int], count: int) -> bool:
+    """Whether the numbers are those of so many things, and none of these is left out."""
+    return {*numbers} == set(range(count))
 
 
 def _check_file(manifest: Manifest, file: str) -> None:

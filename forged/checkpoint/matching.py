@@ -47,7 +47,7 @@ class Matching:
         is_chosen: Callable[[str], bool] | None,
         elsewhere: Callable[[], Iterable[Node]],
     ) -> None:
-        """`is_chosen` says of a name whether it is to be loaded; `elsewhere` gives the trees of other ranks."""
+        """`is_chosen` says of a name whether it is to be loaded; `elsewhere` gives what others have in common."""
         self.numbers: list[int] = []
         self.arrays: list[Array] = []
         """Into which arrays they go."""
@@ -259,13 +259,11 @@ def _in_part(leaf_type: LeafType, have: ShardedArray) -> LeafType:
 
 
 def _note(node: Node, path: str, known: dict[str, Node]) -> None:
-    """Every part of a tree under its name, but for what is a rank's own."""
+    """Every part of a tree under its name."""
     if type(node) is int:
         known.setdefault(path, node)
         return
     ((kind, value),) = node.items()
-    if kind == "p":
-        return
     known.setdefault(path, node)
     if kind in {"d", "m"}:
         for key, inner in value.items() if kind == "d" else value:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 import xxhash
@@ -16,7 +18,7 @@ import xxhash
 from forged.checkpoint.boxes import Box
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.fetching import bytes_of, fetch
-from forged.checkpoint.manifest import Manifest
+from forged.checkpoint.manifest import MANIFEST_BYTES_MAX, SUFFIX, TOMBSTONE, Manifest, decode
 from forged.checkpoint.model import Mended
 from forged.checkpoint.ports import Halt, Storage
 from forged.checkpoint.reading import Copy, Index, PartLayout
@@ -24,33 +26,46 @@ from forged.checkpoint.reading import Copy, Index, PartLayout
 OTHERS_MAX = 32
 
 
-def no_others() -> Iterator[Manifest]:
-    """There is no other checkpoint."""
-    return iter(())
+def others_in(storage: Storage, prefix: str) -> Iterator[Manifest]:
+    """The other checkpoints of a storage, the newest first; each is read when it is asked for."""
+    entries = {entry.name: entry for entry in storage.entries()}
+    found = sorted((entry for name, entry in entries.items() if name.endswith(SUFFIX)), key=attrgetter("modified_at"))
+    for entry in reversed(found):
+        other = entry.name.removesuffix(SUFFIX)
+        if other != prefix and other + TOMBSTONE not in entries:
+            try:
+                yield decode(storage.read(entry.name, MANIFEST_BYTES_MAX), entry.name)
+            except CheckpointException:
+                # It is gone by now, or bad itself.
+                continue
 
 
 class Mender:
     """Looks for healthy copies; called by several threads."""
 
     def __init__(
-        self, storage: Storage, index: Index, halt: Halt, others: Callable[[], Iterator[Manifest]] = no_others
+        self, storage: Storage, index: Index, halt: Halt, others: Callable[[], Iterator[Manifest]] | None = None
     ) -> None:
-        """`others` gives the manifests of other checkpoints, the newest first."""
+        """`others` gives the manifests of other checkpoints, the newest first; without it, those in the storage."""
         self._storage = storage
         self._index = index
         self._halt = halt
-        self._others = others
+        self._others = others or partial(others_in, storage, index.manifest.prefix)
         self._lock = threading.Lock()
         self._known: list[Index] | None = None
 
     def mend(self, layout: PartLayout, chunk: int, room: memoryview, cause: CheckpointException) -> Mended:
         """Put the right bytes there; raises the cause if nobody has them."""
+        self._halt.check()
         box, digest = layout.box_of(chunk), layout.digest(chunk)
-        for index, copy in self._candidates(layout, chunk, box):
+        try:
+            for index, copy in self._candidates(layout, chunk, box):
+                self._halt.check()
+                tensor = index.layout(copy[0]).part.tensors[copy[1]]
+                if self._take(index, tensor, box, copy, digest, room):
+                    return self._told(layout, chunk, index, copy)
+        except CheckpointException:
             self._halt.check()
-            tensor = index.layout(copy[0]).part.tensors[copy[1]]
-            if self._take(index, tensor, box, copy, digest, room):
-                return self._told(layout, chunk, index, copy)
         raise cause
 
     def _candidates(self, layout: PartLayout, chunk: int, box: Box) -> Iterator[tuple[Index, Copy]]:

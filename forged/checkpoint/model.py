@@ -5,6 +5,7 @@ Law: values, checked when they are made; nothing here touches a storage.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 
 from forged.checkpoint.boxes import Box, Shape, whole
@@ -22,6 +24,8 @@ DEFAULT_TIMEOUT_S = 600.0
 COPIES_MAX = 8
 PREFIX_CHARS_MAX = 200
 AXES_MAX = 32
+ELEMENTS_MAX = 1 << 52
+"""More would not fit in any storage, and in no manifest."""
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*(?:/[A-Za-z0-9_][A-Za-z0-9._+=-]*)*")
 
 
@@ -86,6 +90,8 @@ class ShardedArray:
         shape = tuple(map(int, np.shape(self.local)))
         object.__setattr__(self, "global_shape", tuple(map(int, self.global_shape)))
         object.__setattr__(self, "offset", tuple(map(int, self.offset)))
+        if math.prod(max(1, size) for size in self.global_shape) > ELEMENTS_MAX:
+            raise invalid(f"global_shape = {self.global_shape}", f"give at most {ELEMENTS_MAX} elements")
         axes = {len(shape), len(self.global_shape), len(self.offset)}
         if len(axes) > 1 or min(self.offset, default=0) < 0 or not whole(self.global_shape).covers(self.box):
             raise invalid(
@@ -134,6 +140,7 @@ class SaveOptions:
         _check_timeout(self.timeout)
         if not 1 <= self.copies <= COPIES_MAX:
             raise invalid(f"copies = {self.copies}", f"give 1 to {COPIES_MAX}")
+        object.__setattr__(self, "custom_metadata", _as_json(self.custom_metadata))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +200,14 @@ class Mended:
     """Where the healthy copy was."""
 
 
+def is_prefix(text: str) -> bool:
+    """Whether a checkpoint can be called so."""
+    return len(text) <= PREFIX_CHARS_MAX and _PREFIX.fullmatch(text) is not None
+
+
 def check_prefix(prefix: str) -> str:
     """A prefix names files: it must not lead anywhere else."""
-    if not _PREFIX.fullmatch(prefix) or len(prefix) > PREFIX_CHARS_MAX:
+    if not is_prefix(prefix):
         raise invalid(
             f"checkpoint_prefix = {prefix[:PREFIX_CHARS_MAX]!r} is no name of a checkpoint",
             f"use at most {PREFIX_CHARS_MAX} letters, digits and ._+=-, with / between parts, none of ._+=- first",
@@ -212,6 +224,20 @@ def _become(options: SaveOptions | LoadOptions, name: str, kind: type[StrEnum]) 
     except ValueError:
         known = ", ".join(kind)
         raise invalid(f"{name} = {value!r}", f"use one of {known}") from None
+
+
+def _as_json(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What will stand in the manifest, whatever becomes of what was given."""
+    try:
+        said: dict[str, Any] = json.loads(json.dumps(dict(given), allow_nan=False))
+        msgspec.json.encode(said)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise invalid(
+            f"custom_metadata cannot be written as JSON: {error}",
+            "use dicts with string keys, lists, strings, finite numbers, booleans and None",
+            code="checkpoint_metadata_invalid",
+        ) from None
+    return said
 
 
 def _check_timeout(timeout: float | None) -> None:

@@ -20,10 +20,10 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from forged.checkpoint.assembly import Assembly, Origin
-from forged.checkpoint.boxes import Shape, chunks, grid_of, whole
+from forged.checkpoint.boxes import Shape
 from forged.checkpoint.dtypes import EXTENDED, dtype_of, name_of
-from forged.checkpoint.errors import CheckpointException, corrupted, storage_error
-from forged.checkpoint.foreign import Foreign, Place, check_names, tree_of
+from forged.checkpoint.errors import CheckpointException, storage_error
+from forged.checkpoint.foreign import Foreign, Place, check_names, refused, tree_of
 from forged.checkpoint.image import lay_out
 from forged.checkpoint.manifest import SIZE_MAX, Tensors
 from forged.checkpoint.model import AXES_MAX
@@ -60,7 +60,8 @@ class Archive:
         drawing = _Drawing()
         with zipfile.ZipFile(drawing, "w", allowZip64=True) as archive:
             for number, name in enumerate(names):
-                _draw(archive, drawing, origin, number, name, halt)
+                halt.check()
+                _draw(archive, drawing, self._arrays, tensors.dtypes[number], number, name)
         self._segments = drawing.segments
         self._starts = drawing.starts
         self.size = drawing.size
@@ -74,16 +75,18 @@ class Archive:
             stop = min(end, self._starts[number + 1] if number + 1 < len(self._starts) else self.size)
             into = room[at - offset : stop - offset]
             if isinstance(segment, int):
-                self._arrays.block(segment + at - start, into)
+                into[:] = self._arrays.run(segment + at - start, stop - at).data
             else:
                 into[:] = memoryview(segment)[at - start : stop - start]
             at, number = stop, number + 1
         return room[: end - offset]
 
 
-def _draw(archive: zipfile.ZipFile, drawing: _Drawing, origin: Origin, tensor: int, name: str, halt: Halt) -> None:
+def _draw(
+    archive: zipfile.ZipFile, drawing: _Drawing, arrays: Assembly, dtype_name: str, number: int, name: str
+) -> None:
     """One array of an archive."""
-    shape, dtype_name = tuple(origin.tensors.shapes[tensor]), origin.tensors.dtypes[tensor]
+    shape = arrays.layout.boxes[number].shape
     dtype = dtype_of(dtype_name)
     about = zipfile.ZipInfo(name + ENDING)
     is_raw = dtype_name in EXTENDED
@@ -94,16 +97,12 @@ def _draw(archive: zipfile.ZipFile, drawing: _Drawing, origin: Origin, tensor: i
         "fortran_order": False,
         "shape": shape,
     }
-    boxes = list(chunks(whole(shape), grid_of(shape, dtype.itemsize)))
-    is_long = sum(box.volume for box in boxes) * dtype.itemsize >= LONG_BYTES
-    with archive.open(about, "w", force_zip64=is_long) as member:
+    start, end = arrays.layout.starts[number : number + 2]
+    with archive.open(about, "w", force_zip64=end - start >= LONG_BYTES) as member:
         np.lib.format.write_array_header_1_0(member, said)
         drawing.draws_arrays = True
-        for box in boxes:
-            halt.check()
-            room: Array = np.empty(box.shape, dtype)
-            origin.fetch([tensor], {0: box}, {0: room})
-            member.write(room.reshape(-1).view(np.uint8).data if dtype.itemsize else b"")
+        for at in range(start, end, BLOCK_BYTES):
+            member.write(arrays.run(at, min(BLOCK_BYTES, end - at)).data)
         drawing.draws_arrays = False
 
 
@@ -182,7 +181,7 @@ def opened_npz(storage: Storage, file: str, halt: Halt) -> Iterator[Foreign]:
             archive = stack.enter_context(zipfile.ZipFile(_Seekable(reader)))
             found = [_found(archive, about, reader, stack, halt) for about in archive.infolist()]
         except _BROKEN as error:
-            raise _refused(file, f"{error!s:.100}") from None
+            raise refused(file, f"{error!s:.100}") from None
         tensors = Tensors([one.name for one in found], [one.dtype for one in found], [one.shape for one in found])
         check_names(tensors.names, file)
         yield Foreign(tensors, [one.place for one in found], tree_of(tensors.names), halt)
@@ -315,7 +314,7 @@ class _Spooled:
         while done < len(room):
             count = os.preadv(self._file.fileno(), [room[done:]], offset + done)
             if not count:
-                raise _refused("a temporary file", "it is shorter than it was")
+                raise refused("a temporary file", "it is shorter than it was")
             done += count
 
     def mapped(self) -> memoryview | None:
@@ -352,7 +351,3 @@ class _Seekable(io.RawIOBase):
         self._reader.read_into(self._at, view[:count])
         self._at += count
         return count
-
-
-def _refused(file: str, why: str) -> CheckpointException:
-    return corrupted(f"{file} cannot be read: {why}", file, "use another copy", code="checkpoint_file_malformed")

@@ -23,7 +23,9 @@ PACKED_BYTES_MIN = 2_048
 """Less is not worth the trouble."""
 SPARED_MIN = 0.03
 """What is spared of a chunk has to be this part of it."""
-SAMPLE_BYTES = 1 << 17
+SAMPLE_BYTES_MIN = 1 << 13
+SAMPLE_PART = 8
+"""One in so many bytes of a plane is looked at to see whether there are repetitions."""
 TRIES = 3
 """So often in a row nothing is gained before a tensor is left alone."""
 REST = 15
@@ -42,7 +44,10 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 def pack(data: memoryview, itemsize: int, level: CompressionLevel) -> bytes | None:
     """Fewer bytes that say the same; None where they would not be so much fewer."""
-    if level is CompressionLevel.NONE or len(data) < PACKED_BYTES_MIN or len(data) % itemsize:
+    if level is CompressionLevel.NONE or len(data) % itemsize:
+        return None
+    if not PACKED_BYTES_MIN <= len(data) <= CHUNK_BYTES_MAX:
+        # More has only an element that is so large itself: nobody is to unpack that for a few bytes.
         return None
     planes = _split(np.frombuffer(data, np.uint8), width_of(itemsize))
     search = _SEARCHES.get(level)
@@ -133,8 +138,8 @@ def _smallest(plane: Bytes, search: int | None, *, whole_too: bool) -> bytes:
     counted = _own.compressor(None).compress(data)
     if search is None:
         return counted
-    if not whole_too and plane.size > SAMPLE_BYTES:
-        sample = data[:SAMPLE_BYTES]
+    if not whole_too and plane.size > SAMPLE_BYTES_MIN:
+        sample = data[: max(SAMPLE_BYTES_MIN, plane.size // SAMPLE_PART)]
         if len(_own.compressor(search).compress(sample)) >= len(_own.compressor(None).compress(sample)):
             return counted
     return min(counted, _own.compressor(search).compress(data), key=len)

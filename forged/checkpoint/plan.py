@@ -19,14 +19,12 @@ import xxhash
 from forged.checkpoint.boxes import Box, Grid, Shape, grid_of, whole
 from forged.checkpoint.dtypes import dtype_of, name_of
 from forged.checkpoint.errors import CheckpointException, invalid
-from forged.checkpoint.manifest import Tensors
+from forged.checkpoint.manifest import BoxText, Tensors
 from forged.checkpoint.tree import Leaf
 
 UNCUT_BYTES_MAX = 1 << 20
 """Less is not cut among ranks."""
 CELLS_MAX = 1 << 24
-
-BoxText = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
@@ -87,11 +85,7 @@ def plan(descriptions: Sequence[Description], copies: int = 1) -> Plan:
         return _alone(descriptions[0])
     table = _Table()
     numbers = [table.enter(rank, description) for rank, description in enumerate(descriptions)]
-    if any(description.boxes for description in descriptions):
-        table.tensors.held.extend(
-            {its[place]: box for place, box in description.boxes.items()}
-            for its, description in zip(numbers, descriptions, strict=True)
-        )
+    _note_splits(table.tensors, numbers, descriptions)
     return Plan(table.tensors, numbers, _shares(table, len(descriptions), copies))
 
 
@@ -102,11 +96,25 @@ def _alone(description: Description) -> Plan:
     return Plan(tensors, [list(range(count))], [Share(list(range(count)), {})])
 
 
+def _note_splits(tensors: Tensors, numbers: list[list[int]], descriptions: Sequence[Description]) -> None:
+    """Tell what each rank has of the tensors that are given in parts; tensors that are split alike share that."""
+    splits: defaultdict[int, dict[int, BoxText]] = defaultdict(dict)
+    for rank, description in enumerate(descriptions):
+        its = numbers[rank]
+        for place, box in description.boxes.items():
+            splits[its[place]][rank] = box
+    known: dict[tuple[tuple[int, BoxText], ...], int] = {}
+    for tensor, split in splits.items():
+        number = tensors.split_of[tensor] = known.setdefault(tuple(split.items()), len(known))
+        if number == len(tensors.splits):
+            tensors.splits.append(split)
+
+
 class _Table:
     """The tensors of all ranks, and who has which parts of them."""
 
     def __init__(self) -> None:
-        self.tensors = Tensors([], [], [], {}, [])
+        self.tensors = Tensors([], [], [], {}, [], {})
         self.holders: list[dict[Box, list[int]]] = []
         self._number: dict[tuple[str, int], int] = {}
 

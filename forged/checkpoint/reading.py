@@ -17,19 +17,24 @@ import numpy as np
 
 from forged.checkpoint.boxes import Box, Grid, Shape, chunk_lengths, chunks, chunks_within, grid_of, intersection, whole
 from forged.checkpoint.dtypes import dtype_of
-from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted
+from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted, invalid
 from forged.checkpoint.manifest import DIGEST_BYTES, Manifest, Part, digests_of
-from forged.checkpoint.ports import BLOCK_BYTES
 
+READ_BYTES_MAX = 8 << 20
+"""So much is read at a time."""
 SMALL_BYTES_MAX = 1 << 16
 """Less is read together with its neighbours and copied from there."""
 GAP_BYTES_MAX = 1 << 14
 """Over so much that nobody wants it is read rather than asked anew."""
 
+FRAGMENTS_MAX = 1 << 12
+"""Into so many boxes may fall what is still wanted of one, while its parts are gathered."""
+
 Copy = tuple[int, int]
 """A piece: the number of its part, and its place there."""
 
 
+BoxText = tuple[tuple[int, ...], tuple[int, ...]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -75,8 +80,12 @@ class PartLayout:
         dtypes = list(map(self._tensors.dtypes.__getitem__, part.tensors))
         wholes = {kind: _lengths_of(whole(kind[0]), *kind) for kind in set(zip(shapes, dtypes, strict=True))}
         lengths = list(map(wholes.__getitem__, zip(shapes, dtypes, strict=True)))
-        for place, box in part.boxes.items():
-            lengths[place] = _lengths_of(Box(*box), shapes[place], dtypes[place])
+        parts: dict[tuple[BoxText, Shape, str], list[int]] = {}
+        for place, box in part.cut.items():
+            kind = box, shapes[place], dtypes[place]
+            if kind not in parts:
+                parts[kind] = _lengths_of(*kind)
+            lengths[place] = parts[kind]
         return lengths
 
     @property
@@ -110,8 +119,8 @@ class PartLayout:
 
     def box_of_piece(self, place: int) -> Box:
         """Which part of its tensor a piece is."""
-        box = self.part.boxes.get(place)
-        return whole(self._tensors.shapes[self.part.tensors[place]]) if box is None else Box(*box)
+        box = self.part.cut.get(place)
+        return whole(self._tensors.shapes[self.part.tensors[place]]) if box is None else box
 
     def box_of(self, chunk: int) -> Box:
         """Which part of its tensor a chunk is."""
@@ -165,12 +174,12 @@ class Holders(NamedTuple):
 
     parts: Integers
     places: Integers
-    is_cut: np.ndarray[Any, np.dtype[np.bool_]]
-    """Whether the piece is not the whole tensor."""
     order: Integers
     """The pieces in the order of their tensors."""
     firsts: Integers
     """Where in that order those of each tensor begin, and where the last ones end."""
+    is_cut: np.ndarray[Any, np.dtype[np.bool_]]
+    """By tensor: whether some piece is but a part of it."""
 
 
 class Index:
@@ -179,6 +188,7 @@ class Index:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._layouts: dict[int, PartLayout] = {}
+        self._places: dict[int, dict[tuple[int, Box], list[int]]] = {}
 
     @cached_property
     def holders(self) -> Holders:
@@ -190,15 +200,40 @@ class Index:
         sizes = [len(part.tensors) for part in parts]
         is_cut = np.zeros(tensors.size, np.bool_)
         for start, part in zip(accumulate(sizes, initial=0), parts, strict=False):
-            is_cut[[start + place for place in part.boxes]] = True
+            is_cut[start : start + len(part.box_of)] = np.array(part.box_of) >= 0
         order = np.argsort(tensors, kind="stable")
+        count = len(self.manifest.tensors.names)
         return Holders(
             np.repeat(np.arange(len(parts)), sizes),
             np.concatenate([np.array([], np.int64), *map(np.arange, sizes)]),
-            is_cut,
             order,
-            np.searchsorted(tensors[order], np.arange(len(self.manifest.tensors.names) + 1)),
+            np.searchsorted(tensors[order], np.arange(count + 1)),
+            np.bincount(tensors[is_cut], minlength=count) > 0,
         )
+
+    def exact(self, tensor: int, box: Box) -> list[Copy]:
+        """The pieces that have this box of a tensor, where it is not all of it."""
+        parts = self._parts_with.get(box, ())
+        return [(number, place) for number in parts for place in self._cut_places(number).get((tensor, box), ())]
+
+    @cached_property
+    def _parts_with(self) -> dict[Box, list[int]]:
+        """By box, the parts that have it of some tensor."""
+        found: dict[Box, list[int]] = {}
+        for number, part in enumerate(self.manifest.parts):
+            for box in part.boxes:
+                found.setdefault(Box(*box), []).append(number)
+        return found
+
+    def _cut_places(self, number: int) -> dict[tuple[int, Box], list[int]]:
+        """By tensor and box, the pieces of a part that are not whole."""
+        if number not in self._places:
+            part = self.manifest.parts[number]
+            found: dict[tuple[int, Box], list[int]] = {}
+            for place, box in part.cut.items():
+                found.setdefault((part.tensors[place], box), []).append(place)
+            self._places[number] = found
+        return self._places[number]
 
     def copies(self, tensor: int) -> list[Copy]:
         """The pieces of a tensor."""
@@ -271,14 +306,14 @@ class _Planning:
         return Plan(self._spans, self._sheaves, self._needed(wanted))
 
     def _plain(self, numbers: Integers) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], Integers]:
-        """Which wants are for whole tensors that lie in one piece, and its row."""
+        """Which wants are for whole tensors of which all pieces have all, and the row of one of these."""
         holders = self._index.holders
-        if self._only is not None or not holders.order.size:
-            return np.zeros(numbers.size, np.bool_), numbers
-        firsts, ends = holders.firsts[numbers], holders.firsts[numbers + 1]
-        rows = holders.order[np.minimum(firsts, holders.order.size - 1)]
-        is_plain = (ends - firsts == 1) & ~holders.is_cut[rows]
+        firsts = holders.firsts[numbers]
+        counts = holders.firsts[numbers + 1] - firsts
+        is_plain = (counts > 0) & ~holders.is_cut[numbers] & (self._only is None)
         is_plain[[*self._boxes, *self._strided]] = False
+        rows = np.zeros(numbers.size, np.int64)
+        rows[is_plain] = holders.order[firsts[is_plain] + self._turn % counts[is_plain]]
         return is_plain, rows
 
     def _take_pieces(self, layout: PartLayout, wants: Integers, places: Integers) -> None:
@@ -301,6 +336,11 @@ class _Planning:
         """What is wanted, from whoever has it."""
         shape = self._tensors.shapes[tensor]
         wanted = self._boxes[want] if want in self._boxes else whole(shape)
+        exact = self._index.exact(tensor, wanted)
+        if exact and want not in self._strided and self._only is None:
+            number, place = exact[self._turn % len(exact)]
+            self._take_piece(want, self._index.layout(number), place)
+            return
         missing = [wanted] if wanted.volume else []
         for copy, box in self._copies(tensor):
             if not missing:
@@ -314,6 +354,12 @@ class _Planning:
                     self._take_part(want, wanted, copy, box, taken)
                     left.extend(without(one, taken))
             missing = left
+            if len(missing) > FRAGMENTS_MAX:
+                raise invalid(
+                    f"{self._tensors.names[tensor]} is in more than {FRAGMENTS_MAX} scattered parts",
+                    "load smaller boxes of it",
+                    code="checkpoint_parts_scattered",
+                )
         if missing:
             raise self._nobody_has(tensor, missing[0])
 
@@ -472,7 +518,7 @@ def _bound(columns: Columns, chunks_of_them: Integers, wants: Integers) -> Itera
     start = 0
     for end in ends:
         while start < end:
-            stop = min(end, max(start + 1, int(np.searchsorted(high, low[start] + BLOCK_BYTES, "right"))))
+            stop = min(end, max(start + 1, int(np.searchsorted(high, low[start] + READ_BYTES_MAX, "right"))))
             yield Sheaf(chunks_of_them[start:stop].tolist(), wants[start:stop].tolist())
             start = stop
 
@@ -485,9 +531,9 @@ def _summed(column: Integers) -> Integers:
 
 
 def blocks_of(memory: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Chunks in blocks: as many as `BLOCK_BYTES` has room for, and one at least."""
+    """Chunks in blocks: as many as `READ_BYTES_MAX` has room for, and one at least."""
     while first < end:
-        stop = min(end, max(first + 1, bisect_right(memory, memory[first] + BLOCK_BYTES, first, end + 1) - 1))
+        stop = min(end, max(first + 1, bisect_right(memory, memory[first] + READ_BYTES_MAX, first, end + 1) - 1))
         yield first, stop
         first = stop
 

@@ -18,11 +18,12 @@ from forged.checkpoint.manifest import Part
 from forged.checkpoint.ports import Halt, Storage
 from forged.checkpoint.saving import Work
 
+ROOT = 0
 POLL_S = 0.01
 POLL_MAX_S = 1.0
 NOTE_BYTES_MAX = 1 << 30
 GONE_S = 2.0
-"""How long a save may still take when one of its ranks is gone: what that has written may be there already."""
+"""How long a rank that is gone is still waited for: what it has to say may be there already."""
 VERDICT_S = 5.0
 """So much longer than the root the others wait, because it still has to tell them when its time is over."""
 
@@ -38,26 +39,30 @@ _refusal: msgspec.json.Decoder[Trouble] = msgspec.json.Decoder(Trouble)
 
 
 class Patience:
-    """How a save waits for other ranks: less and less often, and not for long when their world is over."""
+    """How a save waits for other ranks: less and less often, and not for long for those that are gone."""
 
-    def __init__(self, halt: Halt, members: Callable[[], Collection[str]]) -> None:
-        """`members` are the names of the ranks that there are now, where they have some."""
-        self.halt = halt
+    def __init__(self, halt: Halt, members: Callable[[], Collection[str]], grace_s: float = 0.0) -> None:
+        """`members` are the names of the ranks that there are now, by rank, where they have some."""
+        self.halt = halt.later(grace_s)
+        self._grace_s = grace_s
         self._members = members
-        self._began_with = frozenset(members())
+        self._began_with = tuple(members())
         self._pause_s = POLL_S
 
-    def wait(self) -> None:
-        """Pause."""
-        if not self._began_with.issubset(self._members()):
-            # One of those for whom it may wait is gone.
-            self.halt.hurry(GONE_S)
+    def wait(self, ranks: Iterable[int]) -> None:
+        """Pause: these ranks have not said yet what they have to say."""
+        if self._began_with and not self._are_there(ranks):
+            self.halt.hurry(GONE_S + self._grace_s)
         self.halt.wait(self._pause_s)
         self._pause_s = min(2 * self._pause_s, POLL_MAX_S)
 
     def begin_anew(self) -> None:
         """Something has come: more may come soon."""
         self._pause_s = POLL_S
+
+    def _are_there(self, ranks: Iterable[int]) -> bool:
+        there, names = frozenset(self._members()), self._began_with
+        return all(rank < len(names) and names[rank] in there for rank in ranks)
 
 
 class Notes:
@@ -78,12 +83,13 @@ class Notes:
         others = range(1, self._work.world_size)
         found: dict[int, Part] = {}
         while len(found) < len(others):
-            news = self._handed_in(rank for rank in others if rank not in found)
+            missing = [rank for rank in others if rank not in found]
+            news = self._handed_in(missing)
             if news:
                 found |= news
                 self._patience.begin_anew()
             else:
-                self._patience.wait()
+                self._patience.wait(missing)
         return [found[rank] for rank in others]
 
     def verdict(self) -> Trouble | None:
@@ -93,7 +99,7 @@ class Notes:
                 return _refusal.decode(said)
             if self._stands():
                 return None
-            self._patience.wait()
+            self._patience.wait([ROOT])
 
     def refuse(self, trouble: Trouble) -> None:
         """Tell the others that there will be no such checkpoint."""

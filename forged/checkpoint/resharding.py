@@ -6,13 +6,13 @@ but what was some rank's own; that goes to that rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from forged.checkpoint.boxes import Box, whole
-from forged.checkpoint.manifest import Manifest
+from forged.checkpoint.manifest import BoxText, Manifest
 from forged.checkpoint.model import ReshardingStrategy
-from forged.checkpoint.tree import Node, tensors_in
+from forged.checkpoint.tree import Node, content_of
 
 ABSENT: Final = object()
 """Stands for what is not there, where None is a value."""
@@ -22,15 +22,17 @@ NOTHING: Final[Node] = {"v": None}
 
 def tree_for(manifest: Manifest, rank: int, world_size: int) -> Node:
     """The tree of a rank, in a world of that size."""
-    saved = manifest.world_size
-    own = manifest.tree(rank % saved)
-    if rank >= saved:
-        own = without_private(own)
+    states, saved = manifest.states, manifest.world_size
+    own = states.tree(rank) if rank < saved else without_private(states.frame(rank % saved))
     if world_size == saved:
         return own
-    first = manifest.tree_of_rank[rank % saved]
-    others = [tree for number, tree in enumerate(manifest.trees) if number != first]
-    return united(own, [without_private(tree) for tree in others]) if others else own
+    others = common_of_others(manifest, rank)
+    return united(own, others) if others else own
+
+
+def common_of_others(manifest: Manifest, rank: int) -> list[Node]:
+    """The trees that ranks of another build had, without what was any one's own."""
+    return [without_private(frame) for frame in manifest.states.other_frames(rank % manifest.world_size)]
 
 
 def lacking(manifest: Manifest, rank: int) -> set[str]:
@@ -45,18 +47,17 @@ def boxes_for(
 ) -> dict[int, Box]:
     """Of which tensors a rank is given a part, by tensor."""
     tensors = manifest.tensors
-    if not tensors.held:
-        return {}
     if world_size == manifest.world_size:
-        return {tensor: Box(*box) for tensor, box in tensors.held[rank].items()}
+        mine = {number: Box(*split[rank]) for number, split in enumerate(tensors.splits) if rank in split}
+        return {tensor: mine[number] for tensor, number in tensors.split_of.items() if number in mine}
     if strategy is ReshardingStrategy.SIMPLE:
         return {}
-    found: dict[int, Box] = {}
-    for tensor in wanted:
-        held = {Box(*own[tensor]) for own in tensors.held if tensor in own}
-        if held and tensor not in tensors.ranks:
-            found[tensor] = _slice(whole(tensors.shapes[tensor]), held, rank, world_size)
-    return found
+    axes = [_axis_of(split) for split in tensors.splits]
+    return {
+        tensor: _slice(whole(tensors.shapes[tensor]), axes[tensors.split_of[tensor]], rank, world_size)
+        for tensor in wanted
+        if tensor in tensors.split_of and tensor not in tensors.ranks
+    }
 
 
 def turns(manifest: Manifest, rank: int, world_size: int, wanted: Iterable[int]) -> set[int]:
@@ -66,16 +67,23 @@ def turns(manifest: Manifest, rank: int, world_size: int, wanted: Iterable[int])
     return {number for place, (_, number) in enumerate(common) if place % world_size != rank}
 
 
-def _slice(box: Box, held: Collection[Box], rank: int, world_size: int) -> Box:
-    """An even share of a box along the first axis along which it was in parts; all of it if it was in none."""
-    for axis, size in enumerate(box.shape):
-        if len({(one.offset[axis], one.shape[axis]) for one in held}) > 1:
-            start, end = size * rank // world_size, size * (rank + 1) // world_size
-            return Box(
-                (*box.offset[:axis], start, *box.offset[axis + 1 :]),
-                (*box.shape[:axis], end - start, *box.shape[axis + 1 :]),
-            )
-    return box
+def _axis_of(split: Mapping[int, BoxText]) -> int | None:
+    """The first axis along which ranks had different parts."""
+    offsets, shapes = (list(zip(*sides, strict=True)) for sides in zip(*split.values(), strict=True))
+    along = enumerate(zip(offsets, shapes, strict=True))
+    return next((axis for axis, (starts, sizes) in along if len(set(zip(starts, sizes, strict=True))) > 1), None)
+
+
+def _slice(box: Box, axis: int | None, rank: int, world_size: int) -> Box:
+    """An even share of a box along an axis; all of it if there is none."""
+    if axis is None:
+        return box
+    size = box.shape[axis]
+    start, end = size * rank // world_size, size * (rank + 1) // world_size
+    return Box(
+        (*box.offset[:axis], start, *box.offset[axis + 1 :]),
+        (*box.shape[:axis], end - start, *box.shape[axis + 1 :]),
+    )
 
 
 def united(own: Node, others: Sequence[Node]) -> Node:
@@ -117,11 +125,11 @@ def _pruned(node: Node, keeps: Any, keeps_private: bool) -> Any:
         case "l" | "t":
             inner = [_pruned(one, keeps, keeps_private) for one in value]
             return {kind: [NOTHING if one is ABSENT else one for one in inner]}
-        case "p" if not keeps_private:
-            return ABSENT
-        case "p":
+        case "p" if keeps_private:
             found = _pruned(value, keeps, keeps_private)
             return found if found is ABSENT else {"p": found}
+        case "p" | "o":
+            return ABSENT
         case _:
             return node
 
@@ -143,5 +151,5 @@ def _node_of(entries: Mapping[Any, Node]) -> Node:
 
 def common_to_all(manifest: Manifest) -> set[int]:
     """The tensors that every rank had."""
-    of_each = [set(tensors_in(tree)) for tree in manifest.trees]
+    of_each = [set(content_of(frame)[0]) for frame in manifest.states.frames]
     return set.intersection(*of_each)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 
 from forged.checkpoint.boxes import Shape
 from forged.checkpoint.dtypes import RAW, SAFETENSORS, dtype_of, safetensors_name
-from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted
+from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted, invalid
 from forged.checkpoint.model import AXES_MAX
-from forged.checkpoint.ports import Reader
+
+if TYPE_CHECKING:
+    from forged.checkpoint.ports import Reader
 
 PAGE = 4096
 PLACE_BYTES = 8
@@ -63,7 +65,7 @@ def header_of(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
     offset = 0
     for name, dtype, shape, nbytes in entries:
         known = safetensors_name(dtype)
-        said[_unused(name, said)] = {
+        said[unused(name, said)] = {
             "dtype": known or RAW,
             "shape": shape if known else (nbytes,),
             "data_offsets": (offset, offset + nbytes),
@@ -71,6 +73,11 @@ def header_of(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
         offset += nbytes
     text = msgspec.json.encode(said)
     room = math.ceil((PLACE_BYTES + len(text)) / PAGE) * PAGE - PLACE_BYTES
+    if room > HEADER_BYTES_MAX:
+        raise invalid(
+            f"the names and shapes of the arrays of one file take {len(text)} bytes, more than {HEADER_BYTES_MAX}",
+            "use fewer arrays, or shorter keys",
+        )
     return room.to_bytes(PLACE_BYTES, "little") + text.ljust(room)
 
 
@@ -160,10 +167,10 @@ def _entry(name: str, said: _Said, file: str) -> Entry:
     return Entry(name, dtype, tuple(said.shape), end - start)
 
 
-def _unused(name: str, said: dict[str, object]) -> str:
+def unused(name: str, taken: Container[str]) -> str:
     """A name that no other array in the file has, nor its metadata."""
     found, number = name, 2
-    while found in said or found == METADATA:
+    while found in taken or found == METADATA:
         found, number = f"{name} ({number})", number + 1
     return found
 

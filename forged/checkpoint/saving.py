@@ -29,13 +29,15 @@ from forged.checkpoint.image import Image, Layout, lay_out
 from forged.checkpoint.manifest import Fence, Manifest, Part, encode
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.plan import Description, Plan, plan
-from forged.checkpoint.ports import Halt, Storage
+from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.staging import Staged, Staging
+from forged.checkpoint.states import States, taken_apart
 from forged.checkpoint.tree import Leaf, LeafType, Node, flatten, renumbered
 from forged.errors import describe
 from forged.log import SILENT, Log
 
 EXISTS = "checkpoint_exists"
+UNREACHABLE = "checkpoint_storage_unreachable"
 ROLL_BACK_S = 10.0
 """How long a save that has failed may still take to clear away what it has written."""
 
@@ -44,7 +46,9 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says before a save."""
 
     options: bytes
-    tree: bytes
+    frame: bytes
+    own: bytes
+    """What stands in the open places of the frame."""
     description: bytes
     """The digest of what it has."""
     plan: bytes
@@ -81,9 +85,12 @@ class World:
     log: Log
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Known:
-    """The plan of the last save, which serves as long as all have the same arrays."""
+    """The plan of the last save, which serves as long as all have the same arrays.
+
+    A save sets out from one of them and leaves another one behind; two that go on at once do not disturb each other.
+    """
 
     key: bytes = b""
     description: Description | None = None
@@ -103,9 +110,8 @@ class Work:
     terms: Terms
     plan: Plan
     image: Image
-    trees: list[Any] = field(default_factory=list)
-    """The trees of the ranks, those that are alike once; at the root alone."""
-    tree_of_rank: list[int] = field(default_factory=list)
+    states: States = field(default_factory=lambda: States([], [], []))
+    """Those of all ranks; at the root alone."""
     staged: Staged | None = None
     made: list[Part] = field(default_factory=list)
     """The files of whole tensors, where this rank has made some."""
@@ -143,40 +149,30 @@ class Saving:
         """Take a state apart, and settle under which name it is saved and who writes what."""
         node: Node = None
         leaves: list[Leaf] = []
-        others: list[bytes] = []
+        said: list[Wish] = []
+        known = self._known
 
         async def wish() -> bytes:
-            nonlocal node, leaves
+            nonlocal node, leaves, known
             node, leaves = flatten(await state(), self._world.leaf_types)
-            return msgspec.msgpack.encode(self._wish(ranks, node, Description.of(leaves), options))
+            description = Description.of(leaves)
+            known = self._known if self._known.description == description else _Known(description=description)
+            return msgspec.msgpack.encode(_wish(ranks, node, known, options))
 
         async def settle(wishes: list[bytes]) -> bytes:
-            said = [msgspec.msgpack.decode(one, type=Wish) for one in wishes]
-            others.extend(one.tree for one in said)
+            said.extend(msgspec.msgpack.decode(one, type=Wish) for one in wishes)
             return msgspec.msgpack.encode(await self._settle(ranks, said, options))
 
         terms = msgspec.msgpack.decode(await ranks.decide(wish, settle), type=Terms)
         ranks.prefix = terms.prefix
-        if not terms.is_known:
-            await self._make_plan(ranks, leaves, options, terms.plan)
-        assert self._known.plan is not None
-        made = self._known.plan
-        image = parts.image_of(made, ranks.rank, leaves, self._layout(made, ranks.rank))
+        self._known = known = await _laid_out(ranks, known, terms, options)
+        made, layout = known.plan, known.layout
+        assert made is not None
+        image = parts.image_of(made, ranks.rank, leaves, layout)
         work = Work(ranks.rank, ranks.world_size, options, terms, made, image)
         if work.is_root:
-            work.trees, work.tree_of_rank = _trees(node, others, made)
+            work.states = _states(node, said, made)
         return work
-
-    def _wish(self, ranks: Ranks, node: Node, description: Description, options: SaveOptions) -> Wish:
-        known = self._known
-        if known.description != description:
-            known.key, known.description = b"", description
-        if ranks.is_alone:
-            return Wish(b"", b"", b"", known.key)
-        said = msgspec.json.encode(
-            (options.format, options.compression_level, options.copies, options.checkpoint_prefix)
-        )
-        return Wish(said, msgspec.json.encode(node), description.digest(), known.key)
 
     async def _settle(self, ranks: Ranks, wishes: list[Wish], options: SaveOptions) -> Terms:
         for rank, wish in enumerate(wishes):
@@ -189,33 +185,9 @@ class Saving:
         world = self._world
         now = world.wall()
         prefix = options.checkpoint_prefix or shelf.name_after(now, world.draw)
-        await in_thread(partial(shelf.require_free, world.storage, prefix), ranks.halt)
+        await in_thread(partial(shelf.require_free, bounded(world.storage, ranks.halt), prefix), ranks.halt)
         key = b"alone" if ranks.is_alone else _key(wishes, options)
         return Terms(prefix, world.draw(shelf.SAVE_ID_BYTES).hex(), now, key, all(one.plan == key for one in wishes))
-
-    async def _make_plan(self, ranks: Ranks, leaves: list[Leaf], options: SaveOptions, key: bytes) -> None:
-        description = self._known.description
-        assert description is not None
-        if ranks.is_alone:
-            self._known = _Known(key, description, plan([description]))
-            return
-
-        async def describe() -> bytes:
-            return msgspec.msgpack.encode(description)
-
-        async def decide(said: list[bytes]) -> bytes:
-            descriptions = [msgspec.msgpack.decode(one, type=Description) for one in said]
-            made = await to_thread.run_sync(plan, descriptions, options.copies)
-            return msgspec.msgpack.encode(made)
-
-        made = msgspec.msgpack.decode(await ranks.decide(describe, decide), type=Plan)
-        self._known = _Known(key, description, made)
-
-    def _layout(self, made: Plan, rank: int) -> Layout:
-        known = self._known
-        if known.layout is None or known.rank != rank:
-            known.layout, known.rank = lay_out(made.tensors, made.shares[rank], parts.FILE_METADATA), rank
-        return known.layout
 
     # Writing.
 
@@ -298,7 +270,9 @@ class Saving:
         """Whether a manifest stands for good though publishing it has failed; else it is taken back."""
         storage = self._world.storage
         try:
-            if not _is_ours(storage, path, data):
+            if not shelf.holds(storage, path, data):
+                if _is_open(error):
+                    raise _undecided(work, error)
                 return False
             if isinstance(error, CheckpointException) and error.code == EXISTS:
                 # It was published before, by a try that was not told so.
@@ -306,6 +280,8 @@ class Saving:
                 return True
             # Nobody knows whether it would stand after a power cut; it must not, before what it names is deleted.
             storage.delete([path])
+        except Undecided:
+            raise
         except Exception as why:
             raise _undecided(work, why) from why
         return False
@@ -320,8 +296,7 @@ class Saving:
             created_at=terms.created_at,
             world_size=work.world_size,
             tensors=work.plan.tensors,
-            trees=work.trees,
-            tree_of_rank=work.tree_of_rank,
+            states=work.states,
             parts=written,
             layout=options.format,
             compression=options.compression_level,
@@ -335,10 +310,8 @@ class Saving:
     def roll_back(self, work: Work) -> None:
         """Leave nothing behind of a save that has failed."""
         ranks = range(work.world_size) if work.is_root else [work.rank]
-        indexes = [f"{work.terms.prefix}/{name}" for name in indexes_of(whole_files(work))] if work.made else []
-        made = [part.file for part in work.made]
         try:
-            self._world.storage.delete([*(work.file(rank) for rank in ranks), *made, *indexes])
+            self._world.storage.delete([*(work.file(rank) for rank in ranks), *_made(work)])
         except CheckpointException as error:
             self._world.log.warning("files of a save that failed are left", prefix=work.terms.prefix, why=str(error))
 
@@ -347,6 +320,7 @@ class Saving:
 
         async def mine() -> bytes:
             work.staged = await in_thread(partial(staging.stage, work.image, ranks.halt), ranks.halt)
+            work.image.let_go()
             return b""
 
         await ranks.decide(mine, _agreed)
@@ -356,6 +330,16 @@ def whole_files(work: Work) -> list[File]:
     """The files of whole tensors that a save makes."""
     terms, options = work.terms, work.options
     return planned(work.plan.tensors, terms.prefix, terms.save_id, options.format, options.compression_level)
+
+
+def _made(work: Work) -> list[str]:
+    """The files of whole tensors that this rank has made, or may have; none that may be another save's."""
+    if not work.is_assembled or not work.is_root:
+        return []
+    terms, files = work.terms, whole_files(work)
+    own = [file.name for file in files if file.name.startswith(terms.save_id)]
+    indexes = indexes_of(files) if work.made else ()
+    return [part.file for part in work.made] + [f"{terms.prefix}/{name}" for name in (*own, *indexes)]
 
 
 async def save_state(
@@ -371,26 +355,70 @@ async def save_state(
     return await saving.finish(ranks, work, About(), halt)
 
 
+def _wish(ranks: Ranks, node: Node, known: _Known, options: SaveOptions) -> Wish:
+    """What a rank says that has such a state."""
+    assert known.description is not None
+    if ranks.is_alone:
+        return Wish(b"", b"", b"", b"", known.key)
+    said = msgspec.json.encode((options.format, options.compression_level, options.copies, options.checkpoint_prefix))
+    frame, own = map(msgspec.json.encode, taken_apart(node))
+    return Wish(said, frame, own, known.description.digest(), known.key)
+
+
+async def _laid_out(ranks: Ranks, known: _Known, terms: Terms, options: SaveOptions) -> _Known:
+    """The plan, and how this rank's share of it lies in a file; known already where all have saved the same before."""
+    made = known.plan if terms.is_known else None
+    if made is not None and known.rank == ranks.rank:
+        return known
+    assert known.description is not None
+    made = made or await _planned(ranks, known.description, options)
+    layout: Layout | None = None
+
+    async def lay() -> bytes:
+        nonlocal layout
+        layout = lay_out(made.tensors, made.shares[ranks.rank], parts.FILE_METADATA)
+        return b""
+
+    if terms.is_known:
+        await lay()
+    else:
+        await ranks.decide(lay, _agreed)
+    return _Known(terms.plan, known.description, made, layout, ranks.rank)
+
+
+async def _planned(ranks: Ranks, description: Description, options: SaveOptions) -> Plan:
+    """Who writes what, as the root has decided."""
+    if ranks.is_alone:
+        return plan([description])
+
+    async def describe() -> bytes:
+        return msgspec.msgpack.encode(description)
+
+    async def decide(said: list[bytes]) -> bytes:
+        descriptions = [msgspec.msgpack.decode(one, type=Description) for one in said]
+        made = await to_thread.run_sync(plan, descriptions, options.copies)
+        return msgspec.msgpack.encode(made)
+
+    return msgspec.msgpack.decode(await ranks.decide(describe, decide), type=Plan)
+
+
 def _key(wishes: list[Wish], options: SaveOptions) -> bytes:
     """What tells this plan from others."""
     return b"".join([options.copies.to_bytes(1, "big"), *(wish.description for wish in wishes)])
 
 
-def _trees(own: Node, others: list[bytes], made: Plan) -> tuple[list[Any], list[int]]:
-    """The trees of all ranks with the numbers that the tensors have in the manifest, those that are alike once."""
-    numbers = made.numbers
-    if len(numbers) == 1:
-        return [own], [0]
-    trees: list[Any] = []
-    tree_of_rank: list[int] = []
-    known: dict[tuple[bytes, tuple[int, ...]], int] = {}
-    for rank, text in enumerate(others):
-        key = text, tuple(numbers[rank])
-        if key not in known:
-            known[key] = len(trees)
-            trees.append(renumbered(msgspec.json.decode(text), numbers[rank]))
-        tree_of_rank.append(known[key])
-    return trees, tree_of_rank
+def _states(node: Node, wishes: list[Wish], made: Plan) -> States:
+    """The states of all ranks, with the numbers that the tensors have in the manifest."""
+    if len(made.numbers) == 1:
+        return States.of([node])
+    states = States([], [], [])
+    known: dict[bytes, int] = {}
+    for wish, numbers in zip(wishes, made.numbers, strict=True):
+        if wish.frame not in known:
+            # Frames that are the same text have the same names in the same places.
+            known[wish.frame] = states.number_of(renumbered(msgspec.json.decode(wish.frame), numbers))
+        states.enter(known[wish.frame], [renumbered(one, numbers) for one in msgspec.json.decode(wish.own)])
+    return states
 
 
 async def _agreed(said: list[bytes]) -> bytes:
@@ -408,11 +436,7 @@ def _undecided(work: Work, error: Exception) -> Undecided:
     )
 
 
-def _is_ours(storage: Storage, path: str, data: bytes) -> bool:
-    """Whether what stands there is what this save has published."""
-    try:
-        return storage.read(path, len(data)) == data
-    except CheckpointException as error:
-        if error.code in {shelf.MISSING, "checkpoint_file_large"}:
-            return False
-        raise
+def _is_open(error: Exception) -> bool:
+    """Whether what was asked of a storage may yet happen: it has not answered."""
+    is_late = isinstance(error, CheckpointException) and error.type is ExceptionType.TIMEOUT
+    return is_late or (isinstance(error, CheckpointException) and error.code == UNREACHABLE)

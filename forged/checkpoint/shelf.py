@@ -70,6 +70,11 @@ def is_there(storage: Storage, prefix: str) -> bool:
     return _is_there(storage, prefix + SUFFIX) and not _is_there(storage, prefix + TOMBSTONE)
 
 
+def is_half_deleted(storage: Storage, prefix: str) -> bool:
+    """Whether somebody has begun to delete it."""
+    return _is_there(storage, prefix + TOMBSTONE)
+
+
 def prefixes(storage: Storage, under: str = "") -> list[str]:
     """The names of all checkpoints, in their order."""
     names = {entry.name for entry in storage.entries(under)}
@@ -108,17 +113,24 @@ def delete(storage: Storage, prefix: str) -> None:
     """Have a checkpoint no more: gone as soon as its tombstone stands, and its files behind that."""
     path, tombstone = check_prefix(prefix) + SUFFIX, prefix + TOMBSTONE
     is_known = _is_there(storage, path)
-    if is_known:
-        storage.move(path, tombstone)
-    elif not _is_there(storage, tombstone):
+    if not is_known and not _is_there(storage, tombstone):
         raise missing(storage, prefix)
-    bury(storage, prefix)
+    try:
+        if is_known:
+            storage.move(path, tombstone)
+        bury(storage, prefix)
+    except CheckpointException as error:
+        # Somebody else has deleted it at the same time.
+        if error.code != MISSING:
+            raise
 
 
 def bury(storage: Storage, prefix: str) -> None:
     """Delete what a tombstone stands for, and then the tombstone."""
     path, tombstone = prefix + SUFFIX, prefix + TOMBSTONE
     said = storage.read(tombstone, MANIFEST_BYTES_MAX)
+    # Who put it there may have died before it was durable, and the manifest would be back without what it names.
+    storage.settle([tombstone])
     try:
         manifest = decode(said, tombstone)
         # Besides what it names, what its save has left under names that no other save gives.
@@ -195,6 +207,16 @@ def unfinished(storage: Storage) -> dict[str, list[Entry]]:
 def name_after(now: float, draw: Callable[[int], bytes]) -> str:
     """A name that nobody else gives: the time, and something drawn."""
     return f"checkpoint_{datetime.fromtimestamp(now, UTC):%Y%m%d_%H%M%S}_{draw(SAVE_ID_BYTES).hex()}"
+
+
+def holds(storage: Storage, name: str, data: bytes) -> bool:
+    """Whether a small file is there with just these bytes."""
+    try:
+        return storage.read(name, len(data)) == data
+    except CheckpointException as error:
+        if error.code not in {MISSING, "checkpoint_file_large"}:
+            raise
+        return False
 
 
 def _is_there(storage: Storage, name: str) -> bool:

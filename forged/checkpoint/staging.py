@@ -16,6 +16,8 @@ from forged.checkpoint.image import Image, blocks
 from forged.checkpoint.memory import new_memory
 from forged.checkpoint.ports import BLOCK_BYTES, Halt
 
+MEMORIES_MAX = 2
+
 
 class Staged:
     """A part in memory, as it will be in the file; a `ports.Source`."""
@@ -45,10 +47,14 @@ class Staging:
         self._threads = threads
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
+        self._in_use = 0
 
     def prepare(self, size: int, halt: Halt) -> None:
-        """Have memory for so many bytes ready."""
-        self._give_back(self._take(size, halt))
+        """Have memory for so many bytes ready, unless all that there may be is in use."""
+        with self._lock:
+            is_exhausted = self._in_use == MEMORIES_MAX
+        if not is_exhausted:
+            self._give_back(self._take(size, halt))
 
     def stage(self, image: Image, halt: Halt) -> Staged:
         """Copy a part; its arrays may change afterwards."""
@@ -83,10 +89,14 @@ class Staging:
             if fitting:
                 found = min(fitting, key=len)
                 self._free.remove(found)
+                self._in_use += 1
                 return found
             # They go when nobody looks at them any more; who has failed to write may still.
             self._free.clear()
-        return self._new(size, halt)
+        made = self._new(size, halt)
+        with self._lock:
+            self._in_use += 1
+        return made
 
     def _new(self, size: int, halt: Halt) -> mmap.mmap:
         memory = new_memory(size)
@@ -99,4 +109,5 @@ class Staging:
 
     def _give_back(self, memory: mmap.mmap) -> None:
         with self._lock:
+            self._in_use -= 1
             self._free.append(memory)

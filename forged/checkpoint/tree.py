@@ -16,7 +16,7 @@ import numpy as np
 
 from forged.checkpoint.boxes import Box, Shape, whole
 from forged.checkpoint.dtypes import dtype_of, name_of
-from forged.checkpoint.errors import corrupted, invalid
+from forged.checkpoint.errors import CheckpointException, corrupted, invalid
 from forged.checkpoint.model import AXES_MAX, PerRank, ShardedArray
 
 DEPTH_MAX = 100
@@ -27,6 +27,8 @@ INTEGER_DIGITS_MAX = 4_000
 
 Node = Any
 """A tree as it is written: an int for a tensor, else a dict with one key that says what it is."""
+OWN = "o"
+"""Stands, in a frame alone, before the number of something that every rank has for itself."""
 
 
 class Leaf(NamedTuple):
@@ -65,32 +67,71 @@ def flatten(state: Any, leaf_types: Sequence[LeafType] = ()) -> tuple[Node, list
 
 def unflatten(node: Node, tensor: Callable[[int], Any]) -> Any:
     """The state that a tree stands for; `tensor` gives the arrays."""
-    return _build(node, tensor, 0)
+    return _build(node, tensor, 0, None)
 
 
-def tensors_in(node: Node) -> Iterator[int]:
-    """The numbers of the arrays in a tree, in its order."""
+def tensors_in(node: Node, depth: int = 0) -> Iterator[int]:
+    """The numbers of the arrays in a tree, in its order; `depth` is how deep it hangs in another one."""
     found: list[int] = []
-    unflatten(node, found.append)
+    _build(node, found.append, depth, None)
     return iter(found)
+
+
+class Place(NamedTuple):
+    """Where in a frame something is left open."""
+
+    number: int
+    depth: int
+
+
+def content_of(frame: Node) -> tuple[list[int], list[Place]]:
+    """The numbers of the arrays in a frame, and its open places, both in its order."""
+    numbers: list[int] = []
+    places: list[Place] = []
+    _build(frame, numbers.append, 0, lambda number, depth: places.append(Place(number, depth)))
+    return numbers, places
+
+
+def rebuilt(node: Node, put: Callable[[Node], Node]) -> Node:
+    """The same dicts, lists and tuples, with what `put` makes of all that is in them."""
+    if type(node) is int:
+        return put(node)
+    ((kind, value),) = node.items()
+    match kind:
+        case "d":
+            return {"d": {key: put(one) if type(one) is int else rebuilt(one, put) for key, one in value.items()}}
+        case "m":
+            return {"m": [[key, rebuilt(one, put)] for key, one in value]}
+        case "l" | "t":
+            return {kind: [rebuilt(one, put) for one in value]}
+        case _:
+            return put(node)
 
 
 def renumbered(node: Node, numbers: Sequence[int]) -> Node:
     """The same tree with other numbers for its arrays."""
-    if isinstance(node, int):
-        return numbers[node]
-    (kind, value), *_ = node.items()
+
+    def put(one: Node) -> Node:
+        if type(one) is int:
+            return numbers[one]
+        return {"p": rebuilt(one["p"], put)} if "p" in one else one
+
+    return rebuilt(node, put)
+
+
+def values_in(node: Node, name: str = "") -> Iterator[tuple[str, Node]]:
+    """What in a tree is neither an array nor a container, under its name."""
+    if type(node) is int:
+        return
+    ((kind, value),) = node.items()
     match kind:
-        case "d":
-            return {"d": {key: renumbered(inner, numbers) for key, inner in value.items()}}
-        case "m":
-            return {"m": [[key, renumbered(inner, numbers)] for key, inner in value]}
-        case "l" | "t":
-            return {kind: [renumbered(inner, numbers) for inner in value]}
         case "p":
-            return {"p": renumbered(value, numbers)}
+            yield from values_in(value, name)
+        case "d" | "m" | "l" | "t":
+            for key, inner in value.items() if kind == "d" else value if kind == "m" else enumerate(value):
+                yield from values_in(inner, name_under(name, key))
         case _:
-            return node
+            yield name, node
 
 
 class _Flattening:
@@ -131,8 +172,7 @@ class _Flattening:
         if all(type(key) is str for key in value):
             return {
                 "d": {
-                    key: self.node(one, lead + escaped(key), depth, is_private=is_private)
-                    for key, one in value.items()
+                    key: self.node(one, lead + escaped(key), depth, is_private=is_private) for key, one in value.items()
                 }
             }
         items = []
@@ -161,11 +201,16 @@ class _Flattening:
         return self._leaf(value.local, value.global_shape, path, is_private, value.box)
 
     def _leaf(self, array: np.ndarray[Any, Any], shape: Shape, path: str, is_private: bool, part: Box | None) -> Node:
-        name_of(array.dtype)
+        try:
+            name_of(array.dtype)
+        except CheckpointException as error:
+            raise invalid(f"{_shown(path)}: {error.message}", error.fix, code=error.code) from None
         if len(shape) > AXES_MAX:
             raise invalid(f"{_shown(path)} has {len(shape)} axes", f"give it at most {AXES_MAX}")
         if len(path) > NAME_CHARS_MAX:
             raise invalid(f"the name {path[:100]}... has {len(path)} characters", f"use at most {NAME_CHARS_MAX}")
+        if type(array) is not np.ndarray:
+            array = _bare(array, path)
         self.leaves.append(Leaf(path, array, shape, is_private, part))
         return len(self.leaves) - 1
 
@@ -180,6 +225,8 @@ def escaped(key: str) -> str:
     """A key as a part of a name: no two keys are the same part, and none reaches over a `/`."""
     if not key:
         return "~3"
+    if not key.isascii():
+        _require_text(key, "a key")
     if "~" in key or "/" in key:
         key = key.replace("~", "~0").replace("/", "~1")
     return f"~2{key[1:]}" if key.startswith("#") else key
@@ -194,6 +241,21 @@ def unescaped(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
 
 
+def _bare(array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, Any]:
+    """An array of some class of numpy's or others' as what it holds."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise invalid(f"{_shown(path)} is a masked array", "save its data and its mask, one by one")
+    return array.view(np.ndarray)
+
+
+def _require_text(text: str, what: str) -> None:
+    """Refuse what no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(f"{what} is {text!r:.100}, which is no text", "save it as bytes") from None
+
+
 def _shown(path: str) -> str:
     return path[:NAME_CHARS_MAX] or "the top"
 
@@ -201,7 +263,11 @@ def _shown(path: str) -> str:
 def _plain(value: Any, path: str) -> Node:
     """What stands for a value that is no array."""
     match value:
-        case None | bool() | str() if type(value) in {type(None), bool, str}:
+        case str() if type(value) is str:
+            if not value.isascii():
+                _require_text(value, _shown(path))
+            return {"v": value}
+        case None | bool():
             return {"v": value}
         case int() if type(value) is int:
             return {"v": value} if abs(value) < INTEGER_MAX else {"i": _digits(value, path)}
@@ -212,7 +278,7 @@ def _plain(value: Any, path: str) -> Node:
         case bytes() if type(value) is bytes:
             return {"b": base64.b64encode(value).decode()}
         case np.generic():
-            return {"n": [name_of(value.dtype), base64.b64encode(value.tobytes()).decode()]}
+            return {"n": [name_of(value.dtype), base64.b64encode(value.tobytes()[: value.itemsize]).decode()]}
         case _:
             raise invalid(
                 f"{_shown(path)} is a {type(value).__name__}, which cannot be saved",
@@ -227,7 +293,12 @@ def _digits(value: int, path: str) -> str:
     return hex(value)
 
 
-def _build(node: Node, tensor: Callable[[int], Any], depth: int) -> Any:
+Own = Callable[[int, int], Any]
+"""Gives what stands in an open place, by its number and how deep it is."""
+
+
+def _build(node: Node, tensor: Callable[[int], Any], depth: int, own: Own | None) -> Any:
+    """`own` makes it a frame, in which there are open places and nothing of ranks' own."""
     if type(node) is int:
         return tensor(node)
     if type(node) is not dict or len(node) != 1 or depth > DEPTH_MAX + 1:
@@ -235,15 +306,17 @@ def _build(node: Node, tensor: Callable[[int], Any], depth: int) -> Any:
     ((kind, value),) = node.items()
     match kind, value:
         case "d", dict():
-            return {key: _build(inner, tensor, depth + 1) for key, inner in value.items()}
+            return {key: _build(inner, tensor, depth + 1, own) for key, inner in value.items()}
         case "m", list():
-            return {key: _build(inner, tensor, depth + 1) for key, inner in map(_pair, value)}
+            return {key: _build(inner, tensor, depth + 1, own) for key, inner in map(_pair, value)}
         case "l", list():
-            return [_build(inner, tensor, depth + 1) for inner in value]
+            return [_build(inner, tensor, depth + 1, own) for inner in value]
         case "t", list():
-            return tuple(_build(inner, tensor, depth + 1) for inner in value)
-        case "p", _:
-            return _build(value, tensor, depth + 1)
+            return tuple(_build(inner, tensor, depth + 1, own) for inner in value)
+        case "p", _ if own is None:
+            return _build(value, tensor, depth + 1, own)
+        case "o", int() if own is not None and type(value) is int:
+            return own(value, depth)
         case _:
             return _value(kind, value, node)
 
@@ -271,11 +344,26 @@ def _value(kind: str, value: Any, node: Node) -> Any:
             case "b", str():
                 return base64.b64decode(value, validate=True)
             case "n", [str() as dtype, str() as data]:
-                return np.frombuffer(base64.b64decode(data, validate=True), dtype_of(dtype))[0]
+                return _scalar(dtype_of(dtype), base64.b64decode(data, validate=True))
             case _:
                 raise _malformed(node)
-    except (ValueError, IndexError):
+    except ValueError:
         raise _malformed(node) from None
+
+
+def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
+    """A scalar of numpy's. Out of an array a text would come without the zeros at its end."""
+    if len(data) != dtype.itemsize:
+        raise ValueError("it is not as long as its type")
+    match dtype.kind:
+        case "S":
+            return np.bytes_(data)
+        case "U":
+            return np.str_(data.decode("utf-32-be" if dtype.str[0] == ">" else "utf-32-le", "surrogatepass"))
+        case "V" if not dtype.itemsize:
+            return np.void(b"")
+        case _:
+            return np.frombuffer(data, dtype)[0]
 
 
 def _malformed(node: Any) -> Exception:

@@ -11,10 +11,10 @@ import base64
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -154,47 +154,52 @@ class CheckpointValidator:
     ) -> ValidationResult:
         """Check a checkpoint; with `deep`, every byte of it."""
         halt = halt or Halt()
-        own = copy(self)
-        own._storage = bounded(self._storage, halt)
-        return own._validate(prefix, halt, progress, deep=deep)
-
-    def _validate(self, prefix: str, halt: Halt, progress: Progress | None, *, deep: bool) -> ValidationResult:
+        storage = bounded(self._storage, halt)
         try:
-            manifest = read_manifest(self._storage, prefix)
+            manifest = read_manifest(storage, prefix)
         except CheckpointException as error:
             halt.check()
             if error.retryable or error.type is ExceptionType.VALIDATION_FAILED:
                 raise
             there = ValidationResult("manifest", (Finding(error.message, error.code, file=prefix + SUFFIX),))
             return ValidationResult(prefix, (), (there,))
-        results = [ValidationResult("manifest", tuple(_of_manifest(manifest))), self._files(manifest, halt, deep=deep)]
+        validation = _Validation(storage, manifest, halt)
+        results = [ValidationResult("manifest", tuple(_of_manifest(manifest))), validation.files(deep=deep)]
         if deep:
-            results.append(self._chunks(manifest, halt, progress))
-        results += [self._by(checker, manifest, halt) for checker in self._checkers]
-        return ValidationResult(
-            prefix, (), tuple(results), sum(one.bytes_checked for one in results), manifest=manifest
-        )
+            results.append(validation.chunks(progress, self._threads))
+        results += [validation.by(checker) for checker in self._checkers]
+        checked = sum(one.bytes_checked for one in results)
+        return ValidationResult(prefix, (), tuple(results), checked, manifest)
 
-    def _files(self, manifest: Manifest, halt: Halt, *, deep: bool) -> ValidationResult:
+
+class _Validation:
+    """One check of one checkpoint."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, halt: Halt) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._halt = halt
+
+    def files(self, *, deep: bool) -> ValidationResult:
         """Whether all files are there, of the right size, with the right header."""
         findings: list[Finding] = []
-        for number, part in enumerate(manifest.parts):
-            halt.check()
-            findings += self._file(manifest, number, part, deep=deep)
-        for file, size in manifest.extra_files.items():
-            halt.check()
+        for number, part in enumerate(self._manifest.parts):
+            self._halt.check()
+            findings += self._file(number, part, deep=deep)
+        for file, size in self._manifest.extra_files.items():
+            self._halt.check()
             findings += self._extra_file(file, size)
         # What was not read because it was to stop is no finding.
-        halt.check()
+        self._halt.check()
         return ValidationResult("files", tuple(findings))
 
-    def _file(self, manifest: Manifest, number: int, part: Part, *, deep: bool) -> Iterator[Finding]:
+    def _file(self, number: int, part: Part, *, deep: bool) -> Iterator[Finding]:
         try:
             with self._storage.open(part.file) as reader:
                 if reader.size != part.size:
                     yield _of_size(part.file, part.size, reader.size, rank=part.rank)
                 elif part.data_offset:
-                    yield from _of_header(manifest, number, reader, deep=deep)
+                    yield from _of_header(self._manifest, number, reader, deep=deep)
         except CheckpointException as error:
             yield Finding(error.message, error.code, rank=part.rank, file=part.file)
 
@@ -207,25 +212,27 @@ class CheckpointValidator:
         except CheckpointException as error:
             yield Finding(error.message, error.code, is_error=False, file=file)
 
-    def _chunks(self, manifest: Manifest, halt: Halt, progress: Progress | None) -> ValidationResult:
+    def chunks(self, progress: Progress | None, threads: int) -> ValidationResult:
         """Whether all bytes are those that were saved, and all of every tensor is there."""
-        index = Index(manifest)
+        index = Index(self._manifest)
         try:
-            plan(index, range(len(manifest.tensors.names)), {})
+            plan(index, range(len(self._manifest.tensors.names)), {})
         except CheckpointException as error:
             return ValidationResult("chunks", (Finding(error.message, error.code),))
-        walk = _Walk(self._storage, index, halt, progress)
-        for number in range(len(manifest.parts)):
-            walk.part(number, self._threads)
-        return ValidationResult("chunks", tuple(walk.findings), (), walk.done)
+        walk = _Walk(self._storage, index, self._halt, progress)
+        for number in range(len(self._manifest.parts)):
+            walk.part(number, threads)
+        return ValidationResult(
+            "chunks", tuple(finding for _, _, finding in sorted(walk.found, key=itemgetter(0, 1))), (), walk.done
+        )
 
-    def _by(self, checker: IntegrityChecker, manifest: Manifest, halt: Halt) -> ValidationResult:
+    def by(self, checker: IntegrityChecker) -> ValidationResult:
         """What somebody else's checker says; that it fails is a finding, too."""
-        halt.check()
+        self._halt.check()
         try:
-            return ValidationResult(checker.name, tuple(checker.check(manifest, self._storage, halt)))
+            return ValidationResult(checker.name, tuple(checker.check(self._manifest, self._storage, self._halt)))
         except Exception as error:  # noqa: BLE001 - a checker is somebody else's code
-            halt.check()
+            self._halt.check()
             return ValidationResult(
                 checker.name, (Finding(f"it has failed: {describe(error)}", "checkpoint_checker_failed"),)
             )
@@ -235,7 +242,8 @@ class _Walk:
     """Through all chunks of a checkpoint."""
 
     def __init__(self, storage: Storage, index: Index, halt: Halt, progress: Progress | None) -> None:
-        self.findings: list[Finding] = []
+        self.found: list[tuple[int, int, Finding]] = []
+        """What was found, with the numbers of the part and of the chunk."""
         self.done = 0
         self._storage = storage
         self._index = index
@@ -256,11 +264,11 @@ class _Walk:
             if not is_of_storage(error):
                 raise
             part = layout.part
-            self.findings.append(Finding(error.message, error.code, rank=part.rank, file=part.file))
+            self.found.append((number, -1, Finding(error.message, error.code, rank=part.rank, file=part.file)))
 
     def _block(self, layout: PartLayout, reader: Reader, block: tuple[int, int]) -> None:
         """Read and check a block of chunks."""
-        if len(self.findings) >= FINDINGS_MAX:
+        if len(self.found) >= FINDINGS_MAX:
             return
         first, end = block
         edges = layout.starts[first : end + 1]
@@ -314,18 +322,17 @@ class _Walk:
             self._find(layout, number, damaged(self._index, layout, number))
 
     def _find(self, layout: PartLayout, number: int, why: CheckpointException) -> None:
+        finding = Finding(
+            why.message,
+            why.code,
+            tensor=self._index.manifest.tensors.names[layout.tensor_of(number)],
+            rank=layout.part.rank,
+            file=layout.part.file,
+            chunk=number - layout.first_chunks[layout.place_of(number)],
+        )
         with self._lock:
-            if len(self.findings) < FINDINGS_MAX:
-                self.findings.append(
-                    Finding(
-                        why.message,
-                        why.code,
-                        tensor=self._index.manifest.tensors.names[layout.tensor_of(number)],
-                        rank=layout.part.rank,
-                        file=layout.part.file,
-                        chunk=number - layout.first_chunks[layout.place_of(number)],
-                    )
-                )
+            if len(self.found) < FINDINGS_MAX:
+                self.found.append((layout.number, number, finding))
 
     def _tell(self, size: int) -> None:
         with self._lock:

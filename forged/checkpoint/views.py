@@ -6,6 +6,7 @@ file itself: verified when it is handed out for the first time, and read-only.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,9 +22,9 @@ from forged.checkpoint.dtypes import dtype_of
 from forged.checkpoint.errors import CheckpointException, invalid
 from forged.checkpoint.fetching import Array, fetch, is_of_storage, require_right
 from forged.checkpoint.manifest import Manifest
-from forged.checkpoint.mending import Mender, no_others
-from forged.checkpoint.ports import Halt, Storage
-from forged.checkpoint.reading import Copy, Index, PartLayout, blocks_of
+from forged.checkpoint.mending import Mender
+from forged.checkpoint.ports import Halt, Storage, bounded
+from forged.checkpoint.reading import Copy, Index, blocks_of
 from forged.checkpoint.tree import unflatten
 
 
@@ -39,7 +40,7 @@ class TensorInfo(NamedTuple):
     @property
     def nbytes(self) -> int:
         """How many bytes it has."""
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class CheckpointView(Mapping[str, Array]):
@@ -56,10 +57,12 @@ class CheckpointView(Mapping[str, Array]):
         *,
         rank: int = 0,
         halt: Callable[[], Halt] = Halt,
-        others: Callable[[], Iterator[Manifest]] = no_others,
+        others: Callable[[], Iterator[Manifest]] | None = None,
         threads: int = THREADS,
     ) -> None:
         """`halt` is asked anew for every tensor; `others` gives manifests in which healthy copies are looked for."""
+        if not 0 <= rank < manifest.world_size:
+            raise invalid(f"rank {rank} of {manifest.world_size}", "give one of the ranks that have saved it")
         self.manifest = manifest
         self._storage = storage
         self._rank = rank
@@ -69,7 +72,7 @@ class CheckpointView(Mapping[str, Array]):
         self._index = Index(manifest)
         self._open = ExitStack()
         self._files: dict[int, memoryview | None] = {}
-        self._verified: set[int] = set()
+        self._verified: set[Copy] = set()
         ranks = manifest.tensors.ranks
         self._numbers = {
             name: number for number, name in enumerate(manifest.tensors.names) if ranks.get(number, rank) == rank
@@ -137,26 +140,20 @@ class CheckpointView(Mapping[str, Array]):
         first, end = layout.first_chunks[copy[1]], layout.first_chunks[copy[1] + 1]
         if layout.part.stored is not None or layout.box_of_piece(copy[1]) != whole(shape) or first == end:
             return None
-        file = self._file(copy[0])
-        if file is None or len(file) != layout.part.size:
-            return None
-        if number not in self._verified:
-            if not self._is_right(layout, first, end, file):
-                return None
-            self._verified.add(number)
-        array: Array = np.ndarray(shape, dtype_of(self.manifest.tensors.dtypes[number]), file, layout.starts[first])
-        return array
-
-    def _is_right(self, layout: PartLayout, first: int, end: int, file: memoryview) -> bool:
-        """Whether chunks are what was saved."""
-        halt = self._halt()
         try:
-            work_off(partial(require_right, self._index, layout, file), blocks_of(layout.memory, first, end), halt)
+            file = self._file(copy[0])
+            if file is None or len(file) != layout.part.size:
+                return None
+            if copy not in self._verified:
+                blocks = blocks_of(layout.memory, first, end)
+                work_off(partial(require_right, self._index, layout, file), blocks, self._halt(), self._threads)
+                self._verified.add(copy)
         except CheckpointException as error:
             if not is_of_storage(error):
                 raise
-            return False
-        return True
+            return None
+        array: Array = np.ndarray(shape, dtype_of(self.manifest.tensors.dtypes[number]), file, layout.starts[first])
+        return array
 
     def _file(self, part: int) -> memoryview | None:
         """A file as memory."""
@@ -167,9 +164,10 @@ class CheckpointView(Mapping[str, Array]):
 
     def _fetch(self, number: int, boxes: dict[int, Box]) -> Array:
         halt = self._halt()
-        mender = Mender(self._storage, self._index, halt, self._others)
+        storage = bounded(self._storage, halt)
+        mender = Mender(storage, self._index, halt, self._others)
         return fetch(
-            self._storage,
+            storage,
             self._index,
             [number],
             halt,

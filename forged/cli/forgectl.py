@@ -17,7 +17,6 @@ from forged.cli import answers, show
 from forged.cli.connection import PROGRAM, Connection
 from forged.cli.events import follow, past
 from forged.cli.grammar import (
-    TIMEOUT_S,
     Options,
     Parser,
     command,
@@ -26,6 +25,7 @@ from forged.cli.grammar import (
     understood,
     verb,
     verbs_of,
+    without_daemon,
 )
 from forged.cli.output import answer, print_json
 from forged.cli.process import EXIT_OK, run
@@ -37,10 +37,10 @@ EPILOG = """\
 exit codes:
   0    done; also when whoever reads the output has stopped
   1    failed: a mistake in the daemon, something that is no daemon, output that cannot be written;
-       or an audit that found something wrong
+       or an audit that found something wrong; of checkpoints: damage, or a difference
   2    wrong usage, or something on this side that has to be mended first
-  3    refused by the daemon; the message says why
-  4    unavailable: no daemon, or none that answers in time; try again
+  3    refused by the daemon; the message says why; of checkpoints: not there, or there already
+  4    unavailable: no daemon or storage, or none that answers in time; try again
   130  interrupted
 
 environment:
@@ -73,7 +73,7 @@ def _act(words: Sequence[str]) -> int:
 def _parsed(words: Sequence[str]) -> Options:
     # The parsers give no defaults of their own: that of a verb would undo what stands before it.
     parser = _parser()
-    options = Options(json=False, socket=None, endpoint=None, token=None, timeout=TIMEOUT_S)
+    options = Options(json=False, socket=None, endpoint=None, token=None, timeout=None)
     _, behind = parser.parse_known_args(words, options)
     if behind and hasattr(options, "settings") and not any(word.startswith("-") for word in behind):
         # argparse takes what may be repeated for complete at the first option behind it.
@@ -96,7 +96,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"forgectl {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text, fill in _COMMANDS:
-        command(commands, name, text, fill)
+        command(commands, name, text, fill, without_daemon() if name in _WITHOUT_DAEMON else everywhere())
     return parser
 
 
@@ -181,6 +181,12 @@ def _transfers_command(parser: Parser) -> None:
     fill(parser)
 
 
+def _ckpt_command(parser: Parser) -> None:
+    from forged.cli.ckpt import fill
+
+    fill(parser)
+
+
 def _tokens_command(tokens: Parser) -> None:
     verbs = verbs_of(tokens, _list_tokens)
     verb(verbs, "ls", _list_tokens, "all tokens", aliases=["list"])
@@ -220,6 +226,7 @@ _COMMANDS = (
     ("plan", "what a rescale to so many workers would do", _plan_command),
     ("data", "list and show training data, and audit that each sample was used once", _data_command),
     ("transfers", "the training data that travels, and how far it is", _transfers_command),
+    ("ckpt", "list, show, verify, compare, convert and delete checkpoints, without a daemon", _ckpt_command),
     ("events", "the facts, oldest first", _events_command),
     ("story", "why a fact happened, and what followed", _story_command),
     ("note", "put a remark on a job's record", _note_command),
@@ -228,6 +235,7 @@ _COMMANDS = (
     ("backup", "fetch a consistent copy of the daemon's state while it works", _backup_command),
     ("completion", "print the script with which a shell completes commands", _completion_command),
 )
+_WITHOUT_DAEMON = frozenset({"ckpt"})
 
 
 # Commands.

@@ -82,6 +82,14 @@ def stop_writing() -> None:
     _send_nowhere(sys.stdout)
 
 
+def stop_remarking() -> None:
+    """Have nobody hear what is said on standard error from now on."""
+    if sys.stderr:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        _send_nowhere(sys.stderr)
+
+
 def heed_reader() -> None:
     """Stop, as a write would, when nobody can read what will be written."""
     with contextlib.suppress(ValueError):  # what a test puts into its place is no file

@@ -106,7 +106,9 @@ class AuditService:
         log = self.logs.get(request.job)
         if log is None:
             raise RequestRefused(
-                "usage_none", f"no step of job {request.job[:80]!r} was reported yet", "give its workers a sampler"
+                "usage_none",
+                f"no step of job {request.job[:80]!r} was reported yet",
+                "give its workers a sampler, and wait for its first steps",
             )
         epochs = log.epochs
         epoch = request.epoch if request.epoch is not None else max(epochs, default=0)

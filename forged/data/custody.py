@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column, Counts, count
-from forged.data.gathering import NOTHING, Assignment, Draft, Finished, Gathering, Holdings
+from forged.data.gathering import NOTHING, Assignment, Draft, Finished, Gathering, Holdings, Lack
 from forged.data.messages import (
     NAMED_MAX,
     PAGE_SHARDS_MAX,
@@ -141,7 +141,7 @@ class Custody:
     def settle(self, gathering: Gathering, draft: Draft) -> None:
         """Let members fetch what was drafted."""
         gathering.plan, gathering.totals, gathering.is_drafted = draft.plan, draft.totals, True
-        gathering.lost, gathering.lost_shards = draft.lost, draft.lost_shards
+        gathering.lost = Lack(draft.lost, draft.lost_shards)
         self._bytes_per_sample, self._pace = draft.bytes_per_sample, draft.pace
 
     def _owners_now(self, held: Mapping[WorkerId, Ids]) -> Column:
@@ -170,10 +170,6 @@ class Custody:
         is_lost = (columns.sources == NOBODY) & (columns.copies == 0)
         lost: Ids = columns.shards[is_lost & (not self.dataset.has_origin)]
         return lost
-
-    def lost(self) -> tuple[int, list[int]]:
-        """How many shards nobody has, though they cannot be had again; and the first of them."""
-        return self._gathering.lost, list(self._gathering.lost_shards)
 
     # What members ask.
 
@@ -225,6 +221,7 @@ class Custody:
         """A member has all that it needs; tells whether it was the last."""
         gathering = self.require_under_way(attempt)
         was_over = gathering.is_over
+        gathering.refused.pop(worker_id, None)
         if any(worker.id == worker_id for worker in gathering.target):
             gathering.finished[worker_id] = finished
         if not gathering.is_over or was_over:
@@ -253,9 +250,30 @@ class Custody:
             known.add((source, shard))
         return is_news
 
+    def refuse(self, gathering: Gathering, worker_id: str, lack: Lack) -> bool:
+        """The origin does not give a member what no worker has; tells whether that is news."""
+        shards = self.dataset.shards
+        if not 1 <= lack.number <= shards or len(lack.shards) > NAMED_MAX or any(one >= shards for one in lack.shards):
+            raise RequestRefused(
+                "shard_invalid", f"so many of {shards} shards, or those, cannot be missing", "see the dataset"
+            )
+        known = gathering.refused.get(worker_id, Lack())
+        gathering.refused[worker_id] = lack
+        return known[:2] != lack[:2]
+
+    @staticmethod
+    def has_come(gathering: Gathering, shards: Iterable[int]) -> bool:
+        """Whether one of these lies by now with a member who was to fetch it, too, and has all that it needs."""
+        plan, ids = gathering.plan, list(shards)
+        if plan is None:
+            return False
+        finished = [place for place, worker in enumerate(plan.workers) if worker.id in gathering.finished]
+        return bool(np.isin(np.concatenate((plan.owners[np.newaxis, ids], plan.replicas[:, ids])), finished).any())
+
     def give_up(self, attempt: int) -> None:
-        """What was planned cannot be had: some copies were found to be bad."""
-        self.require_under_way(attempt).plan = None
+        """What was planned cannot be had, and another attempt is wanted."""
+        gathering = self.require_under_way(attempt)
+        gathering.plan, gathering.is_left = None, True
 
     def require_under_way(self, attempt: int) -> Gathering:
         """Refuse what is said about an attempt for which nothing is planned, or which is over."""

@@ -9,11 +9,16 @@ is ever believed. A name is made of numbers only, so it stays in the directory; 
     shard-7.part                                              arriving, to become what it becomes; ends with its writer
 
 What is hashed is the memory that is handed to the kernel, while it is in the processor's cache; what was here before
-is read back. An arriving file is locked against other processes by a lock that no forked child keeps.
+is read back. The disk begins to write while more arrives, so that little is left to wait for at the end. An arriving
+file is locked against other processes by a lock that no forked child keeps.
+
+A child that is forked while another thread is at work here, to load data say, reads what is held: no reading waits for
+a lock, and the locks that the child has copies of are renewed in it, because nobody is left there to open them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -23,6 +28,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from weakref import WeakSet
 
 import xxhash
 
@@ -47,7 +53,13 @@ from forged.durable import sync_directory
 from forged.errors import RequestRefused
 
 READ_BYTES = 1 << 20
+WRITE_BACK_BYTES = 4 << 20
+"""When so many more are in the page cache, the disk begins to write them."""
 PART = ".part"
+
+_SYNC_FILE_RANGE_WRITE = 2
+_libc = ctypes.CDLL(None)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 _SIZE_DIGITS_MAX = 19
 _NAME = re.compile(
@@ -65,6 +77,7 @@ class DirectoryShardStore(ShardStore):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
+        """For who changes something; a look into one of the tables is one step by itself."""
         self._names = _Names(self.path)
         self._held: dict[int, Stamp] = {}
         self._begun: dict[int, Stamp] = {}
@@ -73,6 +86,12 @@ class DirectoryShardStore(ShardStore):
             self.path.mkdir(parents=True, exist_ok=True)
             for entry in sorted(path.name for path in self.path.iterdir()):
                 self._recognise(entry)
+        _open_here.add(self)
+
+    def renew_locks(self) -> None:
+        """In a forked child: what another thread of the parent has locked would stay so for ever."""
+        self._lock = threading.Lock()
+        self._names.renew_lock()
 
     def _recognise(self, entry: str) -> None:
         if _UNSTAMPED.match(entry):
@@ -99,14 +118,12 @@ class DirectoryShardStore(ShardStore):
 
     def dedicate(self, dataset: Dataset) -> None:
         """Hold shards of this dataset, for this process."""
-        with self._lock:
-            is_empty = not (self._held or self._begun)
+        is_empty = not (self._held or self._begun)
         dedicate(self.path, dataset, is_empty=is_empty)
 
     def held(self) -> Mapping[int, Stamp]:
         """All shards that are held, at this moment: not those whose files somebody has taken away or cut off."""
-        with self._lock:
-            known = dict(self._held)
+        known = self._held.copy()
         found = {shard: stamp for shard, stamp in known.items() if self._lies_there(shard, stamp)}
         for shard in known.keys() - found.keys():
             self._disown_if_gone(shard)
@@ -134,8 +151,7 @@ class DirectoryShardStore(ShardStore):
 
     def path_of(self, shard: int) -> Path:
         """The file of a shard that is held, to be read."""
-        with self._lock:
-            stamp = self._held.get(shard)
+        stamp = self._held.get(shard)
         if stamp is None:
             raise not_held(shard)
         return self.path / name_of(shard, stamp)
@@ -165,8 +181,7 @@ class DirectoryShardStore(ShardStore):
 
     def begun(self, shard: int) -> Begun | None:
         """How far a shard is that somebody began to write and did not finish."""
-        with self._lock:
-            stamp = self._begun.get(shard)
+        stamp = self._begun.get(shard)
         if stamp is None:
             return None
         try:
@@ -251,6 +266,10 @@ class _Names:
         self._begun = 0
         self._done = 0
 
+    def renew_lock(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
+
     def sync(self) -> None:
         """Return when a sync has succeeded that began after this call."""
         enough = self._begun + 1
@@ -297,6 +316,7 @@ class _ArrivingFile(ArrivingShard):
         self._stamp = stamp
         self._part = part
         self._offset = 0
+        self._written_back = 0
         self._is_resumed = offset > 0
         self._hash = xxhash.xxh3_128()
         with _translated(shard):
@@ -331,6 +351,13 @@ class _ArrivingFile(ArrivingShard):
                 size = os.pwrite(self._fd, view, self._offset)
                 self._offset += size
                 view = view[size:]
+        if self._offset - self._written_back >= WRITE_BACK_BYTES:
+            self._begin_write_back()
+
+    def _begin_write_back(self) -> None:
+        """Let the disk begin with what is here. Whether it succeeds, or could begin at all, the final sync tells."""
+        _libc.sync_file_range(self._fd, self._written_back, self._offset - self._written_back, _SYNC_FILE_RANGE_WRITE)
+        self._written_back = self._offset
 
     def commit(self) -> Stamp:
         """Hold the shard from now on, durably; or drop all, and raise `ShardCorrupt`."""
@@ -407,3 +434,16 @@ def _failed(shard: int, error: OSError) -> StoreFailed:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFailed("disk_full", f"there is no room on the disk for shard {shard}", "make room")
     return StoreFailed("shard_store_failed", f"shard {shard} cannot be kept: {error.strerror or error}", "see the disk")
+
+
+_open_here: WeakSet[DirectoryShardStore] = WeakSet()
+"""All stores of this process."""
+
+
+def _renew_all_locks() -> None:
+    """Called in every forked child, by its only thread, before it goes on."""
+    for store in list(_open_here):
+        store.renew_locks()
+
+
+os.register_at_fork(after_in_child=_renew_all_locks)

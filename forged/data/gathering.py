@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forged.data.columns import NOBODY, Column
-from forged.data.messages import TransferTotals
+from forged.data.messages import NAMED_MAX, TransferTotals
 from forged.data.model import TransferPace
 from forged.data.plan import DataRedistributionPlan
 from forged.data.shards import Indices
@@ -66,6 +66,14 @@ class Finished(NamedTuple):
     took_s: float = 0.0
 
 
+class Lack(NamedTuple):
+    """Which shards cannot be had: how many, the first of them, and why, where there is more to say."""
+
+    number: int = 0
+    shards: tuple[int, ...] = ()
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     """What follows from all that the members of an attempt have said."""
@@ -93,11 +101,15 @@ class Gathering:
     partly: dict[WorkerId, Holdings] = field(default_factory=dict)
     """Of those who have not said all of it yet."""
     is_drafted: bool = False
+    is_left: bool = False
+    """Whether another attempt was asked for, so that nothing more comes of this one."""
     plan: DataRedistributionPlan | None = None
     """None while nothing is planned, and where some shards are with nobody."""
     totals: TransferTotals = field(default_factory=TransferTotals)
-    lost: int = 0
-    lost_shards: tuple[int, ...] = ()
+    lost: Lack = field(default_factory=Lack)
+    """What nobody has, though it cannot be had again."""
+    refused: dict[str, Lack] = field(default_factory=dict)
+    """What no worker has and the origin does not give, by who needs it."""
     began_at: float = 0.0
     """When it was settled what has to travel."""
     took_s: float | None = None
@@ -119,8 +131,16 @@ class Gathering:
 
     @property
     def lacks_shards(self) -> bool:
-        """Whether all have said what they hold, and that is not all that there is."""
-        return self.plan is None and self.is_drafted
+        """Whether all have said what they hold, and that, with what the origin gives, is not all that there is."""
+        return self.is_drafted and not self.is_left and (self.plan is None or bool(self.refused))
+
+    @property
+    def lack(self) -> Lack:
+        """All that cannot be had."""
+        lacks = [lack for lack in (self.lost, *self.refused.values()) if lack.number]
+        shards = sorted({shard for lack in lacks for shard in lack.shards})
+        reason = next((lack.reason for lack in lacks if lack.reason), "")
+        return Lack(sum(lack.number for lack in lacks), tuple(shards[:NAMED_MAX]), reason)
 
     @property
     def is_over(self) -> bool:

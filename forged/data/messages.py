@@ -74,13 +74,15 @@ class TransfersCompleted(Fact, frozen=True):
 
 
 class ShardsLost(Fact, frozen=True):
-    """Nobody who is left has these shards, and they cannot be had again; the first few are named."""
+    """Nobody who was asked has these shards, and they cannot be had again, or not now; the first few are named."""
 
     level: ClassVar[str] = "error"
 
     attempt: int
     count: int
     shards: list[int]
+    reason: str = ""
+    """Why they cannot be had, where there is more to say."""
 
 
 class CorruptShardFound(Fact, frozen=True):
@@ -165,6 +167,25 @@ class ReportShards(Request[Nothing], frozen=True):
     missing: Natural = 0
 
 
+class ReportLostShards(Request[Nothing], frozen=True):
+    """A member cannot have some shards that no worker has, because the dataset's origin does not give them. It tries
+    again; what it has then it reports."""
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    attempt: int
+    count: Natural
+    shards: list[Natural]
+    """The first of them."""
+    reason: str
+    """What the origin said of the first."""
+    certain: bool = False
+    """Whether the origin says that it does not have them, or has failed for a while; else it may only be away."""
+
+
 class ReportCorruptShard(Request[Nothing], frozen=True):
     """What another worker sent of a shard is not what the shard was."""
 
@@ -245,9 +266,12 @@ class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
     waiting_for: list[str]
     """Who has yet to say what it holds."""
     lost: int = 0
-    """How many shards nobody has any more, though they cannot be had again: nothing travels until somebody has them."""
+    """How many shards nobody has any more, though they cannot be had again, or not now: all wait until somebody has
+    them. One that several workers need and the origin does not give counts for each of them."""
     lost_shards: list[int] = []
     """The first of them."""
+    lost_because: str = ""
+    """Why they cannot be had, where there is more to say."""
     workers: list[WorkerTransfers]
 
 
@@ -317,6 +341,14 @@ class PlanData(Request[TransferTotals], frozen=True):
     workers: list[str]
 
 
-WORKER_REQUESTS = (OfferShards, ReadTransfers, ReportShards, ReportCorruptShard, ReadOwners, ReportUsage)
+WORKER_REQUESTS = (
+    OfferShards,
+    ReadTransfers,
+    ReportShards,
+    ReportLostShards,
+    ReportCorruptShard,
+    ReadOwners,
+    ReportUsage,
+)
 OPERATOR_REQUESTS = (ShowData, ShowTransfers, PlanData, AuditData)
 REQUESTS = (*WORKER_REQUESTS, *OPERATOR_REQUESTS)

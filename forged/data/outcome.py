@@ -6,9 +6,12 @@ missing, and then everything that was tried is told.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from forged.data.schedule import Source
+from forged.data.schedule import Fault, Source
+from forged.data.store import StoreFailed
 from forged.errors import Unavailable
 
 SHARDS_NAMED_MAX = 20
@@ -29,6 +32,7 @@ class SourceFailure(msgspec.Struct, frozen=True):
 
     source: Source
     reason: str
+    fault: Fault = Fault.BROKEN
 
 
 class MissingShard(msgspec.Struct, frozen=True):
@@ -38,8 +42,32 @@ class MissingShard(msgspec.Struct, frozen=True):
     failures: tuple[SourceFailure, ...]
 
     def __str__(self) -> str:
-        tried = "; ".join(f"{failure.source or 'the origin'}: {failure.reason}" for failure in self.failures)
+        if self.is_own_fault:
+            return f"shard {self.shard_id} ({self.reason})"
+        # Most sources were asked several times, and said the same.
+        asked = dict.fromkeys(f"{failure.source or 'the origin'}: {failure.reason}" for failure in self.failures)
+        tried = "; ".join(asked)
         return f"shard {self.shard_id} ({tried or 'nobody has it'})"
+
+    @property
+    def is_own_fault(self) -> bool:
+        """Whether it is this worker that could not take it, whoever would have given it."""
+        return bool(self.failures) and self.failures[-1].fault is Fault.OURS
+
+    @property
+    def is_with_nobody(self) -> bool:
+        """Whether no worker was to have it, so that the dataset's origin was asked alone."""
+        return not self.is_own_fault and all(failure.source is None for failure in self.failures)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether who was asked last can tell that it does not have it; else it may have it a while later."""
+        return not self.failures or self.failures[-1].fault is Fault.REFUSED
+
+    @property
+    def reason(self) -> str:
+        """What went wrong last."""
+        return self.failures[-1].reason if self.failures else "nobody has it"
 
 
 class BadCopy(msgspec.Struct, frozen=True):
@@ -69,14 +97,21 @@ class TransferReport(msgspec.Struct, frozen=True):
         return not self.missing
 
     def require_complete(self) -> None:
-        """Raise an error that names the shards that are missing, if any are."""
+        """Raise an error that names the shards that are missing, if any are, and tells whose fault that is."""
+        if own := [shard for shard in self.missing if shard.is_own_fault]:
+            raise StoreFailed("shards_not_kept", f"{_named(own)} cannot be kept here", "see the disk")
         if self.missing:
-            named = ", ".join(str(shard) for shard in self.missing[:SHARDS_NAMED_MAX])
-            more = len(self.missing) - SHARDS_NAMED_MAX
-            rest = f" and {more} more" if more > 0 else ""
             raise Unavailable(
-                "shards_missing", f"{named}{rest} cannot be had from anybody", "bring back a worker that holds them"
+                "shards_missing",
+                f"{_named(self.missing)} cannot be had from anybody",
+                "bring back a worker that holds them",
             )
+
+
+def _named(shards: Sequence[MissingShard]) -> str:
+    named = ", ".join(str(shard) for shard in shards[:SHARDS_NAMED_MAX])
+    more = len(shards) - SHARDS_NAMED_MAX
+    return f"{named} and {more} more" if more > 0 else named
 
 
 class UnderWay(msgspec.Struct, frozen=True):

@@ -5,7 +5,8 @@ seed and on how far the epoch is, and that moves only when a step counts (`advan
 others perhaps, takes the same, and a state of two numbers, or of one for each shard, is enough to go on.
 
 With `drop_last` an epoch ends when what is left is less than a step takes. That is judged when a step counts, by its
-own size: where steps become larger afterwards, the next one takes what there is.
+own size: where steps become larger afterwards, the next one takes what there is. Where a world grows so large that its
+steps would be larger than an epoch, a step takes an epoch.
 """
 
 from __future__ import annotations
@@ -176,6 +177,10 @@ class ElasticSampler:
                 "make it smaller, or let drop_last be false",
             )
         self._global_batch = size
+
+    def take(self, size: int) -> None:
+        """Have a step take so many samples, or all of an epoch where it would be dropped as a whole otherwise."""
+        self.global_batch = min(size, self.total) if self.drop_last and self.total else size
 
     @property
     def state(self) -> SamplerState:

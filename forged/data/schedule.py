@@ -66,6 +66,7 @@ class Complaint(NamedTuple):
 
     source: Source
     reason: str
+    fault: Fault
 
 
 @dataclass(slots=True)
@@ -190,7 +191,7 @@ class TransferSchedule:
         shard = self._shards[shard_id]
         self._under_way.remove(shard_id)
         candidate = shard.candidates[0]
-        shard.complaints.append(Complaint(candidate.source, reason))
+        shard.complaints.append(Complaint(candidate.source, reason, fault))
         if progressed:
             candidate.attempts = 0
             self._sources[candidate.source].worked()
@@ -217,7 +218,7 @@ class TransferSchedule:
             if not outages.is_lost:
                 heapq.heappush(self._parked, (outages.ready_at, shard.key))
                 return None
-            shard.complaints.append(Complaint(candidate.source, "it was given up"))
+            shard.complaints.append(Complaint(candidate.source, "it was given up", Fault.BROKEN))
             shard.candidates.pop(0)
         self._give_up(shard)
         return None

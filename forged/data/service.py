@@ -1,8 +1,8 @@
 """Training data on the bus: who holds it, and what travels when the workers change.
 
 Law: an attempt's plan is kept before anybody is told of it, so that a daemon that comes back when the attempt was
-committed knows what was agreed. Members ask for their part; nothing large is said to all. What cannot be had stops the
-attempt by the job's policy, and no other thing does.
+committed knows what was agreed; it is forgotten when no commit of it can be heard of any more. Members ask for their
+part; nothing large is said to all. What cannot be had stops the attempt by the job's policy, and no other thing does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from forged.bus import DAEMON, Bus
 from forged.clock import Clock
 from forged.data.custody import Custody, Ids
-from forged.data.gathering import Assignment, Draft, Finished, Gathering
+from forged.data.gathering import Assignment, Draft, Finished, Gathering, Lack
 from forged.data.messages import (
     NAMED_MAX,
     CorruptShardFound,
@@ -30,6 +30,7 @@ from forged.data.messages import (
     ReadOwners,
     ReadTransfers,
     ReportCorruptShard,
+    ReportLostShards,
     ReportShards,
     ShardsLost,
     ShowData,
@@ -52,7 +53,7 @@ from forged.elastic.messages import (
     RescaleJob,
     WorkerJoined,
 )
-from forged.elastic.model import LostDataPolicy, WorkerId
+from forged.elastic.model import LostDataPolicy
 from forged.errors import RequestRefused
 from forged.jobs.model import JobRemoved, ShowJob
 from forged.ledger import read_all
@@ -65,6 +66,8 @@ OWNER = "data"
 PART_MAX = 40
 """Keys that are decided together: a transaction has its limits."""
 OFFER_BYTES_MAX = 2 << 20
+REASON_CHARS_MAX = 500
+SOMEBODY_CAME = "somebody has come who may hold what is missing"
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs arithmetic somewhere where it holds up nobody."""
 
@@ -84,12 +87,12 @@ class DataService:
         self._compute = compute
         self._committed: dict[str, int] = {}
         """The attempt that led to what is held, of every job where there was one."""
+        self._heard: dict[str, int] = {}
+        """The newest generation of which it is known what led to it."""
         self._planned: defaultdict[str, dict[int, Assignment]] = defaultdict(dict)
         """What was kept for attempts that may yet be committed."""
         self._remains: dict[str, None] = {}
         """Keys of what is no more, which are deleted by and by."""
-        self._newcomers: defaultdict[str, set[WorkerId]] = defaultdict(set)
-        """Who has come since a plan was made last."""
         self._progress: dict[str, tuple[int, dict[str, Receiving]]] = {}
         self._serve()
 
@@ -98,6 +101,7 @@ class DataService:
         serve(OfferShards, self._offer, owner=OWNER)
         serve(ReadTransfers, self._transfers, owner=OWNER)
         serve(ReportShards, self._finish, owner=OWNER)
+        serve(ReportLostShards, self._refused, owner=OWNER)
         serve(ReportCorruptShard, self._corrupt, owner=OWNER)
         serve(ReadOwners, self._owners, owner=OWNER)
         serve(ShowData, self._show, owner=OWNER)
@@ -113,9 +117,7 @@ class DataService:
         entries: defaultdict[str, list[tuple[str, bytes]]] = defaultdict(list)
         for entry in await read_all(store, PREFIX):
             entries[job_of(entry.key)].append((entry.key, entry.value))
-        tables = (self.custodies, self._committed, self._planned, self._remains, self._newcomers, self._progress)
-        for table in tables:
-            table.clear()
+        self._clear()
         for job, found in entries.items():
             known = restored(job, found)
             if known is None:
@@ -123,25 +125,40 @@ class DataService:
                 continue
             self.custodies[job], self._planned[job] = known.custody, dict(known.planned)
             self._remains.update(dict.fromkeys(known.remains))
+            self._heard[job] = known.custody.assignment.generation
             if known.attempt:
                 self._committed[job] = known.attempt
+
+    def _clear(self) -> None:
+        self.custodies.clear()
+        self._committed.clear()
+        self._heard.clear()
+        self._planned.clear()
+        self._remains.clear()
+        self._progress.clear()
 
     # What workers say.
 
     async def _offer(self, request: OfferShards, call: Call) -> Decision[Nothing]:
         held = _ids(request.held)
         self._sweep()
-        members = await self._bus.ask(ReadAttempt(request.job, request.worker_id, request.incarnation))
-        if members.attempt != request.attempt:
-            raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
+        members = await self._members(request)
         custody = self._custody(request)
         custody.gather(members.attempt, members.target, members.leaving, self._clock.monotonic())
         worker = custody.member(request.worker_id)
         is_complete = custody.offer(worker, held, request.more, request.held_bytes, request.bytes_per_second)
         if not is_complete or custody.gathering is None:
             return Decision(Nothing())
-        facts = await self._settle(custody, custody.gathering, members)
+        config = ElasticTrainingConfig.from_settings(members.settings)
+        facts = await self._settle(custody, custody.gathering, config, request)
         return Decision(Nothing(), facts, job=request.job)
+
+    async def _members(self, request: OfferShards | ReportLostShards) -> AttemptMembers:
+        """Who is in the attempt, for one who is; refused when it is over."""
+        members = await self._bus.ask(ReadAttempt(request.job, request.worker_id, request.incarnation))
+        if members.attempt != request.attempt:
+            raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
+        return members
 
     def _custody(self, request: OfferShards) -> Custody:
         """The job's data, which the first who offers some defines."""
@@ -155,10 +172,13 @@ class DataService:
         custody.require_same(request.dataset)
         return custody
 
-    async def _settle(self, custody: Custody, gathering: Gathering, members: AttemptMembers) -> tuple[Fact, ...]:
+    async def _settle(
+        self, custody: Custody, gathering: Gathering, config: ElasticTrainingConfig, request: OfferShards
+    ) -> tuple[Fact, ...]:
         """Plan, keep the plan, and say what it is."""
-        config = ElasticTrainingConfig.from_settings(members.settings)
         draft: Draft = await self._compute(partial(custody.draft, gathering, config))
+        # Somebody may have come meanwhile.
+        members = await self._members(request)
         if custody.gathering is not gathering or self.custodies.get(custody.job) is not custody:
             # Another attempt has begun meanwhile, or the state was read anew.
             raise RequestRefused("attempt_over", f"attempt {gathering.attempt} is over", "go by the newest")
@@ -166,49 +186,65 @@ class DataService:
             return ()
         custody.settle(gathering, draft)
         gathering.began_at = self._clock.monotonic()
-        newcomers = self._newcomers.pop(custody.job, set()) - set(gathering.members)
-        count, shards = custody.lost()
-        if count and members.in_background:
+        if gathering.lost.number:
             gathering.plan = None
-            # Nobody trains on without them.
-            self._submit(RescaleJob(custody.job, f"nobody has {count} of the shards any more", stops=True))
+            if members.in_background:
+                self._stop_training(gathering, custody.job)
+            else:
+                lack = gathering.lost = _in_full(gathering.lost, members)
+                self._tell_lost(custody.job, gathering, lack)
+                self._do_without(custody.job, gathering, lack, members, certain=True)
             return ()
-        if count:
-            gathering.plan = None
-            # What follows from it comes behind it in the history.
-            lost = ShardsLost(gathering.attempt, count, shards)
-            self._bus.ledger.append(Decision(None, (lost,), job=custody.job), origin=OWNER)
-            if newcomers and len(gathering.target) < config.max_workers:
-                self._begin_anew(custody.job)
-            self._abort_without(custody.job, lost, config)
-            return ()
-        self._keep(
-            custody.job, gathering.attempt, Assignment(0, gathering.target, draft.plan.owners, draft.plan.replicas)
-        )
+        held = Assignment(0, gathering.target, draft.plan.owners, draft.plan.replicas)
+        self._keep(custody.job, gathering.attempt, held, members.generation)
         return (TransfersPlanned(gathering.attempt, gathering.totals),)
 
-    def _begin_anew(self, job: str) -> None:
-        self._submit(RescaleJob(job, "somebody has come who may hold what is missing"))
+    def _stop_training(self, gathering: Gathering, job: str) -> None:
+        """Nobody trains on without them."""
+        gathering.is_left = True
+        self._submit(RescaleJob(job, f"nobody has {gathering.lack.number} of the shards any more", stops=True))
+
+    def _tell_lost(self, job: str, gathering: Gathering, lack: Lack) -> None:
+        lost = ShardsLost(gathering.attempt, lack.number, list(lack.shards), lack.reason)
+        # What follows from it comes behind it in the history.
+        self._bus.ledger.append(Decision(None, (lost,), job=job), origin=OWNER)
+
+    def _do_without(
+        self, job: str, gathering: Gathering, lack: Lack, members: AttemptMembers, *, certain: bool
+    ) -> None:
+        """Ask those who have come meanwhile, if there are any for whom there is room; else go by the policy."""
+        config = ElasticTrainingConfig.from_settings(members.settings)
+        if members.room and members.outside:
+            self._begin_anew(job, gathering, SOMEBODY_CAME)
+        elif certain and config.lost_data_policy is LostDataPolicy.ABORT:
+            named = ", ".join(map(str, lack.shards)) + (", …" if lack.number > NAMED_MAX else "")
+            why = f" ({lack.reason})" if lack.reason else ""
+            reason = f"nobody has {lack.number} shards any more, and they cannot be had again: {named}{why}"
+            self._submit(AbortJob(job, reason))
+
+    def _begin_anew(self, job: str, gathering: Gathering, why: str) -> None:
+        gathering.is_left = True
+        self._submit(RescaleJob(job, why))
 
     def _submit(self, request: Request[Nothing]) -> None:
         """Ask for what may be refused, which then is no more needed."""
         self._bus.submit(request, Call(DAEMON, OWNER))
 
-    def _abort_without(self, job: str, lost: ShardsLost, config: ElasticTrainingConfig) -> None:
-        if config.lost_data_policy is LostDataPolicy.ABORT:
-            named = ", ".join(map(str, lost.shards)) + (", …" if lost.count > NAMED_MAX else "")
-            reason = f"nobody has {lost.count} shards any more, and they cannot be had again: {named}"
-            self._submit(AbortJob(job, reason))
-
-    def _keep(self, job: str, attempt: int, assignment: Assignment) -> None:
-        """Write down what was planned; what was planned before and came to nothing is forgotten."""
-        for older in list(self._planned[job]):
-            self._forget(job, older, self._planned[job].pop(older))
+    def _keep(self, job: str, attempt: int, assignment: Assignment, generation: int) -> None:
+        """Write down what was planned. What was planned before came to nothing, unless it is what led to the world of
+        this generation, and that commit was not heard of here yet."""
+        if self._heard.get(job, 0) >= generation:
+            self._forget_planned(job, attempt)
         self._planned[job][attempt] = assignment
         pieces = piece_writes(job, attempt, assignment)
         while part := dict(islice(pieces, PART_MAX)):
             self._append(dict(part))
         self._append(holders_write(job, attempt, assignment))
+
+    def _forget_planned(self, job: str, before: int) -> None:
+        planned = self._planned[job]
+        for older in [number for number in planned if number < before]:
+            self._forget(job, older, planned.pop(older))
 
     def _forget(self, job: str, attempt: int, assignment: Assignment) -> None:
         self._delete(keys_of(job, attempt, assignment.owners.size, 1 + len(assignment.replicas)))
@@ -252,6 +288,24 @@ class DataService:
         )
         return Decision(Nothing(), (completed,), job=request.job)
 
+    async def _refused(self, request: ReportLostShards, call: Call) -> Decision[Nothing]:
+        members = await self._members(request)
+        job, custody = request.job, self._get(request.job)
+        gathering, reason = custody.require_under_way(request.attempt), request.reason.strip()[:REASON_CHARS_MAX]
+        lack = _in_full(Lack(request.count, tuple(request.shards), f"{request.worker_id}: {reason}"), members)
+        is_news = custody.refuse(gathering, request.worker_id, lack)
+        if gathering.is_left:
+            return Decision(Nothing())
+        if custody.has_come(gathering, lack.shards):
+            self._begin_anew(job, gathering, "somebody has by now what another needs")
+        elif members.in_background:
+            self._stop_training(gathering, job)
+        else:
+            if is_news:
+                self._tell_lost(job, gathering, lack)
+            self._do_without(job, gathering, lack, members, certain=request.certain)
+        return Decision(Nothing())
+
     def _corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
         if not self._get(request.job).complain(request.source, request.shard):
             return Decision(Nothing())
@@ -272,12 +326,13 @@ class DataService:
     def _adopt(self, record: Record) -> Decision[None] | None:
         """A rescale was committed."""
         fact, custody = record.fact, self.custodies.get(record.job)
-        self._newcomers.pop(record.job, None)
         if custody is None or not isinstance(fact, RescaleCompleted):
             return None
+        self._heard[record.job] = max(fact.delta.epoch, self._heard.get(record.job, 0))
         planned = self._planned[record.job].pop(fact.attempt, None)
         if planned is None:
             return None
+        self._forget_planned(record.job, fact.attempt)
         held = Assignment(fact.delta.epoch, planned.workers, planned.owners, planned.replicas)
         before, former = self._committed.get(record.job), custody.assignment
         custody.assignment, self._committed[record.job] = held, fact.attempt
@@ -286,12 +341,12 @@ class DataService:
         return Decision(None, writes=holders_write(record.job, fact.attempt, held))
 
     def _removed(self, record: Record) -> None:
-        self._newcomers.pop(record.job, None)
         custody = self.custodies.pop(record.job, None)
         if custody is None:
             return
         self._append(dict.fromkeys(dataset_write(record.job, custody.dataset)))
         kept = self._planned.pop(record.job, {})
+        self._heard.pop(record.job, None)
         committed = self._committed.pop(record.job, None)
         if committed is not None:
             kept[committed] = custody.assignment
@@ -305,12 +360,9 @@ class DataService:
         fact, custody = record.fact, self.custodies.get(record.job)
         if not isinstance(fact, WorkerJoined):
             return
-        # A member of the attempt may have had the same id: whoever joins is somebody else. And the first may come
-        # before anybody has said what there is.
-        self._newcomers[record.job].add(fact.worker)
+        # Whoever comes while it is not known yet that some are missing is seen when it is.
         if custody is not None and custody.gathering is not None and custody.gathering.lacks_shards:
-            del self._newcomers[record.job]
-            self._begin_anew(record.job)
+            self._begin_anew(record.job, custody.gathering, SOMEBODY_CAME)
 
     # What is asked.
 
@@ -331,7 +383,7 @@ class DataService:
         gathering = self._get(request.job).gathering
         if gathering is None:
             raise RequestRefused("transfers_none", f"nothing has travelled in job {request.job} yet", "ask later")
-        workers = list(self._workers_at_it(request.job, gathering))
+        workers, lack = list(self._workers_at_it(request.job, gathering)), gathering.lack
         return TransfersView(
             job=request.job,
             attempt=gathering.attempt,
@@ -341,8 +393,9 @@ class DataService:
             bytes=sum(worker.bytes for worker in workers),
             elapsed_s=self._elapsed_s(gathering),
             waiting_for=[worker.id for worker in gathering.waiting_for],
-            lost=gathering.lost,
-            lost_shards=list(gathering.lost_shards),
+            lost=lack.number,
+            lost_shards=list(lack.shards),
+            lost_because=lack.reason,
             workers=workers,
         )
 
@@ -365,6 +418,16 @@ class DataService:
         config = ElasticTrainingConfig.from_settings(job.settings)
         totals: TransferTotals = await self._compute(partial(custody.preview, request.workers, config))
         return totals
+
+
+def _in_full(lack: Lack, members: AttemptMembers) -> Lack:
+    """What cannot be had; and that somebody may have it who finds no room in the world, if that is so."""
+    waiting = 0 if members.room else members.outside
+    if not waiting:
+        return lack
+    who = "1 worker waits and was" if waiting == 1 else f"{waiting} workers wait and were"
+    not_asked = f"{who} not asked, because the world is full"
+    return lack._replace(reason=f"{lack.reason}; {not_asked}" if lack.reason else not_asked)
 
 
 def _ids(held: bytes) -> Ids:

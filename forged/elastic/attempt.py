@@ -75,6 +75,8 @@ class Attempt:
     """How many bytes of the state, and of training data, have come to those who are sent some."""
     resting: dict[str, float] = field(default_factory=dict)
     """When those who wait for others have said so last."""
+    troubles: dict[str, str] = field(default_factory=dict)
+    """Why those do not get on who say so."""
     behind: set[str] = field(default_factory=set)
     """Who does not have the source's state yet, or its training data."""
 

@@ -236,9 +236,17 @@ class Cluster:
             self._progress(member, step, now, marks)
 
     def receiving(
-        self, worker_id: str, incarnation: bytes, number: int, received: tuple[int, int], now: Moment, *, waits: bool
+        self,
+        worker_id: str,
+        incarnation: bytes,
+        number: int,
+        received: tuple[int, int],
+        now: Moment,
+        *,
+        waits: bool,
+        trouble: str = "",
     ) -> None:
-        """A member of the attempt is being sent what it needs, or waits for others: both may last."""
+        """A member of the attempt is being sent what it needs, or waits for others: both may last. Trouble is told."""
         attempt, member = self.attempt, self.members.known(worker_id, incarnation)
         if attempt is None or member is None or attempt.number != number or worker_id not in attempt.behind:
             return
@@ -249,6 +257,10 @@ class Cluster:
             attempt.resting[worker_id] = now.monotonic
         else:
             attempt.resting.pop(worker_id, None)
+        if trouble:
+            attempt.troubles[worker_id] = in_words(trouble, "it did not say why")
+        else:
+            attempt.troubles.pop(worker_id, None)
 
     # Answers in an attempt.
 
@@ -285,7 +297,24 @@ class Cluster:
         staying = [member.worker for member in members if member.leaving is None]
         leaving = [member.worker for member in members if member.leaving is not None]
         target = staying or leaving
-        return AttemptMembers(attempt.number, tuple(target), tuple(leaving), self.settings, attempt.in_background)
+        return AttemptMembers(
+            attempt.number,
+            tuple(target),
+            tuple(leaving),
+            self.settings,
+            attempt.in_background,
+            self.generation,
+            self.has_room(attempt),
+            self.left_out(attempt),
+        )
+
+    def has_room(self, attempt: Attempt) -> bool:
+        """Whether an attempt could have more members."""
+        return len(attempt.target) < self.config.max_workers
+
+    def left_out(self, attempt: Attempt) -> int:
+        """How many wait that are not in an attempt."""
+        return sum(member.id not in attempt.target for member in self.waiting())
 
     @property
     def _is_doomed(self) -> bool:
@@ -629,8 +658,9 @@ class Cluster:
                 # All are in a step that lasts; or all wait for what none of them can give.
                 attempt.heard_at = now.monotonic
         for member in late:
-            limit_s = self.config.rescale_timeout_s
-            self._fail(member, f"it did not answer in attempt {attempt.number} within {limit_s:g} s", now)
+            limit_s, trouble = self.config.rescale_timeout_s, attempt.troubles.get(member.id)
+            why = f"it did not answer in attempt {attempt.number} within {limit_s:g} s"
+            self._fail(member, f"{why}: {trouble}" if trouble else why, now)
 
     def _may_wait(self, member: Member) -> bool:
         """Whether it may have to wait for others of its world: not for data that it fetches while it trains."""

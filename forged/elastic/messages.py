@@ -323,6 +323,12 @@ class AttemptMembers(msgspec.Struct, frozen=True):
     settings: dict[str, SettingValue]
     in_background: bool = False
     """Whether the world before trains on meanwhile."""
+    generation: int = 0
+    """Of the world before."""
+    room: bool = True
+    """Whether the wanted world could have more members."""
+    outside: int = 0
+    """How many workers wait that are not in the attempt."""
 
 
 class ReadAttempt(Request[AttemptMembers], frozen=True):
@@ -380,6 +386,8 @@ class Receiving(Signal, frozen=True):
     """How many bytes of training data have come."""
     waits: bool = False
     """Whether it has done its part and waits for what others say."""
+    trouble: str = ""
+    """Why it does not get on; empty where nothing is the matter."""
 
     @property
     def key(self) -> str:

@@ -416,7 +416,13 @@ class ElasticService:
             # However small a piece is: when it is whole, that is progress.
             received = signal.received, signal.data + signal.transfers * RECEIVED_BYTES_MIN
             cluster.receiving(
-                signal.worker_id, signal.incarnation, signal.attempt, received, self._now(), waits=signal.waits
+                signal.worker_id,
+                signal.incarnation,
+                signal.attempt,
+                received,
+                self._now(),
+                waits=signal.waits,
+                trouble=signal.trouble,
             )
 
     # What operators ask.

@@ -14,7 +14,7 @@ from forged.elastic.cluster import Cluster
 from forged.elastic.phases import Phase
 from forged.elastic.words import counted, named
 
-STALLED_TOLD_MAX = 3
+STALLED_TOLD_MAX = TROUBLED_TOLD_MAX = 3
 """Who is told one by one; the others are counted."""
 
 _AWAITED = {
@@ -35,6 +35,9 @@ def _reasons(cluster: Cluster, now: float) -> Iterator[str]:
         yield f"paused: {cluster.paused_because}"
     if cluster.attempt is not None:
         yield _attempt(cluster.attempt, now)
+        yield from _troubles(cluster.attempt)
+        if not cluster.has_room(cluster.attempt):
+            yield from _surplus(cluster, cluster.left_out(cluster.attempt))
         if cluster.trains:
             yield from _stalled(cluster, now)
     elif cluster.phase is Phase.RESCALING:
@@ -51,6 +54,15 @@ def _reasons(cluster: Cluster, now: float) -> Iterator[str]:
 def _attempt(attempt: Attempt, now: float) -> str:
     waited_for, what = named(attempt.waiting_for) or "nobody", _AWAITED[attempt.stage]
     return f"attempt {attempt.number} waits for {waited_for} to {what} ({_seconds(now - attempt.began_at)})"
+
+
+def _troubles(attempt: Attempt) -> Iterator[str]:
+    """What those say who do not get on."""
+    troubled = [worker for worker in attempt.waiting_for if worker in attempt.troubles]
+    for worker in troubled[:TROUBLED_TOLD_MAX]:
+        yield f"{worker}: {attempt.troubles[worker]}"
+    if len(troubled) > TROUBLED_TOLD_MAX:
+        yield f"{len(troubled) - TROUBLED_TOLD_MAX} more do not get on"
 
 
 def _interrupted(cluster: Cluster, now: float) -> str:
@@ -78,9 +90,13 @@ def _outside(cluster: Cluster, now: float) -> Iterator[str]:
         left_s = cluster.growth_at() - now
         more = f" ({_left(left_s)} more)" if 0.0 < left_s < math.inf else ""
         yield f"{_wait(len(joining))} until nobody has joined for {config.stability_window_s:g} s{more}"
-    surplus = sum(1 for _ in cluster.waiting()) - len(joining)
+    yield from _surplus(cluster, sum(1 for _ in cluster.waiting()) - len(joining))
+
+
+def _surplus(cluster: Cluster, surplus: int) -> Iterator[str]:
+    """Who waits and finds no room."""
     if surplus:
-        yield f"{_wait(surplus)}: max_workers is {config.max_workers}"
+        yield f"{_wait(surplus)}: max_workers is {cluster.config.max_workers}"
 
 
 def _too_few(cluster: Cluster, waiting: int, now: float) -> str:

@@ -2,7 +2,8 @@
 
 Law: at every attempt the worker says what it holds by what lies verified in its store, fetches what it is told to, and
 answers only when it holds all that it has to. What it need not hold any more it drops when the attempt was committed,
-and not before: until then others may come for it. As long as it waits for others, it says so.
+and not before: until then others may come for it. As long as it waits for others, or for the dataset's origin, it says
+so; and what keeps it from getting on it says as long as that does.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from anyio import to_thread
 
 from forged.clock import Clock
 from forged.data.messages import (
+    NAMED_MAX,
     OfferShards,
     OwnersPage,
     ReadOwners,
     ReadTransfers,
     ReportCorruptShard,
+    ReportLostShards,
     ReportShards,
     TransferPart,
 )
-from forged.data.outcome import BadCopy, TransferProgress, TransferReport
+from forged.data.outcome import BadCopy, MissingShard, TransferProgress, TransferReport
 from forged.data.plan import DataRedistributionPlan
 from forged.data.schedule import Source, Wanted
 from forged.data.shards import Dataset, Indices
-from forged.data.store import ShardStore, Stamp
+from forged.data.store import OpenShard, ShardStore, Stamp
 from forged.data.training import TrainingData
 from forged.data.transfers import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
@@ -41,6 +44,7 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused
 from forged.log import SILENT, Log
 from forged.messages import Signal
+from forged.retry import RetryPolicy
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
 
@@ -52,6 +56,13 @@ OFFER_SHARDS_MAX = 1 << 17
 ORIGIN = -1
 ATTEMPTS_KEPT_MAX = 4
 """Of so many attempts it is remembered what is held for them."""
+FETCHING = RetryPolicy(attempts=None, delay_s=0.2, exponential=True, delay_max_s=5.0, jitter=0.5)
+"""How long a worker rests before it tries again to fetch its data; a try that brings something begins anew."""
+SAYING_INTERVAL_S = 1.0
+"""How often it says meanwhile what it waits for."""
+TROUBLE_CHARS_MAX = 500
+ORIGIN_TRIES = 3
+"""So many tries in a row, each of which asks several times, and an origin that fails has lost what it does not give."""
 ASK_AGAIN_S = 1.0
 """How long to wait for the word that a plan is there, before asking for it all the same."""
 
@@ -88,8 +99,6 @@ class Custodian:
         self._line = line
         self._signal = signal
         self._uses_threads = uses_threads
-        self._attempt = 0
-        """The one that this worker takes part in."""
         self._planned = 0
         """The attempt of the newest plan that was heard of."""
         self._news = anyio.Event()
@@ -97,8 +106,8 @@ class Custodian:
         """What is held for the newest attempts: one may have been committed, and the next be under way already."""
         self._turn = anyio.Lock()
         """Who says what is held, and who drops some of it, do so one after the other."""
-        self._arrived = 0
-        """How many bytes have come in this attempt, before the present try."""
+        self._random = random
+        self._begin_attempt(0)
         self._owned: frozenset[int] = frozenset()
         """The shards that are this worker's in the committed world."""
         self.is_released = False
@@ -123,6 +132,20 @@ class Custodian:
         )
         mesh.give_shards(data.store)
 
+    def _begin_attempt(self, attempt: int) -> None:
+        self._attempt = attempt
+        """The one that this worker takes part in."""
+        self._has_offered = False
+        """Whether it has said what it holds, which counts as long as the attempt does."""
+        self._arrived = 0
+        """How many bytes have come in this attempt, before the present try."""
+        self._pauses = FETCHING.delays(self._random)
+        self._starved_tries = 0
+        """How many tries in a row have brought all but what no worker has and the origin does not give."""
+        self._said_lost: ReportLostShards | None = None
+        self._trouble = ""
+        """Why the last try has failed; empty where none has."""
+
     def hear_of_plan(self, attempt: int) -> None:
         """It is settled what has to travel for an attempt."""
         self._planned = max(self._planned, attempt)
@@ -137,18 +160,33 @@ class Custodian:
         """Hold what this worker has to hold when the attempt is committed."""
         if attempt != self._attempt:
             async with self._turn:
-                self._attempt, self._arrived = attempt, 0
-        await self._offer(attempt)
+                self._begin_attempt(attempt)
+        if not self._has_offered:
+            await self._offer(attempt)
+            self._has_offered = True
         part = await self._part(attempt)
         report = await self._manager.execute(part.wanted, generation=attempt)
         self._arrived += report.bytes
+        if report.moved:
+            self._pauses = FETCHING.delays(self._random)
         await self._tell_bad_copies()
         await self._tell_missing(attempt, report)
         report.require_complete()
+        self._trouble = ""
         await self._tell_done(attempt, report)
         self._holds[attempt] = part
         for older in sorted(self._holds)[:-ATTEMPTS_KEPT_MAX]:
             del self._holds[older]
+
+    async def rest(self, why: str) -> None:
+        """Let some time pass before the next try, and say why, and whether this worker waits for others."""
+        self._trouble = why[:TROUBLE_CHARS_MAX]
+        left_s = next(self._pauses)
+        while left_s > 0.0:
+            self._tell()
+            pause_s = min(left_s, SAYING_INTERVAL_S)
+            await anyio.sleep(pause_s)
+            left_s -= pause_s
 
     async def settle(self, attempt: int, topology: ClusterTopology) -> None:
         """The attempt was committed: know what this worker owns, and drop what somebody else is to hold.
@@ -201,7 +239,9 @@ class Custodian:
 
     async def _offer(self, attempt: int) -> None:
         while self._doubted:
-            await self._run(partial(_drop_if_bad, self._data.store, self._doubted.pop()))
+            shard = min(self._doubted)
+            await self._run(partial(_drop_if_bad, self._data.store, shard))
+            self._doubted.discard(shard)
         held: dict[int, Stamp] = dict(await self._run(self._data.store.held))
         ids = np.array(sorted(shard for shard in held if shard < self._data.shards), "<i8")
         size = sum(held[shard].size for shard in ids.tolist())
@@ -274,13 +314,41 @@ class Custodian:
         )
 
     async def _tell_missing(self, attempt: int, report: TransferReport) -> None:
-        """Ask that all say anew what they hold, if what some have said they do not."""
+        """Ask that all say anew what they hold, if what some have said they do not; or tell what nobody has."""
         bad = {copy.shard_id for copy in report.bad_copies if copy.source is not None}
         missing = {one.shard_id for one in report.missing} & bad - self._complained
         if missing:
             self._complained |= missing
             line = self._line
             await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(missing)))
+        else:
+            await self._tell_lost(attempt, report)
+
+    async def _tell_lost(self, attempt: int, report: TransferReport) -> None:
+        """Say which shards no worker has and the origin does not give, if that is news."""
+        lost = [one for one in report.missing if one.is_with_nobody]
+        # As long as anything else is the matter, this worker has to mend that.
+        self._starved_tries = self._starved_tries + 1 if lost and len(lost) == len(report.missing) else 0
+        if not lost:
+            self._said_lost = None
+            return
+        said = self._report_of(attempt, lost)
+        if said != self._said_lost:
+            await self._line.say(said)
+            self._said_lost = said
+
+    def _report_of(self, attempt: int, lost: list[MissingShard]) -> ReportLostShards:
+        line, first = self._line, lost[0]
+        return ReportLostShards(
+            line.job,
+            line.worker.id,
+            line.incarnation,
+            attempt,
+            len(lost),
+            [one.shard_id for one in lost[:NAMED_MAX]],
+            f"shard {first.shard_id}: {first.reason}"[:TROUBLE_CHARS_MAX],
+            certain=self._starved_tries >= ORIGIN_TRIES or any(one.is_refused for one in lost),
+        )
 
     async def _tell_bad_copies(self) -> None:
         while self._bad_copies:
@@ -296,7 +364,15 @@ class Custodian:
     def _tell(self, transfers: int = 0, arrived: int = 0, *, waits: bool = False) -> None:
         line = self._line
         said = Receiving(
-            line.job, line.worker.id, line.incarnation, self._attempt, 0, transfers, arrived or self._arrived, waits
+            line.job,
+            line.worker.id,
+            line.incarnation,
+            self._attempt,
+            0,
+            transfers,
+            arrived or self._arrived,
+            waits or self._starved_tries > 0,
+            self._trouble,
         )
         self._signal(said)
 
@@ -307,12 +383,20 @@ class Custodian:
 def _drop_if_bad(store: ShardStore, shard: int) -> None:
     try:
         with store.open(shard) as opened:
-            is_sound = opened.stamp == _stamp_of(opened.fd)
+            is_sound = _is_sound(opened)
     except RequestRefused:
         # It is no longer held, and the store has seen to that.
         return
     if not is_sound:
         store.drop(shard)
+
+
+def _is_sound(opened: OpenShard) -> bool:
+    try:
+        return opened.stamp == _stamp_of(opened.fd)
+    except OSError:
+        # What the disk does not give any more is no copy.
+        return False
 
 
 def _stamp_of(fd: int) -> Stamp:

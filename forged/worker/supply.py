@@ -22,8 +22,6 @@ from forged.worker.errors import passes
 from forged.worker.registration import Registration
 from forged.worker.standing import Commit
 
-PAUSE_S = 0.2
-"""How long a worker rests before it tries again to fetch its data."""
 OVER = "attempt_over"
 
 
@@ -89,7 +87,8 @@ class Supply:
                     if not passes(error):
                         raise
                     self._log.warning("training data could not be fetched", why=str(error))
-                await anyio.sleep(PAUSE_S)
+                    why = error.message
+                await self.custodian.rest(why)
 
     async def settle(self, commit: Commit) -> None:
         """Hold what the commit says, and nothing else; and know what others hold."""

@@ -194,6 +194,8 @@ class ElasticWorker:
         self._trouble: Trouble | None = None
         self._supply: Supply | None = None
         self._consumption = None if self.sampler is None else Consumption(self.sampler)
+        self._told_of_nothing = 0
+        """The newest world of which the daemon knows that there is nothing to use."""
         self._has_announced = False
         """Whether it says, or has said, that it is to go and that others have to take over what it holds."""
         self._is_catching_up = False
@@ -565,6 +567,8 @@ class ElasticWorker:
         if self._consumption is not None:
             self._consumption.count(self.step)
         self.step, self._finished = self.step + 1, False
+        if self.sampler is not None:
+            self.epoch = self.sampler.epoch
         self._count()
 
     async def _fall_out(self, error: Exception) -> None:
@@ -709,7 +713,8 @@ class ElasticWorker:
             self.step,
             self._holds_state,
             self._finished and self._holds_state,
-            self.epoch,
+            # That of the next step, also where it began since the world did.
+            self.epoch if self.sampler is None else self.sampler.epoch,
             self.learning_rate,
             self.global_batch_size,
         )
@@ -835,7 +840,7 @@ class ElasticWorker:
         self.learning_rate = amounts.rate("learning_rate", learning_rate or self.learning_rate)
         self.global_batch_size = amounts.count("global_batch_size", global_batch_size or self.global_batch_size)
         if self.sampler is not None and self.global_batch_size:
-            self.sampler.global_batch = self.global_batch_size
+            self.sampler.take(self.global_batch_size)
 
     def _be_at(self, step: int) -> None:
         """So many steps are committed. The one that this worker has finished is, or it was somebody else's state."""
@@ -900,11 +905,16 @@ class ElasticWorker:
         assert self._line is not None
         if self._consumption is None:
             return
+        samples = self._consumption.sampler.total
         for generation, begins_at, runs in list(self._consumption.unspoken()):
-            samples = self._consumption.sampler.total
             said = ReportUsage(self.job, self._worker_id.id, generation, begins_at, samples, runs)
             await self._line.say(said)
             self._consumption.told(generation, runs)
+        if not samples and self._told_of_nothing < self.generation:
+            # No step will ever use any of it, which proves nothing as long as nobody says so.
+            generation = self.generation
+            await self._line.say(ReportUsage(self.job, self._worker_id.id, generation, self.step, samples, []))
+            self._told_of_nothing = generation
 
     async def _agree(self, world: World, commit: Commit) -> Agreement:
         """Have the state that holds in the new world, or give it to who has not."""

@@ -69,3 +69,11 @@ def test_where_it_cannot_be_written_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(ForgedError, match="No such file") as failed:
         write_whole(str(tmp_path / "none" / "copy"), [b"x"])
     assert failed.value.code == "backup_failed"
+
+
+def test_another_file_may_be_for_others_too_and_fails_by_its_own_name(tmp_path: Path) -> None:
+    write_whole(str(tmp_path / "array"), [memoryview(b"one")], mode=0o666)
+    assert mode(tmp_path / "array") == 0o666
+    with pytest.raises(ForgedError) as caught:
+        write_whole(str(tmp_path / "nowhere" / "array"), [], code="file_unwritable")
+    assert caught.value.code == "file_unwritable"

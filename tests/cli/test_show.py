@@ -242,3 +242,22 @@ class TestTerminal:
     def test_there_is_none_in_a_pipe(self, capsys: pytest.CaptureFixture[str]) -> None:
         show.event({"gap": {"first": 1, "last": 2, "reason": "gone"}})
         assert capsys.readouterr().out == "-- facts 1 to 2 are missing: gone\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (1_234_567, "1,234,567 files")]
+)
+def test_things_are_counted_as_people_do(count: int, said: str) -> None:
+    assert show.counted(count, "file") == said
+
+
+@pytest.mark.parametrize(("part", "said"), [(0.0, "[----]"), (0.5, "[##--]"), (1.0, "[####]"), (7.0, "[####]")])
+def test_a_bar_is_filled_as_far_as_something_is(part: float, said: str) -> None:
+    assert show.bar(part, 4) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(None, None), (1.0000000298, 1.0), (1234567.8, 1234570.0), (float("inf"), float("inf"))]
+)
+def test_figures_are_rounded_to_what_people_read(value: float | None, said: float | None) -> None:
+    assert show.rounded(value) == said

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data.custody import Custody, Ids
-from forged.data.gathering import Finished, Gathering
+from forged.data.gathering import Finished, Gathering, Lack
 from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
 from forged.data.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
@@ -70,7 +70,7 @@ def test_another_dataset_is_refused_by_its_numbers() -> None:
 def test_what_nobody_has_comes_from_the_origin() -> None:
     it = custody(4, has_origin=True)
     gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
-    assert (gathering.totals.from_origin, it.lost()) == (4, (0, []))
+    assert (gathering.totals.from_origin, gathering.lack) == (4, Lack())
     shards, sources, keep = part(it, "a", 1)
     assert shards == keep
     assert all(source[-1] == -1 for source in sources)
@@ -78,8 +78,8 @@ def test_what_nobody_has_comes_from_the_origin() -> None:
 
 def test_what_nobody_has_and_cannot_be_had_again_is_named() -> None:
     it = custody(100)
-    settled(it, 1, {"a": ids(*range(50)), "b": NOTHING})
-    assert it.lost() == (50, list(range(50, 50 + NAMED_MAX)))
+    gathering = settled(it, 1, {"a": ids(*range(50)), "b": NOTHING})
+    assert gathering.lack == Lack(50, tuple(range(50, 50 + NAMED_MAX)))
 
 
 def test_what_a_worker_holds_is_what_it_says_now_and_not_what_it_held() -> None:
@@ -87,8 +87,7 @@ def test_what_a_worker_holds_is_what_it_says_now_and_not_what_it_held() -> None:
     first = settled(it, 1, {"a": ids(0, 1, 2, 3), "b": NOTHING})
     assert first.plan is not None
     it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
-    settled(it, 2, {"a": ids(0, 1), "b": ids(2)})
-    assert it.lost() == (1, [3])
+    assert settled(it, 2, {"a": ids(0, 1), "b": ids(2)}).lack == Lack(1, (3,))
 
 
 def test_an_owner_stays_the_owner_where_others_have_copies() -> None:
@@ -105,7 +104,7 @@ def test_who_leaves_serves_and_gets_nothing() -> None:
     it = custody(6)
     gathering = settled(it, 1, {"a": ids(0, 1), "b": NOTHING, "z": ids(2, 3, 4, 5)}, leaving="z")
     assert gathering.totals.from_owners == 4
-    assert it.lost() == (0, [])
+    assert gathering.lack == Lack()
     assert part(it, "z", 1)[::2] == ([], [])
 
 
@@ -274,3 +273,36 @@ def test_a_dataset_without_samples_is_held_by_everybody() -> None:
     gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
     assert gathering.totals.transfers == 0
     assert part(it, "a", 1) == ([], [], [])
+
+
+def test_what_the_origin_does_not_give_a_member_is_news_once_and_forgotten_when_it_has_it() -> None:
+    it = custody(4, has_origin=True)
+    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
+    lack = Lack(2, (0, 2), "a: it is not there")
+    assert it.refuse(gathering, "a", lack)
+    assert not it.refuse(gathering, "a", lack._replace(reason="a: the bucket is away"))
+    assert it.refuse(gathering, "a", Lack(1, (2,), "a: it is not there"))
+    assert (gathering.lack.number, gathering.lacks_shards) == (1, True)
+    it.finish("a", 1, Finished(2, 200))
+    assert (gathering.lack, gathering.lacks_shards) == (Lack(), False)
+
+
+def test_what_the_origin_gave_another_who_needs_it_has_come() -> None:
+    it = custody(4, replication=1, has_origin=True)
+    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING, "c": NOTHING})
+    of_a = part(it, "a", 1)[2]
+    assert not it.has_come(gathering, range(4))
+    it.finish("a", 1, Finished(len(of_a), 100))
+    assert [shard for shard in range(4) if it.has_come(gathering, [shard])] == sorted(of_a)
+    gathering.plan = None
+    assert not it.has_come(gathering, range(4))
+
+
+@pytest.mark.parametrize("lack", [Lack(0), Lack(5, (0,)), Lack(1, (4,)), Lack(1, tuple(range(NAMED_MAX + 1)))])
+def test_what_cannot_be_missing_is_refused(lack: Lack) -> None:
+    it = custody(4, has_origin=True)
+    gathering = settled(it, 1, {"a": NOTHING})
+    with pytest.raises(RequestRefused) as error:
+        it.refuse(gathering, "a", lack)
+    assert error.value.code == "shard_invalid"
+    assert not gathering.refused

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -223,6 +226,37 @@ def test_the_bytes_are_durable_before_they_have_their_name_and_the_name_before_t
     assert story == ["sync shard-7.part held False", "sync shards held False"]
 
 
+def test_the_disk_begins_to_write_while_more_arrives(
+    store: DirectoryShardStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "WRITE_BACK_BYTES", 2000)
+    begun: list[tuple[str, int, int]] = []
+
+    def sync_file_range(fd: int, offset: int, count: int, flags: int) -> int:
+        begun.append((Path(f"/proc/self/fd/{fd}").readlink().name, offset, count))
+        return 0
+
+    with patch.object(directory._libc, "sync_file_range", sync_file_range), store.receive(7, None) as arriving:
+        for start in range(0, len(DATA), 1500):
+            arriving.write(DATA[start : start + 1500])
+        assert begun == [("shard-7.part", 0, 3000), ("shard-7.part", 3000, len(DATA) - 3000)]
+        arriving.commit()
+
+
+def test_what_the_disk_could_not_begin_with_is_left_to_the_final_sync(
+    store: DirectoryShardStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "WRITE_BACK_BYTES", 1)
+    with patch.object(directory._libc, "sync_file_range", return_value=-1) as refused:
+        store.put(7, [DATA])
+    assert refused.called
+    assert store.path_of(7).read_bytes() == DATA
+    with patch("os.fsync", side_effect=OSError(28, "full")), pytest.raises(StoreFailed) as raised:
+        store.put(8, [DATA])
+    assert raised.value.code == "disk_full"
+    assert store.held() == {7: STAMP}
+
+
 def test_those_who_wait_for_their_names_share_a_sync_that_began_after_them(store: DirectoryShardStore) -> None:
     gate, syncing, renamed = threading.Event(), threading.Event(), threading.Barrier(4)
     syncs: list[set[str]] = []
@@ -307,3 +341,73 @@ def test_no_descriptor_is_left_behind(store: DirectoryShardStore) -> None:
 def test_more_than_what_is_here_cannot_be_gone_on_from(store: DirectoryShardStore) -> None:
     assert code_of(lambda: store.receive(7, STAMP, 1)) == "shard_offset_invalid"
     store.put(7, [DATA])
+
+
+class Busy:
+    """A thread that is at work in a store: it holds the store's locks inside the block."""
+
+    def __init__(self, store: DirectoryShardStore) -> None:
+        self._store = store
+        self._holds, self._leave = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._hold)
+
+    def _hold(self) -> None:
+        with self._store._lock, self._store._names._lock:
+            self._holds.set()
+            self._leave.wait()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+        self._holds.wait()
+
+    def __exit__(self, *error: object) -> None:
+        self._leave.set()
+        self._thread.join()
+
+
+def exit_code_of_child(act: Callable[[], object]) -> int:
+    """How a forked child ends that does something; one that hangs is ended by a signal."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(int(PATIENCE_S))
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_that_is_forked_while_another_thread_is_at_work_can_read_and_write(store: DirectoryShardStore) -> None:
+    store.put(7, [DATA])
+
+    def use() -> None:
+        assert store.path_of(7).read_bytes() == DATA
+        assert store.held() == {7: STAMP}
+        store.put(8, [DATA])
+        store.drop(7)
+
+    with Busy(store):
+        assert exit_code_of_child(use) == 0
+    assert again(store).held() == {8: STAMP}
+
+
+def test_who_reads_waits_for_nobody_who_writes(store: DirectoryShardStore) -> None:
+    store.put(7, [DATA])
+    with store.receive(8, STAMP) as arriving:
+        arriving.write(DATA[:99])
+    with Busy(store):
+        assert store.holds(7)
+        assert store.path_of(7).read_bytes() == DATA
+        assert store.held() == {7: STAMP}
+        assert store.begun(8) == Begun(STAMP, 99)
+        store.open(7).close()
+
+
+def test_a_store_that_nobody_uses_any_more_is_let_go(tmp_path: Path) -> None:
+    store = DirectoryShardStore(tmp_path)
+    known = weakref.ref(store)
+    del store
+    gc.collect()
+    assert known() is None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data.columns import NOBODY
-from forged.data.gathering import Assignment, Gathering, Holdings
+from forged.data.gathering import Assignment, Gathering, Holdings, Lack
 from forged.data.shards import Indices
 from forged.elastic.model import WorkerId
 
@@ -68,3 +68,17 @@ def test_members_are_the_wanted_world_and_then_those_who_only_serve() -> None:
     assert gathering.waiting_for == [b, z]
     assert not gathering.lacks_shards
     assert not gathering.is_over
+
+
+def test_what_is_missing_is_told_of_all_who_need_it_with_the_first_reason() -> None:
+    gathering = Gathering(1, (worker("a"), worker("b")), ())
+    assert gathering.lack == Lack()
+    gathering.refused = {"b": Lack(30, tuple(range(20)), "b: no"), "a": Lack(2, (0, 70), "a: no")}
+    assert gathering.lack == Lack(32, tuple(range(20)), "b: no")
+
+
+def test_an_attempt_that_was_left_lacks_nothing_any_more() -> None:
+    gathering = Gathering(1, (worker("a"),), (), is_drafted=True)
+    assert gathering.lacks_shards
+    gathering.is_left = True
+    assert not gathering.lacks_shards

@@ -13,6 +13,8 @@ from forged.data.outcome import (
     TransferReport,
     UnderWay,
 )
+from forged.data.schedule import Fault
+from forged.data.store import StoreFailed
 from forged.errors import Unavailable
 from tests.data.values import at
 
@@ -33,6 +35,35 @@ def test_missing_shards_are_named_with_all_that_was_tried() -> None:
     assert raised.value.message.startswith(
         f"shard 7 ({A}: it is gone; the origin: no such file), shard 9 (nobody has it)"
     )
+
+
+def test_a_source_that_says_the_same_each_time_is_quoted_once() -> None:
+    missing = MissingShard(7, (SourceFailure(None, "the bucket is away"),) * 3)
+    assert str(missing) == "shard 7 (the origin: the bucket is away)"
+
+
+def test_what_this_host_does_not_take_is_nobody_elses_fault() -> None:
+    full = MissingShard(7, (SourceFailure(A, "it is gone"), SourceFailure(A, "there is no room", Fault.OURS)))
+    assert (full.is_own_fault, full.is_with_nobody) == (True, False)
+    with pytest.raises(StoreFailed) as raised:
+        TransferReport(missing=(MissingShard(3, ()), full)).require_complete()
+    assert raised.value.message == "shard 7 (there is no room) cannot be kept here"
+    origin = MissingShard(7, (SourceFailure(None, "there is no room", Fault.OURS),))
+    assert (origin.is_own_fault, origin.is_with_nobody) == (True, False)
+
+
+def test_a_shard_is_with_nobody_where_no_worker_was_to_have_it() -> None:
+    def told(*failures: SourceFailure) -> tuple[bool, bool]:
+        missing = MissingShard(7, failures)
+        return missing.is_with_nobody, missing.is_refused
+
+    refused, broken = SourceFailure(None, "no such file", Fault.REFUSED), SourceFailure(None, "away")
+    assert told(refused) == (True, True)
+    assert told(broken, broken) == (True, False)
+    assert told(broken, SourceFailure(None, "our disk", Fault.OURS), refused) == (True, True)
+    assert told() == (True, True)
+    assert told(SourceFailure(A, "away"), refused) == (False, True)
+    assert told(SourceFailure(A, "not held", Fault.REFUSED)) == (False, True)
 
 
 def test_many_missing_shards_are_counted() -> None:

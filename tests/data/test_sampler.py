@@ -193,6 +193,24 @@ def test_a_batch_may_change_between_steps(mode: str) -> None:
 
 
 @both
+def test_a_step_that_is_to_take_more_than_an_epoch_takes_an_epoch(mode: str) -> None:
+    sampler = either(mode, 20, 8, drop_last=True)
+    sampler.advance()
+    sampler.take(30)
+    assert sampler.global_batch == 20
+    rest = of_world(sampler, 2)
+    assert len(rest) == 12
+    sampler.advance()
+    assert sorted(of_world(sampler, 2)) == list(range(20))
+    assert [(use.epoch, use.dropped) for use in sampler.advance()] == [(1, False)] * (1 if mode == "shared" else 10)
+    sampler.take(8)
+    assert sampler.global_batch == 8
+    for taking, size in ((either(mode, 20, 8), 30), (either(mode, 0, 8, drop_last=True), 30)):
+        taking.take(size)
+        assert taking.global_batch == size
+
+
+@both
 def test_an_epoch_without_samples_has_no_steps_and_passes(mode: str) -> None:
     sampler = either(mode, 0, 8, drop_last=True)
     assert (sampler.steps_left, list(sampler.batches(0, 2)), of_world(sampler, 2)) == (0, [], [])

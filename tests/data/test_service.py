@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,6 +19,7 @@ from forged.data.messages import (
     PlanData,
     ReadOwners,
     ReportCorruptShard,
+    ReportLostShards,
     ReportShards,
     ShardsLost,
     ShowData,
@@ -26,17 +30,19 @@ from forged.data.messages import (
 from forged.elastic.messages import (
     AbortJob,
     DrainWorker,
+    EvictWorker,
     JobAborted,
     Receiving,
     ReportReady,
     RescaleCompleted,
     RescaleJob,
     RescaleStarted,
+    ShowCluster,
     WorkerFailed,
 )
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import RemoveJob
-from forged.messages import Call, Decision
+from forged.messages import Call, Decision, Record
 from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
 from tests.elastic.play import JOB
 from tests.spine import OPERATOR, virtual
@@ -558,6 +564,47 @@ class TestLostShards:
             assert len(stage.facts(RescaleStarted)) == 1
 
     @virtual
+    async def test_are_told_together_with_those_who_wait_and_were_not_asked(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8), max_workers=1)
+            await stage.come("b", 8, 9)
+            await stage.stop()
+            await stage.offer("a")
+            reason = "1 worker waits and was not asked, because the world is full"
+            assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9], reason)]
+            assert (await stage.spine.bus.ask(ShowTransfers(JOB))).lost_because == reason
+            assert (await stage.spine.bus.ask(ShowCluster(JOB))).standing.endswith("; 1 worker waits: max_workers is 1")
+
+    @virtual
+    async def test_are_brought_by_who_takes_the_place_of_one_that_was_evicted(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8), max_workers=1)
+            await stage.stop()
+            await stage.offer("a")
+            await stage.come("b", *ALL)
+            assert stage.attempt == 2
+            await stage.offer_all()
+            assert stage.facts(ShardsLost)[-1].reason.startswith("1 worker waits")
+            await stage.spine.bus.ask(EvictWorker(JOB, "a"))
+            await stage.wait(0.1)
+            await stage.rescale("b")
+            assert stage.owners() == {"b": ALL}
+
+    @virtual
+    async def test_make_all_begin_anew_once_however_many_come_at_a_time(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8))
+            await stage.stop()
+            await stage.offer("a")
+            for name in "bc":
+                stage.held[name] = {8, 9}
+            async with anyio.create_task_group() as tasks:
+                for name in "bc":
+                    tasks.start_soon(partial(stage.worker(name).join, None, with_data=True))
+            await stage.wait(0.1)
+            assert stage.attempt == 2
+
+    @virtual
     async def test_end_the_job_where_that_is_its_policy(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), lost_data_policy="abort")
@@ -576,6 +623,153 @@ class TestLostShards:
             await stage.rescale("a", dataset=dataset)
             assert stage.owners() == {"a": ALL}
             assert stage.facts(TransfersPlanned)[0].totals.from_origin == 10
+
+
+class TestWhatTheOriginDoesNotGive:
+    WITH_ORIGIN = DatasetSpec(1_000, 10, 0, True)
+
+    async def begun(self, stage: DataStage, **settings: Any) -> None:
+        """Two workers, and nobody has anything."""
+        await stage.come("a", min_workers=2, **settings)
+        await stage.come("b")
+        await stage.offer_all(self.WITH_ORIGIN)
+
+    async def say(self, stage: DataStage, name: str, *shards: int, certain: bool = False, **more: Any) -> None:
+        worker = stage.crew[name]
+        said = ReportLostShards(JOB, name, worker.incarnation, stage.attempt, len(shards), list(shards), "no file")
+        await worker.ask(msgspec.structs.replace(said, certain=certain, **more))
+        await stage.spine.settle()
+
+    @virtual
+    async def test_is_named_with_who_says_so_and_the_job_waits(self) -> None:
+        async with a_data_stage() as stage:
+            await self.begun(stage)
+            await self.say(stage, "b", 1, 3, certain=True)
+            await self.say(stage, "b", 1, 3, certain=True)
+            assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [1, 3], "b: no file")]
+            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            assert (shown.running, shown.lost, shown.lost_shards, shown.lost_because) == (True, 2, [1, 3], "b: no file")
+            assert (stage.attempt, stage.facts(JobAborted)) == (1, [])
+
+    @virtual
+    async def test_is_no_more_missing_when_who_needs_it_has_it(self) -> None:
+        async with a_data_stage() as stage:
+            await self.begun(stage)
+            await self.say(stage, "b", 1, 3)
+            await stage.fetch("a", "b")
+            assert (await stage.spine.bus.ask(ShowTransfers(JOB))).lost == 0
+            await stage.commit("a", "b")
+            assert stage.owners() == stage.held
+
+    @virtual
+    async def test_is_fetched_from_another_who_was_given_it(self) -> None:
+        dataset = DatasetSpec(1_000, 10, 1, True)
+        async with a_data_stage() as stage:
+            await stage.come("a", min_workers=2, lost_data_policy="abort")
+            await stage.come("b")
+            await stage.offer_all(dataset)
+            await stage.fetch("a")
+            await self.say(stage, "b", 1, 3, certain=True)
+            assert (stage.facts(ShardsLost), stage.facts(JobAborted)) == ([], [])
+            assert stage.attempt == 2
+            await stage.offer_all(dataset)
+            assert stage.facts(TransfersPlanned)[-1].totals.from_origin == 0
+
+    @virtual
+    async def test_is_asked_of_who_comes(self) -> None:
+        async with a_data_stage() as stage:
+            await self.begun(stage)
+            await self.say(stage, "b", 1, 3)
+            await stage.come("c", 1, 3)
+            assert stage.attempt == 2
+            assert "may hold what is missing" in stage.facts(RescaleStarted)[-1].reason
+            await stage.rescale("a", "b", "c", dataset=self.WITH_ORIGIN)
+            assert union(stage.owners().values()) == ALL
+
+    @virtual
+    async def test_is_asked_of_who_came_before_it_was_known(self) -> None:
+        async with a_data_stage() as stage:
+            await self.begun(stage)
+            await stage.come("c", 1, 3)
+            assert stage.attempt == 1
+            await self.say(stage, "b", 1, 3, certain=True)
+            assert stage.attempt == 2
+
+    @virtual
+    async def test_ends_the_job_where_that_is_its_policy_and_it_is_certain(self) -> None:
+        async with a_data_stage() as stage:
+            await self.begun(stage, lost_data_policy="abort")
+            await self.say(stage, "b", 1, 3)
+            assert stage.facts(JobAborted) == []
+            await self.say(stage, "b", 1, 3, certain=True)
+            (aborted,) = stage.facts(JobAborted)
+            assert aborted.reason == "nobody has 2 shards any more, and they cannot be had again: 1, 3 (b: no file)"
+            assert len(stage.facts(ShardsLost)) == 1
+
+    @virtual
+    async def test_makes_all_stop_where_training_goes_on(self) -> None:
+        async with a_data_stage() as stage:
+            await self.begun(stage, use_synchronous_rescaling=False)
+            await stage.fetch("a", "b")
+            await stage.commit("a", "b")
+            stage.held["b"].clear()
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            assert stage.facts(RescaleStarted)[-1].in_background
+            for name in "ab":
+                await stage.offer(name, dataset=self.WITH_ORIGIN)
+            await self.say(stage, "b", 5)
+            assert stage.facts(ShardsLost) == []
+            assert (stage.attempt, stage.facts(RescaleStarted)[-1].in_background) == (3, False)
+            await stage.offer_all(self.WITH_ORIGIN)
+            await self.say(stage, "b", 5)
+            assert stage.facts(ShardsLost) == [ShardsLost(3, 1, [5], "b: no file")]
+
+    @virtual
+    async def test_is_said_of_shards_there_are_by_members_of_the_attempt(self) -> None:
+        async with a_data_stage() as stage:
+            await self.begun(stage)
+            assert await refused(self.say(stage, "b", 10)) == "shard_invalid"
+            assert await refused(self.say(stage, "b", 1, attempt=7)) == "attempt_over"
+            assert await refused(self.say(stage, "b", 1, incarnation=b"another")) == "attempt_over"
+            assert stage.facts(ShardsLost) == []
+
+
+class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
+    @virtual
+    async def test_is_kept_when_the_next_one_is_made(self) -> None:
+        """The commit is heard of later than the offers to the next attempt are."""
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await formed(stage)
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.offer_all()
+            await stage.fetch("a", "b")
+            late: list[Record] = []
+            commits = stage.spine.bus.mailboxes["data.commits"]
+            with patch.object(commits, "put", late.extend):
+                await stage.commit("a", "b")
+                await stage.spine.bus.ask(RescaleJob(JOB))
+                await stage.offer_all()
+            assert sorted(stage.data._planned[JOB]) == [2, 3]
+            commits.put(late)
+            await stage.spine.settle()
+            assert stage.data.custodies[JOB].assignment.generation == 2
+            assert sorted(stage.data._planned[JOB]) == [3]
+            assert stage.owners() == stage.held
+
+    @virtual
+    async def test_is_forgotten_with_those_that_came_to_nothing_when_a_later_one_is_adopted(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await formed(stage)
+            stage.data._heard[JOB] = 0
+            for _ in range(3):
+                await stage.spine.bus.ask(RescaleJob(JOB))
+                await stage.offer_all()
+            assert sorted(stage.data._planned[JOB]) == [2, 3, 4]
+            await stage.fetch("a", "b")
+            await stage.commit("a", "b")
+            assert await keys_in(store) == [f"{JOB}/dataset", f"{JOB}/holders/4", f"{JOB}/piece/4/0/0"]
 
 
 class TestAWorkerThatIsToGo:

@@ -52,10 +52,10 @@ def members(play: Play, name: str) -> tuple[list[str], list[str]]:
     return [worker.id for worker in found.target], [worker.id for worker in found.leaving]
 
 
-def say(play: Play, *names: str, state: int = 0, data: int = 0, waits: bool = False) -> None:
+def say(play: Play, *names: str, state: int = 0, data: int = 0, waits: bool = False, trouble: str = "") -> None:
     for name in names:
         number = play.cluster.attempts
-        play.cluster.receiving(name, incarnation(name), number, (state, data), play.now, waits=waits)
+        play.cluster.receiving(name, incarnation(name), number, (state, data), play.now, waits=waits, trouble=trouble)
 
 
 def failed(play: Play) -> list[str]:
@@ -445,3 +445,62 @@ class TestSilence:
             say(play, "a", waits=True)
             play.wait(1.0)
         assert failed(play) == ["b"]
+
+
+class TestTrouble:
+    def test_is_told_as_the_reason_for_which_somebody_has_failed(self) -> None:
+        play = formed("a", "b", rescale_timeout_ms=2_000)
+        play.cluster.rescale(play.now, "a wish")
+        stop(play, "a", "b")
+        play.ready("a")
+        say(play, "b", trouble="  there is no room on the disk ")
+        play.wait(3.0)
+        assert play.last(WorkerFailed).reason == (
+            "it did not answer in attempt 2 within 2 s: there is no room on the disk"
+        )
+
+    def test_that_is_over_is_told_no_more(self) -> None:
+        play = formed("a", "b", rescale_timeout_ms=2_000)
+        play.cluster.rescale(play.now, "a wish")
+        stop(play, "a", "b")
+        play.ready("a")
+        say(play, "b", trouble="there is no room on the disk")
+        say(play, "b")
+        play.wait(3.0)
+        assert play.last(WorkerFailed).reason == "it did not answer in attempt 2 within 2 s"
+
+    def test_stands_where_it_is_told_what_is_waited_for(self) -> None:
+        names = [f"w{number}" for number in range(5)]
+        play = formed(*names)
+        play.cluster.rescale(play.now, "a wish")
+        stop(play, *names)
+        say(play, *names[1:], waits=True, trouble="shard 3 is missing")
+        play.ready("w1")
+        assert standing(play.cluster, play.time) == (
+            "attempt 2 waits for w0, w2, w3, w4 to have what the others give it (0 s); "
+            "w2: shard 3 is missing; w3: shard 3 is missing; w4: shard 3 is missing"
+        )
+        say(play, "w0", trouble="x" * 10_000)
+        told = standing(play.cluster, play.time)
+        assert told.endswith("; 1 more do not get on")
+        assert len(told) < 1_000
+
+
+class TestWhoWaitsOutside:
+    def test_is_counted_for_the_members_of_a_full_attempt(self) -> None:
+        play = formed("a", "b", max_workers=2)
+        join(play, "c", "d")
+        play.cluster.rescale(play.now, "a wish")
+        found = play.cluster.attempt_members("a", incarnation("a"))
+        assert (found.room, found.outside, found.generation) == (False, 2, 1)
+        assert standing(play.cluster, play.time).endswith("; 2 workers wait: max_workers is 2")
+
+    def test_is_nobody_who_is_in_the_attempt(self) -> None:
+        play = formed("a")
+        join(play, "b")
+        play.wait(0.1)
+        found = play.cluster.attempt_members("a", incarnation("a"))
+        assert (found.room, found.outside) == (True, 0)
+        join(play, "c")
+        assert play.cluster.attempt_members("a", incarnation("a")).outside == 1
+        assert "max_workers" not in standing(play.cluster, play.time)

@@ -64,6 +64,7 @@ MUST_HAPPEN = (
     "a shard is changed on its way",
     "a bad copy is reported",
     "the origin fails",
+    "the origin gives a shard to nobody",
     "there is no room for a shard",
     "an epoch is finished",
     "an epoch is proven",
@@ -110,6 +111,8 @@ class Ways:
     corrupt: float = 0.0
     delay: float = 0.0
     origin_fails: float = 0.0
+    origin_failed: bool = False
+    """Whether it has, ever."""
 
     @classmethod
     def drawn(cls, source: Random) -> Ways:
@@ -118,7 +121,7 @@ class Ways:
             cut=source.choice((0.0, 0.2, 0.4)),
             corrupt=source.choice((0.0, 0.1, 0.4)),
             delay=source.choice((0.0, 0.0, 0.3)),
-            origin_fails=source.choice((0.0, 0.0, 0.3)),
+            origin_fails=source.choice((0.0, 0.0, 0.0, 0.3, 0.3, 0.9)),
         )
 
     def mend(self) -> None:
@@ -189,7 +192,7 @@ class JobData:
             use_parallel_data_transfer=self.source.random() < 0.7,
             max_concurrent_transfers=self.source.choice((1, 4)),
             rescale_timeout_ms=max(config.rescale_timeout_ms, STEADY_TIMEOUT_MS if steady else 0),
-            scale_batch_with_world=self.source.random() < 0.15 and not self.drop_last,
+            scale_batch_with_world=self.source.random() < 0.15,
         )
 
     @property
@@ -257,6 +260,7 @@ class JobData:
         content = self.content(shard.shard_id)
         if self.source.random() < self.ways.origin_fails:
             file.write(content[: len(content) // 2])
+            self.ways.origin_failed = True
             self.met("the origin fails")
             raise OSError("the origin is away")
         file.write(content)

@@ -208,10 +208,13 @@ class DataOracle:
     def _lost(self, known: DataTruth, fact: ShardsLost) -> None:
         """Nobody has these any more, it is said."""
         truth = known.truth
-        known.lost_in = fact.attempt
         truth.data_lost = known.truth.config.lost_data_policy is LostDataPolicy.ABORT
-        if known.data.has_origin or not fact.shards:
+        if not fact.shards or (known.data.has_origin and not known.data.ways.origin_failed):
             self.breach(DataPromise.LOST, f"{fact} of {truth.job}, whose data can be had again")
+        if known.data.has_origin:
+            self._met("the origin gives a shard to nobody")
+            return
+        known.lost_in = fact.attempt
         for member in known.members[fact.attempt]:
             disk = self._disk_of(known, member) if member in truth.members.values() else None
             held = [shard for shard in fact.shards if disk is not None and disk.holds(shard)]
@@ -309,14 +312,14 @@ class DataOracle:
         known = self.jobs[job]
         used: defaultdict[int, list[int]] = defaultdict(list)
         end = SamplerState(0, 0)
-        batch = known.data.batch
+        last: dict[int, int] = {}
         for _, draw in known.used():
             used[draw.at.epoch] += draw.samples
-            end, batch = known.behind(draw), draw.batch
+            end, last[draw.at.epoch] = known.behind(draw), draw.batch
         for epoch, samples in used.items():
             left_out = known.data.samples - len(samples)
             is_finished = epoch < end.epoch
-            is_right = left_out < batch if known.data.drop_last else not left_out
+            is_right = left_out < last[epoch] if known.data.drop_last else not left_out
             if len(set(samples)) != len(samples) or (is_finished and not is_right):
                 self.breach(
                     DataPromise.ONCE, f"epoch {epoch} of {job}: {len(samples)} used, {len(set(samples))} of them differ"

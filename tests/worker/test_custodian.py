@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, BinaryIO, cast
 
 import anyio
@@ -11,19 +14,28 @@ import pytest
 
 from forged.clock import SystemClock
 from forged.data.memory import MemoryShardStore
-from forged.data.messages import OfferShards, OwnersPage, ReadOwners, ReadTransfers, ReportShards, TransferPart
+from forged.data.messages import (
+    OfferShards,
+    OwnersPage,
+    ReadOwners,
+    ReadTransfers,
+    ReportLostShards,
+    ReportShards,
+    TransferPart,
+)
 from forged.data.model import DataShard
 from forged.data.origin import FunctionOrigin
 from forged.data.outcome import BadCopy, MissingShard, TransferReport
-from forged.data.store import Stamp, StoreFailed
+from forged.data.store import OpenShard, Stamp, StoreFailed
 from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import Receiving
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.errors import RequestRefused, Unavailable
+from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.messages import Nothing, Signal
+from forged.retry import RetryPolicy
 from forged.worker import custodian as custodians
-from forged.worker.custodian import ATTEMPTS_KEPT_MAX, ORIGIN, Custodian
+from forged.worker.custodian import ATTEMPTS_KEPT_MAX, ORIGIN, ORIGIN_TRIES, SAYING_INTERVAL_S, Custodian
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
 
@@ -122,6 +134,11 @@ class Scene:
     def _hear(self, signal: Signal) -> None:
         assert isinstance(signal, Receiving)
         self.signals.append(signal)
+
+    def tries_once(self) -> None:
+        """It asks nobody twice in the same try."""
+        manager = self.custodian._manager
+        manager._equipment = replace(manager._equipment, retry=RetryPolicy(attempts=1))
 
     async def take_part(self, attempt: int, given: TransferPart) -> None:
         self.line.part = given
@@ -333,4 +350,144 @@ class TestDoubt:
         it = Scene()
         bad = TransferReport(missing=(MissingShard(1, ()),), bad_copies=(BadCopy(1, None, "shard_corrupt", ""),))
         await it.custodian._tell_missing(4, bad)
-        assert it.line.said == []
+        assert it.line.told(ReportShards) == []
+
+    async def test_of_a_copy_that_the_disk_does_not_give_any_more_drops_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        it = Scene(filled(0, 1))
+        it.custodian.doubt(1)
+
+        def fail(fd: int, size: int, offset: int) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "pread", fail)
+        await it.take_part(1, part(keep=(0,)))
+        assert it.line.told(OfferShards)[0].held == int64(0)
+
+    async def test_lasts_until_the_copy_could_be_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        it = Scene(filled(0, 1))
+        it.store.damage(1, b"!" * SIZE)
+        it.custodian.doubt(1)
+        with monkeypatch.context() as context:
+
+            def fail(shard: int) -> OpenShard:
+                raise StoreFailed("shard_store_failed", "too many open files", "")
+
+            context.setattr(it.store, "open", fail)
+            with pytest.raises(StoreFailed):
+                await it.take_part(1, part(keep=(0,)))
+        await it.take_part(1, part(keep=(0,)))
+        assert it.line.told(OfferShards)[0].held == int64(0)
+
+
+def no_file(shard: DataShard, file: BinaryIO) -> None:
+    raise RequestRefused("shard_not_at_origin", f"there is no shard-{shard.shard_id}", "put it there")
+
+
+def away(shard: DataShard, file: BinaryIO) -> None:
+    raise OSError("the bucket is away")
+
+
+class TestWhatTheOriginDoesNotGive:
+    async def fail(self, it: Scene, given: TransferPart, attempt: int = 1) -> ForgedError:
+        """A try, and why it fails."""
+        with pytest.raises(Unavailable) as error:
+            await it.take_part(attempt, given)
+        return error.value
+
+    async def test_is_named_once_with_the_reason(self) -> None:
+        it = Scene(write=no_file)
+        for _ in range(3):
+            await self.fail(it, part(2, 4, keep=(2, 4)))
+        (said,) = it.line.told(ReportLostShards)
+        assert (said.attempt, said.count, said.shards, said.certain) == (1, 2, [2, 4], True)
+        assert said.reason == "shard 2: there is no shard-2 (put it there)"
+        assert it.line.told(ReportShards) == []
+
+    async def test_is_named_anew_when_it_is_less_and_in_another_attempt(self) -> None:
+        it = Scene(write=no_file)
+        await self.fail(it, part(2, 4, keep=(2, 4)))
+        it.store.put(4, [content(4)])
+        await self.fail(it, part(2, 4, keep=(2, 4)))
+        await self.fail(it, part(2, keep=(2,)), attempt=2)
+        told = [(said.attempt, said.shards) for said in it.line.told(ReportLostShards)]
+        assert told == [(1, [2, 4]), (1, [2]), (2, [2])]
+
+    async def test_is_certain_to_be_lost_when_it_has_failed_for_a_while(self) -> None:
+        it = Scene(write=away)
+        it.tries_once()
+        for _ in range(ORIGIN_TRIES + 2):
+            await self.fail(it, part(2, keep=(2,)))
+        assert [said.certain for said in it.line.told(ReportLostShards)] == [False, True]
+
+    async def test_is_waited_for_and_told_so_and_nothing_is_offered_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        it = Scene(filled(0), write=no_file)
+        error = await self.fail(it, part(2, keep=(0, 2)))
+        assert not it.signals[-1].waits
+        it.signals.clear()
+        pauses = await self.rests(it, str(error), 12, monkeypatch)
+        assert all(signal.waits and "there is no shard-2" in signal.trouble for signal in it.signals)
+        assert max(pauses) <= SAYING_INTERVAL_S
+        assert len(it.signals) == len(pauses)
+        await self.fail(it, part(2, keep=(0, 2)))
+        assert all(signal.waits for signal in it.signals)
+        assert len(it.line.told(OfferShards)) == 1
+
+    async def rests(self, it: Scene, why: str, times: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """How long it sleeps when it rests so many times."""
+        slept: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+        with monkeypatch.context() as context:
+            context.setattr(anyio, "sleep", sleep)
+            for _ in range(times):
+                await it.custodian.rest(why)
+        return slept
+
+    async def test_is_tried_again_ever_more_rarely_until_something_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gives: set[int] = set()
+
+        def write(shard: DataShard, file: BinaryIO) -> None:
+            file.write(content(shard.shard_id)) if shard.shard_id in gives else no_file(shard, file)
+
+        it = Scene(write=write)
+        await self.fail(it, part(2, 4, keep=(2, 4)))
+        rests = [sum(await self.rests(it, "why", 1, monkeypatch)) for _ in range(8)]
+        assert rests == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
+        gives.add(4)
+        await self.fail(it, part(2, 4, keep=(2, 4)))
+        assert sum(await self.rests(it, "why", 1, monkeypatch)) == pytest.approx(0.2)
+        await self.fail(it, part(2, keep=(2,)), attempt=2)
+        assert sum(await self.rests(it, "why", 1, monkeypatch)) == pytest.approx(0.2)
+
+    async def test_is_no_more_waited_for_when_it_has_come(self) -> None:
+        gives: set[int] = set()
+
+        def write(shard: DataShard, file: BinaryIO) -> None:
+            file.write(content(shard.shard_id)) if shard.shard_id in gives else no_file(shard, file)
+
+        it = Scene(write=write)
+        await self.fail(it, part(2, keep=(2,)))
+        gives.add(2)
+        await it.take_part(1, part(2, keep=(2,)))
+        (reported,) = it.line.told(ReportShards)
+        assert reported.transfers == 1
+        it.signals.clear()
+        await it.take_part(1, part(2, keep=(2,)))
+        assert {(signal.waits, signal.trouble) for signal in it.signals[1:]} == {(False, "")}
+
+    async def test_is_another_matter_than_what_this_host_does_not_take(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        it = Scene(MemoryShardStore(bytes_max=10))
+        it.tries_once()
+        error = await self.fail(it, part(2, keep=(2,)))
+        assert isinstance(error, StoreFailed)
+        assert "there is no room for shard 2" in error.message
+        it.signals.clear()
+        await self.rests(it, str(error), 1, monkeypatch)
+        assert [(signal.waits, signal.trouble) for signal in it.signals] == [(False, str(error))]
+        assert it.line.told(ReportLostShards) == []

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pytest
@@ -31,17 +31,20 @@ from forged.data.sampler import ElasticSampler
 from forged.data.shards import Dataset
 from forged.data.store import ShardStore, Stamp, StoreFailed
 from forged.data.training import TrainingData
-from forged.elastic.messages import RescaleCompleted, RescaleStarted, WorkerFailed, WorkerLeft
+from forged.data.transfers import DataTransferManager
+from forged.elastic.messages import RescaleCompleted, RescaleStarted, ShowCluster, WorkerFailed, WorkerLeft
 from forged.errors import RequestRefused
 from forged.messages import Fact, Record
+from forged.retry import RetryPolicy
 from forged.worker.custodian import Custodian
-from forged.worker.errors import WorkerEvicted
+from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.registration import Registration
 from tests.client.house import SOON, House, config_in
 from tests.data.wards import filling
 from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
 
 SAMPLES, SHARDS, BATCH, SEED = 120, 12, 7, 3
+STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 SIZE = 2_000
 USUAL: dict[str, Any] = {"redistribution_type": "incremental", "max_consecutive_failures": 1_000}
 
@@ -338,6 +341,48 @@ class TestSampling:
             await ranch.crew.world_of("c")
             await ranch.finish("c")
 
+    async def test_of_no_samples_is_proven_to_have_used_them(self, house: House) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.crew.make("a", sampler=ElasticSampler(0, BATCH))
+            ranch.crew.start("a")
+            await ranch.crew.world_of("a")
+            await ranch.crew.finish("a")
+            audit = await ranch.audit(0)
+            assert (audit.samples, audit.used, audit.complete) == (0, 0, True)
+
+    async def test_tells_the_epoch_with_the_step_of_which_it_is(self, house: House) -> None:
+        async with ranch_at(house) as ranch, ranch.client() as client:
+            ranch.start("a", "b", "c")
+            await ranch.crew.world_of("a", "b", "c")
+            for name in "cb":
+                await ranch.crew.more_steps("a", steps=STEPS_PER_EPOCH)
+                await client.evict_worker(JOB, name)
+                await ranch.crew.world_of(*("ab" if name == "c" else "a"))
+            commits = [fact for fact in await ranch.facts(RescaleCompleted) if fact.step]
+            assert [fact.epoch for fact in commits] == [fact.step // STEPS_PER_EPOCH for fact in commits]
+            assert commits[-1].epoch >= 2
+            worker = ranch.crew["a"].worker
+            assert worker.sampler is not None
+            assert worker.epoch == worker.sampler.epoch
+
+    async def test_takes_a_whole_epoch_where_the_world_grows_beyond_it(self, house: House) -> None:
+        async with ranch_at(house, settings={"scale_batch_with_world": True}) as ranch:
+            for name in "ab":
+                ranch.crew.make(name, sampler=ElasticSampler(20, 12, SEED, drop_last=True))
+            ranch.crew.start("a")
+            await ranch.crew.world_of("a")
+            ranch.crew.start("b")
+            await ranch.crew.world_of("a", "b")
+            for name in "ab":
+                worker = ranch.crew[name].worker
+                assert worker.sampler is not None
+                assert (worker.global_batch_size, worker.sampler.global_batch) == (24, 20)
+                assert sorted(np.concatenate([worker.sampler.batch(rank, 2) for rank in (0, 1)])) == list(range(20))
+            await ranch.crew.finish("a", "b")
+            epoch = max((await ranch.audit(0)).epochs)
+            audit = await ranch.audit(epoch)
+            assert (audit.used, audit.dropped, audit.complete) == (20, 0, True)
+
 
 def _drawn_by(ranch: Ranch, name: str, generation: int) -> set[int]:
     worlds = [by_world[generation] for by_world in ranch.drawn.values() if generation in by_world]
@@ -591,6 +636,62 @@ class TestCopies:
             assert await ranch.facts(WorkerFailed) == []
 
 
+class MoodyOrigin:
+    """An origin that gives all but one shard, until somebody mends it."""
+
+    def __init__(self) -> None:
+        self.is_mended = False
+        self.asked = 0
+
+    def write_to(self, shard: DataShard, file: BinaryIO) -> None:
+        if shard.shard_id == 3 and not self.is_mended:
+            self.asked += 1
+            raise RequestRefused("shard_not_at_origin", "there is no shard-3", "put it there")
+        write(shard, file)
+
+
+class TestAShardThatTheOriginDoesNotGive:
+    async def test_is_named_and_waited_for_longer_than_anybody_may_be_silent(self, house: House) -> None:
+        origin = MoodyOrigin()
+        async with (
+            ranch_at(house, origin=origin, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}) as ranch,
+            ranch.client() as client,
+        ):
+            async with client.facts(ShardsLost, jobs=[JOB]) as facts:
+                ranch.start("a", "b")
+                item = await asyncio.wait_for(anext(facts), PATIENCE_S)
+            assert isinstance(item, Record)
+            lost = item.fact
+            assert isinstance(lost, ShardsLost)
+            assert (lost.count, lost.shards) == (1, [3])
+            assert lost.reason[1:] == ": shard 3: there is no shard-3 (put it there)"
+            await asyncio.sleep(2.5)
+            shown = await client.request(ShowCluster(JOB))
+            assert f"{lost.reason[0]}: shard 3 (the origin: there is no shard-3 (put it there))" in shown.standing
+            assert 2 <= origin.asked < 10
+            origin.is_mended = True
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            assert await ranch.facts(WorkerFailed) == []
+            assert len(await ranch.facts(ShardsLost)) == 1
+
+    async def test_is_asked_of_who_joins(self, house: House) -> None:
+        async with ranch_at(house, origin=MoodyOrigin()) as ranch, ranch.client() as client:
+            async with client.facts(ShardsLost, jobs=[JOB]) as facts:
+                ranch.start("a")
+                await asyncio.wait_for(anext(facts), PATIENCE_S)
+            ranch.start("b", store=filled(3))
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+
+    async def test_ends_the_job_where_that_is_its_policy(self, house: House) -> None:
+        async with ranch_at(house, origin=MoodyOrigin(), settings={"lost_data_policy": "abort"}) as ranch:
+            ranch.start("a")
+            (error,) = await ranch.crew.over("a")
+            assert isinstance(error, JobEnded)
+            assert "a: shard 3: there is no shard-3" in error.message
+
+
 class TestTrouble:
     async def test_with_the_origin_is_tried_again(self, house: House) -> None:
         failures = iter(range(5))
@@ -614,6 +715,20 @@ class TestTrouble:
             assert isinstance(error, WorkerEvicted)
             await ranch.crew.world_of("a")
             await ranch.check_holdings("a")
+
+    async def test_with_a_full_store_is_told_as_the_reason(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        swift = RetryPolicy(attempts=2, delay_s=0.01)
+        monkeypatch.setitem(cast("dict[str, Any]", DataTransferManager.__init__.__kwdefaults__), "retry", swift)
+        async with ranch_at(house, settings={"rescale_timeout_ms": 1_000}) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+            ranch.start("b", store=MemoryShardStore(bytes_max=SIZE))
+            await ranch.crew.over("b")
+            (failed,) = await ranch.facts(WorkerFailed)
+            assert failed.worker_id == "b"
+            assert "did not answer in attempt 2 within 1 s: shard " in failed.reason
+            assert "there is no room for shard" in failed.reason
+            assert await ranch.facts(ShardsLost) == []
 
     @pytest.mark.parametrize("point", ["_offer", "_part", "_tell_done"])
     async def test_with_the_daemon_while_data_moves_is_got_over(

@@ -16,9 +16,8 @@ from forged.data.sampler import ElasticSampler
 from forged.data.shards import Dataset
 from forged.elastic.messages import JobPaused
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.errors import PeerError, RequestRefused, Unavailable
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.log import SILENT
-from forged.worker import supply as supplies
 from forged.worker.custodian import Custodian
 from forged.worker.errors import NEWS_DIFFER
 from forged.worker.registration import Registration
@@ -64,6 +63,9 @@ class Scene:
         self._act("ready", attempt)
         return True
 
+    async def rest(self, why: str) -> None:
+        self._act("rests", why)
+
     async def settle(self, attempt: int, topology: ClusterTopology) -> None:
         self._act("settles", attempt)
 
@@ -99,11 +101,6 @@ class Scene:
             tasks.cancel_scope.cancel()
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supplies, "PAUSE_S", 0.0)
-
-
 class TestTaking:
     async def test_is_done_when_that_was_said(self) -> None:
         it = Scene()
@@ -120,12 +117,13 @@ class TestTaking:
         ],
         ids=lambda error: error.code,
     )
-    async def test_is_tried_again_where_that_may_help(self, error: Exception) -> None:
+    async def test_is_tried_again_where_that_may_help(self, error: ForgedError) -> None:
         it = Scene()
         it.errors = [error, error]
         async with it.supply() as supply:
             await supply.take(3)
-        assert it.acts == [*[("begins", 3)] * 3, ("has", 3), ("ready", 3)]
+        tried = [("begins", 3), ("rests", error.message)]
+        assert it.acts == [*tried * 2, ("begins", 3), ("has", 3), ("ready", 3)]
 
     async def test_ends_without_a_word_where_the_attempt_is_over(self) -> None:
         it = Scene()

@@ -17,12 +17,13 @@ from forged.checkpoint.difference import Difference, Kind, Side, differences
 from forged.checkpoint.dtypes import dtype_of
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.manifest import Manifest
+from forged.checkpoint.ports import Halt
 from forged.cli import show
+from forged.cli.checkpoint.acting import acting
 from forged.cli.checkpoint.bar import Bar
-from forged.cli.checkpoint.failures import told
-from forged.cli.checkpoint.shelves import named, patience
+from forged.cli.checkpoint.shelves import named
 from forged.cli.checkpoint.showing import and_more, beginning, shape_in_words
-from forged.cli.checkpoint.values import plain_values, sayable
+from forged.cli.checkpoint.values import are_alike, plain_values, sayable
 from forged.cli.grammar import Options
 from forged.cli.output import print_json
 from forged.cli.process import EXIT_FAILED, EXIT_OK
@@ -43,10 +44,9 @@ Row = dict[str, Any]
 Wanted = Callable[[str], bool]
 
 
-@told()
-def show_differences(options: Options) -> int:
+@acting
+def show_differences(options: Options, halt: Halt) -> int:
     """Compare two."""
-    halt = patience(options)
     a, b = Side(*named(options.a, halt)), Side(*named(options.b, halt))
     wanted = _wanted(options.tensors, a.manifest, b.manifest)
     tensors: list[Row] = []
@@ -117,7 +117,7 @@ def _values(a: Manifest, b: Manifest, wanted: Wanted) -> Iterator[Row]:
         if not wanted(name):
             continue
         mine, other = ours.get((name, rank)), theirs.get((name, rank))
-        kind = Kind.SAME if mine == other else Kind.CHANGED
+        kind = Kind.SAME if are_alike(mine, other) else Kind.CHANGED
         if mine is None or other is None:
             kind = Kind.ONLY_IN_B if mine is None else Kind.ONLY_IN_A
         sides = {"a": None if mine is None else sayable(mine), "b": None if other is None else sayable(other)}

@@ -10,17 +10,17 @@ from typing import Any
 
 from forged.checkpoint.conversion import Converted, How, convert
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
+from forged.checkpoint.ports import Halt
 from forged.cli import show
+from forged.cli.checkpoint.acting import acting
 from forged.cli.checkpoint.bar import Bar
-from forged.cli.checkpoint.failures import told
-from forged.cli.checkpoint.shelves import patience
 from forged.cli.grammar import Options
 from forged.cli.output import answer
 from forged.cli.process import EXIT_OK
 
 
-@told()
-def convert_one(options: Options) -> int:
+@acting
+def convert_one(options: Options, halt: Halt) -> int:
     """Make a target of a source."""
     started_at = time.monotonic()
     with Bar(options) as bar:
@@ -29,7 +29,7 @@ def convert_one(options: Options) -> int:
             CompressionLevel(options.compression),
             tell=bar,
         )
-        converted = convert(options.source, options.target, how, patience(options))
+        converted = convert(options.source, options.target, how, halt)
     took_s = time.monotonic() - started_at
     answer(options, _as_json(options, converted, took_s), lambda: _show(options, converted, took_s))
     return EXIT_OK

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
 
+CANCELLED = "checkpoint_cancelled"
 TO_BE_MENDED = frozenset(
     {
         "checkpoint_bucket_missing",
@@ -27,9 +28,7 @@ TO_BE_MENDED = frozenset(
     }
 )
 """Things on this side, besides what is wrong with the command line."""
-AS_THINGS_ARE = frozenset(
-    {"checkpoint_exists", "checkpoint_file_missing", "checkpoint_missing", "checkpoint_tensor_unknown"}
-)
+AS_THINGS_ARE = frozenset({"checkpoint_exists", "checkpoint_missing", "checkpoint_tensor_unknown"})
 
 
 @contextmanager
@@ -38,6 +37,9 @@ def told() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
+        if error.code == CANCELLED:
+            # Another thread was faster to notice than the one that was interrupted.
+            raise KeyboardInterrupt from error
         raise translated(error) from error
 
 

@@ -13,10 +13,11 @@ from typing import Any
 from forged.checkpoint import shelf
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.manifest import Manifest
-from forged.checkpoint.ports import Entry, Storage
+from forged.checkpoint.model import is_prefix
+from forged.checkpoint.ports import Entry, Halt, Storage
 from forged.cli import show
-from forged.cli.checkpoint.failures import told
-from forged.cli.checkpoint.shelves import folder, patience
+from forged.cli.checkpoint.acting import acting
+from forged.cli.checkpoint.shelves import folder
 from forged.cli.grammar import Options
 from forged.cli.output import answer
 from forged.cli.process import EXIT_FAILED, EXIT_OK
@@ -28,10 +29,10 @@ _OF_A_SAVE = re.compile(r"[0-9a-f]{8}\.[^/]+")
 Row = dict[str, Any]
 
 
-@told()
-def show_list(options: Options) -> int:
+@acting
+def show_list(options: Options, halt: Halt) -> int:
     """All checkpoints of a folder, the newest last."""
-    storage = folder(options.where, patience(options))
+    storage = folder(options.where, halt)
     checkpoints, broken = _checkpoints(storage)
     unfinished = [leftover(prefix, entries) for prefix, entries in shelf.unfinished(storage).items()]
     half_deleted = [{"prefix": prefix} for prefix in shelf.tombstones(storage)]
@@ -71,8 +72,12 @@ def leftover(prefix: str, entries: Sequence[Entry]) -> Row:
         "files": len(entries),
         "size_bytes": sum(entry.size for entry in entries),
         "written_at": max(entry.modified_at for entry in entries),
-        "of_a_save": all(_OF_A_SAVE.fullmatch(entry.name.rpartition("/")[2]) for entry in entries),
+        "of_a_save": is_prefix(prefix) and all(map(_is_of_a_save, entries)),
     }
+
+
+def _is_of_a_save(entry: Entry) -> bool:
+    return _OF_A_SAVE.fullmatch(entry.name.rpartition("/")[2]) is not None
 
 
 def leftover_in_words(row: Row, now: float) -> str:

@@ -15,11 +15,12 @@ from typing import Any
 
 from forged.checkpoint import shelf
 from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.model import is_prefix
 from forged.checkpoint.ports import Halt, Storage
 from forged.cli import show
-from forged.cli.checkpoint.failures import told
+from forged.cli.checkpoint.acting import acting
 from forged.cli.checkpoint.listing import leftover, leftover_in_words
-from forged.cli.checkpoint.shelves import folder, patience, place
+from forged.cli.checkpoint.shelves import folder, place
 from forged.cli.grammar import Options
 from forged.cli.output import print_json
 from forged.cli.process import EXIT_FAILED, EXIT_OK, remark
@@ -48,10 +49,9 @@ class _Doomed:
         return {"prefix": self.prefix, "what": self.what, "files": self.files, "size_bytes": self.size_bytes}
 
 
-@told()
-def remove(options: Options) -> int:
+@acting
+def remove(options: Options, halt: Halt) -> int:
     """Remove what is named."""
-    halt = patience(options)
     spared: Sequence[str] = ()
     if options.unfinished:
         storage, doomed, spared = _leftovers(options.where, halt)
@@ -125,8 +125,9 @@ def _leftovers(where: str, halt: Halt) -> tuple[Storage, list[_Doomed], list[str
     if found is not None:
         return (*found, [])
     storage, now = folder(where, halt), time.time()
-    doomed = [_half_deleted(storage, prefix) for prefix in shelf.tombstones(storage)]
-    spared: list[str] = []
+    tombstones = shelf.tombstones(storage)
+    doomed = [_half_deleted(storage, prefix) for prefix in filter(is_prefix, tombstones)]
+    spared = [prefix for prefix in tombstones if not is_prefix(prefix)]
     for prefix, entries in shelf.unfinished(storage).items():
         row = leftover(prefix, entries)
         if row["of_a_save"] and now - row["written_at"] > QUIET_S:

@@ -1,6 +1,6 @@
 """Where a command is sent: the checkpoint, or the folder of checkpoints, that somebody has named.
 
-Law: whatever is waited for there ends when the time that the options give is over.
+Law: nothing that is waited for there outlasts the halt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from forged.checkpoint.locations import root_at, storage_at
 from forged.checkpoint.manifest import Manifest
 from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.shelf import read_manifest
-from forged.cli.grammar import Options
 
 
 class Named(NamedTuple):
@@ -36,8 +35,3 @@ def named(where: str, halt: Halt) -> Named:
     """The checkpoint that is named."""
     storage, prefix = place(where, halt)
     return Named(storage, read_manifest(storage, prefix))
-
-
-def patience(options: Options) -> Halt:
-    """How long it may take."""
-    return Halt(options.timeout)

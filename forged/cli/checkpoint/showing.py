@@ -16,10 +16,11 @@ import numpy as np
 from forged.checkpoint.dtypes import dtype_of
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.manifest import Manifest
+from forged.checkpoint.ports import Halt
 from forged.cli import show
-from forged.cli.checkpoint.failures import told
+from forged.cli.checkpoint.acting import acting
 from forged.cli.checkpoint.listing import about
-from forged.cli.checkpoint.shelves import named, patience
+from forged.cli.checkpoint.shelves import named
 from forged.cli.checkpoint.values import plain_values, sayable
 from forged.cli.grammar import Options
 from forged.cli.output import answer
@@ -34,10 +35,10 @@ TENSOR_COLUMNS = ("name", "rank", "dtype", "shape", "size", "pieces")
 Row = dict[str, Any]
 
 
-@told()
-def show_one(options: Options) -> int:
+@acting
+def show_one(options: Options, halt: Halt) -> int:
     """What it is, and what is in it."""
-    storage, manifest = named(options.where, patience(options))
+    storage, manifest = named(options.where, halt)
     tensors = chosen(_tensors(manifest), options.tensors, manifest.prefix)
     whole = about(manifest) | {
         "url": storage.url,

@@ -20,12 +20,13 @@ from forged.checkpoint.dtypes import EXTENDED
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.fetching import bytes_of
 from forged.checkpoint.manifest import Manifest
+from forged.checkpoint.ports import Halt
 from forged.checkpoint.views import CheckpointView, TensorInfo
 from forged.cli import show
 from forged.cli.backup import write_whole
+from forged.cli.checkpoint.acting import acting
 from forged.cli.checkpoint.bar import Bar
-from forged.cli.checkpoint.failures import told
-from forged.cli.checkpoint.shelves import named, patience
+from forged.cli.checkpoint.shelves import named
 from forged.cli.checkpoint.showing import shape_in_words
 from forged.cli.checkpoint.statistics import Statistics, has_statistics, plain_elements
 from forged.cli.checkpoint.values import plain_values, sayable
@@ -45,10 +46,9 @@ RARE = frozenset({"nan", "infinite"})
 Array = np.ndarray[Any, Any]
 
 
-@told()
-def show_tensor(options: Options) -> int:
+@acting
+def show_tensor(options: Options, halt: Halt) -> int:
     """Look at one."""
-    halt = patience(options)
     storage, manifest = named(options.where, halt)
     if (options.tensor, options.rank) in (values := plain_values(manifest)) and options.out is None:
         value = sayable(values[options.tensor, options.rank])

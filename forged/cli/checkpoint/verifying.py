@@ -15,9 +15,9 @@ from forged.checkpoint.manifest import SUFFIX
 from forged.checkpoint.ports import Halt, Storage
 from forged.checkpoint.validator import FINDINGS_MAX, CheckpointValidator, Finding, ValidationResult
 from forged.cli import show
+from forged.cli.checkpoint.acting import acting
 from forged.cli.checkpoint.bar import Bar
-from forged.cli.checkpoint.failures import told
-from forged.cli.checkpoint.shelves import folder, patience, place
+from forged.cli.checkpoint.shelves import folder, place
 from forged.cli.grammar import Options
 from forged.cli.output import answer
 from forged.cli.process import EXIT_FAILED, EXIT_OK
@@ -25,10 +25,9 @@ from forged.cli.process import EXIT_FAILED, EXIT_OK
 MISSING = "checkpoint_missing"
 
 
-@told()
-def verify(options: Options) -> int:
+@acting
+def verify(options: Options, halt: Halt) -> int:
     """Check one checkpoint, or all of a folder."""
-    halt = patience(options)
     if not options.all:
         return EXIT_OK if _verify(options, *place(options.where, halt), halt) else EXIT_FAILED
     storage = folder(options.where, halt)
@@ -41,7 +40,7 @@ def _those_in(storage: Storage) -> list[str]:
     if not found:
         raise CheckpointException(
             f"there are no checkpoints in {storage.url}",
-            type=ExceptionType.VALIDATION_FAILED,
+            type=ExceptionType.LOAD_FAILED,
             code=MISSING,
             fix="name the folder that has some",
         )

@@ -1,0 +1,49 @@
+"""Processes that are told what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ckpt_peer import OURS, Peer, ours
+from benchmarks.ckpt_scene import Load
+
+LOAD = Load(2, (4, 1024))
+
+
+def test_a_process_does_what_it_is_told_and_says_how_long_it_took(tmp_path: Path) -> None:
+    with ours(LOAD) as peer:
+        assert peer.do("save", tmp_path / "one")["s"] > 0
+        peer.do("forget", tmp_path)
+        loaded = peer.do("load", tmp_path / "one")
+        peer.do("check", tmp_path)
+    assert loaded["read"] >= LOAD.nbytes
+
+
+def test_a_load_that_did_nothing_would_be_noticed(tmp_path: Path) -> None:
+    with ours(LOAD) as peer:
+        peer.do("forget", tmp_path)
+        with pytest.raises(RuntimeError, match="not what was saved"):
+            peer.do("check", tmp_path)
+
+
+def test_an_error_there_is_an_error_here_and_the_process_goes_on(tmp_path: Path) -> None:
+    with ours(LOAD) as peer:
+        with pytest.raises(RuntimeError, match="nothing"):
+            peer.do("load", tmp_path / "nothing")
+        assert peer.do("save", tmp_path / "one")["s"] > 0
+
+
+def test_a_process_that_ended_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="has ended"):
+        Peer(OURS, ["nonsense"])
+
+
+def test_the_memory_of_an_asynchronous_save_is_counted_from_the_beginning(tmp_path: Path) -> None:
+    load = Load(4, (1024, 1024))
+    with ours(load) as peer:
+        peer.do("prepare", tmp_path)
+        stalled = peer.do("stall", tmp_path / "one")
+    assert 0 < stalled["s"] <= stalled["all_s"]
+    assert stalled["extra"] > 0.9 * load.nbytes

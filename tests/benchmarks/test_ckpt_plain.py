@@ -1,0 +1,74 @@
+"""The references: they move the bytes that they say they move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from benchmarks.ckpt_plain import (
+    BLOCK_BYTES,
+    Plain,
+    read_buffered,
+    read_direct,
+    removed,
+    write_buffered,
+    write_direct,
+)
+from benchmarks.ckpt_scene import Load, room
+
+LOAD = Load(3, (16, 1024))
+
+
+@pytest.mark.parametrize("write", [write_direct, write_buffered])
+@pytest.mark.parametrize("nbytes", [1, 4096, BLOCK_BYTES + 5, 3 * BLOCK_BYTES])
+def test_a_raw_write_leaves_a_file_of_that_many_bytes_in_whole_pages(
+    write: Callable[[Path, int], float], nbytes: int
+) -> None:
+    with room() as path:
+        assert write(path / "file", nbytes) > 0
+        written = (path / "file").read_bytes()
+    assert len(written) == -(-nbytes // 4096) * 4096
+    assert np.count_nonzero(np.frombuffer(written, np.uint8)) > 0.9 * len(written)
+
+
+@pytest.mark.parametrize("read", [read_direct, read_buffered])
+def test_a_raw_read_takes_time(read: Callable[[Path], float]) -> None:
+    with room() as path:
+        (path / "file").write_bytes(bytes(BLOCK_BYTES + 5))
+        assert read(path / "file") > 0
+
+
+def test_what_was_measured_is_removed_with_all_that_lies_beside_it_under_its_name(tmp_path: Path) -> None:
+    def save(path: Path) -> float:
+        path.mkdir()
+        (path / "part").write_bytes(b"")
+        path.with_name(f"{path.name}.metadata.json").write_bytes(b"")
+        return 2.0
+
+    (tmp_path / "kept").write_bytes(b"")
+    assert removed(tmp_path / "ours", save) == 2.0
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
+def test_it_is_removed_when_the_measurement_fails(tmp_path: Path) -> None:
+    def save(path: Path) -> float:
+        path.write_bytes(b"")
+        raise RuntimeError("it broke")
+
+    with pytest.raises(RuntimeError, match="it broke"):
+        removed(tmp_path / "ours", save)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_safetensors_saves_the_state_and_has_it_in_arrays_again(tmp_path: Path) -> None:
+    plain = Plain(LOAD)
+    assert plain.save_safetensors(tmp_path / "file") > 0
+    saved = load_file(tmp_path / "file")
+    assert all((saved[name].view("u4") == array.view("u4")).all() for name, array in LOAD.state().items())
+    assert plain.load_safetensors(tmp_path / "file") > 0
+    assert plain.read_safetensors(tmp_path / "file") > 0
+    assert plain.copy() > 0

@@ -1,0 +1,116 @@
+"""Somebody between a client and a server who can keep what goes through."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+RECEIVED_BYTES_MAX = 1 << 18
+
+
+class Middleman:
+    """Relays connections to a port of this host."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._keeps_all = False
+        self._swallowed = b""
+        self.connections = 0
+        self.held_back = threading.Event()
+        """Something was kept here."""
+        self.hung_up = threading.Event()
+        """A client has closed its connection because of that."""
+
+    def __enter__(self) -> Self:
+        self._start(self._accept)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            for one in self._sockets:
+                _shut(one)
+        for thread in self._threads:
+            thread.join()
+        for one in [self._listener, *self._sockets]:
+            one.close()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def stall(self) -> None:
+        """From now on, take everything and let nothing through."""
+        self._keeps_all = True
+
+    def swallow(self, start: bytes) -> None:
+        """Let the next request that begins so through, and in place of its answer close the connection."""
+        self._swallowed = start
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._port))
+            with self._lock:
+                self.connections += 1
+                self._sockets += [client, server]
+            muted = threading.Event()
+            self._start(partial(self._ask, client, server, muted))
+            self._start(partial(self._answer, server, client, muted))
+
+    def _start(self, run: Callable[[], None]) -> None:
+        thread = threading.Thread(target=run)
+        with self._lock:
+            self._threads.append(thread)
+        thread.start()
+
+    def _ask(self, client: socket.socket, server: socket.socket, muted: threading.Event) -> None:
+        while data := _received(client):
+            if self._swallowed and data.startswith(self._swallowed):
+                self._swallowed = b""
+                muted.set()
+            self._pass(data, server)
+        if self._keeps_all:
+            self.hung_up.set()
+        _shut(server)
+
+    def _answer(self, server: socket.socket, client: socket.socket, muted: threading.Event) -> None:
+        while (data := _received(server)) and not muted.is_set():
+            self._pass(data, client)
+        _shut(client)
+
+    def _pass(self, data: bytes, to: socket.socket) -> None:
+        if self._keeps_all:
+            self.held_back.set()
+            return
+        try:
+            to.sendall(data)
+        except OSError:
+            _shut(to)
+
+
+def _received(end: socket.socket) -> bytes:
+    try:
+        return end.recv(RECEIVED_BYTES_MAX)
+    except OSError:
+        return b""
+
+
+def _shut(end: socket.socket) -> None:
+    try:
+        end.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return

@@ -1,0 +1,197 @@
+"""Checkpoints in scripts without an event loop, and in those that have one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import forged.checkpoint
+from forged.checkpoint import (
+    BlockingCheckpoint,
+    CheckpointException,
+    CheckpointFormat,
+    DistributedCheckpoint,
+    ExceptionType,
+    LoadOptions,
+    SaveOptions,
+    ShardedArray,
+)
+from forged.checkpoint.local import LocalStorage
+from tests.checkpoint.plain_reader import same, state_of
+from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.test_coordinators import Threads
+
+ENDS_WITHIN_S = 10.0
+STATE = {"model": {"w": np.arange(1000.0).reshape(10, 100), "b": np.float32(3)}, "step": 7, "names": ("a", b"b", None)}
+
+
+def test_three_lines_save_and_load(tmp_path: Path) -> None:
+    forged.checkpoint.save(tmp_path / "step-100", STATE)
+    assert same(forged.checkpoint.load(tmp_path / "step-100"), STATE)
+    assert same(forged.checkpoint.load(f"{tmp_path}/step-100"), STATE)
+
+
+def test_a_state_is_loaded_into_the_arrays_that_there_are(tmp_path: Path) -> None:
+    forged.checkpoint.save(tmp_path / "a", STATE)
+    mine: Any = {"model": {"w": np.zeros((10, 100)), "b": np.float32(0)}, "step": 0, "names": ("", b"", None)}
+    weights = mine["model"]["w"]
+    found = forged.checkpoint.load(tmp_path / "a", mine)
+    assert found["model"]["w"] is weights
+    assert same(found, STATE)
+
+
+def test_some_of_it_can_be_loaded(tmp_path: Path) -> None:
+    forged.checkpoint.save(tmp_path / "a", {"model": {"x": np.ones(3), "y": np.ones(4)}, "other": np.ones(5)})
+    for only in ("model/x", ["model/x"], "*/x"):
+        assert same(forged.checkpoint.load(tmp_path / "a", only=only)["model"]["x"], np.ones(3))
+
+
+@pytest.mark.parametrize("layout", list(CheckpointFormat))
+@pytest.mark.parametrize("level", ["none", "fast"])
+def test_formats_are_called_by_their_names(tmp_path: Path, layout: str, level: str) -> None:
+    prefix = forged.checkpoint.save(
+        tmp_path / "a", STATE, format=str(layout), compression_level=level, custom_metadata={"note": 1}
+    )
+    assert prefix == "a"
+    assert same(forged.checkpoint.load(tmp_path / "a"), STATE)
+
+
+def test_what_is_consolidated_is_opened_by_others(tmp_path: Path) -> None:
+    forged.checkpoint.save(tmp_path / "a", {"model": {"layer": {"w": np.ones(3)}}}, format="consolidated")
+    assert same(load_file(tmp_path / "a" / "model.safetensors"), {"layer.w": np.ones(3)})
+
+
+@pytest.mark.parametrize("settings", [{"format": "tar"}, {"compression_level": "much"}, {"timeout": 0}])
+def test_wrong_settings_are_refused_before_anything_is_touched(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        forged.checkpoint.save(tmp_path / "a", STATE, **settings)
+    assert caught.value.type is ExceptionType.VALIDATION_FAILED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    forged.checkpoint.save(tmp_path / "a", STATE)
+    with pytest.raises(CheckpointException) as caught:
+        forged.checkpoint.save(tmp_path / "a", STATE)
+    assert (caught.value.code, caught.value.checkpoint_path) == ("checkpoint_exists", "a")
+
+
+def test_what_is_not_there_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        forged.checkpoint.load(tmp_path / "a")
+    assert (caught.value.code, caught.value.type) == ("checkpoint_missing", ExceptionType.LOAD_FAILED)
+
+
+async def test_it_works_where_an_event_loop_runs(tmp_path: Path) -> None:
+    """As in a notebook, which it holds up meanwhile."""
+    forged.checkpoint.save(tmp_path / "a", STATE)
+    assert same(forged.checkpoint.load(tmp_path / "a"), STATE)
+
+
+def test_every_call_has_its_twin(tmp_path: Path) -> None:
+    with BlockingCheckpoint(DistributedCheckpoint(None, LocalStorage(tmp_path))) as one:
+        one.prepare({"w": np.ones(3)}, {"m": np.ones(3)})
+        assert one.save({"w": np.ones(3)}, {"m": np.ones(3)}, SaveOptions("a")) == "a"
+        assert one.save_model_only({"w": np.ones(4)}, SaveOptions("b")) == "b"
+        handle = one.save_async({"w": np.ones(5)}, options=SaveOptions("c"))
+        assert handle.result() == "c"
+        mine = {"w": np.zeros(5)}
+        one.load(mine, options=LoadOptions("c"))
+        assert mine["w"].all()
+        assert [info.prefix for info in one.list_checkpoints()] == ["a", "b", "c"]
+        one.delete_checkpoint("b")
+        assert [info.prefix for info in one.list_checkpoints()] == ["a", "c"]
+
+
+def test_the_end_of_a_block_waits_for_what_was_begun_in_it() -> None:
+    storage = MemoryStorage()
+    with BlockingCheckpoint(DistributedCheckpoint(None, storage)) as one:
+        one.save_async({"w": np.ones(5)}, options=SaveOptions("a", include_rng_state=False))
+    assert same(state_of(storage, "a"), {"model": {"w": np.ones(5)}})
+
+
+def test_ranks_in_threads_save_and_load_together(tmp_path: Path) -> None:
+    whole = np.arange(90.0).reshape(30, 3)
+    before, then = Threads(3), Threads(2)
+
+    def save(rank: int) -> str:
+        part = ShardedArray(whole[10 * rank : 10 * rank + 10], (30, 3), (10 * rank, 0))
+        return forged.checkpoint.save(tmp_path / "a", {"w": part}, ranks=before.rank(rank))
+
+    def load(rank: int) -> Any:
+        mine = {"w": ShardedArray(np.zeros((15, 3)), (30, 3), (15 * rank, 0))}
+        forged.checkpoint.load(tmp_path / "a", mine, ranks=then.rank(rank))
+        return mine["w"].local
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(save, range(3))) == ["a"] * 3
+        assert same(np.concatenate(list(pool.map(load, range(2)))), whole)
+
+
+def test_ranks_that_disagree_are_told_each_of_them(tmp_path: Path) -> None:
+    ranks = Threads(2)
+
+    def save(rank: int) -> Any:
+        with pytest.raises(CheckpointException) as caught:
+            forged.checkpoint.save(tmp_path / "a", {"w": np.zeros(3 + rank)}, ranks=ranks.rank(rank))
+        return caught.value.code
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(save, range(2))) == ["checkpoint_ranks_differ"] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_and_loading_leave_no_threads_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    forged.checkpoint.save(tmp_path / "a", STATE)
+    forged.checkpoint.load(tmp_path / "a")
+    for thread in set(threading.enumerate()) - before:
+        thread.join(ENDS_WITHIN_S)
+    assert set(threading.enumerate()) <= before
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, numpy as np
+import forged.checkpoint
+from forged.checkpoint import blocking
+from forged.checkpoint.local import LocalStorage
+
+class Slow(LocalStorage):
+    def write(self, name, source, halt):
+        os.kill(os.getpid(), signal.SIGINT)
+        halt.wait(60)
+
+blocking.storage_at = lambda where: (Slow(where), "a")
+try:
+    forged.checkpoint.save(sys.argv[1], {"w": np.ones(3)})
+except KeyboardInterrupt:
+    print("interrupted", [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name])
+"""
+
+
+def test_an_interrupt_ends_a_save_that_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "interrupted []\n", done.stderr
+    assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
+
+
+def test_a_loop_of_its_own_is_no_obstacle_to_another(tmp_path: Path) -> None:
+    async def both() -> None:
+        one = DistributedCheckpoint(None, LocalStorage(tmp_path))
+        await asyncio.gather(*(one.save({"w": np.ones(n)}, options=SaveOptions(f"c{n}")) for n in range(3)))
+
+    asyncio.run(both())
+    for n in range(3):
+        assert same(forged.checkpoint.load(tmp_path / f"c{n}")["model"], {"w": np.ones(n)})

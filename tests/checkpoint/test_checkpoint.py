@@ -1,0 +1,547 @@
+"""What a training script does with checkpoints, by one process and by several ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forged.checkpoint import (
+    CheckpointException,
+    CheckpointFormat,
+    CheckpointOptions,
+    CompressionLevel,
+    DistributedCheckpoint,
+    ExceptionType,
+    FaultHandler,
+    LeafType,
+    LoadOptions,
+    RetryPolicy,
+    SaveOptions,
+    ShardedArray,
+    Stateful,
+    StorageOptions,
+    coordinators,
+    create_checkpoint,
+    shelf,
+)
+from forged.checkpoint.local import LocalStorage
+from forged.checkpoint.manifest import SUFFIX, TOMBSTONE
+from forged.checkpoint.ports import Storage
+from tests.checkpoint.faulty import Fault, Faulty, broken, on
+from tests.checkpoint.group import Member, group
+from tests.checkpoint.plain_reader import same, state_of
+from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.test_rng import unchanged
+from tests.checkpoint.together import Together
+
+__all__ = ["unchanged"]
+
+
+class Model:
+    """What trains."""
+
+    def __init__(self, seed: int = 0) -> None:
+        source = np.random.default_rng(seed)
+        self.weights = source.random((300, 7)).astype(np.float32)
+        self.layers = [source.random(5), source.integers(0, 9, (2, 3))]
+        self.step = seed
+        self.loads = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "layers": self.layers, "step": self.step, "by number": {3: "three"}}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loads += 1
+        self.weights, self.layers, self.step = state["weights"], state["layers"], state["step"]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for much longer than the operation may take."""
+    monkeypatch.setattr(coordinators, "STUCK_S", 0.2)
+
+
+@pytest.fixture
+def storage() -> MemoryStorage:
+    return MemoryStorage()
+
+
+def checkpoint(storage: Storage, coordinator: Any = None, **settings: Any) -> DistributedCheckpoint:
+    return DistributedCheckpoint(coordinator, storage, FaultHandler(storage, RetryPolicy(attempts=1)), **settings)
+
+
+# There and back.
+
+
+def test_a_model_has_a_state() -> None:
+    assert isinstance(Model(), Stateful)
+
+
+@pytest.mark.parametrize("layout", list(CheckpointFormat))
+@pytest.mark.parametrize("level", list(CompressionLevel))
+async def test_what_was_saved_is_loaded_with_any_options(
+    storage: MemoryStorage, layout: CheckpointFormat, level: CompressionLevel
+) -> None:
+    one = checkpoint(storage)
+    options = SaveOptions("run/1", layout, level, custom_metadata={"note": [1, None]})
+    assert await one.save(Model(1), Model(2), options) == "run/1"
+    model, optimizer = Model(8), Model(9)
+    result = await one.load(model, optimizer, LoadOptions("run/1"))
+    assert same(model.state_dict(), Model(1).state_dict())
+    assert same(optimizer.state_dict(), Model(2).state_dict())
+    assert same(result.model_state, model.state_dict())
+    assert same(result.optimizer_state, optimizer.state_dict())
+    assert (result.source_world_size, result.target_world_size, result.was_resharded) == (1, 1, False)
+    assert (result.metadata.layout, result.metadata.compression) == (layout, level)
+    assert result.metadata.custom == {"note": [1, None]}
+
+
+async def test_arrays_that_are_there_are_loaded_into(storage: MemoryStorage) -> None:
+    one, model = checkpoint(storage), Model(5)
+    await one.save(Model(1), options=SaveOptions("a"))
+    weights, layers = model.weights, model.layers[1]
+    await one.load(model, options=LoadOptions("a"))
+    assert model.weights is weights
+    assert model.layers[1] is layers
+    assert model.loads == 1
+    assert same(model.state_dict(), Model(1).state_dict())
+
+
+async def test_a_state_can_be_given_as_it_is(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    await one.save({"w": np.arange(5)}, [np.arange(3)], SaveOptions("a"))
+    mine: dict[str, Any] = {"w": np.zeros(5, int)}
+    await one.load(mine, options=LoadOptions("a"))
+    assert same(mine, {"w": np.arange(5)})
+
+
+async def test_without_a_model_what_was_saved_is_in_the_result(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    await one.save(Model(1), Model(2), SaveOptions("a"))
+    result = await one.load(options=LoadOptions("a"))
+    assert same(result.model_state, Model(1).state_dict())
+    assert same(result.optimizer_state, Model(2).state_dict())
+
+
+async def test_only_the_model_may_be_saved(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    await one.save_model_only(Model(1), SaveOptions("a"))
+    await one.save(Model(1), Model(2), SaveOptions("b", include_optimizer=False))
+    for prefix in ("a", "b"):
+        assert (await one.load(options=LoadOptions(prefix))).optimizer_state is None
+
+
+async def test_only_the_model_may_be_loaded(storage: MemoryStorage) -> None:
+    one, optimizer = checkpoint(storage), Model(9)
+    await one.save(Model(1), Model(2), SaveOptions("a"))
+    result = await one.load(Model(8), optimizer, LoadOptions("a", load_optimizer=False))
+    assert (optimizer.loads, result.optimizer_state) == (0, None)
+    assert same(optimizer.state_dict(), Model(9).state_dict())
+
+
+async def test_random_generators_go_on_where_they_were(storage: MemoryStorage) -> None:
+    mine = np.random.default_rng(5)
+    one = checkpoint(storage, generators={"data": mine})
+    await one.save(Model(1), options=SaveOptions("a"))
+    wanted = random.random(), np.random.random(), mine.random()
+    await one.load(Model(), options=LoadOptions("a"))
+    assert (random.random(), np.random.random(), mine.random()) == wanted
+
+
+async def test_random_generators_are_left_alone_where_that_is_wanted(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    await one.save(Model(1), options=SaveOptions("with"))
+    await one.save(Model(1), options=SaveOptions("without", include_rng_state=False))
+    assert "rng" not in state_of(storage, "without")
+    for options in (LoadOptions("with", load_rng_state=False), LoadOptions("without")):
+        before = random.getstate()
+        await one.load(Model(), options=options)
+        assert random.getstate() == before
+
+
+async def test_without_a_name_it_is_called_after_the_time(storage: MemoryStorage) -> None:
+    one = checkpoint(storage, wall=lambda: 0.0, draw=lambda size: b"\1\2\3\4"[:size])
+    assert await one.save(Model()) == "checkpoint_19700101_000000_01020304"
+
+
+async def test_leaves_of_other_kinds_can_be_saved(storage: MemoryStorage) -> None:
+    class Tensor:
+        def __init__(self, array: Any) -> None:
+            self.array = array
+
+    kind = LeafType(
+        lambda value: isinstance(value, Tensor), lambda value: value.array, lambda array, there: Tensor(array)
+    )
+    one = checkpoint(storage, leaf_types=[kind])
+    await one.save({"t": Tensor(np.arange(4))}, options=SaveOptions("a"))
+    result = await one.load(options=LoadOptions("a"))
+    assert same(np.asarray(getattr(result.model_state["t"], "array", result.model_state["t"])), np.arange(4))
+
+
+async def test_memory_that_was_prepared_is_all_that_is_needed(
+    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = checkpoint(storage)
+    await one.prepare(Model(1), Model(2), SaveOptions("a"))
+    assert storage.files == {}
+    monkeypatch.setattr("forged.checkpoint.staging.new_memory", lambda size: pytest.fail("it was not prepared"))
+    await one.save_async(Model(1), Model(2), SaveOptions("a"))
+    await one.close()
+    assert shelf.prefixes(storage) == ["a"]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("options", [None, LoadOptions(), LoadOptions("")])
+async def test_a_load_without_a_name_is_refused(storage: MemoryStorage, options: LoadOptions | None) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        await checkpoint(storage).load(Model(), options=options)
+    assert (caught.value.code, caught.value.type) == ("checkpoint_prefix_missing", ExceptionType.VALIDATION_FAILED)
+
+
+@pytest.mark.parametrize("prefix", ["/a", "../a", "a//b", ".a", "a b", "a/", "ü", "a" * 201])
+async def test_names_that_lead_elsewhere_are_refused(storage: MemoryStorage, prefix: str) -> None:
+    one = checkpoint(storage)
+    with pytest.raises(CheckpointException, match="is no name of a checkpoint"):
+        SaveOptions(prefix)
+    for call in (one.load(options=LoadOptions(prefix)), one.delete_checkpoint(prefix)):
+        with pytest.raises(CheckpointException, match="is no name of a checkpoint"):
+            await call
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"format": "tar"}, "format = 'tar'"),
+        ({"compression_level": 9}, "compression_level = 9"),
+        ({"when_busy": "never"}, "when_busy"),
+        ({"timeout": 0}, "timeout = 0"),
+        ({"timeout": float("nan")}, "timeout = nan"),
+        ({"copies": 0}, "copies = 0"),
+        ({"custom_metadata": {"a": object()}}, "JSON"),
+        ({"custom_metadata": {"a": float("nan")}}, "JSON"),
+        ({"custom_metadata": {"a": np.float32(1)}}, "JSON"),
+        ({"custom_metadata": {"a": "\ud800"}}, "JSON"),
+        ({"custom_metadata": [1]}, "JSON"),
+    ],
+)
+def test_options_are_looked_at_when_they_are_made(settings: dict[str, Any], what: str) -> None:
+    with pytest.raises(CheckpointException, match=what) as caught:
+        SaveOptions(**settings)
+    assert caught.value.type is ExceptionType.VALIDATION_FAILED
+
+
+def test_metadata_is_what_it_was_when_it_was_given() -> None:
+    given: dict[str, Any] = {"list": [1], "tuple": (2, 3)}
+    options = SaveOptions(custom_metadata=given)
+    given["list"].append(5)
+    assert options.custom_metadata == {"list": [1], "tuple": [2, 3]}
+
+
+async def test_what_has_no_state_is_refused(storage: MemoryStorage) -> None:
+    one, thing = checkpoint(storage), SimpleNamespace()
+    with pytest.raises(CheckpointException, match="the model is a SimpleNamespace"):
+        await one.save(thing, options=SaveOptions("a"))
+    with pytest.raises(CheckpointException, match="the optimizer is a SimpleNamespace"):
+        await one.save(Model(), thing, SaveOptions("a"))
+    assert storage.files == {}
+
+
+async def test_a_checkpoint_that_is_not_there_cannot_be_loaded_or_deleted(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    for call in (one.load(Model(), options=LoadOptions("a")), one.delete_checkpoint("a")):
+        with pytest.raises(CheckpointException, match="there is no checkpoint a") as caught:
+            await call
+        assert (caught.value.code, caught.value.checkpoint_path) == ("checkpoint_missing", "a")
+
+
+@pytest.mark.parametrize("skip", [False, True])
+async def test_what_is_damaged_is_never_loaded(storage: MemoryStorage, skip: bool) -> None:
+    one = checkpoint(storage)
+    await one.save({"w": np.arange(1000)}, options=SaveOptions("a", include_rng_state=False))
+    (part,) = shelf.read_manifest(storage, "a").parts
+    storage.damage(part.file, part.size - 1)
+    with pytest.raises(CheckpointException) as caught:
+        await one.load(options=LoadOptions("a", skip_validation=skip))
+    assert caught.value.type is ExceptionType.CORRUPTED_CHECKPOINT
+    assert "model/w" in caught.value.message
+
+
+@pytest.mark.parametrize("skip", [False, True])
+async def test_a_file_that_is_gone_is_missed(storage: MemoryStorage, skip: bool) -> None:
+    one = checkpoint(storage)
+    await one.save(Model(), options=SaveOptions("a"))
+    (part,) = shelf.read_manifest(storage, "a").parts
+    del storage.files[part.file]
+    with pytest.raises(CheckpointException) as caught:
+        await one.load(Model(), options=LoadOptions("a", skip_validation=skip))
+    assert caught.value.checkpoint_path == "a"
+
+
+async def test_a_model_of_other_shapes_is_told_what_differs_and_left_as_it_is(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    await one.save({"w": np.ones(5), "v": np.ones(3)}, options=SaveOptions("a"))
+    mine = {"w": np.zeros(6), "v": np.zeros(3), "u": np.zeros(1)}
+    with pytest.raises(CheckpointException, match="model/w"):
+        await one.load(mine, options=LoadOptions("a"))
+    assert not mine["v"].any()
+    result = await one.load(mine, options=LoadOptions("a", strict_mode=False))
+    assert mine["v"].all()
+    assert not mine["w"].any()
+    assert result.mismatched
+    assert any("model/u" in name for name in result.missing)
+
+
+async def test_a_model_that_cannot_take_its_state_is_told_of(storage: MemoryStorage) -> None:
+    class Stubborn(Model):
+        def load_state_dict(self, state: Any) -> None:
+            raise ZeroDivisionError("not today")
+
+    one = checkpoint(storage)
+    await one.save(Model(), options=SaveOptions("a"))
+    with pytest.raises(CheckpointException, match="not today") as caught:
+        await one.load(Stubborn(), options=LoadOptions("a"))
+    assert (caught.value.type, caught.value.checkpoint_path) == (ExceptionType.LOAD_FAILED, "a")
+
+
+# What there is, and what is no more.
+
+
+async def test_checkpoints_are_listed_the_oldest_first(storage: MemoryStorage) -> None:
+    times = iter([300.0, 100.0, 200.0])
+    one = checkpoint(storage, wall=lambda: next(times))
+    assert await one.list_checkpoints() == []
+    for prefix in ("c", "a/1", "b"):
+        await one.save(Model(), options=SaveOptions(prefix, CheckpointFormat.SINGLE_FILE))
+    infos = await one.list_checkpoints()
+    assert [info.prefix for info in infos] == ["a/1", "b", "c"]
+    first = infos[0]
+    assert (first.version, first.world_size, first.format) == ("1.0", 1, CheckpointFormat.SINGLE_FILE)
+    assert first.timestamp.timestamp() == 100.0
+    assert first.size_bytes == sum(len(data) for name, data in storage.files.items() if name.startswith("a/1/"))
+
+
+async def test_what_is_half_there_is_not_listed(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    for prefix in ("good", "dying", "broken", "gone"):
+        await one.save(Model(), options=SaveOptions(prefix))
+    storage.move("dying" + SUFFIX, "dying" + TOMBSTONE)
+    storage.damage("broken" + SUFFIX, 50)
+    del storage.files["gone" + SUFFIX]
+    assert [info.prefix for info in await one.list_checkpoints()] == ["good"]
+
+
+async def test_what_is_deleted_is_gone_and_its_name_free(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    for prefix in ("a", "a/1", "b"):
+        await one.save(Model(), options=SaveOptions(prefix))
+    kept = {name for name in storage.files if name.startswith(("b", "a/1"))}
+    await one.delete_checkpoint("a")
+    assert set(storage.files) == kept
+    assert [info.prefix for info in await one.list_checkpoints()] == ["a/1", "b"]
+    assert await one.save(Model(), options=SaveOptions("a")) == "a"
+
+
+async def test_a_deletion_that_was_interrupted_can_be_finished(storage: MemoryStorage) -> None:
+    faulty = Faulty(storage)
+    one = checkpoint(faulty)
+    await one.save(Model(), options=SaveOptions("a"))
+    faulty._fault = on("delete")
+    with pytest.raises(CheckpointException, match="broken"):
+        await one.delete_checkpoint("a")
+    assert await one.list_checkpoints() == []
+    faulty._fault = on()
+    await one.delete_checkpoint("a")
+    assert storage.files == {}
+
+
+# Time.
+
+
+def holding(*names: str, release: threading.Event) -> Fault:
+    def fault(number: int, what: str, done: bool) -> None:
+        if what in names and not done:
+            release.wait(30)
+
+    return fault
+
+
+CALLS: dict[str, tuple[tuple[str, ...], Callable[[DistributedCheckpoint], Awaitable[Any]]]] = {
+    "save": (("write",), lambda one: one.save(Model(), options=SaveOptions("b", timeout=0.1))),
+    "load": (("open", "read"), lambda one: one.load(Model(), options=LoadOptions("a", timeout=0.1))),
+    "delete": (("move",), lambda one: one.delete_checkpoint("a")),
+    "list": (("entries",), lambda one: one.list_checkpoints()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_storage_that_hangs_holds_nobody_for_ever(storage: MemoryStorage, call: str) -> None:
+    await checkpoint(storage).save(Model(), options=SaveOptions("a"))
+    names, act = CALLS[call]
+    release = threading.Event()
+    one = checkpoint(Faulty(storage, holding(*names, release=release)), default_timeout=0.1)
+    try:
+        with pytest.raises(CheckpointException) as caught:
+            await asyncio.wait_for(act(one), 30)
+        assert caught.value.type is ExceptionType.TIMEOUT
+    finally:
+        release.set()
+
+
+async def test_what_passes_is_tried_again_within_the_time_that_there_is(storage: MemoryStorage) -> None:
+    pauses = list[float]()
+
+    def fault(number: int, what: str, done: bool) -> None:
+        if (
+            what in {"free_bytes", "publish", "settle"}
+            and not done
+            and faulty.calls.count(what) < 3
+            and what != "free_bytes"
+        ):
+            raise broken(retryable=True)
+
+    faulty = Faulty(storage, fault)
+    handler = FaultHandler(faulty, RetryPolicy(attempts=3, delay_s=0.001), sleep=pauses.append)
+    one = DistributedCheckpoint(None, faulty, handler)
+    assert await one.save(Model(), options=SaveOptions("a")) == "a"
+    assert same(state_of(storage, "a")["model"], Model().state_dict())
+    assert faulty.calls.count("publish") == 3
+
+
+async def test_what_does_not_pass_is_raised(storage: MemoryStorage) -> None:
+    faulty = Faulty(storage, on("write", error=lambda: broken(retryable=True)))
+    one = DistributedCheckpoint(None, faulty, FaultHandler(faulty, RetryPolicy(attempts=3, delay_s=0.001)))
+    with pytest.raises(CheckpointException, match="broken"):
+        await one.save(Model(), options=SaveOptions("a"))
+    assert faulty.calls.count("write") == 3
+    assert storage.files == {}
+
+
+# Several ranks.
+
+WHOLE = np.arange(60 * 4.0).reshape(60, 4)
+
+
+def rows(rank: int, size: int, value: np.ndarray[Any, Any] = WHOLE) -> ShardedArray:
+    start, end = len(WHOLE) * rank // size, len(WHOLE) * (rank + 1) // size
+    return ShardedArray(value[start:end].copy(), WHOLE.shape, (start, 0))
+
+
+def columns(rank: int, size: int, value: np.ndarray[Any, Any] = WHOLE) -> ShardedArray:
+    start, end = 4 * rank // size, 4 * (rank + 1) // size
+    return ShardedArray(value[:, start:end].copy(), WHOLE.shape, (0, start))
+
+
+async def ranks(
+    size: int, storage: Storage, act: Callable[[DistributedCheckpoint, Member], Awaitable[Any]]
+) -> list[Any]:
+    async def member(one: Member) -> Any:
+        return await act(checkpoint(storage, one), one)
+
+    return await asyncio.wait_for(group(size, member), 60)
+
+
+@pytest.mark.parametrize(("before", "then"), [(1, 3), (4, 3), (3, 1), (2, 5)])
+@pytest.mark.parametrize("layout", [rows, columns])
+async def test_what_n_ranks_have_saved_m_ranks_load(
+    storage: MemoryStorage, before: int, then: int, layout: Callable[..., ShardedArray]
+) -> None:
+    async def save(one: DistributedCheckpoint, member: Member) -> str:
+        return await one.save({"w": rows(member.rank, before), "c": WHOLE}, options=SaveOptions("a"))
+
+    async def load(one: DistributedCheckpoint, member: Member) -> Any:
+        mine: dict[str, Any] = {"w": layout(member.rank, then, np.zeros_like(WHOLE)), "c": np.zeros_like(WHOLE)}
+        result = await one.load(mine, options=LoadOptions("a", load_rng_state=False))
+        assert same(np.asarray(mine["w"].local), np.asarray(layout(member.rank, then).local))
+        assert same(mine["c"], WHOLE)
+        return result.source_world_size, result.target_world_size, result.was_resharded
+
+    assert await ranks(before, storage, save) == ["a"] * before
+    assert await ranks(then, storage, load) == [(before, then, True)] * then
+
+
+async def test_each_rank_draws_what_it_would_have_drawn(storage: MemoryStorage) -> None:
+    """Though all ranks of this test are in one process: each has a generator of its own."""
+    mine = [np.random.default_rng(rank) for rank in range(3)]
+
+    async def member(one: Member) -> tuple[float, float]:
+        ckpt = checkpoint(storage, one, generators={"data": mine[one.rank]})
+        await ckpt.save({}, options=SaveOptions("a"))
+        wanted = mine[one.rank].random()
+        await ckpt.load({}, options=LoadOptions("a"))
+        return wanted, mine[one.rank].random()
+
+    outcomes = await group(3, member)
+    assert len(set(outcomes)) == 3
+    assert all(wanted == found for wanted, found in outcomes)  # type: ignore[misc]
+
+
+async def test_one_rank_deletes_and_all_are_told(storage: MemoryStorage) -> None:
+    async def act(one: DistributedCheckpoint, member: Member) -> Any:
+        await one.save({"w": rows(member.rank, 3)}, options=SaveOptions("a"))
+        await one.delete_checkpoint("a")
+        with pytest.raises(CheckpointException) as caught:
+            await one.delete_checkpoint("a")
+        return caught.value.code
+
+    assert await ranks(3, storage, act) == ["checkpoint_missing"] * 3
+    assert storage.files == {}
+
+
+async def test_a_rank_that_cannot_load_is_told_of_at_all(storage: MemoryStorage) -> None:
+    async def act(one: DistributedCheckpoint, member: Member) -> Any:
+        await one.save({"w": np.ones(4)}, options=SaveOptions("a"))
+        mine = {"w": np.zeros(5 if member.rank == 2 else 4)}
+        with pytest.raises(CheckpointException) as caught:
+            await one.load(mine, options=LoadOptions("a"))
+        return caught.value.message[:7]
+
+    assert await ranks(3, storage, act) == ["rank 2:"] * 3
+
+
+async def test_what_is_known_of_the_run_is_written_down(storage: MemoryStorage) -> None:
+    class Worker(Member):
+        generation, step, job = 7, 41, "run"
+
+    await checkpoint(storage, Worker(Together(1), 0, {})).save({}, options=SaveOptions("a"))
+    manifest = shelf.read_manifest(storage, "a")
+    assert (manifest.job, manifest.step) == ("run", 41)
+    assert manifest.fence is not None
+    assert manifest.fence.generation == 7
+
+
+# The factory.
+
+
+async def test_options_say_where_and_how(tmp_path: Path) -> None:
+    options = CheckpointOptions(
+        StorageOptions("local", {"base_path": str(tmp_path)}), RetryPolicy(attempts=1), default_timeout=5.0
+    )
+    async with create_checkpoint(options=options) as one:
+        assert isinstance(one.storage, LocalStorage)
+        await one.save(Model(1), options=SaveOptions("a"))
+        model = Model()
+        await one.load(model, options=LoadOptions("a"))
+    assert same(model.state_dict(), Model(1).state_dict())
+    assert (tmp_path / "a.metadata.json").is_file()
+
+
+async def test_without_options_checkpoints_lie_below_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for one, prefix in ((create_checkpoint(), "a"), (DistributedCheckpoint(), "b")):
+        await one.save(Model(), options=SaveOptions(prefix))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.json")) == [
+        "a.metadata.json",
+        "b.metadata.json",
+    ]

@@ -1,0 +1,348 @@
+"""What ranks decide together: all learn the same, in time, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from forged.checkpoint import coordinators
+from forged.checkpoint.coordinators import (
+    Blocking,
+    Ranks,
+    SingleProcess,
+    Stuck,
+    Trouble,
+    Undecided,
+    adapted,
+    in_thread,
+)
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.ports import Coordinator, Halt
+from forged.errors import ForgedError, RequestRefused
+from forged.worker.errors import StepAborted
+from tests.checkpoint.group import Member, after, die, fail, group, hang, say
+
+SOON_S = 0.2
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for much longer than the operation may take."""
+    monkeypatch.setattr(coordinators, "STUCK_S", 0.1)
+
+
+def deciding(
+    mine: Callable[[int], Awaitable[bytes]], decide: Callable[[list[bytes]], Awaitable[bytes]], timeout_s: float = 60
+) -> Callable[[Coordinator], Awaitable[bytes]]:
+    async def act(member: Coordinator) -> bytes:
+        ranks = Ranks(member, Halt(timeout_s), ExceptionType.SAVE_FAILED)
+        ranks.prefix = "run/1"
+        return await ranks.decide(lambda: mine(member.rank), decide)
+
+    return act
+
+
+async def number(rank: int) -> bytes:
+    return b"%d" % rank
+
+
+async def joined(said: list[bytes]) -> bytes:
+    return b" ".join(said)
+
+
+def failing_at(faulty: int, error: Exception) -> Callable[[int], Awaitable[bytes]]:
+    async def mine(rank: int) -> bytes:
+        if rank == faulty:
+            raise error
+        return await number(rank)
+
+    return mine
+
+
+def errors(outcomes: list[Any]) -> list[CheckpointException]:
+    assert all(isinstance(one, CheckpointException) for one in outcomes), outcomes
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+async def test_the_root_decides_from_what_all_say_and_all_hear_it(world_size: int) -> None:
+    assert (
+        await group(world_size, deciding(number, joined))
+        == [b" ".join(b"%d" % n for n in range(world_size))] * world_size
+    )
+
+
+@pytest.mark.parametrize("faulty", [0, 2, 3])
+async def test_what_goes_wrong_at_one_rank_is_raised_at_all(faulty: int) -> None:
+    told = CheckpointException(
+        "no room", "x", ExceptionType.STORAGE_ERROR, code="full", fix="make some", retryable=True
+    )
+    found = errors(await group(4, deciding(failing_at(faulty, told), joined)))
+    for error in found:
+        assert (error.message, error.checkpoint_path, error.type) == (f"rank {faulty}: no room", "run/1", told.type)
+        assert (error.code, error.fix, error.retryable) == ("full", "make some", True)
+        assert not isinstance(error, Undecided)
+    assert [error.__cause__ is told for error in found] == [rank == faulty for rank in range(4)]
+
+
+async def test_what_goes_wrong_in_the_decision_is_raised_at_all() -> None:
+    async def refuse(said: list[bytes]) -> bytes:
+        raise RequestRefused("no", "not this time", "wait")
+
+    for error in errors(await group(3, deciding(number, refuse))):
+        assert (error.message, error.code, error.fix) == ("rank 0: not this time", "no", "wait")
+        assert error.type is ExceptionType.SAVE_FAILED
+
+
+async def test_of_several_errors_that_of_the_first_rank_is_raised() -> None:
+    async def mine(rank: int) -> bytes:
+        raise ValueError(str(rank)) if rank else CheckpointException("first")
+
+    assert {error.message for error in errors(await group(3, deciding(mine, joined)))} == {"rank 0: first"}
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("foreign"), MemoryError(), OSError(28, "full"), ExceptionGroup("two", [ValueError()])]
+)
+async def test_foreign_errors_arrive_as_errors_of_checkpoints(error: Exception) -> None:
+    for found in errors(await group(2, deciding(failing_at(1, error), joined))):
+        assert found.type is ExceptionType.SAVE_FAILED
+        assert found.code in {"checkpoint_failed", "checkpoint_memory"}
+
+
+async def test_nobody_is_named_where_there_is_one_rank() -> None:
+    (error,) = errors(await group(1, deciding(failing_at(0, CheckpointException("no room")), joined)))
+    assert error.message == "no room"
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("call", [1, 2])
+async def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_operation_may_take(faulty: int, call: int) -> None:
+    outcomes = await asyncio.wait_for(group(3, deciding(number, joined, SOON_S), {faulty: {call: hang}}), 20)
+    for error in errors(outcomes):
+        assert isinstance(error, Undecided)
+        assert (error.type, error.checkpoint_path) == (ExceptionType.TIMEOUT, "run/1")
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+async def test_a_rank_that_dies_is_not_waited_for_for_ever(faulty: int) -> None:
+    outcomes = await asyncio.wait_for(group(3, deciding(number, joined, SOON_S), {faulty: {1: die}}), 20)
+    assert isinstance(outcomes.pop(faulty), asyncio.CancelledError)
+    assert all(error.type is ExceptionType.TIMEOUT for error in errors(outcomes))
+
+
+async def test_a_rank_that_comes_late_is_waited_for() -> None:
+    come = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.01, come.set)
+    assert await group(2, deciding(number, joined), {1: {1: after(come)}}) == [b"0 1"] * 2
+
+
+async def test_whose_time_is_over_still_tells_the_others() -> None:
+    """A rank that has found out that it is too late has a moment to say so."""
+
+    async def mine(rank: int) -> bytes:
+        if rank == 1:
+            Halt(1.0, monotonic=iter([0.0, 9.0, 9.0]).__next__).check()
+        return b""
+
+    async def act(member: Member) -> bytes:
+        halt = Halt(1.0, monotonic=iter([0.0, *[9.0] * 9]).__next__)
+        return await Ranks(member, halt, ExceptionType.SAVE_FAILED).decide(lambda: mine(member.rank), joined)
+
+    for error in errors(await group(2, act)):
+        assert not isinstance(error, Undecided)
+        assert error.message.startswith("rank 1: it was not done within 1 s")
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), TimeoutError(), RuntimeError("closed")])
+async def test_calls_that_fail_leave_it_undecided(error: Exception) -> None:
+    outcomes = await group(2, deciding(number, joined, SOON_S), {0: {1: fail(error)}})
+    assert all(isinstance(one, Undecided) for one in outcomes)
+    assert outcomes[0].__cause__ is error  # type: ignore[union-attr]
+
+
+async def test_a_step_that_is_aborted_is_told_as_such() -> None:
+    """The training loop repeats it; it is no failure of the checkpoint."""
+    outcomes = await group(2, deciding(number, joined, SOON_S), {0: {1: fail(StepAborted("a worker is lost"))}})
+    assert isinstance(outcomes[0], StepAborted)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+async def test_what_a_script_is_given_instead_of_a_broken_step_is_not_taken_for_an_answer(call: int) -> None:
+    """Outside `with step:` a worker's gather gives back the own value alone, and its broadcast what was put in."""
+
+    class Parted(Member):
+        async def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+            return [value] if call == 1 else await super().gather(value, root)
+
+        async def broadcast(self, value: Any, root: int = 0) -> Any:
+            return value
+
+    async def act(member: Member) -> bytes:
+        parted = Parted(member._together, member.rank, {})
+        return await deciding(number, joined)(parted)
+
+    outcomes = await group(3, act)
+    assert all(isinstance(one, Undecided) for one in outcomes[1:])
+    assert isinstance(outcomes[0], Undecided) if call == 1 else outcomes[0] == b"0 1 2"
+
+
+@pytest.mark.parametrize("other", [b"", b"\xc1", b"\x00garbage", b"\x93\x01", None])
+async def test_a_rank_that_says_something_else_is_an_error_at_all(other: bytes | None) -> None:
+    outcomes = await asyncio.wait_for(group(3, deciding(number, joined, SOON_S), {2: {1: say(other)}}), 20)
+    assert {(error.code, error.message[:7]) for error in errors(outcomes)} == {("checkpoint_ranks_differ", "rank 2:")}
+
+
+async def test_a_root_that_says_something_else_is_an_error() -> None:
+    outcomes = await asyncio.wait_for(group(2, deciding(number, joined, SOON_S), {0: {2: say(b"\xc1")}}), 20)
+    assert all(isinstance(one, Undecided) for one in outcomes), outcomes
+
+
+def test_what_is_undecided_stays_so_on_its_way() -> None:
+    error = Trouble.of(Undecided("nobody knows")).error("run/1", ExceptionType.SAVE_FAILED, 0)
+    assert isinstance(error, Undecided)
+    assert not isinstance(Trouble.of(CheckpointException("no")).error("", ExceptionType.SAVE_FAILED, 0), Undecided)
+
+
+# Who coordinates.
+
+
+def test_none_is_one_process() -> None:
+    assert isinstance(adapted(None), SingleProcess)
+
+
+async def test_one_process_waits_for_nobody() -> None:
+    alone = SingleProcess()
+    await alone.barrier()
+    assert (await alone.gather(b"x"), await alone.broadcast(b"y")) == ([b"x"], b"y")
+    assert isinstance(alone, Coordinator)
+
+
+class Threads:
+    """Ranks whose calls block, each in a thread."""
+
+    generation = 7
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._meeting = threading.Barrier(world_size)
+        self._values: list[Any] = [None] * world_size
+
+    def rank(self, rank: int) -> Any:
+        outer = self
+
+        class One:
+            world_size = outer.world_size
+            generation = outer.generation
+
+            def __init__(self) -> None:
+                self.rank = rank
+
+            def barrier(self) -> None:
+                outer._meeting.wait(20)
+
+            def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+                found = self._exchange(value)
+                return found if rank == root else None
+
+            def broadcast(self, value: Any, root: int = 0) -> Any:
+                return self._exchange(value)[root]
+
+            def _exchange(self, value: Any) -> list[Any]:
+                outer._values[rank] = value
+                outer._meeting.wait(20)
+                found = list(outer._values)
+                outer._meeting.wait(20)
+                return found
+
+        return One()
+
+
+async def test_ranks_whose_calls_block_decide_like_others() -> None:
+    threads = Threads(3)
+    acts = [deciding(number, joined)(adapted(threads.rank(rank))) for rank in range(3)]
+    assert await asyncio.gather(*acts) == [b"0 1 2"] * 3
+    await asyncio.gather(*(adapted(threads.rank(rank)).barrier() for rank in range(3)))
+
+
+def test_a_blocking_coordinator_tells_what_else_it_knows() -> None:
+    coordinator = adapted(Threads(2).rank(1))
+    assert isinstance(coordinator, Blocking)
+    assert (coordinator.rank, coordinator.world_size, coordinator.generation) == (1, 2, 7)
+    assert not hasattr(coordinator, "nothing_of_the_kind")
+
+
+async def test_a_call_that_blocks_for_ever_is_given_up() -> None:
+    released = threading.Event()
+
+    class Hanging(SingleProcess):
+        world_size = 2
+
+        def gather(self, value: Any, root: int = 0) -> Any:
+            released.wait(60)
+
+    try:
+        with pytest.raises(Undecided):
+            await asyncio.wait_for(deciding(number, joined, SOON_S)(adapted(Hanging())), 20)
+    finally:
+        released.set()
+
+
+# Threads of one operation.
+
+
+async def test_what_a_thread_returns_or_raises_is_returned_or_raised() -> None:
+    assert await in_thread(lambda: 5, Halt(60)) == 5
+    with pytest.raises(TimeoutError, match="its own"):
+        await in_thread(lambda: (_ for _ in ()).throw(TimeoutError("its own")), Halt(60))
+
+
+async def test_a_thread_that_heeds_the_halt_ends_with_its_error() -> None:
+    halt = Halt(0.05)
+    with pytest.raises(CheckpointException, match="not done within") as caught:
+        await in_thread(lambda: halt.wait(60), halt)
+    assert not isinstance(caught.value, Stuck)
+
+
+async def test_a_thread_that_does_not_come_back_is_left_alone_and_told_of() -> None:
+    released = threading.Event()
+    try:
+        with pytest.raises(Stuck) as caught:
+            await asyncio.wait_for(in_thread(lambda: released.wait(60), Halt(0.05)), 20)
+        assert caught.value.type is ExceptionType.TIMEOUT
+    finally:
+        released.set()
+
+
+async def test_who_is_cancelled_waits_until_its_thread_has_stopped() -> None:
+    halt, began, ended = Halt(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        try:
+            halt.wait(60)
+        finally:
+            ended.set()
+
+    task = asyncio.create_task(in_thread(work, halt))
+    await anyio.to_thread.run_sync(began.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_nothing_is_begun_after_it_was_cancelled() -> None:
+    halt = Halt()
+    halt.cancel()
+    with pytest.raises(CheckpointException, match="cancelled"):
+        await in_thread(lambda: pytest.fail("it ran"), halt)
+
+
+def test_errors_that_are_not_of_checkpoints_keep_their_code() -> None:
+    assert Trouble.of(ForgedError("a_code", "a message")).code == "a_code"

@@ -1,0 +1,58 @@
+"""A power cut at any moment takes nothing of what was acknowledged, and leaves nothing half there.
+
+Everything that is asked of the disk is written down; then the disks are made that a power cut at any moment could
+leave, and each is opened. That these would show a loss, the mutants prove.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.disk import Image
+from tests.checkpoint.history import Finder
+from tests.checkpoint.trials import (
+    CONVERT,
+    DELETE,
+    SAVE,
+    Deed,
+    World,
+    after_clearing,
+    after_kills,
+    before,
+    lives_and_power_cuts,
+)
+
+CONSOLIDATED = (("format", "consolidated"),)
+WORLDS = [
+    World(),
+    World(2),
+    World(2, in_background=True),
+    World(2, options=CONSOLIDATED),
+    World(lacking=("unnamed",)),
+    World(lacking=("unnamed", "link", "direct", "reserve")),
+    World(3, options=(("format", "single_file"), ("compression_level", "fast"))),
+]
+DONE = [(world, deed) for world in WORLDS[:5] for deed in (SAVE, DELETE)] + [(World(), CONVERT)]
+DISTINCT_MIN = 20_000
+TORN = 600
+CLEARED_EVERY = 40
+
+
+def test_a_power_cut_at_any_moment_takes_nothing_and_leaves_nothing_half_there() -> None:
+    distinct = 0
+    for world in WORLDS:
+        seen: dict[Any, Image] = {}
+        assert list(islice(lives_and_power_cuts(world, seen=seen, states_max=TORN, torn=TORN), 5)) == [], world
+        distinct += len(seen)
+        for image in islice(seen.values(), 0, None, CLEARED_EVERY):
+            assert list(after_clearing(world, world.disk(image), Finder(world.size))) == [], world
+    assert distinct >= DISTINCT_MIN
+
+
+@pytest.mark.parametrize(("world", "deed"), DONE, ids=str)
+def test_what_is_done_again_after_a_kill_outlives_a_power_cut_too(world: World, deed: Deed) -> None:
+    """The dead process may have done what another one then finds done, and never made it durable."""
+    assert list(islice(after_kills(world, before(world), deed), 5)) == []

@@ -1,0 +1,179 @@
+"""Trying again what may pass, and clearing away what came to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from forged.checkpoint import shelf
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.ports import Halt, Reader, Remote, Storage
+from forged.retry import RetryPolicy
+from tests.checkpoint.faulty import Fault, Faulty, broken
+from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.sources import Given
+
+NEVER = Halt()
+
+
+def passing() -> BaseException:
+    return broken(retryable=True)
+
+
+def first(times: int, *, after: bool = False, error: Callable[[], BaseException] = passing) -> Fault:
+    """So many operations fail."""
+    failed = 0
+
+    def fault(number: int, what: str, done: bool) -> None:
+        nonlocal failed
+        if done == after and failed < times:
+            failed += 1
+            raise error()
+
+    return fault
+
+
+def patient(faulty: Storage, attempts: int | None = 3, **policy: Any) -> tuple[Storage, list[float]]:
+    """A storage with a handler, and the pauses that it makes."""
+    pauses: list[float] = []
+    handler = FaultHandler(faulty, RetryPolicy(attempts, **policy), lambda: 0.5, pauses.append)
+    return handler.guard(faulty), pauses
+
+
+def opened(storage: Storage) -> int:
+    with storage.open("there") as reader:
+        return reader.size
+
+
+ACTS: dict[str, Callable[[Storage], Any]] = {
+    "settle": lambda storage: storage.settle(["there"]),
+    "publish": lambda storage: storage.publish("new", b"data"),
+    "open": lambda storage: opened(storage),
+    "free_bytes": lambda storage: storage.free_bytes(),
+    "read": lambda storage: storage.read("there", 10),
+    "entries": lambda storage: list(storage.entries()),
+    "move": lambda storage: storage.move("there", "elsewhere"),
+    "delete": lambda storage: storage.delete(["there"]),
+}
+
+
+@pytest.fixture
+def memory() -> MemoryStorage:
+    memory = MemoryStorage()
+    memory.files["there"] = b"data"
+    return memory
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_every_operation_is_tried_again_with_pauses(memory: MemoryStorage, act: str) -> None:
+    faulty = Faulty(memory, first(2))
+    storage, pauses = patient(faulty, delay_s=1.0, exponential=True, jitter=0.5)
+    ACTS[act](storage)
+    assert faulty.calls.count(act) == 3
+    assert pauses == [0.75, 1.5]
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_goes_on_failing_is_raised_in_the_end(memory: MemoryStorage, act: str) -> None:
+    faulty = Faulty(memory, first(9))
+    storage, pauses = patient(faulty)
+    with pytest.raises(CheckpointException, match="broken"):
+        ACTS[act](storage)
+    assert (faulty.calls.count(act), pauses) == (3, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_does_not_pass_is_raised_at_once(memory: MemoryStorage, act: str) -> None:
+    faulty = Faulty(memory, first(9, error=broken))
+    storage, pauses = patient(faulty)
+    with pytest.raises(CheckpointException, match="broken"):
+        ACTS[act](storage)
+    assert (len(faulty.calls), pauses) == (1, [])
+
+
+def test_foreign_errors_are_not_tried_again(memory: MemoryStorage) -> None:
+    storage, pauses = patient(Faulty(memory, first(9, error=lambda: OSError(5, "io"))))
+    with pytest.raises(OSError, match="io"):
+        storage.read("there", 10)
+    assert pauses == []
+
+
+def test_what_fails_only_when_it_is_entered_is_tried_again_and_what_is_read_then_is_not(memory: MemoryStorage) -> None:
+    class Late(MemoryStorage):
+        tries = 0
+
+        @contextmanager
+        def open(self, name: str) -> Iterator[Reader]:
+            self.tries += 1
+            if self.tries < 3:
+                raise broken(retryable=True)
+            with super().open(name) as reader:
+                yield reader
+
+    late = Late()
+    late.files = memory.files
+    storage, _ = patient(late)
+    with pytest.raises(CheckpointException, match="in the block"), storage.open("there"):
+        raise CheckpointException("in the block", retryable=True)
+    assert late.tries == 3
+
+
+def test_a_write_is_tried_again_from_its_beginning(memory: MemoryStorage) -> None:
+    halt = Halt(1000.0, monotonic=lambda: 0.0)
+    storage, _ = patient(Faulty(memory, first(2)), delay_s=0.001)
+    storage.write("new", Given(b"bytes"), halt)
+    assert memory.files["new"] == b"bytes"
+
+
+def test_a_halt_ends_the_trying(memory: MemoryStorage) -> None:
+    times = iter([0.0, *[0.4] * 2, *[2.0] * 20])
+    storage, _ = patient(Faulty(memory, first(99)), None, delay_s=0.001)
+    with pytest.raises(CheckpointException) as caught:
+        storage.write("new", Given(b"bytes"), Halt(1.0, monotonic=lambda: next(times)))
+    assert caught.value.type is ExceptionType.TIMEOUT
+
+
+def test_a_storage_that_is_bounded_stops_all_its_operations(memory: MemoryStorage) -> None:
+    storage, _ = patient(Faulty(memory, first(99)), None, delay_s=0.001)
+    stopped = Halt()
+    stopped.cancel()
+    assert isinstance(storage, Remote)
+    with pytest.raises(CheckpointException, match="cancelled"):
+        storage.bounded(stopped).read("there", 10)
+
+
+def test_a_document_that_got_through_is_not_taken_for_another_ones(memory: MemoryStorage) -> None:
+    faulty = Faulty(memory, first(1, after=True))
+    storage, _ = patient(faulty)
+    storage.publish("new", b"data")
+    assert memory.files["new"] == b"data"
+    assert faulty.calls == ["publish", "publish", "read", "settle"]
+
+
+def test_a_document_of_somebody_else_is_left_alone(memory: MemoryStorage) -> None:
+    storage, _ = patient(Faulty(memory))
+    with pytest.raises(CheckpointException) as caught:
+        storage.publish("there", b"data")
+    assert caught.value.code == "checkpoint_exists"
+    memory.files["new"] = b"other"
+    storage, _ = patient(Faulty(memory, first(1)))
+    with pytest.raises(CheckpointException) as caught:
+        storage.publish("new", b"data")
+    assert (caught.value.code, memory.files["new"]) == ("checkpoint_exists", b"other")
+
+
+def test_the_rest_is_as_the_storage_says(memory: MemoryStorage) -> None:
+    memory.room = 5
+    storage, _ = patient(memory)
+    assert (storage.url, storage.free_bytes()) == (memory.url, 5)
+
+
+def test_rolling_back_clears_what_has_no_manifest(memory: MemoryStorage) -> None:
+    part = shelf.part_name("run", "0a1b2c3d", 0, 1, is_packed=False)
+    memory.files[part] = b"half"
+    assert FaultHandler(memory).roll_back("run") == [part]
+    assert memory.files == {"there": b"data"}

@@ -1,0 +1,175 @@
+"""Whatever is refused, at whatever moment, once or for ever: a typed error or success, and nothing half there."""
+
+from __future__ import annotations
+
+import errno
+from functools import partial
+from itertools import islice
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from forged.checkpoint import checkpoint, shelf
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.local import LocalStorage
+from forged.checkpoint.ports import Halt
+from tests.checkpoint.disk import MemoryFiles
+from tests.checkpoint.history import AT, load_all, same, state
+from tests.checkpoint.test_crash_states import WORLDS
+from tests.checkpoint.trials import (
+    CONVERT,
+    DELETE,
+    SAVE,
+    SHORT,
+    Deed,
+    Lasting,
+    World,
+    after_refusals,
+    after_trouble,
+    before,
+    failing_from,
+    operations,
+)
+from tests.checkpoint.troubles import Act, troubled
+
+FOREGROUND = [world for world in WORLDS[:5] if not world.in_background]
+DONE = [(world, deed) for world in FOREGROUND for deed in (SAVE, DELETE)] + [(World(), CONVERT)]
+NUMBERS = {
+    "short": SHORT,
+    "EIO": errno.EIO,
+    "ENOSPC": errno.ENOSPC,
+    "EINTR": errno.EINTR,
+    "ETIMEDOUT": errno.ETIMEDOUT,
+}
+
+
+@pytest.mark.parametrize("lasting", get_args(Lasting))
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize(("world", "deed"), DONE, ids=str)
+def test_whatever_is_refused_nothing_is_half_there_and_nothing_left_behind(
+    world: World, number: int, lasting: Lasting, deed: Deed
+) -> None:
+    assert list(islice(after_refusals(world, before(world), deed, number, lasting), 5)) == []
+
+
+def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_ever() -> None:
+    """The ranks may then hear of each other's trouble too late, or never: it is over when the time is."""
+    world = World(2, in_background=True, timeout_s=0.3)
+    assert list(islice(after_refusals(world, before(world), SAVE, errno.EIO, "once"), 5)) == []
+
+
+@pytest.mark.parametrize("deed", [SAVE, DELETE], ids=["save", "delete"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ETIMEDOUT], ids=["EIO", "EINTR", "ETIMEDOUT"])
+@pytest.mark.parametrize("world", [World(retries=2), World(2, in_background=True, retries=2)], ids=str)
+def test_what_passes_is_waited_out(world: World, number: int, deed: Deed) -> None:
+    image = before(world)
+    for first in range(1, operations(world, image, deed)):
+        deed.act(world.history(world.disk(image), failing_from(first, number, "once")))
+
+
+class Clock:
+    """A clock that jumps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("world", "deed"), DONE[:4], ids=str)
+def test_an_operation_that_takes_too_long_ends_it_in_time(
+    world: World, deed: Deed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = before(world)
+    found: list[str] = []
+    for first in range(operations(world, image, deed)):
+        clock = Clock()
+        monkeypatch.setattr(checkpoint, "Halt", partial(Halt, monotonic=clock))
+
+        def slow(number: int, name: str, act: Act, first: int = first, clock: Clock = clock) -> Any:
+            result = act()
+            if number == first:
+                clock.now += 1e6
+            return result
+
+        found += after_trouble(world, image, deed, slow)
+    assert found == []
+
+
+def test_a_save_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, memory = Clock(), MemoryFiles()
+    monkeypatch.setattr(checkpoint, "Halt", partial(Halt, monotonic=clock))
+
+    def slow(number: int, name: str, act: Act) -> Any:
+        clock.now += 1e6 if name == "reserve" else 0
+        return act()
+
+    with pytest.raises(CheckpointException) as caught:
+        World().history(memory, slow).save("new", 1)
+    assert caught.value.type is ExceptionType.TIMEOUT
+    assert memory.image.files == {}
+
+
+@pytest.mark.parametrize("lasting", get_args(Lasting))
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+def test_what_is_loaded_is_right_or_an_error(number: int, lasting: Lasting) -> None:
+    image = before(World(2))
+    outcomes: list[bool | str] = []
+    wanted = [state(1, rank, 2) for rank in range(2)]
+    for first in range(1, 100):
+        memory = MemoryFiles(image)
+        storage = LocalStorage(AT, files=troubled(memory, failing_from(first, number, lasting)))
+        try:
+            outcomes.append(all(map(same, load_all(storage, "old"), wanted)))
+        except CheckpointException as error:
+            outcomes.append(error.code)
+        assert memory.descriptors == 0
+    assert outcomes[-1] is True, "no load takes so many operations"
+    assert False not in outcomes
+
+
+def test_a_read_that_gives_less_is_gone_on_with() -> None:
+    memory = MemoryFiles(before(World()))
+
+    def trouble(number: int, name: str, act: Act) -> Any:
+        if name != "read":
+            return act()
+        assert isinstance(act, partial)
+        fd, room, offset = act.args
+        return act.func(fd, room[: max(1, len(room) // 3)], offset)
+
+    [found] = load_all(LocalStorage(AT, files=troubled(memory, trouble)), "old")
+    assert same(found, state(1))
+
+
+def test_a_list_that_cannot_be_read_is_an_error_and_not_empty() -> None:
+    memory = MemoryFiles(before(World()))
+    for first in range(1, 3):
+        storage = LocalStorage(AT, files=troubled(memory, failing_from(first, errno.EIO, "once")))
+        with pytest.raises(CheckpointException):
+            shelf.prefixes(storage)
+
+
+def test_what_one_rank_cannot_write_no_rank_has_saved() -> None:
+    """Only one of two disks is full, and both ranks are told."""
+    memory = MemoryFiles()
+
+    def trouble(number: int, name: str, act: Act) -> Any:
+        if name == "reserve":
+            raise OSError(errno.ENOSPC, "full")
+        return act()
+
+    with pytest.raises(CheckpointException) as caught:
+        World(2).history(memory, trouble).save("new", 1)
+    assert caught.value.code == "checkpoint_disk_full"
+    assert memory.image.files == {}
+
+
+def test_states_of_different_ranks_and_versions_differ() -> None:
+    """Else the trials could not tell one from the other."""
+    states = [state(version, rank, 2) for version in (1, 2) for rank in (0, 1)]
+    assert len({one["rows"].local.tobytes() for one in states}) == len(states)
+    assert len({one["own"].value["numbers"].tobytes() for one in states}) == 4
+    assert not np.array_equal(states[0]["w"], states[2]["w"])

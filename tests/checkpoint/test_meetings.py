@@ -1,0 +1,56 @@
+"""Two processes at one checkpoint: each is told how it stands, and neither harms what the other was told is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from forged.checkpoint.errors import CheckpointException
+from tests.checkpoint.test_crash_states import WORLDS
+from tests.checkpoint.trials import DELETE, SAVE, World, meetings
+
+FOREGROUND = pytest.mark.parametrize("world", [world for world in WORLDS if not world.in_background], ids=str)
+
+
+def code(error: BaseException | None) -> str:
+    """Which error it is; nothing stands for success."""
+    return error.code if isinstance(error, CheckpointException) else repr(error) if error else ""
+
+
+@FOREGROUND
+def test_of_two_who_save_under_one_name_one_has_saved_and_the_other_is_told(world: World) -> None:
+    outcomes = {
+        (code(meeting.first), code(meeting.other), meeting.found.get("new"), tuple(meeting.wrong))
+        for meeting in meetings(world, SAVE, lambda history: history.save("new", 3))
+    }
+    assert outcomes == {("checkpoint_exists", "", 3, ()), ("", "checkpoint_exists", 2, ())}
+
+
+@FOREGROUND
+def test_who_saves_under_a_name_that_is_being_deleted_is_told_or_has_saved(world: World) -> None:
+    outcomes = {
+        (code(meeting.first), code(meeting.other), meeting.found.get("old"), tuple(meeting.wrong))
+        for meeting in meetings(world, DELETE, lambda history: history.save("old", 3))
+    }
+    assert outcomes == {
+        ("", "checkpoint_exists", None, ()),
+        ("", "checkpoint_being_deleted", None, ()),
+        ("", "", 3, ()),
+    }
+
+
+@FOREGROUND
+def test_of_two_who_delete_one_at_least_has_deleted_and_it_is_gone(world: World) -> None:
+    outcomes = {
+        (code(meeting.first), code(meeting.other), meeting.found.get("old"), tuple(meeting.wrong))
+        for meeting in meetings(world, DELETE, lambda history: history.delete("old", 1))
+    }
+    assert outcomes <= {("", "", None, ()), ("checkpoint_missing", "", None, ()), ("", "checkpoint_missing", None, ())}
+
+
+@FOREGROUND
+def test_who_converts_what_is_being_deleted_is_told_or_has_converted(world: World) -> None:
+    for meeting in meetings(world, DELETE, lambda history: history.convert("old", "new", 1)):
+        assert not code(meeting.first)
+        assert meeting.found.get("new") == (None if meeting.other else 1)
+        assert isinstance(meeting.other, CheckpointException | None)
+        assert not meeting.wrong

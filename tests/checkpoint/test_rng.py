@@ -1,0 +1,126 @@
+"""Generators go on where they were."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forged.checkpoint import rng
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.model import PerRank
+from forged.checkpoint.tree import flatten, unflatten
+
+
+def through_a_checkpoint(state: PerRank) -> Any:
+    """The state as it comes back."""
+    tree, leaves = flatten(state)
+    return unflatten(tree, lambda number: leaves[number].array.copy())
+
+
+@pytest.fixture(autouse=True)
+def unchanged() -> Any:
+    """The generators of this process go on as if there had been no test."""
+    python, numpy = random.getstate(), np.random.get_state()
+    yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+def draw() -> list[float]:
+    """What those of the process draw next; with numbers of which they keep the second of a pair."""
+    return [random.random(), random.gauss(), np.random.random(), np.random.standard_normal()]
+
+
+def test_the_generators_of_the_process_go_on_where_they_were() -> None:
+    for _ in range(3):
+        state = through_a_checkpoint(rng.capture({}))
+        wanted = draw()
+        draw()
+        rng.restore(state, {})
+        assert draw() == wanted
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.random.Generator(np.random.PCG64(1)),
+        lambda: np.random.Generator(np.random.Philox(1)),
+        lambda: np.random.Generator(np.random.SFC64(1)),
+        lambda: np.random.Generator(np.random.MT19937(1)),
+        lambda: random.Random(1),
+        lambda: np.random.RandomState(1),
+    ],
+)
+def test_those_that_are_registered_too(make: Any) -> None:
+    mine = make()
+    mine.random()
+    state = through_a_checkpoint(rng.capture({"mine": mine}))
+    wanted = [mine.random() for _ in range(5)]
+    other = make()
+    rng.restore(state, {"mine": other})
+    assert [other.random() for _ in range(5)] == wanted
+
+
+class Counter:
+    """A generator of somebody else's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def get_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def test_whatever_has_a_state_can_be_registered() -> None:
+    mine = Counter()
+    mine.count = 5
+    state = through_a_checkpoint(rng.capture({"mine": mine}))
+    mine.count = 9
+    rng.restore(state, {"mine": mine})
+    assert mine.count == 5
+
+
+def test_what_has_none_cannot() -> None:
+    strange: Any = object()
+    with pytest.raises(CheckpointException, match="the generator odd is a object"):
+        rng.capture({"odd": strange})
+
+
+def test_it_is_a_ranks_own() -> None:
+    assert all(leaf.is_private for leaf in flatten(rng.capture({"mine": np.random.default_rng(0)}))[1])
+
+
+def test_of_what_nothing_is_known_stays_as_it_is() -> None:
+    mine = random.Random(1)
+    before = mine.getstate()
+    rng.restore(through_a_checkpoint(rng.capture({"other": Counter()})), {"mine": mine})
+    rng.restore({}, {"mine": mine})
+    assert mine.getstate() == before
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"python": {"version": 3, "words": [1, 2], "gauss": None}},
+        {"python": {"version": 3}},
+        {"python": None},
+        {"numpy": {"name": "other", "keys": [1], "position": 0, "has_gauss": 0, "gauss": 0.0}},
+        {"registered": {"mine": {"count": {}}}},
+        {"registered": {"mine": 5}},
+        {"registered": None},
+    ],
+)
+def test_a_state_that_is_none_is_told_as_such(state: Any) -> None:
+    class Strict(Counter):
+        def set_state(self, state: Any) -> None:
+            self.count = int(state["count"])
+
+    with pytest.raises(CheckpointException, match="random generators") as caught:
+        rng.restore(state, {"mine": Strict()})
+    assert caught.value.type is ExceptionType.CORRUPTED_CHECKPOINT

@@ -1,0 +1,88 @@
+"""Saved by any ranks in any parts and any format, loaded by any others in any other parts: the same to the last bit."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forged.checkpoint.boxes import Box
+from forged.checkpoint.checkpoint import DistributedCheckpoint
+from forged.checkpoint.model import CheckpointFormat, CompressionLevel, LoadOptions, SaveOptions, ShardedArray
+from forged.checkpoint.validator import CheckpointValidator
+from tests.checkpoint.layouts import DTYPES, SHAPES, Array, array_of, bits, part_of, partitions, small_chunks, strided
+from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.together import Rank, all_ranks
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> dict[str, Array]:
+    kinds = draw(st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=4))
+    return {f"t{seed}": array_of(seed, dtype, shape) for seed, (dtype, shape) in enumerate(kinds)}
+
+
+@st.composite
+def layouts(draw: st.DrawFn, arrays: dict[str, Array], ranks: int) -> dict[str, list[Box] | None]:
+    """Of each tensor the boxes of the ranks; None where all have all of it."""
+    return {name: draw(st.none() | partitions(array.shape, ranks)) for name, array in arrays.items()}
+
+
+def state_of(arrays: dict[str, Array], layout: dict[str, list[Box] | None], rank: int, how: int) -> dict[str, Any]:
+    """What a rank has: its parts, lying in memory in some way or other."""
+    state: dict[str, Any] = {}
+    for name, array in arrays.items():
+        boxes = layout[name]
+        source = array if boxes is None else part_of(array, boxes[rank])
+        room = strided(source.shape, source.dtype, how)
+        if room.itemsize:
+            room[...] = source
+        state[name] = room if boxes is None else ShardedArray(room, array.shape, boxes[rank].offset)
+    return state
+
+
+class TestRoundTrip:
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(data=st.data())
+    def test_what_was_saved_is_loaded(self, data: st.DataObject) -> None:
+        draw = data.draw
+        arrays = draw(tensors())
+        saving, loading = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+        saved, wanted = draw(layouts(arrays, saving)), draw(layouts(arrays, loading))
+        options = SaveOptions(
+            "a",
+            draw(st.sampled_from(CheckpointFormat)),
+            draw(st.sampled_from([CompressionLevel.NONE, CompressionLevel.FAST])),
+            copies=draw(st.integers(1, 2)),
+        )
+        ways = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+        storage = MemoryStorage()
+
+        async def save(rank: Rank) -> None:
+            async with DistributedCheckpoint(rank, storage) as checkpoint:
+                await checkpoint.save(state_of(arrays, saved, rank.rank, ways[0]), None, options)
+
+        async def load(rank: Rank) -> dict[str, Any]:
+            into = state_of(arrays, wanted, rank.rank, ways[1])
+            for one in into.values():
+                room = one.local if isinstance(one, ShardedArray) else one
+                if room.size and room.itemsize:
+                    room[...] = np.zeros((), room.dtype)
+            async with DistributedCheckpoint(rank, storage) as checkpoint:
+                await checkpoint.load(into, None, LoadOptions("a"))
+            return into
+
+        with small_chunks(draw(st.sampled_from([32, 256, 1 << 17])), 1 << 12, draw(st.sampled_from([1, 64]))):
+            for outcome in asyncio.run(all_ranks(saving, save)):
+                assert outcome is None
+            assert CheckpointValidator(storage).validate("a").is_valid
+            for rank, into in enumerate(asyncio.run(all_ranks(loading, load))):
+                assert isinstance(into, dict), into
+                expected = state_of(arrays, wanted, rank, 0)
+                for name, one in into.items():
+                    if isinstance(one, ShardedArray):
+                        assert bits(one.local) == bits(expected[name].local)
+                    else:
+                        assert bits(one) == bits(expected[name])

@@ -1,0 +1,196 @@
+"""What is there, what is not, and what is left of what was."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forged.checkpoint import DistributedCheckpoint, SaveOptions, shelf
+from forged.checkpoint.blocking import BlockingCheckpoint
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.manifest import SUFFIX, TOMBSTONE, Manifest
+from forged.checkpoint.model import CheckpointFormat, CompressionLevel
+from tests.checkpoint.faulty import Faulty, broken
+from tests.checkpoint.shelves import MemoryStorage
+
+PREFIXES = ("a", "a/1", "a/1/2", "b")
+
+
+@pytest.fixture
+def storage() -> MemoryStorage:
+    """Some checkpoints, one below the other, in all formats."""
+    storage = MemoryStorage()
+    with BlockingCheckpoint(DistributedCheckpoint(None, storage)) as one:
+        for prefix, layout in zip(PREFIXES, [*CheckpointFormat, CheckpointFormat.CONSOLIDATED], strict=True):
+            level = CompressionLevel.FAST if prefix == "b" else CompressionLevel.NONE
+            one.save({"w": np.ones(3)}, {"m": np.ones(3)}, SaveOptions(prefix, layout, level))
+    return storage
+
+
+def below(storage: MemoryStorage, prefix: str) -> set[str]:
+    """The files of one checkpoint."""
+    return {prefix + SUFFIX, *shelf.files_of(shelf.read_manifest(storage, prefix))}
+
+
+def test_all_that_are_there_are_found(storage: MemoryStorage) -> None:
+    assert shelf.prefixes(storage) == sorted(PREFIXES)
+    assert shelf.prefixes(storage, "a/") == ["a/1", "a/1/2"]
+    assert [prefix for prefix, found in shelf.manifests(storage) if isinstance(found, Manifest)] == sorted(PREFIXES)
+    assert set().union(*(below(storage, prefix) for prefix in PREFIXES)) == set(storage.files)
+
+
+def test_one_that_cannot_be_read_is_told_of(storage: MemoryStorage) -> None:
+    storage.damage("b" + SUFFIX, 20)
+    found = dict(shelf.manifests(storage))
+    assert isinstance(found["b"], CheckpointException)
+    assert found["b"].type is ExceptionType.CORRUPTED_CHECKPOINT
+    assert isinstance(found["a"], Manifest)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_what_is_deleted_takes_its_own_files_with_it_and_no_others(storage: MemoryStorage, prefix: str) -> None:
+    others = set(storage.files) - below(storage, prefix)
+    shelf.delete(storage, prefix)
+    assert set(storage.files) == others
+    assert not shelf.is_there(storage, prefix)
+    with pytest.raises(CheckpointException) as caught:
+        shelf.delete(storage, prefix)
+    assert caught.value.code == "checkpoint_missing"
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_deletion_that_breaks_off_at_any_moment_is_not_seen_and_can_be_finished(
+    storage: MemoryStorage, after: bool
+) -> None:
+    files, number, is_over = dict(storage.files), 0, False
+    while not is_over:
+        storage.files = dict(files)
+
+        def fault(current: int, what: str, done: bool, at: int = number) -> None:
+            if current == at and done == after:
+                raise broken()
+
+        faulty = Faulty(storage, fault)
+        with suppress(CheckpointException):
+            shelf.delete(faulty, "a")
+        is_over = len(faulty.calls) <= number
+        if shelf.is_there(storage, "a"):
+            assert storage.files == files
+        else:
+            with pytest.raises(CheckpointException, match="there is no checkpoint a"):
+                shelf.read_manifest(storage, "a")
+        if not is_over and ("a" + TOMBSTONE in storage.files or shelf.is_there(storage, "a")):
+            shelf.delete(storage, "a")
+        assert {name for name in files if not name.startswith("a/1") and name[0] == "a"}.isdisjoint(storage.files)
+        assert {name for name in files if name.startswith(("a/1", "b"))} <= set(storage.files)
+        number += 1
+    assert number > 4
+
+
+def test_a_tombstone_hides_a_manifest_that_stands_beside_it(storage: MemoryStorage) -> None:
+    """As where a storage moves by copying, and was interrupted."""
+    storage.files["a" + TOMBSTONE] = storage.files["a" + SUFFIX]
+    assert "a" not in shelf.prefixes(storage)
+    assert not shelf.is_there(storage, "a")
+    assert shelf.tombstones(storage) == ["a"]
+    with pytest.raises(CheckpointException, match="there is no checkpoint"):
+        shelf.read_manifest(storage, "a")
+    shelf.bury(storage, "a")
+    assert not [name for name in storage.files if name.startswith("a") and not name.startswith("a/1")]
+
+
+def test_a_tombstone_that_cannot_be_read_still_stands_for_what_lies_below(storage: MemoryStorage) -> None:
+    others = set(storage.files) - below(storage, "a")
+    storage.damage("a" + SUFFIX, 20)
+    shelf.delete(storage, "a")
+    assert set(storage.files) == others
+
+
+def test_what_was_saved_under_the_name_since_is_left_alone(storage: MemoryStorage) -> None:
+    """Its manifest is not what the tombstone says."""
+    old = storage.files.pop("b" + SUFFIX)
+    storage.files["a" + TOMBSTONE] = storage.files["a" + SUFFIX]
+    storage.files["a" + SUFFIX] = storage.files["a" + SUFFIX] + b" "
+    shelf.bury(storage, "a")
+    assert "a" + SUFFIX in storage.files
+    storage.files["b" + SUFFIX] = old
+
+
+@pytest.mark.parametrize("moment", ["open", "move", "read", "settle"])
+def test_two_who_delete_the_same_both_succeed(storage: MemoryStorage, moment: str) -> None:
+    is_first = True
+
+    def meanwhile(number: int, what: str, done: bool) -> None:
+        nonlocal is_first
+        if what == moment and done == (moment == "open") and is_first:
+            is_first = False
+            shelf.delete(storage, "a")
+
+    shelf.delete(Faulty(storage, meanwhile), "a")
+    assert not shelf.is_there(storage, "a")
+    assert shelf.tombstones(storage) == []
+
+
+def test_what_saves_have_left_is_found_and_cleared_away(storage: MemoryStorage) -> None:
+    for prefix in ("a", "b"):
+        del storage.files[prefix + SUFFIX]
+    mine = ["b/notes.txt", "b/0123.txt", "a.txt", "b/model.safetensors.bak"]
+    for name in mine:
+        storage.files[name] = b"somebody's"
+    left = shelf.unfinished(storage)
+    assert set(left) == {"a", "b"}
+    assert all("txt" not in entry.name for entries in left.values() for entry in entries)
+    for prefix, entries in left.items():
+        assert sorted(shelf.clear(storage, prefix)) == sorted(entry.name for entry in entries)
+    assert shelf.unfinished(storage) == {}
+    assert all(name in storage.files for name in mine)
+    assert shelf.prefixes(storage) == ["a/1", "a/1/2"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        shelf.part_name("p", "0a1b2c3d", 3, 4, is_packed=False),
+        shelf.part_name("p", "0a1b2c3d", 123_456, 200_000, is_packed=True),
+        shelf.receipt_name("p", "0a1b2c3d", 3),
+        shelf.refusal_name("p", "0a1b2c3d", 3),
+        "p/model.safetensors",
+        "p/model-00001-of-00003.safetensors",
+        "p/model.safetensors.index.json",
+        "p/optimizer.packed",
+        "p/rank-00002.safetensors",
+        "p/state.safetensors",
+    ],
+)
+def test_every_file_that_a_save_makes_is_known_as_such(name: str) -> None:
+    storage = MemoryStorage()
+    storage.files[name] = b""
+    assert [entry.name for entry in shelf.remains(storage, "p")] == [name]
+    assert [*shelf.unfinished(storage)] == ["p"]
+
+
+def test_what_is_there_is_not_cleared_away(storage: MemoryStorage) -> None:
+    before = dict(storage.files)
+    assert shelf.clear(storage, "a") == []
+    assert storage.files == before
+
+
+@pytest.mark.parametrize("act", [shelf.read_manifest, shelf.delete])
+@pytest.mark.parametrize("prefix", ["../a", "", "/a", "a\n"])
+def test_names_that_are_none_lead_nowhere(storage: MemoryStorage, act: Any, prefix: str) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        act(storage, prefix)
+    assert caught.value.code == "checkpoint_prefix_invalid"
+
+
+def test_a_storage_that_fails_is_not_one_that_has_nothing(storage: MemoryStorage) -> None:
+    def fault(number: int, what: str, done: bool) -> None:
+        raise broken()
+
+    failing = Faulty(storage, fault)
+    for act in (shelf.is_there, shelf.read_manifest, shelf.require_free, shelf.delete, shelf.clear):
+        with pytest.raises(CheckpointException, match="broken"):
+            act(failing, "a")

@@ -1,0 +1,295 @@
+"""What holds for every storage."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from obstore.store import MemoryStore
+
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.local import LocalStorage
+from forged.checkpoint.objects import ObjectStorage
+from forged.checkpoint.ports import BLOCK_BYTES, Halt, Source, Storage
+from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.sources import SIZES, Failing, Given, Lying, pattern
+
+LARGE = 2 * BLOCK_BYTES + 4_097
+HOSTILE = ["", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", ".a", "a/.b", "a\0b", "a\nb", "a\\b", "x" * 300, "\ud800"]
+CLOCKS_DIFFER_BY_S = 60.0
+
+MAKERS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
+    "memory": lambda _, __: MemoryStorage(),
+    "local": lambda _, path: LocalStorage(path / "here"),
+    "objects": lambda _, __: ObjectStorage(MemoryStore(), "memory://test"),
+    "s3": lambda request, _: request.getfixturevalue("weed").folder(),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return MAKERS[request.param](request, tmp_path)
+
+
+def names(storage: Storage, under: str = "") -> list[str]:
+    return sorted(entry.name for entry in storage.entries(under))
+
+
+def content(storage: Storage, name: str) -> bytes:
+    with storage.open(name) as reader:
+        room = bytearray(reader.size)
+        reader.read_into(0, memoryview(room))
+        return bytes(room)
+
+
+def code_of(act: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointException) as caught:
+        act()
+    return caught.value.code
+
+
+@pytest.mark.parametrize("make", [Given, Lying])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_written_is_read(storage: Storage, size: int, make: Callable[[bytes], Source]) -> None:
+    data = pattern(size)
+    storage.write("run/step/part", make(data), Halt())
+    storage.settle(["run/step/part"])
+    assert content(storage, "run/step/part") == data
+    assert [entry.size for entry in storage.entries()] == [size]
+
+
+def test_any_part_of_a_file_can_be_read(storage: Storage) -> None:
+    data = pattern(LARGE)
+    storage.write("a", Given(data), Halt())
+    with storage.open("a") as reader:
+        assert reader.size == LARGE
+        for offset, length in [(0, 1), (LARGE - 1, 1), (5, BLOCK_BYTES), (BLOCK_BYTES - 3, BLOCK_BYTES + 6), (7, 0)]:
+            room = bytearray(length)
+            reader.read_into(offset, memoryview(room))
+            assert room == data[offset : offset + length]
+
+
+def test_a_reader_serves_several_threads(storage: Storage) -> None:
+    data = pattern(LARGE)
+    storage.write("a", Given(data), Halt())
+    pieces = [(start, data[start : start + 65_537]) for start in range(0, LARGE - 65_537, BLOCK_BYTES // 3)]
+    with storage.open("a") as reader, ThreadPoolExecutor(4) as pool:
+
+        def read(piece: tuple[int, bytes]) -> bool:
+            room = bytearray(len(piece[1]))
+            reader.read_into(piece[0], memoryview(room))
+            return room == piece[1]
+
+        assert all(pool.map(read, pieces))
+
+
+def test_what_is_mapped_is_the_file(storage: Storage) -> None:
+    data = pattern(5_000)
+    storage.write("a", Given(data), Halt())
+    with storage.open("a") as reader:
+        mapped = reader.mapped()
+        assert mapped is None or (mapped == data and mapped.readonly)
+
+
+def test_reading_beyond_the_end_is_an_error(storage: Storage) -> None:
+    storage.publish("a", b"12345")
+    with storage.open("a") as reader:
+        assert code_of(lambda: reader.read_into(3, memoryview(bytearray(3)))) == "checkpoint_file_short"
+        assert code_of(lambda: reader.read_into(9, memoryview(bytearray(1)))) == "checkpoint_file_short"
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_a_file_is_written_once(storage: Storage, size: int) -> None:
+    storage.write("a", Given(b"first"), Halt())
+    assert code_of(lambda: storage.write("a", Given(pattern(size)), Halt())) == "checkpoint_exists"
+    assert content(storage, "a") == b"first"
+
+
+def test_a_file_is_published_once(storage: Storage) -> None:
+    storage.publish("a", b"first")
+    assert code_of(lambda: storage.publish("a", b"first")) == "checkpoint_exists"
+    assert code_of(lambda: storage.publish("a", b"second")) == "checkpoint_exists"
+    assert storage.read("a", 100) == b"first"
+
+
+def race(acts: list[Callable[[], object]]) -> list[str]:
+    """Does all at the same time; returns what came of each."""
+    start = threading.Barrier(len(acts))
+
+    def run(act: Callable[[], object]) -> str:
+        start.wait()
+        try:
+            act()
+        except CheckpointException as error:
+            return error.code
+        return "done"
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return list(pool.map(run, acts))
+
+
+def test_of_several_who_publish_one_wins(storage: Storage) -> None:
+    for turn in range(5):
+        name = f"step-{turn}.metadata.json"
+        said = [f"{turn}: {number}".encode() * 99 for number in range(4)]
+        results = race([lambda data=data, name=name: storage.publish(name, data) for data in said])  # type: ignore[misc]
+        assert sorted(results) == ["checkpoint_exists"] * 3 + ["done"]
+        assert storage.read(name, 10_000) == said[results.index("done")]
+
+
+def test_of_several_who_write_one_wins(storage: Storage) -> None:
+    said = [bytes([number]) * LARGE for number in range(2)]
+    results = race([lambda data=data: storage.write("a", Given(data), Halt()) for data in said])  # type: ignore[misc]
+    assert sorted(results) == ["checkpoint_exists", "done"]
+    assert content(storage, "a") == said[results.index("done")]
+
+
+def test_what_is_not_there_is_said_to_be_missing(storage: Storage) -> None:
+    storage.publish("a", b"")
+
+    def opened() -> None:
+        with storage.open("b"):
+            raise AssertionError
+
+    for act in (opened, lambda: storage.read("b", 10), lambda: storage.move("b", "c"), lambda: storage.read("d/b", 10)):
+        assert code_of(act) == "checkpoint_file_missing"
+    assert names(storage) == ["a"]
+
+
+def test_a_file_that_is_larger_than_wanted_is_not_read(storage: Storage) -> None:
+    storage.publish("a", b"12345")
+    assert storage.read("a", 5) == b"12345"
+    assert code_of(lambda: storage.read("a", 4)) == "checkpoint_file_large"
+
+
+def test_names_are_found_by_their_beginning(storage: Storage) -> None:
+    here = ["run/step-1.metadata.json", "run/step-1/a", "run/step-1/b", "run/step-10/a", "run-2/step-1/a", "other"]
+    for name in here:
+        storage.publish(name, b"x")
+    assert names(storage) == sorted(here)
+    for under in ["run", "run/", "run/step-1", "run/step-1/", "run/step-1/a", "run/step-10/", "o", "nowhere", "run/x/"]:
+        assert names(storage, under) == sorted(name for name in here if name.startswith(under))
+
+
+def test_an_empty_storage_has_no_names(storage: Storage) -> None:
+    assert names(storage) == []
+    assert names(storage, "run/") == []
+
+
+def test_an_entry_tells_when_it_was_written(storage: Storage) -> None:
+    storage.publish("a", b"")
+    written_at = next(iter(storage.entries())).modified_at
+    assert isinstance(storage, MemoryStorage) or abs(written_at - time.time()) < CLOCKS_DIFFER_BY_S
+
+
+def test_what_is_moved_is_there_under_its_new_name_alone(storage: Storage) -> None:
+    storage.publish("a.metadata.json", b"1")
+    storage.move("a.metadata.json", "elsewhere/a.deleted.json")
+    assert names(storage) == ["elsewhere/a.deleted.json"]
+    assert storage.read("elsewhere/a.deleted.json", 10) == b"1"
+
+
+def test_moving_replaces(storage: Storage) -> None:
+    storage.publish("a", b"1")
+    storage.publish("b", b"2")
+    storage.move("a", "b")
+    assert names(storage) == ["b"]
+    assert storage.read("b", 10) == b"1"
+
+
+def test_moving_twice_is_no_error(storage: Storage) -> None:
+    storage.publish("a", b"1")
+    storage.move("a", "b")
+    storage.move("a", "b")
+    assert storage.read("b", 10) == b"1"
+
+
+def test_a_name_that_was_moved_away_can_be_given_anew(storage: Storage) -> None:
+    storage.publish("a", b"1")
+    storage.move("a", "b")
+    storage.publish("a", b"2")
+    assert names(storage) == ["a", "b"]
+
+
+def test_what_is_deleted_is_gone_and_what_is_not_there_is_no_error(storage: Storage) -> None:
+    for number in range(12):
+        storage.publish(f"run/{number}/a", b"")
+    storage.delete([f"run/{number}/a" for number in range(1, 20)])
+    assert names(storage) == ["run/0/a"]
+    storage.delete([])
+    storage.delete({"nothing"})
+    storage.delete(["run/0/a"])
+    assert names(storage) == []
+
+
+def test_deleted_names_can_be_given_anew(storage: Storage) -> None:
+    storage.write("run/a", Given(b"1"), Halt())
+    storage.delete(["run/a"])
+    storage.write("run/a", Given(b"2"), Halt())
+    assert content(storage, "run/a") == b"2"
+
+
+def test_who_is_stopped_leaves_nothing(storage: Storage) -> None:
+    halt = Halt()
+    source = Failing(pattern(LARGE), BLOCK_BYTES, halt.cancel)
+    assert code_of(lambda: storage.write("run/a", source, halt)) == "checkpoint_cancelled"
+    assert names(storage) == []
+
+
+def test_who_has_no_time_left_leaves_nothing(storage: Storage) -> None:
+    halt = Halt(1.0, iter([0.0, *[2.0] * 99]).__next__)
+    with pytest.raises(CheckpointException) as caught:
+        storage.write("run/a", Given(pattern(LARGE)), halt)
+    assert caught.value.type is ExceptionType.TIMEOUT
+    assert names(storage) == []
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_a_source_that_fails_leaves_nothing(storage: Storage, size: int) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        storage.write("run/a", Failing(pattern(size), size // BLOCK_BYTES * BLOCK_BYTES, fail), Halt())
+    assert names(storage) == []
+
+
+def test_a_write_that_failed_can_be_done_again(storage: Storage) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        storage.write("run/a", Failing(pattern(LARGE), BLOCK_BYTES, fail), Halt())
+    storage.write("run/a", Given(pattern(LARGE)), Halt())
+    assert content(storage, "run/a") == pattern(LARGE)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_name_leads_elsewhere(storage: Storage, name: str) -> None:
+    storage.publish("a", b"")
+
+    def opened() -> None:
+        with storage.open(name):
+            raise AssertionError
+
+    acts: list[Callable[[], object]] = [
+        lambda: storage.write(name, Given(b"x"), Halt()),
+        lambda: storage.publish(name, b"x"),
+        opened,
+        lambda: storage.read(name, 10),
+        lambda: storage.move(name, "b"),
+        lambda: storage.move("a", name),
+        lambda: storage.delete([name]),
+    ]
+    assert {code_of(act) for act in acts} == {"checkpoint_name_invalid"}
+    assert names(storage) == ["a"]
+
+
+def test_what_is_free_is_a_number_or_unknown(storage: Storage) -> None:
+    free = storage.free_bytes()
+    assert free is None or free > 0
+    assert storage.url

@@ -1,0 +1,220 @@
+"""The workers of a job as ranks: they save and load over their collectives, with a real daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import forged.checkpoint
+from forged.checkpoint import BlockingCheckpoint, DistributedCheckpoint, LoadOptions, SaveOptions, ShardedArray, shelf
+from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.local import LocalStorage
+from forged.checkpoint.ports import Halt, Source
+from forged.worker.errors import StepAborted
+from forged.worker.training import Training
+from tests.checkpoint.plain_reader import same, state_of
+from tests.checkpoint.shelves import MemoryStorage
+from tests.client.conftest import house, neighbour
+from tests.client.house import House
+from tests.client.neighbour import Neighbour
+from tests.worker.crew import Crew, Trainer, config, crew_at
+from tests.worker.test_training import Scripts
+
+__all__ = ["house", "neighbour"]
+
+NAMES = ("a", "b", "c")
+ROWS = 6_000
+
+
+@pytest.fixture
+async def crew(house: House) -> AsyncIterator[Crew]:
+    """Those who will train there, once all of them have come."""
+    async with crew_at(house.endpoint, min_workers=2) as crew:
+        yield crew
+
+
+@pytest.fixture
+def scripts(neighbour: Neighbour) -> Iterator[Scripts]:
+    scripts = Scripts(neighbour.house.endpoint)
+    yield scripts
+    scripts.end()
+
+
+def part(rank: int, size: int, value: float = 1.0) -> ShardedArray:
+    """The rows that a rank has of an array."""
+    start, end = ROWS * rank // size, ROWS * (rank + 1) // size
+    rows = np.arange(ROWS * 64, dtype=np.float32).reshape(ROWS, 64)[start:end] * value
+    return ShardedArray(rows, (ROWS, 64), (start, 0))
+
+
+def whole(value: float = 1.0) -> np.ndarray[Any, Any]:
+    return np.arange(ROWS * 64, dtype=np.float32).reshape(ROWS, 64) * np.float32(value)
+
+
+class Saving:
+    """Has trainers save at one of their steps, and remembers what came of it."""
+
+    def __init__(self, storage: Any, trainers: list[Trainer], act: Any) -> None:
+        self.outcomes: dict[str, list[Any]] = {trainer.name: [] for trainer in trainers}
+        self._step = max(trainer.worker.step for trainer in trainers) + 5
+        self._done: set[str] = set()
+        for trainer in trainers:
+            checkpoint = DistributedCheckpoint(trainer.worker, storage)
+            trainer.before_exchange = self._hook(trainer, checkpoint, act)
+
+    def _hook(self, trainer: Trainer, checkpoint: DistributedCheckpoint, act: Any) -> Any:
+        async def before_exchange(step: int) -> None:
+            if step != self._step:
+                return
+            try:
+                self.outcomes[trainer.name].append(await act(trainer, checkpoint))
+            except (CheckpointException, StepAborted) as error:
+                self.outcomes[trainer.name].append(error)
+                raise StepAborted("the save has failed") from error
+
+        return before_exchange
+
+
+async def test_workers_save_over_their_collectives(crew: Crew) -> None:
+    storage = MemoryStorage()
+    crew.start(*NAMES)
+    await crew.world_of(*NAMES)
+
+    async def act(trainer: Trainer, one: DistributedCheckpoint) -> Any:
+        worker = trainer.worker
+        mine: dict[str, Any] = {"rows": part(worker.rank, worker.world_size), "copied": whole(), "step": worker.step}
+        await one.save(mine, options=SaveOptions("a"))
+        await (await one.save_async(mine, options=SaveOptions("b"))).committed()
+        zeros = {"rows": part(worker.rank, worker.world_size, 0), "copied": whole(0), "step": 0}
+        result = await one.load(zeros, options=LoadOptions("b"))
+        assert same(np.asarray(zeros["rows"].local), np.asarray(mine["rows"].local))  # type: ignore[attr-defined]
+        assert same(zeros["copied"], whole())
+        return result.source_world_size, worker.rank
+
+    saving = Saving(storage, [crew[name] for name in NAMES], act)
+    await crew.more_steps(*NAMES, steps=8)
+    assert sorted(outcome for (outcome,) in saving.outcomes.values()) == [(3, 0), (3, 1), (3, 2)]
+    for prefix in ("a", "b"):
+        state = state_of(storage, prefix)["model"]
+        assert same(state["rows"], whole())
+        assert same(state["copied"], whole())
+        manifest = shelf.read_manifest(storage, prefix)
+        assert (manifest.world_size, manifest.step) == (3, state["step"])
+        assert manifest.fence is not None
+        assert manifest.fence.generation == crew["a"].worker.generation
+    await crew.finish(*NAMES)
+
+
+async def test_what_the_workers_say_may_be_larger_than_a_frame(crew: Crew) -> None:
+    """The names alone are some MiB, and every rank says them."""
+    storage = MemoryStorage()
+    crew.start(*NAMES)
+    await crew.world_of(*NAMES)
+    mine = {f"{number:05d}{'x' * 400}": np.full(3, number) for number in range(6_000)}
+
+    async def act(trainer: Trainer, one: DistributedCheckpoint) -> Any:
+        own = {**mine, "own": ShardedArray(np.ones(1), (3,), (trainer.worker.rank,))}
+        return await one.save(own, options=SaveOptions("a", include_rng_state=False))
+
+    saving = Saving(storage, [crew[name] for name in NAMES], act)
+    await crew.more_steps(*NAMES, steps=8)
+    assert list(saving.outcomes.values()) == [["a"]] * 3
+    assert same(state_of(storage, "a")["model"], {**mine, "own": np.ones(3)})
+    await crew.finish(*NAMES)
+
+
+async def test_a_worker_that_is_lost_while_all_write_aborts_the_step_and_the_save(crew: Crew) -> None:
+    """What was written comes to nothing; those who are left do the step again, and save in their new world."""
+    loop, writing, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    class Stalled(MemoryStorage):
+        def write(self, name: str, source: Source, halt: Halt) -> None:
+            if ".00001-of-00003" in name:
+                loop.call_soon_threadsafe(writing.set)
+                release.wait(30)
+            super().write(name, source, halt)
+
+    storage = Stalled()
+    crew.start(*NAMES)
+    await crew.world_of(*NAMES)
+
+    async def act(trainer: Trainer, one: DistributedCheckpoint) -> Any:
+        worker = trainer.worker
+        mine = {"rows": part(worker.rank, worker.world_size)}
+        return await one.save(mine, options=SaveOptions(f"w{worker.world_size}", include_rng_state=False))
+
+    trainers = [crew[name] for name in NAMES]
+    saving = Saving(storage, trainers, act)
+    async with asyncio.timeout(30):
+        await writing.wait()
+    lost = next(trainer for trainer in trainers if trainer.worker.rank == 1)
+    left = [trainer.name for trainer in trainers if trainer is not lost]
+    assert lost.task is not None
+    lost.task.cancel()
+    release.set()
+    await crew.world_of(*left)
+    await crew.more_steps(*left, steps=3)
+    for name in left:
+        first, second = saving.outcomes[name]
+        assert isinstance(first, StepAborted)
+        assert second == "w2"
+    assert shelf.prefixes(storage) == ["w2"]
+    assert same(state_of(storage, "w2")["model"], {"rows": whole()})
+    await crew.finish(*left)
+
+
+def test_scripts_save_and_load_together(scripts: Scripts, tmp_path: Path) -> None:
+    where = tmp_path / "checkpoints" / "at-three"
+
+    def train(worker: Training) -> Any:
+        found = None
+        for step in worker.steps(6):
+            with step:
+                if step == 3:
+                    mine = {"rows": part(worker.rank, worker.world_size), "copied": whole(), "step": int(step)}
+                    forged.checkpoint.save(where, mine, ranks=worker)
+                if step == 4:
+                    zeros: dict[str, Any] = {
+                        "rows": part(worker.rank, worker.world_size, 0),
+                        "copied": whole(0),
+                        "step": 0,
+                    }
+                    found = forged.checkpoint.load(where, zeros, ranks=worker)
+                    assert same(zeros["copied"], whole())
+                    assert same(zeros["rows"].local, part(worker.rank, worker.world_size).local)
+                worker.barrier()
+        assert found is not None
+        return found["step"]
+
+    started = [scripts.start(name, train, config=config(min_workers=3)) for name in NAMES]
+    assert [future.result(60) for future in started] == [3, 3, 3]
+    storage = LocalStorage(tmp_path / "checkpoints")
+    assert same(state_of(storage, "at-three")["copied"], whole())
+    assert shelf.read_manifest(storage, "at-three").world_size == 3
+
+
+def test_a_script_saves_in_the_background_while_it_trains(scripts: Scripts, tmp_path: Path) -> None:
+    def train(worker: Training) -> Any:
+        prefixes = []
+        with BlockingCheckpoint(DistributedCheckpoint(worker, LocalStorage(tmp_path / "c"))) as one:
+            for step in worker.steps(9):
+                with step:
+                    if step % 3 == 0:
+                        mine = {"rows": part(worker.rank, worker.world_size, int(step))}
+                        prefixes.append(one.save_async(mine, options=SaveOptions(f"c{step}")).prefix)
+                    worker.barrier()
+        return prefixes
+
+    started = [scripts.start(name, train, config=config(min_workers=2)) for name in NAMES[:2]]
+    assert [future.result(60) for future in started] == [["c0", "c3", "c6"]] * 2
+    storage = LocalStorage(tmp_path / "c")
+    for number in (0, 3, 6):
+        assert same(state_of(storage, f"c{number}")["model"], {"rows": whole(number)})
+        manifest = shelf.read_manifest(storage, f"c{number}")
+        assert (manifest.step, manifest.world_size) == (number, 2)

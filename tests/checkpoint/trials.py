@@ -1,0 +1,378 @@
+"""What checkpoints are put through: power cuts, kills and refusals at every moment of what is done to them.
+
+Law: a trial tells in words what was found that may not be, and nothing when all was well.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.local import LocalStorage
+from tests.checkpoint.disk import Image, MemoryFiles, Platter
+from tests.checkpoint.history import (
+    AT,
+    PATIENCE_S,
+    Expectation,
+    Finder,
+    History,
+    expected_after,
+    lives,
+    load_all,
+    same,
+    state,
+)
+from tests.checkpoint.troubles import Act, Trouble, troubled
+
+STATES_PER_MOMENT_MAX = 400
+CALLS = "checkpoint-calls"
+"""The thread that asks object stores: there is one in a process, and it stays."""
+TORN = 200
+"""So many mixtures of what was written and what was not are tried of every file."""
+SHORT = 0
+"""Stands for the number of an error: writes take less than they are given."""
+UNDECIDED = "checkpoint_undecided"
+
+Lasting: TypeAlias = Literal["once", "kind", "all"]
+"""Whether an operation fails, or it and all later ones of its kind, or it and all later ones."""
+
+
+class World(NamedTuple):
+    """How many ranks there are, how they save, and what their file system lacks."""
+
+    size: int = 1
+    in_background: bool = False
+    retries: int = 0
+    lacking: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    timeout_s: float = PATIENCE_S
+
+    def __str__(self) -> str:
+        """What differs from the simplest one, for the names of tests."""
+        plain = World()
+        told = [f"{name}={mine}" for name, mine, its in zip(self._fields, self, plain, strict=True) if mine != its]
+        return ",".join(told) or "alone"
+
+    def disk(self, image: Image | None = None) -> MemoryFiles:
+        """A disk with this on it."""
+        return MemoryFiles(lacking=self.lacking) if image is None else MemoryFiles(image, self.lacking)
+
+    def history(self, memory: MemoryFiles, trouble: Trouble | None = None) -> History:
+        """What these ranks do on a disk, perhaps in trouble."""
+        files = None if trouble is None else troubled(memory, trouble)
+        return History(
+            memory,
+            files,
+            self.size,
+            retries=self.retries,
+            in_background=self.in_background,
+            timeout_s=self.timeout_s,
+            **dict(self.options),
+        )
+
+
+class Deed(NamedTuple):
+    """Something that is done on a disk, and done again when it was interrupted."""
+
+    name: str
+    act: Callable[[History], object]
+    again: Callable[[History], object]
+    leaves: Mapping[str, int]
+    """The checkpoints that are there afterwards."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _save_again(history: History) -> None:
+    history.clear_away()
+    with unless("checkpoint_exists"):
+        history.save("new", 2)
+
+
+def _convert_again(history: History) -> None:
+    history.clear_away()
+    with unless("checkpoint_exists"):
+        history.convert("old", "new", 1)
+
+
+def _delete_again(history: History) -> None:
+    with unless("checkpoint_missing"):
+        history.delete("old", 1)
+
+
+SAVE = Deed("save", lambda history: history.save("new", 2), _save_again, {"old": 1, "new": 2})
+CONVERT = Deed("convert", lambda history: history.convert("old", "new", 1), _convert_again, {"old": 1, "new": 1})
+DELETE = Deed("delete", lambda history: history.delete("old", 1), _delete_again, {})
+BEFORE = {"old": 1}
+
+
+def before(world: World) -> Image:
+    """A disk with a checkpoint."""
+    memory = world.disk()
+    world.history(memory).save("old", 1)
+    return memory.image
+
+
+def operations(world: World, image: Image, deed: Deed) -> int:
+    """How many operations a deed takes."""
+    count = 0
+
+    def counted(number: int, name: str, act: Act) -> Any:
+        nonlocal count
+        count = max(count, number + 1)
+        return act()
+
+    deed.act(world.history(world.disk(image), counted))
+    return count
+
+
+# Power cuts.
+
+
+def lives_and_power_cuts(world: World, **rest: Any) -> Iterator[str]:
+    """What is wrong on the disks that a power cut may leave in a long history."""
+    memory = world.disk()
+    lives(world.history(memory))
+    return after_power_cuts(memory, Finder(world.size), **rest)
+
+
+def after_power_cuts(
+    memory: MemoryFiles,
+    finder: Finder,
+    certain: Mapping[str, int] | None = None,
+    *,
+    seen: dict[Any, Image] | None = None,
+    states_max: int = STATES_PER_MOMENT_MAX,
+    torn: int = TORN,
+) -> Iterator[str]:
+    """What is wrong on the disks that a power cut may leave, at every moment of what was done to these files.
+
+    What was looked at is gathered in `seen`.
+    """
+    platter, expected, random = Platter(memory), Expectation(dict(certain or {})), Random(0)
+    for operation in memory.operations:
+        platter.follow(operation)
+        if operation.kind == "mark":
+            expected.note(operation.path)
+        yield from _wrong_after_one(platter, finder, expected, random, seen, states_max, torn)
+
+
+def _wrong_after_one(
+    platter: Platter,
+    finder: Finder,
+    expected: Expectation,
+    random: Random,
+    seen: dict[Any, Image] | None,
+    states_max: int,
+    torn: int,
+) -> Iterator[str]:
+    for image in platter.crashes(random, states_max, torn):
+        if seen is not None:
+            seen[image.key] = image
+        if wrong := finder.wrong(image, expected):
+            yield f"after a power cut {wrong}"
+
+
+# Refusals.
+
+
+def failing_from(first: int, number: int, lasting: Lasting) -> Trouble:
+    """The operation of that number is refused with an error of that number, and perhaps others behind it."""
+    kind = ""
+
+    def trouble(count: int, name: str, act: Act) -> Any:
+        nonlocal kind
+        if count == first:
+            kind = name
+        elif count < first or lasting == "once" or (lasting == "kind" and name != kind):
+            return act()
+        if number == SHORT:
+            return _shortened(act) if name == "write" else act()
+        if name == "close":
+            act()
+        raise OSError(number, os.strerror(number))
+
+    return trouble
+
+
+def after_refusals(world: World, image: Image, deed: Deed, number: int, lasting: Lasting) -> Iterator[str]:
+    """What is wrong when one operation after the other is the one that is refused."""
+    for first in range(operations(world, image, deed)):
+        memory = world.disk(image)
+        for wrong in _after(world, memory, deed, failing_from(first, number, lasting), is_once=lasting == "once"):
+            yield f"{deed.name} in {world}, operation {first} refused with {number} {lasting}: {wrong}"
+
+
+def after_trouble(world: World, image: Image, deed: Deed, trouble: Trouble) -> Iterator[str]:
+    """What is wrong when this trouble comes in between once."""
+    return _after(world, world.disk(image), deed, trouble, is_once=True)
+
+
+def _after(world: World, memory: MemoryFiles, deed: Deed, trouble: Trouble, *, is_once: bool) -> Iterator[str]:
+    untouched = memory.image.key
+    error = _outcome(lambda: deed.act(world.history(memory, trouble)))
+    if error is not None and not isinstance(error, CheckpointException):
+        yield f"an error without a type: {error!r}"
+    yield from _leaks(memory)
+    expected, finder = expected_after(memory, BEFORE), Finder(world.size)
+    if wrong := finder.wrong(memory.image, expected):
+        yield f"in spite of {error!r} {wrong}"
+    is_decided = isinstance(error, CheckpointException) and error.code != UNDECIDED and not world.in_background
+    if is_once and is_decided and deed is not DELETE and memory.image.key != untouched:
+        yield f"left behind by {error!r}: {sorted(memory.image.files)}, {sorted(memory.image.directories)}"
+    platter = Platter(memory)
+    for operation in memory.operations:
+        platter.follow(operation)
+    yield from _wrong_after_one(platter, finder, expected, Random(0), None, 30, 2)
+    yield from after_clearing(world, memory, finder)
+
+
+def _leaks(memory: MemoryFiles) -> Iterator[str]:
+    if memory.descriptors:
+        yield f"{memory.descriptors} descriptors are open"
+    if threads := [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoint") and thread.name != CALLS]:
+        yield f"threads are left: {threads}"
+
+
+def _shortened(act: Act) -> Any:
+    """A write that takes about half, in whole pages where it was given whole pages."""
+    assert isinstance(act, partial)
+    fd, data, offset = act.args
+    half = len(data) // 2 if len(data) % 4096 else len(data) // 8192 * 4096
+    return act.func(fd, data[: max(half, 1 if len(data) % 4096 else 4096)], offset)
+
+
+# Kills.
+
+
+def after_kills(
+    world: World, image: Image, deed: Deed, *, finder: Finder | None = None, moments: Collection[int] | None = None
+) -> Iterator[str]:
+    """What is wrong when a process dies at one operation after the other, another one does the same again, and then,
+    at any moment of that, the power is cut."""
+    finder = finder or Finder(world.size)
+    for first in moments if moments is not None else range(operations(world, image, deed)):
+        memory = world.disk(image)
+        # Who is dead asks for nothing more, which is to the disk as if all were refused.
+        _outcome(lambda: deed.act(world.history(memory, failing_from(first, 5, "all"))))  # noqa: B023
+        after = f"{deed.name} in {world}, killed at operation {first}"
+        if wrong := finder.wrong(memory.image, expected_after(memory, BEFORE)):
+            yield f"{after}: {wrong}"
+        if error := _outcome(lambda: deed.again(world.history(memory))):  # noqa: B023
+            yield f"{after}: done again, {error!r}"
+            continue
+        yield from (f"{after}: {wrong}" for wrong in after_power_cuts(memory, finder, BEFORE, states_max=60, torn=2))
+        yield from (f"{after}: {wrong}" for wrong in _rest(world, memory, deed, finder))
+
+
+def _rest(world: World, memory: MemoryFiles, deed: Deed, finder: Finder) -> Iterator[str]:
+    """What is there in the end besides what ought to be."""
+    if (found := finder.found(memory.image)) != deed.leaves:
+        yield f"in the end there is {found}"
+    yield from after_clearing(world, memory, finder)
+
+
+def after_clearing(world: World, memory: MemoryFiles, finder: Finder) -> Iterator[str]:
+    """What is wrong when everything has been cleared away that is no checkpoint."""
+    found = finder.found(memory.image)
+    world.history(memory).clear_away()
+    if (left := finder.found(memory.image)) != found:
+        yield f"clearing away has made {left} of {found}"
+    known = tuple(f"{AT}/{prefix}" for prefix in found)
+    lost = [path for path in memory.image.files if not path.startswith(known) and "/." not in path]
+    if lost:
+        yield f"nobody will ever remove {lost}"
+
+
+# Meetings.
+
+
+class Meeting(NamedTuple):
+    """What came of it when something was done in the middle of something else, and what was found then."""
+
+    first: BaseException | None
+    other: BaseException | None
+    found: dict[str, int]
+    wrong: list[str]
+    """What a power cut then made worse, and what nobody will ever remove."""
+
+
+def meetings(world: World, first: Deed, other: Callable[[History], object]) -> Iterator[Meeting]:
+    """Something else is done as a whole, by another process, before one operation of a deed after the other."""
+    image = before(world)
+    stranger = world._replace(options=(*world.options, ("seed", 1)))
+    for moment in range(1, operations(world, image, first)):
+        memory = world.disk(image)
+        errors: list[BaseException | None] = []
+
+        def come_in(
+            number: int,
+            name: str,
+            act: Act,
+            moment: int = moment,
+            memory: MemoryFiles = memory,
+            errors: list[BaseException | None] = errors,
+        ) -> Any:
+            if number == moment:
+                errors.append(_outcome(lambda: other(stranger.history(memory))))
+            return act()
+
+        error = _outcome(lambda: first.act(world.history(memory, come_in)))  # noqa: B023
+        finder = Finder(world.size)
+        found = finder.found(memory.image)
+        yield Meeting(error, errors[0], found, list(_worse(world, memory, finder, found)))
+
+
+def _worse(world: World, memory: MemoryFiles, finder: Finder, found: dict[str, int]) -> Iterator[str]:
+    platter = Platter(memory)
+    for operation in memory.operations:
+        platter.follow(operation)
+    for image in platter.crashes(Random(0), 30, 2):
+        for prefix, version in finder.found(image).items():
+            if version != found.get(prefix):
+                yield f"{prefix} is {version} after a power cut, and was {found.get(prefix)}"
+    yield from after_clearing(world, memory, finder)
+
+
+# Damage.
+
+
+def after_damage(world: World, every: int = 97) -> Iterator[str]:
+    """What is loaded without an error, and is wrong, when one bit is."""
+    image = before(world)
+    wanted = [state(1, rank, world.size) for rank in range(world.size)]
+    for path, data in image.files.items():
+        for offset in range(0, len(data), every):
+            damaged = data[:offset] + bytes([data[offset] ^ 1 << offset % 8]) + data[offset + 1 :]
+            storage = LocalStorage(AT, files=world.disk(Image({**image.files, path: damaged}, image.directories)))
+            try:
+                is_right = all(map(same, load_all(storage, "old"), wanted))
+            except CheckpointException:
+                continue
+            if not is_right:
+                yield f"a bit of byte {offset} of {path} makes another state"
+
+
+def _outcome(act: Callable[[], object]) -> BaseException | None:
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - what it is, is what is looked at
+        return error
+    return None
+
+
+@contextmanager
+def unless(code: str) -> Iterator[None]:
+    """Let errors with this code pass."""
+    try:
+        yield
+    except CheckpointException as error:
+        if error.code != code:
+            raise

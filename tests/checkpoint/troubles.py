@@ -1,0 +1,73 @@
+"""Files with which something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from forged.checkpoint.files import Files
+from tests.checkpoint.disk import MemoryFiles
+
+Act = Callable[..., Any]
+Trouble = Callable[[int, str, Act], Any]
+"""Does what was asked, or what goes wrong instead: given the operation's number, name, and the act itself."""
+
+
+class Troubled:
+    """Passes on what is asked, one operation at a time, through the trouble."""
+
+    def __init__(self, files: Files, trouble: Trouble) -> None:
+        self._files = files
+        self._trouble = trouble
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Act:
+        return partial(self._pass_on, name, getattr(self._files, name))
+
+    def _pass_on(self, name: str, act: Act, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            number, self.count = self.count, self.count + 1
+        try:
+            return self._trouble(number, name, partial(act, *args, **kwargs))
+        except OSError as error:
+            if name == "sync" and isinstance(self._files, MemoryFiles) and not isinstance(error, InterruptedError):
+                self._files.fail_to_sync(*args)
+            raise
+
+
+def troubled(files: Files, trouble: Trouble) -> Files:
+    """The same files, with a trouble."""
+    return cast("Files", Troubled(files, trouble))
+
+
+def failing(operation: str, code: int, times: int | None = None) -> Trouble:
+    """One kind of operation fails, so often or always. A descriptor is closed all the same."""
+    left = [times]
+
+    def trouble(number: int, name: str, act: Act) -> Any:
+        if name != operation or left[0] == 0:
+            return act()
+        if left[0] is not None:
+            left[0] -= 1
+        if name == "close":
+            act()
+        raise OSError(code, os.strerror(code))
+
+    return trouble
+
+
+def taking_at_most(count: int) -> Trouble:
+    """Every write takes so many bytes at most."""
+
+    def trouble(number: int, name: str, act: Act) -> Any:
+        if name != "write":
+            return act()
+        assert isinstance(act, partial)
+        fd, data, offset = act.args
+        return act.func(fd, data[:count], offset) if count else 0
+
+    return trouble
