@@ -1,9 +1,9 @@
 """Checkpoints: as fast as the hardware, never half there, readable by others.
 
-    import forged.checkpoint
+import forged.checkpoint
 
-    forged.checkpoint.save("checkpoints/step-100", {"model": weights, "step": 100})
-    state = forged.checkpoint.load("checkpoints/step-100")
+forged.checkpoint.save("checkpoints/step-100", {"model": weights, "step": 100})
+state = forged.checkpoint.load("checkpoints/step-100")
 """
 
 from forged.checkpoint.background import SaveHandle
@@ -15,8 +15,9 @@ from forged.checkpoint.checkpoint import (
     create_checkpoint,
 )
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.faults import FaultToleranceHandler
 from forged.checkpoint.locations import create_storage
+from forged.checkpoint.manifest import Manifest as CheckpointMetadata
 from forged.checkpoint.model import (
     CheckpointFormat,
     CheckpointInfo,
@@ -31,9 +32,17 @@ from forged.checkpoint.model import (
     StorageOptions,
     WhenBusy,
 )
-from forged.checkpoint.ports import Coordinator, Storage
+from forged.checkpoint.ports import Coordinator as DistributedCoordinator
+from forged.checkpoint.ports import Storage as CheckpointStorage
 from forged.checkpoint.tree import LeafType
-from forged.checkpoint.validator import CheckpointValidator, ValidationResult, verify
+from forged.checkpoint.validator import (
+    CheckpointValidator,
+    CompatibilityChecker,
+    Finding,
+    IntegrityChecker,
+    ValidationResult,
+    verify,
+)
 from forged.checkpoint.views import CheckpointView, view
 from forged.retry import RetryPolicy
 
@@ -43,14 +52,19 @@ __all__ = [
     "CheckpointFormat",
     "CheckpointInfo",
     "CheckpointLoadResult",
+    "CheckpointMetadata",
     "CheckpointOptions",
+    "CheckpointStorage",
     "CheckpointValidator",
     "CheckpointView",
+    "CompatibilityChecker",
     "CompressionLevel",
-    "Coordinator",
     "DistributedCheckpoint",
+    "DistributedCoordinator",
     "ExceptionType",
-    "FaultHandler",
+    "FaultToleranceHandler",
+    "Finding",
+    "IntegrityChecker",
     "LeafType",
     "LoadOptions",
     "Mended",
@@ -61,7 +75,6 @@ __all__ = [
     "SaveOptions",
     "ShardedArray",
     "Stateful",
-    "Storage",
     "StorageOptions",
     "ValidationResult",
     "WhenBusy",

@@ -20,7 +20,7 @@ from forged.checkpoint.background import SaveHandle
 from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint
 from forged.checkpoint.coordinators import Ranks, adapted, in_thread
 from forged.checkpoint.errors import ExceptionType
-from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.faults import FaultToleranceHandler
 from forged.checkpoint.loading import load_state
 from forged.checkpoint.locations import storage_at
 from forged.checkpoint.model import (
@@ -171,7 +171,7 @@ def load(
 def _patient(where: str | os.PathLike[str]) -> tuple[Storage, str]:
     """The storage that is meant, whose passing failures are waited out, and the name of the checkpoint there."""
     storage, prefix = storage_at(where)
-    return FaultHandler(storage).guard(storage), prefix
+    return FaultToleranceHandler(storage).guard(storage), prefix
 
 
 def run(call: Callable[[], Awaitable[T]]) -> T:

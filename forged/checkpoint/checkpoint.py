@@ -21,7 +21,7 @@ from forged.checkpoint import rng, shelf
 from forged.checkpoint.background import Background, SaveHandle
 from forged.checkpoint.coordinators import Ranks, adapted, in_thread
 from forged.checkpoint.errors import ExceptionType, invalid
-from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.faults import FaultToleranceHandler
 from forged.checkpoint.loading import Loaded, load_state
 from forged.checkpoint.locations import create_storage
 from forged.checkpoint.manifest import Fence, Manifest
@@ -86,7 +86,7 @@ class DistributedCheckpoint:
         self,
         coordinator: Any = None,
         storage: Storage | None = None,
-        fault_handler: FaultHandler | None = None,
+        fault_handler: FaultToleranceHandler | None = None,
         validator: CheckpointValidator | None = None,
         logger: Log = SILENT,
         *,
@@ -101,7 +101,7 @@ class DistributedCheckpoint:
         `generators` are random generators whose states are saved besides those of `random` and numpy.
         """
         self.storage = create_storage(StorageOptions()) if storage is None else storage
-        self._faults = fault_handler or FaultHandler(self.storage)
+        self._faults = fault_handler or FaultToleranceHandler(self.storage)
         self._storage = self._faults.guard(self.storage)
         self._validator = validator or CheckpointValidator(self._storage)
         self._coordinator = adapted(coordinator)
@@ -219,7 +219,7 @@ class DistributedCheckpoint:
     ) -> tuple[Manifest, Loaded]:
         manifest: Manifest | None = None
         if not options.skip_validation:
-            result = self._validator.validate(prefix, halt, deep=False)
+            result = self._validator.validate_checkpoint(prefix, halt, deep=False)
             result.require_valid(prefix)
             manifest = result.manifest
         if manifest is None:
@@ -330,9 +330,12 @@ class DistributedCheckpoint:
         return self._background
 
     def _members(self) -> tuple[str, ...]:
-        """The names of the ranks that there are now; none where ranks have no names."""
+        """The names of the ranks that there are now, with their addresses; none where ranks have no names.
+
+        Who has died and come back has its name, but knows nothing of what it was doing.
+        """
         topology = getattr(self._coordinator, "current_topology", None)
-        return tuple(worker.id for worker in getattr(topology, "workers", ()))
+        return tuple(map(str, getattr(topology, "workers", ())))
 
     def _unstage(self, work: Work) -> None:
         staged, work.staged = work.staged, None
@@ -349,7 +352,7 @@ def create_checkpoint(coordinator: Any = None, options: CheckpointOptions | None
     """A `DistributedCheckpoint` as the options say."""
     options = options or CheckpointOptions()
     storage = create_storage(options.storage)
-    faults = FaultHandler(storage, options.retry_policy, random.random)
+    faults = FaultToleranceHandler(storage, options.retry_policy, random.random)
     validator = CheckpointValidator(storage, options.integrity_checkers, options.compatibility_checkers)
     return DistributedCheckpoint(coordinator, storage, faults, validator, default_timeout=options.default_timeout)
 

@@ -24,6 +24,9 @@ from forged.checkpoint.ports import Halt, Storage
 from forged.checkpoint.reading import Index
 
 Array = np.ndarray[Any, Any]
+ELEMENTS_AT_ONCE = 1 << 17
+EXACT_BYTES = 4
+"""Of integers of so many bytes all differences are exact as floats."""
 
 
 class Kind(StrEnum):
@@ -146,21 +149,30 @@ class _Tally:
         self._squares = 0.0
 
     def add(self, a: Array, b: Array) -> None:
-        """Count two chunks in."""
+        """Count two chunks in; a little at a time, because what is worked out on the way is larger than they are."""
+        for start in range(0, a.size, ELEMENTS_AT_ONCE):
+            self._add(a[start : start + ELEMENTS_AT_ONCE], b[start : start + ELEMENTS_AT_ONCE])
+
+    def _add(self, a: Array, b: Array) -> None:
         differs = _differing(a, b)
         count = int(np.count_nonzero(differs))
         if not count:
             return
-        distances = _distances(a[differs], b[differs])
+        distances = _distances(a, b) if count == a.size else _distances(a[differs], b[differs])
+        if distances is None:
+            with self._lock:
+                self._differing += count
+            return
+        is_nan = np.isnan(distances)
+        nan = int(np.count_nonzero(is_nan))
+        numbers = distances[~is_nan] if nan else distances
+        with np.errstate(over="ignore"):
+            max_abs, squares = float(numbers.max(initial=0)), float(np.einsum("i,i", numbers, numbers))
         with self._lock:
             self._differing += count
-            if distances is None:
-                return
-            numbers = distances[~np.isnan(distances)]
-            self._nan_on_one_side += distances.size - numbers.size
-            with np.errstate(over="ignore"):
-                self._max_abs = max(self._max_abs or 0.0, float(numbers.max(initial=0)))
-                self._squares += float(np.square(numbers, dtype=np.float64).sum())
+            self._nan_on_one_side += nan
+            self._max_abs = max(self._max_abs or 0.0, max_abs)
+            self._squares += squares
 
     def amount(self) -> Amount:
         """What they have come to."""
@@ -216,6 +228,8 @@ def _distances(a: Array, b: Array) -> Array | None:
 
 def _whole_distances(a: Array, b: Array) -> Array:
     """Those of integers, none of which wraps around."""
+    if a.itemsize <= EXACT_BYTES:
+        return np.abs(np.subtract(a, b, dtype=np.float64))
     kind = np.dtype(np.uint64 if a.dtype.kind == "u" else np.int64)
     a, b = a.astype(kind), b.astype(kind)
     up, down = a.view(np.uint64) - b.view(np.uint64), b.view(np.uint64) - a.view(np.uint64)

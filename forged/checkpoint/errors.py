@@ -31,6 +31,8 @@ class CheckpointException(ForgedError):
     """
 
     kind = "checkpoint"
+    checkpoint_path: str
+    type: ExceptionType
 
     def __init__(
         self,

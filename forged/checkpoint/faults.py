@@ -21,7 +21,7 @@ from forged.retry import RetryPolicy
 T = TypeVar("T")
 
 
-class FaultHandler:
+class FaultToleranceHandler:
     """Tries again, and rolls back."""
 
     def __init__(
@@ -40,7 +40,7 @@ class FaultHandler:
         """The storage, with every operation tried again that may pass."""
         return Patient(storage, self)
 
-    def try_again(self, act: Callable[[], T], halt: Halt | None = None) -> T:
+    def execute_with_retry(self, act: Callable[[], T], halt: Halt | None = None) -> T:
         """Do something; again, if it fails in a way that may pass."""
         for pause_s in self.policy.delays(self._random):
             try:
@@ -54,7 +54,7 @@ class FaultHandler:
                 halt.wait(pause_s)
         return act()
 
-    def roll_back(self, prefix: str) -> list[str]:
+    def rollback(self, prefix: str) -> list[str]:
         """Delete what a save that came to nothing has left; returns the names. What is there stays."""
         return shelf.clear(self._storage, prefix)
 
@@ -62,10 +62,10 @@ class FaultHandler:
 class Patient:
     """A storage whose passing failures are waited out; a `ports.Storage`."""
 
-    def __init__(self, storage: Storage, faults: FaultHandler, halt: Halt | None = None) -> None:
+    def __init__(self, storage: Storage, faults: FaultToleranceHandler, halt: Halt | None = None) -> None:
         self._storage = storage
         self._faults = faults
-        self._again = partial(faults.try_again, halt=halt)
+        self._again = partial(faults.execute_with_retry, halt=halt)
 
     @property
     def url(self) -> str:
@@ -75,7 +75,7 @@ class Patient:
         return Patient(bounded(self._storage, halt), self._faults, halt)
 
     def write(self, name: str, source: Source, halt: Halt) -> None:
-        self._faults.try_again(lambda: self._storage.write(name, source, halt), halt)
+        self._faults.execute_with_retry(lambda: self._storage.write(name, source, halt), halt)
 
     def settle(self, names: Collection[str]) -> None:
         self._again(lambda: self._storage.settle(names))

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -182,7 +181,8 @@ class CheckpointInfo:
 
     prefix: str
     version: str
-    timestamp: datetime
+    timestamp: float
+    """When it was saved, by the wall clock; seconds."""
     world_size: int
     size_bytes: int
     format: CheckpointFormat

@@ -44,7 +44,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 def pack(data: memoryview, itemsize: int, level: CompressionLevel) -> bytes | None:
     """Fewer bytes that say the same; None where they would not be so much fewer."""
-    if level is CompressionLevel.NONE or len(data) % itemsize:
+    if level is CompressionLevel.NONE or not itemsize or len(data) % itemsize:
         return None
     if not PACKED_BYTES_MIN <= len(data) <= CHUNK_BYTES_MAX:
         # More has only an element that is so large itself: nobody is to unpack that for a few bytes.

@@ -97,7 +97,7 @@ def info_of(manifest: Manifest) -> CheckpointInfo:
     return CheckpointInfo(
         manifest.prefix,
         manifest.version,
-        datetime.fromtimestamp(manifest.created_at, UTC),
+        manifest.created_at,
         manifest.world_size,
         manifest.size_bytes,
         manifest.layout,

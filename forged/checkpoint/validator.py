@@ -149,7 +149,7 @@ class CheckpointValidator:
         self._checkers = (*integrity_checkers, *compatibility_checkers)
         self._threads = threads
 
-    def validate(
+    def validate_checkpoint(
         self, prefix: str, halt: Halt | None = None, *, deep: bool = True, progress: Progress | None = None
     ) -> ValidationResult:
         """Check a checkpoint; with `deep`, every byte of it."""
@@ -413,4 +413,4 @@ def verify(
     from forged.checkpoint.locations import storage_at
 
     storage, prefix = storage_at(where)
-    return CheckpointValidator(storage).validate(prefix, Halt(timeout), progress=progress)
+    return CheckpointValidator(storage).validate_checkpoint(prefix, Halt(timeout), progress=progress)

@@ -15,10 +15,10 @@ from forged.checkpoint import (
     BlockingCheckpoint,
     CheckpointException,
     CheckpointInfo,
+    CheckpointStorage,
     DistributedCheckpoint,
     LoadOptions,
     SaveOptions,
-    Storage,
     StorageOptions,
     WhenBusy,
     create_storage,
@@ -33,7 +33,7 @@ SAVE_STEPS = 50
 """A checkpoint is saved behind so many steps."""
 
 
-def storage_in(directory: Path) -> Storage:
+def storage_in(directory: Path) -> CheckpointStorage:
     """Where the checkpoints lie."""
     return create_storage(StorageOptions("local", {"base_path": str(directory / FOLDER)}))
 

@@ -197,6 +197,11 @@ class Training:
         return self.worker.worker_id
 
     @property
+    def job(self) -> str:
+        """The name of the job."""
+        return self.worker.job
+
+    @property
     def rank(self) -> int:
         """Its rank; -1 while it has none."""
         return self.worker.rank

@@ -18,7 +18,7 @@ import numpy as np
 from forged.checkpoint import conversion, shelf
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.faults import FaultToleranceHandler
 from forged.checkpoint.files import Files
 from forged.checkpoint.loading import load_state
 from forged.checkpoint.local import LocalStorage
@@ -219,7 +219,7 @@ class History:
         self.memory.mark(f"begin {act} {prefix} {version}")
 
         async def at_rank(rank: Rank) -> None:
-            faults = FaultHandler(self.storage, self._retry_policy)
+            faults = FaultToleranceHandler(self.storage, self._retry_policy)
             draw = self._random.randbytes
             async with DistributedCheckpoint(
                 rank, self.storage, faults, default_timeout=self._timeout_s, wall=lambda: 0.0, draw=draw

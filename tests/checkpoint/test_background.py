@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +21,12 @@ from forged.checkpoint.background import SaveHandle
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.coordinators import Undecided
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.faults import FaultToleranceHandler
 from forged.checkpoint.local import LocalStorage
 from forged.checkpoint.manifest import SUFFIX
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, LoadOptions, SaveOptions, ShardedArray, WhenBusy
 from forged.checkpoint.ports import Storage
+from forged.elastic.model import WorkerId
 from forged.retry import RetryPolicy
 from tests.checkpoint.faulty import Faulty, at, broken, on
 from tests.checkpoint.group import Member, Trouble, fail, group, hang
@@ -60,7 +61,7 @@ class Gate:
 
 
 def checkpoint(storage: Storage, coordinator: Any = None, **settings: Any) -> DistributedCheckpoint:
-    return DistributedCheckpoint(coordinator, storage, FaultHandler(storage, ONCE), **settings)
+    return DistributedCheckpoint(coordinator, storage, FaultToleranceHandler(storage, ONCE), **settings)
 
 
 @asynccontextmanager
@@ -621,8 +622,14 @@ async def test_a_rank_that_is_lost_while_all_stage_is_noticed(call: int) -> None
         shelf.clear(storage, "a")
 
 
+def workers(*names: str) -> SimpleNamespace:
+    """A topology of workers called so; a digit behind a name is where that worker is reached."""
+    return SimpleNamespace(workers=tuple(WorkerId(name[0], "host", int(name[1:] or 1)) for name in names))
+
+
+@pytest.mark.parametrize("then", ["ac", ("a", "b2", "c")], ids=["gone", "come back under its name"])
 async def test_a_rank_that_is_known_to_be_gone_is_not_waited_for_as_long_as_the_living(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, then: Sequence[str]
 ) -> None:
     monkeypatch.setattr(receipts, "GONE_S", 0.1)
     storage, gate = MemoryStorage(), Gate("write")
@@ -630,12 +637,12 @@ async def test_a_rank_that_is_known_to_be_gone_is_not_waited_for_as_long_as_the_
 
     async def member(one: Member) -> Any:
         worker: Any = one
-        worker.current_topology = SimpleNamespace(workers=[SimpleNamespace(id=name) for name in "abc"])
+        worker.current_topology = workers(*"abc")
         mine = checkpoint(storages[one.rank], worker)
         handle = await mine.save_async(part_of(one.rank, 3, 1), options=named("a"))
         if one.rank == 1:
             return None
-        worker.current_topology = SimpleNamespace(workers=[SimpleNamespace(id=name) for name in "ac"])
+        worker.current_topology = workers(*then)
         outcome = await told(handle)
         gate.open.set()
         return outcome
@@ -651,10 +658,10 @@ async def test_ranks_that_join_meanwhile_take_no_time_from_those_that_save() -> 
 
     async def member(one: Member) -> Any:
         worker: Any = one
-        worker.current_topology = SimpleNamespace(workers=[SimpleNamespace(id=name) for name in "ab"])
+        worker.current_topology = workers(*"ab")
         mine = checkpoint(storages[one.rank], worker)
         handle = await mine.save_async(part_of(one.rank, 2, 1), options=named("a"))
-        worker.current_topology = SimpleNamespace(workers=[SimpleNamespace(id=name) for name in "cba"])
+        worker.current_topology = workers(*"cba")
         gate.open.set()
         return await told(handle)
 

@@ -20,7 +20,7 @@ from forged.checkpoint import (
     CompressionLevel,
     DistributedCheckpoint,
     ExceptionType,
-    FaultHandler,
+    FaultToleranceHandler,
     LeafType,
     LoadOptions,
     RetryPolicy,
@@ -75,7 +75,9 @@ def storage() -> MemoryStorage:
 
 
 def checkpoint(storage: Storage, coordinator: Any = None, **settings: Any) -> DistributedCheckpoint:
-    return DistributedCheckpoint(coordinator, storage, FaultHandler(storage, RetryPolicy(attempts=1)), **settings)
+    return DistributedCheckpoint(
+        coordinator, storage, FaultToleranceHandler(storage, RetryPolicy(attempts=1)), **settings
+    )
 
 
 # There and back.
@@ -326,7 +328,7 @@ async def test_checkpoints_are_listed_the_oldest_first(storage: MemoryStorage) -
     assert [info.prefix for info in infos] == ["a/1", "b", "c"]
     first = infos[0]
     assert (first.version, first.world_size, first.format) == ("1.0", 1, CheckpointFormat.SINGLE_FILE)
-    assert first.timestamp.timestamp() == 100.0
+    assert first.timestamp == 100.0
     assert first.size_bytes == sum(len(data) for name, data in storage.files.items() if name.startswith("a/1/"))
 
 
@@ -410,7 +412,7 @@ async def test_what_passes_is_tried_again_within_the_time_that_there_is(storage:
             raise broken(retryable=True)
 
     faulty = Faulty(storage, fault)
-    handler = FaultHandler(faulty, RetryPolicy(attempts=3, delay_s=0.001), sleep=pauses.append)
+    handler = FaultToleranceHandler(faulty, RetryPolicy(attempts=3, delay_s=0.001), sleep=pauses.append)
     one = DistributedCheckpoint(None, faulty, handler)
     assert await one.save(Model(), options=SaveOptions("a")) == "a"
     assert same(state_of(storage, "a")["model"], Model().state_dict())
@@ -419,7 +421,7 @@ async def test_what_passes_is_tried_again_within_the_time_that_there_is(storage:
 
 async def test_what_does_not_pass_is_raised(storage: MemoryStorage) -> None:
     faulty = Faulty(storage, on("write", error=lambda: broken(retryable=True)))
-    one = DistributedCheckpoint(None, faulty, FaultHandler(faulty, RetryPolicy(attempts=3, delay_s=0.001)))
+    one = DistributedCheckpoint(None, faulty, FaultToleranceHandler(faulty, RetryPolicy(attempts=3, delay_s=0.001)))
     with pytest.raises(CheckpointException, match="broken"):
         await one.save(Model(), options=SaveOptions("a"))
     assert faulty.calls.count("write") == 3

@@ -10,7 +10,7 @@ import pytest
 
 from forged.checkpoint import shelf
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.faults import FaultToleranceHandler
 from forged.checkpoint.ports import Halt, Reader, Remote, Storage
 from forged.retry import RetryPolicy
 from tests.checkpoint.faulty import Fault, Faulty, broken
@@ -40,7 +40,7 @@ def first(times: int, *, after: bool = False, error: Callable[[], BaseException]
 def patient(faulty: Storage, attempts: int | None = 3, **policy: Any) -> tuple[Storage, list[float]]:
     """A storage with a handler, and the pauses that it makes."""
     pauses: list[float] = []
-    handler = FaultHandler(faulty, RetryPolicy(attempts, **policy), lambda: 0.5, pauses.append)
+    handler = FaultToleranceHandler(faulty, RetryPolicy(attempts, **policy), lambda: 0.5, pauses.append)
     return handler.guard(faulty), pauses
 
 
@@ -175,5 +175,5 @@ def test_the_rest_is_as_the_storage_says(memory: MemoryStorage) -> None:
 def test_rolling_back_clears_what_has_no_manifest(memory: MemoryStorage) -> None:
     part = shelf.part_name("run", "0a1b2c3d", 0, 1, is_packed=False)
     memory.files[part] = b"half"
-    assert FaultHandler(memory).roll_back("run") == [part]
+    assert FaultToleranceHandler(memory).rollback("run") == [part]
     assert memory.files == {"there": b"data"}

@@ -12,7 +12,7 @@ import pytest
 from obstore.store import LocalStore, MemoryStore
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.faults import FaultHandler
+from forged.checkpoint.faults import FaultToleranceHandler
 from forged.checkpoint.objects import (
     IN_FLIGHT_BYTES_MAX,
     LISTED_AT_ONCE,
@@ -299,7 +299,7 @@ def test_only_what_waits_for_others_is_bounded() -> None:
 
 def test_who_tries_again_stops_when_its_halt_says_so() -> None:
     remote, halt = ObjectStorage(MemoryStore(), "memory://test"), Halt()
-    patient = FaultHandler(remote).guard(remote)
+    patient = FaultToleranceHandler(remote).guard(remote)
     halt.cancel()
     assert error_of(lambda: bounded(patient, halt).read("a", 1)).code == "checkpoint_cancelled"
     assert error_of(lambda: patient.read("a", 1)).code == "checkpoint_file_missing"

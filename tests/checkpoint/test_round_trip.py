@@ -77,7 +77,7 @@ class TestRoundTrip:
         with small_chunks(draw(st.sampled_from([32, 256, 1 << 17])), 1 << 12, draw(st.sampled_from([1, 64]))):
             for outcome in asyncio.run(all_ranks(saving, save)):
                 assert outcome is None
-            assert CheckpointValidator(storage).validate("a").is_valid
+            assert CheckpointValidator(storage).validate_checkpoint("a").is_valid
             for rank, into in enumerate(asyncio.run(all_ranks(loading, load))):
                 assert isinstance(into, dict), into
                 expected = state_of(arrays, wanted, rank, 0)

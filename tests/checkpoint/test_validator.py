@@ -46,7 +46,7 @@ def saved(level: CompressionLevel = CompressionLevel.NONE) -> tuple[MemoryStorag
 
 
 def check(storage: Storage, *, deep: bool = True) -> ValidationResult:
-    return CheckpointValidator(storage).validate("a", deep=deep)
+    return CheckpointValidator(storage).validate_checkpoint("a", deep=deep)
 
 
 class TestSound:
@@ -64,7 +64,7 @@ class TestSound:
     def test_progress_is_told_up_to_the_end(self) -> None:
         storage, manifest = saved()
         told: list[tuple[int, int]] = []
-        CheckpointValidator(storage).validate("a", progress=lambda done, total: told.append((done, total)))
+        CheckpointValidator(storage).validate_checkpoint("a", progress=lambda done, total: told.append((done, total)))
         total = sum(part.size - part.data_offset for part in manifest.parts)
         assert told[-1] == (total, total)
         assert told == sorted(told)
@@ -187,7 +187,7 @@ class TestManifest:
 
     def test_a_name_that_is_none_is_refused(self) -> None:
         with pytest.raises(CheckpointException):
-            CheckpointValidator(MemoryStorage()).validate("../a")
+            CheckpointValidator(MemoryStorage()).validate_checkpoint("../a")
 
     def test_a_file_for_other_tools_that_is_gone_is_a_warning(self) -> None:
         storage, manifest = saved()
@@ -227,7 +227,7 @@ class Broken:
 class TestCheckers:
     def test_a_checkers_findings_count(self) -> None:
         storage, _ = saved()
-        result = CheckpointValidator(storage, [Small()]).validate("a")
+        result = CheckpointValidator(storage, [Small()]).validate_checkpoint("a")
         assert [error.code for error in result.errors] == ["too_large"]
         assert "small failed" in result.get_summary()
         with pytest.raises(CheckpointException) as caught:
@@ -237,7 +237,7 @@ class TestCheckers:
 
     def test_a_checker_that_fails_says_so_and_the_others_go_on(self) -> None:
         storage, _ = saved()
-        result = CheckpointValidator(storage, [Broken()], [Small()]).validate("a")
+        result = CheckpointValidator(storage, [Broken()], [Small()]).validate_checkpoint("a")
         assert [error.code for error in result.errors] == ["checkpoint_checker_failed", "too_large"]
         assert "ZeroDivisionError: oh" in result.errors[0].message
 
@@ -265,7 +265,7 @@ class TestTheWorld:
         halt = Halt()
         halt.cancel()
         with pytest.raises(CheckpointException) as caught:
-            CheckpointValidator(storage).validate("a", halt)
+            CheckpointValidator(storage).validate_checkpoint("a", halt)
         assert caught.value.code == "checkpoint_cancelled"
 
     def test_verify_takes_a_path(self, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.client.conftest import house, neighbour
 from tests.client.house import House
 from tests.client.neighbour import Neighbour
 from tests.worker.crew import Crew, Trainer, config, crew_at
-from tests.worker.test_training import Scripts
+from tests.worker.test_training import JOB, Scripts
 
 __all__ = ["house", "neighbour"]
 
@@ -217,4 +217,4 @@ def test_a_script_saves_in_the_background_while_it_trains(scripts: Scripts, tmp_
     for number in (0, 3, 6):
         assert same(state_of(storage, f"c{number}")["model"], {"rows": whole(number)})
         manifest = shelf.read_manifest(storage, f"c{number}")
-        assert (manifest.step, manifest.world_size) == (number, 2)
+        assert (manifest.job, manifest.step, manifest.world_size) == (JOB, number, 2)

@@ -237,7 +237,8 @@ def _after(world: World, memory: MemoryFiles, deed: Deed, trouble: Trouble, *, i
 def _leaks(memory: MemoryFiles) -> Iterator[str]:
     if memory.descriptors:
         yield f"{memory.descriptors} descriptors are open"
-    if threads := [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoint") and thread.name != CALLS]:
+    names = [thread.name for thread in threading.enumerate()]
+    if threads := [name for name in names if name.startswith("checkpoint") and name != CALLS]:
         yield f"threads are left: {threads}"
 
 

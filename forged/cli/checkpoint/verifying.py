@@ -61,7 +61,7 @@ def _verify(options: Options, storage: Storage, prefix: str, halt: Halt) -> bool
 
 def _validated(storage: Storage, prefix: str, halt: Halt, bar: Bar) -> ValidationResult:
     try:
-        return CheckpointValidator(storage).validate(prefix, halt, progress=bar)
+        return CheckpointValidator(storage).validate_checkpoint(prefix, halt, progress=bar)
     except CheckpointException as error:
         if error.retryable or error.type is not ExceptionType.VALIDATION_FAILED:
             raise

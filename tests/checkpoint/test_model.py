@@ -1,0 +1,77 @@
+"""What is asked of a checkpoint, as values."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+import pytest
+
+from forged.checkpoint import (
+    CheckpointException,
+    CheckpointFormat,
+    CompressionLevel,
+    ExceptionType,
+    LoadOptions,
+    ReshardingStrategy,
+    SaveOptions,
+    ShardedArray,
+)
+from forged.checkpoint.boxes import Box
+
+VALUES = {
+    CheckpointFormat: {"single_file", "multi_shard", "consolidated"},
+    CompressionLevel: {"none", "fast", "balanced", "maximum"},
+    ReshardingStrategy: {"parallel", "simple"},
+    ExceptionType: {
+        "unknown",
+        "save_failed",
+        "load_failed",
+        "validation_failed",
+        "corrupted_checkpoint",
+        "incompatible_version",
+        "timeout",
+        "storage_error",
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "values"), VALUES.items(), ids=lambda one: getattr(one, "__name__", ""))
+def test_the_enums_have_the_values_of_the_seed(kind: type[StrEnum], values: set[str]) -> None:
+    assert {member.value for member in kind} == values
+    assert all(member.name == member.value.upper() for member in kind)
+
+
+def test_options_have_the_defaults_of_the_seed() -> None:
+    save, load = SaveOptions(), LoadOptions()
+    assert (save.checkpoint_prefix, save.format, save.timeout) == (None, CheckpointFormat.MULTI_SHARD, None)
+    assert save.compression_level is CompressionLevel.NONE
+    assert save.include_optimizer
+    assert save.include_rng_state
+    assert dict(save.custom_metadata) == {}
+    assert (load.checkpoint_prefix, load.timeout) == (None, None)
+    assert load.resharding_strategy is ReshardingStrategy.PARALLEL
+    assert load.load_optimizer
+    assert load.load_rng_state
+    assert load.strict_mode
+    assert not load.skip_validation
+
+
+def test_a_part_says_where_it_lies() -> None:
+    part = ShardedArray(np.zeros((2, 3)), [10, 3], (4, 0))  # type: ignore[arg-type]
+    assert (part.global_shape, part.box) == ((10, 3), Box((4, 0), (2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset"),
+    [((3, 3), (2, 0)), ((10, 2), (0, 0)), ((10,), (0,)), ((10, 3), (0,)), ((10, 3), (-1, 0)), ((0, 3), (0, 0))],
+)
+def test_a_part_that_lies_outside_its_array_is_refused(shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
+    with pytest.raises(CheckpointException) as raised:
+        ShardedArray(np.zeros((2, 3)), shape, offset)
+    assert raised.value.code == "checkpoint_box_invalid"
+
+
+def test_an_array_that_fits_nowhere_is_refused() -> None:
+    with pytest.raises(CheckpointException, match="at most"):
+        ShardedArray(np.zeros((0, 0, 0)), (0, 1 << 40, 1 << 40), (0, 0, 0))
