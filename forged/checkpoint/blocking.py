@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import anyio
 
 from forged.checkpoint.background import SaveHandle
-from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint
+from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint, of_one_save
 from forged.checkpoint.coordinators import Ranks, adapted, in_thread
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.faults import FaultToleranceHandler
@@ -143,10 +143,11 @@ def load(
         found: list[Any] = []
 
         async def read() -> bytes:
+            manifest = await in_thread(lambda: read_manifest(bounded(storage, halt), prefix), halt)
             loaded = await in_thread(
                 lambda: load_state(
                     storage,
-                    read_manifest(bounded(storage, halt), prefix),
+                    manifest,
                     into,
                     rank=together.rank,
                     world_size=together.world_size,
@@ -157,12 +158,9 @@ def load(
                 halt,
             )
             found.append(loaded.state)
-            return b""
+            return manifest.save_id.encode()
 
-        async def agree(said: list[bytes]) -> bytes:
-            return b""
-
-        await together.decide(read, agree)
+        await together.decide(read, of_one_save)
         return found[0]
 
     return run(all_of_it)

@@ -20,7 +20,7 @@ from anyio import to_thread
 from forged.checkpoint import rng, shelf
 from forged.checkpoint.background import Background, SaveHandle
 from forged.checkpoint.coordinators import Ranks, adapted, in_thread
-from forged.checkpoint.errors import ExceptionType, invalid
+from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.faults import FaultToleranceHandler
 from forged.checkpoint.loading import Loaded, load_state
 from forged.checkpoint.locations import create_storage
@@ -192,13 +192,13 @@ class DistributedCheckpoint:
         async def read() -> bytes:
             self._raise_failure()
             found.append(await in_thread(partial(self._load, prefix, model, optimizer, options, ranks, halt), halt))
-            return b""
+            return found[0][0].save_id.encode()
 
         async def hand_over() -> bytes:
             self._hand_over(found[0][1].state, model, optimizer, options)
             return b""
 
-        await ranks.decide(read, _agreed)
+        await ranks.decide(read, of_one_save)
         await ranks.decide(hand_over, _agreed)
         manifest, loaded = found[0]
         return CheckpointLoadResult(
@@ -375,6 +375,19 @@ def _raise_all(background: Background) -> None:
         while (other := background.failure()) is not None:
             failure.add_note(str(other))
         raise failure
+
+
+async def of_one_save(said: list[bytes]) -> bytes:
+    """Refuse it when the ranks have loaded different saves, because the name was given anew in between."""
+    if len(set(said)) > 1:
+        raise CheckpointException(
+            "the checkpoint was replaced while it was loaded, and some ranks have the old one",
+            type=ExceptionType.LOAD_FAILED,
+            code="checkpoint_replaced",
+            fix="load it again",
+            retryable=True,
+        )
+    return b""
 
 
 async def _agreed(said: list[bytes]) -> bytes:

@@ -24,7 +24,8 @@ from forged.checkpoint.ports import Halt, Storage
 from forged.checkpoint.reading import Index
 
 Array = np.ndarray[Any, Any]
-ELEMENTS_AT_ONCE = 1 << 17
+ELEMENTS_AT_ONCE = 1 << 13
+"""So few that what is worked out of them fits into memory that is used again and again."""
 EXACT_BYTES = 4
 """Of integers of so many bytes all differences are exact as floats."""
 
@@ -149,7 +150,7 @@ class _Tally:
         self._squares = 0.0
 
     def add(self, a: Array, b: Array) -> None:
-        """Count two chunks in; a little at a time, because what is worked out on the way is larger than they are."""
+        """Count two chunks in; a little at a time, because new memory costs more than the sums."""
         for start in range(0, a.size, ELEMENTS_AT_ONCE):
             self._add(a[start : start + ELEMENTS_AT_ONCE], b[start : start + ELEMENTS_AT_ONCE])
 

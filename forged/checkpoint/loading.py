@@ -261,7 +261,7 @@ class _Loading:
                 raise self._told(
                     CheckpointException(
                         f"{self._manifest.tensors.names[self.wanted[want]]} shares memory with another array of the "
-                        "state, and the checkpoint has other values for it",
+                        "state, or has elements that do with each other, and the checkpoint has other values for it",
                         self._manifest.prefix,
                         ExceptionType.LOAD_FAILED,
                         code="checkpoint_arrays_shared",
@@ -303,11 +303,11 @@ def _chosen(manifest: Manifest, patterns: Sequence[str]) -> Callable[[str], bool
 
 
 def _tied(rooms: Mapping[int, Array]) -> list[int]:
-    """The wants whose arrays may share memory with others."""
+    """The wants whose arrays may share memory with others, or whose own elements do."""
     if all(room.base is None for room in rooms.values()) and len(set(map(id, rooms.values()))) == len(rooms):
         return []
     bounds = sorted((*_bounds(room), want) for want, room in rooms.items() if room.size)
-    tied: set[int] = set()
+    tied = {want for want, room in rooms.items() if _folds(room)}
     end, last = 0, -1
     for low, high, want in bounds:
         if low < end:
@@ -315,6 +315,16 @@ def _tied(rooms: Mapping[int, Array]) -> list[int]:
         if high > end:
             end, last = high, want
     return sorted(tied)
+
+
+def _folds(array: Array) -> bool:
+    """Whether elements of an array may lie one over the other."""
+    reach = array.itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(array.strides, array.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += max(0, size - 1) * stride
+    return False
 
 
 def _bounds(array: Array) -> tuple[int, int]:

@@ -44,7 +44,6 @@ class Patience:
     def __init__(self, halt: Halt, members: Callable[[], Collection[str]], grace_s: float = 0.0) -> None:
         """`members` are the names of the ranks that there are now, by rank, where they have some."""
         self.halt = halt.later(grace_s)
-        self._grace_s = grace_s
         self._members = members
         self._began_with = tuple(members())
         self._pause_s = POLL_S
@@ -52,7 +51,7 @@ class Patience:
     def wait(self, ranks: Iterable[int]) -> None:
         """Pause: these ranks have not said yet what they have to say."""
         if self._began_with and not self._are_there(ranks):
-            self.halt.hurry(GONE_S + self._grace_s)
+            self.halt.hurry(GONE_S)
         self.halt.wait(self._pause_s)
         self._pause_s = min(2 * self._pause_s, POLL_MAX_S)
 

@@ -266,6 +266,7 @@ CLAUSES: Mapping[str, tuple[str, ...]] = {
     "ShardsLost": (
         "attempt {attempt}: nobody has {count} any more, and they cannot be had again",
         ", such as {shards}",
+        " ({reason})",
     ),
     "CorruptShardFound": ("{worker_id} has a damaged copy of shard {shard}", ", as {found_by} has found"),
 }

@@ -139,7 +139,8 @@ def _whole(view: Row) -> str:
         return f"{begin}: waits for {show.names(missing)} to say what they hold"
     if lost := count_in(view, "lost"):
         named = show.field("", answers.list_in(view, "lost_shards")[: show.NAMES_MAX])
-        return f"{begin}: nobody has {shards_in_words(lost)}, such as {named}; waits for a worker that does"
+        because = f" ({view['lost_because']})" if view.get("lost_because") else ""
+        return f"{begin}: nobody has {shards_in_words(lost)}, such as {named}{because}; waits for a worker that does"
     done, moved, elapsed_s = count_in(view, "done"), count_in(view, "bytes"), _seconds(view, "elapsed_s")
     estimated_s = _seconds(totals, "estimated_s")
     if not _runs(view):

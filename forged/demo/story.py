@@ -276,7 +276,7 @@ class Story:
         self._audit(finishers)
         await self._audit_data(client, finishers)
         self._compare(finishers)
-        self._resume(finishers)
+        await self._resume(finishers)
 
     def _audit(self, finishers: Sequence[str]) -> None:
         logs, decided = self._scene.logs, self._scene.worlds
@@ -346,7 +346,7 @@ class Story:
             DIM,
         )
 
-    def _resume(self, finishers: Sequence[str]) -> None:
+    async def _resume(self, finishers: Sequence[str]) -> None:
         """Go on from the last checkpoint in this process, as if all workers had died behind it."""
         found = keeping.checkpoints(self._directory)
         self.outcome.checkpoints = len(found)
@@ -354,6 +354,10 @@ class Story:
         if not found:
             return
         last = found[-1]
+        place = f"{keeping.FOLDER}/{last.prefix}"
+        self._stage.remark(f"$ forgectl ckpt verify {place}", CYAN)
+        verifying = forgectl(self._daemon.socket, "ckpt", "verify", str(self._directory / place))
+        self._stage.quote(await self._scene.meanwhile(verifying, "the checkpoint to be verified"))
         state, steps = keeping.resumed(self._directory, last.prefix, Task(), self.outcome.steps)
         learnt = np.load(self._directory / f"{finishers[0]}{PARAMETERS}")
         distance = float(np.abs(state["parameters"] - learnt).max())

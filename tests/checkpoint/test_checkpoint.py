@@ -510,6 +510,20 @@ async def test_a_rank_that_cannot_load_is_told_of_at_all(storage: MemoryStorage)
     assert await ranks(3, storage, act) == ["rank 2:"] * 3
 
 
+async def test_ranks_that_find_different_saves_under_one_name_do_not_go_on_with_them() -> None:
+    """The checkpoint is deleted and saved anew while they load."""
+    storages = MemoryStorage(), MemoryStorage()
+    for number, storage in enumerate(storages):
+        await checkpoint(storage).save({"w": np.full(4, number)}, options=SaveOptions("a", include_rng_state=False))
+
+    async def member(one: Member) -> Any:
+        with pytest.raises(CheckpointException) as caught:
+            await checkpoint(storages[one.rank], one).load(options=LoadOptions("a"))
+        return caught.value.code, caught.value.checkpoint_path, caught.value.retryable
+
+    assert await group(2, member) == [("checkpoint_replaced", "a", True)] * 2
+
+
 async def test_what_is_known_of_the_run_is_written_down(storage: MemoryStorage) -> None:
     class Worker(Member):
         generation, step, job = 7, 41, "run"

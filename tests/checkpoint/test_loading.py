@@ -381,6 +381,17 @@ class TestSharedMemory:
         assert caught.value.code == "checkpoint_arrays_shared"
         assert "overwritten" in caught.value.message
 
+    @pytest.mark.parametrize("stride", [0, 4])
+    def test_an_array_with_elements_one_over_the_other_is_loaded_only_if_they_are_alike(self, stride: int) -> None:
+        storage = MemoryStorage()
+        manifest = write_checkpoint(storage, "a", [{"x": np.arange(4.0), "y": np.zeros(4)}])
+        folded: Any = np.ndarray((4,), np.float64, bytearray(b"\1" * 40), 0, (stride,))
+        load_state(storage, manifest, {"y": folded}, options=LoadOptions("a", only=("y",)))
+        assert folded.tolist() == [0.0] * 4
+        with pytest.raises(CheckpointException) as caught:
+            load_state(storage, manifest, {"x": folded}, options=LoadOptions("a", only=("x",)))
+        assert caught.value.code == "checkpoint_arrays_shared"
+
 
 class Handle:
     """An array of somebody else's."""

@@ -157,7 +157,7 @@ def test_it_ends_soon_when_a_rank_is_gone_that_it_waits_for(then: str, is_hurrie
     members.append(then)
     with pytest.raises(CheckpointException):
         wait_to_the_end(patience)
-    assert clock.now == pytest.approx(POLL_S + GONE_S + 5.0 if is_hurried else 105.0)
+    assert clock.now == pytest.approx(POLL_S + GONE_S if is_hurried else 105.0)
 
 
 def test_who_has_no_names_is_waited_for_to_the_end() -> None:

@@ -23,8 +23,8 @@ from tests.checkpoint.shelves import MemoryStorage
 from tests.client.conftest import house, neighbour
 from tests.client.house import House
 from tests.client.neighbour import Neighbour
-from tests.worker.crew import Crew, Trainer, config, crew_at
-from tests.worker.test_training import JOB, Scripts
+from tests.worker.crew import JOB, Crew, Trainer, config, crew_at
+from tests.worker.test_training import Scripts
 
 __all__ = ["house", "neighbour"]
 

@@ -70,7 +70,7 @@ def line(name: str, done: int, total: int, elapsed_s: float, columns: int) -> st
     part = min(1.0, done / total) if total else 1.0
     rate = done / elapsed_s if elapsed_s > 0 else 0.0
     figures = [f"{part:4.0%}", f"{show.size(done)} of {show.size(total)}", f"{show.size(int(rate))}/s"]
-    if rate:
+    if rate and done < total:
         figures.append(f"{show.duration(max(1, round((total - done) / rate)))} left")
     text = ""
     for width, count, is_named in SHAPES:

@@ -15,6 +15,7 @@ from forged.checkpoint.dtypes import EXTENDED
 
 Array = np.ndarray[Any, Any]
 Number = int | float
+ELEMENTS_AT_ONCE = 1 << 13
 
 
 class Statistics:
@@ -32,7 +33,12 @@ class Statistics:
         """The sum of the squares of the distances from the mean."""
 
     def add(self, block: Array) -> None:
-        """Count some elements in."""
+        """Count some elements in; a little at a time, because new memory costs more than the sums."""
+        flat = block.reshape(-1)
+        for start in range(0, flat.size, ELEMENTS_AT_ONCE):
+            self._add(flat[start : start + ELEMENTS_AT_ONCE])
+
+    def _add(self, block: Array) -> None:
         numbers = _numbers(block)
         self._zeros += int(np.count_nonzero(numbers == 0))
         if numbers.dtype.kind in "fc":

@@ -61,6 +61,10 @@ def test_it_is_never_as_wide_as_the_terminal(columns: int) -> None:
     assert len(line("a-checkpoint-of-a-long-name" * 3, 5, 10, 1.0, columns)) < max(columns, 1)
 
 
+def test_what_is_done_has_nothing_left() -> None:
+    assert "left" not in line("step-1", 10, 10, 2.0, 100)
+
+
 def test_the_share_is_what_stays_where_there_is_no_room() -> None:
     assert line("step-1", 5, 10, 1.0, 10) == " 50%"
 

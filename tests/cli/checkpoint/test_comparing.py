@@ -106,6 +106,12 @@ def test_values_that_are_no_arrays_count_too(shelf: Shelf) -> None:
     assert summary["values"] == {"same": 1, "changed": 1, "unlike": 0, "only_in_a": 1, "only_in_b": 1}
 
 
+@pytest.mark.parametrize(("a", "b"), [(1, True), (0, False), (1, 1.0), (0.0, -0.0), ("1", b"1")])
+def test_values_that_python_takes_for_equal_are_not_the_same(shelf: Shelf, a: Any, b: Any) -> None:
+    code, rows, _ = between(shelf, {"x": [a]}, {"x": [b]})
+    assert (code, [row["kind"] for row in rows.values()]) == (1, ["changed"])
+
+
 def test_a_value_is_told_as_it_was_and_as_it_is(shelf: Shelf) -> None:
     shelf.put("a", {"step": 1})
     shelf.put("b", {"step": 2})
