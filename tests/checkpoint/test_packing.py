@@ -103,6 +103,7 @@ def test_nothing_is_packed_at_level_none_nor_where_it_is_little() -> None:
     assert pack(zeros, 4, CompressionLevel.NONE) is None
     assert pack(zeros[: PACKED_BYTES_MIN - 4], 4, CompressionLevel.MAXIMUM) is None
     assert pack(zeros[:0], 4, CompressionLevel.FAST) is None
+    assert pack(zeros[:0], 0, CompressionLevel.FAST) is None
 
 
 def test_an_element_that_is_larger_than_any_chunk_is_left_as_it_is() -> None:
