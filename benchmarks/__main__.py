@@ -27,6 +27,11 @@ BENCHMARKS = (
     "movement",
     "sampler",
     "transfer",
+    "ckpt_save",
+    "ckpt_stall",
+    "ckpt_load",
+    "ckpt_reshard",
+    "ckpt_small",
 )
 WITH_HOSTS = ("gone_host",)
 """Those that need network namespaces, and with them root; left out where there are none."""

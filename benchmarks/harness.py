@@ -51,15 +51,20 @@ class Figure:
         }
 
 
-def interleaved(rounds: int, subjects: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """The median of each subject over `rounds` in which they take turns; every other round goes backwards."""
+def turns(rounds: int, subjects: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """What each subject gave in `rounds` in which they take turns; every other round goes backwards."""
     results: dict[str, list[float]] = {name: [] for name in subjects}
     order = list(subjects)
     for _ in range(rounds):
         for name in order:
             results[name].append(subjects[name]())
         order.reverse()
-    return {name: statistics.median(found) for name, found in results.items()}
+    return results
+
+
+def interleaved(rounds: int, subjects: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """The median of each subject over `rounds` in which they take turns."""
+    return {name: statistics.median(found) for name, found in turns(rounds, subjects).items()}
 
 
 def main(benchmark: str, measure: Callable[[bool], Sequence[Figure]], arguments: Sequence[str] | None = None) -> None:

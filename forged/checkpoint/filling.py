@@ -23,6 +23,8 @@ from forged.checkpoint.ports import BLOCK_BYTES, Halt, Source
 PAGE = 4096
 BLOCKS_CACHED_MAX = 8
 """So many blocks may wait in the page cache, where it is used, before one more is written."""
+ROOMS_PER_WRITE = 2
+"""One is filled while another one is written, so that the disk never waits."""
 INTERRUPTIONS_MAX = 100
 NOTHING_TAKEN_MAX = 10
 NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE})
@@ -77,10 +79,19 @@ class Filling:
             if free < size:
                 raise OSError(errno.ENOSPC, "there is too little room") from None
 
-    def run(self, halt: Halt, threads: int) -> None:
-        """Write it all."""
+    def run(self, halt: Halt, writes: int) -> None:
+        """Write it all, so many blocks at a time, while the next ones are taken from the source."""
         blocks = range(0, self._source.size, BLOCK_BYTES)
-        work_off(self._put, blocks, halt, min(threads, len(blocks)))
+        taking, writing = threading.Semaphore(writes), threading.Semaphore(writes)
+
+        def put(offset: int) -> None:
+            with self._rooms.one() as room:
+                with taking:
+                    block = self._take(offset, room)
+                with writing:
+                    self._put(block, offset, room)
+
+        work_off(put, blocks, halt, min(writes * ROOMS_PER_WRITE, len(blocks)) if writes > 1 else 1)
         halt.check()
         if self._is_padded:
             self._files.truncate(self._fd, self._source.size)
@@ -95,23 +106,25 @@ class Filling:
             raise
         return True
 
-    def _put(self, offset: int) -> None:
+    def _take(self, offset: int, room: memoryview) -> memoryview:
         length = min(BLOCK_BYTES, self._source.size - offset)
-        with self._rooms.one() as room:
-            block = self._source.block(offset, room[:length])
-            assert len(block) == length, "a source gives as much as it is asked for"
-            if self._is_direct:
-                try:
-                    self._put_directly(block, offset, room)
-                    return
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                # Some file systems say only now that they cannot.
-                block = self._source.block(offset, room[:length])
-                self._files.bypass_cache(self._fd, on=False)
-                self._is_direct = False
-            self._put_through_cache(block, offset)
+        block = self._source.block(offset, room[:length])
+        assert len(block) == length, "a source gives as much as it is asked for"
+        return block
+
+    def _put(self, block: memoryview, offset: int, room: memoryview) -> None:
+        if self._is_direct:
+            try:
+                self._put_directly(block, offset, room)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            # Some file systems say only now that they cannot.
+            block = self._take(offset, room)
+            self._files.bypass_cache(self._fd, on=False)
+            self._is_direct = False
+        self._put_through_cache(block, offset)
 
     def _put_directly(self, block: memoryview, offset: int, room: memoryview) -> None:
         if not _begins_at_page(block):

@@ -19,7 +19,7 @@ from forged.checkpoint.crew import THREADS
 from forged.checkpoint.draining import Draining
 from forged.checkpoint.errors import CheckpointException, storage_error
 from forged.checkpoint.files import CREATE, READ, UNNAMED, Files, Found, SystemFiles, directory_of
-from forged.checkpoint.filling import Filling, Rooms, patiently, write_whole
+from forged.checkpoint.filling import ROOMS_PER_WRITE, Filling, Rooms, patiently, write_whole
 from forged.checkpoint.names import check_name, check_start
 from forged.checkpoint.ports import Entry, Halt, Source
 from forged.checkpoint.trouble import disk_full, file_large, file_short, told_of
@@ -76,7 +76,7 @@ class LocalStorage:
             self._root = self._files.resolve(absolute)
         self._threads = threads
         self._wall = wall
-        self._rooms = Rooms(threads)
+        self._rooms = Rooms(threads * ROOMS_PER_WRITE)
 
     @property
     def url(self) -> str:

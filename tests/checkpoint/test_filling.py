@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from forged.checkpoint.ports import BLOCK_BYTES, Halt, Source
 from tests.checkpoint.disk import ROOT, MemoryFiles
 from tests.checkpoint.sources import PAGE, SIZES, Given, Lying, pattern
 from tests.checkpoint.troubles import Act, failing, taking_at_most, troubled
+
+WAIT_S = 30.0
 
 
 def filled(files: Files, source: Source, path: str = f"{ROOT}/a", threads: int = 2, rooms: Rooms | None = None) -> None:
@@ -164,6 +167,37 @@ def test_a_halt_stops_it_before_the_next_block() -> None:
     with pytest.raises(CheckpointException, match="cancelled"):
         Filling(files, fd, Halting(pattern(3 * BLOCK_BYTES)), Rooms(1)).run(halt, 1)
     assert [operation.kind for operation in files.operations] == ["name", "write"]
+
+
+def test_blocks_are_taken_while_as_many_as_were_asked_for_are_written() -> None:
+    """No write ends before as many blocks have been taken besides."""
+    all_taken = threading.Event()
+
+    class Asked(Given):
+        taken = 0
+
+        def block(self, offset: int, room: memoryview) -> memoryview:
+            self.taken += 1
+            if self.taken == 4:
+                all_taken.set()
+            return super().block(offset, room)
+
+    class Slow(MemoryFiles):
+        under_way: Counter[int] = Counter()
+        most = 0
+
+        def write(self, fd: int, data: memoryview, offset: int) -> int:
+            self.under_way[fd] += 1
+            self.most = max(self.most, self.under_way[fd])
+            assert all_taken.wait(WAIT_S)
+            done = super().write(fd, data, offset)
+            self.under_way[fd] -= 1
+            return done
+
+    files, data = Slow(), pattern(5 * BLOCK_BYTES)
+    filled(files, Asked(data), threads=2)
+    assert content(files) == data
+    assert files.most <= 2
 
 
 def test_rooms_are_used_again_and_no_more_are_kept_than_were_asked_for() -> None:

@@ -1,0 +1,165 @@
+"""What the machine can do at most, and what safetensors does: the references that need no process of their own.
+
+Law: a ceiling does nothing but move the bytes: it writes one block over and over, or reads into one, and checks
+nothing. Whatever it writes is durable when its clock stops, as ours is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.ckpt_scene import Arrays, Load
+
+BLOCK_BYTES = 8 << 20
+CACHED_BYTES = 1 << 20
+"""At once through the page cache, with which the kernel reads ahead best."""
+THREADS = 2
+
+
+def write_direct(path: Path, nbytes: int) -> float:
+    """Seconds for so many bytes with O_DIRECT, by two threads, into a file that is allocated as a whole first."""
+    return _write(path, nbytes, os.O_DIRECT, THREADS)
+
+
+def write_buffered(path: Path, nbytes: int) -> float:
+    """Seconds for so many bytes through the page cache, and fsync."""
+    return _write(path, nbytes, 0, 1)
+
+
+def _write(path: Path, nbytes: int, flags: int, threads: int) -> float:
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    with _blocks(threads) as rooms:
+        start = time.perf_counter()
+        with _opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
+            os.posix_fallocate(fd, 0, size)
+
+            def work(number: int) -> None:
+                for offset in range(number * BLOCK_BYTES, size, threads * BLOCK_BYTES):
+                    _all_of(os.pwrite, fd, rooms[number][: size - offset], offset)
+
+            _together(work, threads)
+            os.fsync(fd)
+        with _opened(path.parent, os.O_RDONLY) as directory:
+            os.fsync(directory)
+        return time.perf_counter() - start
+
+
+def read_direct(path: Path) -> float:
+    """Seconds for all bytes of a file with O_DIRECT, by two threads."""
+    return _read(path, os.O_DIRECT, BLOCK_BYTES)
+
+
+def read_buffered(path: Path) -> float:
+    """Seconds for all bytes of a file through the page cache, by two threads, with the kernel reading ahead."""
+    return _read(path, 0, CACHED_BYTES)
+
+
+def _read(path: Path, flags: int, step: int) -> float:
+    size = path.stat().st_size
+    with _blocks(THREADS) as rooms, _opened(path, os.O_RDONLY | flags) as fd:
+        start = time.perf_counter()
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+        def work(number: int) -> None:
+            for offset in range(number * step, size, THREADS * step):
+                os.preadv(fd, [rooms[number][:step]], offset)
+
+        _together(work, THREADS)
+        return time.perf_counter() - start
+
+
+def _all_of(write: Callable[[int, memoryview, int], int], fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = write(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _together(work: Callable[[int], None], threads: int) -> None:
+    others = [threading.Thread(target=work, args=(number,)) for number in range(1, threads)]
+    for other in others:
+        other.start()
+    work(0)
+    for other in others:
+        other.join()
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _blocks(count: int) -> Iterator[list[memoryview]]:
+    """A block for each thread, in large pages and full of random bytes: disks are fastest with those."""
+    maps = [mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(count)]
+    for one in maps:
+        one.madvise(mmap.MADV_HUGEPAGE)
+        one.write(os.urandom(BLOCK_BYTES))
+    yield [memoryview(one) for one in maps]
+
+
+class Plain:
+    """The state in this process, memory of the same size that was touched, and what can be done with them."""
+
+    def __init__(self, load: Load) -> None:
+        self._state = load.state()
+        self._copy: Arrays = {name: array.copy() for name, array in self._state.items()}
+
+    def copy(self) -> float:
+        """Seconds for one memcpy of the state into memory that is warm."""
+        start = time.perf_counter()
+        for name, array in self._state.items():
+            np.copyto(self._copy[name], array)
+        return time.perf_counter() - start
+
+    def save_safetensors(self, path: Path) -> float:
+        """Seconds for a file of safetensors that is durable."""
+        start = time.perf_counter()
+        save_file(self._state, path)
+        with _opened(path, os.O_RDONLY) as fd:
+            os.fsync(fd)
+        return time.perf_counter() - start
+
+    def load_safetensors(self, path: Path) -> float:
+        """Seconds to have such a file in arrays that exist already."""
+        start = time.perf_counter()
+        with safe_open(path, "numpy") as file:
+            for name, array in self._copy.items():
+                np.copyto(array, file.get_tensor(name))
+        return time.perf_counter() - start
+
+    @staticmethod
+    def read_safetensors(path: Path) -> float:
+        """Seconds to have such a file in new arrays."""
+        start = time.perf_counter()
+        load_file(path)
+        return time.perf_counter() - start
+
+
+def removed(path: Path, act: Callable[[Path], float]) -> float:
+    """What `act` says of that path; all that has that name is gone afterwards, and the disk has taken note of it."""
+    try:
+        return act(path)
+    finally:
+        for one in path.parent.glob(f"{path.name}*"):
+            if one.is_dir():
+                shutil.rmtree(one)
+            else:
+                one.unlink()
+        with _opened(path.parent, os.O_RDONLY) as directory:
+            os.fsync(directory)
