@@ -39,6 +39,7 @@ def measure(scale: Scale) -> list[Figure]:
     with room() as path:
         for _ in range(scale.rounds):
             for name in names:
+                plain.copy()  # What was not touched for a while is not warm.
                 found["memcpy"].append(plain.copy())
                 _take_turn(name, load, path, found)
             names.reverse()

@@ -1,15 +1,20 @@
 """Saves that go on while training does.
 
 Law: one is written at a time, and one more may be staged; a third waits or is refused, and none is dropped. What went
-wrong is raised to whoever asks for that save, or else at the next call. The ranks of one save need not meet: each
-leaves a receipt in the storage, and the root publishes when all are there.
+wrong is raised to whoever asks for that save, or else at the next call, or else it is told on stderr when nobody can
+ask any more. The ranks of one save need not meet: each leaves a receipt in the storage, and the root publishes when all
+are there.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -23,6 +28,7 @@ from forged.checkpoint.model import WhenBusy
 from forged.checkpoint.ports import Halt, Storage
 from forged.checkpoint.receipts import VERDICT_S, Notes, Patience
 from forged.checkpoint.saving import About, Saving, Work
+from forged.errors import describe
 from forged.log import SILENT, Log
 
 UNDER_WAY_MAX = 2
@@ -31,7 +37,7 @@ LOOK_S = 0.01
 """How often who waits for a save before his own looks whether he is to stop."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class SaveHandle:
     """A save that goes on. It is staged: what was saved may change."""
 
@@ -39,8 +45,16 @@ class SaveHandle:
     _durable: Future[None] = field(default_factory=Future)
     _committed: Future[str] = field(default_factory=Future)
     halt: Halt = field(default_factory=Halt)
-    is_known: bool = False
-    """Whether somebody was told what became of it."""
+    _told: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        # When the handle is gone, or at the end of the interpreter, which comes when all that is written is written.
+        weakref.finalize(self, _tell, self.prefix, self._committed, self._told, os.getpid())
+
+    @property
+    def is_known(self) -> bool:
+        """Whether somebody was told what became of it."""
+        return self._told.is_set()
 
     @property
     def staged(self) -> bool:
@@ -84,7 +98,7 @@ class SaveHandle:
         """What went wrong, if it has ended so and nobody was told."""
         if self.is_known or not self._committed.done():
             return None
-        self.is_known = True
+        self._told.set()
         return self._committed.exception()
 
     def _wait(self, future: Future[None] | Future[str], timeout: float | None = None) -> None:
@@ -95,10 +109,10 @@ class SaveHandle:
                 raise CheckpointException(
                     f"{self.prefix} was not saved within {timeout:g} s; it goes on", self.prefix, ExceptionType.TIMEOUT
                 ) from None
-            self.is_known = True
+            self._told.set()
             raise
         except BaseException:
-            self.is_known = True
+            self._told.set()
             raise
 
     def durable_now(self) -> None:
@@ -112,6 +126,17 @@ class SaveHandle:
                 future.set_exception(error)
         if error is None:
             self._committed.set_result(self.prefix)
+
+
+def _tell(prefix: str, committed: Future[str], told: threading.Event, pid: int) -> None:
+    """Say on stderr that a save has failed of which nobody will hear otherwise."""
+    if told.is_set() or not committed.done() or pid != os.getpid():
+        return
+    error = committed.exception()
+    if error is not None and sys.stderr is not None:
+        reason = " ".join(describe(error).split())
+        with suppress(OSError, ValueError):
+            print(f"forged: the checkpoint {prefix} was not saved: {reason}", file=sys.stderr, flush=True)
 
 
 class Background:

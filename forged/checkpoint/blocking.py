@@ -131,7 +131,9 @@ def load(
     `only` names tensors or patterns of them. With `ranks`, each of them loads what it wants, and all fail if one does.
     """
     storage, prefix = _patient(where)
-    options = LoadOptions(prefix, only=(only,) if isinstance(only, str) else tuple(only), strict_mode=strict)
+    options = LoadOptions(
+        prefix, only=(only,) if isinstance(only, str) else tuple(only), strict_mode=strict, timeout=timeout
+    )
 
     async def all_of_it() -> Any:
         halt = Halt(timeout)

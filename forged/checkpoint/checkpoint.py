@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from anyio import to_thread
 
 from forged.checkpoint import rng, shelf
@@ -33,11 +34,12 @@ from forged.checkpoint.model import (
     SaveOptions,
     StorageOptions,
     check_prefix,
+    check_timeout,
 )
 from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.saving import About, Saving, Work, World
 from forged.checkpoint.staging import Staging
-from forged.checkpoint.tree import LeafType
+from forged.checkpoint.tree import INTEGER_MAX, LeafType
 from forged.checkpoint.validator import CheckpointValidator, CompatibilityChecker, IntegrityChecker
 from forged.log import SILENT, Log
 from forged.retry import RetryPolicy
@@ -57,6 +59,9 @@ class CheckpointOptions:
     compatibility_checkers: Sequence[CompatibilityChecker] = ()
     default_timeout: float = DEFAULT_TIMEOUT_S
     """Seconds."""
+
+    def __post_init__(self) -> None:
+        check_timeout(self.default_timeout, "default_timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +105,18 @@ class DistributedCheckpoint:
 
         `generators` are random generators whose states are saved besides those of `random` and numpy.
         """
+        if isinstance(storage, str | os.PathLike):
+            raise invalid(
+                f"storage = {str(storage)!r} is no storage",
+                "give create_storage(StorageOptions('local', {'base_path': ...}))",
+                code="checkpoint_storage_invalid",
+            )
         self.storage = create_storage(StorageOptions()) if storage is None else storage
         self._faults = fault_handler or FaultToleranceHandler(self.storage)
         self._storage = self._faults.guard(self.storage)
         self._validator = validator or CheckpointValidator(self._storage)
         self._coordinator = adapted(coordinator)
+        check_timeout(default_timeout, "default_timeout")
         self._timeout_s = default_timeout
         self._leaf_types = tuple(leaf_types)
         self._generators: rng.Registered = dict(generators or {})
@@ -214,16 +226,22 @@ class DistributedCheckpoint:
             mended=loaded.mended,
         )
 
+    def _manifest(self, prefix: str, options: LoadOptions, halt: Halt) -> Manifest:
+        """What is to be loaded. Where there is none, reading it says why, and how to mend it; a walk only that."""
+        result = None if options.skip_validation else self._validator.before_load(prefix, halt)
+        manifest = None if result is None else result.manifest
+        if manifest is None:
+            manifest = shelf.read_manifest(bounded(self._storage, halt), prefix)
+        if result is not None:
+            result.require_valid(prefix)
+            if result.has_warnings:
+                self._log.warning("a checkpoint has faults", prefix=prefix, found=result.get_summary())
+        return manifest
+
     def _load(
         self, prefix: str, model: Any, optimizer: Any, options: LoadOptions, ranks: Ranks, halt: Halt
     ) -> tuple[Manifest, Loaded]:
-        manifest: Manifest | None = None
-        if not options.skip_validation:
-            result = self._validator.validate_checkpoint(prefix, halt, deep=False)
-            result.require_valid(prefix)
-            manifest = result.manifest
-        if manifest is None:
-            manifest = shelf.read_manifest(bounded(self._storage, halt), prefix)
+        manifest = self._manifest(prefix, options, halt)
         into: dict[str, Any] = {}
         if model is not None:
             into[MODEL] = _state_of(model, MODEL)
@@ -319,10 +337,10 @@ class DistributedCheckpoint:
 
     def _about(self) -> About:
         """What is known of the run."""
-        generation = getattr(self._coordinator, "generation", None)
-        step, job = getattr(self._coordinator, "step", None), getattr(self._coordinator, "job", "")
-        fence = Fence(getattr(self._coordinator, "term", 0), generation) if isinstance(generation, int) else None
-        return About(job if isinstance(job, str) else "", step if isinstance(step, int) else None, fence)
+        said = self._coordinator
+        job, generation = getattr(said, "job", ""), _count(getattr(said, "generation", None))
+        fence = None if generation is None else Fence(_count(getattr(said, "term", 0)) or 0, generation)
+        return About(job if isinstance(job, str) else "", _count(getattr(said, "step", None)), fence)
 
     def _in_background(self) -> Background:
         if self._background is None:
@@ -355,6 +373,12 @@ def create_checkpoint(coordinator: Any = None, options: CheckpointOptions | None
     faults = FaultToleranceHandler(storage, options.retry_policy, random.random)
     validator = CheckpointValidator(storage, options.integrity_checkers, options.compatibility_checkers)
     return DistributedCheckpoint(coordinator, storage, faults, validator, default_timeout=options.default_timeout)
+
+
+def _count(said: Any) -> int | None:
+    """A number as somebody's coordinator says it, if a manifest can hold it."""
+    is_number = isinstance(said, int | np.integer) and not isinstance(said, bool)
+    return int(said) if is_number and 0 <= said < INTEGER_MAX else None
 
 
 def _state_of(given: Any, name: str) -> Any:

@@ -1,7 +1,8 @@
 """Whole tensors in files as Hugging Face's tools expect them: which one is where, under which name, and what tells it.
 
 Law: every tensor is in exactly one file, whole, and no two have one name in one section. What is the model's bears the
-name that it has in the model; the files of the same tensors are the same, whoever works them out.
+name that it has in the model; the files of the same tensors are the same, whoever works them out. No two saves give a
+file one name: what leads other tools to the files of a model is its index, which bears the name that they look for.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class File(NamedTuple):
     """How many bytes they have."""
 
 
-def files_of(tensors: Tensors, *, is_packed: bool, file_bytes_max: int = FILE_BYTES_MAX) -> list[File]:
+def files_of(tensors: Tensors, save_id: str, *, is_packed: bool, file_bytes_max: int = FILE_BYTES_MAX) -> list[File]:
     """All files: a section has as many as it takes for none to be larger than that, unless one tensor is."""
     if file_bytes_max < 1:
         raise invalid(f"file_bytes_max = {file_bytes_max}", "give a number of bytes above 0")
@@ -56,7 +57,8 @@ def files_of(tensors: Tensors, *, is_packed: bool, file_bytes_max: int = FILE_BY
         groups = list(_filled(tensors, numbers, file_bytes_max))
         for place, (some, size) in enumerate(groups, 1):
             of = f"-{place:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-            found.append(File(f"{section}{of}.{ending}", section, some, [names[number] for number in some], size))
+            name = f"{save_id}.{section}{of}.{ending}"
+            found.append(File(name, section, some, [names[number] for number in some], size))
     return found
 
 
@@ -67,14 +69,14 @@ def single_file_of(tensors: Tensors, name: str) -> File:
 
 
 def indexes_of(files: Iterable[File]) -> dict[str, bytes]:
-    """The documents that tell which tensor is where, by name; of sections that have several files."""
+    """The documents that tell which tensor is where, by name; of the model, and of sections that have several files."""
     sections: dict[str, list[File]] = {}
     for file in files:
         sections.setdefault(file.section, []).append(file)
     return {
         section + INDEX_SUFFIX: _index(some)
         for section, some in sections.items()
-        if len(some) > 1 and some[0].name.endswith(".safetensors")
+        if (section == MODEL or len(some) > 1) and some[0].name.endswith(".safetensors")
     }
 
 

@@ -1,7 +1,8 @@
 """Files of whole tensors, made from the parts of a checkpoint.
 
 Law: what is written was verified when it was read. Whoever works out who makes which file comes to the same result, so
-ranks share the work without talking about it. A file that does not come to its end is not there.
+ranks share the work without talking about it. A file that does not come to its end is not there. An index replaces what
+stood there as a whole, and is taken away only by whose it is.
 """
 
 from __future__ import annotations
@@ -9,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forged.checkpoint import parts
+from forged.checkpoint import parts, shelf
 from forged.checkpoint.assembly import Assembly, Origin, Saved
 from forged.checkpoint.consolidated import FILE_BYTES_MAX, FILE_METADATA, File, files_of, indexes_of, single_file_of
-from forged.checkpoint.errors import invalid
+from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.image import lay_out
 from forged.checkpoint.manifest import Manifest, Part, Tensors
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
 from forged.checkpoint.plan import Share
 from forged.checkpoint.ports import Halt, Storage
-from forged.checkpoint.shelf import part_name
 
 KEPT_BYTES_MAX = 1 << 30
 """A larger file is compressed twice rather than kept in memory."""
@@ -35,9 +35,9 @@ def planned(
     """The files that a checkpoint of whole tensors has."""
     is_packed = level is not CompressionLevel.NONE
     if layout is CheckpointFormat.CONSOLIDATED:
-        return files_of(tensors, is_packed=is_packed, file_bytes_max=file_bytes_max)
+        return files_of(tensors, save_id, is_packed=is_packed, file_bytes_max=file_bytes_max)
     if layout is CheckpointFormat.SINGLE_FILE:
-        name = part_name(prefix, save_id, 0, 1, is_packed=is_packed)
+        name = shelf.part_name(prefix, save_id, 0, 1, is_packed=is_packed)
         return [single_file_of(tensors, name.removeprefix(f"{prefix}/"))]
     raise invalid(f"{layout} has no files of whole tensors", "use single_file or consolidated")
 
@@ -106,14 +106,53 @@ def write_share(storage: Storage, named: NamedShare, origin: Origin, level: Comp
     return parts.write_packed(storage, file, rank, share, packed, halt)
 
 
-def write_indexes(storage: Storage, prefix: str, files: Sequence[File]) -> dict[str, int]:
-    """Write the documents that tell other tools which tensor is where; their sizes, by name, are for the manifest."""
-    written: dict[str, int] = {}
+def write_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> dict[str, int]:
+    """Write the documents that tell other tools which tensor is where, for `show_indexes`.
+
+    Returned is what they are going to be called, with their sizes, for the manifest.
+    """
+    documents = {_index_names(prefix, save_id, name): data for name, data in indexes_of(files).items()}
+    for _, shown in documents:
+        _require_ours(storage, shown)
     try:
-        for name, data in indexes_of(files).items():
-            storage.publish(f"{prefix}/{name}", data)
-            written[f"{prefix}/{name}"] = len(data)
+        for (own, _), data in documents.items():
+            storage.publish(own, data)
     except BaseException:
-        storage.delete([*written])
+        storage.delete([own for own, _ in documents])
         raise
-    return written
+    return {shown: len(data) for (_, shown), data in documents.items()}
+
+
+def show_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> None:
+    """Put the indexes where other tools look for them; what another save has left there is replaced.
+
+    Only of a save whose manifest stands, so that no other one is at it.
+    """
+    for name in indexes_of(files):
+        storage.move(*_index_names(prefix, save_id, name))
+
+
+def withdraw_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> None:
+    """Have the indexes of these files no more; what another save has put in their place stays."""
+    doomed = []
+    for name, data in indexes_of(files).items():
+        own, shown = _index_names(prefix, save_id, name)
+        doomed += [own, shown] if shelf.holds(storage, shown, data) else [own]
+    storage.delete(doomed)
+
+
+def _require_ours(storage: Storage, shown: str) -> None:
+    """Refuse to replace an index that no save has put there."""
+    if not shelf.is_replaceable(storage, shown):
+        raise CheckpointException(
+            f"{shown} in {storage.url} is the index of a model from elsewhere",
+            shown,
+            ExceptionType.SAVE_FAILED,
+            code="checkpoint_index_foreign",
+            fix="give the checkpoint another name, or move that model away",
+        )
+
+
+def _index_names(prefix: str, save_id: str, name: str) -> tuple[str, str]:
+    """Under which name an index is written, and under which one other tools look for it."""
+    return f"{prefix}/{save_id}.{name}", f"{prefix}/{name}"

@@ -21,7 +21,14 @@ from forged.checkpoint import parts, shelf
 from forged.checkpoint.assembly import Array, Assembly, Origin, Saved
 from forged.checkpoint.boxes import Box
 from forged.checkpoint.consolidated import FILE_BYTES_MAX, FILE_METADATA, File, single_file_of
-from forged.checkpoint.consolidation import NamedShare, planned, write_indexes, write_share
+from forged.checkpoint.consolidation import (
+    NamedShare,
+    planned,
+    show_indexes,
+    withdraw_indexes,
+    write_indexes,
+    write_share,
+)
 from forged.checkpoint.dtypes import dtype_of
 from forged.checkpoint.errors import CheckpointException, invalid
 from forged.checkpoint.foreign import INDEX, NPZ, SAFETENSORS, Foreign, opened_index, opened_safetensors
@@ -165,11 +172,10 @@ def _write_checkpoint(opened: _Opened, target: Where, how: How, halt: Halt) -> C
         shares = [NamedShare(f"{prefix}/{file.name}", 0, Share(file.tensors, {}), file.names) for file in files]
     origin = opened.watched(how, [share.share for share in shares])
     written: list[Part] = []
-    extra: dict[str, int] = {}
     data = b""
     try:
         written.extend(write_share(storage, share, origin, how.compression, halt) for share in shares)
-        extra = write_indexes(storage, prefix, files)
+        extra = write_indexes(storage, prefix, save_id, files)
         manifest = msgspec.structs.replace(
             source,
             prefix=prefix,
@@ -182,9 +188,13 @@ def _write_checkpoint(opened: _Opened, target: Where, how: How, halt: Halt) -> C
         data = encode(manifest)
         halt.check()
         storage.publish(decode(data, manifest.path).path, data)
+        show_indexes(storage, prefix, save_id, files)
     except BaseException as error:
         # Also when the time is over.
-        _undo(bounded(patient, Halt(UNDONE_WITHIN_S)), prefix, data, [*(part.file for part in written), *extra], error)
+        patient = bounded(patient, Halt(UNDONE_WITHIN_S))
+        _take_back(patient, prefix, data, error)
+        patient.delete([part.file for part in written])
+        withdraw_indexes(patient, prefix, save_id, files)
         raise
     origin.finish()
     return Converted(len(source.tensors.names), manifest.size_bytes, (), opened.mended)
@@ -203,13 +213,12 @@ def _shares(opened: _Opened, prefix: str, save_id: str, how: How) -> list[NamedS
     ]
 
 
-def _undo(storage: Storage, prefix: str, data: bytes, files: Sequence[str], error: BaseException) -> None:
-    """Leave nothing behind; the manifest may stand although it was not told so."""
+def _take_back(storage: Storage, prefix: str, data: bytes, error: BaseException) -> None:
+    """Have no manifest; it may stand although it was not told so."""
     path = prefix + SUFFIX
     has_failed_to_tell = data and not (isinstance(error, CheckpointException) and error.code == EXISTS)
     if has_failed_to_tell and shelf.is_there(storage, prefix) and storage.read(path, len(data)) == data:
         storage.delete([path])
-    storage.delete(files)
 
 
 # To a file of another tool.

@@ -15,7 +15,7 @@ import anyio
 import msgspec
 from anyio import to_thread
 
-from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.ports import Coordinator, Halt
 from forged.errors import ForgedError, describe
 
@@ -74,7 +74,13 @@ def adapted(ranks: Any) -> Coordinator:
     """A coordinator whose calls can be awaited, whatever it was; None stands for one process."""
     if ranks is None:
         return SingleProcess()
-    if inspect.iscoroutinefunction(getattr(ranks, "gather", None)):
+    lacking = [name for name in ("barrier", "gather", "broadcast") if not callable(getattr(ranks, name, None))]
+    if lacking:
+        raise invalid(
+            f"the coordinator is a {type(ranks).__name__}, which has no {', '.join(lacking)}",
+            "give what has rank, world_size, barrier, gather and broadcast, such as a worker; or None for one process",
+        )
+    if inspect.iscoroutinefunction(ranks.gather):
         coordinator: Coordinator = ranks
         return coordinator
     return Blocking(ranks)

@@ -14,7 +14,7 @@ from typing import Any
 from forged.checkpoint.boxes import Box
 from forged.checkpoint.crew import THREADS
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
-from forged.checkpoint.fetching import Array, Fetched, fetch
+from forged.checkpoint.fetching import Array, Fetched, fetch, is_of_storage
 from forged.checkpoint.manifest import Manifest
 from forged.checkpoint.matching import Matching, settled
 from forged.checkpoint.mending import Mender
@@ -22,6 +22,7 @@ from forged.checkpoint.model import LoadOptions, Mended, ReshardingStrategy, Sha
 from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.reading import Index
 from forged.checkpoint.resharding import boxes_for, common_of_others, common_to_all, lacking, pruned, tree_for, turns
+from forged.checkpoint.shelf import read_manifest
 from forged.checkpoint.tree import LeafType, Node, tensors_in, unflatten
 
 OPTIMIZER = "optimizer"
@@ -227,7 +228,7 @@ class _Loading:
             self._manifest.prefix,
             ExceptionType.LOAD_FAILED,
             code="checkpoint_state_differs",
-            fix="make the state as it was when it was saved, or load with strict_mode off",
+            fix="make the state as it was when it was saved, or load what fits (strict_mode=False, or strict=False)",
         )
 
     def fetch(self, storage: Storage, halt: Halt, mender: Mender, threads: int) -> Fetched:
@@ -247,7 +248,7 @@ class _Loading:
                 threads=threads,
             )
         except CheckpointException as error:
-            raise self._told(error) from error
+            raise self._told(_gone(storage, self._manifest) or error if is_of_storage(error) else error) from error
         self._copy(tied, fetched)
         return fetched
 
@@ -300,6 +301,26 @@ def _chosen(manifest: Manifest, patterns: Sequence[str]) -> Callable[[str], bool
             )
         found |= matched
     return found.__contains__
+
+
+def _gone(storage: Storage, manifest: Manifest) -> CheckpointException | None:
+    """What is raised where a checkpoint is not the one any more that was to be read."""
+    try:
+        if read_manifest(storage, manifest.prefix).save_id == manifest.save_id:
+            return None
+        code, became = "checkpoint_replaced", "replaced"
+    except CheckpointException as error:
+        if error.code != "checkpoint_missing":
+            return None
+        code, became = "checkpoint_deleted", "deleted"
+    return CheckpointException(
+        f"the checkpoint {manifest.prefix} was {became} while it was loaded",
+        manifest.prefix,
+        ExceptionType.LOAD_FAILED,
+        code=code,
+        fix="load it again" if became == "replaced" else "load another one; `forgectl ckpt ls` shows which there are",
+        retryable=True,
+    )
 
 
 def _tied(rooms: Mapping[int, Array]) -> list[int]:

@@ -96,6 +96,8 @@ _memories_lock = threading.Lock()
 
 def create_storage(options: StorageOptions, environment: Mapping[str, str] = os.environ) -> Storage:
     """The storage that the options describe; what they leave open, the environment says as it does to other tools."""
+    if not isinstance(options, StorageOptions):
+        raise _refused(f"the options of a storage are a {type(options).__name__}", "give StorageOptions")
     settings = options.connection_settings
     known = _settings_of(options.provider)
     problems = [f"{key} is no setting of it" for key in sorted(set(settings) - known)]

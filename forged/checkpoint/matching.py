@@ -97,6 +97,11 @@ class Matching:
             if array.shape != shape or array.dtype != types[dtypes[number]]:
                 self._differs(number, f"{dtypes[number]} {shape}", f"{array.dtype} {array.shape}")
                 dropped.add(place)
+            elif isinstance(array, np.ma.MaskedArray):
+                raise invalid(
+                    f"the array {names[number]} of the state is a masked array",
+                    "load into its data and its mask, one by one",
+                )
             elif not array.flags.writeable:
                 raise invalid(
                     f"the array {names[number]} of the state cannot be written",

@@ -136,9 +136,9 @@ class SaveOptions:
         _become(self, "when_busy", WhenBusy)
         if self.checkpoint_prefix is not None:
             check_prefix(self.checkpoint_prefix)
-        _check_timeout(self.timeout)
-        if not 1 <= self.copies <= COPIES_MAX:
-            raise invalid(f"copies = {self.copies}", f"give 1 to {COPIES_MAX}")
+        check_timeout(self.timeout)
+        if not isinstance(self.copies, int) or not 1 <= self.copies <= COPIES_MAX:
+            raise invalid(f"copies = {self.copies!r}", f"give 1 to {COPIES_MAX}")
         object.__setattr__(self, "custom_metadata", _as_json(self.custom_metadata))
 
 
@@ -161,7 +161,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _become(self, "resharding_strategy", ReshardingStrategy)
         object.__setattr__(self, "only", (self.only,) if isinstance(self.only, str) else tuple(self.only))
-        _check_timeout(self.timeout)
+        check_timeout(self.timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +207,9 @@ def is_prefix(text: str) -> bool:
 
 def check_prefix(prefix: str) -> str:
     """A prefix names files: it must not lead anywhere else."""
-    if not is_prefix(prefix):
+    if not isinstance(prefix, str) or not is_prefix(prefix):
         raise invalid(
-            f"checkpoint_prefix = {prefix[:PREFIX_CHARS_MAX]!r} is no name of a checkpoint",
+            f"checkpoint_prefix = {repr(prefix)[:PREFIX_CHARS_MAX]} is no name of a checkpoint",
             f"use at most {PREFIX_CHARS_MAX} letters, digits and ._+=-, with / between parts, none of ._+=- first",
             code="checkpoint_prefix_invalid",
         )
@@ -240,6 +240,7 @@ def _as_json(given: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _check_timeout(timeout: float | None) -> None:
-    if timeout is not None and not 0.0 < timeout <= math.inf:
-        raise invalid(f"timeout = {timeout}", "give a number of seconds above 0, or None")
+def check_timeout(timeout: float | None, name: str = "timeout") -> None:
+    """Refuse what is no time that something may take."""
+    if timeout is not None and not (isinstance(timeout, int | float) and 0.0 < timeout <= math.inf):
+        raise invalid(f"{name} = {timeout!r}", "give a number of seconds above 0, or None")

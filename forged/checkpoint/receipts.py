@@ -7,7 +7,7 @@ was read; those of ranks that have died stay, like all of a save that came to no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -24,6 +24,7 @@ POLL_MAX_S = 1.0
 NOTE_BYTES_MAX = 1 << 30
 GONE_S = 2.0
 """How long a rank that is gone is still waited for: what it has to say may be there already."""
+GONE_TOLD_MAX = 10
 VERDICT_S = 5.0
 """So much longer than the root the others wait, because it still has to tell them when its time is over."""
 
@@ -50,18 +51,45 @@ class Patience:
 
     def wait(self, ranks: Iterable[int]) -> None:
         """Pause: these ranks have not said yet what they have to say."""
-        if self._began_with and not self._are_there(ranks):
+        gone = self._gone(ranks)
+        if gone:
             self.halt.hurry(GONE_S)
-        self.halt.wait(self._pause_s)
+        try:
+            self.halt.wait(self._pause_s)
+        except CheckpointException as error:
+            if not gone or error.type is not ExceptionType.TIMEOUT:
+                raise
+            raise _gone_before(gone) from error
         self._pause_s = min(2 * self._pause_s, POLL_MAX_S)
 
     def begin_anew(self) -> None:
         """Something has come: more may come soon."""
         self._pause_s = POLL_S
 
-    def _are_there(self, ranks: Iterable[int]) -> bool:
-        there, names = frozenset(self._members()), self._began_with
-        return all(rank < len(names) and names[rank] in there for rank in ranks)
+    def _gone(self, ranks: Iterable[int]) -> list[str]:
+        """Who of them is not there any more."""
+        names = self._began_with
+        if not names:
+            return []
+        there = frozenset(self._members())
+        return [
+            f"rank {rank} ({names[rank]})" if rank < len(names) else f"rank {rank}"
+            for rank in ranks
+            if rank >= len(names) or names[rank] not in there
+        ]
+
+
+def _gone_before(gone: Sequence[str]) -> CheckpointException:
+    """Ranks are gone, and have not said what became of their part."""
+    more = f" and {len(gone) - GONE_TOLD_MAX} more" if len(gone) > GONE_TOLD_MAX else ""
+    verb = "is" if len(gone) == 1 else "are"
+    return CheckpointException(
+        f"{', '.join(gone[:GONE_TOLD_MAX])}{more} {verb} gone, and had not finished the save",
+        type=ExceptionType.SAVE_FAILED,
+        code="checkpoint_rank_gone",
+        fix="save again, with the ranks that there are now",
+        retryable=True,
+    )
 
 
 class Notes:

@@ -21,8 +21,8 @@ from anyio import to_thread
 
 from forged.checkpoint import parts, shelf
 from forged.checkpoint.assembly import Held, Origin, Saved
-from forged.checkpoint.consolidated import File, indexes_of
-from forged.checkpoint.consolidation import planned, write_file, write_indexes
+from forged.checkpoint.consolidated import File
+from forged.checkpoint.consolidation import planned, show_indexes, withdraw_indexes, write_file, write_indexes
 from forged.checkpoint.coordinators import Ranks, Stuck, Undecided, in_thread
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.image import Image, Layout, lay_out
@@ -109,12 +109,20 @@ class Work:
     options: SaveOptions
     terms: Terms
     plan: Plan
-    image: Image
+    imaged: Image | Exception
+    """What this rank writes, or what went wrong when that was made ready."""
     states: States = field(default_factory=lambda: States([], [], []))
     """Those of all ranks; at the root alone."""
     staged: Staged | None = None
     made: list[Part] = field(default_factory=list)
     """The files of whole tensors, where this rank has made some."""
+
+    @property
+    def image(self) -> Image:
+        """What this rank writes; asked for where the others learn of it if there is none."""
+        if isinstance(self.imaged, Exception):
+            raise self.imaged
+        return self.imaged
 
     @property
     def is_assembled(self) -> bool:
@@ -156,7 +164,9 @@ class Saving:
             nonlocal node, leaves, known
             node, leaves = flatten(await state(), self._world.leaf_types)
             description = Description.of(leaves)
-            known = self._known if self._known.description == description else _Known(description=description)
+            known = self._known
+            if known.description != description or known.rank != ranks.rank:
+                known = _Known(description=description, rank=ranks.rank)
             return msgspec.msgpack.encode(_wish(ranks, node, known, options))
 
         async def settle(wishes: list[bytes]) -> bytes:
@@ -168,11 +178,13 @@ class Saving:
         self._known = known = await _laid_out(ranks, known, terms, options)
         made, layout = known.plan, known.layout
         assert made is not None
-        image = parts.image_of(made, ranks.rank, leaves, layout)
-        work = Work(ranks.rank, ranks.world_size, options, terms, made, image)
-        if work.is_root:
-            work.states = _states(node, said, made)
-        return work
+        work = partial(Work, ranks.rank, ranks.world_size, options, terms, made)
+        try:
+            image = parts.image_of(made, ranks.rank, leaves, layout)
+            states = _states(node, said, made) if ranks.is_root else States([], [], [])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others learn of it when they meet next
+            return work(error)
+        return work(image, states)
 
     async def _settle(self, ranks: Ranks, wishes: list[Wish], options: SaveOptions) -> Terms:
         for rank, wish in enumerate(wishes):
@@ -248,7 +260,7 @@ class Saving:
         if work.is_assembled:
             if not work.made:
                 self._make(work, Saved(self._world.storage, self._manifest(work, written, about), halt), halt)
-            extra = write_indexes(self._world.storage, work.terms.prefix, whole_files(work))
+            extra = write_indexes(self._world.storage, work.terms.prefix, work.terms.save_id, whole_files(work))
         manifest = self._manifest(work, work.made or written, about, extra)
         storage, data = self._world.storage, encode(manifest)
         try:
@@ -257,7 +269,16 @@ class Saving:
             if not self._stands_after(error, work, manifest.path, data):
                 raise
         if work.is_assembled:
+            self._show_indexes(work)
             self._clear_temporary(work)
+
+    def _show_indexes(self, work: Work) -> None:
+        """The checkpoint stands; without its index it is of less use to other tools, and is not taken back for that."""
+        storage, terms = self._world.storage, work.terms
+        try:
+            show_indexes(storage, terms.prefix, terms.save_id, whole_files(work))
+        except CheckpointException as error:
+            self._world.log.warning("a checkpoint has no index", prefix=terms.prefix, why=str(error))
 
     def _clear_temporary(self, work: Work) -> None:
         """The parts of which the files were made are of no use any more."""
@@ -309,11 +330,14 @@ class Saving:
 
     def roll_back(self, work: Work) -> None:
         """Leave nothing behind of a save that has failed."""
+        storage, terms = self._world.storage, work.terms
         ranks = range(work.world_size) if work.is_root else [work.rank]
+        files = whole_files(work) if work.is_root and work.is_assembled else []
         try:
-            self._world.storage.delete([*(work.file(rank) for rank in ranks), *_made(work)])
+            storage.delete([*map(work.file, ranks), *(f"{terms.prefix}/{file.name}" for file in files)])
+            withdraw_indexes(storage, terms.prefix, terms.save_id, files)
         except CheckpointException as error:
-            self._world.log.warning("files of a save that failed are left", prefix=work.terms.prefix, why=str(error))
+            self._world.log.warning("files of a save that failed are left", prefix=terms.prefix, why=str(error))
 
     async def stage(self, ranks: Ranks, work: Work, staging: Staging) -> None:
         """Copy what this rank writes; when it returns, all have."""
@@ -330,16 +354,6 @@ def whole_files(work: Work) -> list[File]:
     """The files of whole tensors that a save makes."""
     terms, options = work.terms, work.options
     return planned(work.plan.tensors, terms.prefix, terms.save_id, options.format, options.compression_level)
-
-
-def _made(work: Work) -> list[str]:
-    """The files of whole tensors that this rank has made, or may have; none that may be another save's."""
-    if not work.is_assembled or not work.is_root:
-        return []
-    terms, files = work.terms, whole_files(work)
-    own = [file.name for file in files if file.name.startswith(terms.save_id)]
-    indexes = indexes_of(files) if work.made else ()
-    return [part.file for part in work.made] + [f"{terms.prefix}/{name}" for name in (*own, *indexes)]
 
 
 async def save_state(
@@ -367,11 +381,10 @@ def _wish(ranks: Ranks, node: Node, known: _Known, options: SaveOptions) -> Wish
 
 async def _laid_out(ranks: Ranks, known: _Known, terms: Terms, options: SaveOptions) -> _Known:
     """The plan, and how this rank's share of it lies in a file; known already where all have saved the same before."""
-    made = known.plan if terms.is_known else None
-    if made is not None and known.rank == ranks.rank:
+    if terms.is_known:
         return known
     assert known.description is not None
-    made = made or await _planned(ranks, known.description, options)
+    made = await _planned(ranks, known.description, options)
     layout: Layout | None = None
 
     async def lay() -> bytes:
@@ -379,10 +392,7 @@ async def _laid_out(ranks: Ranks, known: _Known, terms: Terms, options: SaveOpti
         layout = lay_out(made.tensors, made.shares[ranks.rank], parts.FILE_METADATA)
         return b""
 
-    if terms.is_known:
-        await lay()
-    else:
-        await ranks.decide(lay, _agreed)
+    await ranks.decide(lay, _agreed)
     return _Known(terms.plan, known.description, made, layout, ranks.rank)
 
 

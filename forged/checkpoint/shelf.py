@@ -7,6 +7,7 @@ manifest yet, and what is being deleted has none any more: neither is seen, and 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
@@ -17,11 +18,13 @@ from forged.checkpoint.ports import Entry, Storage
 
 MISSING = "checkpoint_file_missing"
 SAVE_ID_BYTES = 4
-_OURS = re.compile(
-    r"[0-9a-f]{8}\.(?:[0-9]{5,7}-of-[0-9]{5,7}\.(?:safetensors|packed)|[0-9]{5,7}\.(?:receipt|refusal))"
-    r"|(?:model|optimizer|rank|state)(?:-[0-9]{5,7}(?:-of-[0-9]{5,7})?)?\.(?:safetensors(?:\.index\.json)?|packed)"
-)
-"""The files that a save makes under its prefix."""
+_SECTION = r"(?:model|optimizer|state|rank-[0-9]{5,7})"
+_PART = rf"(?:{_SECTION}|(?:{_SECTION}-)?[0-9]{{5,7}}-of-[0-9]{{5,7}})\.(?:safetensors|packed)"
+_INDEX = rf"{_SECTION}\.safetensors\.index\.json"
+_OF_A_SAVE = re.compile(rf'"[0-9a-f]{{8}}\.{_PART}"'.encode())
+_NOTE = r"[0-9]{5,7}\.(?:receipt|refusal)"
+_OURS = re.compile(rf"[0-9a-f]{{8}}\.(?:{_PART}|{_INDEX}|{_NOTE})|{_INDEX}")
+"""What a save makes under its prefix; but for the indexes, named with what tells it from others."""
 
 
 def part_name(prefix: str, save_id: str, rank: int, world_size: int, *, is_packed: bool) -> str:
@@ -61,7 +64,7 @@ def missing(storage: Storage, prefix: str) -> CheckpointException:
         prefix,
         ExceptionType.LOAD_FAILED,
         code="checkpoint_missing",
-        fix="`forgectl ckpt ls` shows which there are",
+        fix=f"`forgectl ckpt ls {shlex.quote(storage.url)}` shows which there are",
     )
 
 
@@ -135,7 +138,11 @@ def bury(storage: Storage, prefix: str) -> None:
         manifest = decode(said, tombstone)
         # Besides what it names, what its save has left under names that no other save gives.
         own = [entry.name for entry in remains(storage, prefix) if _is_of_save(entry.name, manifest)]
-        storage.delete({*files_of(manifest), *own})
+        for name, size in manifest.extra_files.items():
+            # What a later save has put in its place is not to go; so it goes as soon as it was looked at.
+            if _leads_to(storage, name, size, manifest):
+                storage.delete([name])
+        storage.delete({*(part.file for part in manifest.parts), *own})
     except CheckpointException as error:
         if error.type not in {ExceptionType.CORRUPTED_CHECKPOINT, ExceptionType.INCOMPATIBLE_VERSION}:
             raise
@@ -149,6 +156,20 @@ def bury(storage: Storage, prefix: str) -> None:
 
 def _is_of_save(name: str, manifest: Manifest) -> bool:
     return bool(manifest.save_id) and name.startswith(f"{manifest.prefix}/{manifest.save_id}.")
+
+
+def _leads_to(storage: Storage, name: str, size: int, manifest: Manifest) -> bool:
+    """Whether a document for other tools is still the one that names files of this checkpoint."""
+    said = _small(storage, name, size)
+    return said is not None and any(b'"%s"' % part.file.rpartition("/")[2].encode() in said for part in manifest.parts)
+
+
+def is_replaceable(storage: Storage, index: str) -> bool:
+    """Whether there is no such index, or one of files that a save has made."""
+    said = _small(storage, index, MANIFEST_BYTES_MAX)
+    if said is None:
+        return not _is_there(storage, index)
+    return _OF_A_SAVE.search(said) is not None
 
 
 def clear(storage: Storage, prefix: str) -> list[str]:
@@ -211,12 +232,17 @@ def name_after(now: float, draw: Callable[[int], bytes]) -> str:
 
 def holds(storage: Storage, name: str, data: bytes) -> bool:
     """Whether a small file is there with just these bytes."""
+    return _small(storage, name, len(data)) == data
+
+
+def _small(storage: Storage, name: str, size: int) -> bytes | None:
+    """A file that has no more bytes than that; None where there is none."""
     try:
-        return storage.read(name, len(data)) == data
+        return storage.read(name, size)
     except CheckpointException as error:
         if error.code not in {MISSING, "checkpoint_file_large"}:
             raise
-        return False
+        return None
 
 
 def _is_there(storage: Storage, name: str) -> bool:

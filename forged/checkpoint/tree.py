@@ -1,7 +1,8 @@
 """A state taken apart into named arrays and the tree that they hang in, and put together again.
 
-Law: what comes back is what went in: the same keys, of the same types, in the same order, the same containers and the
-same values, to the last bit. A name belongs to one place in the tree. Nothing is ever executed to build a value.
+Law: what comes back is what went in: the same keys, of the same types, in the same order, the same dicts, lists and
+tuples, and the same values, to the last bit. A name belongs to one place in the tree. Nothing is ever executed to build
+a value.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import base64
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
@@ -25,6 +25,7 @@ from forged.checkpoint.dtypes import dtype_of, safetensors_name
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.fetching import Buffers, damaged, is_of_storage, unpack_chunk, unreadable_because
 from forged.checkpoint.manifest import SUFFIX, VERSION, Manifest, Part
+from forged.checkpoint.model import check_timeout
 from forged.checkpoint.ports import Halt, Reader, Storage, bounded
 from forged.checkpoint.reading import Index, PartLayout, blocks_of, plan
 from forged.checkpoint.safetensors import read_header
@@ -34,6 +35,7 @@ from forged.errors import describe
 FINDINGS_MAX = 200
 """After so many it is known well enough."""
 SHOWN_MAX = 20
+FILES = "files"
 
 Progress = Callable[[int, int], object]
 """Told how many bytes were checked, and how many there are; called by several threads, one at a time."""
@@ -52,6 +54,8 @@ class Finding:
     file: str | None = None
     chunk: int | None = None
     """The number of the chunk in its piece of the tensor."""
+    type: ExceptionType = ExceptionType.VALIDATION_FAILED
+    """What kind of trouble it is to who wants to load it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +106,12 @@ class ValidationResult:
         """Raise what was found, if it is an error."""
         errors = self.errors
         if errors:
-            kinds = {finding.code for finding in errors}
+            codes, types = {finding.code for finding in errors}, {finding.type for finding in errors}
             raise CheckpointException(
                 f"the checkpoint {prefix} cannot be loaded:\n{self.get_summary()}",
                 prefix,
-                ExceptionType.VALIDATION_FAILED,
-                code=errors[0].code if len(kinds) == 1 else "checkpoint_invalid",
+                errors[0].type if len(types) == 1 else ExceptionType.VALIDATION_FAILED,
+                code=errors[0].code if len(codes) == 1 else "checkpoint_invalid",
                 fix="load another checkpoint, or parts of this one with skip_validation",
             )
 
@@ -161,8 +165,10 @@ class CheckpointValidator:
             halt.check()
             if error.retryable or error.type is ExceptionType.VALIDATION_FAILED:
                 raise
-            there = ValidationResult("manifest", (Finding(error.message, error.code, file=prefix + SUFFIX),))
-            return ValidationResult(prefix, (), (there,))
+            is_other = error.type is ExceptionType.INCOMPATIBLE_VERSION
+            kind = error.type if is_other else ExceptionType.VALIDATION_FAILED
+            found = Finding(error.message, error.code, file=prefix + SUFFIX, type=kind)
+            return ValidationResult(prefix, (), (ValidationResult("manifest", (found,)),))
         validation = _Validation(storage, manifest, halt)
         results = [ValidationResult("manifest", tuple(_of_manifest(manifest))), validation.files(deep=deep)]
         if deep:
@@ -170,6 +176,19 @@ class CheckpointValidator:
         results += [validation.by(checker) for checker in self._checkers]
         checked = sum(one.bytes_checked for one in results)
         return ValidationResult(prefix, (), tuple(results), checked, manifest)
+
+    def before_load(self, prefix: str, halt: Halt | None = None) -> ValidationResult:
+        """Check what a load does not verify anyhow: what is wrong with files is a warning, as it may be mended."""
+        result = self.validate_checkpoint(prefix, halt, deep=False)
+        own, others = result.sub_results[:2], result.sub_results[2:]
+        return replace(result, sub_results=(*map(_warned, own), *others))
+
+
+def _warned(result: ValidationResult) -> ValidationResult:
+    """The same, with warnings of files where there were errors."""
+    if result.name != FILES:
+        return result
+    return replace(result, findings=tuple(replace(finding, is_error=False) for finding in result.findings))
 
 
 class _Validation:
@@ -191,7 +210,7 @@ class _Validation:
             findings += self._extra_file(file, size)
         # What was not read because it was to stop is no finding.
         self._halt.check()
-        return ValidationResult("files", tuple(findings))
+        return ValidationResult(FILES, tuple(findings))
 
     def _file(self, number: int, part: Part, *, deep: bool) -> Iterator[Finding]:
         try:
@@ -412,5 +431,6 @@ def verify(
     """Check every byte of the checkpoint at a path or URL."""
     from forged.checkpoint.locations import storage_at
 
+    check_timeout(timeout)
     storage, prefix = storage_at(where)
     return CheckpointValidator(storage).validate_checkpoint(prefix, Halt(timeout), progress=progress)

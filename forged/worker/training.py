@@ -216,6 +216,11 @@ class Training:
         return self.worker.generation
 
     @property
+    def term(self) -> int:
+        """The term of the daemon's in which it has learnt last where the job is."""
+        return self.worker.term
+
+    @property
     def step(self) -> int:
         """How many steps are committed."""
         return self.worker.step

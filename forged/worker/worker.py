@@ -193,6 +193,7 @@ class ElasticWorker:
         """The last one that has taken its answer."""
         self._trouble: Trouble | None = None
         self._supply: Supply | None = None
+        self._term = 0
         self._consumption = None if self.sampler is None else Consumption(self.sampler)
         self._told_of_nothing = 0
         """The newest world of which the daemon knows that there is nothing to use."""
@@ -225,6 +226,11 @@ class ElasticWorker:
     def generation(self) -> int:
         """The number of the world."""
         return self._topology.epoch
+
+    @property
+    def term(self) -> int:
+        """The term of the daemon's in which it has learnt last where the job is; 0 before."""
+        return self._term
 
     @property
     def current_topology(self) -> ClusterTopology | None:
@@ -397,6 +403,7 @@ class ElasticWorker:
         """Take what the daemon has told of the job."""
         assert self._mesh is not None
         self._mesh.trust(joined.peer_key)
+        self._term = joined.fence.term
         self._config = ElasticTrainingConfig.from_settings(joined.settings)
         if self._data is not None and self._supply is None:
             self._supply = self._supply_of(self._data, self._config)

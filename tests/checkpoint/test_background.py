@@ -649,6 +649,14 @@ async def test_a_rank_that_is_known_to_be_gone_is_not_waited_for_as_long_as_the_
 
     outcomes = await asyncio.wait_for(group(3, member), 60)
     assert [type(one) for one in outcomes] == [CheckpointException, type(None), CheckpointException]
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, CheckpointException)
+        assert (outcome.code, outcome.type, outcome.retryable) == (
+            "checkpoint_rank_gone",
+            ExceptionType.SAVE_FAILED,
+            True,
+        )
+        assert "rank 1 (b@host:1) is gone" in outcome.message
     assert not shelf.is_there(storage, "a")
 
 
@@ -786,3 +794,57 @@ def test_an_interrupted_script_finishes_what_it_has_begun(tmp_path: Path) -> Non
     )
     assert "KeyboardInterrupt" in done.stderr
     assert shelf.prefixes(LocalStorage(tmp_path)) == ["c0", "c1"]
+
+
+FAILING = """
+import os, sys, threading, numpy as np
+from forged.checkpoint import BlockingCheckpoint, CheckpointException, DistributedCheckpoint, SaveOptions
+from forged.checkpoint.local import LocalStorage
+
+begun = threading.Event()
+
+class Full(LocalStorage):
+    def free_bytes(self):
+        assert begun.wait(60)
+        return 0
+
+def begin(*prefixes):
+    one = BlockingCheckpoint(DistributedCheckpoint(None, Full(sys.argv[1])))
+    handles = [one.save_async({"w": np.ones(10)}, options=SaveOptions(prefix)) for prefix in prefixes]
+    begun.set()
+    return handles, one
+"""
+ENDS = {
+    "one": ("handles, one = begin('a', 'b')", ["a", "b"]),
+    "nobody has it any more": ("begin('a')", ["a"]),
+    "the script fails": ("handles, one = begin('a')\n1 / 0", ["a"]),
+    "a handle was asked": (
+        "handles, one = begin('a', 'b')\ntry: handles[1].result()\nexcept CheckpointException: pass\n",
+        ["a"],
+    ),
+    "closed": ("handles, one = begin('a')\ntry: one.close()\nexcept CheckpointException: pass", []),
+    "a fork ends too": (
+        "handles, one = begin('a')\n"
+        "[thread.join() for thread in threading.enumerate() if thread.name == 'checkpoint-save']\n"
+        "child = os.fork()\n"
+        "if child: os.waitpid(child, 0)\n",
+        ["a"],
+    ),
+    "nowhere to say it": ("handles, one = begin('a')\nsys.stderr = None", []),
+    "closed stderr": ("handles, one = begin('a')\nsys.stderr.close()", []),
+}
+
+
+@pytest.mark.parametrize(("end", "prefixes"), ENDS.values(), ids=ENDS)
+def test_what_nobody_has_asked_for_is_told_at_the_end_on_stderr(
+    tmp_path: Path, end: str, prefixes: Sequence[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING + end, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("forged: ")]
+    assert [line.split(" was not saved: ")[0] for line in sorted(lines)] == [
+        f"forged: the checkpoint {prefix}" for prefix in prefixes
+    ]
+    assert done.stdout == ""
+    assert all("bytes" in line and line.endswith(")") for line in lines), "the reason and the fix are told, too"

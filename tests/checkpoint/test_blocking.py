@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -68,7 +69,8 @@ def test_formats_are_called_by_their_names(tmp_path: Path, layout: str, level: s
 
 def test_what_is_consolidated_is_opened_by_others(tmp_path: Path) -> None:
     forged.checkpoint.save(tmp_path / "a", {"model": {"layer": {"w": np.ones(3)}}}, format="consolidated")
-    assert same(load_file(tmp_path / "a" / "model.safetensors"), {"layer.w": np.ones(3)})
+    index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
+    assert same(load_file(tmp_path / "a" / index["weight_map"]["layer.w"]), {"layer.w": np.ones(3)})
 
 
 @pytest.mark.parametrize("settings", [{"format": "tar"}, {"compression_level": "much"}, {"timeout": 0}])
@@ -77,6 +79,16 @@ def test_wrong_settings_are_refused_before_anything_is_touched(tmp_path: Path, s
         forged.checkpoint.save(tmp_path / "a", STATE, **settings)
     assert caught.value.type is ExceptionType.VALIDATION_FAILED
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "1"])
+def test_no_call_may_take_a_time_that_is_none(tmp_path: Path, timeout: Any) -> None:
+    forged.checkpoint.save(tmp_path / "a", STATE)
+    with pytest.raises(CheckpointException, match="timeout = ") as caught:
+        forged.checkpoint.load(tmp_path / "a", timeout=timeout)
+    assert caught.value.type is ExceptionType.VALIDATION_FAILED
+    with pytest.raises(CheckpointException, match="timeout = "):
+        forged.checkpoint.verify(tmp_path / "a", timeout=timeout)
 
 
 def test_a_name_is_taken_once(tmp_path: Path) -> None:

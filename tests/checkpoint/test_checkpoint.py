@@ -17,10 +17,12 @@ from forged.checkpoint import (
     CheckpointException,
     CheckpointFormat,
     CheckpointOptions,
+    CheckpointValidator,
     CompressionLevel,
     DistributedCheckpoint,
     ExceptionType,
     FaultToleranceHandler,
+    Finding,
     LeafType,
     LoadOptions,
     RetryPolicy,
@@ -33,7 +35,7 @@ from forged.checkpoint import (
     shelf,
 )
 from forged.checkpoint.local import LocalStorage
-from forged.checkpoint.manifest import SUFFIX, TOMBSTONE
+from forged.checkpoint.manifest import SUFFIX, TOMBSTONE, Fence
 from forged.checkpoint.ports import Storage
 from tests.checkpoint.faulty import Fault, Faulty, broken, on
 from tests.checkpoint.group import Member, group
@@ -264,6 +266,23 @@ async def test_a_checkpoint_that_is_not_there_cannot_be_loaded_or_deleted(storag
         with pytest.raises(CheckpointException, match="there is no checkpoint a") as caught:
             await call
         assert (caught.value.code, caught.value.checkpoint_path) == ("checkpoint_missing", "a")
+        assert caught.value.type is ExceptionType.LOAD_FAILED
+        assert "skip_validation" not in caught.value.fix
+
+
+async def test_a_manifest_that_is_damaged_says_what_is_wrong_with_it(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    await one.save(Model(), options=SaveOptions("a"))
+    storage.damage("a" + SUFFIX, 20)
+    with pytest.raises(CheckpointException) as caught:
+        await one.load(Model(), options=LoadOptions("a"))
+    assert caught.value.type is ExceptionType.CORRUPTED_CHECKPOINT
+
+
+@pytest.mark.parametrize("storage", ["checkpoints", Path("checkpoints")])
+def test_a_path_is_no_storage(storage: Any) -> None:
+    with pytest.raises(CheckpointException, match="create_storage"):
+        DistributedCheckpoint(None, storage)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -276,6 +295,50 @@ async def test_what_is_damaged_is_never_loaded(storage: MemoryStorage, skip: boo
         await one.load(options=LoadOptions("a", skip_validation=skip))
     assert caught.value.type is ExceptionType.CORRUPTED_CHECKPOINT
     assert "model/w" in caught.value.message
+
+
+def lose(storage: MemoryStorage, file: str) -> None:
+    del storage.files[file]
+
+
+def cut_short(storage: MemoryStorage, file: str) -> None:
+    storage.files[file] = storage.files[file][:-10]
+
+
+def damage_header(storage: MemoryStorage, file: str) -> None:
+    storage.damage(file, 100)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("spoil", [lose, cut_short, damage_header])
+async def test_a_bad_file_of_which_there_is_a_copy_does_no_harm(
+    storage: MemoryStorage, spoil: Callable[[MemoryStorage, str], None], number: int, skip: bool
+) -> None:
+    """What was found before the load does not refuse what the load can mend."""
+
+    async def save(one: Member) -> str:
+        options = SaveOptions("a", copies=2, include_rng_state=False)
+        return await checkpoint(storage, one).save({"w": np.arange(1 << 16)}, options=options)
+
+    assert await group(2, save) == ["a", "a"]
+    spoil(storage, shelf.read_manifest(storage, "a").parts[number].file)
+    mine = {"w": np.zeros(1 << 16, int)}
+    await checkpoint(storage).load(mine, options=LoadOptions("a", skip_validation=skip))
+    assert same(mine, {"w": np.arange(1 << 16)})
+
+
+async def test_what_a_checker_finds_refuses_the_load_though_a_bad_file_does_not(storage: MemoryStorage) -> None:
+    class Never:
+        name = "never"
+
+        def check(self, manifest: Any, storage: Any, halt: Any) -> list[Finding]:
+            return [Finding("not today", "never")]
+
+    await checkpoint(storage).save({"w": np.arange(3)}, options=SaveOptions("a"))
+    with pytest.raises(CheckpointException, match="not today") as caught:
+        await checkpoint(storage, validator=CheckpointValidator(storage, [Never()])).load(options=LoadOptions("a"))
+    assert caught.value.code == "never"
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -535,7 +598,38 @@ async def test_what_is_known_of_the_run_is_written_down(storage: MemoryStorage) 
     assert manifest.fence.generation == 7
 
 
+@pytest.mark.parametrize("said", [True, 1.5, "7", None, -1, 1 << 70, np.float32(3), [1]])
+async def test_what_is_no_number_is_not_written_down_as_one(storage: MemoryStorage, said: Any) -> None:
+    """A coordinator is somebody's own code, and the checkpoint is to be read afterwards."""
+
+    class Worker(Member):
+        generation, step, term, job = 7, said, said, said
+
+    one = checkpoint(storage, Worker(Together(1), 0, {}))
+    await one.save({"w": np.arange(3)}, options=SaveOptions("a"))
+    manifest = shelf.read_manifest(storage, "a")
+    assert (manifest.step, manifest.fence) == (None, Fence(0, 7))
+    assert manifest.job == (said if isinstance(said, str) else "")
+
+
+async def test_the_term_is_written_down_where_it_is_known(storage: MemoryStorage) -> None:
+    class Worker(Member):
+        generation, step, term = np.int64(7), np.int32(41), 3
+
+    await checkpoint(storage, Worker(Together(1), 0, {})).save({}, options=SaveOptions("a"))
+    manifest = shelf.read_manifest(storage, "a")
+    assert (manifest.step, manifest.fence) == (41, Fence(3, 7))
+
+
 # The factory.
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "1"])
+def test_a_time_that_is_none_is_refused_when_it_is_given(storage: MemoryStorage, timeout: Any) -> None:
+    with pytest.raises(CheckpointException, match="default_timeout = "):
+        CheckpointOptions(default_timeout=timeout)
+    with pytest.raises(CheckpointException, match="default_timeout = "):
+        checkpoint(storage, default_timeout=timeout)
 
 
 async def test_options_say_where_and_how(tmp_path: Path) -> None:

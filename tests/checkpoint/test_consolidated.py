@@ -10,6 +10,8 @@ from forged.checkpoint.consolidated import files_of, indexes_of, names_of, singl
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.manifest import Tensors
 
+SAVE_ID = "0a1b2c3d"
+
 
 def tensors_of(*names: str, count: int = 4, ranks: dict[int, int] | None = None) -> Tensors:
     """Tensors of so many bytes each."""
@@ -17,73 +19,78 @@ def tensors_of(*names: str, count: int = 4, ranks: dict[int, int] | None = None)
 
 
 def test_a_model_is_in_one_file_under_the_names_that_it_has_in_the_model() -> None:
-    (file,) = files_of(tensors_of("model/encoder/weight", "model/layers.0.bias", "model/blocks/#3/w"), is_packed=False)
-    assert file.name == "model.safetensors"
+    (file,) = files_of(
+        tensors_of("model/encoder/weight", "model/layers.0.bias", "model/blocks/#3/w"), SAVE_ID, is_packed=False
+    )
+    assert file.name == f"{SAVE_ID}.model.safetensors"
     assert file.names == ["encoder.weight", "layers.0.bias", "blocks.3.w"]
-    assert indexes_of([file]) == {}
+    assert [*indexes_of([file])] == ["model.safetensors.index.json"]
 
 
 def test_what_is_of_the_optimizer_of_ranks_and_of_neither_is_in_files_of_its_own() -> None:
     tensors = tensors_of("model/w", "optimizer/m/w", "step", "rng/state", "rng/state", ranks={3: 0, 4: 1})
-    found = {file.name: (file.tensors, file.names) for file in files_of(tensors, is_packed=False)}
+    found = {file.name: (file.tensors, file.names) for file in files_of(tensors, SAVE_ID, is_packed=False)}
     assert found == {
-        "model.safetensors": ([0], ["w"]),
-        "optimizer.safetensors": ([1], ["m.w"]),
-        "state.safetensors": ([2], ["step"]),
-        "rank-00000.safetensors": ([3], ["rng.state"]),
-        "rank-00001.safetensors": ([4], ["rng.state"]),
+        f"{SAVE_ID}.model.safetensors": ([0], ["w"]),
+        f"{SAVE_ID}.optimizer.safetensors": ([1], ["m.w"]),
+        f"{SAVE_ID}.state.safetensors": ([2], ["step"]),
+        f"{SAVE_ID}.rank-00000.safetensors": ([3], ["rng.state"]),
+        f"{SAVE_ID}.rank-00001.safetensors": ([4], ["rng.state"]),
     }
 
 
 def test_a_state_without_a_model_is_one() -> None:
-    (file,) = files_of(tensors_of("encoder/weight", "head"), is_packed=False)
-    assert (file.name, file.names) == ("model.safetensors", ["encoder.weight", "head"])
+    (file,) = files_of(tensors_of("encoder/weight", "head"), SAVE_ID, is_packed=False)
+    assert (file.name, file.names) == (f"{SAVE_ID}.model.safetensors", ["encoder.weight", "head"])
 
 
 def test_a_model_that_is_one_array_has_a_name() -> None:
-    (file,) = files_of(tensors_of("model"), is_packed=False)
+    (file,) = files_of(tensors_of("model"), SAVE_ID, is_packed=False)
     assert file.names == ["model"]
 
 
 def test_large_models_are_in_several_files_and_an_index_tells_which() -> None:
     tensors = tensors_of("model/a", "model/b", "model/c", "optimizer/a")
-    files = files_of(tensors, is_packed=False, file_bytes_max=8)
+    files = files_of(tensors, SAVE_ID, is_packed=False, file_bytes_max=8)
     assert [(file.name, file.tensors, file.size) for file in files] == [
-        ("model-00001-of-00002.safetensors", [0, 1], 8),
-        ("model-00002-of-00002.safetensors", [2], 4),
-        ("optimizer.safetensors", [3], 4),
+        (f"{SAVE_ID}.model-00001-of-00002.safetensors", [0, 1], 8),
+        (f"{SAVE_ID}.model-00002-of-00002.safetensors", [2], 4),
+        (f"{SAVE_ID}.optimizer.safetensors", [3], 4),
     ]
     (name,) = indexes = indexes_of(files)
     assert name == "model.safetensors.index.json"
     assert json.loads(indexes[name]) == {
         "metadata": {"total_size": 12},
         "weight_map": {
-            "a": "model-00001-of-00002.safetensors",
-            "b": "model-00001-of-00002.safetensors",
-            "c": "model-00002-of-00002.safetensors",
+            "a": f"{SAVE_ID}.model-00001-of-00002.safetensors",
+            "b": f"{SAVE_ID}.model-00001-of-00002.safetensors",
+            "c": f"{SAVE_ID}.model-00002-of-00002.safetensors",
         },
     }
 
 
 def test_a_tensor_larger_than_a_file_may_be_has_one_for_itself() -> None:
-    files = files_of(tensors_of("model/a", "model/b", "model/c"), is_packed=False, file_bytes_max=3)
+    files = files_of(tensors_of("model/a", "model/b", "model/c"), SAVE_ID, is_packed=False, file_bytes_max=3)
     assert [file.tensors for file in files] == [[0], [1], [2]]
 
 
 def test_compressed_files_have_no_index_because_nobody_else_reads_them() -> None:
-    files = files_of(tensors_of("model/a", "model/b"), is_packed=True, file_bytes_max=4)
-    assert [file.name for file in files] == ["model-00001-of-00002.packed", "model-00002-of-00002.packed"]
+    files = files_of(tensors_of("model/a", "model/b"), SAVE_ID, is_packed=True, file_bytes_max=4)
+    assert [file.name for file in files] == [
+        f"{SAVE_ID}.model-00001-of-00002.packed",
+        f"{SAVE_ID}.model-00002-of-00002.packed",
+    ]
     assert indexes_of(files) == {}
 
 
 def test_no_tensors_are_no_files() -> None:
-    assert files_of(tensors_of(), is_packed=False) == []
+    assert files_of(tensors_of(), SAVE_ID, is_packed=False) == []
 
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_that_nothing_fits_in_is_refused(limit: int) -> None:
     with pytest.raises(CheckpointException):
-        files_of(tensors_of("x"), is_packed=False, file_bytes_max=limit)
+        files_of(tensors_of("x"), SAVE_ID, is_packed=False, file_bytes_max=limit)
 
 
 def test_names_that_become_alike_are_told_apart() -> None:
@@ -119,7 +126,7 @@ def test_every_tensor_is_in_one_file_and_has_a_name_of_its_own(
 ) -> None:
     ranks = {number: data.draw(st.integers(0, 2)) for number in range(len(names)) if data.draw(st.booleans())}
     tensors = tensors_of(*names, ranks=ranks)
-    files = files_of(tensors, is_packed=False, file_bytes_max=limit)
+    files = files_of(tensors, SAVE_ID, is_packed=False, file_bytes_max=limit)
     assert sorted(number for file in files for number in file.tensors) == list(range(len(names)))
     assert len({file.name for file in files}) == len(files)
     sections: dict[str, list[str]] = {}

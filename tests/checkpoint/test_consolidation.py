@@ -10,13 +10,21 @@ import pytest
 import safetensors.numpy
 
 from forged.checkpoint.consolidated import File
-from forged.checkpoint.consolidation import consolidate, planned, share_of, write_indexes
+from forged.checkpoint.consolidation import (
+    consolidate,
+    planned,
+    share_of,
+    show_indexes,
+    withdraw_indexes,
+    write_indexes,
+)
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.fetching import fetch
 from forged.checkpoint.manifest import Manifest, decode, encode
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import Halt, Source
 from forged.checkpoint.reading import Index
+from tests.checkpoint.faulty import Faulty, broken
 from tests.checkpoint.shelves import MemoryStorage
 from tests.checkpoint.writer import write_checkpoint
 
@@ -70,9 +78,9 @@ def made(
     parts = []
     for rank in range(source.world_size):
         parts += consolidate(storage, source, share_of(files, rank, source.world_size), level, rank, Halt())
-    manifest = msgspec.structs.replace(
-        source, parts=parts, layout=layout, compression=level, extra_files=write_indexes(storage, "a", files)
-    )
+    extra = write_indexes(storage, "a", SAVE_ID, files)
+    show_indexes(storage, "a", SAVE_ID, files)
+    manifest = msgspec.structs.replace(source, parts=parts, layout=layout, compression=level, extra_files=extra)
     return decode(encode(manifest), manifest.path)
 
 
@@ -109,18 +117,21 @@ def test_a_file_that_is_too_large_to_be_kept_is_the_same(monkeypatch: pytest.Mon
 def test_compressed_parts_become_plain_files() -> None:
     storage, source = saved(2, CompressionLevel.FAST)
     manifest = made(storage, source, CheckpointFormat.CONSOLIDATED, file_bytes_max=1 << 30)
-    found = safetensors.numpy.load(storage.files["a/optimizer.safetensors"])
+    found = safetensors.numpy.load(storage.files[f"a/{SAVE_ID}.optimizer.safetensors"])
     np.testing.assert_array_equal(found["m"], whole_state()["optimizer/m"])
     assert all(part.stored is None for part in manifest.parts)
 
 
-def test_other_tools_find_all_of_a_large_model_by_its_index() -> None:
+@pytest.mark.parametrize(("file_bytes_max", "files"), [(1 << 30, 1), (1 << 17, 2)])
+def test_other_tools_find_all_of_a_model_by_its_index(file_bytes_max: int, files: int) -> None:
     storage, source = saved(3)
-    manifest = made(storage, source, CheckpointFormat.CONSOLIDATED, file_bytes_max=1 << 17)
+    manifest = made(storage, source, CheckpointFormat.CONSOLIDATED, file_bytes_max=file_bytes_max)
     (index,) = manifest.extra_files
     assert index == "a/model.safetensors.index.json"
     said = json.loads(storage.files[index])
     assert set(said["weight_map"]) == {"w", "half", "empty"}
+    assert len(set(said["weight_map"].values())) == files
+    assert len(storage.files[index]) == manifest.extra_files[index]
     state = whole_state()
     for name, file in said["weight_map"].items():
         entries = dict(safetensors.deserialize(storage.files[f"a/{file}"]))  # type: ignore[no-untyped-call]
@@ -129,11 +140,57 @@ def test_other_tools_find_all_of_a_large_model_by_its_index() -> None:
 
 def test_transformers_finds_the_format_that_it_looks_for() -> None:
     storage, source = saved(1)
-    made(storage, source, CheckpointFormat.CONSOLIDATED)
-    (model,) = (name for name in storage.files if name.startswith("a/model-00001") and name.endswith("safetensors"))
+    made(storage, source, CheckpointFormat.CONSOLIDATED, file_bytes_max=1 << 30)
+    (model,) = (name for name in storage.files if name.endswith(".model.safetensors"))
     header = storage.files[model]
     length = int.from_bytes(header[:8], "little")
     assert json.loads(header[8 : 8 + length])["__metadata__"]["format"] == "pt"
+
+
+def test_an_index_replaces_what_another_save_has_left_and_is_withdrawn_by_whose_it_is() -> None:
+    storage, source = saved(1)
+    shown = "a/model.safetensors.index.json"
+    mine, others = (
+        planned(source.tensors, "a", save_id, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+        for save_id in (SAVE_ID, "fedcba98")
+    )
+    before = set(storage.files)
+    write_indexes(storage, "a", SAVE_ID, mine)
+    assert set(storage.files) - before == {f"a/{SAVE_ID}.model.safetensors.index.json"}
+    show_indexes(storage, "a", SAVE_ID, mine)
+    assert set(storage.files) - before == {shown}
+    write_indexes(storage, "a", "fedcba98", others)
+    show_indexes(storage, "a", "fedcba98", others)
+    withdraw_indexes(storage, "a", SAVE_ID, mine)
+    assert b"fedcba98.model.safetensors" in storage.files[shown]
+    withdraw_indexes(storage, "a", "fedcba98", others)
+    assert set(storage.files) == before
+
+
+@pytest.mark.parametrize("found", [b"", b"{}", b'{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'])
+def test_the_index_of_a_model_that_somebody_has_put_there_is_not_replaced(found: bytes) -> None:
+    storage, source = saved(1)
+    storage.files["a/model.safetensors.index.json"] = found
+    before = dict(storage.files)
+    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+    with pytest.raises(CheckpointException) as caught:
+        write_indexes(storage, "a", SAVE_ID, files)
+    assert caught.value.code == "checkpoint_index_foreign"
+    assert storage.files == before
+
+
+def test_an_index_that_cannot_be_written_leaves_nothing() -> None:
+    storage, source = saved(1)
+    before = set(storage.files)
+    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+
+    def fault(number: int, what: str, done: bool) -> None:
+        if done and what == "publish":
+            raise broken()
+
+    with pytest.raises(CheckpointException):
+        write_indexes(Faulty(storage, fault), "a", SAVE_ID, files)
+    assert set(storage.files) == before
 
 
 def file_of(name: str, size: int) -> File:

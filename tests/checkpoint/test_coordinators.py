@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -214,6 +215,12 @@ def test_what_is_undecided_stays_so_on_its_way() -> None:
 
 def test_none_is_one_process() -> None:
     assert isinstance(adapted(None), SingleProcess)
+
+
+@pytest.mark.parametrize("no_coordinator", [3, "ranks", SimpleNamespace(barrier=print, gather=print, broadcast=None)])
+def test_what_cannot_bring_ranks_together_is_refused(no_coordinator: Any) -> None:
+    with pytest.raises(CheckpointException, match=f"is a {type(no_coordinator).__name__}, which has no .*broadcast"):
+        adapted(no_coordinator)
 
 
 async def test_one_process_waits_for_nobody() -> None:

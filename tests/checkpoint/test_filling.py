@@ -171,7 +171,7 @@ def test_a_halt_stops_it_before_the_next_block() -> None:
 
 def test_blocks_are_taken_while_as_many_as_were_asked_for_are_written() -> None:
     """No write ends before as many blocks have been taken besides."""
-    all_taken = threading.Event()
+    all_taken, under_way, at_once = threading.Event(), list[int](), list[int]()
 
     class Asked(Given):
         taken = 0
@@ -183,21 +183,18 @@ def test_blocks_are_taken_while_as_many_as_were_asked_for_are_written() -> None:
             return super().block(offset, room)
 
     class Slow(MemoryFiles):
-        under_way: Counter[int] = Counter()
-        most = 0
-
         def write(self, fd: int, data: memoryview, offset: int) -> int:
-            self.under_way[fd] += 1
-            self.most = max(self.most, self.under_way[fd])
+            under_way.append(offset)
+            at_once.append(len(under_way))
             assert all_taken.wait(WAIT_S)
             done = super().write(fd, data, offset)
-            self.under_way[fd] -= 1
+            under_way.remove(offset)
             return done
 
     files, data = Slow(), pattern(5 * BLOCK_BYTES)
     filled(files, Asked(data), threads=2)
     assert content(files) == data
-    assert files.most <= 2
+    assert max(at_once) <= 2
 
 
 def test_rooms_are_used_again_and_no_more_are_kept_than_were_asked_for() -> None:

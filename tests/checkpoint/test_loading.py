@@ -9,14 +9,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forged.checkpoint import shelf
+from forged.checkpoint.blocking import BlockingCheckpoint
+from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.dtypes import dtype_of
-from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.loading import Loaded, load_state
+from forged.checkpoint.manifest import TOMBSTONE
 from forged.checkpoint.model import (
     CompressionLevel,
     LoadOptions,
     PerRank,
     ReshardingStrategy,
+    SaveOptions,
     ShardedArray,
 )
 from forged.checkpoint.ports import Halt
@@ -349,6 +354,66 @@ class TestIntoAState:
             load_state(storage, manifest, into)
         assert caught.value.code == "checkpoint_array_readonly"
         assert storage.reads == []
+
+    def test_a_masked_array_is_refused_as_it_is_in_a_save(self) -> None:
+        storage, manifest = self.saved()
+        into = self.state()
+        masked = np.ma.masked_array(np.zeros((2, 3)), mask=True)
+        into["model"]["w"] = masked
+        with pytest.raises(CheckpointException, match="model/w of the state is a masked array") as caught:
+            load_state(storage, manifest, into)
+        assert caught.value.type is ExceptionType.VALIDATION_FAILED
+        assert storage.reads == []
+        load_state(storage, manifest, into, options=LoadOptions(only=("optimizer/*",)))
+        assert masked.mask.all()
+        assert not masked.data.any()
+
+
+class TestACheckpointThatGoes:
+    """Somebody deletes it, or replaces it, between the reading of its manifest and that of its files."""
+
+    def saved(self) -> tuple[MemoryStorage, Any]:
+        storage = MemoryStorage()
+        self.save(storage, np.arange(5))
+        return storage, shelf.read_manifest(storage, "a")
+
+    def save(self, storage: MemoryStorage, array: Array) -> None:
+        options = SaveOptions("a", include_rng_state=False)
+        BlockingCheckpoint(DistributedCheckpoint(None, storage)).save({"w": array}, options=options)
+
+    def error(self, storage: MemoryStorage, manifest: Any) -> CheckpointException:
+        with pytest.raises(CheckpointException) as caught:
+            load_state(storage, manifest, {"model": {"w": np.zeros(5, int)}})
+        return caught.value
+
+    def test_one_that_was_deleted_is_told_as_such(self) -> None:
+        storage, manifest = self.saved()
+        shelf.delete(storage, "a")
+        error = self.error(storage, manifest)
+        assert (error.code, error.type, error.retryable) == ("checkpoint_deleted", ExceptionType.LOAD_FAILED, True)
+        assert "a was deleted while it was loaded" in error.message
+
+    def test_one_that_is_being_deleted_is_told_as_such(self) -> None:
+        storage, manifest = self.saved()
+        storage.move(manifest.path, "a" + TOMBSTONE)
+        del storage.files[manifest.parts[0].file]
+        assert self.error(storage, manifest).code == "checkpoint_deleted"
+
+    def test_one_that_was_replaced_is_told_as_such(self) -> None:
+        storage, manifest = self.saved()
+        shelf.delete(storage, "a")
+        self.save(storage, np.arange(5) + 1)
+        error = self.error(storage, manifest)
+        assert (error.code, error.retryable) == ("checkpoint_replaced", True)
+        assert "a was replaced while it was loaded" in error.message
+
+    def test_one_that_is_there_and_lacks_a_file_is_told_of_that_file(self) -> None:
+        storage, manifest = self.saved()
+        del storage.files[manifest.parts[0].file]
+        error = self.error(storage, manifest)
+        assert (error.code, error.retryable) == ("checkpoint_file_missing", False)
+        storage.damage(manifest.path, 100)
+        assert self.error(storage, manifest).code == "checkpoint_file_missing"
 
 
 class TestSharedMemory:

@@ -31,6 +31,10 @@ def refused(options: StorageOptions, environment: Mapping[str, str] | None = Non
     return caught.value
 
 
+def test_what_is_no_options_is_refused() -> None:
+    assert "str" in refused("checkpoints").message  # type: ignore[arg-type]
+
+
 # Paths and URLs.
 
 

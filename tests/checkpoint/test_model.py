@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +57,15 @@ def test_options_have_the_defaults_of_the_seed() -> None:
     assert load.load_rng_state
     assert load.strict_mode
     assert not load.skip_validation
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("checkpoint_prefix", 100), ("checkpoint_prefix", Path("a")), ("timeout", "1"), ("timeout", -1), ("copies", "1")],
+)
+def test_an_option_that_is_no_such_thing_is_named(name: str, value: Any) -> None:
+    with pytest.raises(CheckpointException, match=name):
+        SaveOptions(**{name: value})
 
 
 def test_a_part_says_where_it_lies() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,9 +42,9 @@ class Clock:
             self._meanwhile.pop(0)()
 
 
-def wait_to_the_end(patience: Patience) -> None:
+def wait_to_the_end(patience: Patience, ranks: Iterable[int] = (1,)) -> None:
     while True:
-        patience.wait([1])
+        patience.wait(ranks)
 
 
 def part(rank: int) -> Part:
@@ -155,9 +156,23 @@ def test_it_ends_soon_when_a_rank_is_gone_that_it_waits_for(then: str, is_hurrie
     patience = Patience(clock.halt(100.0), lambda: tuple(members[-1]), 5.0)
     patience.wait([1])
     members.append(then)
-    with pytest.raises(CheckpointException):
+    with pytest.raises(CheckpointException) as caught:
         wait_to_the_end(patience)
     assert clock.now == pytest.approx(POLL_S + GONE_S if is_hurried else 105.0)
+    if is_hurried:
+        assert caught.value.code == "checkpoint_rank_gone"
+        assert caught.value.message == "rank 1 (b) is gone, and had not finished the save"
+    else:
+        assert caught.value.type is ExceptionType.TIMEOUT
+
+
+def test_of_many_that_are_gone_some_are_named() -> None:
+    clock, members = Clock(), [f"w{number}" for number in range(40)]
+    patience = Patience(clock.halt(100.0), lambda: tuple(members), 5.0)
+    del members[5:]
+    with pytest.raises(CheckpointException, match=r"rank 5 \(w5\), .*rank 14 \(w14\) and 25 more are gone") as caught:
+        wait_to_the_end(patience, range(1, 40))
+    assert "rank 4" not in caught.value.message
 
 
 def test_who_has_no_names_is_waited_for_to_the_end() -> None:
@@ -169,8 +184,9 @@ def test_who_has_no_names_is_waited_for_to_the_end() -> None:
 
 
 def test_a_save_that_is_given_up_ends_at_once() -> None:
-    halt = Halt(100.0)
-    patience = Patience(halt, tuple, 5.0)
-    halt.cancel()
-    with pytest.raises(CheckpointException, match="cancelled"):
-        patience.wait([1])
+    for names in ([()], [("a", "b"), ("a",)]):
+        halt, members = Halt(100.0), iter(names)
+        patience = Patience(halt, lambda members=members: next(members, ()), 5.0)  # type: ignore[misc]
+        halt.cancel()
+        with pytest.raises(CheckpointException, match="cancelled"):
+            patience.wait([1])

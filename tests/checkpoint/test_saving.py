@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forged.checkpoint import coordinators, shelf
+from forged.checkpoint import coordinators, parts, shelf
 from forged.checkpoint.coordinators import Ranks, SingleProcess, Undecided
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.manifest import SUFFIX, TOMBSTONE
@@ -228,7 +228,7 @@ async def test_a_run_may_change_what_it_saves() -> None:
 
 
 async def test_a_run_may_go_on_with_its_ranks_in_another_order() -> None:
-    """The plan is that of the save before, because all have the same; and each has another share of it."""
+    """All have the same as before, and each has another share of it."""
     storage = MemoryStorage()
     savings = [Saving(world_of(storage)) for _ in range(3)]
     for number, order in enumerate([[0, 1, 2], [0, 1, 2], [2, 0, 1], [1, 2, 0]]):
@@ -401,6 +401,39 @@ async def test_ranks_whose_arrays_differ_are_told(other: Any) -> None:
     for error in check_failed(outcomes, storage):
         assert error.code == "checkpoint_ranks_differ"
         assert "w is float64 (3,) at rank 0" in error.message or "rank 2" in error.message
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("is_planned", [False, True])
+async def test_a_rank_without_memory_for_what_it_writes_is_told_of_at_all(
+    monkeypatch: pytest.MonkeyPatch, faulty: int, is_planned: bool
+) -> None:
+    """Also where the plan is known already, so that there is nothing to meet for before they write."""
+    storage = MemoryStorage()
+    savings = [Saving(world_of(storage)) for _ in range(2)]
+    short_of_memory = threading.Event()
+    image_of = parts.image_of
+
+    def made(plan: Any, rank: int, *rest: Any) -> Any:
+        if rank == faulty and short_of_memory.is_set():
+            raise MemoryError
+        return image_of(plan, rank, *rest)
+
+    monkeypatch.setattr(parts, "image_of", made)
+
+    async def act(member: Member, prefix: str) -> str:
+        return await alone(savings[member.rank], SaveOptions(prefix), state_at(member.rank, 2), member)
+
+    if is_planned:
+        assert await group(2, lambda member: act(member, "a")) == ["a"] * 2
+    short_of_memory.set()
+    outcomes = await group(2, lambda member: act(member, "b"))
+    for outcome in outcomes:
+        assert isinstance(outcome, CheckpointException)
+        assert outcome.code == "checkpoint_memory"
+        assert outcome.message == f"rank {faulty}: there is not enough memory"
+    short_of_memory.clear()
+    assert await group(2, lambda member: act(member, "b")) == ["b"] * 2
 
 
 async def test_parts_of_which_one_is_missing_are_refused_at_all() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
-from forged.checkpoint import DistributedCheckpoint, SaveOptions, shelf
+from forged.checkpoint import DistributedCheckpoint, LoadOptions, SaveOptions, shelf
 from forged.checkpoint.blocking import BlockingCheckpoint
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.manifest import SUFFIX, TOMBSTONE, Manifest
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
+from forged.checkpoint.ports import Storage
+from forged.checkpoint.validator import CheckpointValidator
 from tests.checkpoint.faulty import Faulty, broken
 from tests.checkpoint.shelves import MemoryStorage
 
@@ -48,6 +52,12 @@ def test_one_that_cannot_be_read_is_told_of(storage: MemoryStorage) -> None:
     assert isinstance(found["b"], CheckpointException)
     assert found["b"].type is ExceptionType.CORRUPTED_CHECKPOINT
     assert isinstance(found["a"], Manifest)
+
+
+def test_one_that_is_not_there_says_where_to_look(storage: MemoryStorage) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        shelf.read_manifest(storage, "none")
+    assert caught.value.fix == f"`forgectl ckpt ls {storage.url}` shows which there are"
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -119,6 +129,100 @@ def test_what_was_saved_under_the_name_since_is_left_alone(storage: MemoryStorag
     storage.files["b" + SUFFIX] = old
 
 
+def put(storage: Storage, prefix: str, value: float, layout: CheckpointFormat = CheckpointFormat.CONSOLIDATED) -> None:
+    """Save a checkpoint with this in it."""
+    with BlockingCheckpoint(DistributedCheckpoint(None, storage)) as one:
+        one.save({"w": np.full(10, value)}, options=SaveOptions(prefix, layout))
+
+
+def require_loaded(storage: MemoryStorage, prefix: str, value: float) -> None:
+    """The checkpoint has this in it."""
+    with BlockingCheckpoint(DistributedCheckpoint(None, storage)) as one:
+        assert one.load(None, options=LoadOptions(prefix)).model_state["w"].tolist() == [value] * 10
+
+
+def require(storage: MemoryStorage, prefix: str, value: float) -> None:
+    """The checkpoint has this in it, for us and for who reads it by its index, and nothing is wrong with it."""
+    require_loaded(storage, prefix, value)
+    assert CheckpointValidator(storage).validate_checkpoint(prefix).findings == ()
+    index = json.loads(storage.files[f"{prefix}/model.safetensors.index.json"])
+    [(name, file)] = index["weight_map"].items()
+    assert load(storage.files[f"{prefix}/{file}"])[name].tolist() == [value] * 10
+
+
+@pytest.mark.parametrize("moment", ["move", "read", "settle", "entries", "delete"])
+def test_a_deletion_that_is_slow_takes_nothing_of_what_is_saved_under_the_name_meanwhile(moment: str) -> None:
+    """Another one finishes the deletion, and saves."""
+    storage = MemoryStorage()
+    put(storage, "a", 1)
+    # The first deletion is that of the index alone, which was looked at right before.
+    left = 2 if moment == "delete" else 1
+
+    def meanwhile(number: int, what: str, done: bool) -> None:
+        nonlocal left
+        if what == moment and done == (moment == "move"):
+            left -= 1
+            if left == 0:
+                shelf.delete(storage, "a")
+                put(storage, "a", 2)
+
+    shelf.delete(Faulty(storage, meanwhile), "a")
+    assert left <= 0
+    require(storage, "a", 2)
+
+
+def dying(storage: MemoryStorage, moment: str, of: int = 1) -> Faulty:
+    """The storage of a process that dies before it does this for so many times."""
+    left = of
+
+    def fault(number: int, what: str, done: bool) -> None:
+        nonlocal left
+        left -= what == moment and not done
+        if left <= 0:
+            raise broken()
+
+    return Faulty(storage, fault)
+
+
+@pytest.mark.parametrize(
+    ("layout", "published"),
+    [
+        (CheckpointFormat.MULTI_SHARD, 1),
+        (CheckpointFormat.SINGLE_FILE, 1),
+        (CheckpointFormat.CONSOLIDATED, 1),
+        (CheckpointFormat.CONSOLIDATED, 2),
+    ],
+)
+def test_a_save_that_was_killed_does_not_keep_its_name(layout: CheckpointFormat, published: int) -> None:
+    storage = MemoryStorage()
+    with pytest.raises(CheckpointException):
+        put(dying(storage, "publish", published), "a", 1, layout)
+    assert [*shelf.unfinished(storage)] == ["a"]
+    put(storage, "a", 2)
+    require(storage, "a", 2)
+
+
+def test_a_checkpoint_whose_save_was_killed_before_its_index_was_shown_goes_as_a_whole() -> None:
+    storage = MemoryStorage()
+    put(dying(storage, "move"), "a", 1)
+    assert shelf.is_there(storage, "a")
+    require_loaded(storage, "a", 1)
+    result = CheckpointValidator(storage).validate_checkpoint("a")
+    assert (result.is_valid, len(result.warnings)) == (True, 1)
+    shelf.delete(storage, "a")
+    assert storage.files == {}
+
+
+def test_an_index_of_another_save_stays_when_one_is_deleted() -> None:
+    storage = MemoryStorage()
+    put(storage, "a", 1)
+    shown = "a/model.safetensors.index.json"
+    index = json.loads(storage.files[shown])
+    storage.files[shown] = json.dumps(index | {"weight_map": {"w": "0a1b2c3d.model.safetensors"}}).encode()
+    shelf.delete(storage, "a")
+    assert [*storage.files] == [shown]
+
+
 @pytest.mark.parametrize("moment", ["open", "move", "read", "settle"])
 def test_two_who_delete_the_same_both_succeed(storage: MemoryStorage, moment: str) -> None:
     is_first = True
@@ -157,12 +261,15 @@ def test_what_saves_have_left_is_found_and_cleared_away(storage: MemoryStorage) 
         shelf.part_name("p", "0a1b2c3d", 123_456, 200_000, is_packed=True),
         shelf.receipt_name("p", "0a1b2c3d", 3),
         shelf.refusal_name("p", "0a1b2c3d", 3),
-        "p/model.safetensors",
-        "p/model-00001-of-00003.safetensors",
+        "p/0a1b2c3d.model.safetensors",
+        "p/0a1b2c3d.model-00001-of-00003.safetensors",
+        "p/0a1b2c3d.model.safetensors.index.json",
         "p/model.safetensors.index.json",
-        "p/optimizer.packed",
-        "p/rank-00002.safetensors",
-        "p/state.safetensors",
+        "p/0a1b2c3d.optimizer.packed",
+        "p/0a1b2c3d.rank-00002.safetensors",
+        "p/0a1b2c3d.rank-00002-00001-of-00003.safetensors",
+        "p/rank-00002.safetensors.index.json",
+        "p/0a1b2c3d.state.safetensors",
     ],
 )
 def test_every_file_that_a_save_makes_is_known_as_such(name: str) -> None:

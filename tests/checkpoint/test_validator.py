@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forged.checkpoint.errors import CheckpointException, storage_error
+from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
 from forged.checkpoint.manifest import Manifest, encode
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import Halt, Storage
@@ -21,6 +21,7 @@ from forged.checkpoint.validator import (
     FINDINGS_MAX,
     CheckpointValidator,
     Finding,
+    IntegrityChecker,
     ValidationResult,
     verify,
 )
@@ -199,6 +200,13 @@ class TestManifest:
         assert [one.code for one in result.warnings] == ["checkpoint_file_size", "checkpoint_file_missing"]
         assert "warning: there is no a/gone.json" in result.get_summary()
 
+    def test_a_version_that_cannot_be_read_is_told_as_such(self) -> None:
+        storage, manifest = saved()
+        storage.files[manifest.path] = encode(msgspec.structs.replace(manifest, version="9.0"))
+        with pytest.raises(CheckpointException, match=r"version 9\.0") as caught:
+            check(storage).require_valid("a")
+        assert caught.value.type is ExceptionType.INCOMPATIBLE_VERSION
+
     def test_another_version_that_can_be_read_is_a_warning(self) -> None:
         storage, manifest = saved()
         storage.files[manifest.path] = encode(msgspec.structs.replace(manifest, version="1.9"))
@@ -224,6 +232,31 @@ class Broken:
         raise ZeroDivisionError("oh")
 
 
+class Files(Small):
+    name = "files"
+
+
+class TestBeforeALoad:
+    def test_what_is_wrong_with_files_is_a_warning(self) -> None:
+        storage, manifest = saved()
+        del storage.files[manifest.parts[0].file]
+        storage.damage(manifest.parts[1].file, 100)
+        result = CheckpointValidator(storage).before_load("a")
+        result.require_valid("a")
+        assert result.manifest == manifest
+        assert [one.code for one in result.warnings] == ["checkpoint_file_missing", "checkpoint_header_corrupt"]
+
+    def test_what_is_wrong_with_the_manifest_is_an_error(self) -> None:
+        storage, manifest = saved()
+        storage.damage(manifest.path, 100)
+        assert not CheckpointValidator(storage).before_load("a").is_valid
+
+    @pytest.mark.parametrize("checker", [Small(), Files(), Broken()])
+    def test_what_checkers_find_is_an_error_whatever_their_names(self, checker: IntegrityChecker) -> None:
+        storage, _ = saved()
+        assert not CheckpointValidator(storage, [checker]).before_load("a").is_valid
+
+
 class TestCheckers:
     def test_a_checkers_findings_count(self) -> None:
         storage, _ = saved()
@@ -232,6 +265,7 @@ class TestCheckers:
         assert "small failed" in result.get_summary()
         with pytest.raises(CheckpointException) as caught:
             result.require_valid("a")
+        assert caught.value.type is ExceptionType.VALIDATION_FAILED
         assert caught.value.code == "too_large"
         assert caught.value.checkpoint_path == "a"
 

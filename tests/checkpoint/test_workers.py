@@ -108,6 +108,7 @@ async def test_workers_save_over_their_collectives(crew: Crew) -> None:
         assert (manifest.world_size, manifest.step) == (3, state["step"])
         assert manifest.fence is not None
         assert manifest.fence.generation == crew["a"].worker.generation
+        assert manifest.fence.term == crew["a"].worker.term > 0
     await crew.finish(*NAMES)
 
 
@@ -218,3 +219,5 @@ def test_a_script_saves_in_the_background_while_it_trains(scripts: Scripts, tmp_
         assert same(state_of(storage, f"c{number}")["model"], {"rows": whole(number)})
         manifest = shelf.read_manifest(storage, f"c{number}")
         assert (manifest.job, manifest.step, manifest.world_size) == (JOB, number, 2)
+        assert manifest.fence is not None
+        assert manifest.fence.term > 0

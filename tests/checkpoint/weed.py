@@ -25,6 +25,8 @@ ACCESS_KEY, SECRET_KEY = "AKIAFORGED", "not-a-secret"
 STARTS_WITHIN_S = 60.0
 LOOK_S = 0.05
 READY = "ready"
+SOCKETS = Path("/tmp")
+"""Where the server has sockets of its own, whatever it is told."""
 PORTS = (
     "master.port",
     "master.port.grpc",
@@ -70,6 +72,9 @@ class Weed:
         """End it without a farewell."""
         self.process.kill()
         self.process.wait()
+        for name, port in self.ports.items():
+            if name.endswith(".grpc"):
+                (SOCKETS / f"seaweedfs-{name.removesuffix('.port.grpc')}-grpc-{port}.sock").unlink(missing_ok=True)
 
     def bucket(self) -> str:
         """A new one."""
@@ -159,6 +164,7 @@ class Weed:
         here = self._directory
         return [
             str(Path(sys.executable).parent / "weed"),
+            f"-logdir={here}",
             "server",
             "-s3",
             "-filer",

@@ -100,7 +100,7 @@ def test_files_without_a_manifest_are_told_with_what_to_do(shelf: Shelf) -> None
 
 def test_a_model_that_somebody_put_there_is_not_taken_for_a_save(shelf: Shelf) -> None:
     (shelf.folder / "llama").mkdir(parents=True)
-    (shelf.folder / "llama" / "model.safetensors").write_bytes(b"x")
+    (shelf.folder / "llama" / "model.safetensors.index.json").write_bytes(b"x")
     said = shelf.run("ls")
     assert "llama has no manifest (1 file, 1 B, written moments ago)" in said.out
     assert "or a model from elsewhere" in said.out

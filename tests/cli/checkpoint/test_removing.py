@@ -166,8 +166,22 @@ class TestASaveThatCameToNothing:
         assert asked(shelf, "rm --unfinished checkpoints", "n\n").code == 1
         assert shelf.files("old")
 
+    def test_of_whole_tensors_goes_unless_an_index_beside_it_may_be_somebody_elses(self, shelf: Shelf) -> None:
+        for prefix in ("a", "b"):
+            shelf.put("source")
+            assert shelf.run(f"convert checkpoints/source checkpoints/{prefix} --format consolidated").code == 0
+            shelf.run("rm checkpoints/source --yes")
+            shelf.manifest(prefix).unlink()
+        (shelf.folder / "a" / "model.safetensors.index.json").unlink()
+        for path in [*shelf.files("a"), *shelf.files("b")]:
+            os.utime(path, (0, 0))
+        told = shelf.told("rm --unfinished checkpoints --yes")
+        assert ([row["prefix"] for row in told["deleted"]], told["spared"]) == (["a"], ["b"])
+        assert shelf.run("rm --unfinished checkpoints/b --yes").code == 0
+        assert left(shelf) == []
+
     def test_is_not_what_somebody_else_has_put_there(self, shelf: Shelf) -> None:
-        model = shelf.folder / "llama" / "model.safetensors"
+        model = shelf.folder / "llama" / "model.safetensors.index.json"
         model.parent.mkdir(parents=True)
         model.write_bytes(b"x")
         os.utime(model, (0, 0))
