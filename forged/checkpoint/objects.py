@@ -94,6 +94,8 @@ class ObjectStorage:
         storage = self.bounded(halt)
         mark, is_small = _new_mark(), source.size <= BLOCK_BYTES
         data = b"".join(map(bytes, _blocks(name, source, halt))) if is_small else b""
+        # What was asked for and given up may yet be done, when nobody looks any more.
+        halt.check()
         try:
             storage._create(name, data, mark)
         except CheckpointException as error:

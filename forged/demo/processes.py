@@ -185,8 +185,12 @@ def _end_the_rest() -> None:
 
 
 def _children() -> list[int]:
-    tasks = Path(f"/proc/{os.getpid()}/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        # A thread may end while it is looked at; its children are another's then.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def last_words(path: Path | None) -> str:

@@ -95,7 +95,7 @@ async def test_a_backup_shows_one_revision_although_commits_go_on(
     states = await commits_until(backing_up, store)
     await backing_up
     copy = await open_sqlite(path)
-    assert begun_at + 5 < copy.revision <= store.revision
+    assert begun_at < copy.revision <= store.revision
     assert await content(copy) == states[copy.revision]
 
 
