@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
+from forged.checkpoint.loading import load_state
 from forged.checkpoint.manifest import Manifest, encode
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import Halt, Storage
@@ -26,9 +28,12 @@ from forged.checkpoint.validator import (
     verify,
 )
 from tests.checkpoint.layouts import small_chunks
+from tests.checkpoint.plain_reader import same
 from tests.checkpoint.shelves import MemoryReader, MemoryStorage
 from tests.checkpoint.writer import write_checkpoint
 
+FLIPS = 10_000
+LOADED_EVERY = 10
 W = np.random.default_rng(0).normal(size=(500, 400)).astype(np.float32)
 STATES: list[Any] = [
     {
@@ -48,6 +53,14 @@ def saved(level: CompressionLevel = CompressionLevel.NONE) -> tuple[MemoryStorag
 
 def check(storage: Storage, *, deep: bool = True) -> ValidationResult:
     return CheckpointValidator(storage).validate_checkpoint("a", deep=deep)
+
+
+def loaded_or_refused(storage: Storage, manifest: Manifest, rank: int, sound: Any) -> bool:
+    """Whether a load gives what was saved, from where it is whole, or says what is damaged."""
+    try:
+        return same(load_state(storage, manifest, rank=rank, world_size=2).state, sound)
+    except CheckpointException as error:
+        return error.type is ExceptionType.CORRUPTED_CHECKPOINT
 
 
 class TestSound:
@@ -87,6 +100,21 @@ class TestDamage:
         (error,) = check(storage).errors
         assert (error.file, error.rank) == (part.file, part.rank)
         assert (error.tensor is None) == (offset < part.data_offset)
+
+    def test_ten_thousand_bits_of_the_payload_that_flip_are_all_found_and_none_is_loaded(self) -> None:
+        storage, manifest = saved()
+        sound = [load_state(storage, manifest, rank=rank, world_size=2).state for rank in range(2)]
+        random = Random(FLIPS)
+        for turn in range(FLIPS):
+            part = random.choice(manifest.parts)
+            offset, bit = random.randrange(part.data_offset, part.size), 1 << random.randrange(8)
+            storage.damage(part.file, offset, bit)
+            (error,) = check(storage).errors
+            assert (error.file, error.rank, bool(error.tensor)) == (part.file, part.rank, True)
+            if turn % LOADED_EVERY == 0:
+                assert loaded_or_refused(storage, manifest, part.rank, sound[part.rank])
+            storage.damage(part.file, offset, bit)
+        assert check(storage).is_valid
 
     def test_the_tensor_and_the_chunk_are_named(self) -> None:
         storage, manifest = saved()
