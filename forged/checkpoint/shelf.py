@@ -18,6 +18,7 @@ from forged.checkpoint.ports import Entry, Storage
 
 MISSING = "checkpoint_file_missing"
 SAVE_ID_BYTES = 4
+LOOKS = 2
 _SECTION = r"(?:model|optimizer|state|rank-[0-9]{5,7})"
 _PART = rf"(?:{_SECTION}|(?:{_SECTION}-)?[0-9]{{5,7}}-of-[0-9]{{5,7}})\.(?:safetensors|packed)"
 _INDEX = rf"{_SECTION}\.safetensors\.index\.json"
@@ -166,10 +167,14 @@ def _leads_to(storage: Storage, name: str, size: int, manifest: Manifest) -> boo
 
 def is_replaceable(storage: Storage, index: str) -> bool:
     """Whether there is no such index, or one of files that a save has made."""
-    said = _small(storage, index, MANIFEST_BYTES_MAX)
-    if said is None:
-        return not _is_there(storage, index)
-    return _OF_A_SAVE.search(said) is not None
+    for _ in range(LOOKS):
+        said = _small(storage, index, MANIFEST_BYTES_MAX)
+        if said is not None:
+            return _OF_A_SAVE.search(said) is not None
+        if not _is_there(storage, index):
+            return True
+        # It may have come between the two looks.
+    return False
 
 
 def clear(storage: Storage, prefix: str) -> list[str]:

@@ -630,11 +630,11 @@ class TestWhatItTells:
     def test_it_is_what_its_worker_is(self, endpoint: str) -> None:
         with at(endpoint, learning_rate=0.25, global_batch_size=64, attributes={"gpu": "none"}) as worker:
             assert (worker.rank, worker.world_size, worker.generation) == (-1, 0, 0)
-            assert worker.term > 0
             assert worker.current_topology is None
             assert worker.current_state is None
             next(worker.steps())
             assert (worker.rank, worker.world_size, worker.generation) == (0, 1, 1)
+            assert worker.term > 0
             topology, now = worker.current_topology, worker.current_state
             assert topology is not None
             assert topology.workers == (worker.worker_id,)
