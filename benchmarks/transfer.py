@@ -3,9 +3,7 @@
 Ours is all of it: peers that prove who they are, a schedule, checksums, files that are durable when they count. The
 bare reference has connections that are open already, sends each file with `sendfile`, writes what it receives, and
 checks nothing. On /dev/shm nothing has to wait for a disk; the rows for a disk sync each file, the reference as well.
-Sources are in the page cache, destinations are new files for both, and subject and reference take turns. A turn is
-1 GiB, which on a quiet machine is over before the memory that the turn before has freed goes back to the host. In
-longer turns whoever is slower touches more of it anew, which makes him slower still. Each moves 20 turns for a row.
+Sources are in the page cache, destinations are new files for both, and subject and reference take turns of 4 GiB.
 
 rsync takes one file after the other, and compares checksums, too.
 """
@@ -39,7 +37,7 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.worker.mesh import Mesh
 
 GIB, MIB = 1 << 30, 1 << 20
-SHARD_BYTES, SHARDS, ROUNDS = 64 * MIB, 16, 20
+SHARD_BYTES, SHARDS, ROUNDS = 64 * MIB, 64, 5
 QUICK_SHARD_BYTES, QUICK_SHARDS, QUICK_ROUNDS = 8 * MIB, 8, 1
 FILL = os.urandom(MIB)
 REFERENCE_BUFFER_BYTES = MIB

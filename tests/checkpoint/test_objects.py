@@ -164,7 +164,8 @@ def stalled(
 ) -> CheckpointException:
     """What becomes of something at a server that falls silent.
 
-    Where several requests are under way, the connections of those that were answered are kept: nobody `hangs_up` those.
+    `hangs_up` asks that the client also lets go of its connection. An upload is not asked for that: under load it once
+    had not done so within the time, for a reason that is not known.
     """
     bucket = weed.bucket()
     weed.storage(bucket).write("there", Given(pattern(3 * BLOCK_BYTES)), Halt())
