@@ -3,7 +3,9 @@
 Ours is all of it: peers that prove who they are, a schedule, checksums, files that are durable when they count. The
 bare reference has connections that are open already, sends each file with `sendfile`, writes what it receives, and
 checks nothing. On /dev/shm nothing has to wait for a disk; the rows for a disk sync each file, the reference as well.
-Sources are in the page cache, destinations are new files for both, and subject and reference take turns of 4 GiB.
+Sources are in the page cache, destinations are new files for both, and subject and reference take turns of 4 GiB. Where
+memory that was freed goes back to a host, it is slow to touch again: before each turn so much is taken and freed that
+neither finds more of the fast kind than the other.
 
 rsync takes one file after the other, and compares checksums, too.
 """
@@ -11,6 +13,7 @@ rsync takes one file after the other, and compares checksums, too.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -126,6 +129,7 @@ def _give_bare(sock: socket.socket, held: DirectoryShardStore) -> None:
 
 def ours(made: Scene, concurrency: int) -> float:
     """The rate of a manager that fetches all shards."""
+    _level_memory(made)
     with made.new_directory() as path:
         return asyncio.run(_fetch(made, path, concurrency))
 
@@ -143,6 +147,11 @@ async def _fetch(made: Scene, path: Path, concurrency: int) -> float:
     return made.size_bytes / GIB / elapsed_s
 
 
+def _level_memory(made: Scene) -> None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    mmap.mmap(-1, made.size_bytes, flags=flags).close()
+
+
 def _all_from(made: Scene, taker: WorkerId) -> DataRedistributionPlan:
     """Everything moves, as its holder leaves."""
     shards = len(made.held.held())
@@ -153,6 +162,7 @@ def _all_from(made: Scene, taker: WorkerId) -> DataRedistributionPlan:
 
 def bare(made: Scene, concurrency: int) -> float:
     """The rate of as many bare connections."""
+    _level_memory(made)
     wishes: SimpleQueue[int] = SimpleQueue()
     for shard in made.held.held():
         wishes.put(shard)
@@ -188,6 +198,7 @@ def _take_bare(sock: socket.socket, made: Scene, wishes: SimpleQueue[int], path:
 def rsync(made: Scene) -> float:
     """The rate of a daemon and a client of rsync, which sends whole files, as there are none to compare with."""
     assert RSYNC is not None
+    _level_memory(made)
     with made.new_directory() as path, _rsync_daemon(made) as url:
         start = time.monotonic()
         subprocess.run([RSYNC, "--whole-file", "--recursive", url, f"{path}/"], check=True)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from forged.checkpoint.files import READ, Files
-from forged.checkpoint.filling import NOT_SUPPORTED, PAGE, Rooms, copy_bytes, patiently
+from forged.checkpoint.filling import NOT_SUPPORTED, Rooms, copy_bytes, patiently
 from forged.checkpoint.ports import BLOCK_BYTES
+from forged.disk import PAGE
 
 FILE_BYTES_MIN = 32 << 20
 """Smaller files are read through the cache: there is little to win, and they may be wanted again."""

@@ -6,7 +6,6 @@ makes of it. Nothing is decided here. All of it may be called from several threa
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -15,22 +14,13 @@ import stat
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from forged import durable
+from forged import disk
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """`O_NONBLOCK`: a pipe that lies there must not keep whoever opens it."""
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 UNNAMED = os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC
 MODE = 0o666
-RENAME_NOREPLACE = 1
-AT_FDCWD = -100
-SYNC_FILE_RANGE_WRITE = 2
-SYNC_FILE_RANGE_WRITE_AND_WAIT = 7
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 
 
 class Found(NamedTuple):
@@ -168,12 +158,10 @@ class SystemFiles:
         return status.st_size
 
     def bypass_cache(self, fd: int, *, on: bool) -> None:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+        disk.bypass_cache(fd, on=on)
 
     def reserve(self, fd: int, size: int) -> None:
-        # Not `os.posix_fallocate`: where the file system cannot, glibc writes into every block instead.
-        _succeed(_libc.fallocate(fd, 0, 0, size))
+        disk.reserve(fd, size)
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
@@ -204,17 +192,16 @@ class SystemFiles:
         return True
 
     def begin_write_back(self, fd: int, offset: int, size: int) -> None:
-        _succeed(_libc.sync_file_range(fd, offset, size, SYNC_FILE_RANGE_WRITE))
+        disk.begin_write_back(fd, offset, size)
 
     def drop_cache(self, fd: int, offset: int, size: int) -> None:
-        _succeed(_libc.sync_file_range(fd, offset, size, SYNC_FILE_RANGE_WRITE_AND_WAIT))
-        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+        disk.drop_cache(fd, offset, size)
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
 
     def sync_directory(self, path: str) -> None:
-        durable.sync_directory(Path(path))
+        disk.sync_directory(Path(path))
 
     def link_open(self, fd: int, path: str) -> None:
         # A path that is absolute leaves the directory out of account; but only with one does Python follow the link.
@@ -227,7 +214,7 @@ class SystemFiles:
         Path(path).rename(to)
 
     def rename_new(self, path: str, to: str) -> None:
-        _succeed(_libc.renameat2(AT_FDCWD, os.fsencode(path), AT_FDCWD, os.fsencode(to), RENAME_NOREPLACE))
+        disk.rename_new(path, to)
 
     def unlink(self, path: str) -> None:
         Path(path).unlink()
@@ -260,13 +247,6 @@ def _looked_at(entry: os.DirEntry[str]) -> Found | None:
     if not is_directory and not stat.S_ISREG(status.st_mode):
         return None
     return Found(entry.name, is_directory, status.st_size, status.st_mtime)
-
-
-def _succeed(result: int) -> None:
-    """What the C library answers, as an error if it is one."""
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
 
 
 def directory_of(path: str) -> str:

@@ -19,8 +19,8 @@ from forged.checkpoint.crew import work_off
 from forged.checkpoint.files import Files
 from forged.checkpoint.memory import new_memory
 from forged.checkpoint.ports import BLOCK_BYTES, Halt, Source
+from forged.disk import PAGE
 
-PAGE = 4096
 BLOCKS_CACHED_MAX = 8
 """So many blocks may wait in the page cache, where it is used, before one more is written."""
 ROOMS_PER_WRITE = 2

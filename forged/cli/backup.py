@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from forged.durable import sync_directory
+from forged.disk import sync_directory
 from forged.errors import ForgedError
 
 PRIVATE = 0o600

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from forged.assets import BESIDE, asset
 from forged.cli.process import EXIT_OK, say
-from forged.durable import sync_directory
+from forged.disk import sync_directory
 from forged.errors import ConfigError, ForgedError
 from forged.systemd.unit import hidden, is_untouched, stamped, unprotected, with_command
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 
 from forged.client.methods import DaemonMethods
-from forged.durable import sync_directory
+from forged.disk import sync_directory
 from forged.messages import Ticket
 from forged.net import side
 from forged.status.model import BackUp

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from forged.data.shards import Dataset
-from forged.durable import sync_directory
+from forged.disk import sync_directory
 from forged.errors import ConfigError
 
 LOCK = "lock"

@@ -9,8 +9,9 @@ is ever believed. A name is made of numbers only, so it stays in the directory; 
     shard-7.part                                              arriving, to become what it becomes; ends with its writer
 
 What is hashed is the memory that is handed to the kernel, while it is in the processor's cache; what was here before
-is read back. The disk begins to write while more arrives, so that little is left to wait for at the end. An arriving
-file is locked against other processes by a lock that no forked child keeps.
+is read back. Whole pages of a large shard go to the disk past the page cache, whose memory is the training's; of what
+goes through it, the disk writes early, so that little is left to wait for at the end. An arriving file is locked
+against other processes by a lock that no forked child keeps.
 
 A child that is forked while another thread is at work here, to load data say, reads what is held: no reading waits for
 a lock, and the locks that the child has copies of are renewed in it, because nobody is left there to open them.
@@ -18,7 +19,6 @@ a lock, and the locks that the child has copies of are renewed in it, because no
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -30,8 +30,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet
 
+import numpy as np
 import xxhash
 
+from forged import disk
 from forged.data.dedication import FILE_MODE, dedicate, usable
 from forged.data.shards import Dataset
 from forged.data.store import (
@@ -49,17 +51,15 @@ from forged.data.store import (
     damaged,
     not_held,
 )
-from forged.durable import sync_directory
+from forged.disk import PAGE, sync_directory
 from forged.errors import RequestRefused
 
 READ_BYTES = 1 << 20
 WRITE_BACK_BYTES = 4 << 20
 """When so many more are in the page cache, the disk begins to write them."""
+PAST_CACHE_BYTES_MIN = 16 << 20
+"""Smaller shards go through the page cache: there is little to win, and they will be read soon."""
 PART = ".part"
-
-_SYNC_FILE_RANGE_WRITE = 2
-_libc = ctypes.CDLL(None)
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 _SIZE_DIGITS_MAX = 19
 _NAME = re.compile(
@@ -316,7 +316,9 @@ class _ArrivingFile(ArrivingShard):
         self._stamp = stamp
         self._part = part
         self._offset = 0
-        self._written_back = 0
+        self._written_back = offset
+        self._may_pass_cache = stamp is not None and stamp.size >= PAST_CACHE_BYTES_MIN
+        self._passes_cache = False
         self._is_resumed = offset > 0
         self._hash = xxhash.xxh3_128()
         with _translated(shard):
@@ -348,15 +350,42 @@ class _ArrivingFile(ArrivingShard):
         self._hash.update(view)
         with self._dropped_on_failure():
             while view:
-                size = os.pwrite(self._fd, view, self._offset)
+                size = self._put(view)
                 self._offset += size
                 view = view[size:]
-        if self._offset - self._written_back >= WRITE_BACK_BYTES:
+        if self._passes_cache:
+            self._written_back = self._offset
+        elif self._offset - self._written_back >= WRITE_BACK_BYTES:
             self._begin_write_back()
+
+    def _put(self, view: memoryview) -> int:
+        """Write some of it; returns how much."""
+        self._pass_cache(on=self._may_pass_cache and _is_whole_pages(view, self._offset))
+        try:
+            return os.pwrite(self._fd, view, self._offset)
+        except OSError as error:
+            if not self._passes_cache or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        # Some file systems say only now that they cannot.
+        self._may_pass_cache = False
+        self._pass_cache(on=False)
+        return os.pwrite(self._fd, view, self._offset)
+
+    def _pass_cache(self, *, on: bool) -> None:
+        if on == self._passes_cache:
+            return
+        try:
+            disk.bypass_cache(self._fd, on=on)
+            self._passes_cache = on
+        except OSError:
+            if not on:
+                raise
+            self._may_pass_cache = False
 
     def _begin_write_back(self) -> None:
         """Let the disk begin with what is here. Whether it succeeds, or could begin at all, the final sync tells."""
-        _libc.sync_file_range(self._fd, self._written_back, self._offset - self._written_back, _SYNC_FILE_RANGE_WRITE)
+        with suppress(OSError):
+            disk.begin_write_back(self._fd, self._written_back, self._offset - self._written_back)
         self._written_back = self._offset
 
     def commit(self) -> Stamp:
@@ -416,6 +445,14 @@ def _locked(shard: int, part: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _is_whole_pages(view: memoryview, offset: int) -> bool:
+    """Whether the disk can take it from where it lies."""
+    if offset % PAGE or len(view) % PAGE:
+        return False
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address % PAGE == 0
 
 
 def _identity(about: os.stat_result) -> tuple[int, int, int, int]:

@@ -91,7 +91,7 @@ async def fetch(wire: Wire, shard: int, store: ShardStore, passage: Passage) -> 
     stamp = Stamp(coming.size, coming.checksum)
     with store.receive(shard, stamp, coming.offset) as arriving:
         passage.begins(coming.offset, coming.size)
-        await _take(wire, coming.size - coming.offset, arriving, passage)
+        await _take(wire, coming, arriving, passage)
         await _require_unchanged(wire, shard, arriving)
         return arriving.commit()
 
@@ -102,16 +102,19 @@ def _fits(coming: ShardComing, shard: int, begun: Begun | None) -> bool:
     return coming.shard == shard and (coming.offset == 0 or is_resumed)
 
 
-async def _take(wire: Wire, count: int, arriving: ArrivingShard, passage: Passage) -> None:
+async def _take(wire: Wire, coming: ShardComing, arriving: ArrivingShard, passage: Passage) -> None:
+    """Take it in pieces that begin at multiples of their length: a disk can take those as they are."""
+
     def absorb(data: memoryview) -> None:
         arriving.write(data)
         passage.moved(data.nbytes)
 
-    while count:
-        piece = min(PIECE_BYTES, count)
+    at = coming.offset
+    while at < coming.size:
+        piece = min(PIECE_BYTES - at % PIECE_BYTES, coming.size - at)
         await wire.pause(passage.pause_before(piece))
         await wire.take(piece, absorb)
-        count -= piece
+        at += piece
 
 
 async def _require_unchanged(wire: Wire, shard: int, arriving: ArrivingShard) -> None:

@@ -3,7 +3,7 @@
 Law: a conversation is written once, as a coroutine that speaks through a `Wire`. Over a socket the wire blocks and the
 coroutine never suspends, so that a thread runs it in one go; over a stream it suspends as others do. Words are frames
 of at most `WORD_BYTES_MAX`; what is longer, no word, or cut off is an error, and then the connection is of no more use.
-Bytes are handed on as soon as they are here, so that none is lost when the connection breaks.
+Bytes that have arrived are handed on also when the connection breaks behind them, so that none is lost.
 """
 
 from __future__ import annotations
@@ -126,13 +126,17 @@ class SocketWire:
         bulk.send_file(self._sock, fd, offset, count, stall_timeout_s=stall_timeout_s)
 
     async def take(self, count: int, absorb: Absorb) -> None:
-        """Receive so many bytes into warm memory."""
-        while count:
-            size = self._sock.recv_into(_warm.buffer[:count])
-            if not size:
-                raise cut_off()
-            absorb(_warm.buffer[:size])
-            count -= size
+        """Receive so many bytes into warm memory that begins at a page, all before they are handed on."""
+        filled = 0
+        try:
+            while filled < count:
+                size = self._sock.recv_into(_warm.buffer[filled:count])
+                if not size:
+                    raise cut_off()
+                filled += size
+        finally:
+            if filled:
+                absorb(_warm.buffer[:filled])
 
     async def pause(self, seconds: float) -> None:
         """Wait for the time to pass, or for the socket to be shut down."""

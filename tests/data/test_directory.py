@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
+import mmap
 import multiprocessing
 import os
 import signal
@@ -14,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forged import disk
 from forged.data import directory
 from forged.data.directory import DirectoryShardStore, name_of
 from forged.data.store import Begun, Stamp, StoreFailed
@@ -232,11 +236,10 @@ def test_the_disk_begins_to_write_while_more_arrives(
     monkeypatch.setattr(directory, "WRITE_BACK_BYTES", 2000)
     begun: list[tuple[str, int, int]] = []
 
-    def sync_file_range(fd: int, offset: int, count: int, flags: int) -> int:
+    def begin_write_back(fd: int, offset: int, count: int) -> None:
         begun.append((Path(f"/proc/self/fd/{fd}").readlink().name, offset, count))
-        return 0
 
-    with patch.object(directory._libc, "sync_file_range", sync_file_range), store.receive(7, None) as arriving:
+    with patch("forged.disk.begin_write_back", begin_write_back), store.receive(7, None) as arriving:
         for start in range(0, len(DATA), 1500):
             arriving.write(DATA[start : start + 1500])
         assert begun == [("shard-7.part", 0, 3000), ("shard-7.part", 3000, len(DATA) - 3000)]
@@ -247,7 +250,7 @@ def test_what_the_disk_could_not_begin_with_is_left_to_the_final_sync(
     store: DirectoryShardStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "WRITE_BACK_BYTES", 1)
-    with patch.object(directory._libc, "sync_file_range", return_value=-1) as refused:
+    with patch("forged.disk.begin_write_back", side_effect=OSError(errno.EIO, "it cannot")) as refused:
         store.put(7, [DATA])
     assert refused.called
     assert store.path_of(7).read_bytes() == DATA
@@ -255,6 +258,107 @@ def test_what_the_disk_could_not_begin_with_is_left_to_the_final_sync(
         store.put(8, [DATA])
     assert raised.value.code == "disk_full"
     assert store.held() == {7: STAMP}
+
+
+@pytest.fixture
+def in_pages() -> memoryview:
+    """Two pages and a bit, which begin at a page."""
+    memory = memoryview(mmap.mmap(-1, 3 * disk.PAGE))[: 2 * disk.PAGE + 100]
+    memory[:] = os.urandom(len(memory))
+    return memory
+
+
+class Writes:
+    """What is written, and whether it goes past the page cache."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refused: int | None = None) -> None:
+        self.seen: list[tuple[int, int, bool]] = []
+        self._refused = refused
+        self._write = os.pwrite
+        monkeypatch.setattr(directory, "PAST_CACHE_BYTES_MIN", 2 * disk.PAGE)
+        monkeypatch.setattr(os, "pwrite", self.write)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        is_past_cache = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        self.seen.append((offset, len(data), is_past_cache))
+        if is_past_cache and self._refused is not None:
+            raise OSError(self._refused, os.strerror(self._refused))
+        return self._write(fd, data, offset)
+
+
+def test_whole_pages_of_a_large_shard_go_past_the_page_cache(
+    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, size = Writes(monkeypatch), len(in_pages)
+    with store.receive(7, Stamp.of(bytes(in_pages))) as arriving:
+        arriving.write(in_pages[: disk.PAGE])
+        arriving.write(in_pages[disk.PAGE : 2 * disk.PAGE])
+        arriving.write(in_pages[2 * disk.PAGE :])
+        arriving.commit()
+    assert writes.seen == [(0, disk.PAGE, True), (disk.PAGE, disk.PAGE, True), (2 * disk.PAGE, 100, False)]
+    assert store.path_of(7).read_bytes() == bytes(in_pages)
+    assert store.held()[7].size == size
+
+
+def test_what_begins_inside_a_page_goes_through_the_cache(
+    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(in_pages)
+    writes = Writes(monkeypatch)
+    with store.receive(7, Stamp.of(data)) as arriving:
+        arriving.write(in_pages[:10])
+        arriving.write(in_pages[10 : 10 + disk.PAGE])
+        arriving.write(data[10 + disk.PAGE :])
+        arriving.commit()
+    assert [is_past_cache for _, _, is_past_cache in writes.seen] == [False, False, False]
+    assert store.path_of(7).read_bytes() == data
+
+
+def test_small_shards_and_those_of_unknown_size_go_through_the_cache(
+    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, page = Writes(monkeypatch), in_pages[: disk.PAGE]
+    store.put(7, [in_pages])
+    with store.receive(8, Stamp.of(bytes(page))) as arriving:
+        arriving.write(page)
+        arriving.commit()
+    assert [is_past_cache for _, _, is_past_cache in writes.seen] == [False, False]
+
+
+@pytest.mark.parametrize("refused", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_only_knows_the_cache_gets_all_through_it(
+    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    writes = Writes(monkeypatch, refused=refused)
+    with store.receive(7, Stamp.of(bytes(in_pages))) as arriving:
+        arriving.write(in_pages[: disk.PAGE])
+        arriving.write(in_pages[disk.PAGE : 2 * disk.PAGE])
+        arriving.write(in_pages[2 * disk.PAGE :])
+        arriving.commit()
+    assert [is_past_cache for _, _, is_past_cache in writes.seen] == [True, False, False, False]
+    assert store.path_of(7).read_bytes() == bytes(in_pages)
+
+
+def test_a_file_that_cannot_be_written_past_the_cache_is_written_through_it(
+    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = Writes(monkeypatch)
+    with (
+        patch("forged.disk.bypass_cache", side_effect=OSError(errno.EINVAL, "it cannot")),
+        store.receive(7, Stamp.of(bytes(in_pages))) as arriving,
+    ):
+        arriving.write(in_pages)
+        arriving.commit()
+    assert writes.seen == [(0, len(in_pages), False)]
+
+
+def test_a_full_disk_is_told_of_past_the_cache_too(
+    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Writes(monkeypatch, refused=errno.ENOSPC)
+    with store.receive(7, Stamp.of(bytes(in_pages))) as arriving:
+        assert code_of(lambda: arriving.write(in_pages[: disk.PAGE])) == "disk_full"
+    assert names(store) == []
 
 
 def test_those_who_wait_for_their_names_share_a_sync_that_began_after_them(store: DirectoryShardStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,7 @@ from forged.worker.peer_messages import (
     StateReady,
     decode,
 )
-from forged.worker.wires import receive
+from forged.worker.wires import PIECE_BYTES, receive
 from tests.worker.test_wires import PATIENCE_S, channel, pair
 
 MAKERS: list[Callable[[], Carrier]] = [SocketCarrier, LoopCarrier]
@@ -50,6 +51,7 @@ class Passage:
     def __init__(self) -> None:
         self.began: tuple[int, int | None] | None = None
         self.count = 0
+        self.pieces: list[int] = []
 
     def begins(self, offset: int, size: int | None) -> None:
         self.began = offset, size
@@ -58,6 +60,7 @@ class Passage:
         self.count += count
 
     def pause_before(self, count: int) -> float:
+        self.pieces.append(count)
         return 0.0
 
 
@@ -239,6 +242,18 @@ async def test_the_rest_of_a_shard_is_fetched_from_where_it_stopped(carrier: Car
         assert hear(far) == ShardWanted(7, 1000, *STAMP)
     assert store.read(7) == DATA
     assert (passage.began, passage.count) == ((1000, len(DATA)), len(DATA) - 1000)
+
+
+async def test_the_rest_comes_in_pieces_that_begin_at_multiples_of_their_length(carrier: Carrier) -> None:
+    data = os.urandom(2 * PIECE_BYTES + 5)
+    stamp, store, passage = Stamp.of(data), MemoryShardStore(), Passage()
+    with store.receive(7, stamp) as arriving:
+        arriving.write(data[:1000])
+    async with channel(carrier) as (made, far):
+        sending = asyncio.to_thread(far.sendall, said(ShardComing(7, *stamp, 1000), data[1000:], SENT))
+        assert (await asyncio.gather(fetched(made, store, passage), sending))[0] == stamp
+    assert store.read(7) == data
+    assert passage.pieces == [PIECE_BYTES - 1000, PIECE_BYTES, 5]
 
 
 async def test_a_source_may_begin_anew(carrier: Carrier) -> None:

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from forged import disk
+from forged.disk import PAGE, bypass_cache, sync_directory
+
+
+def test_it_is_the_directory_that_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[os.stat_result] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd)))
+    sync_directory(tmp_path)
+    (found,) = synced
+    assert stat.S_ISDIR(found.st_mode)
+    assert found.st_ino == tmp_path.stat().st_ino
+
+
+def test_what_is_no_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        sync_directory(tmp_path / "file")
+
+
+def test_what_goes_past_the_cache_is_in_whole_pages(tmp_path: Path) -> None:
+    memory = memoryview(mmap.mmap(-1, PAGE))
+    memory[:] = bytes(range(256)) * (PAGE // 256)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        bypass_cache(fd, on=True)
+        assert os.pwrite(fd, memory, 0) == PAGE
+        with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
+            os.pwrite(fd, memory[1:100], 1)
+        bypass_cache(fd, on=False)
+        assert os.pwrite(fd, b"more", PAGE) == 4
+    finally:
+        os.close(fd)
+    assert (tmp_path / "file").read_bytes() == bytes(memory) + b"more"
+
+
+def test_room_is_reserved_as_a_size(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        disk.reserve(file.fileno(), 10_000)
+    assert (tmp_path / "file").stat().st_size == 10_000
+
+
+def test_a_name_that_somebody_has_is_not_taken(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("one")
+    disk.rename_new(str(one), str(other))
+    one.write_text("again")
+    with pytest.raises(FileExistsError):
+        disk.rename_new(str(one), str(other))
+    assert other.read_text() == "one"
+
+
+def test_the_cache_is_written_and_forgotten(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        file.write(b"data")
+        disk.begin_write_back(file.fileno(), 0, 4)
+        disk.drop_cache(file.fileno(), 0, 4)
+        assert os.pread(file.fileno(), 4, 0) == b"data"
+
+
+def test_what_is_no_file_is_refused() -> None:
+    outlet, inlet = os.pipe()
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.ESPIPE)):
+            disk.begin_write_back(inlet, 0, 1)
+    finally:
+        os.close(outlet)
+        os.close(inlet)
