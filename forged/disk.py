@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import mmap
 import os
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _SYNC_FILE_RANGE_WRITE_AND_WAIT = 7
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 
 
@@ -55,6 +57,22 @@ def drop_cache(fd: int, offset: int, size: int) -> None:
     """Wait until it is written, and have the page cache forget it."""
     _succeed(_libc.sync_file_range(fd, offset, size, _SYNC_FILE_RANGE_WRITE_AND_WAIT))
     os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+
+
+def is_cached(fd: int, offset: int) -> bool:
+    """Whether the page cache has a byte of a file; also where the system keeps that to itself.
+
+    Nothing is read to find out: even a read that does not wait has the kernel read ahead.
+    """
+    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    is_resident = ctypes.create_string_buffer(1)
+    with mmap.mmap(fd, offset - start + 1, access=mmap.ACCESS_COPY, offset=start) as pages:
+        byte = ctypes.c_char.from_buffer(pages)
+        try:
+            _succeed(_libc.mincore(ctypes.addressof(byte), 1, is_resident))
+        finally:
+            del byte
+    return bool(is_resident.raw[0] & 1)
 
 
 def rename_new(path: str, to: str) -> None:

@@ -11,12 +11,13 @@ from contextlib import suppress
 
 from forged.checkpoint.files import READ, Files
 from forged.checkpoint.filling import NOT_SUPPORTED, Rooms, copy_bytes, patiently
-from forged.checkpoint.ports import BLOCK_BYTES
 from forged.disk import PAGE
 
 FILE_BYTES_MIN = 32 << 20
 """Smaller files are read through the cache: there is little to win, and they may be wanted again."""
 READ_BYTES_MIN = 1 << 20
+PIECE_BYTES = 2 << 20
+"""What is read past the cache at once: it is still in the processor's own cache when it is copied from there."""
 
 
 class Draining:
@@ -29,8 +30,8 @@ class Draining:
         self._rooms = rooms
         self._direct_fd = self._opened_past_cache(path) if self.size >= FILE_BYTES_MIN else None
         self._is_direct = self._direct_fd is not None
-        if not self._is_direct:
-            files.read_ahead(fd)
+        # What the kernel read ahead behind a small read would look like a file that is warm.
+        files.read_ahead(fd, on=not self._is_direct)
 
     def close(self) -> None:
         """Let go of what was opened besides."""
@@ -65,8 +66,10 @@ class Draining:
         return fd
 
     def _is_cold(self, offset: int, length: int) -> bool:
+        """Whether the middle has to come from the disk; reading ahead takes the edges from one side to the other."""
+        middle = offset + length // 2
         try:
-            return not all(self._files.is_cached(self._fd, at) for at in (offset, offset + length - 1))
+            return middle < self.size and not self._files.is_cached(self._fd, middle)
         except OSError:
             return False
 
@@ -77,7 +80,7 @@ class Draining:
         with self._rooms.one() as pages:
             while done < len(room):
                 start = (offset + done) // PAGE * PAGE
-                length = min(BLOCK_BYTES, -(-(offset + len(room) - start) // PAGE) * PAGE)
+                length = min(PIECE_BYTES, -(-(offset + len(room) - start) // PAGE) * PAGE)
                 try:
                     count = patiently(self._files.read, self._direct_fd, pages[:length], start)
                 except OSError as error:

@@ -40,6 +40,8 @@ from forged.checkpoint.reading import (
 ALONE_BYTES_MAX = 16 << 20
 ALONE_READS_MAX = 4
 """So much, and so often, is read by one thread: others would be in its way."""
+READERS = THREADS + 1
+"""While some verify what they have read, another one keeps the disk at work."""
 
 Array = np.ndarray[Any, Any]
 Run = tuple[int, int]
@@ -89,7 +91,7 @@ def fetch(
     mender: Mends | None = None,
     only: Copy | None = None,
     turn: int = 0,
-    threads: int = THREADS,
+    threads: int = READERS,
 ) -> Fetched:
     """The wanted tensors, or boxes of them, in the given arrays or in new ones.
 

@@ -71,12 +71,12 @@ class Files(Protocol):
         """The file as memory that can only be read; it stays when the descriptor is closed."""
         ...
 
-    def read_ahead(self, fd: int) -> None:
-        """It will be read from one end to the other."""
+    def read_ahead(self, fd: int, *, on: bool) -> None:
+        """It will be read from one end to the other; or nothing is to be read into the page cache but what is asked."""
         ...
 
     def is_cached(self, fd: int, offset: int) -> bool:
-        """Whether the page cache has a byte of it; an error where nobody can tell."""
+        """Whether the page cache has a byte of it, which it must have; an error where nobody can tell."""
         ...
 
     def lock_alone(self, fd: int) -> bool:
@@ -175,14 +175,11 @@ class SystemFiles:
     def map(self, fd: int, size: int) -> memoryview:
         return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b"")
 
-    def read_ahead(self, fd: int) -> None:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    def read_ahead(self, fd: int, *, on: bool) -> None:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL if on else os.POSIX_FADV_RANDOM)
 
     def is_cached(self, fd: int, offset: int) -> bool:
-        try:
-            return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-        except BlockingIOError:
-            return False
+        return disk.is_cached(fd, offset)
 
     def lock_alone(self, fd: int) -> bool:
         try:

@@ -12,9 +12,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from forged.checkpoint.boxes import Box
-from forged.checkpoint.crew import THREADS
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
-from forged.checkpoint.fetching import Array, Fetched, fetch, is_of_storage
+from forged.checkpoint.fetching import READERS, Array, Fetched, fetch, is_of_storage
 from forged.checkpoint.manifest import Manifest
 from forged.checkpoint.matching import Matching, settled
 from forged.checkpoint.mending import Mender
@@ -58,7 +57,7 @@ def load_state(
     leaf_types: Sequence[LeafType] = (),
     sections: Collection[str] | None = None,
     others: Callable[[], Iterator[Manifest]] | None = None,
-    threads: int = THREADS,
+    threads: int = READERS,
 ) -> Loaded:
     """The state of a rank; in the arrays of `into`, where it is given.
 

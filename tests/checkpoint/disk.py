@@ -163,7 +163,7 @@ class MemoryFiles:
     def map(self, fd: int, size: int) -> memoryview:
         return memoryview(bytes(self._handles[fd].node.data[:size]))
 
-    def read_ahead(self, fd: int) -> None:
+    def read_ahead(self, fd: int, *, on: bool) -> None:
         self.size(fd)
 
     def is_cached(self, fd: int, offset: int) -> bool:

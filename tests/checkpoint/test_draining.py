@@ -179,6 +179,18 @@ def test_a_real_cold_file_is_read_as_it_is(real: Callable[[], tuple[str, bytes]]
         assert read(SystemFiles(), offset, length, path) == data[offset : offset + length]
 
 
+def test_a_small_read_does_not_make_a_cold_file_look_warm(real: Callable[[], tuple[str, bytes]]) -> None:
+    path, data = real()
+    files = SystemFiles()
+    fd = files.open(path, READ)
+    drained = Draining(files, fd, path, Rooms(2))
+    room = memoryview(bytearray(PAGE))
+    assert drained.read(0, room) == PAGE
+    assert not any(files.is_cached(fd, offset) for offset in range(PAGE, len(data), PAGE))
+    drained.close()
+    files.close(fd)
+
+
 def test_several_threads_read_one_file(real: Callable[[], tuple[str, bytes]]) -> None:
     path, data = real()
     fd = SystemFiles().open(path, READ)

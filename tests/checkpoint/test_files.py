@@ -120,15 +120,15 @@ def test_what_waits_in_the_cache_can_be_written_and_dropped(place: Place) -> Non
     fd = place.files.open(path, READ)
     place.files.begin_write_back(fd, 0, PAGE)
     place.files.drop_cache(fd, 0, PAGE)
-    place.files.read_ahead(fd)
+    for on in (True, False):
+        place.files.read_ahead(fd, on=on)
     place.files.close(fd)
     assert place.content(path) == b"x" * PAGE
 
 
-def test_what_was_written_through_the_cache_is_in_it_and_what_is_behind_the_end_is_not(place: Place) -> None:
-    fd = place.files.open(place.new("a", b"x" * PAGE), READ)
-    assert place.files.is_cached(fd, PAGE - 1)
-    assert not place.files.is_cached(fd, PAGE)
+def test_what_was_written_through_the_cache_is_in_it(place: Place) -> None:
+    fd = place.files.open(place.new("a", b"x" * (PAGE + 5)), READ)
+    assert all(place.files.is_cached(fd, offset) for offset in (0, PAGE - 1, PAGE, PAGE + 4))
     place.files.close(fd)
 
 
@@ -144,10 +144,13 @@ def test_only_one_is_alone_with_a_file_until_it_closes_it(place: Place) -> None:
 
 def test_what_the_cache_has_dropped_is_not_in_it(tmp_path: Path) -> None:
     place = Place(SystemFiles(), str(tmp_path))
-    path = place.new("a", b"x" * PAGE)
+    path = place.new("a", b"x" * 100 * PAGE)
     fd = place.files.open(path, READ)
-    place.files.drop_cache(fd, 0, PAGE)
-    assert not place.files.is_cached(fd, 0)
+    place.files.drop_cache(fd, 0, 100 * PAGE)
+    for offset in (0, PAGE, 2 * PAGE - 1, 99 * PAGE):
+        assert not place.files.is_cached(fd, offset), "to look at one brings none of them there"
+    assert place.files.read(fd, memoryview(bytearray(1)), 50 * PAGE) == 1
+    assert place.files.is_cached(fd, 50 * PAGE)
     place.files.close(fd)
 
 
