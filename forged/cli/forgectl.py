@@ -335,14 +335,19 @@ def _list_jobs(options: Options) -> int:
 
 
 def _show_job(options: Options) -> int:
-    from forged.cli import workers
+    from forged.cli import transfers, workers
 
     with Connection(options) as wire:
         job = answers.one(wire, "ShowJob", job=options.name)
         training = workers.training(wire, options.name)
-        answer(options, job | ({"training": training} if training else {}), lambda: _show_pairs(job))
-        if training and not options.json:
+        moving = transfers.under_way(wire, options.name) if training else {}
+    about = {name: value for name, value in (("training", training), ("transfers", moving)) if value}
+    answer(options, job | about, lambda: _show_pairs(job))
+    if not options.json:
+        if training:
             workers.show_training(training)
+        if moving:
+            print(f"\nits data: {transfers.in_short(moving)}")
     return EXIT_OK
 
 

@@ -95,14 +95,25 @@ class _Screen:
         self._attempt, self._height = view.get("attempt"), len(lines)
 
 
+def under_way(wire: Wire, job: str) -> Row:
+    """What travels now; nothing where nothing does."""
+    try:
+        view = answers.one(wire, "ShowTransfers", job=job)
+    except RequestRefused as refusal:
+        if refusal.code not in NOT_YET | {"request_unknown"}:
+            raise
+        return {}
+    return view if _runs(view) else {}
+
+
 def line(view: Row) -> str:
     """All of it in one line."""
     workers = [one for one in _workers(view) if count_in(one, "transfers")]
     if not _runs(view) or not workers:
-        return _whole(view)
+        return in_short(view)
     shown = ", ".join(f"{_name(one)} {_share(one, 'transfers')}" for one in workers[: show.NAMES_MAX])
     more = "" if len(workers) <= show.NAMES_MAX else f" and {len(workers) - show.NAMES_MAX:,} more"
-    return f"{_whole(view)}: {shown}{more}"
+    return f"{in_short(view)}: {shown}{more}"
 
 
 def _block(view: Row, workers_max: int = sys.maxsize) -> list[str]:
@@ -110,7 +121,7 @@ def _block(view: Row, workers_max: int = sys.maxsize) -> list[str]:
     workers = _workers(view)
     shown = workers[:workers_max] if len(workers) <= workers_max else workers[: workers_max - 1]
     width = min(NAME_WIDTH_MAX, max((len(_name(one)) for one in shown), default=0))
-    lines = [_whole(view), *(_worker(one, width) for one in shown)]
+    lines = [in_short(view), *(_worker(one, width) for one in shown)]
     return lines if len(shown) == len(workers) else [*lines, f"  and {len(workers) - len(shown):,} more workers"]
 
 
@@ -129,7 +140,7 @@ def _worker(worker: Row, width: int) -> str:
     return f"  {name:<{width}}  {show.bar(part, BAR_WIDTH)}  {counted}  {moved}".rstrip()
 
 
-def _whole(view: Row) -> str:
+def in_short(view: Row) -> str:
     """How far all workers are together."""
     totals = view.get("totals")
     totals = totals if isinstance(totals, dict) else {}

@@ -102,6 +102,23 @@ class TestOnce:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does\n"
 
+    def test_a_job_is_shown_with_what_travels_for_its_rescale(self, tmp_path: Path, capsys: Caught) -> None:
+        job, training = {"name": "run", "settings": {}}, {"phase": "rescaling", "state": {}}
+        for view, said in (
+            (LOST, "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for"),
+            (OVER, ""),
+            (NONE_YET, ""),
+        ):
+            life = Life(view, view)
+            life |= {"ShowJob": job, "ShowCluster": training}
+            with pretending(tmp_path, life) as daemon:
+                code, out, _ = daemon.run("jobs show run", capsys)
+                assert code == 0
+                assert out.partition("its data: ")[2].startswith(said)
+                assert bool(said) == ("its data" in out)
+                moving = {"transfers": view} if said else {}
+                assert daemon.told("jobs show run", capsys) == job | {"training": training} | moving
+
     def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("transfers --job run", capsys) == RUNNING
         assert daemon.asked == [("ShowTransfers", {"job": "run"})]
