@@ -86,7 +86,10 @@ def _show_view(view: Row) -> None:
     whole = {key: value for key, value in view.items() if key != "workers"}
     show.pairs(whole | {"dataset": dataset_in_words(view.get("dataset"))})
     print()
-    show.table(answers.rows_in(view, "workers"), WORKER_COLUMNS, "nobody holds any of it")
+    workers = answers.rows_in(view, "workers")
+    is_weighted = any(worker.get("weight", 1) != 1 for worker in workers)
+    columns = (*WORKER_COLUMNS, "weight") if is_weighted else WORKER_COLUMNS
+    show.table(workers, columns, "nobody holds any of it")
 
 
 def _audit(options: Options) -> int:

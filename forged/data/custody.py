@@ -29,6 +29,7 @@ from forged.data.model import SourceKind, TransferPace
 from forged.data.plan import DataRedistributionPlan
 from forged.data.planner import DataRedistributor, check_replication
 from forged.data.shards import Dataset, Indices
+from forged.data.shares import check_weight
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
@@ -76,8 +77,11 @@ class Custody:
         if known is None or known.attempt < attempt:
             self.gathering = Gathering(attempt, target, leaving, began_at=now)
 
-    def offer(self, worker: WorkerId, held: Ids, more: bool, held_bytes: int, bytes_per_second: float) -> bool:
+    def offer(
+        self, worker: WorkerId, held: Ids, more: bool, held_bytes: int, bytes_per_second: float, weight: float = 1.0
+    ) -> bool:
         """A worker says what it holds; tells whether all have now, so that a plan can be made."""
+        check_weight(weight)
         gathering = self._gathering
         if worker not in gathering.members:
             raise RequestRefused("not_a_member", f"{worker} is not in attempt {gathering.attempt}", "wait for the next")
@@ -89,7 +93,7 @@ class Custody:
         holdings.add(held, self.dataset.shards)
         if more:
             return False
-        holdings.bytes, holdings.bytes_per_second = held_bytes, bytes_per_second
+        holdings.bytes, holdings.bytes_per_second, holdings.weight = held_bytes, bytes_per_second, weight
         gathering.said[worker] = gathering.partly.pop(worker)
         # Who said it last may have gone before a plan was made, and says it again.
         return not (gathering.waiting_for or gathering.is_drafted)
@@ -119,6 +123,7 @@ class Custody:
         bytes_per_sample = self._measured_size(said, held)
         pace = _pace_of((one.bytes_per_second for one in said.values()), bytes_per_sample) or self._pace
         owners = self._owners_now(held)
+        weights = {worker: one.weight for worker, one in said.items() if one.weight != 1.0}
         redistributor = DataRedistributor(config, replication=self.dataset.replication)
         plan = redistributor.calculate_plan(
             present,
@@ -128,6 +133,7 @@ class Custody:
             current=owners,
             # Not the owners' own, which are nearly all of them.
             replicas={worker: ids[owners[ids] != rank] for rank, (worker, ids) in enumerate(held.items())},
+            weights=weights,
             leaving=gathering.leaving,
             pace=pace,
         )
@@ -136,7 +142,8 @@ class Custody:
             plan.for_worker(worker)
             plan.copy_assignments.ids(worker)
         lost = self._lost(plan)
-        return Draft(plan, _totals(plan, bytes_per_sample), bytes_per_sample, pace, int(lost.size), _first(lost))
+        totals = _totals(plan, bytes_per_sample)
+        return Draft(plan, totals, bytes_per_sample, pace, int(lost.size), _first(lost), weights)
 
     def settle(self, gathering: Gathering, draft: Draft) -> None:
         """Let members fetch what was drafted."""
@@ -298,6 +305,7 @@ class Custody:
             shards=self.dataset.shards,
             current=assignment.owners,
             replicas=assignment.replicas,
+            weights=assignment.weights,
             leaving=[worker for worker in assignment.workers if worker not in target],
             pace=self._pace,
         )
@@ -314,7 +322,8 @@ class Custody:
         owned, copies = count(assignment.owners, workers), count(assignment.replicas, workers)
         samples = self._samples_of_workers(assignment.owners, workers)
         for place, worker in enumerate(assignment.workers):
-            yield HeldView(worker.id, int(owned[place]), int(copies[place]), int(samples[place]))
+            weight = assignment.weights.get(worker, 1.0)
+            yield HeldView(worker.id, int(owned[place]), int(copies[place]), int(samples[place]), weight)
 
     def _samples_of_workers(self, owners: Column, workers: int) -> Counts:
         """Every shard has as many samples as any other, and the first ones have one more."""

@@ -6,6 +6,7 @@ when somebody asks, which may take long: so not when it is heard, and in no more
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ class Assignment:
     workers: tuple[WorkerId, ...]
     owners: Column
     replicas: Column
+    weights: Mapping[WorkerId, float] = field(default_factory=dict)
+    """How much of the data each should hold, in proportion; 1 for who is not named."""
 
     @classmethod
     def nobody(cls, shards: int) -> Assignment:
@@ -43,6 +46,7 @@ class Holdings:
     parts: list[Indices] = field(default_factory=list)
     bytes: int = 0
     bytes_per_second: float = 0.0
+    weight: float = 1.0
 
     @property
     def ids(self) -> Indices:
@@ -86,6 +90,8 @@ class Draft:
     """How many shards nobody has, though they cannot be had again."""
     lost_shards: tuple[int, ...]
     """The first of them."""
+    weights: Mapping[WorkerId, float]
+    """How much of the data each should hold, in proportion; 1 for who is not named."""
 
 
 @dataclass(slots=True, eq=False)

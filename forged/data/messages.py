@@ -114,6 +114,8 @@ class OfferShards(Request[Nothing], frozen=True):
     """Whether another part of what it holds follows."""
     bytes_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """How fast shards came to it lately; 0 where it has not measured that."""
+    weight: float = 1.0
+    """How much of the data it should hold, in proportion to the others: a finite number above 0."""
 
 
 class TransferPart(msgspec.Struct, frozen=True):
@@ -222,6 +224,8 @@ class HeldView(msgspec.Struct, frozen=True):
     owned: int
     copies: int
     samples: int
+    weight: float = 1.0
+    """How much of the data it should hold, in proportion to the others."""
 
 
 class DataView(msgspec.Struct, frozen=True, kw_only=True):

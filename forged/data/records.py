@@ -32,6 +32,8 @@ class HoldersRecord(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     rows: int
     """The owners, and each further copy."""
+    weights: tuple[float, ...] = ()
+    """How much of the data each of the workers should hold, in proportion; empty where all should hold the same."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -51,12 +53,14 @@ def dataset_write(job: str, dataset: DatasetSpec) -> dict[str, bytes | None]:
 
 def holders_write(job: str, attempt: int, assignment: Assignment) -> dict[str, bytes | None]:
     """What is written of who holds what, without the pieces."""
+    workers = assignment.workers
     record = HoldersRecord(
         attempt=attempt,
         generation=assignment.generation,
-        workers=assignment.workers,
+        workers=workers,
         shards=assignment.owners.size,
         rows=1 + len(assignment.replicas),
+        weights=tuple(assignment.weights.get(worker, 1.0) for worker in workers) if assignment.weights else (),
     )
     return {f"{PREFIX}{job}/{HOLDERS}/{attempt}": _encode(record)}
 
@@ -117,7 +121,8 @@ def _assignment(record: HoldersRecord, found: Mapping[str, bytes]) -> Assignment
     kind = "<i2" if len(record.workers) < WORKERS_NARROW_MAX else "<i4"
     rows = [_column(record, row, kind, found) for row in range(record.rows)]
     replicas = np.stack(rows[1:]) if rows[1:] else np.empty((0, record.shards), np.int32)
-    return Assignment(record.generation, record.workers, rows[0], replicas)
+    weights = dict(zip(record.workers, record.weights, strict=False))
+    return Assignment(record.generation, record.workers, rows[0], replicas, weights)
 
 
 def _column(record: HoldersRecord, row: int, kind: str, found: Mapping[str, bytes]) -> Column:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -146,7 +147,9 @@ class DataService:
         custody = self._custody(request)
         custody.gather(members.attempt, members.target, members.leaving, self._clock.monotonic())
         worker = custody.member(request.worker_id)
-        is_complete = custody.offer(worker, held, request.more, request.held_bytes, request.bytes_per_second)
+        is_complete = custody.offer(
+            worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight
+        )
         if not is_complete or custody.gathering is None:
             return Decision(Nothing())
         config = ElasticTrainingConfig.from_settings(members.settings)
@@ -195,7 +198,7 @@ class DataService:
                 self._tell_lost(custody.job, gathering, lack)
                 self._do_without(custody.job, gathering, lack, members, certain=True)
             return ()
-        held = Assignment(0, gathering.target, draft.plan.owners, draft.plan.replicas)
+        held = Assignment(0, gathering.target, draft.plan.owners, draft.plan.replicas, draft.weights)
         self._keep(custody.job, gathering.attempt, held, members.generation)
         return (TransfersPlanned(gathering.attempt, gathering.totals),)
 
@@ -333,7 +336,7 @@ class DataService:
         if planned is None:
             return None
         self._forget_planned(record.job, fact.attempt)
-        held = Assignment(fact.delta.epoch, planned.workers, planned.owners, planned.replicas)
+        held = replace(planned, generation=fact.delta.epoch)
         before, former = self._committed.get(record.job), custody.assignment
         custody.assignment, self._committed[record.job] = held, fact.attempt
         if before is not None and before != fact.attempt:

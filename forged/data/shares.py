@@ -10,12 +10,13 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from forged.data.columns import Counts, Mask, Places
 from forged.elastic.model import WorkerId
-from forged.errors import RequestRefused
+from forged.errors import Problem, RequestRefused
 
 Weights = tuple[int, ...] | None
 """The weight of each rank, all in the same unit; None: all have the same."""
@@ -70,9 +71,19 @@ def read_weights(weights: Mapping[WorkerId, float] | None, workers: Sequence[Wor
     return None if len(set(whole)) <= 1 else whole
 
 
-def _checked(worker: WorkerId, weight: float) -> float:
+def check_weight(weight: object) -> None:
+    """Refuse what cannot be a worker's own weight: 0 cannot, because all of them could say so."""
+    if not _is_weight(weight) or not weight:
+        raise RequestRefused("weight_invalid", str(Problem("weight", weight, "a finite number above 0")))
+
+
+def _is_weight(weight: object) -> bool:
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or not 0 <= weight <= sys.float_info.max:
+    return is_number and 0 <= cast("float", weight) <= sys.float_info.max
+
+
+def _checked(worker: WorkerId, weight: float) -> float:
+    if not _is_weight(weight):
         raise RequestRefused(
             "weights_invalid", f"the weight of {worker} is no weight", "give a finite number that is not less than 0"
         )

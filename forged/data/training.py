@@ -1,7 +1,7 @@
 """What a worker is given to train with, and where it keeps its part of it.
 
-Law: all workers of a job are given the same dataset; where each of them keeps its shards, and from where it has them
-when no worker has, is its own affair.
+Law: all workers of a job are given the same dataset; where each of them keeps its shards, how much of the data it
+should hold, and from where it has shards when no worker has, is its own affair.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from forged.data.messages import DatasetSpec
 from forged.data.origin import ShardOrigin
 from forged.data.planner import check_replication
 from forged.data.shards import Dataset
+from forged.data.shares import check_weight
 from forged.data.store import ShardStore
 from forged.errors import Problem, RequestRefused
 
@@ -26,7 +27,8 @@ class TrainingData:
     """A dataset of so many samples in so many shards, and the directory, or store, for those that are held here.
 
     `origin` tells from where a shard comes that no worker has. `replication` is how many further copies there should be
-    of each. `rate_bytes_per_s` is how fast shards may come to this worker, all together.
+    of each. `rate_bytes_per_s` is how fast shards may come to this worker, all together. `weight` is how much of the
+    data this worker should hold, in proportion to the others.
     """
 
     samples: int
@@ -35,6 +37,7 @@ class TrainingData:
     origin: ShardOrigin | None
     replication: int
     rate_bytes_per_s: float | None
+    weight: float
 
     def __init__(
         self,
@@ -45,10 +48,12 @@ class TrainingData:
         origin: ShardOrigin | None = None,
         replication: int = 0,
         rate_bytes_per_s: float | None = None,
+        weight: float = 1.0,
     ) -> None:
         dataset = Dataset.of(samples, shards)
         check_replication(replication)
         _check_rate(rate_bytes_per_s)
+        check_weight(weight)
         keeps = store if isinstance(store, ShardStore) else DirectoryShardStore(store)
         keeps.dedicate(dataset)
         for name, value in (
@@ -58,6 +63,7 @@ class TrainingData:
             ("origin", origin),
             ("replication", replication),
             ("rate_bytes_per_s", rate_bytes_per_s),
+            ("weight", float(weight)),
         ):
             object.__setattr__(self, name, value)
 

@@ -258,6 +258,7 @@ class Custodian:
                     size,
                     start != starts[-1],
                     self._manager.bandwidth.overall_bytes_per_s or 0.0,
+                    self._data.weight,
                 )
             )
 

@@ -78,6 +78,19 @@ class TestShow:
             "e             20      20      500",
         ]
 
+    def test_weights_are_told_where_one_is_not_1(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowData"] = VIEW | {"workers": [HELD[0] | {"weight": 1.0}, HELD[1] | {"weight": 3.0}]}
+        assert [line.split() for line in daemon.run("data show --job run", capsys)[1].splitlines()[-3:]] == [
+            ["worker_id", "owned", "copies", "samples", "weight"],
+            ["a", "20", "20", "500", "1.0"],
+            ["e", "20", "20", "500", "3.0"],
+        ]
+        answers["ShowData"] = VIEW | {"workers": [one | {"weight": 1.0} for one in HELD]}
+        assert "weight" not in daemon.run("data show --job run", capsys)[1]
+        assert daemon.told("data show --job run", capsys) == answers["ShowData"]
+
     def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("data show --job run", capsys) == VIEW
         assert daemon.asked == [("ShowData", {"job": "run"})]
@@ -108,7 +121,14 @@ class TestShow:
         assert daemon.run("data", capsys)[0] == 3
 
     @pytest.mark.parametrize(
-        "view", [{}, {"dataset": 7, "workers": 7}, {"workers": [7, {}]}, {"dataset": {"samples": "x"}}]
+        "view",
+        [
+            {},
+            {"dataset": 7, "workers": 7},
+            {"workers": [7, {}]},
+            {"workers": [{"weight": "x"}, {"weight": []}]},
+            {"dataset": {"samples": "x"}},
+        ],
     )
     def test_data_may_lack_anything(
         self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, view: dict[str, Any]

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data.custody import Custody, Ids
-from forged.data.gathering import Finished, Gathering, Lack
+from forged.data.gathering import Assignment, Draft, Finished, Gathering, Lack
 from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
 from forged.data.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
@@ -306,3 +309,60 @@ def test_what_cannot_be_missing_is_refused(lack: Lack) -> None:
         it.refuse(gathering, "a", lack)
     assert error.value.code == "shard_invalid"
     assert not gathering.refused
+
+
+def weighed(it: Custody, attempt: int, weights: Mapping[str, float], config: ElasticTrainingConfig = CONFIG) -> Draft:
+    """What follows when they hold nothing, and each says how much it should."""
+    it.gather(attempt, workers("".join(weights)), (), 0.0)
+    for name, weight in weights.items():
+        it.offer(worker(name), NOTHING, False, 0, 0.0, weight)
+    assert it.gathering is not None
+    return it.draft(it.gathering, config)
+
+
+def owned(draft: Draft) -> dict[str, int]:
+    return {worker.id: len(shards) for worker, shards in draft.plan.worker_assignments.items()}
+
+
+@pytest.mark.parametrize("strategy", RedistributionType)
+def test_each_gets_its_share_by_the_weights_that_were_said(strategy: RedistributionType) -> None:
+    config = ElasticTrainingConfig(redistribution_type=strategy)
+    draft = weighed(custody(12, has_origin=True), 1, {"a": 1.0, "b": 3.0}, config)
+    assert owned(draft) == {"a": 3, "b": 9}
+    assert draft.weights == {worker("b"): 3.0}
+
+
+def test_a_plan_goes_by_what_was_said_of_the_weights_for_its_attempt() -> None:
+    it = custody(12, has_origin=True)
+    assert owned(weighed(it, 1, {"a": 1.0, "b": 3.0})) == {"a": 3, "b": 9}
+    assert owned(weighed(it, 2, {"a": 2.0, "b": 1.0})) == {"a": 8, "b": 4}
+
+
+@pytest.mark.parametrize(
+    ("light", "heavy", "counts"),
+    [(1e-300, 1.0, (0, 12)), (1.0, 1e300, (0, 12)), (5e-324, 1.7e308, (0, 12)), (1e300, 1e300, (6, 6))],
+)
+def test_weights_of_any_size_are_ratios(light: float, heavy: float, counts: tuple[int, int]) -> None:
+    draft = weighed(custody(12, has_origin=True), 1, {"a": light, "b": heavy})
+    assert tuple(owned(draft).values()) == counts
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), True, "3"])
+def test_what_is_no_weight_is_refused_and_nothing_of_it_is_kept(weight: Any) -> None:
+    it = custody(4)
+    it.gather(1, workers("a"), (), 0.0)
+    with pytest.raises(RequestRefused, match="weight") as error:
+        it.offer(worker("a"), ids(0, 1), False, 200, 0.0, weight)
+    assert error.value.code == "weight_invalid"
+    assert it.gathering is not None
+    assert (it.gathering.said, it.gathering.partly) == ({}, {})
+
+
+def test_what_would_travel_goes_by_the_weights_of_who_is_there_and_1_for_who_comes() -> None:
+    it = custody(12, has_origin=True)
+    draft = weighed(it, 1, {"a": 1.0, "b": 3.0})
+    it.assignment = Assignment(1, workers("ab"), draft.plan.owners, draft.plan.replicas, draft.weights)
+    assert it.preview(["a", "b"], CONFIG).transfers == 0
+    # Of 12 shards a and c get a fifth each: 2 or 3, and 7 or 8 are left to b.
+    assert it.preview(["a", "b", "c"], CONFIG).shards == 2
+    assert [(one.worker_id, one.owned, one.weight) for one in it.view().workers] == [("a", 3, 1.0), ("b", 9, 3.0)]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -113,3 +116,23 @@ def test_all_keys_are_known_and_what_names_the_others_is_the_first_to_go(
     assert set(keys) == set(written(7, held))
     assert keys[0] in holders_write(JOB, 7, held)
     assert {job_of(key) for key in keys} == {JOB}
+
+
+def test_weights_come_back() -> None:
+    held = assignment(4)
+    held = replace(held, weights={held.workers[1]: 0.1, held.workers[2]: 1e300})
+    found = restored(JOB, (defined() | written(7, held)).items())
+    assert found is not None
+    weights = found.custody.assignment.weights
+    assert [weights.get(worker, 1.0) for worker in held.workers] == [1.0, 0.1, 1e300]
+
+
+def test_what_was_written_before_there_were_weights_comes_back_without() -> None:
+    held = assignment(4)
+    entries = written(7, held)
+    key = f"data/{JOB}/holders/7"
+    record = msgspec.msgpack.decode(entries[key])
+    assert record.pop("weights") == []
+    found = restored(JOB, (defined() | entries | {key: msgspec.msgpack.encode(record)}).items())
+    assert found is not None
+    assert found.custody.assignment.weights == {}

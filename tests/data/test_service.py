@@ -226,6 +226,32 @@ class TestAPlan:
             assert len(stage.records()) == before
 
     @virtual
+    async def test_gives_each_its_share_by_weight_and_tells_the_weights(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.stop()
+            await stage.offer("a", weight=1.0)
+            await stage.offer("b", weight=4.0)
+            await stage.fetch("a", "b")
+            await stage.commit("a", "b")
+            shown = await stage.spine.bus.ask(ShowData(JOB))
+            assert [(one.worker_id, one.owned, one.weight) for one in shown.workers] == [("a", 2, 1.0), ("b", 8, 4.0)]
+
+    @virtual
+    async def test_is_not_held_up_by_a_weight_that_is_none(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.stop()
+            await stage.offer("a")
+            for weight in (0.0, -1.0, float("nan"), float("inf")):
+                assert await refused(stage.offer("b", weight=weight)) == "weight_invalid"
+            assert stage.facts(TransfersPlanned) == []
+            await stage.offer("b")
+            assert len(stage.facts(TransfersPlanned)) == 1
+
+    @virtual
     async def test_is_made_shown_and_tried_where_it_holds_up_nobody(self) -> None:
         done: list[object] = []
 
@@ -329,6 +355,22 @@ class TestADaemonThatIsKilled:
             await stage.rescale("a", "b")
             assert stage.owners() == stage.held
             assert await keys_in(again) == [f"{JOB}/dataset", f"{JOB}/holders/2", f"{JOB}/piece/2/0/0"]
+
+    @virtual
+    async def test_knows_the_weights_of_who_holds_the_data(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.stop()
+            await stage.offer("a", weight=4.0)
+            await stage.offer("b")
+            await stage.fetch("a", "b")
+            await stage.commit("a", "b")
+        async with a_data_stage(await self._again(store)) as stage:
+            shown = await stage.spine.bus.ask(ShowData(JOB))
+            assert [(one.worker_id, one.owned, one.weight) for one in shown.workers] == [("a", 8, 4.0), ("b", 2, 1.0)]
+            assert (await stage.spine.bus.ask(PlanData(JOB, ["a", "b"]))).transfers == 0
 
     @pytest.mark.parametrize("is_durable", [True, False], ids=["behind the commit", "before it"])
     def test_at_the_commit_adopts_what_was_committed(self, is_durable: bool) -> None:

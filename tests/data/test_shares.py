@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.data.shares import Shares, Weights, read_weights
+from forged.data.shares import Shares, Weights, check_weight, read_weights
 from forged.elastic import WorkerId
 from forged.errors import RequestRefused
 from tests.data.values import at
@@ -83,3 +83,15 @@ def test_what_is_no_weight_is_refused(weight: Any) -> None:
 def test_when_everybodys_weight_is_0_nobody_could_have_anything() -> None:
     with pytest.raises(RequestRefused, match="every worker"):
         read_weights({at(0, 0): 0}, (at(0, 0),))
+
+
+@pytest.mark.parametrize("weight", [5e-324, 1e-300, 0.1, 1, 3, 1e300, 1.7e308])
+def test_any_finite_number_above_0_can_be_a_workers_own_weight(weight: float) -> None:
+    check_weight(weight)
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, -0.0, -1, float("nan"), float("inf"), True, "1", b"1", None, 10**400, 1j])
+def test_what_cannot_be_a_workers_own_weight_is_refused_by_its_name(weight: Any) -> None:
+    with pytest.raises(RequestRefused, match=r"weight = .*: a finite number above 0") as caught:
+        check_weight(weight)
+    assert caught.value.code == "weight_invalid"

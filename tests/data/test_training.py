@@ -49,11 +49,32 @@ def test_few_samples_are_a_dataset(samples: int) -> None:
         (10, 2, {"rate_bytes_per_s": True}),
         (10, 2, {"rate_bytes_per_s": "1e6"}),
         (10, 2, {"rate_bytes_per_s": float("nan")}),
+        (10, 2, {"weight": 0}),
+        (10, 2, {"weight": -1.0}),
+        (10, 2, {"weight": float("nan")}),
+        (10, 2, {"weight": float("inf")}),
+        (10, 2, {"weight": True}),
+        (10, 2, {"weight": "3"}),
+        (10, 2, {"weight": None}),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(samples: int, shards: int, more: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused):
         TrainingData(samples, shards, MemoryShardStore(), **more)
+
+
+def test_a_weight_is_each_workers_own_affair_and_1_where_none_is_given() -> None:
+    light, heavy = TrainingData(100, 10, MemoryShardStore()), TrainingData(100, 10, MemoryShardStore(), weight=3)
+    assert (light.weight, heavy.weight) == (1.0, 3.0)
+    assert type(heavy.weight) is float
+    assert light.spec == heavy.spec
+
+
+def test_a_weight_that_is_none_is_refused_before_a_directory_is_made(tmp_path: Path) -> None:
+    with pytest.raises(RequestRefused, match="weight = 0: ") as error:
+        TrainingData(100, 10, tmp_path / "shards", weight=0)
+    assert error.value.code == "weight_invalid"
+    assert not (tmp_path / "shards").exists()
 
 
 def test_a_sampler_of_other_samples_is_refused_at_once() -> None:

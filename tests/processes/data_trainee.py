@@ -77,6 +77,7 @@ def main() -> None:
         origin=origin,
         replication=options["replication"],
         rate_bytes_per_s=options["rate_bytes_per_s"],
+        weight=options["weight"],
     )
     config = ElasticTrainingConfig(**options["config"])
     mode = options["mode"]

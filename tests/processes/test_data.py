@@ -80,6 +80,7 @@ class Drovers(Troupe):
                 "has_origin": self.has_origin,
                 "shards": str(self.place_of(options.get("shards", name))),
                 "rate_bytes_per_s": options.get("rate_bytes_per_s"),
+                "weight": options.get("weight", 1.0),
                 "points": [(options["at"], "hold")] if "at" in options else [],
             }
             player = self.players[name] = Herdsman(name, self.directory)
@@ -279,4 +280,36 @@ async def test_a_worker_that_is_told_to_go_leaves_its_only_copies_with_the_other
         await troupe.more_steps("b", "c", steps=SAMPLES // BATCH + 1)
         await troupe.finish("b", "c")
         await troupe.check_shards({name: troupe.place_of(name) for name in "bc"})
+        await troupe.check_draws()
+
+
+@pytest.mark.parametrize("mode", ["shared", "sharded"])
+async def test_who_should_hold_more_does_so_until_somebody_of_another_weight_takes_over(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with drovers_in(tmp_path, monkeypatch, mode=mode) as troupe:
+
+        async def owned() -> dict[str, int]:
+            async with asyncio.timeout(troupes.PATIENCE_S):
+                # The daemon hears of its own commit a moment later.
+                while (shown := await troupe.shown()).generation < troupe["a"].steps[-1].generation:
+                    pass
+            return {one.worker_id: one.owned for one in shown.workers}
+
+        troupe.give_all("a")
+        await troupe.together("a")
+        await troupe.start("b", weight=3.0)
+        await troupe.world_of("a", "b")
+        assert await owned() == {"a": 10, "b": 30}
+        await troupe.daemon.kill()
+        await troupe.daemon.start()
+        assert await owned() == {"a": 10, "b": 30}
+        troupe["b"].kill()
+        await troupe.dead("b")
+        await troupe.start("c", shards="b", weight=0.25)
+        await troupe.world_of("a", "c")
+        assert await owned() == {"a": 32, "c": 8}
+        await troupe.more_steps("a", "c", steps=SAMPLES // BATCH + 1)
+        await troupe.finish("a", "c")
+        await troupe.check_shards({"a": troupe.place_of("a"), "c": troupe.place_of("b")})
         await troupe.check_draws()

@@ -48,6 +48,9 @@ SHARD_TAKES_S = (0.0, 0.1, 1.0, 4.0)
 WITHOUT_A_STOP = 0.5
 """So many jobs with data move it in the background."""
 STEADY_TIMEOUT_MS = 20_000
+WEIGHED_JOBS = 0.3
+WEIGHTS = (1.0, 1.0, 0.3, 3.0, 1e-300, 1e300)
+"""How much of the data a process should hold, where they are not all alike."""
 
 MUST_HAPPEN = (
     "shards travel",
@@ -60,6 +63,7 @@ MUST_HAPPEN = (
     "a job waits for shards, and they come",
     "a job is given up because shards are lost",
     "a worker comes back to its shards",
+    "shares differ by weight",
     "a way is cut while a shard comes",
     "a shard is changed on its way",
     "a bad copy is reported",
@@ -151,7 +155,14 @@ class JobData:
     met: Callable[[str], None]
     disks: dict[tuple[int, str], Disk] = field(default_factory=dict)
     """By slot and host."""
+    weighing: Random = field(init=False)
+    is_weighed: bool = field(init=False)
+    """Whether its processes should not all hold the same."""
     dropped: Callable[[Disk, int], None] = lambda disk, shard: None
+
+    def __post_init__(self) -> None:
+        self.weighing = Random(f"weights of {self.job}, {self.samples} in {self.shards} by {self.batch}")
+        self.is_weighed = self.weighing.random() < WEIGHED_JOBS
 
     @classmethod
     def drawn(
@@ -243,7 +254,8 @@ class JobData:
     def training_data(self, disk: Disk) -> TrainingData:
         """What a worker is given to train with."""
         origin = FunctionOrigin(self._bring) if self.has_origin else None
-        return TrainingData(self.samples, self.shards, disk, origin=origin, replication=self.replication)
+        weight = self.weighing.choice(WEIGHTS) if self.is_weighed else 1.0
+        return TrainingData(self.samples, self.shards, disk, origin=origin, replication=self.replication, weight=weight)
 
     def sampler(self) -> ElasticSampler:
         """What a worker draws with."""

@@ -74,6 +74,19 @@ def believe_what_was_held_once() -> Iterator[None]:
 
 
 @contextmanager
+def weigh_all_alike() -> Iterator[None]:
+    """What a worker says of how much it should hold is not heard."""
+    offer = Custody.offer
+
+    def deaf(self: Custody, worker: WorkerId, held: Ids, *what: Any) -> bool:
+        *others, _ = what
+        return offer(self, worker, held, *others)
+
+    with patch.object(Custody, "offer", deaf):
+        yield
+
+
+@contextmanager
 def call_lost_what_nobody_owns() -> Iterator[None]:
     """Further copies are not asked for."""
     offer = Custody.offer
@@ -208,6 +221,7 @@ for mutant, promise in (
     (drop_what_the_next_attempt_counts_on, DataPromise.HELD),
     (stop_while_data_moves, DataPromise.GOES_ON),
     (believe_what_was_held_once, DataPromise.HELD),
+    (weigh_all_alike, DataPromise.SHARE),
     (drop_before_the_commit, DataPromise.KEPT),
     (call_lost_what_nobody_owns, DataPromise.LOST),
     (leave_the_sampler_behind, DataPromise.SAMPLER),

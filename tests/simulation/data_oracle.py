@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fractions import Fraction
+from math import ceil, floor
 from typing import NoReturn
 
 import numpy as np
@@ -40,6 +42,7 @@ class DataPromise(StrEnum):
     HELD = (
         "when a plan is committed each shard has an owner that holds it verified, and as many copies as there are to be"
     )
+    SHARE = "when a plan is committed each owns its share by weight, rounded down or up"
     KEPT = "nobody drops a shard that he has to hold, or before others hold it under a committed plan"
     GOES_ON = "where nobody is to stop for data, steps are committed while it moves, as long as nobody fails"
     LOST = "a shard is called lost when nobody who is there has it, and the job waits or is aborted by its policy"
@@ -74,10 +77,13 @@ class DataTruth:
     data: JobData
     truth: Truth
     disks: dict[Trainee, Disk] = field(default_factory=dict)
+    weights: dict[Trainee, float] = field(default_factory=dict)
     members: dict[int, tuple[WorkerId, ...]] = field(default_factory=dict)
     """Of each attempt, when it began."""
     told: dict[int, dict[str, set[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
     """By attempt and worker: what it was told to hold."""
+    owned: dict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    """By attempt and worker that stays behind the commit: how much of that it was told to own."""
     plans: dict[int, dict[str, set[int]]] = field(default_factory=dict)
     """By generation: the same, once committed."""
     lost_in: int = 0
@@ -140,9 +146,11 @@ class DataOracle:
         known = self.jobs[data.job] = DataTruth(data, truth)
         data.dropped = lambda disk, shard: self._drops(known, disk, shard)
 
-    def moves_in(self, trainee: Trainee, disk: Disk) -> None:
-        """A process keeps its shards there."""
-        self.jobs[trainee.job].disks[trainee], disk.user = disk, trainee
+    def moves_in(self, trainee: Trainee, disk: Disk, weight: float) -> None:
+        """A process keeps its shards there, and should hold so much of the data."""
+        known = self.jobs[trainee.job]
+        known.disks[trainee], disk.user = disk, trainee
+        known.weights[trainee] = weight
 
     # What the daemon says.
 
@@ -150,6 +158,8 @@ class DataOracle:
         """A member of an attempt is told what it has to hold."""
         if known := self.jobs.get(request.job):
             known.told[request.attempt][request.worker_id].update(np.frombuffer(part.keep, "<i8").tolist())
+            if not part.is_released:
+                known.owned[request.attempt][request.worker_id] = sum(part.owned)
 
     def told_owners(self, request: ReadOwners, page: OwnersPage) -> None:
         """A member of a world is told who owns what."""
@@ -204,6 +214,24 @@ class DataOracle:
             found = sum(shard in shards for shards in keepers)
             if found < copies:
                 self.breach(DataPromise.HELD, f"{where}, and {found} of {copies} are to hold shard {shard}: {plan}")
+        self._check_shares(known, fact.attempt, where)
+
+    def _check_shares(self, known: DataTruth, attempt: int, where: str) -> None:
+        """Each that stays owns as much as its process said that it should."""
+        owned, weights = known.owned[attempt], dict[str, Fraction]()
+        for worker in known.truth.world.workers:
+            trainee = self._trainee_of(worker)
+            if trainee is not None and worker.id in owned:
+                weights[worker.id] = Fraction(known.weights[trainee])
+        if weights.keys() != owned.keys():
+            # Somebody is gone already.
+            return
+        for name, weight in weights.items():
+            share = known.data.shards * weight / sum(weights.values())
+            if not floor(share) <= owned[name] <= ceil(share):
+                self.breach(DataPromise.SHARE, f"{where}, and {name} owns {owned[name]} shards of {float(share)}")
+        if weights and max(owned.values()) > min(owned.values()) + 1:
+            self._met("shares differ by weight")
 
     def _lost(self, known: DataTruth, fact: ShardsLost) -> None:
         """Nobody has these any more, it is said."""

@@ -173,6 +173,7 @@ class Process:
         self._scope = anyio.CancelScope()
         data = job.data
         self.disk = data.disk(slot, host, job.slots) if data is not None and data.has_shards else None
+        given = None if data is None or self.disk is None else data.training_data(self.disk)
         self._state: dict[str, Any] = {"chain": np.ones(1, np.int64), "ballast": np.ones(job.ballast, np.int64)}
         self.worker = ElasticWorker(
             WorkerId(name, host, 0),
@@ -185,13 +186,13 @@ class Process:
             counters=self.counters,
             random=self._random,
             carrier=LoopCarrier() if data is None else data.carrier(),
-            data=None if data is None or self.disk is None else data.training_data(self.disk),
+            data=given,
             sampler=None if data is None else data.sampler(),
         )
         self.worker.state_synchronized.subscribe(self._enter)
         self.trainee = Trainee(job.name, name, host, self.worker.incarnation)
-        if self.disk is not None:
-            world.oracle.data.moves_in(self.trainee, self.disk)
+        if self.disk is not None and given is not None:
+            world.oracle.data.moves_in(self.trainee, self.disk, given.weight)
 
     @property
     def alive(self) -> bool:

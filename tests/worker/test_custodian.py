@@ -110,12 +110,14 @@ class NoMesh:
 class Scene:
     """A custodian and all around it."""
 
-    def __init__(self, store: MemoryShardStore | None = None, write: Callable[..., None] | None = None) -> None:
+    def __init__(
+        self, store: MemoryShardStore | None = None, write: Callable[..., None] | None = None, *, weight: float = 1.0
+    ) -> None:
         self.store = store or MemoryShardStore()
         self.line, self.mesh = Line(), NoMesh()
         self.signals: list[Receiving] = []
         self.brought: list[int] = []
-        data = TrainingData(60, SHARDS, self.store, origin=FunctionOrigin(write or self._write))
+        data = TrainingData(60, SHARDS, self.store, origin=FunctionOrigin(write or self._write), weight=weight)
         self.custodian = Custodian(
             data,
             ElasticTrainingConfig(),
@@ -181,6 +183,12 @@ class TestTakingPart:
         offers = it.line.told(OfferShards)
         assert [offer.held for offer in offers] == [int64(0, 1), int64(2, 3), int64(4)]
         assert [offer.more for offer in offers] == [True, True, False]
+
+    async def test_is_to_say_how_much_it_should_hold_with_each_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(custodians, "OFFER_SHARDS_MAX", 2)
+        it = Scene(filled(0, 1, 2), weight=2.5)
+        await it.take_part(1, part(keep=()))
+        assert [offer.weight for offer in it.line.told(OfferShards)] == [2.5, 2.5]
 
     async def test_is_to_offer_nothing_that_is_none_of_the_dataset(self) -> None:
         it = Scene(filled(0, SHARDS, 77))

@@ -241,6 +241,30 @@ class TestAWorld:
             totals = (await ranch.facts(TransfersPlanned))[-1].totals
             assert (totals.shards, totals.from_owners, totals.from_origin) == (3, 3, 0)
 
+    async def test_holds_by_weight_which_may_be_another_when_somebody_comes_back(self, house: House) -> None:
+        async with ranch_at(house, replication=0) as ranch, ranch.client() as client:
+
+            async def held() -> dict[str, tuple[int, float]]:
+                return {one.worker_id: (one.owned, one.weight) for one in (await ranch.shown()).workers}
+
+            ranch.start("a")
+            ranch.start("b", weight=3)
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            assert await held() == {"a": (3, 1.0), "b": (9, 3.0)}
+            await house.close()
+            await house.open()
+            assert await held() == {"a": (3, 1.0), "b": (9, 3.0)}
+            assert (await client.plan_data(JOB, ["a", "b"])).transfers == 0
+            await client.drain_worker(JOB, "b")
+            await ranch.crew.over("b")
+            await ranch.crew.world_of("a")
+            ranch.start("b", weight=0.5)
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            assert await held() == {"a": (8, 1.0), "b": (4, 0.5)}
+            await ranch.finish("a", "b")
+
     async def test_without_data_goes_by_the_remainder(self, house: House) -> None:
         async with crew_at(house.endpoint) as crew:
             crew.start("a", "b")

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import msgspec
+
+from forged.data.messages import DatasetSpec, HeldView, OfferShards
+
+
+def test_who_says_no_weight_has_1() -> None:
+    """As a worker from before there were weights, and a daemon to whoever asks it."""
+    for said in (
+        OfferShards("run", "a", b"i" * 16, 1, DatasetSpec(1_000, 10), weight=3.0),
+        HeldView("a", 1, 0, 9, 3.0),
+    ):
+        fields = msgspec.msgpack.decode(msgspec.msgpack.encode(said))
+        assert fields.pop("weight") == 3.0
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=type(said)).weight == 1.0
