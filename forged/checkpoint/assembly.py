@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from forged.checkpoint.boxes import Box, chunks, whole
+from forged.checkpoint.crew import THREADS
 from forged.checkpoint.dtypes import dtype_of
 from forged.checkpoint.fetching import fetch
 from forged.checkpoint.image import Image, Layout, blank_digests
@@ -29,8 +30,8 @@ from forged.checkpoint.ports import BLOCK_BYTES, Halt, Storage
 from forged.checkpoint.reading import Index
 from forged.checkpoint.staging import Staged
 
-BLOCKS_KEPT_MAX = 4
-"""Two threads have two each, where what they want reaches from one into the next."""
+BLOCKS_KEPT_MAX = 2 * THREADS
+"""Each thread has two, where what it wants reaches from one into the next."""
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -104,8 +104,7 @@ def save(
     With `ranks`, such as a worker of a job, all of them call this together, each with what it has.
     """
     storage, prefix = _patient(where)
-    settings: dict[str, Any] = {"format": format, "compression_level": compression_level}
-    options = SaveOptions(prefix, custom_metadata=custom_metadata or {}, timeout=timeout, **settings)
+    options = SaveOptions(prefix, format, compression_level, custom_metadata=custom_metadata or {}, timeout=timeout)
 
     async def all_of_it() -> str:
         halt = Halt(timeout)
@@ -131,9 +130,7 @@ def load(
     `only` names tensors or patterns of them. With `ranks`, each of them loads what it wants, and all fail if one does.
     """
     storage, prefix = _patient(where)
-    options = LoadOptions(
-        prefix, only=(only,) if isinstance(only, str) else tuple(only), strict_mode=strict, timeout=timeout
-    )
+    options = LoadOptions(prefix, only=only, strict_mode=strict, timeout=timeout)
 
     async def all_of_it() -> Any:
         halt = Halt(timeout)

@@ -32,7 +32,9 @@ def planned(
     level: CompressionLevel,
     file_bytes_max: int = FILE_BYTES_MAX,
 ) -> list[File]:
-    """The files that a checkpoint of whole tensors has."""
+    """The files that a checkpoint of whole tensors has; none where there are no tensors."""
+    if not tensors.names:
+        return []
     is_packed = level is not CompressionLevel.NONE
     if layout is CheckpointFormat.CONSOLIDATED:
         return files_of(tensors, save_id, is_packed=is_packed, file_bytes_max=file_bytes_max)

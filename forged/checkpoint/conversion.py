@@ -237,9 +237,7 @@ def _write_foreign(opened: _Opened, target: Where, ending: str, how: How, halt: 
         origin = opened.watched(how, [everything])
         names = single_file_of(tensors, name).names
         source = Assembly(lay_out(tensors, everything, FILE_METADATA, names), everything, origin)
-    parts.require_room(storage, name, source.size)
-    storage.write(name, source, halt)
-    storage.settle([name])
+    parts.write_whole(storage, name, source, halt)
     origin.finish()
     values = opened.manifest.states.values()
     left_out = tuple(sorted({value.name for value in values if value.node != {"v": None}}))

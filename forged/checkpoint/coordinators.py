@@ -104,13 +104,15 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
     retryable: bool = False
     is_undecided: bool = False
     """Whether it may have got through all the same."""
+    ranks: tuple[int, ...] = ()
+    """Those that the message names already."""
 
     @classmethod
     def of(cls, error: BaseException) -> Trouble:
         """What can be told of an error."""
         if isinstance(error, CheckpointException):
             is_undecided = isinstance(error, Undecided)
-            return cls(error.message, error.type, error.code, error.fix, error.retryable, is_undecided)
+            return cls(error.message, error.type, error.code, error.fix, error.retryable, is_undecided, error.ranks)
         if isinstance(error, ForgedError):
             return cls(error.message, ExceptionType.UNKNOWN, error.code, error.fix, error.retryable)
         if isinstance(error, MemoryError):
@@ -118,11 +120,13 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
         return cls(describe(error), ExceptionType.UNKNOWN, "checkpoint_failed", "")
 
     def error(self, prefix: str, kind: ExceptionType, rank: int | None) -> CheckpointException:
-        """What is raised for it, at whatever rank it went wrong."""
-        message = self.message if rank is None else f"rank {rank}: {self.message}"
+        """What is raised for it; whose message it is, is told where that has not been said."""
+        message, ranks = self.message, self.ranks
+        if rank is not None and rank not in ranks:
+            message, ranks = f"rank {rank}: {message}", (rank, *ranks)
         its = kind if self.sort is ExceptionType.UNKNOWN else self.sort
         sort = Undecided if self.is_undecided else CheckpointException
-        return sort(message, prefix, its, code=self.code, fix=self.fix, retryable=self.retryable)
+        return sort(message, prefix, its, code=self.code, fix=self.fix, retryable=self.retryable, ranks=ranks)
 
 
 class Said(msgspec.Struct, frozen=True, tag="said"):

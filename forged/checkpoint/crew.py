@@ -7,6 +7,7 @@ when the pools of the standard library take nothing more.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -16,7 +17,16 @@ from forged.checkpoint.ports import Halt
 
 T = TypeVar("T")
 
-THREADS = 2
+THREADS_MIN = 2
+THREADS_MAX = 8
+
+
+def threads_for(processors: int) -> int:
+    """How many threads work together where a process may use so many processors."""
+    return min(max(THREADS_MIN, processors), THREADS_MAX)
+
+
+THREADS = threads_for(len(os.sched_getaffinity(0)))
 
 
 def work_off(act: Callable[[T], object], items: Iterable[T], halt: Halt, threads: int = THREADS) -> None:

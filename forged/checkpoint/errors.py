@@ -7,6 +7,7 @@ translated where it is called.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 from forged.errors import ForgedError
 
@@ -33,6 +34,8 @@ class CheckpointException(ForgedError):
     kind = "checkpoint"
     checkpoint_path: str
     type: ExceptionType
+    ranks: tuple[int, ...]
+    """Those that the message names already."""
 
     def __init__(
         self,
@@ -43,25 +46,25 @@ class CheckpointException(ForgedError):
         code: str = "",
         fix: str = "",
         retryable: bool = False,
+        ranks: tuple[int, ...] = (),
     ) -> None:
         super().__init__(code or f"checkpoint_{type}", message, fix)
         self.checkpoint_path = checkpoint_path
         self.type = type
         self.retryable = retryable
+        self.ranks = ranks
 
     def __reduce__(self) -> tuple[object, ...]:
         return _remade, (
             self.message,
             self.checkpoint_path,
             self.type,
-            {"code": self.code, "fix": self.fix, "retryable": self.retryable},
+            {"code": self.code, "fix": self.fix, "retryable": self.retryable, "ranks": self.ranks},
         )
 
 
-def _remade(message: str, path: str, kind: ExceptionType, rest: dict[str, str | bool]) -> CheckpointException:
-    return CheckpointException(
-        message, path, kind, code=str(rest["code"]), fix=str(rest["fix"]), retryable=bool(rest["retryable"])
-    )
+def _remade(message: str, path: str, kind: ExceptionType, rest: dict[str, Any]) -> CheckpointException:
+    return CheckpointException(message, path, kind, **rest)
 
 
 def invalid(message: str, fix: str = "", *, code: str = "checkpoint_argument_invalid") -> CheckpointException:

@@ -2,7 +2,8 @@
 
 Law: what `write` and `publish` have made and `settle` has covered outlives a power cut, what `delete` has removed stays
 away, and what failed leaves nothing behind that it could still remove. A published file has no name before it is whole
-and durable. No name and no symbolic link leads out of the directory.
+and durable. A sync that has failed is not tried again: what it was to make durable is made anew, or is not durable. No
+name and no symbolic link leads out of the directory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from forged.checkpoint.files import CREATE, READ, UNNAMED, Files, Found, SystemF
 from forged.checkpoint.filling import ROOMS_PER_WRITE, Filling, Rooms, patiently, write_whole
 from forged.checkpoint.names import check_name, check_start
 from forged.checkpoint.ports import Entry, Halt, Source
-from forged.checkpoint.trouble import disk_full, file_large, file_short, told_of
+from forged.checkpoint.trouble import SyncFailed, disk_full, file_large, file_short, told_of
 
 OPENINGS_MAX = 10
 """How often a directory is made anew that others remove meanwhile, being empty."""
@@ -33,6 +34,8 @@ NOT_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENO
 """What file systems say that have no files without a name."""
 NOT_LINKED = frozenset({errno.ENOENT, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """What is said where such a file cannot be given one: the file system, or there is no /proc."""
+NOT_BEGUN = frozenset({errno.ENOENT, errno.EMFILE, errno.ENFILE})
+"""What is said before a directory is synced: that it cannot even be opened."""
 
 
 class LocalReader:
@@ -267,7 +270,13 @@ class LocalStorage:
                 self._make_directories(directory_of(path))
                 self._files.make_directory(path)
             if len(path) <= len(self._root):
-                self._sync_directory(directory_of(path))
+                try:
+                    self._sync_directory(directory_of(path))
+                except OSError:
+                    # Whoever found it there would take it for durable.
+                    with suppress(OSError):
+                        self._files.remove_directory(path)
+                    raise
 
     def _fill(self, fd: int, name: str, source: Source, halt: Halt, free: int) -> None:
         try:
@@ -389,5 +398,8 @@ class LocalStorage:
             patiently(self._files.sync_directory, path)
         except OSError as error:
             # A file system that syncs no directories keeps their names by itself.
-            if error.errno != errno.EINVAL:
+            if error.errno == errno.EINVAL:
+                return
+            if error.errno in NOT_BEGUN:
                 raise
+            raise SyncFailed(error.errno, error.strerror) from error

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ PREFIX_CHARS_MAX = 200
 AXES_MAX = 32
 ELEMENTS_MAX = 1 << 52
 """More would not fit in any storage, and in no manifest."""
+Kind = TypeVar("Kind", bound=StrEnum)
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*(?:/[A-Za-z0-9_][A-Za-z0-9._+=-]*)*")
 
 
@@ -32,7 +34,7 @@ class CheckpointFormat(StrEnum):
     """How the bytes lie in files."""
 
     MULTI_SHARD = "multi_shard"
-    """One file of every rank."""
+    """One file of every rank that has something to write."""
     SINGLE_FILE = "single_file"
     """One file of all."""
     CONSOLIDATED = "consolidated"
@@ -112,56 +114,94 @@ class PerRank:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class SaveOptions:
-    """How to save."""
+    """How to save. Choices may be given by their names."""
 
-    checkpoint_prefix: str | None = None
+    checkpoint_prefix: str | None
     """The checkpoint's name; `checkpoint_<UTC time>` without one."""
-    format: CheckpointFormat = CheckpointFormat.MULTI_SHARD
-    compression_level: CompressionLevel = CompressionLevel.NONE
-    include_optimizer: bool = True
-    include_rng_state: bool = True
-    timeout: float | None = None
+    format: CheckpointFormat
+    compression_level: CompressionLevel
+    include_optimizer: bool
+    include_rng_state: bool
+    timeout: float | None
     """Seconds; without it, what the checkpoint's options say."""
-    custom_metadata: Mapping[str, Any] = field(default_factory=dict)
+    custom_metadata: Mapping[str, Any]
     """Plain values that can be shown as JSON."""
-    copies: int = 1
+    copies: int
     """How many ranks write each array that all hold, so that one bad copy does no harm."""
-    when_busy: WhenBusy = WhenBusy.WAIT
+    when_busy: WhenBusy
 
-    def __post_init__(self) -> None:
-        _become(self, "format", CheckpointFormat)
-        _become(self, "compression_level", CompressionLevel)
-        _become(self, "when_busy", WhenBusy)
-        if self.checkpoint_prefix is not None:
-            check_prefix(self.checkpoint_prefix)
-        check_timeout(self.timeout)
-        if not isinstance(self.copies, int) or not 1 <= self.copies <= COPIES_MAX:
-            raise invalid(f"copies = {self.copies!r}", f"give 1 to {COPIES_MAX}")
-        object.__setattr__(self, "custom_metadata", _as_json(self.custom_metadata))
+    def __init__(
+        self,
+        checkpoint_prefix: str | None = None,
+        format: CheckpointFormat | str = CheckpointFormat.MULTI_SHARD,  # noqa: A002 - the name that its users know
+        compression_level: CompressionLevel | str = CompressionLevel.NONE,
+        include_optimizer: bool = True,
+        include_rng_state: bool = True,
+        timeout: float | None = None,
+        custom_metadata: Mapping[str, Any] = MappingProxyType({}),
+        copies: int = 1,
+        when_busy: WhenBusy | str = WhenBusy.WAIT,
+    ) -> None:
+        if checkpoint_prefix is not None:
+            check_prefix(checkpoint_prefix)
+        check_timeout(timeout)
+        if not isinstance(copies, int) or not 1 <= copies <= COPIES_MAX:
+            raise invalid(f"copies = {copies!r}", f"give 1 to {COPIES_MAX}")
+        _fill(
+            self,
+            checkpoint_prefix=checkpoint_prefix,
+            format=_chosen("format", format, CheckpointFormat),
+            compression_level=_chosen("compression_level", compression_level, CompressionLevel),
+            include_optimizer=include_optimizer,
+            include_rng_state=include_rng_state,
+            timeout=timeout,
+            custom_metadata=_as_json(custom_metadata),
+            copies=copies,
+            when_busy=_chosen("when_busy", when_busy, WhenBusy),
+        )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class LoadOptions:
-    """How to load."""
+    """How to load. Choices may be given by their names."""
 
-    checkpoint_prefix: str | None = None
-    load_optimizer: bool = True
-    load_rng_state: bool = True
-    resharding_strategy: ReshardingStrategy = ReshardingStrategy.PARALLEL
-    timeout: float | None = None
-    skip_validation: bool = False
+    checkpoint_prefix: str | None
+    load_optimizer: bool
+    load_rng_state: bool
+    resharding_strategy: ReshardingStrategy
+    timeout: float | None
+    skip_validation: bool
     """Do not look at the whole checkpoint before; what is read is verified all the same."""
-    strict_mode: bool = True
+    strict_mode: bool
     """Names, shapes and types have to be those of the state that is loaded into."""
-    only: tuple[str, ...] = ()
+    only: tuple[str, ...]
     """Names of tensors, or patterns of them such as `model/encoder.*`; all without any."""
 
-    def __post_init__(self) -> None:
-        _become(self, "resharding_strategy", ReshardingStrategy)
-        object.__setattr__(self, "only", (self.only,) if isinstance(self.only, str) else tuple(self.only))
-        check_timeout(self.timeout)
+    def __init__(
+        self,
+        checkpoint_prefix: str | None = None,
+        load_optimizer: bool = True,
+        load_rng_state: bool = True,
+        resharding_strategy: ReshardingStrategy | str = ReshardingStrategy.PARALLEL,
+        timeout: float | None = None,
+        skip_validation: bool = False,
+        strict_mode: bool = True,
+        only: str | Iterable[str] = (),
+    ) -> None:
+        check_timeout(timeout)
+        _fill(
+            self,
+            checkpoint_prefix=checkpoint_prefix,
+            load_optimizer=load_optimizer,
+            load_rng_state=load_rng_state,
+            resharding_strategy=_chosen("resharding_strategy", resharding_strategy, ReshardingStrategy),
+            timeout=timeout,
+            skip_validation=skip_validation,
+            strict_mode=strict_mode,
+            only=(only,) if isinstance(only, str) else tuple(only),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +256,19 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
-def _become(options: SaveOptions | LoadOptions, name: str, kind: type[StrEnum]) -> None:
-    """Take the name of a choice for the choice."""
-    value = getattr(options, name)
+def _chosen(name: str, value: str, kind: type[Kind]) -> Kind:
+    """The choice, or the one of that name."""
     try:
-        object.__setattr__(options, name, kind(value))
+        return kind(value)
     except ValueError:
         known = ", ".join(kind)
         raise invalid(f"{name} = {value!r}", f"use one of {known}") from None
+
+
+def _fill(options: SaveOptions | LoadOptions, **values: Any) -> None:
+    """Give frozen options what they hold."""
+    for name, value in values.items():
+        object.__setattr__(options, name, value)
 
 
 def _as_json(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def image_of(plan: Plan, rank: int, leaves: Sequence[Leaf], layout: Layout | Non
 
 def write(storage: Storage, file: str, rank: int, share: Share, image: Imaged, source: Source, halt: Halt) -> Part:
     """Write a part as it lies in memory; `source` is the image, or what was staged of it."""
-    _write_whole(storage, file, source, halt)
+    write_whole(storage, file, source, halt)
     return part_of(file, rank, share, image)
 
 
@@ -68,9 +68,14 @@ def part_of(file: str, rank: int, share: Share, image: Imaged) -> Part:
     )
 
 
+def nothing_of(file: str, rank: int) -> Part:
+    """What a rank says that has nothing to write: there is no such file, and the manifest names none."""
+    return Part(file, rank, 0, 0, [], [], [], "", "")
+
+
 def write_packed(storage: Storage, file: str, rank: int, share: Share, packed: Packed, halt: Halt) -> Part:
     """Write a part compressed: chunk behind chunk, without a header."""
-    _write_whole(storage, file, packed, halt)
+    write_whole(storage, file, packed, halt)
     boxes, box_of = boxes_once(share.boxes, len(share.tensors))
     return Part(
         file=file,
@@ -186,8 +191,8 @@ class Packed:
         return self._staged[start : start + length]
 
 
-def _write_whole(storage: Storage, file: str, source: Source, halt: Halt) -> None:
-    """Write a file, whose bytes and whose name are durable then."""
+def write_whole(storage: Storage, file: str, source: Source, halt: Halt) -> None:
+    """Write a file, whose bytes and whose name are durable then; if that cannot be, there is none."""
     require_room(storage, file, source.size)
     storage.write(file, source, halt)
     try:

@@ -7,7 +7,8 @@ was read; those of ranks that have died stay, like all of a save that came to no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import islice
 
 import msgspec
 
@@ -66,29 +67,31 @@ class Patience:
         """Something has come: more may come soon."""
         self._pause_s = POLL_S
 
-    def _gone(self, ranks: Iterable[int]) -> list[str]:
-        """Who of them is not there any more."""
+    def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Who of them is not there any more, by rank."""
         names = self._began_with
         if not names:
-            return []
+            return {}
         there = frozenset(self._members())
-        return [
-            f"rank {rank} ({names[rank]})" if rank < len(names) else f"rank {rank}"
+        return {
+            rank: f"rank {rank} ({names[rank]})" if rank < len(names) else f"rank {rank}"
             for rank in ranks
             if rank >= len(names) or names[rank] not in there
-        ]
+        }
 
 
-def _gone_before(gone: Sequence[str]) -> CheckpointException:
+def _gone_before(gone: Mapping[int, str]) -> CheckpointException:
     """Ranks are gone, and have not said what became of their part."""
+    told = dict(islice(gone.items(), GONE_TOLD_MAX))
     more = f" and {len(gone) - GONE_TOLD_MAX} more" if len(gone) > GONE_TOLD_MAX else ""
     verb = "is" if len(gone) == 1 else "are"
     return CheckpointException(
-        f"{', '.join(gone[:GONE_TOLD_MAX])}{more} {verb} gone, and had not finished the save",
+        f"{', '.join(told.values())}{more} {verb} gone, and had not finished the save",
         type=ExceptionType.SAVE_FAILED,
         code="checkpoint_rank_gone",
         fix="save again, with the ranks that there are now",
         retryable=True,
+        ranks=tuple(told),
     )
 
 

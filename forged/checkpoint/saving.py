@@ -207,6 +207,8 @@ class Saving:
         """Write this rank's part; durable when it returns."""
         storage, file = self._world.storage, work.file(work.rank)
         share = work.plan.shares[work.rank]
+        if not share.tensors:
+            return parts.nothing_of(file, work.rank)
         if work.is_assembled and work.world_size == 1:
             held = Held(work.plan.tensors, work.image, work.staged)
             self._make(work, held, halt)
@@ -257,6 +259,7 @@ class Saving:
     def publish(self, work: Work, written: list[Part], about: About, halt: Halt) -> None:
         """Let the checkpoint be there. When this raises, it is not and will not be, unless it raises `Undecided`."""
         extra: dict[str, int] = {}
+        written = [part for part in written if part.tensors]
         if work.is_assembled:
             if not work.made:
                 self._make(work, Saved(self._world.storage, self._manifest(work, written, about), halt), halt)

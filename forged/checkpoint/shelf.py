@@ -152,7 +152,10 @@ def bury(storage: Storage, prefix: str) -> None:
     if _is_there(storage, path) and storage.read(path, MANIFEST_BYTES_MAX) == said:
         # A storage that moves by copying was interrupted in between.
         storage.delete([path])
-    storage.delete([tombstone])
+    # Where others were faster, that of a later checkpoint may stand there by now; so it goes as soon as it was looked
+    # at, also where it has gone already: who died behind that may not have made it durable.
+    if _small(storage, tombstone, MANIFEST_BYTES_MAX) in {said, None}:
+        storage.delete([tombstone])
 
 
 def _is_of_save(name: str, manifest: Manifest) -> bool:

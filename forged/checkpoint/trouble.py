@@ -58,12 +58,17 @@ MEANINGS = {
 }
 
 
+class SyncFailed(OSError):
+    """A directory could not be synced. Another sync may succeed, and says nothing of what this one was to write."""
+
+
 def translated(error: OSError, name: str, url: str) -> CheckpointException:
     """What an operating system's error is to those who save and load."""
     meaning = MEANINGS.get(error.errno or 0, _OTHER)
     why = os.strerror(error.errno) if error.errno else str(error)
+    is_passing = meaning.retryable and not isinstance(error, SyncFailed)
     return storage_error(
-        f"{name or 'the storage'} in {url}: {why}", name, meaning.fix, code=meaning.code, retryable=meaning.retryable
+        f"{name or 'the storage'} in {url}: {why}", name, meaning.fix, code=meaning.code, retryable=is_passing
     )
 
 

@@ -42,6 +42,7 @@ def fill(checkpoints: Parser) -> None:
     positional(looking, "tensor", "TENSOR")
     looking.add_argument("--rank", type=_rank, metavar="N", help="whose, where ranks have one each")
     looking.add_argument("--out", metavar="FILE", help="write all of it to this .npy file")
+    looking.add_argument("--force", action="store_true", help="also in place of a FILE that is there already")
     _converting(verbs)
     removing = _verb(verbs, "rm", _remove, "delete a checkpoint, or what is left of one", aliases=["remove"])
     positional(removing, "where", "WHERE")

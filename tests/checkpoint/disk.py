@@ -3,7 +3,8 @@
 Law: after a power cut a file has what its last sync made durable, and of everything asked since any sectors, sizes and
 holes or none of them, in any order; of what a sync was to make durable that failed, too, for good. A name in a
 directory stands for what it stood for at the directory's last sync, or for anything that it stood for since, each name
-by itself: so a rename may be there half. What a directory holds can be found only where its own name is.
+by itself: so a rename may be there half; after a sync that failed, until the name has changed and was synced then. What
+a directory holds can be found only where its own name is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,17 @@ ROOT = "/disk"
 """A directory that is there from the beginning, durably."""
 
 Kind: TypeAlias = Literal[
-    "write", "resize", "sync", "failed sync", "name", "unname", "mkdir", "rmdir", "sync directory", "mark"
+    "write",
+    "resize",
+    "sync",
+    "failed sync",
+    "name",
+    "unname",
+    "mkdir",
+    "rmdir",
+    "sync directory",
+    "failed sync directory",
+    "mark",
 ]
 
 
@@ -199,6 +210,12 @@ class MemoryFiles:
             self._require_directory(path)
             self.operations.append(Operation("sync directory", path))
 
+    def fail_to_sync_directory(self, path: str) -> None:
+        """A sync fails: the names that it was to make durable, no later one will, unless they change."""
+        with self._lock:
+            if path in self._directories:
+                self.operations.append(Operation("failed sync directory", path))
+
     def link_open(self, fd: int, path: str) -> None:
         with self._lock:
             self._require("link_open")
@@ -349,16 +366,26 @@ class Folder:
     """A directory as the medium has it: by name, what it stood for at the last sync, and since."""
 
     slots: dict[str, list[Medium | Folder | None]] = field(default_factory=dict)
+    doubtful: set[str] = field(default_factory=set)
+    """The names that a sync was to make durable that failed."""
 
     def now(self, name: str) -> Medium | Folder | None:
         return self.slots[name][-1] if name in self.slots else None
 
     def turn(self, name: str, into: Medium | Folder | None) -> None:
         self.slots.setdefault(name, [None]).append(into)
+        self.doubtful.discard(name)
 
     def settle(self) -> None:
         """It was synced."""
-        self.slots = {name: [history[-1]] for name, history in self.slots.items() if history[-1] is not None}
+        for name in self.slots.keys() - self.doubtful:
+            history = self.slots.pop(name)
+            if history[-1] is not None:
+                self.slots[name] = history[-1:]
+
+    def fail_to_settle(self) -> None:
+        """It was to be synced, and was not."""
+        self.doubtful |= {name for name, history in self.slots.items() if len(history) > 1}
 
 
 class Platter:
@@ -380,6 +407,8 @@ class Platter:
                 return
             case "sync directory":
                 self._folder(path).settle()
+            case "failed sync directory":
+                self._folder(path).fail_to_settle()
             case "mkdir":
                 self._folder(directory_of(path)).turn(_base(path), Folder())
             case "unname" | "rmdir":

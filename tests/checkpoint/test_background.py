@@ -656,7 +656,8 @@ async def test_a_rank_that_is_known_to_be_gone_is_not_waited_for_as_long_as_the_
             ExceptionType.SAVE_FAILED,
             True,
         )
-        assert "rank 1 (b@host:1) is gone" in outcome.message
+        assert outcome.message.startswith("rank 1 (b@host:1) is gone")
+        assert outcome.ranks == (1,)
     assert not shelf.is_there(storage, "a")
 
 

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from forged.checkpoint import conversion, shelf
+from forged.checkpoint import conversion, load, save, shelf
 from forged.checkpoint.conversion import How, convert
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.loading import load_state
 from forged.checkpoint.local import LocalStorage
 from forged.checkpoint.locations import storage_at
-from forged.checkpoint.manifest import Manifest
+from forged.checkpoint.manifest import SUFFIX, Manifest
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import Halt
+from tests.checkpoint.faulty import broken
 from tests.checkpoint.sameness import require_same
 from tests.checkpoint.shelves import MemoryStorage
 from tests.checkpoint.writer import write_checkpoint
@@ -221,6 +222,28 @@ def test_what_is_there_is_not_touched(target: str, tmp_path: Path) -> None:
     error = error_of(lambda: convert(tmp_path / "from", tmp_path / target))
     assert error.code == "checkpoint_exists"
     assert {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)} == before
+
+
+@pytest.mark.parametrize("target", ["to", "x.safetensors", "x.npz"])
+def test_what_is_not_durable_is_taken_back(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    before = files_in(tmp_path)
+
+    def fail(self: LocalStorage, names: Collection[str]) -> None:
+        raise broken()
+
+    monkeypatch.setattr(LocalStorage, "settle", fail)
+    assert error_of(lambda: convert(tmp_path / "from", tmp_path / target)).code == "broken"
+    assert files_in(tmp_path) == before
+
+
+def test_a_checkpoint_without_tensors_has_no_files_in_any_format(tmp_path: Path) -> None:
+    for made in FORMATS:
+        save(tmp_path / made, {"step": 1}, format=made)
+        for wanted in FORMATS:
+            convert(tmp_path / made, tmp_path / f"{made}-{wanted}", How(wanted))
+            assert load(tmp_path / f"{made}-{wanted}") == {"step": 1}
+    assert all(name.endswith(SUFFIX) for name in files_in(tmp_path))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -91,6 +91,21 @@ async def test_what_goes_wrong_at_one_rank_is_raised_at_all(faulty: int) -> None
     assert [error.__cause__ is told for error in found] == [rank == faulty for rank in range(4)]
 
 
+@pytest.mark.parametrize(
+    ("finder", "message"), [(0, "rank 0: rank 1 is gone"), (1, "rank 1 is gone"), (2, "rank 2: rank 1 is gone")]
+)
+async def test_who_found_out_is_told_where_the_error_does_not_name_that_rank_already(finder: int, message: str) -> None:
+    gone = CheckpointException("rank 1 is gone", ranks=(1,))
+    for error in errors(await group(3, deciding(failing_at(finder, gone), joined))):
+        assert (error.message, set(error.ranks)) == (message, {1, finder})
+
+
+async def test_an_error_that_comes_by_the_same_rank_twice_names_it_once() -> None:
+    first = errors(await group(2, deciding(failing_at(1, CheckpointException("no room")), joined)))[0]
+    for error in errors(await group(2, deciding(failing_at(1, first), joined))):
+        assert error.message == "rank 1: no room"
+
+
 async def test_what_goes_wrong_in_the_decision_is_raised_at_all() -> None:
     async def refuse(said: list[bytes]) -> bytes:
         raise RequestRefused("no", "not this time", "wait")

@@ -9,12 +9,30 @@ from collections.abc import Iterator
 
 import pytest
 
-from forged.checkpoint.crew import work_off
+from forged.checkpoint.crew import threads_for, work_off
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.ports import Halt
 
 NEVER = Halt()
 PATIENCE_S = 30.0
+
+
+@pytest.mark.parametrize(("processors", "threads"), [(1, 2), (2, 2), (3, 3), (8, 8), (9, 8), (256, 8)])
+def test_there_are_as_many_threads_as_processors_within_bounds(processors: int, threads: int) -> None:
+    assert threads_for(processors) == threads
+
+
+def test_only_the_processors_that_the_process_may_use_count() -> None:
+    """The machine may have more."""
+    program = """
+import os
+os.sched_getaffinity = lambda pid: {1, 5, 6}
+os.cpu_count = lambda: 64
+from forged.checkpoint.crew import THREADS
+print(THREADS)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.stdout, done.stderr) == ("3\n", "")
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2, 7])

@@ -25,7 +25,7 @@ def test_an_error_needs_no_more_than_a_message() -> None:
 
 @pytest.mark.parametrize("kind", ExceptionType)
 def test_an_error_comes_back_from_another_process_as_it_was(kind: ExceptionType) -> None:
-    error = CheckpointException("m", "p", kind, code="c", fix="f", retryable=True)
+    error = CheckpointException("m", "p", kind, code="c", fix="f", retryable=True, ranks=(2, 0))
     back = pickle.loads(pickle.dumps(error))
     assert vars(back) == vars(error)
     assert (type(back), str(back)) == (CheckpointException, str(error))

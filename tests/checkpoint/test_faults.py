@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, get_args
@@ -14,10 +15,11 @@ from forged.checkpoint import checkpoint, shelf
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.local import LocalStorage
 from forged.checkpoint.ports import Halt
-from tests.checkpoint.disk import MemoryFiles
-from tests.checkpoint.history import AT, load_all, same, state
+from tests.checkpoint.disk import EMPTY, MemoryFiles
+from tests.checkpoint.history import AT, Finder, load_all, same, state
 from tests.checkpoint.test_crash_states import WORLDS
 from tests.checkpoint.trials import (
+    BEFORE,
     CONVERT,
     DELETE,
     SAVE,
@@ -25,13 +27,14 @@ from tests.checkpoint.trials import (
     Deed,
     Lasting,
     World,
+    after_power_cuts,
     after_refusals,
     after_trouble,
     before,
     failing_from,
     operations,
 )
-from tests.checkpoint.troubles import Act, troubled
+from tests.checkpoint.troubles import Act, NthFails, Trouble, troubled
 
 FOREGROUND = [world for world in WORLDS[:5] if not world.in_background]
 DONE = [(world, deed) for world in FOREGROUND for deed in (SAVE, DELETE)] + [(World(), CONVERT)]
@@ -65,7 +68,43 @@ def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_e
 def test_what_passes_is_waited_out(world: World, number: int, deed: Deed) -> None:
     image = before(world)
     for first in range(1, operations(world, image, deed)):
-        deed.act(world.history(world.disk(image), failing_from(first, number, "once")))
+        is_synced = False
+        refuse = failing_from(first, number, "once")
+
+        def trouble(count: int, name: str, act: Act, first: int = first, refuse: Trouble = refuse) -> Any:
+            nonlocal is_synced
+            is_synced |= count == first and name == "sync_directory"
+            return refuse(count, name, act)
+
+        try:
+            deed.act(world.history(world.disk(image), trouble))
+        except CheckpointException:
+            assert is_synced, "all else is tried again"
+            assert number != errno.EINTR
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "used"])
+@pytest.mark.parametrize(
+    "world", [World(retries=2), World(2, retries=2), World(retries=2, lacking=("unnamed",))], ids=str
+)
+def test_a_save_whose_directories_could_not_be_synced_fails_and_the_next_one_outlives_a_power_cut(
+    world: World, is_new: bool
+) -> None:
+    """A second sync may succeed, and tells nothing of what the first one was to write."""
+    image = EMPTY if is_new else before(world)
+    again = world._replace(options=(("seed", 1),))
+    for nth in range(100):
+        memory = world.disk(image)
+        trouble = NthFails(nth, "sync_directory", errno.EIO)
+        with suppress(CheckpointException):
+            world.history(memory, trouble).save("new", 2)
+            assert not trouble.has_come
+        if not trouble.has_come:
+            break
+        assert memory.image.files == image.files
+        again.history(memory).save("new", 2)
+        assert list(islice(after_power_cuts(memory, Finder(world.size), {} if is_new else BEFORE), 5)) == []
+    assert 2 < nth < 99
 
 
 class Clock:

@@ -20,7 +20,7 @@ from forged.checkpoint.local import LocalStorage
 from forged.checkpoint.ports import BLOCK_BYTES, Halt, Storage
 from tests.checkpoint.disk import EMPTY, ROOT, WRITTEN_AT, Image, MemoryFiles
 from tests.checkpoint.sources import PAGE, Failing, Given, pattern
-from tests.checkpoint.troubles import Act, failing, troubled
+from tests.checkpoint.troubles import Act, NthFails, failing, troubled
 
 AT = f"{ROOT}/checkpoints"
 
@@ -146,6 +146,38 @@ def test_a_sync_that_failed_is_not_tried_again_on_the_same_file(files: MemoryFil
     assert refusal(lambda: write(storage, "p/a")).retryable
     assert files.image.files == {}
     write(storage, "p/a")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT])
+def test_a_sync_of_a_directory_that_failed_is_not_tried_again(files: MemoryFiles, number: int) -> None:
+    """It may succeed then without having written what the first one was to write."""
+    write(LocalStorage(AT, files=files), "p/a")
+    for act in (
+        lambda storage: storage.settle(["p/a"]),
+        lambda storage: storage.publish("p/b", b"x"),
+        lambda storage: storage.move("p/a", "p/c"),
+        lambda storage: storage.delete(["p/c"]),
+    ):
+        storage = LocalStorage(AT, files=troubled(files, failing("sync_directory", number, times=1)))
+        assert not refusal(lambda storage=storage, act=act: act(storage)).retryable  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_directory_that_could_not_be_opened_to_be_synced_may_be_synced_later(files: MemoryFiles, number: int) -> None:
+    write(LocalStorage(AT, files=files), "p/a")
+    storage = LocalStorage(AT, files=troubled(files, failing("sync_directory", number, times=1)))
+    assert refusal(lambda: storage.settle(["p/a"])).retryable
+    storage.settle(["p/a"])
+
+
+def test_a_directory_of_the_storages_whose_name_is_not_durable_is_not_left(files: MemoryFiles) -> None:
+    """Whoever found it there would not sync the one that it lies in."""
+    storage = LocalStorage(f"{ROOT}/a/b", files=troubled(files, NthFails(1, "sync_directory", errno.EIO)))
+    assert not refusal(lambda: write(storage, "p")).retryable
+    assert files.image.directories == {"/", ROOT, f"{ROOT}/a"}
+    files.operations.clear()
+    write(storage, "p")
+    assert synced(files)[0] == f"{ROOT}/a"
 
 
 def test_a_directory_that_others_remove_meanwhile_is_made_again(files: MemoryFiles) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterable
+from dataclasses import FrozenInstanceError, fields, replace
 from enum import StrEnum
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
 import numpy as np
 import pytest
@@ -18,6 +22,7 @@ from forged.checkpoint import (
     ReshardingStrategy,
     SaveOptions,
     ShardedArray,
+    WhenBusy,
 )
 from forged.checkpoint.boxes import Box
 
@@ -57,6 +62,44 @@ def test_options_have_the_defaults_of_the_seed() -> None:
     assert load.load_rng_state
     assert load.strict_mode
     assert not load.skip_validation
+
+
+def test_choices_may_be_given_by_their_names_and_are_the_choices_inside() -> None:
+    save = SaveOptions("a", format="single_file", compression_level="fast", when_busy="refuse")
+    assert_type(save.format, CheckpointFormat)
+    assert_type(save.compression_level, CompressionLevel)
+    assert_type(save.when_busy, WhenBusy)
+    assert (save.format, save.compression_level) == (CheckpointFormat.SINGLE_FILE, CompressionLevel.FAST)
+    assert save.when_busy is WhenBusy.REFUSE
+    assert save == SaveOptions("a", CheckpointFormat.SINGLE_FILE, CompressionLevel.FAST, when_busy=WhenBusy.REFUSE)
+    load = LoadOptions("a", resharding_strategy="simple")
+    assert_type(load.resharding_strategy, ReshardingStrategy)
+    assert load.resharding_strategy is ReshardingStrategy.SIMPLE
+
+
+@pytest.mark.parametrize("only", ["model/w", ["model/w"], ("model/w",), iter(["model/w"])])
+def test_names_to_load_may_be_one_or_several(only: str | Iterable[str]) -> None:
+    load = LoadOptions("a", only=only)
+    assert_type(load.only, tuple[str, ...])
+    assert load.only == ("model/w",)
+
+
+@pytest.mark.parametrize("name", ["format", "compression_level", "when_busy"])
+@pytest.mark.parametrize("value", ["zip", "", None, 1, []])
+def test_what_is_no_choice_is_named_with_those_that_there_are(name: str, value: Any) -> None:
+    with pytest.raises(CheckpointException, match=f"^{name} = .*use one of ") as caught:
+        SaveOptions(**{name: value})
+    assert caught.value.code == "checkpoint_argument_invalid"
+
+
+@pytest.mark.parametrize("kind", [SaveOptions, LoadOptions])
+def test_options_cannot_be_changed_but_copied_with_a_change(kind: type[SaveOptions | LoadOptions]) -> None:
+    options = kind("a", timeout=3.0)
+    with pytest.raises(FrozenInstanceError):
+        options.timeout = 4.0  # type: ignore[misc]
+    assert replace(options, checkpoint_prefix="b") == kind("b", timeout=3.0)
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert [one.name for one in fields(kind)] == list(signature(kind).parameters), "repr and replace go by the fields"
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,19 @@ def failed_syncs_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(filling, "patiently", forgetful)
 
 
+def failed_syncs_of_directories_are_tried_again(patch: pytest.MonkeyPatch) -> None:
+    """Likewise of a directory."""
+    sync_directory = LocalStorage._sync_directory
+
+    def stubborn(self: LocalStorage, path: str) -> None:
+        try:
+            sync_directory(self, path)
+        except OSError:
+            sync_directory(self, path)
+
+    patch.setattr(LocalStorage, "_sync_directory", stubborn)
+
+
 # What is done in another order.
 
 
@@ -290,6 +303,7 @@ MUTANTS = [
     Mutant(only_own_deletions_are_synced, kills(DELETE)),
     Mutant(tombstones_of_others_are_trusted, kills(DELETE)),
     Mutant(failed_syncs_are_tried_again, refusals(errno.EIO, "once")),
+    Mutant(failed_syncs_of_directories_are_tried_again, refusals(errno.EIO, "once")),
     Mutant(failed_syncs_are_forgotten, refusals(errno.EIO, "once")),
     Mutant(manifests_are_named_before_they_are_whole, power_cuts()),
     Mutant(manifests_are_published_before_parts_are_settled, power_cuts()),

@@ -162,6 +162,7 @@ def test_it_ends_soon_when_a_rank_is_gone_that_it_waits_for(then: str, is_hurrie
     if is_hurried:
         assert caught.value.code == "checkpoint_rank_gone"
         assert caught.value.message == "rank 1 (b) is gone, and had not finished the save"
+        assert caught.value.ranks == (1,)
     else:
         assert caught.value.type is ExceptionType.TIMEOUT
 
@@ -173,6 +174,7 @@ def test_of_many_that_are_gone_some_are_named() -> None:
     with pytest.raises(CheckpointException, match=r"rank 5 \(w5\), .*rank 14 \(w14\) and 25 more are gone") as caught:
         wait_to_the_end(patience, range(1, 40))
     assert "rank 4" not in caught.value.message
+    assert caught.value.ranks == tuple(range(5, 15))
 
 
 def test_who_has_no_names_is_waited_for_to_the_end() -> None:

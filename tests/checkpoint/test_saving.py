@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from forged.checkpoint import coordinators, parts, shelf
 from forged.checkpoint.coordinators import Ranks, SingleProcess, Undecided
 from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.loading import load_state
 from forged.checkpoint.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, SaveOptions, ShardedArray
 from forged.checkpoint.ports import Halt, Source, Storage
 from forged.checkpoint.saving import About, Saving, World, save_state
+from forged.checkpoint.validator import CheckpointValidator
 from forged.log import SILENT
 from tests.checkpoint.faulty import Fault, Faulty, at, broken, on
 from tests.checkpoint.group import Member, Trouble, after, die, fail, group, hang, say
@@ -164,10 +166,34 @@ async def test_copies_are_written_by_other_ranks() -> None:
 
 async def test_a_state_may_be_nothing_but_values() -> None:
     storage = MemoryStorage()
-    for level in CompressionLevel:
-        options = SaveOptions(f"run/{level}", compression_level=level)
-        await save(lambda rank: storage, 2, options=lambda rank: options, state=lambda rank, size: {"step": 1})  # noqa: B023
-        assert state_of(storage, f"run/{level}") == {"step": 1}
+    for size, layout, level in product((1, 2), CheckpointFormat, CompressionLevel):
+        options = SaveOptions(f"run/{size}-{layout}-{level}", layout, level)
+        await save(lambda rank: storage, size, options=lambda rank: options, state=lambda rank, size: {"step": 1})  # noqa: B023
+        assert state_of(storage, f"run/{size}-{layout}-{level}") == {"step": 1}
+    assert all(name.endswith(SUFFIX) for name in storage.files), "where there are no tensors there are no other files"
+
+
+@pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
+@pytest.mark.parametrize("layout", CheckpointFormat)
+async def test_a_rank_that_has_nothing_to_write_writes_nothing(
+    layout: CheckpointFormat, level: CompressionLevel
+) -> None:
+    """Also where it is the root, whose number is the first."""
+    storage = MemoryStorage()
+    watched = Faulty(storage)
+
+    def state(rank: int, size: int) -> dict[str, Any]:
+        return {"own": PerRank(np.arange(4.0) if rank == 1 else None)}
+
+    await save(lambda rank: watched, 3, options=lambda rank: SaveOptions("run/1", layout, level), state=state)
+    assert watched.calls.count("write") == (1 if layout is CheckpointFormat.MULTI_SHARD else 2)
+    manifest = shelf.read_manifest(storage, "run/1")
+    assert (manifest.world_size, len(manifest.parts)) == (3, 1)
+    assert set(shelf.files_of(manifest)) | {manifest.path} == set(storage.files)
+    assert CheckpointValidator(storage).validate_checkpoint("run/1").findings == ()
+    for rank in range(3):
+        loaded = load_state(storage, manifest, rank=rank, world_size=3).state
+        assert (None if loaded["own"] is None else loaded["own"].tolist()) == ([0, 1, 2, 3] if rank == 1 else None)
 
 
 @settings(deadline=None, max_examples=20)

@@ -21,6 +21,8 @@ from tests.checkpoint.faulty import Faulty, broken
 from tests.checkpoint.shelves import MemoryStorage
 
 PREFIXES = ("a", "a/1", "a/1/2", "b")
+OF_A1 = ("a/1.", "a/1/")
+"""How the files of those below `a` begin; the files of `a` itself may begin with `a/1`."""
 
 
 @pytest.fixture
@@ -94,8 +96,8 @@ def test_a_deletion_that_breaks_off_at_any_moment_is_not_seen_and_can_be_finishe
                 shelf.read_manifest(storage, "a")
         if not is_over and ("a" + TOMBSTONE in storage.files or shelf.is_there(storage, "a")):
             shelf.delete(storage, "a")
-        assert {name for name in files if not name.startswith("a/1") and name[0] == "a"}.isdisjoint(storage.files)
-        assert {name for name in files if name.startswith(("a/1", "b"))} <= set(storage.files)
+        assert {name for name in files if not name.startswith(OF_A1) and name[0] == "a"}.isdisjoint(storage.files)
+        assert {name for name in files if name.startswith((*OF_A1, "b"))} <= set(storage.files)
         number += 1
     assert number > 4
 
@@ -109,7 +111,7 @@ def test_a_tombstone_hides_a_manifest_that_stands_beside_it(storage: MemoryStora
     with pytest.raises(CheckpointException, match="there is no checkpoint"):
         shelf.read_manifest(storage, "a")
     shelf.bury(storage, "a")
-    assert not [name for name in storage.files if name.startswith("a") and not name.startswith("a/1")]
+    assert not [name for name in storage.files if name.startswith("a") and not name.startswith(OF_A1)]
 
 
 def test_a_tombstone_that_cannot_be_read_still_stands_for_what_lies_below(storage: MemoryStorage) -> None:
@@ -169,6 +171,40 @@ def test_a_deletion_that_is_slow_takes_nothing_of_what_is_saved_under_the_name_m
     shelf.delete(Faulty(storage, meanwhile), "a")
     assert left <= 0
     require(storage, "a", 2)
+
+
+def test_a_deletion_that_is_slow_leaves_the_tombstone_of_another_one_alone() -> None:
+    """Another one finishes the deletion, saves, and deletes that, but dies before all of it is gone."""
+    storage = MemoryStorage()
+    put(storage, "a", 1)
+    has_come = False
+
+    def meanwhile(number: int, what: str, done: bool) -> None:
+        nonlocal has_come
+        if what == "settle" and not has_come:
+            has_come = True
+            shelf.delete(storage, "a")
+            put(storage, "a", 2)
+            with pytest.raises(CheckpointException):
+                shelf.delete(dying(storage, "delete"), "a")
+
+    shelf.delete(Faulty(storage, meanwhile), "a")
+    assert shelf.tombstones(storage) == ["a"]
+    shelf.bury(storage, "a")
+    assert storage.files == {}
+
+
+def test_a_tombstone_that_another_one_removes_meanwhile_is_gone_for_good(storage: MemoryStorage) -> None:
+    """Who has removed it may have died before that was durable."""
+
+    def meanwhile(number: int, what: str, done: bool) -> None:
+        if what == "entries":
+            storage.files.pop("a" + TOMBSTONE, None)
+
+    watched = Faulty(storage, meanwhile)
+    shelf.delete(watched, "a")
+    assert watched.calls[-1] == "delete"
+    assert not shelf.tombstones(storage)
 
 
 def dying(storage: MemoryStorage, moment: str, of: int = 1) -> Faulty:

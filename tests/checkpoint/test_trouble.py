@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.trouble import MEANINGS, disk_full, file_large, file_short, told_of, translated
+from forged.checkpoint.trouble import MEANINGS, SyncFailed, disk_full, file_large, file_short, told_of, translated
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,13 @@ def test_a_refusal_has_a_code_and_says_whether_to_try_again(number: int, code: s
     assert error.checkpoint_path == "run/a"
     assert "run/a in /disk" in error.message
     assert error.fix
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT])
+def test_a_directory_that_could_not_be_synced_is_not_synced_again(number: int) -> None:
+    plain, failed = translated(OSError(number, "no"), "a", "/disk"), translated(SyncFailed(number, "no"), "a", "/disk")
+    assert (plain.retryable, failed.retryable) == (True, False)
+    assert (failed.code, failed.message, failed.fix) == (plain.code, plain.message, plain.fix)
 
 
 def test_every_meaning_has_a_fix_and_survives_the_way_to_another_process() -> None:

@@ -5,6 +5,7 @@ Law: a trial tells in words what was found that may not be, and nothing when all
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,7 +29,7 @@ from tests.checkpoint.history import (
     same,
     state,
 )
-from tests.checkpoint.troubles import Act, Trouble, troubled
+from tests.checkpoint.troubles import Act, Dead, Trouble, troubled
 
 STATES_PER_MOMENT_MAX = 400
 CALLS = "checkpoint-calls"
@@ -202,6 +203,19 @@ def failing_from(first: int, number: int, lasting: Lasting) -> Trouble:
     return trouble
 
 
+def dying_at(first: int) -> Trouble:
+    """Whoever asks dies before the operation of that number."""
+
+    def trouble(count: int, name: str, act: Act) -> Any:
+        if count < first:
+            return act()
+        if name == "close":
+            act()
+        raise Dead(errno.EIO, os.strerror(errno.EIO))
+
+    return trouble
+
+
 def after_refusals(world: World, image: Image, deed: Deed, number: int, lasting: Lasting) -> Iterator[str]:
     """What is wrong when one operation after the other is the one that is refused."""
     for first in range(operations(world, image, deed)):
@@ -261,8 +275,7 @@ def after_kills(
     finder = finder or Finder(world.size)
     for first in moments if moments is not None else range(operations(world, image, deed)):
         memory = world.disk(image)
-        # Who is dead asks for nothing more, which is to the disk as if all were refused.
-        _outcome(lambda: deed.act(world.history(memory, failing_from(first, 5, "all"))))  # noqa: B023
+        _outcome(lambda: deed.act(world.history(memory, dying_at(first))))  # noqa: B023
         after = f"{deed.name} in {world}, killed at operation {first}"
         if wrong := finder.wrong(memory.image, expected_after(memory, BEFORE)):
             yield f"{after}: {wrong}"

@@ -16,6 +16,10 @@ Trouble = Callable[[int, str, Act], Any]
 """Does what was asked, or what goes wrong instead: given the operation's number, name, and the act itself."""
 
 
+class Dead(OSError):
+    """Whoever asks is dead: nothing of this was ever asked."""
+
+
 class Troubled:
     """Passes on what is asked, one operation at a time, through the trouble."""
 
@@ -33,9 +37,14 @@ class Troubled:
             number, self.count = self.count, self.count + 1
         try:
             return self._trouble(number, name, partial(act, *args, **kwargs))
-        except OSError as error:
-            if name == "sync" and isinstance(self._files, MemoryFiles) and not isinstance(error, InterruptedError):
-                self._files.fail_to_sync(*args)
+        except (InterruptedError, Dead):
+            raise
+        except OSError:
+            if isinstance(self._files, MemoryFiles):
+                if name == "sync":
+                    self._files.fail_to_sync(*args)
+                elif name == "sync_directory":
+                    self._files.fail_to_sync_directory(*args)
             raise
 
 
@@ -58,6 +67,24 @@ def failing(operation: str, code: int, times: int | None = None) -> Trouble:
         raise OSError(code, os.strerror(code))
 
     return trouble
+
+
+class NthFails:
+    """The operation of a kind fails before which there were so many others of that kind; a `Trouble`."""
+
+    def __init__(self, nth: int, operation: str, code: int) -> None:
+        self.has_come = False
+        self._left = nth
+        self._operation = operation
+        self._code = code
+
+    def __call__(self, number: int, name: str, act: Act) -> Any:
+        if name == self._operation:
+            self._left -= 1
+            if self._left == -1:
+                self.has_come = True
+                raise OSError(self._code, os.strerror(self._code))
+        return act()
 
 
 def taking_at_most(count: int) -> Trouble:

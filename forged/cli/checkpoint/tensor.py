@@ -1,13 +1,14 @@
 """`forgectl ckpt cat`: a tensor of a checkpoint: its first elements and statistics, or all of it as a `.npy` file.
 
 Law: only verified bytes are told of, and never more than a block of them is in memory. A file is there whole or not at
-all.
+all, and takes the place of another one only where that was asked for.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import islice
@@ -33,6 +34,7 @@ from forged.cli.checkpoint.values import plain_values, sayable
 from forged.cli.grammar import Options
 from forged.cli.output import answer
 from forged.cli.process import EXIT_OK
+from forged.errors import RequestRefused
 
 BLOCK_BYTES = 64 << 20
 """So much is in memory at a time, if no chunk is larger."""
@@ -49,6 +51,7 @@ Array = np.ndarray[Any, Any]
 @acting
 def show_tensor(options: Options, halt: Halt) -> int:
     """Look at one."""
+    _require_new(options)
     storage, manifest = named(options.where, halt)
     if (options.tensor, options.rank) in (values := plain_values(manifest)) and options.out is None:
         value = sayable(values[options.tensor, options.rank])
@@ -69,6 +72,14 @@ def show_tensor(options: Options, halt: Halt) -> int:
             row |= _copied(view, info, bar, options.out) if options.out else _summary(view, info, bar)
     answer(options, row, lambda: _show(row))
     return EXIT_OK
+
+
+def _require_new(options: Options) -> None:
+    """Refuse to replace a file unasked."""
+    if options.out is not None and not options.force and os.path.lexists(options.out):
+        raise RequestRefused(
+            "file_exists", f"there is {options.out} already", "name another file, or add --force to replace it"
+        )
 
 
 def _owner(manifest: Manifest, name: str, asked: int | None) -> int | None:

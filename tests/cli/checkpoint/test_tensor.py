@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +139,21 @@ def test_a_name_that_is_mistyped_is_told_what_it_may_have_been(shelf: Shelf) -> 
 
 
 class TestFile:
+    @pytest.mark.parametrize("make", [lambda path: path.write_text("old"), lambda path: path.symlink_to("nowhere")])
+    def test_what_is_there_stays_unless_it_is_to_be_replaced(self, shelf: Shelf, make: Callable[[Path], Any]) -> None:
+        shelf.put("a", {"w": np.arange(3)})
+        make(Path("w.npy"))
+        before = Path("w.npy").lstat()
+        code, error = shelf.failed(f"cat {A} w --out w.npy")
+        assert (code, error["code"], error["message"]) == (3, "file_exists", "there is w.npy already")
+        assert "--force" in error["fix"]
+        assert Path("w.npy").lstat() == before
+        assert sorted(path.name for path in Path().iterdir()) == ["checkpoints", "w.npy"]
+
     def test_what_was_there_before_is_replaced_as_a_whole(self, shelf: Shelf) -> None:
         shelf.put("a", {"w": np.arange(3)})
         Path("w.npy").write_text("old")
-        said = shelf.run(f"cat {A} w --out w.npy")
+        said = shelf.run(f"cat {A} w --out w.npy --force")
         assert said.code == 0
         assert np.load("w.npy").tolist() == [0, 1, 2]
         assert sorted(path.name for path in Path().iterdir()) == ["checkpoints", "w.npy"]
@@ -159,7 +171,7 @@ class TestFile:
         shelf.put("a", {"w": np.arange(3)})
         shelf.damage(shelf.files("a")[0], 4096)
         Path("w.npy").write_text("old")
-        code, error = shelf.failed(f"cat {A} w --out w.npy")
+        code, error = shelf.failed(f"cat {A} w --out w.npy --force")
         assert (code, error["code"]) == (1, "checkpoint_chunk_corrupt")
         assert Path("w.npy").read_text() == "old"
 
