@@ -75,3 +75,32 @@ def test_what_is_no_file_is_refused() -> None:
     finally:
         os.close(outlet)
         os.close(inlet)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_the_cache_has_is_told_to_owners_and_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_ours: bool
+) -> None:
+    """The system itself tells strangers that it has everything, so they are to find out by reading."""
+    monkeypatch.setattr(disk, "_is_ours", lambda fd: is_ours)
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        file.write(bytes(10 * PAGE))
+        assert disk.is_cached(file.fileno(), 5 * PAGE)
+        disk.drop_cache(file.fileno(), 0, 10 * PAGE)
+        assert not disk.is_cached(file.fileno(), 5 * PAGE)
+
+
+def test_of_a_file_that_has_become_shorter_nothing_is_told(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        file.write(bytes(PAGE))
+        with pytest.raises(OSError, match="greater than file size"):
+            disk.is_cached(file.fileno(), 5 * PAGE)
+
+
+def test_a_file_is_ours_if_we_own_it_or_may_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        assert disk._is_ours(file.fileno())
+        monkeypatch.setattr(os, "geteuid", lambda: os.fstat(file.fileno()).st_uid + 1)
+        for may_write in (True, False):
+            monkeypatch.setattr(os, "access", lambda path, mode, effective_ids, may=may_write: may)
+            assert disk._is_ours(file.fileno()) == may_write

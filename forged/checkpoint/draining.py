@@ -31,7 +31,8 @@ class Draining:
         self._direct_fd = self._opened_past_cache(path) if self.size >= FILE_BYTES_MIN else None
         self._is_direct = self._direct_fd is not None
         # What the kernel read ahead behind a small read would look like a file that is warm.
-        files.read_ahead(fd, on=not self._is_direct)
+        with suppress(OSError):
+            files.read_ahead(fd, on=not self._is_direct)
 
     def close(self) -> None:
         """Let go of what was opened besides."""

@@ -340,7 +340,7 @@ def _show_job(options: Options) -> int:
     with Connection(options) as wire:
         job = answers.one(wire, "ShowJob", job=options.name)
         training = workers.training(wire, options.name)
-        moving = transfers.under_way(wire, options.name) if training else {}
+        moving = transfers.under_way(wire, options.name, training)
     about = {name: value for name, value in (("training", training), ("transfers", moving)) if value}
     answer(options, job | about, lambda: _show_pairs(job))
     if not options.json:

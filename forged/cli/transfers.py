@@ -95,15 +95,18 @@ class _Screen:
         self._attempt, self._height = view.get("attempt"), len(lines)
 
 
-def under_way(wire: Wire, job: str) -> Row:
-    """What travels now; nothing where nothing does."""
+def under_way(wire: Wire, job: str, training: Row) -> Row:
+    """What travels for the rescale that a job's training is in; nothing where nothing does."""
+    rescale = training.get("rescale")
+    if not isinstance(rescale, dict):
+        return {}
     try:
         view = answers.one(wire, "ShowTransfers", job=job)
     except RequestRefused as refusal:
         if refusal.code not in NOT_YET | {"request_unknown"}:
             raise
         return {}
-    return view if _runs(view) else {}
+    return view if _runs(view) and view.get("attempt") == rescale.get("attempt") else {}
 
 
 def line(view: Row) -> str:

@@ -36,8 +36,6 @@ from forged.elastic.model import WorkerId
 from forged.errors import ConfigError, ForgedError, PeerError, RequestRefused, Unavailable, describe
 from forged.retry import Random, RetryPolicy
 
-ORIGIN_SILENCE_MAX_S = 600.0
-"""An origin may fetch all of a shard before it writes any of it; one that takes so long for that is given up."""
 _BAD_COPY_CODES = frozenset({"shard_corrupt", "shard_changed", "shard_damaged"})
 
 
@@ -86,9 +84,6 @@ class _Passage:
     bytes_moved: int = 0
     bytes_measured: int = 0
     measured_at: float = 0.0
-    """When bytes had come last, so far as was looked."""
-    patience: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    """Ends with that of the one who waits for an origin."""
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def begins(self, offset: int, size: int | None) -> None:
@@ -213,15 +208,8 @@ class Execution:
         bringing = partial(bring, self._with.origin, start.shard, self._with.store, passage)
         if not self._with.uses_threads:
             return bringing(lambda seconds: None)
-        passage.measured_at = self._now()
-        with passage.patience:
-            # A thread that the origin holds up is left alone; it finds out that nobody wants the shard any more.
-            return await to_thread.run_sync(bringing, passage.wait, abandon_on_cancel=True, limiter=CapacityLimiter(1))
-        raise Unavailable(
-            "origin_silent",
-            f"the origin has given nothing of shard {start.shard.shard_id} for {ORIGIN_SILENCE_MAX_S:g} s",
-            "see what it waits for; time-outs of its own would say it sooner",
-        )
+        # A thread that the origin holds up is left alone; it finds out that nobody wants the shard any more.
+        return await to_thread.run_sync(bringing, passage.wait, abandon_on_cancel=True, limiter=CapacityLimiter(1))
 
     def _on_success(self, passage: _Passage, stamp: Stamp) -> None:
         start = passage.start
@@ -262,8 +250,6 @@ class Execution:
             await anyio.sleep(self._with.progress_interval_s)
             for passage in self._under_way:
                 self._measure(passage)
-                if passage.start.source is None and self._now() - passage.measured_at > ORIGIN_SILENCE_MAX_S:
-                    passage.patience.cancel()
             self._tell()
 
     def _tell(self) -> None:

@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +32,8 @@ from forged.worker.peer_messages import PeerMessage
 WORD_BYTES_MAX = 32 << 10
 """A refusal with texts of the greatest length fits."""
 PIECE_BYTES = 1 << 20
+HELD_BACK_S = 1.0
+"""So long bytes may wait for others to be handed on together; over a slow connection they come bit by bit."""
 CHUNK_BYTES = 64 << 10
 """What a wire without threads moves at once."""
 
@@ -126,10 +129,15 @@ class SocketWire:
         bulk.send_file(self._sock, fd, offset, count, stall_timeout_s=stall_timeout_s)
 
     async def take(self, count: int, absorb: Absorb) -> None:
-        """Receive so many bytes into warm memory that begins at a page, all before they are handed on."""
-        filled = 0
+        """Receive so many bytes into warm memory that begins at a page, and hand on all at once if they come soon."""
+        while count:
+            count -= self._fill(count, absorb)
+
+    def _fill(self, count: int, absorb: Absorb) -> int:
+        """Receive for `HELD_BACK_S` at most; returns how many bytes were handed on."""
+        filled, patient_until = 0, time.monotonic() + HELD_BACK_S
         try:
-            while filled < count:
+            while filled < count and (not filled or time.monotonic() < patient_until):
                 size = self._sock.recv_into(_warm.buffer[filled:count])
                 if not size:
                     raise cut_off()
@@ -137,6 +145,7 @@ class SocketWire:
         finally:
             if filled:
                 absorb(_warm.buffer[:filled])
+        return filled
 
     async def pause(self, seconds: float) -> None:
         """Wait for the time to pass, or for the socket to be shut down."""

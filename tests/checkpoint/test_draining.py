@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -189,6 +190,25 @@ def test_a_small_read_does_not_make_a_cold_file_look_warm(real: Callable[[], tup
     assert not any(files.is_cached(fd, offset) for offset in range(PAGE, len(data), PAGE))
     drained.close()
     files.close(fd)
+
+
+def test_where_a_file_has_become_shorter_meanwhile_the_reading_ends(real: Callable[[], tuple[str, bytes]]) -> None:
+    path, data = real()
+    files = SystemFiles()
+    fd = files.open(path, READ)
+    drained = Draining(files, fd, path, Rooms(2))
+    os.truncate(path, PAGE + 5)
+    room = memoryview(bytearray(len(data)))
+    assert drained.read(0, room) == PAGE + 5
+    assert room[: PAGE + 5] == data[: PAGE + 5]
+    drained.close()
+    files.close(fd)
+
+
+def test_advice_that_is_refused_is_done_without() -> None:
+    files = cold(pattern(4 * PAGE))
+    assert read(troubled(files, failing("read_ahead", errno.EINVAL)), 3, PAGE) == pattern(4 * PAGE)[3 : PAGE + 3]
+    assert files.descriptors == 0
 
 
 def test_several_threads_read_one_file(real: Callable[[], tuple[str, bytes]]) -> None:

@@ -399,7 +399,7 @@ def test_short_and_interrupted_reads_are_gone_on_with(files: MemoryFiles) -> Non
 
 def test_a_read_that_fails_is_typed(files: MemoryFiles) -> None:
     write(LocalStorage(AT, files=files), "a")
-    for operation in ("open", "size", "read", "read_ahead"):
+    for operation in ("open", "size", "read"):
         storage = LocalStorage(AT, files=troubled(files, failing(operation, errno.EIO)))
         error = refusal(lambda storage=storage: storage.read("a", 10))  # type: ignore[misc]
         assert (error.code, error.retryable) == ("checkpoint_storage_io", True)

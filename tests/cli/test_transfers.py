@@ -103,7 +103,8 @@ class TestOnce:
         assert said == "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does\n"
 
     def test_a_job_is_shown_with_what_travels_for_its_rescale(self, tmp_path: Path, capsys: Caught) -> None:
-        job, training = {"name": "run", "settings": {}}, {"phase": "rescaling", "state": {}}
+        job = {"name": "run", "settings": {}}
+        training = {"phase": "rescaling", "state": {}, "rescale": {"attempt": 3}}
         for view, said in (
             (LOST, "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for"),
             (OVER, ""),
@@ -118,6 +119,15 @@ class TestOnce:
                 assert bool(said) == ("its data" in out)
                 moving = {"transfers": view} if said else {}
                 assert daemon.told("jobs show run", capsys) == job | {"training": training} | moving
+
+    @pytest.mark.parametrize("training", [{"phase": "waiting"}, {"phase": "rescaling", "rescale": {"attempt": 4}}])
+    def test_what_travelled_for_another_attempt_is_not_shown_with_a_job(
+        self, tmp_path: Path, capsys: Caught, training: dict[str, Any]
+    ) -> None:
+        life = Life(GATHERING, GATHERING)
+        life |= {"ShowJob": {"name": "run"}, "ShowCluster": training}
+        with pretending(tmp_path, life) as daemon:
+            assert "its data" not in daemon.run("jobs show run", capsys)[1]
 
     def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("transfers --job run", capsys) == RUNNING

@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from forged.data import execution
 from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.directory import DirectoryShardStore
 from forged.data.memory import MemoryShardStore
@@ -629,29 +628,6 @@ async def test_an_origin_that_hangs_holds_up_nobody_who_cancels() -> None:
         assert isinstance(store, MemoryShardStore)
         await until(lambda: not store._arriving)
         assert not store.holds(0)
-
-
-async def test_an_origin_that_gives_nothing_for_long_is_given_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "ORIGIN_SILENCE_MAX_S", 0.05)
-    gate = threading.Event()
-
-    def hang(one: DataShard, file: BinaryIO) -> None:
-        if one.shard_id == 1:
-            assert gate.wait(PATIENCE_S)
-        file.write(filling(one.shard_id, SIZE))
-
-    async with open_ward(1) as ward:
-        manager = ward.manager(origin=FunctionOrigin(hang), progress_interval_s=0.001)
-        report = await manager.execute_plan(plan_for(ward, 3, {}, {}))
-        gate.set()
-        assert {one.shard_id for one in report.moved} == {0, 2}
-        (missing,) = report.missing
-        assert missing.shard_id == 1
-        assert "the origin has given nothing of shard 1 for 0.05 s" in missing.failures[0].reason
-        store = ward.store
-        assert isinstance(store, MemoryShardStore)
-        await until(lambda: not store._arriving)
-        assert not store.holds(1)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,6 +5,7 @@ import os
 import pickle
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from anyio import CapacityLimiter
 
 from forged.errors import ForgedError, PeerError, Unavailable
 from forged.net import bulk
+from forged.worker import wires
 from forged.worker.carriers import Carrier, Channel, LoopCarrier, SocketCarrier
 from forged.worker.peer import frame_of
 from forged.worker.peer_messages import ShardSent, ShardsReady, ShardWanted, StateWanted
@@ -166,6 +168,26 @@ async def test_bytes_that_are_here_when_the_connection_breaks_are_not_lost(carri
         error = await error_of(made, lambda wire: wire.take(PIECE_BYTES, got.extend))
     assert error.code == "bulk_truncated"
     assert got == b"x" * 1000
+
+
+async def test_over_a_slow_connection_bytes_are_handed_on_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "HELD_BACK_S", 0)
+    got: list[bytes] = []
+    seen = threading.Event()
+
+    def absorb(data: memoryview) -> None:
+        got.append(bytes(data))
+        seen.set()
+
+    def drip(far: socket.socket) -> None:
+        for _ in range(3):
+            far.sendall(b"x" * 1000)
+            assert seen.wait(PATIENCE_S)
+            seen.clear()
+
+    async with channel(SocketCarrier()) as (made, far):
+        await asyncio.gather(converse(made, lambda wire: wire.take(3000, absorb)), asyncio.to_thread(drip, far))
+    assert got == [b"x" * 1000] * 3
 
 
 async def test_bytes_that_do_not_come_are_given_up(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
