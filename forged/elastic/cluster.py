@@ -245,8 +245,12 @@ class Cluster:
         *,
         waits: bool,
         trouble: str = "",
+        unreached: str = "",
     ) -> None:
-        """A member of the attempt is being sent what it needs, or waits for others: both may last. Trouble is told."""
+        """A member of the attempt is being sent what it needs, or waits for others: both may last.
+
+        Trouble is told, and who does not reach another says whom.
+        """
         attempt, member = self.attempt, self.members.known(worker_id, incarnation)
         if attempt is None or member is None or attempt.number != number or worker_id not in attempt.behind:
             return
@@ -261,6 +265,8 @@ class Cluster:
             attempt.troubles[worker_id] = in_words(trouble, "it did not say why")
         else:
             attempt.troubles.pop(worker_id, None)
+        if self._complain(member, unreached, now):
+            self._consider(now)
 
     # Answers in an attempt.
 
@@ -327,11 +333,7 @@ class Cluster:
         if member is None or not self.holds(member) or generation != self.generation or self.over:
             return
         other = self.members.get(peer)
-        if other is not None and other is not member and self.holds(other):
-            self._complaints.add(worker_id, peer, generation)
-        if other is not None and is_lost(other):
-            self._fail(other, f"neither the daemon nor {worker_id} reaches it", now)
-        elif self.trains:
+        if not self._complain(member, peer, now) and self.trains:
             trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
             self._troubles.add(trouble)
             self._must_stop = True
@@ -339,6 +341,18 @@ class Cluster:
             self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.holds(other) else 0.0)
             self._settle_quarrel(now)
         self._consider(now)
+
+    def _complain(self, member: Member, peer: str, now: Moment) -> bool:
+        """One of the world says that it does not reach another; tells whether that one failed over it."""
+        other = self.members.get(peer)
+        if other is None or not self.holds(member):
+            return False
+        if other is not member and self.holds(other):
+            self._complaints.add(member.id, peer, self.generation)
+        if is_lost(other):
+            self._fail(other, f"neither the daemon nor {member.id} reaches it", now)
+            return True
+        return False
 
     def _settle_quarrel(self, now: Moment) -> None:
         """Part those who will not work together in any world."""
@@ -657,10 +671,26 @@ class Cluster:
             if not late:
                 # All are in a step that lasts; or all wait for what none of them can give.
                 attempt.heard_at = now.monotonic
+        within = f"in attempt {attempt.number} within {self.config.rescale_timeout_s:g} s"
+        if source is not None and (kept := self._kept_from(source, late, attempt)):
+            self._fail(source, f"{kept} did not get the state from it {within}", now)
+            return
         for member in late:
-            limit_s, trouble = self.config.rescale_timeout_s, attempt.troubles.get(member.id)
-            why = f"it did not answer in attempt {attempt.number} within {limit_s:g} s"
+            why, trouble = f"it did not answer {within}", attempt.troubles.get(member.id)
             self._fail(member, f"{why}: {trouble}" if trouble else why, now)
+
+    def _kept_from(self, source: Member, late: Iterable[Member], attempt: Attempt) -> str:
+        """Which of them does not come by the state through no fault of its own; empty for none.
+
+        Newcomers do not count: what a member of the world has may be nowhere else.
+        """
+        for member in late:
+            if member is source or not (self.holds(source) and self.holds(member)):
+                continue
+            pair = member.id, source.id
+            if self._complaints.between(*pair) and self._complaints.worst(attempt.target.index, pair) == source.id:
+                return member.id
+        return ""
 
     def _may_wait(self, member: Member) -> bool:
         """Whether it may have to wait for others of its world: not for data that it fetches while it trains."""

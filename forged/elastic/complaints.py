@@ -1,13 +1,13 @@
 """Who of a world does not reach whom.
 
 Law: a worker's word about another proves nothing alone. It counts together with the daemon's own loss of that worker,
-or when world after world has come to nothing over it: then whoever most others are at odds with has to go, and the
-higher rank of two who only name each other.
+when a rescale has waited in vain for the one to take the other's state, or when world after world has come to nothing
+over it: then whoever most others are at odds with has to go, and the higher rank of two who only name each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 
 class Complaints:
@@ -31,11 +31,16 @@ class Complaints:
         said = self._generations.items()
         return next((who for (who, whom), worlds in said if whom == peer and generation in worlds), "")
 
-    def worst(self, rank_of: Callable[[str], int]) -> str | None:
-        """Whom most others are at odds with; None where nobody was named."""
+    def between(self, one: str, other: str) -> bool:
+        """Whether one of the two has named the other."""
+        return (one, other) in self._generations or (other, one) in self._generations
+
+    def worst(self, rank_of: Callable[[str], int], among: Collection[str] | None = None) -> str | None:
+        """Whom, of these, most others are at odds with; None where none of them was named."""
         others: dict[str, set[str]] = {}
         for one, other in self._pairs():
-            others.setdefault(one, set()).add(other)
+            if among is None or one in among:
+                others.setdefault(one, set()).add(other)
         return max(others, key=lambda worker: (len(others[worker]), rank_of(worker)), default=None)
 
     def forget(self, worker: str) -> None:

@@ -388,6 +388,8 @@ class Receiving(Signal, frozen=True):
     """Whether it has done its part and waits for what others say."""
     trouble: str = ""
     """Why it does not get on; empty where nothing is the matter."""
+    unreached: str = ""
+    """Whom it does not reach; empty where it need not, or does."""
 
     @property
     def key(self) -> str:

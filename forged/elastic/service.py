@@ -423,7 +423,10 @@ class ElasticService:
                 self._now(),
                 waits=signal.waits,
                 trouble=signal.trouble,
+                unreached=signal.unreached,
             )
+            if cluster.out:
+                self._settle(cluster)
 
     # What operators ask.
 

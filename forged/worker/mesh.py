@@ -255,6 +255,11 @@ class Mesh:
         """How many bytes of states have come from others."""
         return self._fetch.received
 
+    @property
+    def source_unreached(self) -> Unavailable | None:
+        """Why the source of the state was not reached the last time; None when it was."""
+        return self._fetch.unreached
+
     # Training data.
 
     def give_shards(self, store: ShardStore | None) -> None:

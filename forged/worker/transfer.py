@@ -201,6 +201,8 @@ class StateFetch:
         self._scope: anyio.CancelScope | None = None
         self._channel: Channel | None = None
         self._received = 0
+        self.unreached: Unavailable | None = None
+        """Why the source was not reached the last time; None when it was."""
 
     @property
     def received(self) -> int:
@@ -218,7 +220,7 @@ class StateFetch:
             raise _over(attempt, self._attempt)
         if self._scope is not None:
             self._scope.cancel()
-        self._attempt = attempt
+        self._attempt, self.unreached = attempt, None
         arriving = _Arriving(into)
         with anyio.CancelScope() as scope:
             self._scope = scope
@@ -238,7 +240,12 @@ class StateFetch:
 
     async def _try(self, source: WorkerId, attempt: int, arriving: _Arriving) -> None:
         dialogue = Dialogue()
-        link = await self._dial(source, attempt, dialogue)
+        try:
+            link = await self._dial(source, attempt, dialogue)
+        except Unavailable as error:
+            self.unreached = error
+            raise
+        self.unreached = None
         try:
             offer = await dialogue.next(self._offer_wait_s + ANSWER_TIMEOUT_S)
             if not isinstance(offer, StateOffer):

@@ -42,7 +42,7 @@ from forged.elastic.model import (
     WorkerStatus,
 )
 from forged.elastic.phases import Phase
-from forged.errors import ForgedError, RequestRefused
+from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.log import SILENT, Log
 from forged.messages import Gap, Record
@@ -758,21 +758,31 @@ class ElasticWorker:
         """Take the state, and say how much of it has come: that may last longer than somebody may be silent."""
         assert self._tasks is not None
         telling = anyio.CancelScope()
-        self._tasks.start_soon(self._tell_received, settled.attempt, telling)
+        self._tasks.start_soon(self._tell_received, settled, telling)
         try:
             await self._take(settled)
         finally:
             telling.cancel()
 
-    async def _tell_received(self, attempt: int, scope: anyio.CancelScope) -> None:
+    async def _tell_received(self, settled: RescaleSynchronising, scope: anyio.CancelScope) -> None:
         assert self._mesh is not None
         assert self._client is not None
         before = self._mesh.state_received
         with scope:
             while True:
                 await anyio.sleep(RECEIVING_INTERVAL_S)
-                received = self._mesh.state_received - before
-                self._client.signal(Receiving(self.job, self._worker_id.id, self.incarnation, attempt, received))
+                received, error = self._mesh.state_received - before, self._mesh.source_unreached
+                self._client.signal(
+                    Receiving(
+                        self.job,
+                        self._worker_id.id,
+                        self.incarnation,
+                        settled.attempt,
+                        received,
+                        trouble="" if error is None else error.message,
+                        unreached="" if error is None else settled.source.id,
+                    )
+                )
 
     async def _take(self, settled: RescaleSynchronising) -> None:
         """Become what the source is."""
@@ -935,10 +945,17 @@ class ElasticWorker:
                 await world.barrier()
         else:
             if world.rank in agreement.behind:
-                await self._fetch(commit.topology.workers[agreement.source], attempt)
+                await self._fetch_agreed(commit.topology.workers[agreement.source], attempt)
                 self.step, self._finished, self._holds_state = agreement.step, False, True
             await world.barrier()
         return agreement
+
+    async def _fetch_agreed(self, source: WorkerId, attempt: int) -> None:
+        """Take the state that the world has agreed on; whose fault it is if that fails, only the daemon can tell."""
+        try:
+            await self._fetch(source, attempt)
+        except Unavailable as error:
+            raise WorldIncomplete(f"the state of {source} could not be had: {error.message}", source.id) from error
 
     def _state_of(self, agreement: Agreement, commit: Commit) -> GlobalTrainingState:
         stop = agreement.stop

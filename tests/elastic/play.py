@@ -119,6 +119,20 @@ class Play:
             self.cluster.ready(name, self.cluster.members[name].incarnation, attempt, self.now)
         return self.news()
 
+    def receive(self, name: str, *, state: int = 0, trouble: str = "", unreached: str = "") -> list[Fact]:
+        """It says how it gets on with taking the state."""
+        self.cluster.receiving(
+            name,
+            self.cluster.members[name].incarnation,
+            self.cluster.attempts,
+            (state, 0),
+            self.now,
+            waits=False,
+            trouble=trouble,
+            unreached=unreached,
+        )
+        return self.news()
+
     def complain(self, name: str, peer: str = "", *, why: str = "it got no answer", back: int = 0) -> list[Fact]:
         generation = self.cluster.generation - back
         known = self.cluster.members[name].incarnation

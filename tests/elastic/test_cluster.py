@@ -693,6 +693,81 @@ def test_a_joiner_that_never_becomes_ready_is_failed_and_costs_the_job_nothing()
     assert (play.world, play.cluster.failures.in_world, play.cluster.failures.in_a_row) == (["a"], 0, 0)
 
 
+BEHIND = Stop(7, holds_state=True)
+AHEAD = Stop(7, holds_state=True, finished=True)
+
+
+def test_whose_state_is_wanted_and_cannot_be_had_goes_if_it_has_the_higher_rank() -> None:
+    """The one step that counts is where the others cannot fetch it from."""
+    play = formed("a", "b", "c", rescale_timeout_ms=5_000)
+    play.complain("c", "a")
+    play.wait(1.1)
+    play.complain("a", "c")
+    play.stop("a", "b", stop=AHEAD)
+    play.stop("c", stop=BEHIND)
+    assert play.last(RescaleSynchronising).source.id == "c"
+    play.ready("b")
+    play.news()
+    failed, *_ = [fact for fact in play.wait(6.0) if isinstance(fact, WorkerFailed)]
+    assert failed == WorkerFailed("c", 2, "a did not get the state from it in attempt 2 within 5 s")
+    play.agree(7)
+    assert play.world == ["a", "b"]
+
+
+def test_the_state_of_the_lower_rank_stays_and_who_does_not_get_it_goes() -> None:
+    play = formed("a", "b", "c", rescale_timeout_ms=5_000)
+    play.complain("c", "a")
+    play.wait(1.1)
+    play.stop("a", stop=BEHIND)
+    play.stop("b", "c", stop=AHEAD)
+    play.ready("b")
+    play.news()
+    failed = [fact for fact in play.wait(6.0) if isinstance(fact, WorkerFailed)]
+    assert failed == [WorkerFailed("c", 2, "it did not answer in attempt 2 within 5 s")]
+
+
+def test_a_source_that_most_do_not_reach_goes_whatever_its_rank() -> None:
+    play = formed("a", "b", "c", "d", rescale_timeout_ms=5_000, failure_tolerance_percentage=100)
+    play.cluster.rescale(play.now, "a test")
+    play.stop("a", stop=BEHIND)
+    play.stop("b", "c", "d", stop=AHEAD)
+    for name in ("b", "c"):
+        play.receive(name, unreached="a", trouble="nobody answers")
+    play.ready("d")
+    assert play.last(RescaleSynchronising).source.id == "a"
+    play.news()
+    failed = [fact for fact in play.wait(6.0) if isinstance(fact, WorkerFailed)]
+    assert failed == [WorkerFailed("a", 0, "b did not get the state from it in attempt 2 within 5 s")]
+    play.agree(7)
+    assert play.world == ["b", "c", "d"]
+
+
+def test_a_newcomer_that_does_not_get_the_state_costs_nobody_else_its_place() -> None:
+    play = formed("a", "b", rescale_timeout_ms=5_000)
+    play.join("c", "d")
+    play.wait(WINDOW_S)
+    play.stop("a", "b", stop=BEHIND)
+    play.stop("c", "d", stop=Stop(0, holds_state=False))
+    for name in ("c", "d"):
+        play.receive(name, unreached="a", trouble="nobody answers")
+    play.news()
+    failed = [fact for fact in play.wait(6.0) if isinstance(fact, WorkerFailed)]
+    why = "it did not answer in attempt 2 within 5 s: nobody answers"
+    assert failed == [WorkerFailed("c", -1, why), WorkerFailed("d", -1, why)]
+
+
+def test_a_source_that_neither_the_daemon_nor_a_member_reaches_has_failed() -> None:
+    play = formed("a", "b", "c")
+    play.cluster.rescale(play.now, "a test")
+    play.stop("a", stop=BEHIND)
+    play.stop("b", "c", stop=AHEAD)
+    play.wait(0.1)
+    play.lose("a")
+    play.news()
+    failed, *_ = play.receive("b", unreached="a", trouble="nobody answers")
+    assert failed == WorkerFailed("a", 0, "neither the daemon nor b reaches it")
+
+
 def test_a_timeout_of_nothing_lets_a_rescale_take_as_long_as_it_does() -> None:
     play = formed("a", rescale_timeout_ms=0)
     play.cluster.rescale(play.now, "a test")
