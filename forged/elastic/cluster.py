@@ -368,7 +368,7 @@ class Cluster:
         """Have a worker finish its step and go."""
         member = self.members.require(worker_id)
         if member.leaving is None:
-            member.leaving = in_words(reason, WISH)
+            member.leaving, member.leaving_at = in_words(reason, WISH), now.monotonic
             self._put_member(member)
             self.out.say(WorkerDraining(worker_id, member.leaving))
             if member.with_data and self._is_needed(member) and not self.over:

@@ -42,10 +42,12 @@ class Member:
     leaving: str | None = None
     """Why it is to go; None while it may stay."""
 
+    leaving_at: float = 0.0
+    """Since when, as far as this daemon knows; like all times below by the monotonic clock."""
     joined_id: int = 0
     """The id of the fact that it has joined; 0 where another daemon has told that."""
     seen_at: float = 0.0
-    """When it registered with, or was loaded by, this daemon; like all times below by the monotonic clock."""
+    """When it registered with, or was loaded by, this daemon."""
     lost_at: float | None = None
     """Since when it has no connection; None while it has one."""
     heard_at: float | None = None
@@ -83,6 +85,7 @@ class Member:
     def forgive(self, late_s: float, now: float) -> None:
         """Hold nothing against it that nobody could have heard for so long."""
         self.seen_at = min(self.seen_at + late_s, now)
+        self.leaving_at = min(self.leaving_at + late_s, now)
         self.told_at = min(self.told_at + late_s, now)
         self.progress_at = min(self.progress_at + late_s, now)
         self.lost_at = None if self.lost_at is None else min(self.lost_at + late_s, now)
@@ -132,3 +135,14 @@ def death_of(member: Member, config: ElasticTrainingConfig, now: float) -> str |
     if silent_s < config.worker_heartbeat_timeout_s:
         return None
     return f"neither its library nor its pulse was heard for {silent_s:.1f} s"
+
+
+def overstays(member: Member, config: ElasticTrainingConfig, now: float) -> str | None:
+    """Why one that is to go is waited for no longer, though its pulse lives; None while it is, or may stay."""
+    told_s = now - max(member.leaving_at, member.seen_at)
+    if member.leaving is None or told_s < config.drain_timeout_s:
+        return None
+    if not member.is_mute(now - config.worker_heartbeat_timeout_s):
+        # Its library goes by the same time, and waits for the end of the script's step.
+        return None
+    return f"it was told to go {told_s:.1f} s ago, and only its pulse is heard"

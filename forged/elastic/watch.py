@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.members import Member, death_of, holding_up
+from forged.elastic.members import Member, death_of, holding_up, overstays
 from forged.elastic.messages import WorkerLost, WorkerRecovered, WorkerReturned, WorkerStalled
 from forged.elastic.outbox import Outbox, Probe
 
@@ -56,7 +56,7 @@ class Watch:
         self._looked_at = now
         late = {member.id for member in holding_up(filter(holds, members.values()), holds, config, now)}
         for member in list(members.values()):
-            death = death_of(member, config, now)
+            death = death_of(member, config, now) or overstays(member, config, now)
             if death is not None:
                 yield member, death
                 continue

@@ -77,6 +77,8 @@ USAGE_INTERVAL_S = 1.0
 """How often one worker tells what the steps have used."""
 USAGE_INTERVAL_OTHERS_S = 60.0
 """How often the others do, who have noted the same."""
+DAEMON_LOOK_INTERVAL_S = 0.5
+"""How often one that is to go looks whether there is a daemon that could let it."""
 LOOPBACK = "127.0.0.1"
 MARKS_BITS = 32
 """So many bits of the marks count within a world; the ones above are its generation."""
@@ -199,6 +201,10 @@ class ElasticWorker:
         """The newest world of which the daemon knows that there is nothing to use."""
         self._has_announced = False
         """Whether it says, or has said, that it is to go and that others have to take over what it holds."""
+        self._is_limited = False
+        """Whether it was told to go, and its waiting for others has an end."""
+        self._hurry = ""
+        """Why it goes though others may need what it holds; empty as long as it waits for them."""
         self._is_catching_up = False
         self._registered = False
         self._left = False
@@ -408,6 +414,7 @@ class ElasticWorker:
         if self._data is not None and self._supply is None:
             self._supply = self._supply_of(self._data, self._config)
         self._standing.catch_up(joined)
+        self._limit_waiting()
         self._see_to_data()
 
     def _supply_of(self, data: TrainingData, config: ElasticTrainingConfig) -> Supply:
@@ -476,6 +483,7 @@ class ElasticWorker:
     def drain(self, reason: str) -> None:
         """Finish the present step, and go."""
         self._standing.draining = self._standing.draining or reason
+        self._limit_waiting()
         self._wake()
 
     # Steps.
@@ -499,9 +507,7 @@ class ElasticWorker:
             if self._standing.completed is not None:
                 await self._come_to_an_end(self._standing.completed)
             elif self._is_to_go:
-                assert self._standing.draining is not None
-                self.leaving.fire(self._standing.draining)
-                await self.leave(self._standing.draining)
+                await self._go(self._standing.draining or "")
             elif self._standing.draining is not None and not self._has_announced:
                 self._announce(self._standing.draining)
             elif not self._may_step:
@@ -556,11 +562,46 @@ class ElasticWorker:
         await self.leave(why)
         await self._fall_out(JobEnded("job_completed", why, "take the result from a worker that was there"))
 
+    async def _go(self, reason: str) -> None:
+        """Leave, because this worker was told to."""
+        self.leaving.fire(reason)
+        await self.leave(f"{reason}; {self._hurry}" if self._hurry and self._is_needed else reason)
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether others have yet to take over data that it holds."""
+        return self._supply is not None and not self._supply.custodian.is_released and self._worker_id in self._topology
+
     @property
     def _is_to_go(self) -> bool:
-        """Whether this worker is wanted no more, and nobody needs what it holds."""
-        is_needed = self._supply is not None and not self._supply.custodian.is_released
-        return self._standing.draining is not None and not (is_needed and self._worker_id in self._topology)
+        """Whether this worker is wanted no more, and nobody needs what it holds, or has not come for it in time."""
+        return self._standing.draining is not None and not (self._is_needed and not self._hurry)
+
+    def _limit_waiting(self) -> None:
+        """Once it is told to go, it waits for others for so long and no longer."""
+        if self._standing.draining is None or self._is_limited or self._tasks is None or self._config is None:
+            return
+        self._is_limited = True
+        self._tasks.start_soon(self._wait_for_others, self._config)
+
+    async def _wait_for_others(self, config: ElasticTrainingConfig) -> None:
+        """Wait for as long as others may take to come for what this worker holds, and then be in a hurry."""
+        with anyio.move_on_after(config.drain_timeout_s) as scope:
+            await self._miss_daemon(config.reconnect_grace_s)
+        by_s = config.drain_timeout_s if scope.cancelled_caught else config.reconnect_grace_s
+        whom = "others had not taken over what it holds" if scope.cancelled_caught else "there was no daemon"
+        self._hurry = f"{whom} for {by_s:g} s"
+        if self._is_needed:
+            self._log.warning("goes with what others may need", why=self._hurry)
+        self._wake()
+
+    async def _miss_daemon(self, grace_s: float) -> None:
+        """Wait until there was no daemon for so long: nobody will have others take over anything."""
+        assert self._client is not None
+        away_s = 0.0
+        while away_s < grace_s:
+            await anyio.sleep(DAEMON_LOOK_INTERVAL_S)
+            away_s = 0.0 if self._client.connected else away_s + DAEMON_LOOK_INTERVAL_S
 
     def _announce(self, reason: str) -> None:
         """Have others take over what this worker holds, before it goes; it trains until they can."""
@@ -752,7 +793,7 @@ class ElasticWorker:
                 await self._undertake(partial(self._take_visibly, settled), still)
             if self._supply is not None and still():
                 await self._undertake(partial(self._supply.take, attempt), still)
-            await self._until(lambda: not still() or (self._is_to_go and not is_source))
+            await self._until(lambda: not still() or (self._is_to_go and not (is_source and not self._hurry)))
 
     async def _take_visibly(self, settled: RescaleSynchronising) -> None:
         """Take the state, and say how much of it has come: that may last longer than somebody may be silent."""
@@ -1072,6 +1113,7 @@ class ElasticWorker:
             self._standing.miss(item)
         else:
             self._standing.hear(item)
+        self._limit_waiting()
         self._catch_up_if_outdated()
         if isinstance(item, Record) and self._supply is not None:
             self._supply.hear(item.fact)
