@@ -137,12 +137,14 @@ def death_of(member: Member, config: ElasticTrainingConfig, now: float) -> str |
     return f"neither its library nor its pulse was heard for {silent_s:.1f} s"
 
 
-def overstays(member: Member, config: ElasticTrainingConfig, now: float) -> str | None:
-    """Why one that is to go is waited for no longer, though its pulse lives; None while it is, or may stay."""
+def overstays(member: Member, config: ElasticTrainingConfig, now: float, *, is_needed: bool) -> str | None:
+    """Why one that is to go is waited for no longer, though it lives; None while it is, or may stay.
+
+    Whoever is needed by the others has come as far as they have, and goes by itself behind its step, if it is heard.
+    """
     told_s = now - max(member.leaving_at, member.seen_at)
     if member.leaving is None or told_s < config.drain_timeout_s:
         return None
     if not member.is_mute(now - config.worker_heartbeat_timeout_s):
-        # Its library goes by the same time, and waits for the end of the script's step.
-        return None
+        return None if is_needed else f"it was told to go {told_s:.1f} s ago, and did not"
     return f"it was told to go {told_s:.1f} s ago, and only its pulse is heard"

@@ -56,7 +56,7 @@ class Watch:
         self._looked_at = now
         late = {member.id for member in holding_up(filter(holds, members.values()), holds, config, now)}
         for member in list(members.values()):
-            death = death_of(member, config, now) or overstays(member, config, now)
+            death = death_of(member, config, now) or overstays(member, config, now, is_needed=holds(member))
             if death is not None:
                 yield member, death
                 continue

@@ -63,28 +63,41 @@ def test_where_all_are_heard_those_hold_the_others_up_who_have_come_least_far() 
     assert holding_up([late, waiting, joiner], lambda one: one is not joiner, CONFIG, AT) == [late, joiner]
 
 
+def stay(found: Member, now: float, *, is_needed: bool = True) -> str | None:
+    return overstays(found, ElasticTrainingConfig(drain_timeout_ms=60_000), now, is_needed=is_needed)
+
+
 def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
-    config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=10_000, drain_timeout_ms=60_000)
     found = member(leaving_at=AT + 5, heard_at=AT + 20, pulse_at=AT + 65)
-    assert overstays(found, config, AT + 70) is None
+    assert stay(found, AT + 70) is None
     found.leaving = "its host is needed"
-    assert overstays(found, config, AT + 64.9) is None
-    assert overstays(found, config, AT + 65) == "it was told to go 60.0 s ago, and only its pulse is heard"
+    assert stay(found, AT + 64.9) is None
+    assert stay(found, AT + 65) == "it was told to go 60.0 s ago, and only its pulse is heard"
+    found.heard_at = AT + 60
+    assert stay(found, AT + 65) is None
     found.lost_at = AT + 64
-    assert death_of(found, config, AT + 65) is None
-    assert overstays(found, config, AT + 65) is not None
-    heard = member(leaving_at=AT + 5, heard_at=AT + 60)
-    heard.leaving = "its host is needed"
-    assert overstays(heard, config, AT + 65) is None
-    assert overstays(found, ElasticTrainingConfig(drain_timeout_ms=None), AT + 1e9) is None
+    assert death_of(found, CONFIG, AT + 65) is None
+    assert stay(found, AT + 65) is not None
+
+
+def test_who_is_to_go_and_whom_nobody_needs_has_its_time_though_it_is_heard() -> None:
+    found = member(leaving_at=AT + 5, heard_at=AT + 65)
+    found.leaving = "its host is needed"
+    assert stay(found, AT + 64.9, is_needed=False) is None
+    assert stay(found, AT + 65, is_needed=False) == "it was told to go 60.0 s ago, and did not"
 
 
 def test_who_was_told_to_go_by_another_daemon_has_its_time_from_when_this_one_knows_it() -> None:
-    config = ElasticTrainingConfig(drain_timeout_ms=60_000)
     found = member(seen_at=AT + 30, pulse_at=AT + 90)
     found.leaving = "its host is needed"
-    assert overstays(found, config, AT + 89) is None
-    assert overstays(found, config, AT + 90) is not None
+    assert stay(found, AT + 89) is None
+    assert stay(found, AT + 90) is not None
+
+
+def test_where_drains_have_no_end_nobody_overstays() -> None:
+    found = member()
+    found.leaving = "its host is needed"
+    assert overstays(found, ElasticTrainingConfig(drain_timeout_ms=None), AT + 1e9, is_needed=False) is None
 
 
 def test_a_grace_of_nothing_is_over_at_once() -> None:

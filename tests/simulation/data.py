@@ -210,6 +210,11 @@ class JobData:
     def dataset(self) -> Dataset:
         return Dataset(self.samples, self.shards)
 
+    @property
+    def fetching_s(self) -> float:
+        """How long a worker takes to fetch all of it, one shard after the other."""
+        return self.shards * self.shard_takes_s
+
     def content(self, shard: int) -> bytes:
         """What a shard really is."""
         return _content(self.job, shard, self.dataset.shard(shard).size * self.bytes_per_sample)

@@ -41,6 +41,8 @@ from tests.simulation.network import HostNetwork
 from tests.simulation.stage import ENDPOINT, SERVER, SOCKET, Stage
 
 RECOVERY_MAX_S = 90.0
+RESCALES_IN_A_ROW = 3
+"""So many may follow each other before a job trains again, each with all of its data."""
 """How long after the trouble every job must have trained again."""
 STEPS_MORE = 3
 """So many steps show that a job trains again, and so many more end it."""
@@ -369,12 +371,14 @@ class ElasticWorld(Stage):
                 data.check_audit(job.name, epoch, view, tellers)
 
     async def _until(self, true: Callable[[], bool], what: str) -> None:
-        with anyio.move_on_after(RECOVERY_MAX_S):
+        fetching_s = max((job.data.fetching_s for job in self.jobs if job.data is not None), default=0.0)
+        patience_s = RECOVERY_MAX_S + RESCALES_IN_A_ROW * fetching_s
+        with anyio.move_on_after(patience_s):
             while not true():
                 await anyio.sleep(0.2)
             return
         standing = "; ".join(map(self._standing, self.jobs))
-        raise broken(Promise.RUNS_AGAIN, f"{RECOVERY_MAX_S:g} s later the jobs do not {what}: {standing}")
+        raise broken(Promise.RUNS_AGAIN, f"{patience_s:g} s later the jobs do not {what}: {standing}")
 
     def _committed(self, job: Job) -> int:
         return self.oracle.truths[job.name].steps_committed

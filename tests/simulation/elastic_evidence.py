@@ -6,6 +6,7 @@ whose network was bad and for how long. A reason that is not listed here is no r
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ STEP_S_MAX = 1.5
 SOON_S = 0.01
 TOLD_LATE_S = 3.5
 """How long after the daemon has decided something that may be told: it may have been suspended."""
+NOT_TOGETHER = ("worlds in a row could not work", "did not get the state from it")
 STANDING_STILL = ("it lives and made no progress", "it did not answer")
 
 
@@ -40,9 +42,21 @@ class Evidence:
             return None if trainee.evicted else "nobody wanted it evicted"
         if reason.startswith(("its process", "nobody listens")):
             return "it lives"
-        if reason.startswith(STANDING_STILL) or "worlds in a row could not work" in reason:
+        if reason.startswith("it was told to go"):
+            return self._against_impatience(trainee, reason, truth)
+        if reason.startswith(STANDING_STILL) or any(text in reason for text in NOT_TOGETHER):
             return None if self._is_disturbed(truth) else self._against_stillness(trainee, reason, truth)
         return self._against_silence(trainee, reason, truth)
+
+    def _against_impatience(self, trainee: Trainee, reason: str, truth: Truth) -> str | None:
+        """Whether it had its time to go, and did not."""
+        assert trainee.me is not None
+        told_s = self._now() - truth.told_to_go.get(trainee.me, math.inf)
+        if told_s < truth.config.drain_timeout_s - TOLD_LATE_S:
+            return f"it was told so {told_s:.1f} s ago"
+        if reason.endswith("did not"):
+            return "the others need it" if trainee.me in truth.world else None
+        return None if self._is_disturbed(truth) or self._was_held(trainee) else "its library is heard"
 
     def _against_stillness(self, trainee: Trainee, reason: str, truth: Truth) -> str | None:
         """Whether it was itself that did not get on, where every network was good."""

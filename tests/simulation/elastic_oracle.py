@@ -128,6 +128,8 @@ class ElasticOracle:
         if fact.worker_id not in truth.members:
             stranger = f"{fact.worker_id}, who is no member of {truth.job}"
             self.breach(Promise.MEMBERS, f"{type(fact).__name__} of {stranger}")
+        if isinstance(fact, WorkerDraining):
+            truth.told_to_go[truth.members[fact.worker_id]] = self._now()
 
     @take.register
     def _rescale_started(self, fact: RescaleStarted, truth: Truth) -> None:

@@ -95,9 +95,6 @@ class Trouble:
         world.end_trouble()
         for process in world.living():
             process.resume()
-            if process.mute and process.job.data is not None:
-                # Who is to go and waits for nobody may take its time for ever.
-                process.kill()
         world.resume_daemon()
         world.ways.mend()
         for disk in self._disks():

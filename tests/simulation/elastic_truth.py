@@ -155,6 +155,8 @@ class Truth:
     members: dict[str, WorkerId] = field(default_factory=dict)
     hosts: dict[str, str] = field(default_factory=dict)
     """Where a worker of that id was last."""
+    told_to_go: dict[WorkerId, float] = field(default_factory=dict)
+    """When that became known."""
     gone: set[WorkerId] = field(default_factory=set)
     stops: defaultdict[int, dict[bytes, Stop]] = field(default_factory=lambda: defaultdict(dict))
     """By attempt and incarnation: where members said that they have stopped."""
