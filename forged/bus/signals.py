@@ -1,7 +1,8 @@
 """Signals: what was so a moment ago.
 
 Law: of signals with the same job and key only the latest waits, and of those only so many; a handler that is slow sees
-fewer, newer ones. Nothing is recorded and a failure is only counted.
+fewer, newer ones. What comes right behind a turn waits a moment for others. Nothing is recorded and a failure is only
+counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from forged.messages import Call, Signal
 
 KEYS_MAX = 10_000
 """How many signals may wait for one handler; beyond that the key that was new longest ago is let go."""
+
+GATHERING_S = 0.01
+"""Behind a turn, what comes in so short a time waits for the next one, so that many workers are heard in few turns."""
 
 SignalHandler = Callable[[Any, Call], Awaitable[None] | None]
 
@@ -60,9 +64,7 @@ class SignalSlot:
             taken, self._latest = self._latest, {}
             for signal, call in taken.values():
                 await self._handle(signal, call)
-            if self._latest:
-                # What came meanwhile does not keep the others from their turns; waiting for more is a turn by itself.
-                await asyncio.sleep(0)
+            await asyncio.sleep(GATHERING_S)
 
     async def _handle(self, signal: Signal, call: Call) -> None:
         started = self._now()

@@ -13,7 +13,7 @@ from forged.elastic.members import Member, death_of, holding_up, overstays
 from forged.elastic.messages import WorkerLost, WorkerRecovered, WorkerReturned, WorkerStalled
 from forged.elastic.outbox import Outbox, Probe
 
-SCAN_INTERVAL_S = 0.25
+SCAN_INTERVAL_S = 0.5
 """How often every member is looked at."""
 LATE_S = 0.5
 """A look that comes so much too late says more of this process than of the workers."""
