@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 
 from forged import retry
 from forged.client.client import ForgedClient
@@ -22,6 +23,7 @@ from forged.elastic.messages import (
     Joined,
     JoinJob,
     LeaveJob,
+    Receiving,
     ReportPaused,
     ReportReady,
     ReportTrouble,
@@ -126,6 +128,11 @@ class Registration:
     def beat(self, step: int, marks: int) -> None:
         """Say that this worker lives, if somebody listens."""
         self._client.signal(Heartbeat(self.job, self.worker.id, self.incarnation, step, marks))
+
+    def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
+        """Say how much of the state has come, if somebody listens; and whom this worker does not reach, and why."""
+        said = Receiving(self.job, self.worker.id, self.incarnation, attempt, received)
+        self._client.signal(msgspec.structs.replace(said, trouble=trouble, unreached=unreached))
 
     async def _report(self, request: Request[Any]) -> bool:
         try:

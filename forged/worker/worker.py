@@ -31,7 +31,7 @@ from forged.data.shards import Indices
 from forged.data.training import TrainingData
 from forged.elastic.attempt import Stop
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.messages import INCARNATION_BYTES, Joined, Receiving, RescaleSynchronising, ShowCluster
+from forged.elastic.messages import INCARNATION_BYTES, Joined, RescaleSynchronising, ShowCluster
 from forged.elastic.model import (
     RANK_NONE,
     ClusterTopology,
@@ -55,14 +55,16 @@ from forged.worker.collectives import CollectiveAborted, World
 from forged.worker.consumption import Consumption
 from forged.worker.counters import Counters
 from forged.worker.custodian import Custodian
+from forged.worker.departure import Departure
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted, passes
 from forged.worker.events import Event
+from forged.worker.exchange import StateExchange
 from forged.worker.farewell import farewell
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.peer_tls import PeerTls
 from forged.worker.registration import LEAVE_TIMEOUT_S, Registration, persevere
 from forged.worker.standing import FOLLOWED, Commit, Standing
-from forged.worker.state import Arriving, pack
+from forged.worker.state import pack
 from forged.worker.step import Step
 from forged.worker.supply import Supply
 
@@ -70,15 +72,11 @@ R = TypeVar("R")
 
 JOB = "default"
 TROUBLE_PAUSE_S = 0.2
-"""How long a worker rests before it tries again to fetch a state."""
-RECEIVING_INTERVAL_S = 1.0
-"""How often a worker says how much of a state it has received."""
+"""How long a worker rests before it tries again to follow an attempt."""
 USAGE_INTERVAL_S = 1.0
 """How often one worker tells what the steps have used."""
 USAGE_INTERVAL_OTHERS_S = 60.0
 """How often the others do, who have noted the same."""
-DAEMON_LOOK_INTERVAL_S = 0.5
-"""How often one that is to go looks whether there is a daemon that could let it."""
 LOOPBACK = "127.0.0.1"
 MARKS_BITS = 32
 """So many bits of the marks count within a world; the ones above are its generation."""
@@ -166,6 +164,7 @@ class ElasticWorker:
         self._client: ForgedClient | None = None
         self._mesh: Mesh | None = None
         self._line: Registration | None = None
+        self._exchange: StateExchange | None = None
         self._tasks: TaskGroup | None = None
         self._session: AbstractAsyncContextManager[ElasticWorker] | None = None
         self._is_open = False
@@ -178,6 +177,7 @@ class ElasticWorker:
             # To the daemon and the others it is another worker, which comes with its state and is not believed it.
             self.incarnation = self._random.randbytes(INCARNATION_BYTES)
         self._standing = Standing(self._worker_id.id)
+        self._departure = Departure(self._standing, self._is_needed, self._wake, self._log)
         self._topology = ClusterTopology()
         """The world that it has entered last."""
         self._world: World | None = None
@@ -201,10 +201,6 @@ class ElasticWorker:
         """The newest world of which the daemon knows that there is nothing to use."""
         self._has_announced = False
         """Whether it says, or has said, that it is to go and that others have to take over what it holds."""
-        self._is_limited = False
-        """Whether it was told to go, and its waiting for others has an end."""
-        self._hurry = ""
-        """Why it goes though others may need what it holds; empty as long as it waits for them."""
         self._is_catching_up = False
         self._registered = False
         self._left = False
@@ -338,6 +334,8 @@ class ElasticWorker:
             async with self._reach(endpoints) as client, self._open_door(client), anyio.create_task_group() as tasks:
                 self._client, self._tasks = client, tasks
                 self._line = Registration(client, self.job, self._worker_id, self.incarnation, self._random, self._log)
+                assert self._mesh is not None
+                self._exchange = StateExchange(self._mesh, self._line, lambda: self._whole_state, tasks, self._log)
                 try:
                     yield self
                 except Exception as error:  # noqa: BLE001 - raised below, so that it does not come out in a group
@@ -348,7 +346,7 @@ class ElasticWorker:
                     tasks.cancel_scope.cancel()
         finally:
             # Behind the end of all tasks, which may have a last turn in which they use them.
-            self._client = self._mesh = self._line = self._tasks = self._world = None
+            self._client = self._mesh = self._line = self._exchange = self._tasks = self._world = None
             self._is_open = self._registered = False
         if failure is not None:
             raise failure
@@ -414,7 +412,7 @@ class ElasticWorker:
         if self._data is not None and self._supply is None:
             self._supply = self._supply_of(self._data, self._config)
         self._standing.catch_up(joined)
-        self._limit_waiting()
+        self._limit_departure()
         self._see_to_data()
 
     def _supply_of(self, data: TrainingData, config: ElasticTrainingConfig) -> Supply:
@@ -483,7 +481,7 @@ class ElasticWorker:
     def drain(self, reason: str) -> None:
         """Finish the present step, and go."""
         self._standing.draining = self._standing.draining or reason
-        self._limit_waiting()
+        self._limit_departure()
         self._wake()
 
     # Steps.
@@ -506,8 +504,9 @@ class ElasticWorker:
                 await self._fall_out(self._standing.end)
             if self._standing.completed is not None:
                 await self._come_to_an_end(self._standing.completed)
-            elif self._is_to_go:
-                await self._go(self._standing.draining or "")
+            elif self._departure.is_due:
+                self.leaving.fire(self._departure.reason)
+                await self.leave(self._departure.reason)
             elif self._standing.draining is not None and not self._has_announced:
                 self._announce(self._standing.draining)
             elif not self._may_step:
@@ -562,46 +561,17 @@ class ElasticWorker:
         await self.leave(why)
         await self._fall_out(JobEnded("job_completed", why, "take the result from a worker that was there"))
 
-    async def _go(self, reason: str) -> None:
-        """Leave, because this worker was told to."""
-        self.leaving.fire(reason)
-        await self.leave(f"{reason}; {self._hurry}" if self._hurry and self._is_needed else reason)
-
-    @property
     def _is_needed(self) -> bool:
         """Whether others have yet to take over data that it holds."""
         return self._supply is not None and not self._supply.custodian.is_released and self._worker_id in self._topology
 
-    @property
-    def _is_to_go(self) -> bool:
-        """Whether this worker is wanted no more, and nobody needs what it holds, or has not come for it in time."""
-        return self._standing.draining is not None and not (self._is_needed and not self._hurry)
-
-    def _limit_waiting(self) -> None:
+    def _limit_departure(self) -> None:
         """Once it is told to go, it waits for others for so long and no longer."""
-        if self._standing.draining is None or self._is_limited or self._tasks is None or self._config is None:
-            return
-        self._is_limited = True
-        self._tasks.start_soon(self._wait_for_others, self._config)
+        if self._config is not None and self._tasks is not None:
+            self._departure.limit(self._config, self._has_daemon, self._tasks)
 
-    async def _wait_for_others(self, config: ElasticTrainingConfig) -> None:
-        """Wait for as long as others may take to come for what this worker holds, and then be in a hurry."""
-        with anyio.move_on_after(config.drain_timeout_s) as scope:
-            await self._miss_daemon(config.reconnect_grace_s)
-        by_s = config.drain_timeout_s if scope.cancelled_caught else config.reconnect_grace_s
-        whom = "others had not taken over what it holds" if scope.cancelled_caught else "there was no daemon"
-        self._hurry = f"{whom} for {by_s:g} s"
-        if self._is_needed:
-            self._log.warning("goes with what others may need", why=self._hurry)
-        self._wake()
-
-    async def _miss_daemon(self, grace_s: float) -> None:
-        """Wait until there was no daemon for so long: nobody will have others take over anything."""
-        assert self._client is not None
-        away_s = 0.0
-        while away_s < grace_s:
-            await anyio.sleep(DAEMON_LOOK_INTERVAL_S)
-            away_s = 0.0 if self._client.connected else away_s + DAEMON_LOOK_INTERVAL_S
+    def _has_daemon(self) -> bool:
+        return self._client is not None and self._client.connected
 
     def _announce(self, reason: str) -> None:
         """Have others take over what this worker holds, before it goes; it trains until they can."""
@@ -717,7 +687,7 @@ class ElasticWorker:
 
         def makes_sense() -> bool:
             standing = self._standing
-            return standing.end is None and standing.completed is None and not self._is_to_go and still()
+            return standing.end is None and standing.completed is None and not self._departure.is_due and still()
 
         with anyio.CancelScope() as scope:
             self._undertaking = scope, makes_sense
@@ -790,75 +760,26 @@ class ElasticWorker:
         is_source = settled.source.id == self._worker_id.id
         with self._offering(attempt) if is_source else nullcontext():
             if not (is_source or (self._holds_state and self._stop().position == settled.step)):
-                await self._undertake(partial(self._take_visibly, settled), still)
+                await self._undertake(partial(self._take, settled), still)
             if self._supply is not None and still():
                 await self._undertake(partial(self._supply.take, attempt), still)
-            await self._until(lambda: not still() or (self._is_to_go and not (is_source and not self._hurry)))
-
-    async def _take_visibly(self, settled: RescaleSynchronising) -> None:
-        """Take the state, and say how much of it has come: that may last longer than somebody may be silent."""
-        assert self._tasks is not None
-        telling = anyio.CancelScope()
-        self._tasks.start_soon(self._tell_received, settled, telling)
-        try:
-            await self._take(settled)
-        finally:
-            telling.cancel()
-
-    async def _tell_received(self, settled: RescaleSynchronising, scope: anyio.CancelScope) -> None:
-        assert self._mesh is not None
-        assert self._client is not None
-        before = self._mesh.state_received
-        with scope:
-            while True:
-                await anyio.sleep(RECEIVING_INTERVAL_S)
-                received, error = self._mesh.state_received - before, self._mesh.source_unreached
-                self._client.signal(
-                    Receiving(
-                        self.job,
-                        self._worker_id.id,
-                        self.incarnation,
-                        settled.attempt,
-                        received,
-                        trouble="" if error is None else error.message,
-                        unreached="" if error is None else settled.source.id,
-                    )
-                )
+            departure = self._departure
+            await self._until(lambda: not still() or (departure.is_overdue if is_source else departure.is_due))
 
     async def _take(self, settled: RescaleSynchronising) -> None:
         """Become what the source is."""
+        assert self._exchange is not None
         assert self._line is not None
-        while True:
-            try:
-                await self._fetch(settled.source, settled.attempt)
-            except ForgedError as error:
-                # A source that is not believed, or does not believe this worker, will not another time either.
-                if not passes(error) or error.code == TLS_FAILED:
-                    raise
-                self._log.warning("the state could not be fetched", source=str(settled.source), why=str(error))
-                await anyio.sleep(TROUBLE_PAUSE_S)
-            else:
-                break
+        await self._exchange.take(settled)
         self.step, self._finished, self._holds_state = settled.step, False, True
         if self._supply is None:
             await self._line.ready(settled.attempt)
 
-    async def _fetch(self, source: WorkerId, attempt: int) -> None:
-        assert self._mesh is not None
-        arrived: list[Arriving] = []
-
-        def into(head: bytes) -> list[memoryview]:
-            arrived.append(Arriving(head))
-            return arrived[-1].parts
-
-        await self._mesh.fetch_state(source, attempt, into)
-        arrived[-1].adopt(self._whole_state)
-
     def _offering(self, attempt: int) -> AbstractContextManager[None]:
-        assert self._mesh is not None
-        packed = pack(self._whole_state)
+        assert self._exchange is not None
+        offering = self._exchange.offering(attempt)
         self._holds_state = True
-        return self._mesh.offering(attempt, packed.head, packed.parts)
+        return offering
 
     def _is_synchronising(self, attempt: int) -> bool:
         standing, settled = self._standing, self._standing.synchronising
@@ -993,8 +914,9 @@ class ElasticWorker:
 
     async def _fetch_agreed(self, source: WorkerId, attempt: int) -> None:
         """Take the state that the world has agreed on; whose fault it is if that fails, only the daemon can tell."""
+        assert self._exchange is not None
         try:
-            await self._fetch(source, attempt)
+            await self._exchange.fetch(source, attempt)
         except Unavailable as error:
             raise WorldIncomplete(f"the state of {source} could not be had: {error.message}", source.id) from error
 
@@ -1113,7 +1035,7 @@ class ElasticWorker:
             self._standing.miss(item)
         else:
             self._standing.hear(item)
-        self._limit_waiting()
+        self._limit_departure()
         self._catch_up_if_outdated()
         if isinstance(item, Record) and self._supply is not None:
             self._supply.hear(item.fact)

@@ -18,6 +18,7 @@ from forged.elastic.cluster import Cluster
 from forged.elastic.members import Member, death_of
 from forged.elastic.phases import Phase
 from forged.elastic.progress import Witnesses
+from forged.worker.exchange import StateExchange
 from forged.worker.worker import ElasticWorker
 from tests.simulation.elastic_truth import Promise
 
@@ -192,10 +193,10 @@ def forget_what_was_finished() -> Iterator[None]:
 def answer_without_the_state() -> Iterator[None]:
     """A worker that is behind says that it has the state, and has not."""
 
-    async def pretend(self: ElasticWorker, source: Any, number: int) -> None:
+    async def pretend(self: StateExchange, source: Any, number: int) -> None:
         return
 
-    with patch.object(ElasticWorker, "_fetch", pretend):
+    with patch.object(StateExchange, "fetch", pretend):
         yield
 
 

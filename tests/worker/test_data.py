@@ -36,7 +36,7 @@ from forged.elastic.messages import RescaleCompleted, RescaleStarted, ShowCluste
 from forged.errors import RequestRefused
 from forged.messages import Fact, Record
 from forged.retry import RetryPolicy
-from forged.worker import worker as workers
+from forged.worker import departure
 from forged.worker.custodian import Custodian
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.registration import Registration
@@ -475,7 +475,7 @@ class TestWhoIsToGo:
     async def test_does_not_wait_for_a_daemon_that_stays_away(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(workers, "DAEMON_LOOK_INTERVAL_S", 0.05)
+        monkeypatch.setattr(departure, "LOOK_INTERVAL_S", 0.05)
         async with ranch_at(house, origin=None, settings={"reconnect_grace_ms": 500}) as ranch:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
@@ -490,7 +490,7 @@ class TestWhoIsToGo:
     async def test_does_not_wait_without_end_for_shards_that_nobody_has(
         self, daemon: str, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(workers, "DAEMON_LOOK_INTERVAL_S", 0.05)
+        monkeypatch.setattr(departure, "LOOK_INTERVAL_S", 0.05)
         settings = {"reconnect_grace_ms": 500, "drain_timeout_ms": 1_000 if daemon == "there" else None}
         async with ranch_at(house, origin=None, settings=settings) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
@@ -505,7 +505,7 @@ class TestWhoIsToGo:
             assert await ranch.crew.over("b") == [None]
             if daemon == "there":
                 (left,) = await ranch.facts(WorkerLeft)
-                assert left.reason == "the spot price; others had not taken over what it holds for 1 s"
+                assert left.reason == "the spot price; others did not take over what it holds within 1 s"
 
 
 class TestTheBackground:

@@ -41,11 +41,13 @@ from forged.elastic.model import (
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.messages import Fact, Gap, Record
 from forged.net.messages import Facts
+from forged.worker import exchange
 from forged.worker import registration as registrations
 from forged.worker import worker as workers
 from forged.worker.agreement import Agreement
 from forged.worker.collectives import CollectiveMismatch, World
 from forged.worker.errors import NEWS_DIFFER, JobEnded, StepAborted, WorkerEvicted
+from forged.worker.exchange import StateExchange
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
 from forged.worker.standing import Commit
@@ -613,13 +615,13 @@ class TestLeaving:
     ) -> None:
         crew.start("a")
         await crew.world_of("a", steps=5)
-        fetch = ElasticWorker._fetch
+        fetch = StateExchange.fetch
 
-        async def drain_first(worker: ElasticWorker, *arguments: Any) -> None:
+        async def drain_first(exchange: StateExchange, *arguments: Any) -> None:
             crew["a"].worker.drain("in the middle of it")
-            await fetch(worker, *arguments)
+            await fetch(exchange, *arguments)
 
-        monkeypatch.setattr(ElasticWorker, "_fetch", drain_first)
+        monkeypatch.setattr(StateExchange, "fetch", drain_first)
         crew.start("b")
         assert await crew.over("a") == [None]
         await crew.world_of("b")
@@ -660,19 +662,20 @@ class TestLeaving:
             assert of_b.code == "job_completed"
             assert crew["b"].places == []
 
-    async def test_who_gives_its_state_goes_on_when_it_has_missed_something(self, crew: Crew) -> None:
+    async def test_who_gives_its_state_goes_on_when_it_has_missed_something(
+        self, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         held, go = asyncio.Event(), asyncio.Event()
         crew.start("a")
         await crew.world_of("a")
-        (b,) = crew.make("b")
-        fetch = b.worker._fetch
+        fetch = StateExchange.fetch
 
-        async def slowly(source: WorkerId, attempt: int) -> None:
+        async def slowly(exchange: StateExchange, source: WorkerId, attempt: int) -> None:
             held.set()
             await go.wait()
-            await fetch(source, attempt)
+            await fetch(exchange, source, attempt)
 
-        b.worker._fetch = slowly  # type: ignore[method-assign]
+        monkeypatch.setattr(StateExchange, "fetch", slowly)
         crew.start("b")
         await held.wait()
         a = crew["a"].worker
@@ -1104,7 +1107,7 @@ class TestWorkersThatHaveNotHeardTheSame:
     async def test_a_source_that_refuses_is_asked_again(
         self, code: str, crew: Crew, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(workers, "TROUBLE_PAUSE_S", 0.0)
+        monkeypatch.setattr(exchange, "PAUSE_S", 0.0)
         fetch = Mesh.fetch_state
         refused: list[int] = []
 

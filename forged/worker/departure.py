@@ -1,0 +1,70 @@
+"""When a worker that was told to go may go.
+
+Law: what others may need of it is kept for them for as long as they may take, and as long as there is a daemon that has
+them take it, but for a grace; then it goes all the same. Nobody waits without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+from anyio.abc import TaskGroup
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.log import Log
+from forged.worker.standing import Standing
+
+LOOK_INTERVAL_S = 0.5
+"""How often it is looked whether there is a daemon."""
+
+
+class Departure:
+    """Waits for the moment; `is_needed` tells whether others have yet to take over something."""
+
+    def __init__(self, standing: Standing, is_needed: Callable[[], bool], wake: Callable[[], None], log: Log) -> None:
+        self.is_overdue = False
+        """Whether it waits for nobody any more."""
+        self._why = ""
+        self._is_limited = False
+        self._standing = standing
+        self._is_needed = is_needed
+        self._wake = wake
+        self._log = log
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the worker is to go, and nobody is waited for."""
+        return self._standing.draining is not None and (self.is_overdue or not self._is_needed())
+
+    @property
+    def reason(self) -> str:
+        """Why it goes, and why it did not wait."""
+        wish = self._standing.draining or ""
+        return f"{wish}; {self._why}" if self._why and self._is_needed() else wish
+
+    def limit(self, config: ElasticTrainingConfig, has_daemon: Callable[[], bool], tasks: TaskGroup) -> None:
+        """Let the waiting have an end, if it has begun."""
+        if self._standing.draining is not None and not self._is_limited:
+            self._is_limited = True
+            tasks.start_soon(self._wait, config, has_daemon)
+
+    async def _wait(self, config: ElasticTrainingConfig, has_daemon: Callable[[], bool]) -> None:
+        with anyio.move_on_after(config.drain_timeout_s) as patience:
+            await _miss(has_daemon, config.reconnect_grace_s)
+        if patience.cancelled_caught:
+            self._why = f"others did not take over what it holds within {config.drain_timeout_s:g} s"
+        else:
+            self._why = f"there was no daemon for {config.reconnect_grace_s:g} s"
+        self.is_overdue = True
+        if self._is_needed():
+            self._log.warning("goes with what others may need", why=self._why)
+        self._wake()
+
+
+async def _miss(has_daemon: Callable[[], bool], grace_s: float) -> None:
+    """Wait until there was no daemon for so long."""
+    away_s = 0.0
+    while away_s < grace_s:
+        await anyio.sleep(LOOK_INTERVAL_S)
+        away_s = 0.0 if has_daemon() else away_s + LOOK_INTERVAL_S
