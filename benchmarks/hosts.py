@@ -84,6 +84,10 @@ class Hosts:
         """They reach each other again."""
         self._set_isolated(names, "off")
 
+    def silence(self, speaker: str, listener: str) -> None:
+        """What the one says does not reach the other any more; what the other says does reach it."""
+        _ip("-n", self._namespace(speaker), "route", "add", "blackhole", f"{self.address(listener)}/32")
+
     def _add(self, stack: ExitStack, name: str) -> None:
         _ip("netns", "add", self._namespace(name))
         stack.callback(_ip, "netns", "del", self._namespace(name))

@@ -99,6 +99,19 @@ def test_of_two_who_do_not_reach_each_other_the_higher_rank_goes(clusters: Make)
     assert cluster.workers[parted].ended == "worker_evicted"
 
 
+def test_whose_state_is_wanted_and_cannot_be_fetched_goes_all_the_same(clusters: Make) -> None:
+    """It alone has not heard what the others made of their step, so its state is the one that all others need."""
+    cluster = clusters()
+    generation = cluster.until_together(*WORKERS)
+    hub, member, unheard = by_rank(cluster, 0, 1, 2)
+
+    cluster.hosts.silence(hub, unheard)
+    cluster.until_together(hub, member, after=generation)
+    assert failed(cluster) == [unheard]
+    cluster.until(lambda: bool(cluster.workers[unheard].ended))
+    assert cluster.workers[unheard].ended == "worker_evicted"
+
+
 def test_members_who_do_not_need_each_other_may_be_parted(clusters: Make) -> None:
     cluster = clusters()
     generation = cluster.until_together(*WORKERS)
