@@ -52,7 +52,6 @@ from forged.worker import amounts
 from forged.worker.agreement import Agreement, agree
 from forged.worker.carriers import Carrier, LoopCarrier
 from forged.worker.collectives import CollectiveAborted, World
-from forged.worker.consumption import Consumption
 from forged.worker.counters import Counters
 from forged.worker.custodian import Custodian
 from forged.worker.departure import Departure
@@ -62,6 +61,7 @@ from forged.worker.exchange import StateExchange
 from forged.worker.farewell import farewell
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.peer_tls import PeerTls
+from forged.worker.place import Place
 from forged.worker.registration import LEAVE_TIMEOUT_S, Registration, persevere
 from forged.worker.standing import FOLLOWED, Commit, Standing
 from forged.worker.state import pack
@@ -130,13 +130,6 @@ class ElasticWorker:
             config.validate()
         self.job = job
         self.state: Any = {} if state is None else state
-        self.step = 0
-        """How many steps are committed."""
-        self.epoch = 0
-        self.learning_rate = amounts.rate("learning_rate", learning_rate)
-        self.global_batch_size = amounts.count(
-            "global_batch_size", global_batch_size or (0 if sampler is None else sampler.global_batch)
-        )
         self.rescaling_requested = Event("rescaling_requested", log)
         self.state_synchronized = Event("state_synchronized", log)
         self.leaving = Event("leaving", log)
@@ -159,6 +152,7 @@ class ElasticWorker:
         self.incarnation = incarnation or self._random.randbytes(INCARNATION_BYTES)
         """What tells this worker from any other of its name, before it and behind it."""
         self._counters = counters
+        self._place = Place(learning_rate, global_batch_size, sampler, counters)
         self._joined_at = self._heartbeat_at = self._clock.wall()
         self._marks = 0
         self._client: ForgedClient | None = None
@@ -182,9 +176,7 @@ class ElasticWorker:
         """The world that it has entered last."""
         self._world: World | None = None
         self._status = WorkerStatus.JOINING
-        self._holds_state = False
-        self._finished = False
-        """Whether it has finished a step that may not be committed."""
+        self._place.begin_anew()
         self._void = False
         """Whether a collective of the present step was broken off."""
         self._rest_at = 0
@@ -196,7 +188,6 @@ class ElasticWorker:
         self._trouble: Trouble | None = None
         self._supply: Supply | None = None
         self._term = 0
-        self._consumption = None if self.sampler is None else Consumption(self.sampler)
         self._told_of_nothing = 0
         """The newest world of which the daemon knows that there is nothing to use."""
         self._has_announced = False
@@ -240,13 +231,28 @@ class ElasticWorker:
         return self._topology if self._topology.workers else None
 
     @property
+    def step(self) -> int:
+        """How many steps are committed."""
+        return self._place.step
+
+    @property
+    def epoch(self) -> int:
+        """How often the training has gone through its data: as the script says, or its sampler."""
+        return self._place.epoch
+
+    @property
+    def learning_rate(self) -> float:
+        return self._place.learning_rate
+
+    @property
+    def global_batch_size(self) -> int:
+        """How many samples a step takes, of all workers together; 0 where nobody has said."""
+        return self._place.global_batch_size
+
+    @property
     def current_state(self) -> GlobalTrainingState | None:
         """How far the training is; None before the first world."""
-        if not self._holds_state:
-            return None
-        return GlobalTrainingState(
-            self.epoch, self.step, self.learning_rate, self.global_batch_size, self.world_size, self._clock.wall()
-        )
+        return self._place.state(self.world_size, self._clock.wall())
 
     @property
     def is_rescaling(self) -> bool:
@@ -300,13 +306,13 @@ class ElasticWorker:
 
     def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
         """Say how far the training is. The steps of a world are counted by the world; before it, by the script."""
-        place = amounts.count("epoch", epoch), amounts.count("step", step)
+        epoch, step = amounts.count("epoch", epoch), amounts.count("step", step)
         if step != self.step and self._world is not None:
             raise RequestRefused(
                 "step_counted", f"{self.step} steps are committed, and not {step}", "leave the counting to the steps"
             )
-        self.learning_rate = amounts.rate("learning_rate", learning_rate)
-        self.epoch, self.step = place
+        self._place.learning_rate = amounts.rate("learning_rate", learning_rate)
+        self._place.epoch, self._place.step = epoch, step
 
     # Coming and going.
 
@@ -393,7 +399,7 @@ class ElasticWorker:
             raise
         self._joined_at, self._registered = self._clock.wall(), True
         self._tasks.start_soon(self._beat)
-        if self._consumption is not None:
+        if self._place.consumption is not None:
             self._tasks.start_soon(self._report_usage)
         self._catch_up_if_outdated()
 
@@ -436,9 +442,9 @@ class ElasticWorker:
     @property
     def _whole_state(self) -> Any:
         """What a new worker takes from the others."""
-        if self._consumption is None:
+        if self._place.consumption is None:
             return self.state
-        return {"state": self.state, "sampler": self._consumption.sampler, "usage": self._consumption}
+        return {"state": self.state, "sampler": self._place.consumption.sampler, "usage": self._place.consumption}
 
     async def disconnect(self) -> None:
         """Leave in good order; no error for who is not connected."""
@@ -514,7 +520,8 @@ class ElasticWorker:
             elif total is not None and self.step >= total:
                 await self.leave("the training is done", done=True)
             else:
-                self._void = self._finished = False
+                self._void = False
+                self._place.begin_step()
                 await self.resume_training()
                 return self.step
         return None
@@ -524,9 +531,7 @@ class ElasticWorker:
         if self._void:
             return False
         self._mark()
-        self._finished = True
-        if self._consumption is not None:
-            self._consumption.finish()
+        self._place.finish_step()
         if self._world is None:
             return False
         try:
@@ -534,7 +539,7 @@ class ElasticWorker:
         except CollectiveAborted as error:
             self._lose_world(error)
             return False
-        self._count_step()
+        self._place.count_step()
         self._rest_at = verdict.stop_wanted
         return True
 
@@ -551,10 +556,10 @@ class ElasticWorker:
 
     async def _come_to_an_end(self, step: int) -> None:
         """Others say that the training is done."""
-        if self._finished and step > self.step:
+        if self._place.has_finished and step > self.step:
             # They know that all have finished it.
-            self._count_step()
-        if self._holds_state and self.step >= step:
+            self._place.count_step()
+        if self._place.holds_state and self.step >= step:
             await self.leave("the training is done", done=True)
             return
         why = "the training was done before this worker was taken in"
@@ -579,15 +584,6 @@ class ElasticWorker:
         assert self._tasks is not None
         self._has_announced = True
         self._tasks.start_soon(self._line.announce_leave, reason)
-
-    def _count_step(self) -> None:
-        """The step that was finished is committed."""
-        if self._consumption is not None:
-            self._consumption.count(self.step)
-        self.step, self._finished = self.step + 1, False
-        if self.sampler is not None:
-            self.epoch = self.sampler.epoch
-        self._count()
 
     async def _fall_out(self, error: Exception) -> None:
         """The others go on without this worker, or nobody goes on."""
@@ -637,11 +633,6 @@ class ElasticWorker:
         self._marks += 1
         if self._counters is not None:
             self._counters.marks = self._marks
-
-    def _count(self) -> None:
-        """Show how many steps are committed."""
-        if self._counters is not None:
-            self._counters.step = self.step
 
     def _lose_world(self, error: ForgedError) -> None:
         """The world cannot go on. The daemon is told, unless it has told so itself."""
@@ -727,15 +718,7 @@ class ElasticWorker:
 
     def _stop(self) -> Stop:
         """Where this worker has stopped."""
-        return Stop(
-            self.step,
-            self._holds_state,
-            self._finished and self._holds_state,
-            # That of the next step, also where it began since the world did.
-            self.epoch if self.sampler is None else self.sampler.epoch,
-            self.learning_rate,
-            self.global_batch_size,
-        )
+        return self._place.stop
 
     # The state goes from worker to worker.
 
@@ -759,7 +742,7 @@ class ElasticWorker:
         # Who goes gives its state away first: nobody else may have it.
         is_source = settled.source.id == self._worker_id.id
         with self._offering(attempt) if is_source else nullcontext():
-            if not (is_source or (self._holds_state and self._stop().position == settled.step)):
+            if not (is_source or (self._place.holds_state and self._stop().position == settled.step)):
                 await self._undertake(partial(self._take, settled), still)
             if self._supply is not None and still():
                 await self._undertake(partial(self._supply.take, attempt), still)
@@ -771,14 +754,14 @@ class ElasticWorker:
         assert self._exchange is not None
         assert self._line is not None
         await self._exchange.take(settled)
-        self.step, self._finished, self._holds_state = settled.step, False, True
+        self._place.become(settled.step)
         if self._supply is None:
             await self._line.ready(settled.attempt)
 
     def _offering(self, attempt: int) -> AbstractContextManager[None]:
         assert self._exchange is not None
         offering = self._exchange.offering(attempt)
-        self._holds_state = True
+        self._place.holds_state = True
         return offering
 
     def _is_synchronising(self, attempt: int) -> bool:
@@ -798,34 +781,13 @@ class ElasticWorker:
         if commit.attempt and commit.attempt == self._answered:
             # Another world may be told of under this attempt, if its own was missed.
             self._answered = 0
-            self._adopt(commit)
+            self._place.adopt(commit)
         await self._leave_world()
         self._trouble = None
         if holds() and self._worker_id in commit.topology:
             await self._undertake(partial(self._enter, commit), holds)
         if standing.committed is commit:
             standing.committed = None
-
-    def _adopt(self, commit: Commit) -> None:
-        """What was committed is what this worker has answered."""
-        if commit.step is not None:
-            self._be_at(commit.step)
-        if commit.epoch is not None:
-            self.epoch = commit.epoch
-        self._holds_state = True
-        self._pace(commit.learning_rate, commit.global_batch_size)
-
-    def _pace(self, learning_rate: float, global_batch_size: int) -> None:
-        self.learning_rate = amounts.rate("learning_rate", learning_rate or self.learning_rate)
-        self.global_batch_size = amounts.count("global_batch_size", global_batch_size or self.global_batch_size)
-        if self.sampler is not None and self.global_batch_size:
-            self.sampler.take(self.global_batch_size)
-
-    def _be_at(self, step: int) -> None:
-        """So many steps are committed. The one that this worker has finished is, or it was somebody else's state."""
-        if self._finished and step == self.step + 1:
-            self._count_step()
-        self.step, self._finished = step, False
 
     async def _enter(self, commit: Commit) -> None:
         """Meet the others of the new world."""
@@ -850,14 +812,14 @@ class ElasticWorker:
             self._trouble = Trouble(topology.epoch, _peer_of(error) or hub, error.message)
             return
         state = self._state_of(agreement, commit)
-        self._take_up(state)
+        self._place.take_up(state)
         self._world = world
         if self._standing.committed is commit:
             # Where nobody has to stop, the next one may have been committed meanwhile.
             self._standing.committed = None
         self._rest_at = self._standing.stop_wanted
-        if self._consumption is not None:
-            self._consumption.enter(topology.epoch, self.step)
+        if self._place.consumption is not None:
+            self._place.consumption.enter(topology.epoch, self.step)
         await self.on_rescaling_event(
             RescalingEvent.between(commit.before, topology, self._clock.wall(), commit.reason)
         )
@@ -882,13 +844,13 @@ class ElasticWorker:
 
     async def _tell_usage(self) -> None:
         assert self._line is not None
-        if self._consumption is None:
+        if self._place.consumption is None:
             return
-        samples = self._consumption.sampler.total
-        for generation, begins_at, runs in list(self._consumption.unspoken()):
+        samples = self._place.consumption.sampler.total
+        for generation, begins_at, runs in list(self._place.consumption.unspoken()):
             said = ReportUsage(self.job, self._worker_id.id, generation, begins_at, samples, runs)
             await self._line.say(said)
-            self._consumption.told(generation, runs)
+            self._place.consumption.told(generation, runs)
         if not samples and self._told_of_nothing < self.generation:
             # No step will ever use any of it, which proves nothing as long as nobody says so.
             generation = self.generation
@@ -908,7 +870,7 @@ class ElasticWorker:
         else:
             if world.rank in agreement.behind:
                 await self._fetch_agreed(commit.topology.workers[agreement.source], attempt)
-                self.step, self._finished, self._holds_state = agreement.step, False, True
+                self._place.become(agreement.step)
             await world.barrier()
         return agreement
 
@@ -947,15 +909,9 @@ class ElasticWorker:
 
     async def synchronize_state(self, state: GlobalTrainingState) -> None:
         """Be where the training is, and tell the subscribers."""
-        self._take_up(state)
-        self._count()
+        self._place.take_up(state)
+        self._place.show()
         self.state_synchronized.fire(state)
-
-    def _take_up(self, state: GlobalTrainingState) -> None:
-        """Go on where the training is, with its rate and its batch."""
-        self._be_at(state.current_step)
-        self.epoch, self._holds_state = state.current_epoch, True
-        self._pace(state.learning_rate, state.global_batch_size)
 
     async def redistribute_data(self, plan: DataRedistributionPlan) -> TransferReport:
         """Fetch what a plan gives this worker, from the other workers. Rescales see to their own plans."""

@@ -499,7 +499,7 @@ class TestTraining:
 
             for trainer in crew.make("a", "b", learning_rate=0.1, global_batch_size=32):
                 trainer.worker.rescaling_requested.subscribe(partial(note, trainer.name))
-            crew["a"].worker.epoch = 3
+            crew["a"].worker.update_training_state(3, 0, 0.1)
             crew.start("a")
             await crew.world_of("a")
             crew.start("b")
