@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 from forged.client.client import ForgedClient
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
-from forged.data.messages import CorruptShardFound, ReportUsage
+from forged.data.messages import CorruptShardFound
 from forged.data.outcome import TransferReport
 from forged.data.plan import DataRedistributionPlan
 from forged.data.sampler import ElasticSampler
@@ -52,6 +52,7 @@ from forged.worker import amounts
 from forged.worker.agreement import Agreement, agree
 from forged.worker.carriers import Carrier, LoopCarrier
 from forged.worker.collectives import CollectiveAborted, World
+from forged.worker.consumption import Consumption
 from forged.worker.counters import Counters
 from forged.worker.custodian import Custodian
 from forged.worker.departure import Departure
@@ -67,16 +68,13 @@ from forged.worker.standing import FOLLOWED, Commit, Standing
 from forged.worker.state import pack
 from forged.worker.step import Step
 from forged.worker.supply import Supply
+from forged.worker.usage_report import UsageReport
 
 R = TypeVar("R")
 
 JOB = "default"
 TROUBLE_PAUSE_S = 0.2
 """How long a worker rests before it tries again to follow an attempt."""
-USAGE_INTERVAL_S = 1.0
-"""How often one worker tells what the steps have used."""
-USAGE_INTERVAL_OTHERS_S = 60.0
-"""How often the others do, who have noted the same."""
 LOOPBACK = "127.0.0.1"
 MARKS_BITS = 32
 """So many bits of the marks count within a world; the ones above are its generation."""
@@ -188,8 +186,7 @@ class ElasticWorker:
         self._trouble: Trouble | None = None
         self._supply: Supply | None = None
         self._term = 0
-        self._told_of_nothing = 0
-        """The newest world of which the daemon knows that there is nothing to use."""
+        self._usage: UsageReport | None = None
         self._has_announced = False
         """Whether it says, or has said, that it is to go and that others have to take over what it holds."""
         self._is_catching_up = False
@@ -400,8 +397,13 @@ class ElasticWorker:
         self._joined_at, self._registered = self._clock.wall(), True
         self._tasks.start_soon(self._beat)
         if self._place.consumption is not None:
-            self._tasks.start_soon(self._report_usage)
+            self._usage = self._report_of(self._place.consumption)
+            self._tasks.start_soon(self._usage.keep_telling)
         self._catch_up_if_outdated()
+
+    def _report_of(self, consumption: Consumption) -> UsageReport:
+        assert self._line is not None
+        return UsageReport(self._place, consumption, lambda: self._topology, self._line, self._clock, self._log)
 
     async def _join(self, *, again: bool = False) -> Joined:
         assert self._line is not None
@@ -480,7 +482,8 @@ class ElasticWorker:
         # That all is done may be known to nobody else, so it is said for as long as the daemon waits for this worker.
         patience_s = max(LEAVE_TIMEOUT_S, self._config.reconnect_grace_s) if done and self._config else LEAVE_TIMEOUT_S
         with anyio.move_on_after(patience_s) as scope:
-            await self._tell_usage_if_wanted()
+            if self._usage is not None:
+                await self._usage.tell()
         left_s = max(LEAVE_TIMEOUT_S, scope.deadline - anyio.current_time())
         await self._line.leave(reason, self.step, left_s, done=done, failed=failed)
 
@@ -824,38 +827,6 @@ class ElasticWorker:
             RescalingEvent.between(commit.before, topology, self._clock.wall(), commit.reason)
         )
         await self.synchronize_state(state)
-
-    async def _report_usage(self) -> None:
-        """Tell the daemon what the committed steps have used, for ever."""
-        told_at = self._clock.monotonic()
-        while True:
-            await anyio.sleep(USAGE_INTERVAL_S)
-            now = self._clock.monotonic()
-            if self.rank == 0 or now - told_at >= USAGE_INTERVAL_OTHERS_S:
-                told_at = now
-                await self._tell_usage_if_wanted()
-
-    async def _tell_usage_if_wanted(self) -> None:
-        """The training is worth more than its proof: what the daemon does not take of this is no end of it."""
-        try:
-            await self._tell_usage()
-        except ForgedError as error:
-            self._log.warning("the daemon does not take what the steps have used", why=str(error))
-
-    async def _tell_usage(self) -> None:
-        assert self._line is not None
-        if self._place.consumption is None:
-            return
-        samples = self._place.consumption.sampler.total
-        for generation, begins_at, runs in list(self._place.consumption.unspoken()):
-            said = ReportUsage(self.job, self._worker_id.id, generation, begins_at, samples, runs)
-            await self._line.say(said)
-            self._place.consumption.told(generation, runs)
-        if not samples and self._told_of_nothing < self.generation:
-            # No step will ever use any of it, which proves nothing as long as nobody says so.
-            generation = self.generation
-            await self._line.say(ReportUsage(self.job, self._worker_id.id, generation, self.step, samples, []))
-            self._told_of_nothing = generation
 
     async def _agree(self, world: World, commit: Commit) -> Agreement:
         """Have the state that holds in the new world, or give it to who has not."""

@@ -24,6 +24,7 @@ from forged.elastic.model import WorkerId
 from forged.worker.consumption import Consumption
 from forged.worker.custodian import Custodian
 from forged.worker.standing import Standing
+from forged.worker.usage_report import UsageReport
 from forged.worker.worker import ElasticWorker
 from tests.simulation.data_oracle import DataPromise
 
@@ -162,10 +163,10 @@ def prove_with_what_was_done_again() -> Iterator[None]:
 def leave_without_telling() -> Iterator[None]:
     """What the last steps have used is kept to himself by whoever goes."""
 
-    async def silent(self: ElasticWorker) -> None:
+    async def silent(self: UsageReport) -> None:
         return
 
-    with patch.object(ElasticWorker, "_tell_usage", silent):
+    with patch.object(UsageReport, "_tell", silent):
         yield
 
 

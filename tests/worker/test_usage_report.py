@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import anyio
+
+from forged.data.messages import ReportUsage
+from forged.data.sampler import ElasticSampler
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.errors import RequestRefused
+from forged.log import SILENT
+from forged.worker.place import Place
+from forged.worker.registration import Registration
+from forged.worker.usage_report import INTERVAL_S, OTHERS_INTERVAL_S, UsageReport
+from tests.simulation.loop import VirtualClock
+from tests.spine import task_group, virtual
+
+FIRST, OTHER = WorkerId("first", "host", 1), WorkerId("other", "host", 2)
+STEPS = 3
+
+
+class Scene:
+    """A worker that has made some steps in world 4, and a daemon that takes what it says, or not."""
+
+    job = "run"
+
+    def __init__(self, worker: WorkerId = FIRST, samples: int = 100) -> None:
+        self.worker = worker
+        self.said: list[ReportUsage] = []
+        self.refuses = False
+        self.topology = ClusterTopology((FIRST, OTHER), 4)
+        self.place = Place(0.1, 0, ElasticSampler(samples, 10, 1), None)
+        assert self.place.consumption is not None
+        self.place.consumption.enter(4, 0)
+        line = cast("Registration", self)
+        self.report = UsageReport(
+            self.place,
+            self.place.consumption,
+            lambda: self.topology,
+            line,
+            VirtualClock(asyncio.get_running_loop()),
+            SILENT,
+        )
+
+    async def say(self, request: Any) -> None:
+        if self.refuses:
+            raise RequestRefused("usage_full", "not now")
+        self.said.append(request)
+
+    def make_steps(self) -> None:
+        for _ in range(STEPS):
+            self.place.finish_step()
+            self.place.count_step()
+
+    def told(self) -> list[tuple[int, int, int]]:
+        """By report: the world, where it began, and behind which step what was told ends."""
+        return [(said.generation, said.begins_at, max(run.end_step for run in said.runs)) for said in self.said]
+
+
+@virtual
+async def test_the_first_rank_tells_soon_and_each_thing_once() -> None:
+    scene = Scene()
+    scene.make_steps()
+    async with task_group() as tasks:
+        tasks.start_soon(scene.report.keep_telling)
+        await anyio.sleep(1.5 * INTERVAL_S)
+        assert scene.told() == [(4, 0, STEPS)]
+        await anyio.sleep(10 * INTERVAL_S)
+        assert len(scene.said) == 1
+        scene.make_steps()
+        await anyio.sleep(1.5 * INTERVAL_S)
+    assert scene.told() == [(4, 0, STEPS), (4, 0, 2 * STEPS)]
+
+
+@virtual
+async def test_the_others_tell_now_and_then() -> None:
+    scene = Scene(OTHER)
+    scene.make_steps()
+    async with task_group() as tasks:
+        tasks.start_soon(scene.report.keep_telling)
+        await anyio.sleep(OTHERS_INTERVAL_S - INTERVAL_S)
+        assert scene.said == []
+        await anyio.sleep(3 * INTERVAL_S)
+    assert scene.told() == [(4, 0, STEPS)]
+
+
+@virtual
+async def test_what_the_daemon_does_not_take_is_kept_until_it_does() -> None:
+    scene = Scene()
+    scene.make_steps()
+    scene.refuses = True
+    async with task_group() as tasks:
+        tasks.start_soon(scene.report.keep_telling)
+        await anyio.sleep(5 * INTERVAL_S)
+        scene.refuses = False
+        await anyio.sleep(2 * INTERVAL_S)
+    assert scene.told() == [(4, 0, STEPS)]
+
+
+@virtual
+async def test_that_there_is_nothing_to_use_is_said_once_in_each_world() -> None:
+    scene = Scene(samples=0)
+    for _ in range(2):
+        await scene.report.tell()
+    scene.topology = ClusterTopology((FIRST,), 5)
+    await scene.report.tell()
+    assert [(said.generation, said.samples, said.runs) for said in scene.said] == [(4, 0, []), (5, 0, [])]
