@@ -89,7 +89,8 @@ class AuditService:
             self._log.debug("a world's beginning was heard late", job=job, generation=generation, why=error.message)
 
     def _committed(self, record: Record) -> Decision[None] | None:
-        """Another world holds, and may die before it reports. If nobody knows where it begins, its report tells."""
+        """Another world holds, and may die before it reports. Where the fact does not say behind which step it begins,
+        somebody in it has the state, and it goes on from there."""
         fact, log = record.fact, self.logs.get(record.job)
         if log is None or not isinstance(fact, RescaleCompleted) or fact.step is None:
             return None

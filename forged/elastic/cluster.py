@@ -16,7 +16,7 @@ from forged.elastic.attempt import Attempt, Stage, Stop
 from forged.elastic.complaints import Complaints
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failures import Failures
-from forged.elastic.members import Member, holding_up, mute_since
+from forged.elastic.members import MARKS_PER_WORLD, Member, holding_up, mute_since
 from forged.elastic.messages import (
     AttemptMembers,
     JobAborted,
@@ -73,6 +73,8 @@ class Cluster:
         self.topology = ClusterTopology()
         self.world: dict[str, bytes] = {}
         """The incarnations of those in the committed world, in the order of their ranks."""
+        self.state_holders: frozenset[str] = frozenset()
+        """Who of them is known to have the state: they are there since all have said where they are, or have met."""
         self.state = GlobalTrainingState()
         self.attempts = 0
         self.failures = Failures()
@@ -546,6 +548,9 @@ class Cluster:
             self._because(
                 f"nobody of world {self.generation} is left, so what the first of the others has is the state"
             )
+        elif self.world and not (self.config.use_synchronous_rescaling or self.state_holders & staying):
+            # Others may have come into this world and never have met who had the state.
+            self._because(f"nobody who is left of world {self.generation} is known to have the state")
         reason = "; ".join([*self.why, *joined(joining)]) or self.reason
         goes_on = self._can_go_on(staying)
         if self.attempt is not None:
@@ -575,8 +580,8 @@ class Cluster:
         self.out.say(
             RescaleStarted(attempt.number, attempt.type, len(target), added, list(removed), reason, in_background)
         )
-        # Where nobody trains yet nobody is held up, and all say with which step, rate and batch they begin.
-        if staying and not (self.config.use_synchronous_rescaling or with_data):
+        # Where nobody is known to train all say with which step, rate and batch they begin: that may be anew.
+        if self.state_holders & staying and not (self.config.use_synchronous_rescaling or with_data):
             self._commit(attempt, now)
 
     def _can_go_on(self, staying: set[str]) -> bool:
@@ -614,6 +619,8 @@ class Cluster:
         delta = self.topology.delta_to(topology)
         self.topology = topology
         self.world = {member.id: member.incarnation for member in members}
+        there = attempt.target if attempt.source else self.state_holders.difference(attempt.removed)
+        self.state_holders = frozenset(there)
         self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
         known_step = self.state.current_step
         if attempt.source:
@@ -786,8 +793,16 @@ class Cluster:
         if not member.hear(now.monotonic, step, marks):
             return
         self.watch.recovered(member, step)
+        if len(self.state_holders) < len(self.world) and self._has_met(member):
+            # Nobody goes on in a world before all of it have the state.
+            self.state_holders, self.out.world = frozenset(self.world), True
         if step > self.state.current_step and self.holds(member) and self.trains:
             self._stepped(self._witnesses.hear(member.id, step, len(self.world)), now)
+
+    def _has_met(self, member: Member) -> bool:
+        """Whether it has come to where workers meet in the committed world."""
+        first = self.generation * MARKS_PER_WORLD
+        return self.holds(member) and first < member.marks < first + MARKS_PER_WORLD
 
     def _stepped(self, step: int, now: Moment) -> None:
         """So many steps are known to be committed."""

@@ -21,6 +21,8 @@ HEARTBEATS_MISSED_MAX = 2
 """So many intervals without a heartbeat, and it is this worker's library rather than another's that does not get on."""
 HEARTBEAT_LATE = 1.25
 """A heartbeat may come so much later than its interval."""
+MARKS_PER_WORLD = 1 << 32
+"""The marks of a world begin at its generation times this; the first is made when all of it have met."""
 RESCALE_SHARE = 0.8
 """Whoever was silent for so much of a rescale holds it up."""
 

@@ -47,6 +47,7 @@ class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     topology: ClusterTopology
     incarnations: tuple[bytes, ...]
+    state_holders: tuple[str, ...] = ()
 
 
 class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +84,11 @@ def writes(cluster: Cluster) -> dict[str, bytes | None]:
         found[prefix + CLUSTER] = _encode(_cluster_record(cluster))
     if out.world:
         found[prefix + WORLD] = _encode(
-            WorldRecord(topology=cluster.topology, incarnations=tuple(cluster.world.values()))
+            WorldRecord(
+                topology=cluster.topology,
+                incarnations=tuple(cluster.world.values()),
+                state_holders=tuple(sorted(cluster.state_holders)),
+            )
         )
     for worker in out.members:
         member = cluster.members.get(worker)
@@ -142,6 +147,7 @@ def _take_world(cluster: Cluster, record: WorldRecord) -> None:
     cluster.topology = record.topology
     ids = (worker.id for worker in record.topology.workers)
     cluster.world = dict(zip(ids, record.incarnations, strict=True))
+    cluster.state_holders = frozenset(record.state_holders)
 
 
 def _member_record(member: Member) -> MemberRecord:

@@ -31,6 +31,7 @@ from forged.data.shards import Indices
 from forged.data.training import TrainingData
 from forged.elastic.attempt import Stop
 from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.members import MARKS_PER_WORLD
 from forged.elastic.messages import INCARNATION_BYTES, Joined, RescaleSynchronising, ShowCluster
 from forged.elastic.model import (
     RANK_NONE,
@@ -76,8 +77,6 @@ JOB = "default"
 TROUBLE_PAUSE_S = 0.2
 """How long a worker rests before it tries again to follow an attempt."""
 LOOPBACK = "127.0.0.1"
-MARKS_BITS = 32
-"""So many bits of the marks count within a world; the ones above are its generation."""
 
 
 class Trouble(NamedTuple):
@@ -302,9 +301,13 @@ class ElasticWorker:
         return shard_index % self.world_size == self.rank
 
     def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
-        """Say how far the training is. The steps of a world are counted by the world; before it, by the script."""
+        """Say how far the training is. The steps of a world are counted by the world; before it, by the script.
+
+        Between two worlds nobody takes back what was committed: the daemon has been told that it counts.
+        """
         epoch, step = amounts.count("epoch", epoch), amounts.count("step", step)
-        if step != self.step and self._world is not None:
+        goes_back = self._place.holds_state and step < self.step
+        if goes_back or (step != self.step and self._world is not None):
             raise RequestRefused(
                 "step_counted", f"{self.step} steps are committed, and not {step}", "leave the counting to the steps"
             )
@@ -798,7 +801,7 @@ class ElasticWorker:
         assert self._config is not None
         topology = commit.topology
         # Who waits here for others has come further than they have.
-        self._marks = topology.epoch << MARKS_BITS
+        self._marks = topology.epoch * MARKS_PER_WORLD
         try:
             world = await self._mesh.enter(topology.epoch, topology, self._config.rescale_timeout_s or None)
             try:
@@ -876,7 +879,7 @@ class ElasticWorker:
         """Go by this world: the rank is this worker's place in it."""
         self._topology = topology
         # Who has come further within a world is compared within it: nobody brings marks along.
-        self._marks = topology.epoch << MARKS_BITS
+        self._marks = topology.epoch * MARKS_PER_WORLD
 
     async def synchronize_state(self, state: GlobalTrainingState) -> None:
         """Be where the training is, and tell the subscribers."""

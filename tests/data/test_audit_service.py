@@ -7,6 +7,7 @@ import pytest
 from forged.data import audit_service
 from forged.data.messages import AuditData, AuditView, ReportUsage
 from forged.data.usage import Run
+from forged.elastic.messages import RescaleCompleted
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, RemoveJob
 from forged.ledger import read_all
@@ -17,6 +18,7 @@ from tests.spine import virtual
 from tests.troubled_store import TroubledStore
 
 SAMPLES = 100
+BEARING: dict[str, Any] = {"failure_tolerance_percentage": 100, "min_workers_timeout_ms": None}
 
 
 async def report(stage: DataStage, generation: int, begins_at: int, *runs: Run, samples: int = SAMPLES) -> None:
@@ -87,6 +89,41 @@ async def test_what_an_earlier_world_tells_late_counts_up_to_where_the_later_one
         assert (await audit(stage)).missing == [(0, 50)]
         await report(stage, 1, 0, steps(0, 8))
         assert (await audit(stage)).complete
+
+
+@virtual
+async def test_where_training_begins_anew_what_was_used_before_is_void_before_anybody_tells_of_it() -> None:
+    """The first of the new world may die before they tell; a daemon that dies knows it no less."""
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        (a,) = await stage.form("a", **BEARING)
+        await report(stage, 1, 0, steps(0, 3))
+        await a.leave()
+        await stage.start("b")
+        await stage.wait(1.0)
+        assert (await stage.agree(0)).step == 0
+        assert (await audit(stage)).missing == [(0, 100)]
+    async with a_data_stage(TroubledStore(store.memory)) as stage:
+        assert (await audit(stage)).missing == [(0, 100)]
+
+
+@virtual
+async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_where_nobody_stops_too() -> None:
+    async with a_data_stage() as stage:
+        (a,) = await stage.form("a", use_synchronous_rescaling=False, **BEARING)
+        await report(stage, 1, 0, steps(0, 3))
+        (b,) = await stage.start("b")
+        await stage.wait(31.0)
+        assert stage.facts(RescaleCompleted)[-1].step is None
+        assert (await audit(stage)).used == 30, "who trained trains on"
+        await a.leave()
+        await stage.wait(1.0)
+        await b.stop(stage.attempt, 0, holds_state=False)
+        await stage.spine.settle()
+        assert stage.facts(RescaleCompleted)[-1].step == 0
+        assert (await audit(stage)).missing == [(0, 100)]
+        await report(stage, 1, 0, steps(0, 5))
+        assert (await audit(stage)).missing == [(0, 100)], "what is told late of the world before is void as well"
 
 
 @virtual

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.attempt import Stage, Stop
-from forged.elastic.members import PULSE_INTERVAL_S
+from forged.elastic.members import MARKS_PER_WORLD, PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
@@ -817,6 +817,80 @@ def test_who_comes_when_nobody_of_a_world_is_left_says_where_it_begins_without_s
     play.join("b")
     assert kinds(play.stop("b", stop=Stop(90, holds_state=False))) == ["RescaleCompleted"]
     assert (play.last(RescaleCompleted).step, play.cluster.state.current_step) == (90, 90)
+
+
+def test_who_is_left_and_may_never_have_met_who_had_the_state_says_where_it_begins() -> None:
+    """It would begin anew, alone, and nobody would know that what the others have done is void."""
+    play = formed("a", use_synchronous_rescaling=False, **PATIENT)
+    play.beat("a", step=30)
+    play.join("b")
+    play.wait(WINDOW_S)
+    assert (play.world, play.last(RescaleCompleted).step) == (["a", "b"], None)
+    play.die("a")
+    (started,) = play.wait(0.1)
+    assert isinstance(started, RescaleStarted)
+    assert started.reason.endswith("nobody who is left of world 2 is known to have the state")
+    assert kinds(play.stop("b", stop=Stop(0, holds_state=False))) == ["RescaleCompleted"]
+    assert (play.world, play.last(RescaleCompleted).step, play.cluster.state.current_step) == (["b"], 0, 0)
+
+
+def test_who_has_said_where_it_begins_is_known_to_have_the_state_from_then_on() -> None:
+    play = formed("a", use_synchronous_rescaling=False, **PATIENT)
+    play.join("b")
+    play.wait(WINDOW_S)
+    play.die("a")
+    play.wait(0.1)
+    play.stop("b", stop=Stop(30, holds_state=True))
+    assert play.last(RescaleCompleted).step == 30
+    play.join("c")
+    assert kinds(play.wait(WINDOW_S)) == ["RescaleStarted", "RescaleCompleted"]
+    play.die("c")
+    assert kinds(play.wait(0.1)) == ["RescaleStarted", "RescaleCompleted"]
+    assert (play.world, play.last(RescaleCompleted).step) == (["b"], None)
+
+
+def test_who_has_met_the_others_has_the_state() -> None:
+    play = formed("a", use_synchronous_rescaling=False, **PATIENT)
+    play.join("b")
+    play.wait(WINDOW_S)
+    play.beat("a", marks=2 * MARKS_PER_WORLD)
+    assert play.cluster.state_holders == {"a"}, "it may wait there for the others"
+    play.beat("b", marks=MARKS_PER_WORLD + 9)
+    assert play.cluster.state_holders == {"a"}, "it is on its way from the world before"
+    play.beat("a", marks=2 * MARKS_PER_WORLD + 1)
+    play.restart()
+    play.come_back("a", "b")
+    assert play.cluster.state_holders == {"a", "b"}
+    play.die("a")
+    assert kinds(play.wait(0.1)) == ["RescaleStarted", "RescaleCompleted"]
+    assert (play.world, play.last(RescaleCompleted).step) == (["b"], None)
+
+
+def test_who_comes_under_the_name_of_one_who_had_the_state_is_another() -> None:
+    play = formed("a", "b", use_synchronous_rescaling=False, **PATIENT)
+    play.die("a")
+    play.join("a", life=2)
+    play.wait(0.1)
+    assert (sorted(play.world), play.last(RescaleCompleted).step) == (["a", "b"], None)
+    play.die("b")
+    assert kinds(play.wait(0.1)) == ["RescaleStarted"]
+    play.stop("a", stop=Stop(0, holds_state=False))
+    assert (play.world, play.last(RescaleCompleted).step) == (["a"], 0)
+
+
+def test_who_has_the_state_is_known_behind_a_restart() -> None:
+    play = formed("a", use_synchronous_rescaling=False, **PATIENT)
+    play.join("b")
+    play.wait(WINDOW_S)
+    play.restart()
+    play.come_back("a", "b")
+    play.join("c")
+    play.wait(WINDOW_S)
+    assert (play.world, play.last(RescaleCompleted).step) == (["a", "b", "c"], None)
+    play.restart()
+    play.come_back("b", "c")
+    play.die("a")
+    assert kinds(play.wait(0.1)) == ["RescaleStarted"]
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

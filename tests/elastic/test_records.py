@@ -64,8 +64,9 @@ def test_what_comes_back_is_what_was_there() -> None:
     after = play.cluster
     for name in ("settings", "key", "phase", "paused", "topology", "world", "state", "attempts", "failures"):
         assert getattr(after, name) == getattr(before, name), name
-    for name in ("base", "reason", "why"):
+    for name in ("base", "reason", "why", "state_holders"):
         assert getattr(after, name) == getattr(before, name), name
+    assert after.state_holders == {"a", "b", "c"}
     assert list(after.world) == ["c", "a", "b"]
     assert after.members["b"].leaving == "maintenance"
     for name, member in after.members.items():

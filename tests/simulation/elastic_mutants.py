@@ -232,6 +232,14 @@ def fail_whoever_has_not_answered() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
+    """Nobody is asked who is left of a world, though all may have come into it without ever having met the others."""
+    everybody = property(lambda self: frozenset(self.world), lambda self, holders: None)
+    with patch.object(Cluster, "state_holders", everybody, create=True):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -250,6 +258,7 @@ MUTANTS: dict[str, Mutant] = {
         believe_every_heartbeat,
         give_the_suspended_no_more_than_the_grace,
         fail_whoever_has_not_answered,
+        take_everybody_for_a_holder_of_the_state,
     )
 }
 
@@ -269,5 +278,6 @@ BREAKS: dict[str, Promise] = {
     "believe_every_heartbeat": Promise.STEPS,
     "give_the_suspended_no_more_than_the_grace": Promise.EVIDENCE,
     "fail_whoever_has_not_answered": Promise.EVIDENCE,
+    "take_everybody_for_a_holder_of_the_state": Promise.STEPS,
 }
 """The promise that each of them breaks."""

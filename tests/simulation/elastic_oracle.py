@@ -188,7 +188,7 @@ class ElasticOracle:
                 self._check_step(truth, old, new, fact.step)
             else:
                 self._check_beginning(truth, new, fact.step)
-        elif truth.stops_to_rescale or not any(worker in new for worker in old.workers):
+        elif truth.stops_to_rescale or not self._goes_on(truth, old, new):
             self.breach(Promise.STEPS, f"nobody knows behind what step world {number} of {truth.job} begins")
         self._open(truth, new, fact)
 
@@ -197,6 +197,7 @@ class ElasticOracle:
         truth.followed_at[truth.generation] = self._now()
         truth.worlds[new.epoch] = new
         if fact.step is not None:
+            truth.placed.update(new.workers)
             truth.begun.add(new.epoch)
             truth.begins[new.epoch] = truth.committed[new.epoch] = fact.step
         truth.in_attempt = truth.synchronising = truth.in_background = False
@@ -346,6 +347,11 @@ class ElasticOracle:
                 self.breach(
                     Promise.STEPS, f"step {committed} of {truth.job} counts, and {unfinished} have not finished it"
                 )
+
+    def _goes_on(self, truth: Truth, old: ClusterTopology, new: ClusterTopology) -> bool:
+        """Whether somebody stays who has the state: by what a commit said of where all begin, or from training."""
+        trained = {trainee.me for trainee in self.trainees if trainee.generation}
+        return any(worker in new and (worker in truth.placed or worker in trained) for worker in old.workers)
 
     def _check_covered(self, truth: Truth, world: ClusterTopology, number: int) -> None:
         """Every sample of the step was used once."""

@@ -146,6 +146,8 @@ class Truth:
     """The worlds of which it is known with what step they begin."""
     begins: dict[int, int] = field(default_factory=dict)
     """Behind how many steps; by generation, in their order."""
+    placed: set[WorkerId] = field(default_factory=set)
+    """Who was in a world of which the commit said with what step it begins."""
     steps: dict[tuple[int, int], Step] = field(default_factory=lambda: defaultdict(Step))
     """By generation and number."""
     committed: dict[int, int] = field(default_factory=dict)

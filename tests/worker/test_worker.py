@@ -172,6 +172,15 @@ class TestTheValueOfIt:
         worker.update_training_state(2, 50, 0.5)
         assert (worker.epoch, worker.step, worker.learning_rate) == (2, 50, 0.5)
 
+    async def test_what_was_committed_is_not_taken_back_between_two_worlds(self) -> None:
+        worker = ElasticWorker("me")
+        await worker.synchronize_state(GlobalTrainingState(2, 50, 0.5, 64))
+        with pytest.raises(RequestRefused) as raised:
+            worker.update_training_state(2, 49, 0.5)
+        assert (raised.value.code, worker.step) == ("step_counted", 50)
+        worker.update_training_state(3, 50, 0.25)
+        assert (worker.epoch, worker.step, worker.learning_rate) == (3, 50, 0.25)
+
     def test_its_numbers_are_pythons_own_and_others_are_refused_by_name(self) -> None:
         size, place = np.int64(32), (np.int64(2), np.int64(50), np.float32(0.5))
         worker = ElasticWorker("me", learning_rate=np.float64(0.1), global_batch_size=size)  # type: ignore[arg-type]
@@ -906,20 +915,44 @@ class TestNotStopping:
 
     async def test_who_goes_is_not_missed(self, house: House, client: ForgedClient) -> None:
         async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a", "b", "c")
+            crew.start("a")
+            await crew.world_of("a")
+            crew.start("b", "c")
             await crew.world_of("a", "b", "c")
-            await client.evict_worker(JOB, "a")
-            assert isinstance((await crew.over("a"))[0], WorkerEvicted)
-            await crew.world_of("b", "c")
+            await client.evict_worker(JOB, "b")
+            assert isinstance((await crew.over("b"))[0], WorkerEvicted)
+            await crew.world_of("a", "c")
             crew.start("d")
-            await crew.world_of("b", "c", "d")
-            await crew.finish("b", "c", "d")
+            await crew.world_of("a", "c", "d")
+            await crew.finish("a", "c", "d")
             told = await past(client, RescaleSynchronising, RescaleCompleted)
             assert not any(isinstance(fact, RescaleSynchronising) for fact in told[2:])
             behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted)]
             assert behind == [0, *[None] * (len(behind) - 1)], (
                 "for the first world, for which nobody has to stop, all say"
             )
+
+    async def test_where_the_last_goes_who_was_known_to_have_the_state_the_others_say_where_they_are(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        # Nobody says by a heartbeat that all have met.
+        settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
+        async with crew_at(house.endpoint, **settings) as crew:
+            crew.start("a")
+            await crew.world_of("a", steps=5)
+            crew.start("b", "c")
+            await crew.world_of("a", "b", "c")
+            begun = crew["b"].places[0].step
+            await client.evict_worker(JOB, "a")
+            await crew.world_of("b", "c")
+            crew.start("d")
+            await crew.world_of("b", "c", "d")
+            await crew.finish("b", "c", "d")
+            told = await past(client, RescaleCompleted)
+            behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted) and fact.step is not None]
+            assert behind[0] == 0
+            assert len(behind) == 2
+            assert behind[1] >= begun >= 5
 
     async def test_those_who_join_at_once_learn_of_worlds_that_were_committed_before_their_answers(
         self, house: House
