@@ -33,7 +33,7 @@ class Background:
         if not truth.in_background or self._is_hindered(truth):
             self._hindered_at[truth.job] = now
             return None
-        still_s = now - max(truth.stepped_at, self._hindered_at.get(truth.job, -math.inf))
+        still_s = now - max(truth.stepped_at, truth.began_at, self._hindered_at.get(truth.job, -math.inf))
         if still_s <= STANDSTILL_MAX_S:
             return None
         return f"{truth.job} makes no step for {still_s:.1f} s, and nothing but attempt {truth.attempt} is under way"
