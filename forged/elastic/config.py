@@ -55,7 +55,7 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long after a failure the rescale starts, so that several failures at once make one rescale."""
     reconnect_grace_ms: int = 15_000
     """How long a worker may be without a connection when nothing tells that it died."""
-    drain_timeout_ms: int | None = 300_000
+    leave_timeout_ms: int | None = 300_000
     """How long a worker that is told to go waits for others to take over what it holds; None: for ever."""
     min_workers_timeout_ms: int | None = 600_000
     """How long a job waits for `min_workers` before it is aborted; None: for ever."""
@@ -134,9 +134,9 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.stall_timeout_ms / 1000
 
     @property
-    def drain_timeout_s(self) -> float:
-        """`drain_timeout_ms` in seconds; infinite when a worker waits for ever."""
-        return _seconds(self.drain_timeout_ms)
+    def leave_timeout_s(self) -> float:
+        """`leave_timeout_ms` in seconds; infinite when a worker waits for ever."""
+        return _seconds(self.leave_timeout_ms)
 
     @property
     def min_workers_timeout_s(self) -> float:
@@ -201,7 +201,7 @@ RULES: Mapping[str, Rule] = {
     "use_parallel_data_transfer": _flag(),
     "failure_window_ms": _whole(0),
     "reconnect_grace_ms": _whole(0),
-    "drain_timeout_ms": _or_none(_whole(0), "no end"),
+    "leave_timeout_ms": _or_none(_whole(0), "no end"),
     "min_workers_timeout_ms": _or_none(_whole(0), "no end"),
     "stall_timeout_ms": _whole(1),
     "evict_stalled": _flag(),

@@ -145,7 +145,7 @@ def overstays(member: Member, config: ElasticTrainingConfig, now: float, *, is_n
     Whoever is needed by the others has come as far as they have, and goes by itself behind its step, if it is heard.
     """
     told_s = now - max(member.leaving_at, member.seen_at)
-    if member.leaving is None or told_s < config.drain_timeout_s:
+    if member.leaving is None or told_s < config.leave_timeout_s:
         return None
     if not member.is_mute(now - config.worker_heartbeat_timeout_s):
         return None if is_needed else f"it was told to go {told_s:.1f} s ago, and did not"

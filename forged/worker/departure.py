@@ -50,10 +50,10 @@ class Departure:
             tasks.start_soon(self._wait, config, has_daemon)
 
     async def _wait(self, config: ElasticTrainingConfig, has_daemon: Callable[[], bool]) -> None:
-        with anyio.move_on_after(config.drain_timeout_s) as patience:
+        with anyio.move_on_after(config.leave_timeout_s) as patience:
             await _miss(has_daemon, config.reconnect_grace_s)
         if patience.cancelled_caught:
-            self._why = f"others did not take over what it holds within {config.drain_timeout_s:g} s"
+            self._why = f"others did not take over what it holds within {config.leave_timeout_s:g} s"
         else:
             self._why = f"there was no daemon for {config.reconnect_grace_s:g} s"
         self.is_overdue = True

@@ -34,7 +34,7 @@ WHOLE = {
     "failure_tolerance_percentage": 0,
     "failure_window_ms": 0,
     "reconnect_grace_ms": 0,
-    "drain_timeout_ms": 0,
+    "leave_timeout_ms": 0,
     "min_workers_timeout_ms": 0,
     "stall_timeout_ms": 1,
     "max_concurrent_transfers": 1,
@@ -49,7 +49,7 @@ CHOICES = {
     "redistribution_type": RedistributionType,
     "lost_data_policy": LostDataPolicy,
 }
-OPTIONAL = {"drain_timeout_ms", "min_workers_timeout_ms", "base_world_size", "base_learning_rate", "global_batch_size"}
+OPTIONAL = {"leave_timeout_ms", "min_workers_timeout_ms", "base_world_size", "base_learning_rate", "global_batch_size"}
 
 
 def whole(key: str) -> st.SearchStrategy[Any]:
@@ -295,12 +295,12 @@ def test_times_are_to_be_had_in_seconds() -> None:
     config = ElasticTrainingConfig(stall_timeout_ms=1)
     assert (config.rescale_timeout_s, config.stability_window_s, config.failure_window_s) == (30.0, 30.0, 0.05)
     assert (config.worker_heartbeat_timeout_s, config.reconnect_grace_s, config.stall_timeout_s) == (10.0, 15.0, 0.001)
-    assert (config.min_workers_timeout_s, config.drain_timeout_s) == (600.0, 300.0)
+    assert (config.min_workers_timeout_s, config.leave_timeout_s) == (600.0, 300.0)
 
 
 def test_who_waits_for_ever_has_no_end() -> None:
     assert ElasticTrainingConfig(min_workers_timeout_ms=None).min_workers_timeout_s == math.inf
-    assert ElasticTrainingConfig(drain_timeout_ms=None).drain_timeout_s == math.inf
+    assert ElasticTrainingConfig(leave_timeout_ms=None).leave_timeout_s == math.inf
 
 
 def test_a_heartbeat_comes_every_third_of_the_timeout() -> None:

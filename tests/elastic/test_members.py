@@ -64,7 +64,7 @@ def test_where_all_are_heard_those_hold_the_others_up_who_have_come_least_far() 
 
 
 def stay(found: Member, now: float, *, is_needed: bool = True) -> str | None:
-    return overstays(found, ElasticTrainingConfig(drain_timeout_ms=60_000), now, is_needed=is_needed)
+    return overstays(found, ElasticTrainingConfig(leave_timeout_ms=60_000), now, is_needed=is_needed)
 
 
 def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
@@ -97,7 +97,7 @@ def test_who_was_told_to_go_by_another_daemon_has_its_time_from_when_this_one_kn
 def test_where_drains_have_no_end_nobody_overstays() -> None:
     found = member()
     found.leaving = "its host is needed"
-    assert overstays(found, ElasticTrainingConfig(drain_timeout_ms=None), AT + 1e9, is_needed=False) is None
+    assert overstays(found, ElasticTrainingConfig(leave_timeout_ms=None), AT + 1e9, is_needed=False) is None
 
 
 def test_a_grace_of_nothing_is_over_at_once() -> None:

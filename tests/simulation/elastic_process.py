@@ -93,7 +93,7 @@ class Job:
             failure_tolerance_percentage=random.choice((0, 20, 50, 100, 100, 100)),
             failure_window_ms=random.choice((0, 50, 500)),
             reconnect_grace_ms=random.choice((8000, 12_000)),
-            drain_timeout_ms=8000,
+            leave_timeout_ms=8000,
             min_workers_timeout_ms=random.choice((8000, 20_000, None, None)),
             stall_timeout_ms=random.choice((6000, 10_000)),
             evict_stalled=random.random() < 0.3,

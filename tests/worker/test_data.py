@@ -491,7 +491,7 @@ class TestWhoIsToGo:
         self, daemon: str, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(departure, "LOOK_INTERVAL_S", 0.05)
-        settings = {"reconnect_grace_ms": 500, "drain_timeout_ms": 1_000 if daemon == "there" else None}
+        settings = {"reconnect_grace_ms": 500, "leave_timeout_ms": 1_000 if daemon == "there" else None}
         async with ranch_at(house, origin=None, settings=settings) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")

@@ -10,7 +10,7 @@ from forged.worker.departure import LOOK_INTERVAL_S, Departure
 from forged.worker.standing import Standing
 from tests.spine import task_group, virtual
 
-CONFIG = ElasticTrainingConfig(drain_timeout_ms=60_000, reconnect_grace_ms=15_000)
+CONFIG = ElasticTrainingConfig(leave_timeout_ms=60_000, reconnect_grace_ms=15_000)
 
 
 class Scene:
@@ -96,7 +96,7 @@ async def test_a_daemon_that_comes_back_has_its_whole_time_again() -> None:
 @virtual
 async def test_a_job_may_wait_for_ever_as_long_as_there_is_a_daemon() -> None:
     scene = Scene()
-    config = ElasticTrainingConfig(drain_timeout_ms=None)
+    config = ElasticTrainingConfig(leave_timeout_ms=None)
 
     async def go_away() -> None:
         await anyio.sleep(3000)
