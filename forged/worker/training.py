@@ -42,6 +42,8 @@ from forged.worker.worker import JOB, ElasticWorker
 R = TypeVar("R")
 
 SUFFIX_BYTES = 3
+SIGNALS_NOTICED_S = 0.5
+"""How long a signal may go unnoticed while the script waits for the worker."""
 
 
 class Training:
@@ -292,7 +294,13 @@ class Training:
 
     def _wait_for(self, future: Future[R]) -> R:
         try:
-            return future.result()
+            while True:
+                try:
+                    future.exception(SIGNALS_NOTICED_S)
+                except TimeoutError:
+                    # A signal may have reached another thread; Python attends to it when this one wakes up.
+                    continue
+                return future.result()
         except BaseException:
             # Whoever is interrupted does not come back for it.
             future.cancel()

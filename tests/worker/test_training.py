@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,6 +52,14 @@ def at(endpoint: str, name: str = "me", **given: Any) -> Training:
     """A training that has not begun."""
     options: dict[str, Any] = {"job": JOB, "worker_id": name, "state": state(), "config": config()} | given
     return join(endpoint, **options)
+
+
+def frames_of(thread: int) -> Iterator[FrameType]:
+    """What a thread is doing, the innermost call first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def learn(worker: Training, step: int) -> None:
@@ -494,6 +503,27 @@ class TestSignals:
         monkeypatch.setattr(ElasticWorker, "_come_along", terminate)
         with at(endpoint, config=config(min_workers=2)) as worker:
             assert list(worker.steps()) == []
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
+
+    def test_while_it_waits_sigterm_is_heeded_whichever_thread_it_reaches(
+        self, endpoint: str, client: BlockingClient
+    ) -> None:
+        main = threading.get_ident()
+
+        def terminate() -> None:
+            def waits() -> bool:
+                return any(frame.f_code is Training._wait_for.__code__ for frame in frames_of(main))
+
+            while not (past(client, WorkerJoined) and waits()):
+                pass
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+        thread = threading.Thread(target=terminate)
+        with at(endpoint, config=config(min_workers=2)) as worker:
+            thread.start()
+            for _ in worker.steps(STEPS):
+                raise AssertionError("nobody else is there")
+        thread.join(PATIENCE_S)
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
 
     def test_before_anybody_waits_for_it_sigterm_ends_it_as_it_would_have(
