@@ -49,6 +49,7 @@ from forged.data.store import (
     already_held,
     check_shard,
     damaged,
+    no_longer_arriving,
     not_held,
 )
 from forged.disk import PAGE, sync_directory
@@ -346,6 +347,7 @@ class _ArrivingFile(ArrivingShard):
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes. When the disk is full, all of them are dropped, so that others find room."""
+        self._require_open()
         view = memoryview(data)
         self._hash.update(view)
         with self._dropped_on_failure():
@@ -390,6 +392,7 @@ class _ArrivingFile(ArrivingShard):
 
     def commit(self) -> Stamp:
         """Hold the shard from now on, durably; or drop all, and raise `ShardCorrupt`."""
+        self._require_open()
         found = Stamp(self._offset, self._hash.digest())
         with self._dropped_on_failure():
             if found != (self._stamp or found) or os.fstat(self._fd).st_size != found.size:
@@ -425,6 +428,10 @@ class _ArrivingFile(ArrivingShard):
                 self._part.unlink(missing_ok=True)
         os.close(fd)
         self._store._free(self._shard)
+
+    def _require_open(self) -> None:
+        if self._fd < 0:
+            raise no_longer_arriving(self._shard)
 
 
 def name_of(shard: int, stamp: Stamp) -> str:

@@ -11,16 +11,16 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import anyio
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 from anyio.abc import TaskGroup
 
 from forged.clock import Clock
 from forged.data.bandwidth import Bandwidth, Throttle
-from forged.data.origin import ShardOrigin, bring
+from forged.data.calls import OriginCalls, OriginSilent, OriginStuck
+from forged.data.origin import Bringing, ShardOrigin
 from forged.data.outcome import (
     BadCopy,
     MissingShard,
@@ -67,6 +67,7 @@ class Equipment:
     throttle: Throttle
     bandwidth: Bandwidth
     uses_threads: bool
+    calls: OriginCalls
     progress: Callable[[TransferProgress], None]
     progress_interval_s: float
     bad_copy: Callable[[BadCopy], None]
@@ -205,11 +206,9 @@ class Execution:
 
     async def _bring(self, start: Start, passage: _Passage) -> Stamp:
         assert self._with.origin is not None
-        bringing = partial(bring, self._with.origin, start.shard, self._with.store, passage)
-        if not self._with.uses_threads:
-            return bringing(lambda seconds: None)
-        # A thread that the origin holds up is left alone; it finds out that nobody wants the shard any more.
-        return await to_thread.run_sync(bringing, passage.wait, abandon_on_cancel=True, limiter=CapacityLimiter(1))
+        wait = passage.wait if self._with.uses_threads else _at_once
+        bringing = Bringing(self._with.origin, start.shard, self._with.store, passage, wait, self._now)
+        return await self._with.calls.ask(bringing)
 
     def _on_success(self, passage: _Passage, stamp: Stamp) -> None:
         start = passage.start
@@ -282,6 +281,10 @@ class Execution:
         return self._with.clock.monotonic()
 
 
+def _at_once(seconds: float) -> None:
+    return
+
+
 def _is_blamed(error: ForgedError) -> bool:
     return not isinstance(error, ShardCorrupt) or error.is_whole
 
@@ -297,6 +300,10 @@ def _fault_of(error: Exception) -> Fault:
             return Fault.REFUSED
         case StoreFailed() | ConfigError():
             return Fault.OURS
+        case OriginSilent():
+            return Fault.SILENT
+        case OriginStuck():
+            return Fault.STUCK
         case ForgedError():
             return Fault.BROKEN
         case _:

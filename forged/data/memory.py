@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 
 from forged.data.store import (
     ArrivingShard,
@@ -21,6 +20,7 @@ from forged.data.store import (
     already_arriving,
     already_held,
     check_shard,
+    no_longer_arriving,
     not_held,
 )
 
@@ -118,6 +118,7 @@ class _ArrivingMemory(ArrivingShard):
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
+        self._require_open()
         if not self._store.has_room_for(len(self._data) + len(data)):
             self.drop()
             raise StoreFailed("disk_full", f"there is no room for shard {self._shard}", "make room")
@@ -125,6 +126,7 @@ class _ArrivingMemory(ArrivingShard):
 
     def commit(self) -> Stamp:
         """Hold the shard from now on; or drop all, and raise `ShardCorrupt`."""
+        self._require_open()
         found = Stamp.of(memoryview(self._data))
         if found != (self._stamp or found):
             self.drop()
@@ -135,9 +137,9 @@ class _ArrivingMemory(ArrivingShard):
 
     def drop(self) -> None:
         """Forget all that is here."""
-        self._is_open = False
-        with suppress(KeyError):
-            self._store._arriving.remove(self._shard)
+        if self._is_open:
+            self._is_open = False
+            self._store._arriving.discard(self._shard)
 
     def close(self) -> None:
         """Leave what is here to whoever goes on with it."""
@@ -145,3 +147,7 @@ class _ArrivingMemory(ArrivingShard):
             self.drop()
             if self._stamp is not None:
                 self._store._begun[self._shard] = (self._stamp, self._data)
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise no_longer_arriving(self._shard)

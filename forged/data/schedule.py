@@ -8,7 +8,8 @@ went wrong is told. Time and randomness are arguments.
 
 A source that breaks off is left alone for a while by all shards, and one outage is one failure, however many shards
 were on their way from it. It is given up when more than one shard speaks against it: a single one may break every
-connection by itself.
+connection by itself. One that gives nothing for so long that it counts as hanging is not asked for that shard again,
+and for no other when two have waited for it in vain while nothing else came of it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Fault(Enum):
     """What came from this source was wrong."""
     DOUBTFUL = auto()
     """What came was wrong, and part of it was there before; nobody knows who is to blame."""
+    SILENT = auto()
+    """The source gave nothing for as long as there was patience; it may in the next try."""
+    STUCK = auto()
+    """Earlier attempts at this shard still hang at the source, and it is not asked once more."""
     OURS = auto()
     """This worker could not take it."""
 
@@ -82,6 +87,7 @@ class _Outages:
     """When it may be tried again; infinity: it was given up."""
     failed_shards: set[int] = field(default_factory=set)
     """Since it worked."""
+    successes: int = 0
 
     def __post_init__(self) -> None:
         self._forget()
@@ -100,7 +106,15 @@ class _Outages:
         else:
             self.began_at, self.ready_at = now, now + pause_s
 
+    def hung(self, shard_id: int, successes_before: int) -> None:
+        """It gave nothing of the shard in the time in which it had had so many successes at first."""
+        if self.successes == successes_before:
+            self.failed_shards.add(shard_id)
+            if len(self.failed_shards) > 1:
+                self.ready_at = math.inf
+
     def worked(self) -> None:
+        self.successes += 1
         self.failed_shards.clear()
         if not self.is_lost:
             self._forget()
@@ -122,6 +136,8 @@ class _Shard:
     wanted: Wanted
     candidates: list[_Candidate]
     started_at: float = -math.inf
+    successes_before: int = 0
+    """How often its source had worked when it was asked."""
     own_failures: int = 0
     complaints: list[Complaint] = field(default_factory=list)
 
@@ -205,6 +221,7 @@ class TransferSchedule:
 
     def _start(self, shard: _Shard, candidate: _Candidate, now: float) -> Start:
         shard.started_at = now
+        shard.successes_before = self._sources[candidate.source].successes
         self._under_way.add(shard.wanted.shard.shard_id)
         return Start(shard.wanted.shard, candidate.source)
 
@@ -228,8 +245,11 @@ class TransferSchedule:
         match fault:
             case Fault.BROKEN:
                 return self._judge_broken(shard, candidate, now)
-            case Fault.REFUSED:
+            case Fault.REFUSED | Fault.STUCK:
                 shard.candidates.pop(0)
+            case Fault.SILENT:
+                shard.candidates.pop(0)
+                self._sources[candidate.source].hung(shard.wanted.shard.shard_id, shard.successes_before)
             case Fault.CORRUPT | Fault.DOUBTFUL:
                 candidate.corrupt += 1
                 shard.candidates.pop(0)

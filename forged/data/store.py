@@ -92,7 +92,12 @@ class OpenShard(Closing, ABC):
 class ArrivingShard(Closing, ABC):
     """A shard that is being written, from its first missing byte on.
 
-    Closing it keeps what is here, so that a later attempt can go on, also one of another process.
+    Closing it keeps what is here, so that a later attempt can go on, also one of another process. Without a stamp
+    nobody can, and nothing is kept.
+
+    It is used by one thread at a time, which need not be the same one always: from a thread that hangs in an origin the
+    shard is taken back by another, which closes it. From then on somebody else may write the shard, and whatever is
+    done with this one touches nothing.
     """
 
     @abstractmethod
@@ -196,3 +201,8 @@ def already_held(shard: int) -> RequestRefused:
 def already_arriving(shard: int) -> StoreFailed:
     """The refusal that names a shard which somebody else is writing."""
     return StoreFailed("shard_arriving", f"shard {shard} is being written already", "wait for that")
+
+
+def no_longer_arriving(shard: int) -> StoreFailed:
+    """The refusal that names a shard whose writer has closed it, or was taken it from."""
+    return StoreFailed("shard_closed", f"shard {shard} is no longer written by this one", "begin anew")

@@ -14,7 +14,7 @@ from typing import cast
 from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.directory import DirectoryShardStore
 from forged.data.messages import DatasetSpec
-from forged.data.origin import ShardOrigin
+from forged.data.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.planner import check_replication
 from forged.data.shards import Dataset
 from forged.data.shares import check_weight
@@ -28,7 +28,8 @@ class TrainingData:
 
     `origin` tells from where a shard comes that no worker has. `replication` is how many further copies there should be
     of each. `rate_bytes_per_s` is how fast shards may come to this worker, all together. `weight` is how much of the
-    data this worker should hold, in proportion to the others.
+    data this worker should hold, in proportion to the others. `origin_timeout_s` is for how long the origin may give
+    nothing of a shard: then it has failed to give it.
     """
 
     samples: int
@@ -38,6 +39,7 @@ class TrainingData:
     replication: int
     rate_bytes_per_s: float | None
     weight: float
+    origin_timeout_s: float
 
     def __init__(
         self,
@@ -49,11 +51,13 @@ class TrainingData:
         replication: int = 0,
         rate_bytes_per_s: float | None = None,
         weight: float = 1.0,
+        origin_timeout_s: float = ORIGIN_TIMEOUT_S,
     ) -> None:
         dataset = Dataset.of(samples, shards)
         check_replication(replication)
         _check_rate(rate_bytes_per_s)
         check_weight(weight)
+        patience_s = check_origin_timeout(origin_timeout_s)
         keeps = store if isinstance(store, ShardStore) else DirectoryShardStore(store)
         keeps.dedicate(dataset)
         for name, value in (
@@ -64,6 +68,7 @@ class TrainingData:
             ("replication", replication),
             ("rate_bytes_per_s", rate_bytes_per_s),
             ("weight", float(weight)),
+            ("origin_timeout_s", patience_s),
         ):
             object.__setattr__(self, name, value)
 

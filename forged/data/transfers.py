@@ -17,10 +17,11 @@ from anyio import CapacityLimiter
 
 from forged.clock import Clock, SystemClock
 from forged.data.bandwidth import Bandwidth, Throttle
+from forged.data.calls import CallsWithoutThreads, OriginCalls
 from forged.data.columns import NOBODY
 from forged.data.execution import Equipment, Execution, Visit
 from forged.data.model import DataShard, DataTransfer, TransferPace
-from forged.data.origin import ShardOrigin
+from forged.data.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.outcome import BadCopy, MovedShard, TransferProgress, TransferReport
 from forged.data.plan import DataRedistributionPlan
 from forged.data.schedule import Source, Wanted
@@ -51,6 +52,7 @@ class DataTransferManager:
         connect: Callable[[WorkerId], Awaitable[Visit]],
         *,
         origin: ShardOrigin | None = None,
+        origin_timeout_s: float = ORIGIN_TIMEOUT_S,
         max_concurrent_transfers: int = 4,
         use_parallel_data_transfer: bool = True,
         rate_bytes_per_s: float | None = None,
@@ -65,6 +67,7 @@ class DataTransferManager:
         if not 1 <= max_concurrent_transfers <= CONCURRENT_TRANSFERS_MAX:
             problem = Problem("max_concurrent_transfers", max_concurrent_transfers, f"1 to {CONCURRENT_TRANSFERS_MAX}")
             raise ConfigError("transfers_invalid", "the transfers are not set up rightly", problems=[problem])
+        patience_s = check_origin_timeout(origin_timeout_s)
         concurrency = max_concurrent_transfers if use_parallel_data_transfer else 1
         self.worker = worker
         self.bandwidth = Bandwidth()
@@ -80,6 +83,7 @@ class DataTransferManager:
             throttle=Throttle(rate_bytes_per_s),
             bandwidth=self.bandwidth,
             uses_threads=uses_threads,
+            calls=OriginCalls(patience_s) if uses_threads else CallsWithoutThreads(patience_s),
             progress=progress,
             progress_interval_s=progress_interval_s,
             bad_copy=bad_copy,

@@ -121,6 +121,7 @@ class Custodian:
             data.store,
             mesh.visit_shards,
             origin=data.origin,
+            origin_timeout_s=data.origin_timeout_s,
             max_concurrent_transfers=config.max_concurrent_transfers,
             use_parallel_data_transfer=config.use_parallel_data_transfer,
             rate_bytes_per_s=data.rate_bytes_per_s,
@@ -359,8 +360,9 @@ class Custodian:
                 await self._line.say(said)
 
     def _tell_progress(self, progress: TransferProgress) -> None:
-        """Say how far it is, if somebody listens."""
-        self._tell(progress.done, self._arrived + progress.bytes_moved)
+        """Say how far it is, and whether that is up to the origin alone."""
+        asks_origin = bool(progress.under_way) and all(one.source is None for one in progress.under_way)
+        self._tell(progress.done, self._arrived + progress.bytes_moved, waits=asks_origin)
 
     def _tell(self, transfers: int = 0, arrived: int = 0, *, waits: bool = False) -> None:
         line = self._line

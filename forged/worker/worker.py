@@ -753,7 +753,9 @@ class ElasticWorker:
             if self._supply is not None and still():
                 await self._undertake(partial(self._supply.take, attempt), still)
             departure = self._departure
-            await self._until(lambda: not still() or (departure.is_overdue if is_source else departure.is_due))
+            # Where no step is committed all have what there is to be given.
+            keeps = is_source and settled.step > 0
+            await self._until(lambda: not still() or (departure.is_overdue if keeps else departure.is_due))
 
     async def _take(self, settled: RescaleSynchronising) -> None:
         """Become what the source is."""

@@ -5,10 +5,11 @@ from typing import BinaryIO
 
 import pytest
 
+from forged.clock import Clock, SystemClock
 from forged.data.memory import MemoryShardStore
 from forged.data.model import DataShard
-from forged.data.origin import PIECE_BYTES, DirectoryOrigin, FunctionOrigin, ShardOrigin, bring
-from forged.data.store import Stamp
+from forged.data.origin import PIECE_BYTES, Bringing, DirectoryOrigin, FunctionOrigin, ShardOrigin
+from forged.data.store import ShardStore, Stamp
 from forged.errors import ForgedError, Unavailable
 
 SHARD = DataShard(7, 70, 80)
@@ -37,8 +38,15 @@ class Watched:
 
 def brought(origin: ShardOrigin, passage: Watched | None = None) -> MemoryShardStore:
     store, watched = MemoryShardStore(), passage or Watched()
-    bring(origin, SHARD, store, watched, watched.waits.append)
+    bringing(origin, store, watched).run()
     return store
+
+
+def bringing(
+    origin: ShardOrigin, store: ShardStore, watched: Watched | None = None, clock: Clock | None = None
+) -> Bringing:
+    told = watched or Watched()
+    return Bringing(origin, SHARD, store, told, told.waits.append, (clock or SystemClock()).monotonic)
 
 
 def code_of(origin: ShardOrigin, passage: Watched | None = None) -> str:
@@ -74,7 +82,7 @@ def test_what_an_origin_raises_is_translated_and_nothing_is_left() -> None:
 
     store = MemoryShardStore()
     with pytest.raises(Unavailable, match="gone") as raised:
-        bring(FunctionOrigin(fail), SHARD, store, Watched(), lambda _: None)
+        bringing(FunctionOrigin(fail), store).run()
     assert raised.value.code == "origin_failed"
     assert not store.held()
     assert store.begun(7) is None

@@ -202,6 +202,45 @@ def test_what_is_our_own_fault_is_tried_again_with_the_same_source_and_then_give
     assert made.is_over
 
 
+def test_a_source_that_hangs_is_not_asked_for_the_same_shard_again() -> None:
+    made = schedule(wanted(1, None), wanted(2, A, None))
+    assert started(made) == [(1, None), (2, A)]
+    made.failed(1, Fault.SILENT, "nothing came", 600.0)
+    assert reasons(made, 1) == [(None, "nothing came")]
+    made.failed(2, Fault.REFUSED, "no", 600.0)
+    assert started(made, 600.0) == [(2, None)]
+
+
+def test_a_source_over_which_two_shards_hang_is_given_up_for_all() -> None:
+    made = schedule(*(wanted(number, None) for number in range(5)), concurrency=2)
+    assert started(made) == [(0, None), (1, None)]
+    made.failed(0, Fault.SILENT, "nothing came", 600.0)
+    assert started(made, 600.0) == [(2, None)]
+    made.failed(1, Fault.SILENT, "nothing came", 600.0)
+    assert started(made, 600.0) == []
+    assert set(made.given_up) == {0, 1, 3, 4}
+    made.succeeded(2)
+    assert made.is_over
+
+
+def test_a_source_that_gives_others_meanwhile_is_not_given_up_for_shards_that_hang() -> None:
+    made = schedule(*(wanted(number, None) for number in range(6)), concurrency=3)
+    assert started(made) == [(0, None), (1, None), (2, None)]
+    made.succeeded(2)
+    made.failed(0, Fault.SILENT, "nothing came", 600.0)
+    made.failed(1, Fault.SILENT, "nothing came", 600.0)
+    assert started(made, 600.0) == [(3, None), (4, None), (5, None)]
+
+
+def test_shards_that_are_stuck_say_nothing_against_their_source() -> None:
+    made = schedule(*(wanted(number, None) for number in range(4)), concurrency=3)
+    assert len(started(made)) == 3
+    for number in range(3):
+        made.failed(number, Fault.STUCK, "three calls have not come back", 0.0)
+    assert set(made.given_up) == {0, 1, 2}
+    assert started(made) == [(3, None)]
+
+
 def test_a_shard_that_nobody_has_is_given_up_at_once() -> None:
     made = schedule(wanted(1))
     assert made.is_over

@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from random import Random
-from typing import Any
+from typing import Any, BinaryIO
 
+import anyio
 import pytest
 
 from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.memory import MemoryShardStore
-from forged.data.outcome import TransferProgress
+from forged.data.model import DataShard
+from forged.data.origin import ORIGIN_TIMEOUT_S
+from forged.data.outcome import TransferProgress, TransferReport
+from forged.data.schedule import Wanted
 from forged.data.transfers import DataTransferManager
 from forged.errors import Unavailable
 from forged.retry import RetryPolicy
@@ -151,3 +155,89 @@ def test_a_source_that_can_never_be_reached_is_given_up_in_the_end() -> None:
             await cluster.manager(0).transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(0))
 
     simulate(2, story)
+
+
+class SlowOrigin:
+    """It gives a shard in pieces, with so much time before each; what it writes comes of what it returns."""
+
+    def __init__(self, pauses_s: dict[int, list[float]]) -> None:
+        self._pauses_s = pauses_s
+        self.asked: list[int] = []
+
+    def write_to(self, one: DataShard, file: BinaryIO) -> Any:
+        self.asked.append(one.shard_id)
+        return self._write(self._pauses_s.get(one.shard_id, [0.0]), file)
+
+    async def _write(self, pauses_s: list[float], file: BinaryIO) -> None:
+        for pause_s in pauses_s:
+            await anyio.sleep(pause_s)
+            file.write(b"piece")
+
+
+FOR_EVER = [float("inf")]
+
+
+def brought(
+    origin: SlowOrigin, shards: int, *, tries: int = 1, **options: Any
+) -> tuple[list[TransferReport], list[float], MemoryShardStore]:
+    """What comes of so many tries to have shards from an origin alone, and how long each took."""
+    reports, took_s, stores = list[TransferReport](), list[float](), list[MemoryShardStore]()
+
+    async def story(cluster: DataCluster) -> None:
+        manager = cluster.manager(0, origin=origin, **options)
+        stores.append(cluster.stores[0])
+        for _ in range(tries):
+            began = asyncio.get_running_loop().time()
+            reports.append(await manager.execute([Wanted(shard(one), -one, (None,)) for one in range(shards)]))
+            took_s.append(asyncio.get_running_loop().time() - began)
+
+    simulate(1, story)
+    return reports, took_s, stores[0]
+
+
+def test_an_origin_that_hangs_is_waited_for_as_long_as_it_may_be_silent_and_others_go_on() -> None:
+    origin = SlowOrigin({1: FOR_EVER})
+    (report,), (took_s,), store = brought(origin, 20)
+    assert {one.shard_id for one in report.moved} == set(range(20)) - {1}
+    (missing,) = report.missing
+    assert missing.reason.startswith("the origin gave nothing of shard 1 for 600 s")
+    assert took_s == pytest.approx(ORIGIN_TIMEOUT_S, abs=0.1)
+    assert not store._arriving
+    assert origin.asked.count(1) == 1
+
+
+def test_bytes_begin_the_patience_with_an_origin_anew() -> None:
+    (report,), (took_s,), _ = brought(SlowOrigin({0: [599.0] * 10}), 1)
+    assert report.is_complete
+    assert took_s == pytest.approx(5990.0, abs=0.1)
+
+
+def test_an_origin_that_stops_in_the_middle_has_failed_a_patience_later() -> None:
+    (report,), (took_s,), store = brought(SlowOrigin({0: [2.0, 3.0, *FOR_EVER]}), 1, origin_timeout_s=10.0)
+    assert [one.shard_id for one in report.missing] == [0]
+    assert took_s == pytest.approx(15.0, abs=0.1)
+    assert store.begun(0) is None
+
+
+def test_an_origin_that_hangs_over_everything_is_given_up_after_one_patience() -> None:
+    origin = SlowOrigin(dict.fromkeys(range(100), FOR_EVER))
+    reports, took_s, _ = brought(origin, 100, tries=3)
+    assert [len(report.missing) for report in reports] == [100] * 3
+    assert took_s == pytest.approx([ORIGIN_TIMEOUT_S] * 3, abs=0.1)
+    assert {report.missing[0].reason for report in reports} == {reports[0].missing[0].reason}
+    assert len(origin.asked) < 20
+
+
+def test_an_origin_that_comes_back_gives_in_the_next_try_what_it_hung_over() -> None:
+    origin = SlowOrigin({0: FOR_EVER, 3: FOR_EVER})
+    pauses = origin._pauses_s
+
+    async def story(cluster: DataCluster) -> None:
+        manager = cluster.manager(0, origin=origin)
+        wanted = [Wanted(shard(one), -one, (None,)) for one in range(5)]
+        assert not (await manager.execute(wanted)).is_complete
+        pauses.clear()
+        assert (await manager.execute(wanted)).is_complete
+        assert set(cluster.stores[0].held()) == set(range(5))
+
+    simulate(1, story)

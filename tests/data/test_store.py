@@ -123,6 +123,26 @@ def test_a_shard_is_written_by_one_at_a_time_and_not_when_it_is_held(store: Shar
     assert code_of(lambda: store.receive(7, STAMP)) == "shard_held"
 
 
+@pytest.mark.parametrize("stamp", [None, STAMP])
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_who_has_closed_a_shard_touches_it_no_more(store: ShardStore, end: str, stamp: Stamp | None) -> None:
+    """As it is for a thread that hung when somebody else took the shard from it."""
+    older = store.receive(7, stamp)
+    older.write(DATA[:100])
+    getattr(older, end)()
+    with store.receive(7, stamp) as newer:
+        newer.write(DATA[:1000])
+        assert code_of(lambda: older.write(DATA)) == "shard_closed"
+        assert code_of(older.commit) == "shard_closed"
+        older.drop()
+        older.close()
+        assert code_of(lambda: store.receive(7, stamp)) == "shard_arriving"
+        newer.write(DATA[1000:])
+        assert newer.commit() == STAMP
+    older.close()
+    assert read(store, 7) == DATA
+
+
 def test_a_dropped_shard_is_gone_and_who_reads_it_finishes(store: ShardStore) -> None:
     store.put(7, [DATA])
     with store.receive(8, STAMP) as arriving:

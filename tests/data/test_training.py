@@ -9,6 +9,7 @@ from forged.data import DirectoryShardStore, ElasticSampler, FunctionOrigin, Tra
 from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.memory import MemoryShardStore
 from forged.data.messages import DatasetSpec
+from forged.data.origin import ORIGIN_TIMEOUT_S
 from forged.data.planner import REPLICATION_MAX
 from forged.errors import RequestRefused
 from forged.worker.worker import ElasticWorker
@@ -56,6 +57,13 @@ def test_few_samples_are_a_dataset(samples: int) -> None:
         (10, 2, {"weight": True}),
         (10, 2, {"weight": "3"}),
         (10, 2, {"weight": None}),
+        (10, 2, {"origin_timeout_s": 0}),
+        (10, 2, {"origin_timeout_s": -1.0}),
+        (10, 2, {"origin_timeout_s": float("nan")}),
+        (10, 2, {"origin_timeout_s": float("inf")}),
+        (10, 2, {"origin_timeout_s": True}),
+        (10, 2, {"origin_timeout_s": "600"}),
+        (10, 2, {"origin_timeout_s": None}),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(samples: int, shards: int, more: dict[str, Any]) -> None:
@@ -68,6 +76,22 @@ def test_a_weight_is_each_workers_own_affair_and_1_where_none_is_given() -> None
     assert (light.weight, heavy.weight) == (1.0, 3.0)
     assert type(heavy.weight) is float
     assert light.spec == heavy.spec
+
+
+def test_how_long_an_origin_may_give_nothing_is_each_workers_own_affair() -> None:
+    usual, short = (
+        TrainingData(100, 10, MemoryShardStore()),
+        TrainingData(100, 10, MemoryShardStore(), origin_timeout_s=3),
+    )
+    assert (usual.origin_timeout_s, short.origin_timeout_s) == (ORIGIN_TIMEOUT_S, 3.0)
+    assert type(short.origin_timeout_s) is float
+    assert usual.spec == short.spec
+
+
+def test_a_patience_that_is_none_is_refused_by_name_before_a_directory_is_made(tmp_path: Path) -> None:
+    with pytest.raises(RequestRefused, match="origin_timeout_s = 0: "):
+        TrainingData(100, 10, tmp_path / "shards", origin_timeout_s=0)
+    assert not (tmp_path / "shards").exists()
 
 
 def test_a_weight_that_is_none_is_refused_before_a_directory_is_made(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from forged.clock import SystemClock
 from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.directory import DirectoryShardStore
 from forged.data.memory import MemoryShardStore
@@ -37,6 +38,16 @@ ENDS = 3000
 """Where the bytes of a first shard certainly have begun on a connection, and the handshake is over."""
 
 CARRIERS: list[Callable[[], Carrier]] = [SocketCarrier, LoopCarrier]
+
+
+class Standing(SystemClock):
+    """A clock that somebody moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def put(store: ShardStore, *numbers: int, size: int = SIZE) -> None:
@@ -628,6 +639,37 @@ async def test_an_origin_that_hangs_holds_up_nobody_who_cancels() -> None:
         assert isinstance(store, MemoryShardStore)
         await until(lambda: not store._arriving)
         assert not store.holds(0)
+
+
+async def test_an_origin_that_hangs_is_named_and_tried_again_and_others_go_on() -> None:
+    gate, asked, clock = threading.Event(), list[int](), Standing()
+
+    def hang(one: DataShard, file: BinaryIO) -> None:
+        asked.append(one.shard_id)
+        if asked.count(1) == 1 and one.shard_id == 1:
+            assert gate.wait(PATIENCE_S)
+        file.write(filling(one.shard_id, SIZE))
+
+    async with open_ward(1) as ward:
+        manager = ward.manager(origin=FunctionOrigin(hang), origin_timeout_s=0.02, clock=clock)
+        moving = asyncio.ensure_future(manager.execute_plan(plan_for(ward, 3, {}, {})))
+        await until(lambda: ward.store.holds(0) and ward.store.holds(2) and 1 in asked)
+        clock.now += 0.03
+        report = await moving
+        assert {one.shard_id for one in report.moved} == {0, 2}
+        (missing,) = report.missing
+        assert missing.reason.startswith("the origin gave nothing of shard 1 for 0.02 s")
+        assert (missing.is_with_nobody, missing.is_own_fault, missing.is_refused) == (True, False, False)
+        again = await manager.execute_plan(plan_for(ward, 3, {}, {}))
+        assert [one.shard_id for one in again.moved] == [1]
+        gate.set()
+        assert bytes_of(ward.store, 1) == filling(1, SIZE)
+
+
+async def test_a_patience_that_is_none_is_refused() -> None:
+    async with open_ward(1) as ward:
+        with pytest.raises(ForgedError, match="origin_timeout_s = 0: "):
+            ward.manager(origin_timeout_s=0)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +30,11 @@ def sampler_of(mode: str) -> ElasticSampler:
 
 def write(shard: DataShard, file: BinaryIO) -> None:
     file.write(filling(shard.shard_id, SHARD_BYTES))
+
+
+def hang(shard: DataShard, file: BinaryIO) -> None:
+    say(held="in the origin")
+    threading.Event().wait()
 
 
 def check(worker: Training, data: TrainingData, mode: str, drawn: list[int]) -> None:
@@ -69,7 +75,7 @@ def main() -> None:
     for point, act in options["points"]:
         catch(POINTS[point], ACTS[act], Due(1, directory / ARMED))
     state = {"chain": np.zeros(1, np.int64), "ends_at": np.full(1, FOREVER, np.int64)}
-    origin = FunctionOrigin(write) if options["has_origin"] else None
+    origin = FunctionOrigin(hang if options["origin_hangs"] else write) if options["has_origin"] else None
     data = TrainingData(
         SAMPLES,
         SHARDS,

@@ -24,7 +24,7 @@ from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.messages import AuditData, DataView, ReadOwners, ShardsLost, ShowData, TransfersPlanned
 from forged.data.store import Stamp
 from forged.demo.processes import command, environment
-from forged.elastic.messages import RescaleCompleted, RescaleStarted
+from forged.elastic.messages import RescaleCompleted, RescaleStarted, WorkerFailed, WorkerLeft
 from forged.messages import Fact, Record
 from tests.data.wards import filling
 from tests.processes import troupe as troupes
@@ -71,13 +71,17 @@ class Drovers(Troupe):
                 arriving.commit()
 
     async def start(self, *names: str, **options: Any) -> None:
-        """Have some begin; `shards` is whose directory they take over, `at` where they are caught and wait."""
+        """Have some begin; `shards` is whose directory they take over, `at` where they are caught and wait.
+
+        The origin of some may hang; for each shard that it is asked for they say that they are held.
+        """
         for name in names:
             words = {
                 "config": self.settings,
                 "mode": self.mode,
                 "replication": self.replication,
                 "has_origin": self.has_origin,
+                "origin_hangs": options.get("origin_hangs", False),
                 "shards": str(self.place_of(options.get("shards", name))),
                 "rate_bytes_per_s": options.get("rate_bytes_per_s"),
                 "weight": options.get("weight", 1.0),
@@ -313,3 +317,20 @@ async def test_who_should_hold_more_does_so_until_somebody_of_another_weight_tak
         await troupe.finish("a", "c")
         await troupe.check_shards({"a": troupe.place_of("a"), "c": troupe.place_of("b")})
         await troupe.check_draws()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("names", ["a", "ab"], ids=["alone", "two"])
+async def test_whoever_is_told_to_go_ends_though_its_origin_hangs(
+    names: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with drovers_in(tmp_path, monkeypatch, has_origin=True, min_workers=len(names)) as troupe:
+        await troupe.start(*names, origin_hangs=True)
+        await troupe.until(lambda: all(troupe[name].held for name in names))
+        for name in names:
+            troupe[name].kill(number)
+        await troupe.until(lambda: all(troupe[name].code is not None for name in names))
+        codes = {name: troupe[name].code for name in names}
+        assert set(codes.values()) == {0 if number == signal.SIGTERM else -signal.SIGINT}, await troupe.standing()
+        assert await troupe.facts(WorkerFailed) == []
+        assert {fact.worker_id for fact in await troupe.facts(WorkerLeft)} == set(names)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import anyio
 import msgspec
@@ -20,7 +20,6 @@ from anyio import CapacityLimiter
 
 from forged.data.memory import MemoryShardStore
 from forged.data.model import DataShard
-from forged.data.origin import FunctionOrigin
 from forged.data.sampler import ElasticSampler, SamplingMode
 from forged.data.shards import Dataset
 from forged.data.store import StoreFailed
@@ -48,6 +47,8 @@ SHARD_TAKES_S = (0.0, 0.1, 1.0, 4.0)
 WITHOUT_A_STOP = 0.5
 """So many jobs with data move it in the background."""
 STEADY_TIMEOUT_MS = 20_000
+ORIGIN_HANGS = (0.0, 0.0, 0.1, 0.4)
+ORIGIN_TIMEOUT_S = (0.5, 3.0, 60.0)
 WEIGHED_JOBS = 0.3
 WEIGHTS = (1.0, 1.0, 0.3, 3.0, 1e-300, 1e300)
 """How much of the data a process should hold, where they are not all alike."""
@@ -68,6 +69,8 @@ MUST_HAPPEN = (
     "a shard is changed on its way",
     "a bad copy is reported",
     "the origin fails",
+    "the origin hangs",
+    "a shard comes of an origin that has hung",
     "the origin gives a shard to nobody",
     "there is no room for a shard",
     "an epoch is finished",
@@ -117,20 +120,24 @@ class Ways:
     origin_fails: float = 0.0
     origin_failed: bool = False
     """Whether it has, ever."""
+    origin_hangs: float = 0.0
+    origin_timeout_s: float = 60.0
 
     @classmethod
-    def drawn(cls, source: Random) -> Ways:
+    def drawn(cls, source: Random, hanging: Random) -> Ways:
         """Those of one world."""
         return cls(
             cut=source.choice((0.0, 0.2, 0.4)),
             corrupt=source.choice((0.0, 0.1, 0.4)),
             delay=source.choice((0.0, 0.0, 0.3)),
             origin_fails=source.choice((0.0, 0.0, 0.0, 0.3, 0.3, 0.9)),
+            origin_hangs=hanging.choice(ORIGIN_HANGS),
+            origin_timeout_s=hanging.choice(ORIGIN_TIMEOUT_S),
         )
 
     def mend(self) -> None:
         """From now on everything arrives."""
-        self.cut = self.corrupt = self.delay = self.origin_fails = 0.0
+        self.cut = self.corrupt = self.delay = self.origin_fails = self.origin_hangs = 0.0
 
 
 @dataclass(eq=False)
@@ -155,12 +162,16 @@ class JobData:
     met: Callable[[str], None]
     disks: dict[tuple[int, str], Disk] = field(default_factory=dict)
     """By slot and host."""
+    hanging: Random = field(init=False)
+    hung: set[int] = field(default_factory=set)
+    """The shards over which the origin has."""
     weighing: Random = field(init=False)
     is_weighed: bool = field(init=False)
     """Whether its processes should not all hold the same."""
     dropped: Callable[[Disk, int], None] = lambda disk, shard: None
 
     def __post_init__(self) -> None:
+        self.hanging = Random(f"hanging of {self.job}, {self.samples} in {self.shards} by {self.batch}")
         self.weighing = Random(f"weights of {self.job}, {self.samples} in {self.shards} by {self.batch}")
         self.is_weighed = self.weighing.random() < WEIGHED_JOBS
 
@@ -258,9 +269,16 @@ class JobData:
 
     def training_data(self, disk: Disk) -> TrainingData:
         """What a worker is given to train with."""
-        origin = FunctionOrigin(self._bring) if self.has_origin else None
         weight = self.weighing.choice(WEIGHTS) if self.is_weighed else 1.0
-        return TrainingData(self.samples, self.shards, disk, origin=origin, replication=self.replication, weight=weight)
+        return TrainingData(
+            self.samples,
+            self.shards,
+            disk,
+            origin=_Origin(self) if self.has_origin else None,
+            replication=self.replication,
+            weight=weight,
+            origin_timeout_s=self.ways.origin_timeout_s,
+        )
 
     def sampler(self) -> ElasticSampler:
         """What a worker draws with."""
@@ -273,14 +291,33 @@ class JobData:
         """The ways on which shards come to it."""
         return BadCarrier(self.ways, self.shard_takes_s, self.source, self.met)
 
-    def _bring(self, shard: DataShard, file: BinaryIO) -> None:
+    async def bring(self, shard: DataShard, file: BinaryIO) -> None:
+        """Write a shard, if nothing comes between."""
         content = self.content(shard.shard_id)
+        if self.hanging.random() < self.ways.origin_hangs:
+            file.write(content[: self.hanging.choice((0, len(content) // 2))])
+            self.ways.origin_failed = True
+            self.met("the origin hangs")
+            self.hung.add(shard.shard_id)
+            await anyio.sleep_forever()
         if self.source.random() < self.ways.origin_fails:
             file.write(content[: len(content) // 2])
             self.ways.origin_failed = True
             self.met("the origin fails")
             raise OSError("the origin is away")
         file.write(content)
+        if shard.shard_id in self.hung:
+            self.met("a shard comes of an origin that has hung")
+
+
+class _Origin:
+    """It hangs in what it returns, as there are no threads for it to hang in."""
+
+    def __init__(self, data: JobData) -> None:
+        self._data = data
+
+    def write_to(self, shard: DataShard, file: BinaryIO) -> Any:
+        return self._data.bring(shard, file)
 
 
 @cache

@@ -97,7 +97,7 @@ class ElasticWorld(Stage):
     def _bring_data(self, source: Random, *, steady: bool) -> None:
         """Have the jobs sample datasets."""
         if not steady:
-            self.ways = Ways.drawn(source)
+            self.ways = Ways.drawn(source, Random(f"hanging in {self.seed}"))
             self.oracle.disturbances.begin("ways", self.hosts)
         for job in self.jobs:
             data = JobData.drawn(job.name, source, job.config, job.slots, self.ways, self._meet)

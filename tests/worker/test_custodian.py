@@ -24,8 +24,8 @@ from forged.data.messages import (
     TransferPart,
 )
 from forged.data.model import DataShard
-from forged.data.origin import FunctionOrigin
-from forged.data.outcome import BadCopy, MissingShard, TransferReport
+from forged.data.origin import FunctionOrigin, ShardOrigin
+from forged.data.outcome import BadCopy, MissingShard, TransferProgress, TransferReport, UnderWay
 from forged.data.store import OpenShard, Stamp, StoreFailed
 from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
@@ -111,13 +111,18 @@ class Scene:
     """A custodian and all around it."""
 
     def __init__(
-        self, store: MemoryShardStore | None = None, write: Callable[..., None] | None = None, *, weight: float = 1.0
+        self,
+        store: MemoryShardStore | None = None,
+        write: Callable[..., None] | None = None,
+        *,
+        origin: ShardOrigin | None = None,
+        **terms: Any,
     ) -> None:
         self.store = store or MemoryShardStore()
         self.line, self.mesh = Line(), NoMesh()
         self.signals: list[Receiving] = []
         self.brought: list[int] = []
-        data = TrainingData(60, SHARDS, self.store, origin=FunctionOrigin(write or self._write), weight=weight)
+        data = TrainingData(60, SHARDS, self.store, origin=origin or FunctionOrigin(write or self._write), **terms)
         self.custodian = Custodian(
             data,
             ElasticTrainingConfig(),
@@ -428,6 +433,28 @@ class TestWhatTheOriginDoesNotGive:
         for _ in range(ORIGIN_TRIES + 2):
             await self.fail(it, part(2, keep=(2,)))
         assert [said.certain for said in it.line.told(ReportLostShards)] == [False, True]
+
+    async def test_is_certain_to_be_lost_when_it_has_hung_for_as_many_tries(self) -> None:
+        origin = FunctionOrigin(away)
+        # Within the event loop an origin hangs in what it returns.
+        object.__setattr__(origin, "write_to", lambda shard, file: anyio.sleep_forever())
+        it = Scene(origin=origin, origin_timeout_s=0.001)
+        for _ in range(ORIGIN_TRIES + 1):
+            await self.fail(it, part(2, keep=(2,)))
+        told = it.line.told(ReportLostShards)
+        assert [said.certain for said in told] == [False, True]
+        assert {said.reason.partition(" (")[0] for said in told} == {
+            "shard 2: the origin gave nothing of shard 2 for 0.001 s"
+        }
+
+    async def test_is_waited_for_already_while_it_is_asked(self) -> None:
+        """Or a worker would fail for an origin that takes its time."""
+        it = Scene()
+        seen = [UnderWay(2, None, 0, None)]
+        it.custodian._tell_progress(TransferProgress(0, 0, 2, 0, 1.0, tuple(seen)))
+        it.custodian._tell_progress(TransferProgress(0, 0, 2, 0, 1.0, (*seen, UnderWay(3, OTHER, 0, SIZE))))
+        it.custodian._tell_progress(TransferProgress(2, 0, 2, 0, 1.0))
+        assert [signal.waits for signal in it.signals] == [True, False, False]
 
     async def test_is_waited_for_and_told_so_and_nothing_is_offered_again(
         self, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -734,6 +735,32 @@ class TestAShardThatTheOriginDoesNotGive:
             await ranch.check_holdings("a", "b")
             assert await ranch.facts(WorkerFailed) == []
             assert len(await ranch.facts(ShardsLost)) == 1
+
+    async def test_because_it_hangs_is_named_and_waited_for_longer_than_anybody_may_be_silent(
+        self, house: House
+    ) -> None:
+        gate = threading.Event()
+
+        def hang(shard: DataShard, file: BinaryIO) -> None:
+            assert shard.shard_id != 3 or gate.wait(PATIENCE_S)
+            write(shard, file)
+
+        terms: dict[str, Any] = {"origin": FunctionOrigin(hang), "origin_timeout_s": 1.0}
+        async with (
+            ranch_at(house, settings={"rescale_timeout_ms": 300, "min_workers": 2}, **terms) as ranch,
+            ranch.client() as client,
+        ):
+            async with client.facts(ShardsLost, jobs=[JOB]) as facts:
+                ranch.start("a", "b")
+                item = await asyncio.wait_for(anext(facts), PATIENCE_S)
+            assert isinstance(item, Record)
+            assert isinstance(item.fact, ShardsLost)
+            assert (item.fact.count, item.fact.shards) == (1, [3])
+            assert item.fact.reason[1:].startswith(": shard 3: the origin gave nothing of shard 3 for 1 s")
+            gate.set()
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            assert await ranch.facts(WorkerFailed) == []
 
     async def test_is_asked_of_who_joins(self, house: House) -> None:
         async with ranch_at(house, origin=MoodyOrigin()) as ranch, ranch.client() as client:
