@@ -56,7 +56,7 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
     reconnect_grace_ms: int = 15_000
     """How long a worker may be without a connection when nothing tells that it died."""
     leave_timeout_ms: int | None = 300_000
-    """How long a worker that is told to go waits for others to take over what it holds; None: for ever."""
+    """How long nobody may have come for what a worker holds that is told to go, before it goes; None: for ever."""
     min_workers_timeout_ms: int | None = 600_000
     """How long a job waits for `min_workers` before it is aborted; None: for ever."""
     stall_timeout_ms: int = 60_000

@@ -1,7 +1,7 @@
 """When a worker that was told to go may go.
 
-Law: what others may need of it is kept for them for as long as they may take, and as long as there is a daemon that has
-them take it, but for a grace; then it goes all the same. Nobody waits without end.
+Law: what others may need of it is kept for them for as long as they come for it, and as long as there is a daemon that
+has them come, but for a grace; then it goes all the same. Nobody waits without end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forged.log import Log
 from forged.worker.standing import Standing
 
 LOOK_INTERVAL_S = 0.5
-"""How often it is looked whether there is a daemon."""
+"""How often it is looked whether anybody comes."""
 
 
 class Departure:
@@ -43,28 +43,36 @@ class Departure:
         wish = self._standing.draining or ""
         return f"{wish}; {self._why}" if self._why and self._is_needed() else wish
 
-    def limit(self, config: ElasticTrainingConfig, has_daemon: Callable[[], bool], tasks: TaskGroup) -> None:
-        """Let the waiting have an end, if it has begun."""
+    def limit(
+        self,
+        config: ElasticTrainingConfig,
+        has_daemon: Callable[[], bool],
+        has_given: Callable[[], bool],
+        tasks: TaskGroup,
+    ) -> None:
+        """Let the waiting have an end, if it has begun. `has_given`: whether anybody has taken something lately."""
         if self._standing.draining is not None and not self._is_limited:
             self._is_limited = True
-            tasks.start_soon(self._wait, config, has_daemon)
+            tasks.start_soon(self._wait, config, has_daemon, has_given)
 
-    async def _wait(self, config: ElasticTrainingConfig, has_daemon: Callable[[], bool]) -> None:
-        with anyio.move_on_after(config.leave_timeout_s) as patience:
-            await _miss(has_daemon, config.reconnect_grace_s)
-        if patience.cancelled_caught:
-            self._why = f"others did not take over what it holds within {config.leave_timeout_s:g} s"
-        else:
+    async def _wait(
+        self, config: ElasticTrainingConfig, has_daemon: Callable[[], bool], has_given: Callable[[], bool]
+    ) -> None:
+        alone_s = unwanted_s = 0.0
+        while not (_lasts(alone_s, config.reconnect_grace_s) or _lasts(unwanted_s, config.leave_timeout_s)):
+            await anyio.sleep(LOOK_INTERVAL_S)
+            alone_s = 0.0 if has_daemon() else alone_s + LOOK_INTERVAL_S
+            unwanted_s = 0.0 if has_given() else unwanted_s + LOOK_INTERVAL_S
+        if _lasts(alone_s, config.reconnect_grace_s):
             self._why = f"there was no daemon for {config.reconnect_grace_s:g} s"
+        else:
+            self._why = f"nobody came for what it holds for {config.leave_timeout_s:g} s"
         self.is_overdue = True
         if self._is_needed():
             self._log.warning("goes with what others may need", why=self._why)
         self._wake()
 
 
-async def _miss(has_daemon: Callable[[], bool], grace_s: float) -> None:
-    """Wait until there was no daemon for so long."""
-    away_s = 0.0
-    while away_s < grace_s:
-        await anyio.sleep(LOOK_INTERVAL_S)
-        away_s = 0.0 if has_daemon() else away_s + LOOK_INTERVAL_S
+def _lasts(seconds: float, limit_s: float) -> bool:
+    """Whether something is the case, and for so long."""
+    return 0.0 < seconds >= limit_s

@@ -270,6 +270,11 @@ class Mesh:
         """Connect to a worker, to fetch shards from it."""
         return await self._visits.visit(source)
 
+    def has_given(self) -> bool:
+        """Whether others have taken state or shards from here since this was asked last, or do just now."""
+        gave_shards = self._shard_desk is not None and self._shard_desk.has_given()
+        return gave_shards or (self._desk is not None and self._desk.is_giving)
+
     def descriptors(self) -> list[int]:
         """The file descriptors of the door and of all connections, which a forked child has to close."""
         linked = [fd for link in (*self._strangers, *self._links) if (fd := link.descriptor()) is not None]

@@ -44,6 +44,14 @@ class ShardDesk:
         self._log = log
         self._turns = CapacityLimiter(GIVEN_AT_ONCE_MAX)
         self._channels: dict[Channel, None] = {}
+        self._giving = 0
+        """To so many at the moment."""
+        self._has_given = False
+
+    def has_given(self) -> bool:
+        """Whether anybody was given something since this was asked last, or is just now."""
+        has_given, self._has_given = self._has_given or self._giving > 0, False
+        return has_given
 
     def descriptors(self) -> list[int]:
         """Those of all sockets."""
@@ -71,8 +79,13 @@ class ShardDesk:
 
     async def _answer(self, channel: Channel) -> None:
         while await channel.is_called(IDLE_MAX_S):
-            if not await channel.converse(partial(delivery.serve, store=self._store()), self._turns):
-                break
+            self._giving += 1
+            try:
+                if not await channel.converse(partial(delivery.serve, store=self._store()), self._turns):
+                    break
+            finally:
+                self._giving -= 1
+                self._has_given = True
 
 
 class ShardVisit:

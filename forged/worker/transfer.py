@@ -170,6 +170,11 @@ class StateDesk:
                 offer.channels.pop(channel, None)
                 channel.close()
 
+    @property
+    def is_giving(self) -> bool:
+        """Whether somebody is being sent the state."""
+        return self._offer is not None and bool(self._offer.channels)
+
     async def _offer_for(self, attempt: int) -> _Offer:
         with anyio.move_on_after(self._offer_wait_s):
             while self._newest < attempt:

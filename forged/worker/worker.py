@@ -578,8 +578,8 @@ class ElasticWorker:
 
     def _limit_departure(self) -> None:
         """Once it is told to go, it waits for others for so long and no longer."""
-        if self._config is not None and self._tasks is not None:
-            self._departure.limit(self._config, self._has_daemon, self._tasks)
+        if self._config is not None and self._tasks is not None and self._mesh is not None:
+            self._departure.limit(self._config, self._has_daemon, self._mesh.has_given, self._tasks)
 
     def _has_daemon(self) -> bool:
         return self._client is not None and self._client.connected

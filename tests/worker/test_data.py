@@ -506,7 +506,7 @@ class TestWhoIsToGo:
             assert await ranch.crew.over("b") == [None]
             if daemon == "there":
                 (left,) = await ranch.facts(WorkerLeft)
-                assert left.reason == "the spot price; others did not take over what it holds within 1 s"
+                assert left.reason == "the spot price; nobody came for what it holds for 1 s"
 
 
 class TestTheBackground:

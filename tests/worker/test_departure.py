@@ -20,6 +20,8 @@ class Scene:
         self.standing = Standing("me")
         self.is_needed = True
         self.has_daemon = True
+        self.visits = 0
+        """To so many looks somebody has come."""
         self.wakes: list[float] = []
         self.departure = Departure(self.standing, lambda: self.is_needed, self._wake, SILENT)
 
@@ -29,12 +31,16 @@ class Scene:
         began_at = loop.time()
         self.standing.draining = "the spot price"
         async with task_group() as tasks:
-            self.departure.limit(config, lambda: self.has_daemon, tasks)
-            self.departure.limit(config, lambda: self.has_daemon, tasks)
+            self.departure.limit(config, lambda: self.has_daemon, self._has_given, tasks)
+            self.departure.limit(config, lambda: self.has_daemon, self._has_given, tasks)
             while not self.wakes:
                 await anyio.sleep(LOOK_INTERVAL_S / 10)
         assert self.departure.is_due
         return self.wakes[0] - began_at
+
+    def _has_given(self) -> bool:
+        has_given, self.visits = self.visits > 0, max(0, self.visits - 1)
+        return has_given
 
     def _wake(self) -> None:
         self.wakes.append(asyncio.get_running_loop().time())
@@ -44,7 +50,7 @@ class Scene:
 async def test_who_may_stay_is_not_due_and_its_waiting_has_no_end() -> None:
     scene = Scene()
     async with task_group() as tasks:
-        scene.departure.limit(CONFIG, lambda: False, tasks)
+        scene.departure.limit(CONFIG, lambda: False, lambda: False, tasks)
         await anyio.sleep(1000)
     assert (scene.departure.is_due, scene.departure.is_overdue, scene.wakes) == (False, False, [])
 
@@ -62,10 +68,17 @@ def test_who_is_told_to_go_is_due_when_nobody_needs_it() -> None:
 async def test_others_have_so_long_to_take_over_what_it_holds() -> None:
     scene = Scene()
     assert round(await scene.drained()) == 60
-    assert scene.departure.reason == "the spot price; others did not take over what it holds within 60 s"
+    assert scene.departure.reason == "the spot price; nobody came for what it holds for 60 s"
     scene.is_needed = False
     assert scene.departure.reason == "the spot price"
     assert len(scene.wakes) == 1
+
+
+@virtual
+async def test_who_is_come_for_stays_as_long_as_that_lasts() -> None:
+    scene = Scene()
+    scene.visits = round(600 / LOOK_INTERVAL_S)
+    assert round(await scene.drained()) == 600 + 60
 
 
 @virtual
@@ -91,6 +104,12 @@ async def test_a_daemon_that_comes_back_has_its_whole_time_again() -> None:
         tasks.start_soon(come_and_go)
         took_s = await scene.drained()
         assert abs(took_s - (14 + 10 + 15)) <= 2 * LOOK_INTERVAL_S
+
+
+@virtual
+async def test_without_a_grace_a_daemon_that_is_there_is_waited_for_all_the_same() -> None:
+    scene = Scene()
+    assert round(await scene.drained(ElasticTrainingConfig(reconnect_grace_ms=0, leave_timeout_ms=5000))) == 5
 
 
 @virtual

@@ -52,6 +52,20 @@ async def test_a_refused_shard_ends_no_visit() -> None:
         visit.close()
 
 
+async def test_a_worker_knows_whether_anybody_has_come_lately() -> None:
+    async with open_ward(2) as ward:
+        ward.stores[1].put(7, [DATA])
+        giver = ward.meshes[1]
+        assert not giver.has_given()
+        visit = await ward.meshes[0].visit_shards(ward.workers[1])
+        await visit.fetch(7, ward.store, Passage())
+        assert giver.has_given()
+        await until(lambda: not giver.has_given())
+        assert not giver.has_given(), "who stays on the line and wants nothing does not come"
+        assert not ward.meshes[0].has_given()
+        visit.close()
+
+
 async def test_idle_visits_hold_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "GIVEN_AT_ONCE_MAX", 1)
     async with open_ward(2) as ward:

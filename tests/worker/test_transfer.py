@@ -268,12 +268,14 @@ async def test_an_offer_that_is_withdrawn_is_cut_in_the_middle() -> None:
     async with open_meshes(2) as made:
         held = Held(made)
         await held.is_under_way()
+        assert [mesh.has_given() for mesh in made.meshes] == [True, False]
         held.offer.__exit__(None, None, None)
         held.gate.open()
         assert await code_of(held.fetching) == "attempt_over"
         assert held.taking.verified < 40
         door = 1
         await until(lambda: len(made.meshes[0].descriptors()) == door)
+        assert not made.meshes[0].has_given()
 
 
 async def test_a_newer_offer_cuts_who_still_fetches_the_older_one() -> None:
