@@ -267,7 +267,7 @@ CLAUSES: Mapping[str, tuple[str, ...]] = {
         ", and {estimated_s} were estimated",
     ),
     "ShardsLost": (
-        "attempt {attempt}: nobody has {count} any more, and they cannot be had again",
+        "attempt {attempt}: {count} can be had from nobody any more",
         ", such as {shards}",
         " ({reason})",
     ),

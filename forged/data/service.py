@@ -55,6 +55,7 @@ from forged.elastic.messages import (
     WorkerJoined,
 )
 from forged.elastic.model import LostDataPolicy
+from forged.elastic.words import counted
 from forged.errors import RequestRefused
 from forged.jobs.model import JobRemoved, ShowJob
 from forged.ledger import read_all
@@ -222,7 +223,9 @@ class DataService:
         elif certain and config.lost_data_policy is LostDataPolicy.ABORT:
             named = ", ".join(map(str, lack.shards)) + (", …" if lack.number > NAMED_MAX else "")
             why = f" ({lack.reason})" if lack.reason else ""
-            reason = f"nobody has {lack.number} shards any more, and they cannot be had again: {named}{why}"
+            they = "it" if lack.number == 1 else "they"
+            number = counted(lack.number, "shard")
+            reason = f"nobody has {number} any more, and {they} cannot be had again: {named}{why}"
             self._submit(AbortJob(job, reason))
 
     def _begin_anew(self, job: str, gathering: Gathering, why: str) -> None:

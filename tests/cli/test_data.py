@@ -326,8 +326,7 @@ class TestFactsInWords:
             (
                 "ShardsLost",
                 {"attempt": 2, "count": 30, "shards": list(range(20))},
-                "attempt 2: nobody has 30 shards any more, and they cannot be had again, "
-                "such as 0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
+                "attempt 2: 30 shards can be had from nobody any more, such as 0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
             ),
             (
                 "CorruptShardFound",
