@@ -203,7 +203,7 @@ class Cluster:
         if reporter:
             self._fail(member, f"neither the daemon nor {reporter} reaches it", now)
         else:
-            self.watch.look_for(member, now.monotonic)
+            self.watch.lose(member, now.monotonic)
         self._consider(now)
 
     def returned(self, worker_id: str, now: Moment) -> None:
@@ -267,8 +267,12 @@ class Cluster:
             attempt.troubles[worker_id] = in_words(trouble, "it did not say why")
         else:
             attempt.troubles.pop(worker_id, None)
-        if self._complain(member, unreached, now):
-            self._consider(now)
+        if unreached and unreached == attempt.source:
+            if self._complain(member, unreached, now):
+                self._consider(now)
+        elif received[0]:
+            # It has reached the source since.
+            self._complaints.withdraw(worker_id, attempt.source)
 
     # Answers in an attempt.
 
@@ -359,7 +363,11 @@ class Cluster:
     def _settle_quarrel(self, now: Moment) -> None:
         """Part those who will not work together in any world."""
         worlds = self._complaints.worlds
-        worst = self._complaints.worst(list(self.world).index) if worlds >= QUARRELS_MAX else None
+        rank_of = list(self.world).index
+        worst = self._complaints.worst(rank_of) if worlds >= QUARRELS_MAX else None
+        if worst is not None and not (self.state_holders & self._staying()) - {worst}:
+            # Nobody else is known to have the state: of those who may not, the worst goes.
+            worst = self._complaints.worst(rank_of, self.world.keys() - self.state_holders) or worst
         if worst is not None:
             self._fail(self.members[worst], f"{worlds} worlds in a row could not work with it in them", now)
             self._complaints.clear()
@@ -373,11 +381,15 @@ class Cluster:
             member.leaving, member.leaving_at = in_words(reason, WISH), now.monotonic
             self._put_member(member)
             self.out.say(WorkerDraining(worker_id, member.leaving))
-            if member.with_data and self._is_needed(member) and not self.over:
+            if self._is_needed(member) and not self.over and (member.with_data or self._is_left_to_newcomers()):
                 # What it holds has to go to others before it goes.
                 self._wanted_at = now.monotonic
                 self._because(f"{worker_id} is to go: {member.leaving}")
                 self._consider(now)
+
+    def _is_left_to_newcomers(self) -> bool:
+        """Whether all of the world are to go, and others wait to be taken in."""
+        return bool(self.joining()) and all(self.members[name].leaving is not None for name in self._staying())
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead."""
@@ -679,20 +691,21 @@ class Cluster:
                 # All are in a step that lasts; or all wait for what none of them can give.
                 attempt.heard_at = now.monotonic
         within = f"in attempt {attempt.number} within {self.config.rescale_timeout_s:g} s"
-        if source is not None and (kept := self._kept_from(source, late, attempt)):
+        if source is not None and (kept := self._kept_from(source, late, attempt, now)):
             self._fail(source, f"{kept} did not get the state from it {within}", now)
             return
         for member in late:
             why, trouble = f"it did not answer {within}", attempt.troubles.get(member.id)
             self._fail(member, f"{why}: {trouble}" if trouble else why, now)
 
-    def _kept_from(self, source: Member, late: Iterable[Member], attempt: Attempt) -> str:
+    def _kept_from(self, source: Member, late: Iterable[Member], attempt: Attempt, now: Moment) -> str:
         """Which of them does not come by the state through no fault of its own; empty for none.
 
         Newcomers do not count: what a member of the world has may be nowhere else.
         """
+        since = mute_since(self.config, now.monotonic)
         for member in late:
-            if member is source or not (self.holds(source) and self.holds(member)):
+            if member is source or member.is_mute(since) or not {member.id, source.id} <= self.state_holders:
                 continue
             pair = member.id, source.id
             if self._complaints.between(*pair) and self._complaints.worst(attempt.target.index, pair) == source.id:
@@ -785,7 +798,7 @@ class Cluster:
         self._hole_at = begins_at if self._hole_at is None else min(begins_at, self._hole_at)
 
     def _because(self, why: str) -> None:
-        if len(self.why) < REASONS_MAX:
+        if why not in self.why and len(self.why) < REASONS_MAX:
             self.why.append(why)
             self.out.cluster = True
 
@@ -793,7 +806,9 @@ class Cluster:
         if not member.hear(now.monotonic, step, marks):
             return
         self.watch.recovered(member, step)
-        if len(self.state_holders) < len(self.world) and self._has_met(member):
+        # Who has it is believed that all have met; who may not have it would speak for itself.
+        is_witness = member.id in self.state_holders or not self.state_holders
+        if is_witness and len(self.state_holders) < len(self.world) and self._has_met(member):
             # Nobody goes on in a world before all of it have the state.
             self.state_holders, self.out.world = frozenset(self.world), True
         if step > self.state.current_step and self.holds(member) and self.trains:

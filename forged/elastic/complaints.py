@@ -26,6 +26,10 @@ class Complaints:
         """The one does not reach the other."""
         self._generations.setdefault((reporter, peer), set()).add(generation)
 
+    def withdraw(self, reporter: str, peer: str) -> None:
+        """The one reaches the other after all."""
+        self._generations.pop((reporter, peer), None)
+
     def about(self, peer: str, generation: int) -> str:
         """Who does not reach it in this world; empty where everybody does."""
         said = self._generations.items()

@@ -142,11 +142,16 @@ def death_of(member: Member, config: ElasticTrainingConfig, now: float) -> str |
 def overstays(member: Member, config: ElasticTrainingConfig, now: float, *, is_needed: bool) -> str | None:
     """Why one that is to go is waited for no longer, though it lives; None while it is, or may stay.
 
-    Whoever is needed by the others has come as far as they have, and goes by itself behind its step, if it is heard.
+    Whoever is needed by the others goes by itself as long as its library lives: it may be handing over what it holds.
     """
     told_s = now - max(member.leaving_at, member.seen_at)
     if member.leaving is None or told_s < config.leave_timeout_s:
         return None
-    if not member.is_mute(now - config.worker_heartbeat_timeout_s):
-        return None if is_needed else f"it was told to go {told_s:.1f} s ago, and did not"
-    return f"it was told to go {told_s:.1f} s ago, and only its pulse is heard"
+    if member.lost_at is not None and now - member.lost_at < config.reconnect_grace_s:
+        return None
+    if not is_needed:
+        return f"it was told to go {told_s:.1f} s ago, and did not"
+    silent_s = min(told_s, now - (member.heard_at or 0.0))
+    if silent_s < config.leave_timeout_s:
+        return None
+    return f"it was told to go {told_s:.1f} s ago, and its library was not heard for {silent_s:.1f} s"

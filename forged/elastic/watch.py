@@ -15,7 +15,9 @@ from forged.elastic.outbox import Outbox, Probe
 
 SCAN_INTERVAL_S = 0.5
 """How often every member is looked at."""
-LATE_S = 0.5
+LOST_S = 0.25
+"""How soon a worker that was lost is looked at: it may have ended, and its pulse say so in a moment."""
+LATE_S = 0.25
 """A look that comes so much too late says more of this process than of the workers."""
 PROBE_INTERVAL_S = 1.0
 NEVER = float("inf")
@@ -27,6 +29,7 @@ class Watch:
     def __init__(self, out: Outbox) -> None:
         self.out = out
         self._looked_at: float | None = None
+        self._soon_at = NEVER
         self._lost_told: set[str] = set()
         self._probed_at: dict[str, float] = {}
 
@@ -36,7 +39,7 @@ class Watch:
 
     def due_at(self) -> float:
         """When to look again."""
-        return -NEVER if self._looked_at is None else self._looked_at + SCAN_INTERVAL_S
+        return -NEVER if self._looked_at is None else min(self._looked_at + SCAN_INTERVAL_S, self._soon_at)
 
     def late_s(self, now: float) -> float:
         """How long nobody has listened, in which workers may have said anything."""
@@ -53,7 +56,7 @@ class Watch:
         steps: bool,
     ) -> Iterator[tuple[Member, str]]:
         """Look at everybody; yields who has to go, and why. `steps` tells whether anybody can make some now."""
-        self._looked_at = now
+        self._looked_at, self._soon_at = now, NEVER
         late = {member.id for member in holding_up(filter(holds, members.values()), holds, config, now)}
         for member in list(members.values()):
             death = death_of(member, config, now) or overstays(member, config, now, is_needed=holds(member))
@@ -69,6 +72,11 @@ class Watch:
                     member.progress_at = now
                 elif self._stalls(member, config) and config.evict_stalled:
                     yield member, f"it lives and made no progress for {member.told_at - member.progress_at:.1f} s"
+
+    def lose(self, member: Member, now: float) -> None:
+        """A worker's connection is gone."""
+        self._soon_at = min(self._soon_at, now + LOST_S)
+        self.look_for(member, now)
 
     def look_for(self, member: Member, now: float) -> None:
         """Have a lost worker's address probed, unless a pulse would tell of its death."""

@@ -39,6 +39,8 @@ class StateExchange:
         self._state = state
         self._tasks = tasks
         self._log = log
+        self._trouble = ""
+        """Why the last fetch of the state that is taken has failed; empty where none has."""
 
     def offering(self, attempt: int) -> AbstractContextManager[None]:
         """Offer it for an attempt, until the block is left."""
@@ -48,6 +50,7 @@ class StateExchange:
     async def take(self, settled: RescaleSynchronising) -> None:
         """Take the source's, however often it takes to fetch it, and say how much of it has come."""
         telling = anyio.CancelScope()
+        self._trouble = ""
         self._tasks.start_soon(self._tell, settled, telling)
         try:
             while not await self._has_fetched(settled):
@@ -72,6 +75,7 @@ class StateExchange:
         except ForgedError as error:
             if not passes(error) or error.code == TLS_FAILED:
                 raise
+            self._trouble = error.message
             self._log.warning("the state could not be fetched", source=str(settled.source), why=str(error))
             return False
         return True
@@ -84,6 +88,6 @@ class StateExchange:
                 await anyio.sleep(TELLING_INTERVAL_S)
                 error = self._mesh.source_unreached
                 unreached = "" if error is None else settled.source.id
-                trouble = "" if error is None else error.message
+                trouble = self._trouble if error is None else error.message
                 received = self._mesh.state_received - before
                 self._line.receiving(settled.attempt, received, trouble=trouble, unreached=unreached)

@@ -188,6 +188,8 @@ class ElasticWorker:
         self._usage: UsageReport | None = None
         self._has_announced = False
         """Whether it says, or has said, that it is to go and that others have to take over what it holds."""
+        self._is_dismissed = False
+        """Whether the daemon has heard that."""
         self._is_catching_up = False
         self._registered = False
         self._left = False
@@ -573,23 +575,39 @@ class ElasticWorker:
         await self._fall_out(JobEnded("job_completed", why, "take the result from a worker that was there"))
 
     def _is_needed(self) -> bool:
-        """Whether others have yet to take over data that it holds."""
-        return self._supply is not None and not self._supply.custodian.is_released and self._worker_id in self._topology
+        """Whether others have yet to take over what it holds."""
+        if self._worker_id not in self._topology:
+            return False
+        if self._supply is not None and not self._supply.custodian.is_released:
+            return True
+        # Who is alone has what nobody else has, and somebody may have come for it.
+        may_be_joined = self.is_rescaling or (not self._is_dismissed and self._has_daemon())
+        return self.world_size == 1 and self.step > 0 and may_be_joined
 
     def _limit_departure(self) -> None:
         """Once it is told to go, it waits for others for so long and no longer."""
-        if self._config is not None and self._tasks is not None and self._mesh is not None:
-            self._departure.limit(self._config, self._has_daemon, self._mesh.has_given, self._tasks)
+        tasks, mesh = self._tasks, self._mesh
+        if self._config is not None and mesh is not None and tasks is not None and not tasks.cancel_scope.cancel_called:
+            self._departure.limit(self._config, self._has_daemon, mesh.has_given, tasks)
 
     def _has_daemon(self) -> bool:
         return self._client is not None and self._client.connected
 
     def _announce(self, reason: str) -> None:
-        """Have others take over what this worker holds, before it goes; it trains until they can."""
+        """Have others take over what this worker holds before it goes, if there are any; it trains until they can."""
         assert self._line is not None
         assert self._tasks is not None
         self._has_announced = True
-        self._tasks.start_soon(self._line.announce_leave, reason)
+        self._tasks.start_soon(self._tell_leaving, self._line, reason)
+
+    async def _tell_leaving(self, line: Registration, reason: str) -> None:
+        try:
+            await line.announce_leave(reason)
+        except ForgedError as error:
+            self._log.warning("the daemon was not told that this worker is to go", why=str(error))
+        # What follows from it was decided with the answer, and is told before it.
+        self._is_dismissed = True
+        self._wake()
 
     async def _fall_out(self, error: Exception) -> None:
         """The others go on without this worker, or nobody goes on."""

@@ -768,6 +768,89 @@ def test_a_source_that_neither_the_daemon_nor_a_member_reaches_has_failed() -> N
     assert failed == WorkerFailed("a", 0, "neither the daemon nor b reaches it")
 
 
+def test_who_has_begun_to_take_the_state_has_nothing_against_its_source_any_more() -> None:
+    play = formed("a", "b", "c", rescale_timeout_ms=5_000, **PATIENT)
+    play.cluster.rescale(play.now, "a test")
+    play.stop("a", "b", stop=AHEAD)
+    play.stop("c", stop=BEHIND)
+    play.ready("b")
+    play.receive("a", unreached="c", trouble="refused")
+    play.receive("a", state=50 << 20)
+    play.news()
+    assert play.lose("c") == [], "it may come back"
+    play.come_back("c")
+    assert [fact.worker_id for fact in play.wait(6.0) if isinstance(fact, WorkerFailed)] == ["a"]
+
+
+def test_who_is_silent_itself_is_not_kept_from_anything() -> None:
+    play = formed("a", "b", "c", rescale_timeout_ms=5_000, **PATIENT)
+    play.cluster.rescale(play.now, "a test")
+    play.stop("a", "b", stop=AHEAD)
+    play.stop("c", stop=BEHIND)
+    play.ready("b")
+    play.receive("a", unreached="c", trouble="refused")
+    play.news()
+    assert [fact.worker_id for fact in play.wait(6.0, silent=["a"]) if isinstance(fact, WorkerFailed)] == ["a"]
+
+
+def test_nobody_but_the_source_is_not_reached_by_who_takes_the_state() -> None:
+    play = formed("a", "b", "c", **PATIENT)
+    play.cluster.rescale(play.now, "a test")
+    play.stop("a", stop=BEHIND)
+    play.stop("b", "c", stop=AHEAD)
+    play.wait(0.1)
+    play.lose("c")
+    play.news()
+    assert play.receive("b", unreached="c", trouble="it lies") == []
+
+
+@pytest.mark.parametrize("quarrel", ["in three worlds", "over the state"])
+def test_who_alone_is_known_to_have_the_state_stays_whoever_complains(quarrel: str) -> None:
+    """A newcomer may have a lower rank, and have met nobody."""
+    play = formed("a", "b", use_synchronous_rescaling=False, rescale_timeout_ms=5_000, **PATIENT)
+    play.join("c")
+    play.die("a")
+    play.wait(0.1)
+    assert (play.world, play.cluster.state_holders) == (["c", "b"], frozenset("b"))
+    if quarrel == "in three worlds":
+        for _ in range(2):
+            play.complain("b", "c")
+            play.complain("c", "b")
+            play.wait(1.2)
+        play.complain("c", "b")
+    else:
+        for name in "bc":
+            play.cluster.members[name].with_data = True
+        play.complain("b", "c")
+        play.wait(1.2)
+        play.stop("b", stop=BEHIND)
+        play.stop("c", stop=Stop(0, holds_state=False))
+        play.receive("c", unreached="b", trouble="refused")
+        play.ready("b")
+        play.wait(6.0)
+    assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == ["a", "c"]
+    assert "b" in play.cluster.members
+
+
+def test_who_alone_has_the_state_gives_it_to_those_who_wait_before_it_goes() -> None:
+    play = formed("a")
+    play.join("b")
+    play.cluster.drain("a", play.now, "its host is needed")
+    (_, started) = play.news()
+    assert isinstance(started, RescaleStarted)
+    assert (started.added, started.reason) == (["b"], "a is to go: its host is needed; b joined")
+
+
+def test_who_goes_and_leaves_others_with_the_state_makes_nobody_hurry() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.news()
+    play.cluster.drain("a", play.now, "its host is needed")
+    assert kinds(play.news()) == ["WorkerDraining"]
+    play.cluster.drain("b", play.now, "its host is needed")
+    assert kinds(play.news()) == ["WorkerDraining", "RescaleStarted"]
+
+
 def test_a_timeout_of_nothing_lets_a_rescale_take_as_long_as_it_does() -> None:
     play = formed("a", rescale_timeout_ms=0)
     play.cluster.rescale(play.now, "a test")
@@ -857,6 +940,8 @@ def test_who_has_met_the_others_has_the_state() -> None:
     assert play.cluster.state_holders == {"a"}, "it may wait there for the others"
     play.beat("b", marks=MARKS_PER_WORLD + 9)
     assert play.cluster.state_holders == {"a"}, "it is on its way from the world before"
+    play.beat("b", marks=2 * MARKS_PER_WORLD + 1)
+    assert play.cluster.state_holders == {"a"}, "who may not have it cannot vouch for itself"
     play.beat("a", marks=2 * MARKS_PER_WORLD + 1)
     play.restart()
     play.come_back("a", "b")

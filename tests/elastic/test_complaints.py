@@ -76,3 +76,19 @@ def test_when_all_is_well_everything_is_forgotten() -> None:
     complaints.clear()
     complaints.clear()
     assert (complaints.worlds, complaints.about("a", 1)) == (0, "")
+
+
+def test_what_is_withdrawn_was_not_said() -> None:
+    complaints = said("ab", "ba")
+    complaints.withdraw("a", "b")
+    complaints.withdraw("a", "c")
+    assert (complaints.about("b", 1), complaints.about("a", 1)) == ("", "b")
+    assert complaints.between("a", "b")
+
+
+def test_of_some_the_worst_is_whom_most_of_all_are_at_odds_with() -> None:
+    complaints = said("ab", "cb", "cd")
+    assert complaints.worst(by_alphabet, ("a", "b")) == "b"
+    assert complaints.worst(by_alphabet, ("a",)) == "a"
+    assert complaints.worst(by_alphabet, ("x",)) is None
+    assert not complaints.between("a", "c")

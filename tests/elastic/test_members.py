@@ -72,12 +72,18 @@ def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
     assert stay(found, AT + 70) is None
     found.leaving = "its host is needed"
     assert stay(found, AT + 64.9) is None
-    assert stay(found, AT + 65) == "it was told to go 60.0 s ago, and only its pulse is heard"
+    assert stay(found, AT + 79.9) is None, "its library was heard since"
+    assert stay(found, AT + 80) == "it was told to go 75.0 s ago, and its library was not heard for 60.0 s"
     found.heard_at = AT + 60
-    assert stay(found, AT + 65) is None
-    found.lost_at = AT + 64
-    assert death_of(found, CONFIG, AT + 65) is None
-    assert stay(found, AT + 65) is not None
+    assert stay(found, AT + 80) is None
+
+
+def test_who_is_to_go_and_has_lost_its_connection_has_its_grace() -> None:
+    found = member(leaving_at=AT, heard_at=AT, pulse_at=AT + 100, lost_at=AT + 100)
+    found.leaving = "its host is needed"
+    for is_needed in (False, True):
+        assert stay(found, AT + 114.9, is_needed=is_needed) is None
+        assert stay(found, AT + 115, is_needed=is_needed) is not None
 
 
 def test_who_is_to_go_and_whom_nobody_needs_has_its_time_though_it_is_heard() -> None:

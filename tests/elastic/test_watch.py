@@ -4,7 +4,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import PULSE_INTERVAL_S, Member
 from forged.elastic.messages import WorkerLost, WorkerReturned, WorkerStalled
 from forged.elastic.outbox import Outbox
-from forged.elastic.watch import LATE_S, PROBE_INTERVAL_S, SCAN_INTERVAL_S, Watch
+from forged.elastic.watch import LATE_S, LOST_S, PROBE_INTERVAL_S, SCAN_INTERVAL_S, Watch
 from tests.elastic.play import newcomer
 
 
@@ -29,6 +29,18 @@ def test_it_looks_again_and_again() -> None:
     assert watch.late_s(watch.due_at() + LATE_S) == LATE_S
     watch.begin_anew()
     assert (watch.due_at() < 0, watch.late_s(1_000.0)) == (True, 0.0)
+
+
+def test_it_looks_soon_when_somebody_is_lost() -> None:
+    watch, lost = Watch(Outbox()), member("a", told_at=7.0, progress_at=7.0)
+    look(watch, lost, now=7.0)
+    lost.lost_at = 7.01
+    watch.lose(lost, 7.01)
+    watch.lose(lost, 7.02)
+    assert watch.due_at() == 7.01 + LOST_S
+    look(watch, lost, now=7.01 + LOST_S)
+    assert watch.out.facts == [WorkerLost("a", "its connection is gone", 14.75)]
+    assert watch.due_at() == 7.01 + LOST_S + SCAN_INTERVAL_S
 
 
 def test_only_who_keeps_the_others_waiting_stalls() -> None:

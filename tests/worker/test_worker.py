@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -636,6 +637,61 @@ class TestLeaving:
         await crew.world_of("b")
         assert crew["b"].places[0].step >= 5
         await crew.finish("b")
+
+    @pytest.mark.parametrize("synchronous", [True, False])
+    async def test_who_alone_has_the_state_gives_it_to_who_waits_before_it_goes(
+        self, synchronous: bool, house: House, client: ForgedClient
+    ) -> None:
+        settings = {"stability_window_ms": 600_000, "use_synchronous_rescaling": synchronous}
+        async with crew_at(house.endpoint, **settings) as crew, client.facts(WorkerJoined, jobs=[JOB]) as joined:
+            crew.start("a")
+            await anext(joined)
+            await client.rescale_job(JOB)
+            await crew.world_of("a", steps=5)
+            crew.start("b")
+            await anext(joined)
+            crew["a"].worker.drain("its host is needed")
+            assert await crew.over("a") == [None]
+            await crew.world_of("b")
+            assert crew["b"].places[0].step >= 5
+            await crew.finish("b")
+
+    @pytest.mark.parametrize(("synchronous", "moment"), [(True, "_report"), (False, "_cross")])
+    async def test_who_alone_has_the_state_gives_it_to_who_is_being_taken_in_before_it_goes(
+        self, synchronous: bool, moment: str, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=synchronous) as crew:
+            crew.start("a")
+            await crew.world_of("a", steps=5)
+            worker = crew["a"].worker
+            go_on = getattr(worker, moment)
+
+            async def drain_first(*arguments: Any) -> None:
+                worker.drain("in the middle of it")
+                await go_on(*arguments)
+
+            monkeypatch.setattr(worker, moment, drain_first)
+            crew.start("b")
+            assert await crew.over("a") == [None]
+            await crew.world_of("b")
+            assert crew["b"].places[0].step >= 5
+            await crew.finish("b")
+
+    async def test_who_is_told_to_go_while_its_session_ends_just_ends(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker = ElasticWorker("me", config(), job=JOB)
+        open_door = worker._open_door
+
+        @asynccontextmanager
+        async def drain_behind(client: ForgedClient) -> AsyncIterator[None]:
+            async with open_door(client):
+                yield
+                worker.drain("SIGTERM")
+
+        monkeypatch.setattr(worker, "_open_door", drain_behind)
+        async with worker.session(house.endpoint):
+            await worker.register()
 
     async def test_who_is_evicted_is_told_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
