@@ -13,7 +13,7 @@ from tests.simulation.data_oracle import DataPromise
 from tests.simulation.runner import Kind, Outcome, live_through
 
 SEEDS = list(islice(filter(has_data, count()), 36))
-SEEDS_TO_CATCH = list(islice(filter(has_data, count()), 80))
+SEEDS_TO_CATCH = list(islice(filter(has_data, count()), 300))
 SEEDS_TO_MEET = list(islice(filter(has_data, count()), 200))
 
 
