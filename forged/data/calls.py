@@ -3,7 +3,8 @@
 Law: each call has a thread of its own, and nobody waits for that thread: not who called, when the origin gives nothing
 for as long as there is patience, or when the shard is no longer wanted; not another call; and not the process at its
 end. Of the calls that were left and have not ended there are only so many, altogether and for one shard. One more
-waits for those that may still end, and is refused when they have been silent for as long as there is patience.
+waits for those that may still end, and is refused when they have been silent for as long as there is patience, or were
+left that long ago. The origin runs in a context of its own, which has nothing of the event loop that called.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from contextvars import copy_context
+from contextvars import Context
 
 import anyio
 from anyio import CapacityLimiter, to_thread
 
 from forged.data.origin import Bringing
 from forged.data.store import Stamp
+from forged.elastic.words import counted
 from forged.errors import Unavailable
 
 LEFT_MAX = 64
@@ -34,6 +36,18 @@ class OriginSilent(Unavailable):
 
 class OriginStuck(Unavailable):
     """The origin is not asked, because it has not let go of those who asked it before."""
+
+
+class StoreStuck(OriginStuck):
+    """It is not asked, because some of those who asked it before hang in what keeps the shards here."""
+
+
+def _silence(shard_id: int, patience_s: float) -> str:
+    return f"the origin gave nothing of shard {shard_id} for {patience_s:g} s"
+
+
+def _not_back(calls: int) -> str:
+    return f"{counted(calls, 'call')} {'have' if calls > 1 else 'has'} not come back"
 
 
 class _Call:
@@ -73,10 +87,12 @@ class OriginCalls:
         """Those that nobody waits for any more, and that have not ended."""
         self._ended = anyio.Event()
         """One of them has."""
+        self._queue: dict[Bringing, list[_Call]] = {}
+        """Those that are not begun yet, and for which of the calls that were left they wait."""
 
     async def ask(self, bringing: Bringing) -> Stamp:
-        """Have a shard brought; raises `OriginSilent` or `OriginStuck` for an origin that hangs."""
-        await self._have_room(bringing.shard_id)
+        """Have a shard brought; raises `OriginSilent` or `OriginStuck` for what hangs."""
+        await self._have_room(bringing)
         call = _Call(bringing)
         self._begin(call)
         try:
@@ -86,11 +102,20 @@ class OriginCalls:
             raise
         return call.answer()
 
+    def origin_silent_s(self, bringing: Bringing) -> float | None:
+        """For how long the origin has been silent, if nothing else is waited for to have the shard brought."""
+        if bringing.is_given_up:
+            return None
+        awaited = [call.bringing for call in self._queue.get(bringing, ())] or [bringing]
+        silences = [silent_s for one in awaited if (silent_s := one.origin_silent_s()) is not None]
+        return min(silences) if len(silences) == len(awaited) else None
+
     def _begin(self, call: _Call) -> None:
-        loop, context = asyncio.get_running_loop(), copy_context()
+        loop = asyncio.get_running_loop()
 
         def run() -> None:
-            answer = context.run(call.make)
+            # A context that was copied would say that the thread runs an event loop, and an origin could run none.
+            answer = Context().run(call.make)
             # Nobody is there to hear of it when the loop has ended meanwhile.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._end, call, answer)
@@ -108,7 +133,8 @@ class OriginCalls:
         while not call.over.is_set():
             left_s = self._patience_s - call.bringing.silent_s()
             if left_s <= 0:
-                raise OriginSilent("origin_silent", self._silence(call.bringing.shard_id), HOW_TO_HELP)
+                silence = _silence(call.bringing.shard_id, self._patience_s)
+                raise OriginSilent("origin_silent", silence, HOW_TO_HELP)
             with anyio.move_on_after(max(left_s, LOOK_AGAIN_S)):
                 await call.over.wait()
 
@@ -120,26 +146,31 @@ class OriginCalls:
         with anyio.CancelScope(shield=True), suppress(Exception):
             await to_thread.run_sync(call.bringing.give_up, limiter=CapacityLimiter(1))
 
-    async def _have_room(self, shard_id: int) -> None:
+    async def _have_room(self, bringing: Bringing) -> None:
         """Wait until another call may be made."""
-        while in_the_way := self._in_the_way(shard_id):
-            left_s = self._patience_s - min(call.bringing.silent_s() for call in in_the_way)
-            if left_s <= 0:
-                calls = f"{len(in_the_way)} calls" if len(in_the_way) > 1 else "1 call"
-                raise OriginStuck(
-                    "origin_stuck", f"{self._silence(shard_id)}, and {calls} have not come back from it", HOW_TO_HELP
-                )
-            with anyio.move_on_after(max(left_s, LOOK_AGAIN_S)):
-                await self._ended.wait()
+        try:
+            while in_the_way := self._in_the_way(bringing.shard_id):
+                self._queue[bringing] = in_the_way
+                left_s = self._patience_s - min(call.bringing.silent_s() for call in in_the_way)
+                if left_s <= 0:
+                    raise self._stuck(bringing.shard_id, in_the_way)
+                with anyio.move_on_after(max(left_s, LOOK_AGAIN_S)):
+                    await self._ended.wait()
+        finally:
+            self._queue.pop(bringing, None)
+
+    def _stuck(self, shard_id: int, in_the_way: list[_Call]) -> OriginStuck:
+        if ours := sum(call.bringing.origin_silent_s() is None for call in in_the_way):
+            why = f"{_not_back(ours)} from what keeps the shards here, so the origin is not asked for shard {shard_id}"
+            return StoreStuck("store_stuck", why, "see the disk")
+        why = f"{_silence(shard_id, self._patience_s)}, and {_not_back(len(in_the_way))} from it"
+        return OriginStuck("origin_stuck", why, HOW_TO_HELP)
 
     def _in_the_way(self, shard_id: int) -> list[_Call]:
         if len(self._left) >= LEFT_MAX:
             return list(self._left)
         of_the_same = [call for call in self._left if call.bringing.shard_id == shard_id]
         return of_the_same if len(of_the_same) >= LEFT_PER_SHARD_MAX else []
-
-    def _silence(self, shard_id: int) -> str:
-        return f"the origin gave nothing of shard {shard_id} for {self._patience_s:g} s"
 
 
 class CallsWithoutThreads(OriginCalls):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -19,7 +20,7 @@ from anyio.abc import TaskGroup
 
 from forged.clock import Clock
 from forged.data.bandwidth import Bandwidth, Throttle
-from forged.data.calls import OriginCalls, OriginSilent, OriginStuck
+from forged.data.calls import OriginCalls, OriginSilent, OriginStuck, StoreStuck
 from forged.data.origin import Bringing, ShardOrigin
 from forged.data.outcome import (
     BadCopy,
@@ -73,6 +74,10 @@ class Equipment:
     bad_copy: Callable[[BadCopy], None]
 
 
+def _not_at_origin() -> None:
+    return
+
+
 @dataclass(eq=False)
 class _Passage:
     """One attempt to move a shard. Its numbers are written by one thread and read by another."""
@@ -85,6 +90,7 @@ class _Passage:
     bytes_moved: int = 0
     bytes_measured: int = 0
     measured_at: float = 0.0
+    origin_silent_s: Callable[[], float | None] = _not_at_origin
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def begins(self, offset: int, size: int | None) -> None:
@@ -104,7 +110,8 @@ class _Passage:
             self.stopped.wait(seconds)
 
     def seen(self) -> UnderWay:
-        return UnderWay(self.start.shard.shard_id, self.start.source, self.offset + self.bytes_moved, self.size)
+        start, here = self.start, self.offset + self.bytes_moved
+        return UnderWay(start.shard.shard_id, start.source, here, self.size, self.origin_silent_s())
 
 
 class Execution:
@@ -208,6 +215,7 @@ class Execution:
         assert self._with.origin is not None
         wait = passage.wait if self._with.uses_threads else _at_once
         bringing = Bringing(self._with.origin, start.shard, self._with.store, passage, wait, self._now)
+        passage.origin_silent_s = partial(self._with.calls.origin_silent_s, bringing)
         return await self._with.calls.ask(bringing)
 
     def _on_success(self, passage: _Passage, stamp: Stamp) -> None:
@@ -298,7 +306,7 @@ def _fault_of(error: Exception) -> Fault:
             return Fault.CORRUPT
         case RequestRefused():
             return Fault.REFUSED
-        case StoreFailed() | ConfigError():
+        case StoreFailed() | StoreStuck() | ConfigError():
             return Fault.OURS
         case OriginSilent():
             return Fault.SILENT

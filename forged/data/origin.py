@@ -86,7 +86,7 @@ class Bringing:
         self._now = now
         self._lock = threading.Lock()
         self._arriving: ArrivingShard | None = None
-        self._is_given_up = False
+        self._given_up_at = math.inf
         self._is_over = False
         self._heard_at = math.inf
         """Since when the origin has had the word, and given nothing; infinity: it is not the one that is waited for."""
@@ -107,13 +107,23 @@ class Bringing:
                     await rest
             return self._commit()
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the shard is no longer wanted from here."""
+        return self._given_up_at < math.inf
+
     def silent_s(self) -> float:
-        """For how long the origin has given nothing."""
-        return max(0.0, self._now() - self._heard_at)
+        """For how long nothing has come of this: the origin is silent, or it was given up."""
+        return max(0.0, self._now() - min(self._heard_at, self._given_up_at))
+
+    def origin_silent_s(self) -> float | None:
+        """For how long the origin is silent; None: the thread is not with it."""
+        heard_at = self._heard_at
+        return None if heard_at == math.inf else max(0.0, self._now() - heard_at)
 
     def give_up(self) -> None:
         """Let others bring the shard; may be called from any thread, and more than once."""
-        self._is_given_up = True
+        self._given_up_at = min(self._given_up_at, self._now())
         if self._lock.acquire(blocking=False):
             try:
                 self._let_go()
@@ -131,6 +141,7 @@ class Bringing:
             self._heard_at = self._now()
             yield cast("BinaryIO", _Inlet(self._take))
         finally:
+            self._heard_at = math.inf
             with self._lock:
                 self._is_over = True
                 self._let_go()
@@ -153,7 +164,7 @@ class Bringing:
         self._wait(self._passage.pause_before(piece.nbytes))
         with self._lock:
             self._here().write(piece)
-        if self._is_given_up:
+        if self.is_given_up:
             # Who gave it up has left it to this thread, and the origin may hang again.
             self.give_up()
             self._require_wanted()
@@ -165,7 +176,7 @@ class Bringing:
         return self._arriving
 
     def _require_wanted(self) -> None:
-        if self._is_given_up or self._is_over:
+        if self.is_given_up or self._is_over:
             raise Unavailable("transfer_stopped", f"shard {self.shard_id} is no longer wanted from here", "")
 
     def _let_go(self) -> None:

@@ -121,6 +121,9 @@ class UnderWay(msgspec.Struct, frozen=True):
     source: Source
     here: int
     size: int | None
+    origin_silent_s: float | None = None
+    """For how long the origin has given nothing; None while something else is waited for: a worker, or what keeps the
+    shards here."""
 
 
 class TransferProgress(msgspec.Struct, frozen=True):

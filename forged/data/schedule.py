@@ -9,7 +9,7 @@ went wrong is told. Time and randomness are arguments.
 A source that breaks off is left alone for a while by all shards, and one outage is one failure, however many shards
 were on their way from it. It is given up when more than one shard speaks against it: a single one may break every
 connection by itself. One that gives nothing for so long that it counts as hanging is not asked for that shard again,
-and for no other when two have waited for it in vain while nothing else came of it.
+and for no other when two have waited for it in vain while nothing else came of it, until something does.
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ class _Outages:
     began_at: float = field(init=False)
     """When the newest outage was noticed."""
     ready_at: float = field(init=False)
-    """When it may be tried again; infinity: it was given up."""
+    """When it may be tried again; infinity: it has broken off too often."""
     failed_shards: set[int] = field(default_factory=set)
-    """Since it worked."""
+    """Which have broken off since it worked."""
+    hung_shards: set[int] = field(default_factory=set)
+    """Which have waited in vain since it worked."""
     successes: int = 0
 
     def __post_init__(self) -> None:
@@ -109,19 +111,19 @@ class _Outages:
     def hung(self, shard_id: int, successes_before: int) -> None:
         """It gave nothing of the shard in the time in which it had had so many successes at first."""
         if self.successes == successes_before:
-            self.failed_shards.add(shard_id)
-            if len(self.failed_shards) > 1:
-                self.ready_at = math.inf
+            self.hung_shards.add(shard_id)
 
     def worked(self) -> None:
         self.successes += 1
         self.failed_shards.clear()
-        if not self.is_lost:
+        self.hung_shards.clear()
+        if self.ready_at < math.inf:
             self._forget()
 
     @property
     def is_lost(self) -> bool:
-        return self.ready_at == math.inf
+        """Whether it was given up; for hanging alone it is no longer when something comes of it after all."""
+        return self.ready_at == math.inf or len(self.hung_shards) > 1
 
 
 @dataclass(slots=True)
@@ -230,13 +232,14 @@ class TransferSchedule:
         while shard.candidates:
             candidate = shard.candidates[0]
             outages = self._sources[candidate.source]
-            if outages.ready_at <= now:
+            if outages.is_lost:
+                shard.complaints.append(Complaint(candidate.source, "it was given up", Fault.BROKEN))
+                shard.candidates.pop(0)
+            elif outages.ready_at <= now:
                 return candidate
-            if not outages.is_lost:
+            else:
                 heapq.heappush(self._parked, (outages.ready_at, shard.key))
                 return None
-            shard.complaints.append(Complaint(candidate.source, "it was given up", Fault.BROKEN))
-            shard.candidates.pop(0)
         self._give_up(shard)
         return None
 

@@ -9,7 +9,7 @@ so; and what keeps it from getting on it says as long as that does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -31,7 +31,7 @@ from forged.data.messages import (
     ReportShards,
     TransferPart,
 )
-from forged.data.outcome import BadCopy, MissingShard, TransferProgress, TransferReport
+from forged.data.outcome import BadCopy, MissingShard, TransferProgress, TransferReport, UnderWay
 from forged.data.plan import DataRedistributionPlan
 from forged.data.schedule import Source, Wanted
 from forged.data.shards import Dataset, Indices
@@ -41,6 +41,7 @@ from forged.data.transfers import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import Receiving
 from forged.elastic.model import ClusterTopology, WorkerId
+from forged.elastic.words import counted
 from forged.errors import ForgedError, RequestRefused
 from forged.log import SILENT, Log
 from forged.messages import Signal
@@ -63,6 +64,10 @@ SAYING_INTERVAL_S = 1.0
 TROUBLE_CHARS_MAX = 500
 ORIGIN_TRIES = 3
 """So many tries in a row, each of which asks several times, and an origin that fails has lost what it does not give."""
+SILENCE_TOLD_S = 5.0
+"""How long the origin may give nothing before this worker says that it does."""
+PUT_AWAY_S = 5.0
+"""For so long the store may be with what came from the origin before it is this worker that is waited for."""
 ASK_AGAIN_S = 1.0
 """How long to wait for the word that a plan is there, before asking for it all the same."""
 
@@ -107,6 +112,7 @@ class Custodian:
         self._turn = anyio.Lock()
         """Who says what is held, and who drops some of it, do so one after the other."""
         self._random = random
+        self._clock = clock
         self._begin_attempt(0)
         self._owned: frozenset[int] = frozenset()
         """The shards that are this worker's in the committed world."""
@@ -146,6 +152,8 @@ class Custodian:
         self._said_lost: ReportLostShards | None = None
         self._trouble = ""
         """Why the last try has failed; empty where none has."""
+        self._stored_since: float | None = None
+        """Since when something from the origin was seen with the store; None: it is up to something else."""
 
     def hear_of_plan(self, attempt: int) -> None:
         """It is settled what has to travel for an attempt."""
@@ -184,7 +192,7 @@ class Custodian:
         self._trouble = why[:TROUBLE_CHARS_MAX]
         left_s = next(self._pauses)
         while left_s > 0.0:
-            self._tell()
+            self._tell(waits=self._is_starved)
             pause_s = min(left_s, SAYING_INTERVAL_S)
             await anyio.sleep(pause_s)
             left_s -= pause_s
@@ -276,7 +284,7 @@ class Custodian:
                 if error.code != "plan_pending":
                     raise
             else:
-                self._tell()
+                self._tell(waits=self._is_starved)
                 wanted = [one for page in pages for one in self._wanted(page)]
                 keep = np.concatenate([np.frombuffer(page.keep, "<i8") for page in pages])
                 is_owned = np.concatenate([np.frombuffer(page.owned, np.bool_) for page in pages])
@@ -360,11 +368,32 @@ class Custodian:
                 await self._line.say(said)
 
     def _tell_progress(self, progress: TransferProgress) -> None:
-        """Say how far it is, and whether that is up to the origin alone."""
-        asks_origin = bool(progress.under_way) and all(one.source is None for one in progress.under_way)
-        self._tell(progress.done, self._arrived + progress.bytes_moved, waits=asks_origin)
+        """Say how far it is, whether that is up to the origin alone, and if that is silent."""
+        waits = self._is_up_to_origin(progress.under_way)
+        trouble = "; before: ".join(filter(None, (_silence(progress.under_way), self._trouble)))
+        self._tell(progress.done, self._arrived + progress.bytes_moved, waits=waits, trouble=trouble)
 
-    def _tell(self, transfers: int = 0, arrived: int = 0, *, waits: bool = False) -> None:
+    def _is_up_to_origin(self, under_way: Sequence[UnderWay]) -> bool:
+        """Whether nothing else is waited for.
+
+        What has come from it is with the store for a moment; as long as that lasts no longer, nothing is the matter.
+        """
+        if any(one.source is not None for one in under_way):
+            self._stored_since = None
+            return False
+        if all(one.origin_silent_s is not None for one in under_way):
+            self._stored_since = None
+            return bool(under_way) or self._is_starved
+        now = self._clock.monotonic()
+        self._stored_since = now if self._stored_since is None else self._stored_since
+        return now - self._stored_since < PUT_AWAY_S
+
+    @property
+    def _is_starved(self) -> bool:
+        """Whether the last try brought all but what no worker has and the origin does not give."""
+        return self._starved_tries > 0
+
+    def _tell(self, transfers: int = 0, arrived: int = 0, *, waits: bool = False, trouble: str | None = None) -> None:
         line = self._line
         said = Receiving(
             line.job,
@@ -374,13 +403,24 @@ class Custodian:
             0,
             transfers,
             arrived or self._arrived,
-            waits or self._starved_tries > 0,
-            self._trouble,
+            waits,
+            (self._trouble if trouble is None else trouble)[:TROUBLE_CHARS_MAX],
         )
         self._signal(said)
 
     async def _run(self, act: Callable[[], R]) -> R:
         return await to_thread.run_sync(act) if self._uses_threads else act()
+
+
+def _silence(under_way: Iterable[UnderWay]) -> str:
+    """That the origin gives nothing, if it has for a while."""
+    silences = [(one.origin_silent_s or 0.0, one.shard_id) for one in under_way]
+    silent = [(seconds, shard) for seconds, shard in silences if seconds >= SILENCE_TOLD_S]
+    if not silent:
+        return ""
+    seconds, shard = max(silent)
+    more = f", and nothing of {counted(len(silent) - 1, 'other')} that it was asked for" if len(silent) > 1 else ""
+    return f"the origin has given nothing of shard {shard} for {seconds:.0f} s{more}"
 
 
 def _drop_if_bad(store: ShardStore, shard: int) -> None:

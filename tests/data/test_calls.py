@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,14 +15,14 @@ import anyio
 import pytest
 
 from forged.data import calls
-from forged.data.calls import LEFT_PER_SHARD_MAX, OriginCalls, OriginSilent, OriginStuck
+from forged.data.calls import LEFT_PER_SHARD_MAX, OriginCalls, OriginSilent, OriginStuck, StoreStuck
 from forged.data.directory import DirectoryShardStore
 from forged.data.memory import MemoryShardStore
 from forged.data.model import DataShard
 from forged.data.origin import PIECE_BYTES, Bringing, FunctionOrigin, ShardOrigin
 from forged.data.store import ArrivingShard, Begun, OpenShard, ShardStore, Stamp
 from forged.errors import Unavailable
-from tests.data.wards import descriptors, filling, shard
+from tests.data.wards import LaggingStore, StuckStore, descriptors, filling, shard
 from tests.worker.meshes import PATIENCE_S, until
 
 SILENT_S = 0.02
@@ -285,33 +286,100 @@ async def test_to_write_nothing_is_to_give_nothing() -> None:
     gate.set()
 
 
-class SlowStore(MemoryShardStore):
-    """Of which each write takes its time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached, self.gate = threading.Event(), threading.Event()
-
-    def has_room_for(self, count: int) -> bool:
-        self.reached.set()
-        assert self.gate.wait(PATIENCE_S)
-        return super().has_room_for(count)
-
-
 async def test_the_time_that_the_store_takes_is_not_the_origins() -> None:
-    store = SlowStore()
+    store = LaggingStore()
     scene = Scene(store, FunctionOrigin(write_bytes))
     bringing = scene.bringing()
     asked = asyncio.ensure_future(scene.calls.ask(bringing))
     await until(store.reached.is_set)
     scene.clock.pass_by()
     assert bringing.silent_s() == 0.0
+    assert scene.calls.origin_silent_s(bringing) is None
     store.gate.set()
     assert await asked == Stamp.of(b"bytes")
 
 
+class SlowToLetGo(MemoryShardStore):
+    """Of which each shard that is closed takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def receive(self, number: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
+        arriving = super().receive(number, stamp, offset)
+        close = arriving.close
+
+        def close_slowly() -> None:
+            self.reached.set()
+            assert self.gate.wait(PATIENCE_S)
+            close()
+
+        arriving.close = close_slowly  # type: ignore[method-assign]
+        return arriving
+
+
+async def test_the_origin_is_not_waited_for_when_the_store_has_yet_to_let_go_of_what_it_broke_off() -> None:
+    def fail(one: DataShard, file: BinaryIO) -> None:
+        raise OSError("the bucket is away")
+
+    store = SlowToLetGo()
+    scene = Scene(store, FunctionOrigin(fail))
+    bringing = scene.bringing()
+    asked = asyncio.ensure_future(scene.calls.ask(bringing))
+    await until(store.reached.is_set)
+    assert scene.calls.origin_silent_s(bringing) is None
+    store.gate.set()
+    with pytest.raises(Unavailable, match="the bucket is away"):
+        await asked
+
+
+async def test_the_origin_is_not_waited_for_when_the_store_has_yet_to_take_the_shard_from_it() -> None:
+    store, origin = SlowToLetGo(), Hanging()
+    async with let_go(origin):
+        scene = Scene(store, origin)
+        bringing = scene.bringing()
+        asked = asyncio.ensure_future(scene.calls.ask(bringing))
+        await until(lambda: origin.hung == 1)
+        scene.clock.pass_by()
+        assert scene.calls.origin_silent_s(bringing) == pytest.approx(2 * SILENT_S)
+        await until(store.reached.is_set)
+        assert scene.calls.origin_silent_s(bringing) is None
+        store.gate.set()
+        with pytest.raises(OriginSilent):
+            await asked
+
+
+@pytest.mark.parametrize("run", [asyncio.run, anyio.run])
+def test_an_origin_may_run_an_event_loop_of_its_own(run: Callable[..., bytes]) -> None:
+    async def fetch() -> bytes:
+        await anyio.sleep(0.001)
+        return b"bytes"
+
+    def write(one: DataShard, file: BinaryIO) -> None:
+        file.write(run(fetch() if run is asyncio.run else fetch))
+
+    async def ask() -> Stamp:
+        return await Scene(MemoryShardStore(), FunctionOrigin(write)).ask()
+
+    assert anyio.run(ask) == Stamp.of(b"bytes")
+
+
+async def test_an_origin_sees_nothing_of_the_context_of_who_calls() -> None:
+    """There stands which library runs the event loop, where somebody asks that way."""
+    library: ContextVar[str] = ContextVar("library", default="none")
+    library.set("the caller's")
+    seen: list[str] = []
+
+    def write(one: DataShard, file: BinaryIO) -> None:
+        seen.append(library.get())
+
+    await Scene(MemoryShardStore(), FunctionOrigin(write)).ask()
+    assert seen == ["none"]
+
+
 async def test_a_thread_that_is_with_the_store_gives_the_shard_back_itself() -> None:
-    store = SlowStore()
+    store = LaggingStore()
     wrote: list[BaseException] = []
 
     def write(one: DataShard, file: BinaryIO) -> None:
@@ -389,11 +457,35 @@ class TestCallsThatDoNotEnd:
                 asked.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await asked
-            asked = scene.ask()
+            bringing = scene.bringing()
+            asked = asyncio.ensure_future(scene.calls.ask(bringing))
             await anyio.wait_all_tasks_blocked()
             assert not asked.done()
+            scene.clock.now += 0.5 * SILENT_S
+            assert scene.calls.origin_silent_s(bringing) == pytest.approx(0.5 * SILENT_S)
             await origin.end()
             assert await asked == Stamp.of(filling(7, SIZE))
+
+    async def test_but_hang_in_the_store_are_waited_for_as_long_and_then_it_is_the_store_that_is_named(self) -> None:
+        store = StuckStore()
+        scene = Scene(store, FunctionOrigin(write_bytes))
+        for number in range(LEFT_PER_SHARD_MAX):
+            asked = scene.ask()
+            await until(lambda number=number: store.reached > number)  # type: ignore[misc]
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+        bringing = scene.bringing()
+        asked = asyncio.ensure_future(scene.calls.ask(bringing))
+        await anyio.wait_all_tasks_blocked()
+        assert not asked.done()
+        assert scene.calls.origin_silent_s(bringing) is None
+        scene.clock.pass_by()
+        with pytest.raises(StoreStuck, match="3 calls have not come back from what keeps the shards here"):
+            await asked
+        store.gate.set()
+        await until(lambda: not scene.calls._left)
+        assert await scene.ask() == Stamp.of(b"bytes")
 
 
 class OwnStore(ShardStore):

@@ -83,7 +83,7 @@ def test_progress_has_a_rate_also_before_time_has_passed() -> None:
         TransferReport(
             (MovedShard(1, None, 10, 5, 0.5),), (2,), (MissingShard(3, ()),), (BadCopy(4, A, "shard_corrupt", "why"),)
         ),
-        TransferProgress(1, 2, 3, 4, 5.0, (UnderWay(1, A, 5, None),)),
+        TransferProgress(1, 2, 3, 4, 5.0, (UnderWay(1, A, 5, None), UnderWay(2, None, 0, 9, 4.5))),
     ],
 )
 def test_outcomes_can_be_told_to_others(value: msgspec.Struct) -> None:

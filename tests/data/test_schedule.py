@@ -232,6 +232,53 @@ def test_a_source_that_gives_others_meanwhile_is_not_given_up_for_shards_that_ha
     assert started(made, 600.0) == [(3, None), (4, None), (5, None)]
 
 
+def test_a_shard_that_hangs_and_one_that_breaks_off_give_up_nothing_together() -> None:
+    made = schedule(*(wanted(number, None) for number in range(6)))
+    assert len(started(made)) == 4
+    made.failed(0, Fault.BROKEN, "gone", 1.0)
+    assert started(made, 2.0) == [(0, None)]
+    made.failed(1, Fault.SILENT, "nothing came", 600.0)
+    assert started(made, 600.0) == [(4, None)]
+    made.succeeded(2)
+    assert started(made, 600.0) == [(5, None)]
+    assert set(made.given_up) == {1}
+
+
+def test_shards_that_hung_before_a_source_worked_say_nothing_against_it_any_more() -> None:
+    made = schedule(*(wanted(number, None) for number in range(5)), concurrency=2)
+    started(made)
+    made.failed(0, Fault.SILENT, "nothing came", 600.0)
+    assert started(made, 600.0) == [(2, None)]
+    made.succeeded(1)
+    assert started(made, 601.0) == [(3, None)]
+    made.failed(3, Fault.SILENT, "nothing came", 1201.0)
+    assert started(made, 1201.0) == [(4, None)]
+
+
+def test_a_source_that_was_given_up_for_hanging_is_asked_again_when_something_comes_of_it() -> None:
+    made = schedule(wanted(0, None), wanted(1, None), wanted(2, None), wanted(3, A, None), wanted(4, A, None))
+    assert len(started(made)) == 4
+    made.failed(0, Fault.SILENT, "nothing came", 600.0)
+    made.failed(1, Fault.SILENT, "nothing came", 600.0)
+    made.failed(3, Fault.REFUSED, "no", 600.0)
+    assert started(made, 600.0) == [(4, A)]
+    assert reasons(made, 3) == [(A, "no"), (None, "it was given up")]
+    made.succeeded(2)
+    made.failed(4, Fault.REFUSED, "no", 601.0)
+    assert started(made, 601.0) == [(4, None)]
+
+
+def test_a_source_that_was_given_up_for_breaking_off_is_not_asked_again_though_something_comes_of_it() -> None:
+    made = schedule(*(wanted(number, A) for number in range(3)), wanted(3, B, A), retry=RetryPolicy(attempts=1))
+    assert len(started(made)) == 4
+    made.failed(0, Fault.BROKEN, "gone", 1.0)
+    made.failed(1, Fault.BROKEN, "gone", 1.0)
+    made.succeeded(2)
+    made.failed(3, Fault.REFUSED, "no", 2.0)
+    assert started(made, 2.0) == []
+    assert reasons(made, 3) == [(B, "no"), (A, "it was given up")]
+
+
 def test_shards_that_are_stuck_say_nothing_against_their_source() -> None:
     made = schedule(*(wanted(number, None) for number in range(4)), concurrency=3)
     assert len(started(made)) == 3

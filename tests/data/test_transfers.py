@@ -14,6 +14,7 @@ import pytest
 
 from forged.clock import SystemClock
 from forged.data.bandwidth import RATE_BYTES_MIN
+from forged.data.calls import LEFT_PER_SHARD_MAX
 from forged.data.directory import DirectoryShardStore
 from forged.data.memory import MemoryShardStore
 from forged.data.model import DataShard
@@ -27,10 +28,22 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ConfigError, ForgedError, Unavailable
 from forged.net import bulk
+from forged.retry import RetryPolicy
 from forged.worker import delivery, shards
 from forged.worker.carriers import Carrier, LoopCarrier, SocketCarrier
 from forged.worker.peer import PEER_LIMITS
-from tests.data.wards import Middle, Ward, cut_after, descriptors, filling, flip_once, open_ward, shard
+from tests.data.wards import (
+    LaggingStore,
+    Middle,
+    StuckStore,
+    Ward,
+    cut_after,
+    descriptors,
+    filling,
+    flip_once,
+    open_ward,
+    shard,
+)
 from tests.worker.meshes import PATIENCE_S, until
 
 SIZE = 300_000
@@ -664,6 +677,54 @@ async def test_an_origin_that_hangs_is_named_and_tried_again_and_others_go_on() 
         assert [one.shard_id for one in again.moved] == [1]
         gate.set()
         assert bytes_of(ward.store, 1) == filling(1, SIZE)
+
+
+async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_store_is_at_work() -> None:
+    gate, asked, clock = threading.Event(), threading.Event(), Standing()
+    told = list[TransferProgress]()
+
+    def hang(one: DataShard, file: BinaryIO) -> None:
+        asked.set()
+        assert gate.wait(PATIENCE_S)
+        file.write(b"bytes")
+
+    def silences() -> list[float | None]:
+        return [one.origin_silent_s for one in told[-1].under_way] if told else []
+
+    store = LaggingStore()
+    async with open_ward(1, lambda number: store) as ward:
+        origin = FunctionOrigin(hang)
+        manager = ward.manager(origin=origin, clock=clock, progress=told.append, progress_interval_s=0.001)
+        moving = asyncio.ensure_future(manager.execute_plan(plan_for(ward, 1, {}, {})))
+        await until(asked.is_set)
+        clock.now += 42.0
+        await until(lambda: silences() == [42.0])
+        gate.set()
+        await until(store.reached.is_set)
+        clock.now += 42.0
+        await until(lambda: silences() == [None])
+        store.gate.set()
+        assert (await moving).is_complete
+
+
+async def test_a_store_that_hangs_under_what_the_origin_gives_is_our_own_fault() -> None:
+    clock, store = Standing(), StuckStore()
+    async with open_ward(1, lambda number: store) as ward:
+        origin, once = FunctionOrigin(lambda one, file: None), RetryPolicy(attempts=1)
+        manager = ward.manager(origin=origin, origin_timeout_s=0.02, clock=clock, retry=once)
+        plan = plan_for(ward, 1, {}, {})
+        for number in range(LEFT_PER_SHARD_MAX):
+            moving = asyncio.ensure_future(manager.execute_plan(plan))
+            await until(lambda number=number: store.reached > number)  # type: ignore[misc]
+            manager.cancel()
+            assert await code_of(moving) == "plan_superseded"
+        clock.now += 0.03
+        (missing,) = (await manager.execute_plan(plan)).missing
+        assert (missing.is_own_fault, missing.is_with_nobody) == (True, False)
+        assert "3 calls have not come back from what keeps the shards here" in missing.reason
+        store.gate.set()
+        await until(lambda: not manager._equipment.calls._left)
+        assert (await manager.execute_plan(plan)).is_complete
 
 
 async def test_a_patience_that_is_none_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ from typing import Any
 from forged.data.memory import MemoryShardStore
 from forged.data.model import DataShard
 from forged.data.outcome import MovedShard
-from forged.data.store import ShardStore
+from forged.data.store import ArrivingShard, ShardStore, Stamp
 from forged.data.transfers import DataTransferManager
 from forged.elastic.model import WorkerId
 from forged.retry import RetryPolicy
 from forged.worker.mesh import Mesh
-from tests.worker.meshes import open_meshes
+from tests.worker.meshes import PATIENCE_S, open_meshes
 
 SWIFT = RetryPolicy(attempts=3, delay_s=0.01)
 
@@ -142,6 +143,32 @@ def descriptors() -> int:
 def filling(number: int, size: int) -> bytes:
     """Bytes that are a shard's and no other's."""
     return Random(number).randbytes(size)
+
+
+class LaggingStore(MemoryShardStore):
+    """Of which each write takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def has_room_for(self, count: int) -> bool:
+        self.reached.set()
+        assert self.gate.wait(PATIENCE_S)
+        return super().has_room_for(count)
+
+
+class StuckStore(MemoryShardStore):
+    """That gives nobody a place to write, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.gate = 0, threading.Event()
+
+    def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
+        self.reached += 1
+        assert self.gate.wait(PATIENCE_S)
+        return super().receive(shard, stamp, offset)
 
 
 @dataclass

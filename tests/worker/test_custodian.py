@@ -35,7 +35,15 @@ from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.messages import Nothing, Signal
 from forged.retry import RetryPolicy
 from forged.worker import custodian as custodians
-from forged.worker.custodian import ATTEMPTS_KEPT_MAX, ORIGIN, ORIGIN_TRIES, SAYING_INTERVAL_S, Custodian
+from forged.worker.custodian import (
+    ATTEMPTS_KEPT_MAX,
+    ORIGIN,
+    ORIGIN_TRIES,
+    PUT_AWAY_S,
+    SAYING_INTERVAL_S,
+    SILENCE_TOLD_S,
+    Custodian,
+)
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
 
@@ -95,6 +103,16 @@ class Line:
         return [request for request in self.said if isinstance(request, kind)]
 
 
+class Clock(SystemClock):
+    """The right time, unless somebody moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.now
+
+
 class NoMesh:
     """Nobody is reached."""
 
@@ -122,6 +140,7 @@ class Scene:
         self.line, self.mesh = Line(), NoMesh()
         self.signals: list[Receiving] = []
         self.brought: list[int] = []
+        self.clock = Clock()
         data = TrainingData(60, SHARDS, self.store, origin=origin or FunctionOrigin(write or self._write), **terms)
         self.custodian = Custodian(
             data,
@@ -129,7 +148,7 @@ class Scene:
             cast("Registration", self.line),
             self._hear,
             cast("Mesh", self.mesh),
-            SystemClock(),
+            self.clock,
             lambda: 0.0,
             uses_threads=False,
         )
@@ -141,6 +160,11 @@ class Scene:
     def _hear(self, signal: Signal) -> None:
         assert isinstance(signal, Receiving)
         self.signals.append(signal)
+
+    def waits(self, *under_way: UnderWay) -> bool:
+        """Whether it says that it waits, with these under way."""
+        self.custodian._tell_progress(TransferProgress(0, 0, 2, 0, 1.0, under_way))
+        return self.signals[-1].waits
 
     def tries_once(self) -> None:
         """It asks nobody twice in the same try."""
@@ -450,11 +474,51 @@ class TestWhatTheOriginDoesNotGive:
     async def test_is_waited_for_already_while_it_is_asked(self) -> None:
         """Or a worker would fail for an origin that takes its time."""
         it = Scene()
-        seen = [UnderWay(2, None, 0, None)]
-        it.custodian._tell_progress(TransferProgress(0, 0, 2, 0, 1.0, tuple(seen)))
-        it.custodian._tell_progress(TransferProgress(0, 0, 2, 0, 1.0, (*seen, UnderWay(3, OTHER, 0, SIZE))))
-        it.custodian._tell_progress(TransferProgress(2, 0, 2, 0, 1.0))
-        assert [signal.waits for signal in it.signals] == [True, False, False]
+        at_origin = UnderWay(2, None, 0, None, 0.0)
+        assert it.waits(at_origin)
+        assert it.waits(at_origin, UnderWay(3, None, 0, None, 400.0))
+        assert not it.waits(at_origin, UnderWay(3, OTHER, 0, SIZE))
+        assert not it.waits()
+
+    async def test_is_not_waited_for_while_what_it_gave_hangs_in_the_store(self) -> None:
+        it = Scene()
+        at_origin, in_store = UnderWay(2, None, 0, None, 400.0), UnderWay(3, None, SIZE, None)
+        assert it.waits(at_origin, in_store)
+        it.clock.now += PUT_AWAY_S
+        assert not it.waits(at_origin, in_store)
+        assert it.waits(at_origin)
+        assert it.waits(in_store)
+
+    async def test_is_not_waited_for_while_the_store_hangs_though_it_gave_nothing_in_the_try_before(self) -> None:
+        it = Scene(write=no_file)
+        await self.fail(it, part(2, keep=(2,)))
+        in_store = UnderWay(2, None, SIZE, None)
+        assert it.waits(in_store)
+        it.clock.now += PUT_AWAY_S
+        assert not it.waits(in_store)
+        assert it.waits()
+
+    async def test_is_named_as_soon_as_it_has_been_silent_for_a_while_until_something_comes(self) -> None:
+        it = Scene()
+
+        def trouble(*silences: float | None) -> str:
+            it.waits(*(UnderWay(shard, None, 0, None, silence) for shard, silence in enumerate(silences)))
+            return it.signals[-1].trouble
+
+        assert trouble(SILENCE_TOLD_S - 0.1, None) == ""
+        assert trouble(1.0, SILENCE_TOLD_S, None) == "the origin has given nothing of shard 1 for 5 s"
+        more = "and nothing of 2 others that it was asked for"
+        assert trouble(6.0, 41.7, 7.0) == f"the origin has given nothing of shard 1 for 42 s, {more}"
+        assert trouble(0.1, None) == ""
+
+    async def test_is_named_with_what_was_the_matter_before(self) -> None:
+        it = Scene(write=no_file)
+        error = await self.fail(it, part(2, keep=(2,)))
+        await it.custodian.rest(str(error))
+        it.waits(UnderWay(2, None, 0, None, 42.0))
+        assert it.signals[-1].trouble == f"the origin has given nothing of shard 2 for 42 s; before: {error}"
+        it.waits(UnderWay(2, None, 0, None, 0.0))
+        assert it.signals[-1].trouble == str(error)
 
     async def test_is_waited_for_and_told_so_and_nothing_is_offered_again(
         self, monkeypatch: pytest.MonkeyPatch

@@ -37,12 +37,12 @@ from forged.elastic.messages import RescaleCompleted, RescaleStarted, ShowCluste
 from forged.errors import RequestRefused
 from forged.messages import Fact, Record
 from forged.retry import RetryPolicy
-from forged.worker import departure
+from forged.worker import custodian, departure
 from forged.worker.custodian import Custodian
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.registration import Registration
 from tests.client.house import SOON, House, config_in
-from tests.data.wards import filling
+from tests.data.wards import LaggingStore, filling
 from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
 
 SAMPLES, SHARDS, BATCH, SEED = 120, 12, 7, 3
@@ -697,6 +697,10 @@ class TestCopies:
             assert await ranch.facts(WorkerFailed) == []
 
 
+async def standing(client: ForgedClient) -> str:
+    return (await client.request(ShowCluster(JOB))).standing
+
+
 class MoodyOrigin:
     """An origin that gives all but one shard, until somebody mends it."""
 
@@ -762,6 +766,28 @@ class TestAShardThatTheOriginDoesNotGive:
             await ranch.check_holdings("a", "b")
             assert await ranch.facts(WorkerFailed) == []
 
+    async def test_because_it_hangs_is_shown_long_before_it_is_given_up(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(custodian, "SILENCE_TOLD_S", 0.01)
+        gate = threading.Event()
+
+        def hang(shard: DataShard, file: BinaryIO) -> None:
+            assert shard.shard_id != 3 or gate.wait(PATIENCE_S)
+            write(shard, file)
+
+        async with ranch_at(house, origin=FunctionOrigin(hang)) as ranch, ranch.client() as client:
+            async with client.facts(RescaleStarted, jobs=[JOB]) as facts:
+                ranch.start("a")
+                await asyncio.wait_for(anext(facts), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                while "a: the origin has given nothing of shard 3 for " not in await standing(client):
+                    await asyncio.sleep(0.01)
+            gate.set()
+            await ranch.crew.world_of("a")
+            assert await standing(client) == ""
+            await ranch.check_holdings("a")
+
     async def test_is_asked_of_who_joins(self, house: House) -> None:
         async with ranch_at(house, origin=MoodyOrigin()) as ranch, ranch.client() as client:
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
@@ -802,6 +828,20 @@ class TestTrouble:
             assert isinstance(error, WorkerEvicted)
             await ranch.crew.world_of("a")
             await ranch.check_holdings("a")
+
+    async def test_with_a_store_that_hangs_under_what_the_origin_gives_costs_its_worker_its_place(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(custodian, "PUT_AWAY_S", 0.01)
+        async with ranch_at(house, settings={"rescale_timeout_ms": 1_000}) as ranch:
+            store = LaggingStore()
+            ranch.start("a", store=store)
+            (error,) = await ranch.crew.over("a")
+            assert isinstance(error, WorkerEvicted)
+            store.gate.set()
+            (failed,) = await ranch.facts(WorkerFailed)
+            assert failed.reason == "it did not answer in attempt 1 within 1 s"
+            assert await ranch.facts(ShardsLost) == []
 
     async def test_with_a_full_store_is_told_as_the_reason(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
         swift = RetryPolicy(attempts=2, delay_s=0.01)
