@@ -18,8 +18,13 @@ from forged.elastic.cluster import Cluster
 from forged.elastic.members import Member, death_of
 from forged.elastic.phases import Phase
 from forged.elastic.progress import Witnesses
+from forged.worker import passage
+from forged.worker.agreement import Agreement, agree
+from forged.worker.collectives import World
 from forged.worker.exchange import StateExchange
-from forged.worker.worker import ElasticWorker
+from forged.worker.passage import Passage
+from forged.worker.place import Place
+from forged.worker.standing import Commit
 from tests.simulation.elastic_truth import Promise
 
 Mutant = Callable[[], Any]
@@ -56,15 +61,18 @@ def commit_before_all_have_the_state() -> Iterator[None]:
 def _taken_at_their_word() -> Iterator[None]:
     """Everybody claims to be where the commit says."""
 
-    def claim(self: ElasticWorker) -> Stop:
-        commit = self._standing.committed
-        own = stop(self)
-        if commit is None or commit.step is None:
-            return own
-        return replace(own, step=commit.step, finished=False, holds_state=True)
+    come_to_agree = Passage._agree
+    commits: dict[World, Commit] = {}
 
-    stop = ElasticWorker._stop
-    with patch.object(ElasticWorker, "_stop", claim):
+    async def claim(world: World, own: Stop) -> Agreement:
+        step = commits[world].step
+        return await agree(world, own if step is None else replace(own, step=step, finished=False, holds_state=True))
+
+    async def note(self: Passage, world: World, commit: Commit) -> Agreement:
+        commits[world] = commit
+        return await come_to_agree(self, world, commit)
+
+    with patch.object(passage, "agree", claim), patch.object(Passage, "_agree", note):
         yield
 
 
@@ -180,12 +188,12 @@ def tolerate_every_failure() -> Iterator[None]:
 @contextmanager
 def forget_what_was_finished() -> Iterator[None]:
     """A worker that has finished a step which may not count says nothing of it."""
-    stop = ElasticWorker._stop
+    stop: Callable[[Place], Stop] = vars(Place)["stop"].fget
 
-    def forgetful(self: ElasticWorker) -> Stop:
+    def forgetful(self: Place) -> Stop:
         return replace(stop(self), finished=False)
 
-    with patch.object(ElasticWorker, "_stop", forgetful):
+    with patch.object(Place, "stop", property(forgetful)):
         yield
 
 

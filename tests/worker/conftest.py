@@ -2,6 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from forged.client import ForgedClient
 from tests.client.conftest import neighbour
+from tests.client.house import SOON, House, config_in
+from tests.worker.crew import Crew, crew_at
 
 __all__ = ["neighbour"]
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    """A running daemon."""
+    house = House(config_in(tmp_path))
+    await house.open()
+    yield house
+    await house.close()
+
+
+@pytest.fixture
+async def crew(house: House) -> AsyncIterator[Crew]:
+    """Those who will train there."""
+    async with crew_at(house.endpoint) as crew:
+        yield crew
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[ForgedClient]:
+    """An operator."""
+    ready: asyncio.Future[ForgedClient] = asyncio.get_running_loop().create_future()
+    leave = asyncio.Event()
+
+    async def live() -> None:
+        async with ForgedClient(house.endpoint, reconnect=SOON) as client:
+            ready.set_result(client)
+            await leave.wait()
+
+    # In a task of its own: a fixture begins and ends in different ones.
+    life = asyncio.create_task(live())
+    yield await ready
+    leave.set()
+    await life

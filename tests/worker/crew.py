@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from forged.client import ForgedClient
 from forged.elastic.config import ElasticTrainingConfig
+from forged.messages import Fact, Record
 from forged.worker.errors import StepAborted
 from forged.worker.worker import ElasticWorker
 
@@ -222,3 +224,15 @@ async def _send_home(crew: Crew) -> None:
         task.cancel()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def past(client: ForgedClient, *types: type[Fact]) -> list[Any]:
+    """What has happened in their job, the oldest first."""
+    return [item.fact async for item in client.past_facts(*types, jobs=[JOB]) if isinstance(item, Record)]
+
+
+async def all_connected(client: ForgedClient, *names: str) -> None:
+    """Wait until the daemon is connected to these, and to nobody else."""
+    async with asyncio.timeout(PATIENCE_S):
+        while {view.id for view in await client.workers(JOB) if view.connected} != set(names):
+            await asyncio.sleep(0.005)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -41,7 +40,7 @@ from forged.worker import custodian, departure
 from forged.worker.custodian import Custodian
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.registration import Registration
-from tests.client.house import SOON, House, config_in
+from tests.client.house import SOON, House
 from tests.data.wards import LaggingStore, filling
 from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
 
@@ -55,15 +54,6 @@ USUAL: dict[str, Any] = {"redistribution_type": "incremental", "max_consecutive_
 def _each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of this holds whether training stops for a rescale or not."""
     monkeypatch.setitem(USUAL, "use_synchronous_rescaling", request.param)
-
-
-@pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    """A running daemon."""
-    house = House(config_in(tmp_path))
-    await house.open()
-    yield house
-    await house.close()
 
 
 def write(shard: DataShard, file: BinaryIO) -> None:

@@ -23,8 +23,8 @@ from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, 
 from forged.errors import ConfigError, RequestRefused
 from forged.messages import Fact, Record
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
+from forged.worker.passage import Passage
 from forged.worker.training import Training, join
-from forged.worker.worker import ElasticWorker
 from tests.client.neighbour import Neighbour
 from tests.telemetry.heard import Heard
 from tests.worker.crew import JOB, PATIENCE_S, advance, chain_behind, config
@@ -492,15 +492,14 @@ class TestSignals:
     ) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        come_along = ElasticWorker._come_along
+        come_along = Passage.come_along
 
-        async def terminate(worker: ElasticWorker) -> None:
+        async def terminate(passage: Passage) -> None:
             monkeypatch.undo()
-            assert worker.is_registered
             signal.pthread_kill(main, signal.SIGTERM)
-            await come_along(worker)
+            await come_along(passage)
 
-        monkeypatch.setattr(ElasticWorker, "_come_along", terminate)
+        monkeypatch.setattr(Passage, "come_along", terminate)
         with at(endpoint, config=config(min_workers=2)) as worker:
             assert list(worker.steps()) == []
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]

@@ -7,7 +7,6 @@ import gc
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from forged.elastic.messages import (
     JobCompleted,
     JobWaiting,
     LeaveJob,
-    RescaleCompleted,
     RescaleStarted,
-    RescaleSynchronising,
     WorkerFailed,
     WorkerJoined,
     WorkerLeft,
@@ -40,61 +37,18 @@ from forged.elastic.model import (
     WorkerStatus,
 )
 from forged.errors import ConfigError, RequestRefused, Unavailable
-from forged.messages import Fact, Gap, Record
-from forged.net.messages import Facts
-from forged.worker import exchange
+from forged.messages import Gap
 from forged.worker import registration as registrations
 from forged.worker import worker as workers
-from forged.worker.agreement import Agreement
-from forged.worker.collectives import CollectiveMismatch, World
-from forged.worker.errors import NEWS_DIFFER, JobEnded, StepAborted, WorkerEvicted
+from forged.worker.collectives import CollectiveMismatch
+from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.exchange import StateExchange
-from forged.worker.mesh import Mesh
+from forged.worker.passage import Passage
+from forged.worker.presence import Presence
 from forged.worker.registration import Registration
-from forged.worker.standing import Commit
 from forged.worker.worker import ElasticWorker
-from tests.client.house import SOON, House, config_in
-from tests.client.proxy import Proxy
-from tests.worker.crew import JOB, PATIENCE_S, Crew, chain_behind, config, crew_at
-
-
-@pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    """A running daemon."""
-    house = House(config_in(tmp_path))
-    await house.open()
-    yield house
-    await house.close()
-
-
-@pytest.fixture
-async def crew(house: House) -> AsyncIterator[Crew]:
-    """Those who will train there."""
-    async with crew_at(house.endpoint) as crew:
-        yield crew
-
-
-@pytest.fixture
-async def client(house: House) -> AsyncIterator[ForgedClient]:
-    """An operator."""
-    ready: asyncio.Future[ForgedClient] = asyncio.get_running_loop().create_future()
-    leave = asyncio.Event()
-
-    async def live() -> None:
-        async with ForgedClient(house.endpoint, reconnect=SOON) as client:
-            ready.set_result(client)
-            await leave.wait()
-
-    # In a task of its own: a fixture begins and ends in different ones.
-    life = asyncio.create_task(live())
-    yield await ready
-    leave.set()
-    await life
-
-
-async def past(client: ForgedClient, *types: type[Fact]) -> list[Any]:
-    return [item.fact async for item in client.past_facts(*types, jobs=[JOB]) if isinstance(item, Record)]
-
+from tests.client.house import SOON, House
+from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, past
 
 TOPOLOGY = ClusterTopology((WorkerId("a", "host", 1), WorkerId("me", "host", 2), WorkerId("b", "host", 3)), 4, 1.0)
 
@@ -388,14 +342,14 @@ class TestTraining:
     async def test_nobody_has_to_do_a_step_again_because_another_joins(self, crew: Crew) -> None:
         """All stop behind the same step: no step is broken off."""
         aborted: list[str] = []
-        lose = ElasticWorker._lose_world
+        lose = Presence.lose
 
-        def note(worker: ElasticWorker, error: Any) -> None:
+        def note(presence: Presence, error: Any) -> None:
             aborted.append(error.message)
-            lose(worker, error)
+            lose(presence, error)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ElasticWorker, "_lose_world", note)
+            patch.setattr(Presence, "lose", note)
             crew.start("a", "b")
             await crew.world_of("a", "b")
             for name in ("c", "d"):
@@ -440,14 +394,15 @@ class TestTraining:
         await crew.world_of("a")
         assert not crew["a"].worker.is_rescaling
         seen: list[bool] = []
-        leave = ElasticWorker._leave_world
+        leave = Presence.leave
 
-        async def look(worker: ElasticWorker) -> None:
+        async def look(presence: Presence) -> None:
+            (worker,) = (one.worker for one in crew.trainers.values() if one.worker._presence is presence)
             seen.append(worker.is_rescaling)
-            await leave(worker)
+            await leave(presence)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ElasticWorker, "_leave_world", look)
+            patch.setattr(Presence, "leave", look)
             crew.start("b")
             await crew.world_of("a", "b")
         assert len(seen) >= 2
@@ -604,20 +559,19 @@ class TestLeaving:
         await crew.world_of("a")
         await crew.finish("a")
 
-    async def test_one_that_waits_drains_too(self, house: House) -> None:
+    async def test_one_that_waits_drains_too(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
         async with crew_at(house.endpoint, min_workers=2) as crew:
-            (trainer,) = crew.make("a")
-            registered = asyncio.Event()
-            begin = trainer.worker._come_along
+            waits = asyncio.Event()
+            come_along = Passage.come_along
 
-            async def come_along() -> None:
-                registered.set()
-                await begin()
+            async def come(passage: Passage) -> None:
+                waits.set()
+                await come_along(passage)
 
-            trainer.worker._come_along = come_along  # type: ignore[method-assign]
+            monkeypatch.setattr(Passage, "come_along", come)
             crew.start("a")
-            await registered.wait()
-            trainer.worker.drain("nobody comes")
+            await waits.wait()
+            crew["a"].worker.drain("nobody comes")
             assert await crew.over("a") == [None]
 
     async def test_the_last_one_with_the_state_gives_it_away_before_it_goes(
@@ -664,13 +618,14 @@ class TestLeaving:
             crew.start("a")
             await crew.world_of("a", steps=5)
             worker = crew["a"].worker
-            go_on = getattr(worker, moment)
+            passage = worker._passage
+            go_on = getattr(passage, moment)
 
             async def drain_first(*arguments: Any) -> None:
                 worker.drain("in the middle of it")
                 await go_on(*arguments)
 
-            monkeypatch.setattr(worker, moment, drain_first)
+            monkeypatch.setattr(passage, moment, drain_first)
             crew.start("b")
             assert await crew.over("a") == [None]
             await crew.world_of("b")
@@ -745,7 +700,8 @@ class TestLeaving:
         await held.wait()
         a = crew["a"].worker
         heard_at = a._standing.heard_at
-        a._hear(Gap(heard_at + 1, heard_at + 2, "the journal has moved on"))
+        assert a._hearing is not None
+        a._hearing.hear(Gap(heard_at + 1, heard_at + 2, "the journal has moved on"))
         go.set()
         await crew.world_of("a", "b")
         await crew.finish("a", "b")
@@ -826,7 +782,7 @@ class TestWishesOfOperators:
         crew.start("a", "b")
         await crew.world_of("a", "b")
         await client.pause_job(JOB)
-        await crew.until(lambda: all(trainer.worker._rests for trainer in crew.trainers.values()))
+        await crew.until(lambda: all(trainer.worker._presence.rests for trainer in crew.trainers.values()))
         steps = [trainer.worker.step for trainer in crew.trainers.values()]
         assert steps[0] == steps[1]
         await client.resume_job(JOB)
@@ -839,7 +795,7 @@ class TestWishesOfOperators:
         crew.start("a", "b")
         await crew.world_of("a", "b")
         await client.pause_job(JOB)
-        await crew.until(lambda: all(trainer.worker._rests for trainer in crew.trainers.values()))
+        await crew.until(lambda: all(trainer.worker._presence.rests for trainer in crew.trainers.values()))
         step = crew["a"].worker.step
         entered = asyncio.Event()
         (late,) = crew.make("c")
@@ -847,7 +803,7 @@ class TestWishesOfOperators:
         crew.start("c")
         await entered.wait()
         assert late.worker.world_size == 3
-        assert late.worker._rests
+        assert late.worker._presence.rests
         await client.resume_job(JOB)
         await crew.world_of("a", "b", "c")
         assert late.places[0].step == step
@@ -957,116 +913,6 @@ class TestWhoTakesPart:
             await crew.finish(*names)
 
 
-class TestNotStopping:
-    """Jobs whose world changes without a barrier at the daemon."""
-
-    async def test_who_joins_is_there_soon_and_has_the_state(self, house: House) -> None:
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a")
-            await crew.world_of("a", steps=5)
-            crew.start("b", "c")
-            await crew.world_of("a", "b", "c")
-            assert crew["b"].places[0].step >= 5
-            await crew.finish("a", "b", "c")
-
-    async def test_who_goes_is_not_missed(self, house: House, client: ForgedClient) -> None:
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a")
-            await crew.world_of("a")
-            crew.start("b", "c")
-            await crew.world_of("a", "b", "c")
-            await client.evict_worker(JOB, "b")
-            assert isinstance((await crew.over("b"))[0], WorkerEvicted)
-            await crew.world_of("a", "c")
-            crew.start("d")
-            await crew.world_of("a", "c", "d")
-            await crew.finish("a", "c", "d")
-            told = await past(client, RescaleSynchronising, RescaleCompleted)
-            assert not any(isinstance(fact, RescaleSynchronising) for fact in told[2:])
-            behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted)]
-            assert behind == [0, *[None] * (len(behind) - 1)], (
-                "for the first world, for which nobody has to stop, all say"
-            )
-
-    async def test_where_the_last_goes_who_was_known_to_have_the_state_the_others_say_where_they_are(
-        self, house: House, client: ForgedClient
-    ) -> None:
-        # Nobody says by a heartbeat that all have met.
-        settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
-        async with crew_at(house.endpoint, **settings) as crew:
-            crew.start("a")
-            await crew.world_of("a", steps=5)
-            crew.start("b", "c")
-            await crew.world_of("a", "b", "c")
-            begun = crew["b"].places[0].step
-            await client.evict_worker(JOB, "a")
-            await crew.world_of("b", "c")
-            crew.start("d")
-            await crew.world_of("b", "c", "d")
-            await crew.finish("b", "c", "d")
-            told = await past(client, RescaleCompleted)
-            behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted) and fact.step is not None]
-            assert behind[0] == 0
-            assert len(behind) == 2
-            assert behind[1] >= begun >= 5
-
-    async def test_those_who_join_at_once_learn_of_worlds_that_were_committed_before_their_answers(
-        self, house: House
-    ) -> None:
-        """Nobody waits for anybody here, so facts overtake what the daemon has answered."""
-        names = [f"w{number}" for number in range(8)]
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start(*names)
-            await crew.world_of(*names)
-            await crew.finish(*names)
-
-    async def test_a_world_that_is_committed_in_the_moment_in_which_another_is_entered_is_entered_next(
-        self, house: House, client: ForgedClient
-    ) -> None:
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
-            agree = ElasticWorker._agree
-            late: list[int] = []
-
-            async def agree_late(worker: ElasticWorker, world: World, commit: Commit) -> Agreement:
-                agreement = await agree(worker, world, commit)
-                if worker is crew["a"].worker and not late:
-                    late.append(commit.topology.epoch)
-                    with anyio.CancelScope(shield=True):
-                        await client.rescale_job(JOB)
-                        await worker._until(lambda: worker._standing.committed is not commit)
-                return agreement
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ElasticWorker, "_agree", agree_late)
-                await client.rescale_job(JOB)
-                await crew.until(lambda: bool(late) and crew["a"].worker.generation == late[0] + 1)
-                await crew.more_steps("a", "b")
-            assert crew["b"].worker.generation == late[0] + 1
-            await crew.finish("a", "b")
-
-    async def test_who_learns_of_the_world_by_an_answer_fetches_what_the_source_offers(self, house: House) -> None:
-        """It does not know under which attempt the others have that world."""
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a", "b")
-            await crew.world_of("a", "b", steps=5)
-            generation = crew["a"].worker.generation
-            cross = ElasticWorker._cross
-
-            async def another_attempt(worker: ElasticWorker, commit: Commit) -> None:
-                if worker.worker_id.id == "c":
-                    worker._standing.committed = commit = replace(commit, attempt=1)
-                await cross(worker, commit)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ElasticWorker, "_cross", another_attempt)
-                crew.start("c")
-                await crew.world_of("a", "b", "c")
-            assert crew["c"].worker.generation == generation + 1
-            await crew.finish("a", "b", "c")
-
-
 class TestADaemonThatIsAway:
     async def test_training_goes_on_and_nothing_is_rescaled(self, house: House, crew: Crew) -> None:
         crew.start("a", "b")
@@ -1076,7 +922,7 @@ class TestADaemonThatIsAway:
         await crew.more_steps("a", "b", steps=20)
         await house.open()
         async with ForgedClient(house.endpoint, reconnect=SOON) as client:
-            await _all_connected(client, "a", "b")
+            await all_connected(client, "a", "b")
             await crew.more_steps("a", "b")
             assert crew["a"].worker.generation == generation
             assert await past(client, WorkerFailed) == []
@@ -1131,236 +977,3 @@ class TestADaemonThatIsAway:
         await house.open()
         await crew.world_of("b", "c")
         await crew.finish("b", "c")
-
-
-async def _all_connected(client: ForgedClient, *names: str) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while {view.id for view in await client.workers(JOB) if view.connected} != set(names):
-            await asyncio.sleep(0.005)
-
-
-class TestConnectionsThatBreak:
-    async def test_a_connection_that_comes_back_is_nothing_to_the_others(self, house: House, tmp_path: Path) -> None:
-        proxy = Proxy(tmp_path / "p", house.config.socket)
-        async with crew_at(proxy.endpoint) as crew, ForgedClient(house.endpoint) as client:
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
-            generation = crew["a"].worker.generation
-            for _ in range(5):
-                proxy.cut()
-                await crew.more_steps("a", "b")
-            await _all_connected(client, "a", "b")
-            assert crew["a"].worker.generation == generation
-            crew.start("c")
-            await crew.world_of("a", "b", "c")
-            await crew.finish("a", "b", "c")
-        await proxy.close()
-
-    async def test_a_link_between_two_workers_that_breaks_leads_to_a_new_world_of_the_same(self, crew: Crew) -> None:
-        crew.start("a", "b", "c")
-        await crew.world_of("a", "b", "c")
-        for _ in range(3):
-            mesh = crew["b"].worker._mesh
-            assert mesh is not None
-            async with crew.rescaled("a", "b", "c"):
-                for link in list(mesh._links):
-                    link.abort()
-            await crew.more_steps("a", "b", "c")
-        await crew.finish("a", "b", "c")
-
-
-class TestWorkersThatHaveNotHeardTheSame:
-    @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
-    async def test_a_refusal_by_a_peer_leads_to_a_new_world_and_never_to_the_script(
-        self, code: str, crew: Crew, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        enter = Mesh.enter
-        refused: list[int] = []
-
-        async def refuse_once(mesh: Mesh, generation: int, *arguments: Any, **options: Any) -> Any:
-            if not refused and mesh is crew["b"].worker._mesh:
-                refused.append(generation)
-                raise RequestRefused(code, "it has other news")
-            return await enter(mesh, generation, *arguments, **options)
-
-        crew.start("a")
-        await crew.world_of("a")
-        monkeypatch.setattr(Mesh, "enter", refuse_once)
-        crew.start("b")
-        await crew.world_of("a", "b")
-        assert crew["b"].worker.generation > refused[0]
-        assert await past(client, WorkerFailed) == []
-        await crew.finish("a", "b")
-
-    @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
-    async def test_a_source_that_refuses_is_asked_again(
-        self, code: str, crew: Crew, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(exchange, "PAUSE_S", 0.0)
-        fetch = Mesh.fetch_state
-        refused: list[int] = []
-
-        async def refuse_twice(mesh: Mesh, source: WorkerId, attempt: int, into: Any) -> None:
-            if len(refused) < 2:
-                refused.append(attempt)
-                raise RequestRefused(code, "it has other news")
-            await fetch(mesh, source, attempt, into)
-
-        monkeypatch.setattr(Mesh, "fetch_state", refuse_twice)
-        crew.start("a")
-        await crew.world_of("a")
-        crew.start("b")
-        await crew.world_of("a", "b")
-        assert len(refused) == 2
-        await crew.finish("a", "b")
-
-    async def test_what_is_wrong_with_the_state_is_said_to_the_script(self, crew: Crew) -> None:
-        class Small:
-            """What cannot take what the others have."""
-
-            def state_dict(self) -> dict[str, Any]:
-                return {"chain": 0}
-
-            def load_state_dict(self, state: Any) -> None:
-                raise ValueError("it does not fit")
-
-        crew.start("a")
-        await crew.world_of("a")
-        late = ElasticWorker("late", crew.config, job=JOB, state=Small())
-        async with late:
-            await late.connect(*crew.endpoints)
-            with pytest.raises(ValueError, match="does not fit"):
-                await late.begin_step()
-        await crew.world_of("a")
-        await crew.finish("a")
-
-
-class TestFactsThatAreMissed:
-    """Whoever was away for longer than the daemon keeps facts asks what it has missed."""
-
-    @pytest.fixture
-    async def house(self, tmp_path: Path) -> AsyncIterator[House]:
-        house = House(config_in(tmp_path, journal_facts_max=100))
-        await house.open()
-        yield house
-        await house.close()
-
-    async def _noise(self, client: ForgedClient) -> None:
-        await client.create_job("noise")
-        for number in range(150):
-            await client.note("noise", f"{number}")
-
-    async def test_a_world_for_which_nobody_stopped_begins_where_its_members_are(
-        self, house: House, tmp_path: Path, client: ForgedClient
-    ) -> None:
-        """The daemon, which is asked for what was missed, has heard less of the steps than have been made."""
-        proxy = Proxy(tmp_path / "p", house.config.socket)
-        async with crew_at(proxy.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("me")
-            await crew.world_of("me", steps=5)
-            proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
-            crew.endpoints = [house.endpoint]
-            async with client.facts(RescaleCompleted) as facts:
-                crew.start("c")
-                await anext(facts)
-            await self._noise(client)
-            proxy.rule = lambda way, message: False
-            proxy.cut()
-            await crew.world_of("me", "c")
-            await crew.finish("me", "c")
-        await proxy.close()
-
-    @pytest.mark.parametrize(
-        "happening",
-        ["nothing", "pause", "drain", "join", "evict", "abort", "complete"],
-    )
-    async def test_it_hears_of_it_all_the_same(
-        self, happening: str, house: House, tmp_path: Path, client: ForgedClient
-    ) -> None:
-        proxy = Proxy(tmp_path / "p", house.config.socket)
-        async with crew_at(house.endpoint) as crew:
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
-            crew.endpoints = [proxy.endpoint]
-            crew.start("me")
-            await crew.world_of("a", "b", "me")
-            crew.endpoints = [house.endpoint]
-            # Facts do not come through until there are too many of them.
-            proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
-            await HAPPENINGS[happening](client, crew)
-            await self._noise(client)
-            proxy.rule = lambda way, message: False
-            proxy.cut()
-            await AFTERMATHS[happening](client, crew)
-        await proxy.close()
-
-
-async def _nothing(client: ForgedClient, crew: Crew) -> None:
-    await client.note(JOB, "a remark")
-
-
-async def _join(client: ForgedClient, crew: Crew) -> None:
-    async with client.facts(RescaleStarted) as facts:
-        crew.start("c")
-        await anext(facts)
-
-
-async def _complete(client: ForgedClient, crew: Crew) -> None:
-    async with client.facts(JobCompleted) as facts:
-        crew.total = crew["a"].worker.step + 3
-        await anext(facts)
-
-
-async def _all_go_on(client: ForgedClient, crew: Crew) -> None:
-    await crew.more_steps("a", "b", "me")
-    await crew.finish("a", "b", "me")
-
-
-async def _resumes(client: ForgedClient, crew: Crew) -> None:
-    await crew.until(lambda: all(crew[name].worker._rests for name in ("a", "b")))
-    await client.resume_job(JOB)
-    await _all_go_on(client, crew)
-
-
-async def _drained(client: ForgedClient, crew: Crew) -> None:
-    assert await crew.over("me") == [None]
-    await crew.world_of("a", "b")
-
-
-async def _joined(client: ForgedClient, crew: Crew) -> None:
-    await crew.world_of("a", "b", "c", "me")
-    await crew.finish("a", "b", "c", "me")
-
-
-async def _evicted(client: ForgedClient, crew: Crew) -> None:
-    assert isinstance((await crew.over("me"))[0], WorkerEvicted)
-    await crew.world_of("a", "b")
-
-
-async def _aborted(client: ForgedClient, crew: Crew) -> None:
-    assert all(isinstance(error, JobEnded) for error in await crew.over("a", "b", "me"))
-
-
-async def _completed(client: ForgedClient, crew: Crew) -> None:
-    assert await crew.over("a", "b", "me") == [None] * 3
-    assert crew["me"].worker.step == crew.total
-
-
-HAPPENINGS: dict[str, Callable[[ForgedClient, Crew], Awaitable[object]]] = {
-    "nothing": _nothing,
-    "pause": lambda client, crew: client.pause_job(JOB),
-    "drain": lambda client, crew: client.drain_worker(JOB, "me"),
-    "join": _join,
-    "evict": lambda client, crew: client.evict_worker(JOB, "me"),
-    "abort": lambda client, crew: client.abort_job(JOB),
-    "complete": _complete,
-}
-AFTERMATHS = {
-    "nothing": _all_go_on,
-    "pause": _resumes,
-    "drain": _drained,
-    "join": _joined,
-    "evict": _evicted,
-    "abort": _aborted,
-    "complete": _completed,
-}

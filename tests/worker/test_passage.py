@@ -1,0 +1,239 @@
+"""From one world into the next, with a real daemon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from forged.client import ForgedClient
+from forged.elastic.messages import (
+    RescaleCompleted,
+    RescaleSynchronising,
+    WorkerFailed,
+)
+from forged.elastic.model import (
+    WorkerId,
+)
+from forged.errors import RequestRefused
+from forged.worker import exchange
+from forged.worker.agreement import Agreement
+from forged.worker.collectives import World
+from forged.worker.errors import NEWS_DIFFER, WorkerEvicted
+from forged.worker.mesh import Mesh
+from forged.worker.passage import Passage
+from forged.worker.standing import Commit
+from forged.worker.worker import ElasticWorker
+from tests.client.house import House
+from tests.client.proxy import Proxy
+from tests.worker.crew import JOB, Crew, all_connected, crew_at, past
+
+
+class TestNotStopping:
+    """Jobs whose world changes without a barrier at the daemon."""
+
+    async def test_who_joins_is_there_soon_and_has_the_state(self, house: House) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a")
+            await crew.world_of("a", steps=5)
+            crew.start("b", "c")
+            await crew.world_of("a", "b", "c")
+            assert crew["b"].places[0].step >= 5
+            await crew.finish("a", "b", "c")
+
+    async def test_who_goes_is_not_missed(self, house: House, client: ForgedClient) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a")
+            await crew.world_of("a")
+            crew.start("b", "c")
+            await crew.world_of("a", "b", "c")
+            await client.evict_worker(JOB, "b")
+            assert isinstance((await crew.over("b"))[0], WorkerEvicted)
+            await crew.world_of("a", "c")
+            crew.start("d")
+            await crew.world_of("a", "c", "d")
+            await crew.finish("a", "c", "d")
+            told = await past(client, RescaleSynchronising, RescaleCompleted)
+            assert not any(isinstance(fact, RescaleSynchronising) for fact in told[2:])
+            behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted)]
+            assert behind == [0, *[None] * (len(behind) - 1)], (
+                "for the first world, for which nobody has to stop, all say"
+            )
+
+    async def test_where_the_last_goes_who_was_known_to_have_the_state_the_others_say_where_they_are(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        # Nobody says by a heartbeat that all have met.
+        settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
+        async with crew_at(house.endpoint, **settings) as crew:
+            crew.start("a")
+            await crew.world_of("a", steps=5)
+            crew.start("b", "c")
+            await crew.world_of("a", "b", "c")
+            begun = crew["b"].places[0].step
+            await client.evict_worker(JOB, "a")
+            await crew.world_of("b", "c")
+            crew.start("d")
+            await crew.world_of("b", "c", "d")
+            await crew.finish("b", "c", "d")
+            told = await past(client, RescaleCompleted)
+            behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted) and fact.step is not None]
+            assert behind[0] == 0
+            assert len(behind) == 2
+            assert behind[1] >= begun >= 5
+
+    async def test_those_who_join_at_once_learn_of_worlds_that_were_committed_before_their_answers(
+        self, house: House
+    ) -> None:
+        """Nobody waits for anybody here, so facts overtake what the daemon has answered."""
+        names = [f"w{number}" for number in range(8)]
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start(*names)
+            await crew.world_of(*names)
+            await crew.finish(*names)
+
+    async def test_a_world_that_is_committed_in_the_moment_in_which_another_is_entered_is_entered_next(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            agree = Passage._agree
+            standing = crew["a"].worker._standing
+            late: list[int] = []
+
+            async def agree_late(passage: Passage, world: World, commit: Commit) -> Agreement:
+                agreement = await agree(passage, world, commit)
+                if passage is crew["a"].worker._passage and not late:
+                    late.append(commit.topology.epoch)
+                    with anyio.CancelScope(shield=True):
+                        await client.rescale_job(JOB)
+                        await passage._until(lambda: standing.committed is not commit)
+                return agreement
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Passage, "_agree", agree_late)
+                await client.rescale_job(JOB)
+                await crew.until(lambda: bool(late) and crew["a"].worker.generation == late[0] + 1)
+                await crew.more_steps("a", "b")
+            assert crew["b"].worker.generation == late[0] + 1
+            await crew.finish("a", "b")
+
+    async def test_who_learns_of_the_world_by_an_answer_fetches_what_the_source_offers(self, house: House) -> None:
+        """It does not know under which attempt the others have that world."""
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b", steps=5)
+            generation = crew["a"].worker.generation
+            cross = Passage._cross
+
+            async def another_attempt(passage: Passage, commit: Commit) -> None:
+                if passage is crew["c"].worker._passage:
+                    passage._standing.committed = commit = replace(commit, attempt=1)
+                await cross(passage, commit)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Passage, "_cross", another_attempt)
+                crew.start("c")
+                await crew.world_of("a", "b", "c")
+            assert crew["c"].worker.generation == generation + 1
+            await crew.finish("a", "b", "c")
+
+
+class TestConnectionsThatBreak:
+    async def test_a_connection_that_comes_back_is_nothing_to_the_others(self, house: House, tmp_path: Path) -> None:
+        proxy = Proxy(tmp_path / "p", house.config.socket)
+        async with crew_at(proxy.endpoint) as crew, ForgedClient(house.endpoint) as client:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            generation = crew["a"].worker.generation
+            for _ in range(5):
+                proxy.cut()
+                await crew.more_steps("a", "b")
+            await all_connected(client, "a", "b")
+            assert crew["a"].worker.generation == generation
+            crew.start("c")
+            await crew.world_of("a", "b", "c")
+            await crew.finish("a", "b", "c")
+        await proxy.close()
+
+    async def test_a_link_between_two_workers_that_breaks_leads_to_a_new_world_of_the_same(self, crew: Crew) -> None:
+        crew.start("a", "b", "c")
+        await crew.world_of("a", "b", "c")
+        for _ in range(3):
+            mesh = crew["b"].worker._mesh
+            assert mesh is not None
+            async with crew.rescaled("a", "b", "c"):
+                for link in list(mesh._links):
+                    link.abort()
+            await crew.more_steps("a", "b", "c")
+        await crew.finish("a", "b", "c")
+
+
+class TestWorkersThatHaveNotHeardTheSame:
+    @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
+    async def test_a_refusal_by_a_peer_leads_to_a_new_world_and_never_to_the_script(
+        self, code: str, crew: Crew, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        enter = Mesh.enter
+        refused: list[int] = []
+
+        async def refuse_once(mesh: Mesh, generation: int, *arguments: Any, **options: Any) -> Any:
+            if not refused and mesh is crew["b"].worker._mesh:
+                refused.append(generation)
+                raise RequestRefused(code, "it has other news")
+            return await enter(mesh, generation, *arguments, **options)
+
+        crew.start("a")
+        await crew.world_of("a")
+        monkeypatch.setattr(Mesh, "enter", refuse_once)
+        crew.start("b")
+        await crew.world_of("a", "b")
+        assert crew["b"].worker.generation > refused[0]
+        assert await past(client, WorkerFailed) == []
+        await crew.finish("a", "b")
+
+    @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
+    async def test_a_source_that_refuses_is_asked_again(
+        self, code: str, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(exchange, "PAUSE_S", 0.0)
+        fetch = Mesh.fetch_state
+        refused: list[int] = []
+
+        async def refuse_twice(mesh: Mesh, source: WorkerId, attempt: int, into: Any) -> None:
+            if len(refused) < 2:
+                refused.append(attempt)
+                raise RequestRefused(code, "it has other news")
+            await fetch(mesh, source, attempt, into)
+
+        monkeypatch.setattr(Mesh, "fetch_state", refuse_twice)
+        crew.start("a")
+        await crew.world_of("a")
+        crew.start("b")
+        await crew.world_of("a", "b")
+        assert len(refused) == 2
+        await crew.finish("a", "b")
+
+    async def test_what_is_wrong_with_the_state_is_said_to_the_script(self, crew: Crew) -> None:
+        class Small:
+            """What cannot take what the others have."""
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"chain": 0}
+
+            def load_state_dict(self, state: Any) -> None:
+                raise ValueError("it does not fit")
+
+        crew.start("a")
+        await crew.world_of("a")
+        late = ElasticWorker("late", crew.config, job=JOB, state=Small())
+        async with late:
+            await late.connect(*crew.endpoints)
+            with pytest.raises(ValueError, match="does not fit"):
+                await late.begin_step()
+        await crew.world_of("a")
+        await crew.finish("a")
