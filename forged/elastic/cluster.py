@@ -163,6 +163,7 @@ class Cluster:
         self.out.cluster = self.out.cluster or not self.known
         self._put_member(newcomer)
         self.out.say(WorkerJoined(newcomer.worker))
+        self._hand_over(now)
         self._consider(now)
 
     def leave(self, worker_id: str, incarnation: bytes, now: Moment, *, reason: str, done: bool, step: int) -> None:
@@ -200,7 +201,7 @@ class Cluster:
             return
         member.lost_at = now.monotonic
         reporter = self._complaints.about(worker_id, self.generation)
-        if reporter:
+        if reporter and not self._alone_has_the_state(member):
             self._fail(member, f"neither the daemon nor {reporter} reaches it", now)
         else:
             self.watch.lose(member, now.monotonic)
@@ -261,8 +262,9 @@ class Cluster:
             attempt.heard_at = now.monotonic
         if waits and member.with_data:
             attempt.resting[worker_id] = now.monotonic
-        else:
-            attempt.resting.pop(worker_id, None)
+        elif attempt.resting.pop(worker_id, None) is not None:
+            # What it had to wait for has come: it has all its time from here on.
+            attempt.heard_at = now.monotonic
         if trouble:
             attempt.troubles[worker_id] = in_words(trouble, "it did not say why")
         else:
@@ -294,6 +296,8 @@ class Cluster:
         """A member of the attempt has the source's state, and its training data."""
         attempt, member = self._answering(worker_id, incarnation, number)
         member.heard_at = now.monotonic
+        # It has reached the source, and may not have said so since.
+        self._complaints.withdraw(worker_id, attempt.source)
         if attempt.stage is not Stage.PAUSING:
             attempt.behind.discard(worker_id)
             if not (attempt.behind or self._is_doomed):
@@ -355,10 +359,14 @@ class Cluster:
             return False
         if other is not member and self.holds(other):
             self._complaints.add(member.id, peer, self.generation)
-        if is_lost(other):
+        if is_lost(other) and not self._alone_has_the_state(other):
             self._fail(other, f"neither the daemon nor {member.id} reaches it", now)
             return True
         return False
+
+    def _alone_has_the_state(self, member: Member) -> bool:
+        """Whether the state may be gone with it: such a one is given its whole grace, whatever others say of it."""
+        return self.state_holders & self._staying() == {member.id}
 
     def _settle_quarrel(self, now: Moment) -> None:
         """Part those who will not work together in any world."""
@@ -381,15 +389,35 @@ class Cluster:
             member.leaving, member.leaving_at = in_words(reason, WISH), now.monotonic
             self._put_member(member)
             self.out.say(WorkerDraining(worker_id, member.leaving))
-            if self._is_needed(member) and not self.over and (member.with_data or self._is_left_to_newcomers()):
-                # What it holds has to go to others before it goes.
-                self._wanted_at = now.monotonic
-                self._because(f"{worker_id} is to go: {member.leaving}")
-                self._consider(now)
+            if member.with_data and self._is_needed(member) and not self.over:
+                # Its shards have to go to others before it goes.
+                self._want(f"{worker_id} is to go: {member.leaving}", now)
+            self._hand_over(now)
+            self._consider(now)
 
-    def _is_left_to_newcomers(self) -> bool:
-        """Whether all of the world are to go, and others wait to be taken in."""
-        return bool(self.joining()) and all(self.members[name].leaving is not None for name in self._staying())
+    def _hand_over(self, now: Moment) -> None:
+        """Where all of the world are to go, have those who wait to be taken in take over what they have, in time."""
+        staying, joining = self._staying(), self.joining()
+        is_left = bool(staying and joining) and all(self.members[name].leaving is not None for name in staying)
+        is_under_way = self.attempt is not None and set(joining) <= set(self.attempt.target)
+        if is_left and not (is_under_way or self.over):
+            goes = min(staying, key=list(self.world).index)
+            self._want(f"{goes} is to go: {self.members[goes].leaving}", now)
+
+    def _want(self, why: str, now: Moment) -> None:
+        """Somebody has a reason not to wait for others."""
+        self._wanted_at = now.monotonic
+        self._because(why)
+
+    def keeps_the_state(self, member: Member) -> bool:
+        """Whether nobody else who stays is known to have the state, and somebody could take it from this member."""
+        if self.over or not self.holds(member):
+            return False
+        there = self._staying()
+        others = {one.id for one in self.members.values() if one.leaving is None and not is_lost(one)} - {member.id}
+        heirs = others if self.there < self.config.max_workers else others & there
+        holders = (self.state_holders or self.world.keys()) & there
+        return bool(heirs) and holders.isdisjoint(others)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead."""
@@ -425,8 +453,7 @@ class Cluster:
         if not self.members:
             raise RequestRefused("workers_none", f"job {self.job} has no workers", "start some")
         self._must_stop |= stops
-        self._wanted_at = now.monotonic
-        self._because(in_words(reason, WISH))
+        self._want(in_words(reason, WISH), now)
         self._consider(now)
 
     # Time.

@@ -145,13 +145,15 @@ def overstays(member: Member, config: ElasticTrainingConfig, now: float, *, is_n
     Whoever is needed by the others goes by itself as long as its library lives: it may be handing over what it holds.
     """
     told_s = now - max(member.leaving_at, member.seen_at)
-    if member.leaving is None or told_s < config.leave_timeout_s:
+    # However short its patience is, nobody is heard more often than at every heartbeat.
+    patience_s = max(config.leave_timeout_s, config.worker_heartbeat_timeout_s)
+    if member.leaving is None or told_s < patience_s:
         return None
     if member.lost_at is not None and now - member.lost_at < config.reconnect_grace_s:
         return None
     if not is_needed:
         return f"it was told to go {told_s:.1f} s ago, and did not"
     silent_s = min(told_s, now - (member.heard_at or 0.0))
-    if silent_s < config.leave_timeout_s:
+    if silent_s < patience_s:
         return None
     return f"it was told to go {told_s:.1f} s ago, and its library was not heard for {silent_s:.1f} s"

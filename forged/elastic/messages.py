@@ -300,8 +300,15 @@ class ReportDeath(Request[Nothing], frozen=True):
     reason: str = ""
 
 
-class AnnounceLeave(Request[Nothing], frozen=True):
-    """A worker with data is to go: others have to take over what it holds, before it leaves."""
+class Leave(msgspec.Struct, frozen=True):
+    """Whether a worker that is to go may do so, as far as the state of the training goes."""
+
+    may_go: bool
+    """False while nobody who stays is known to have the state, and somebody could take it."""
+
+
+class AnnounceLeave(Request[Leave], frozen=True):
+    """A worker is to go: others have to take over what only it has, before it leaves."""
 
     needs: ClassVar[Role] = Role.WORKER
 

@@ -39,6 +39,7 @@ from forged.elastic.messages import (
     JobWaiting,
     Joined,
     JoinJob,
+    Leave,
     LeaveJob,
     ListClusters,
     ListWorkers,
@@ -389,11 +390,13 @@ class ElasticService:
     def _attempt(self, request: ReadAttempt, call: Call) -> AttemptMembers:
         return self._get(request.job).attempt_members(request.worker_id, request.incarnation)
 
-    def _announce(self, request: AnnounceLeave, call: Call) -> Decision[Nothing]:
+    def _announce(self, request: AnnounceLeave, call: Call) -> Decision[Leave]:
         cluster = self._get(request.job)
-        if cluster.members.known(request.worker_id, request.incarnation) is not None:
-            cluster.drain(request.worker_id, self._now(), request.reason or "it wanted to")
-        return self._decide(cluster, Nothing())
+        member = cluster.members.known(request.worker_id, request.incarnation)
+        if member is None:
+            return self._decide(cluster, Leave(may_go=True))
+        cluster.drain(request.worker_id, self._now(), request.reason or "it wanted to")
+        return self._decide(cluster, Leave(may_go=not cluster.keeps_the_state(member)))
 
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         cluster = self.clusters.get(signal.job)

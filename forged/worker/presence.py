@@ -40,6 +40,8 @@ class Presence:
         """The one that it is in; None between two of them."""
         self.is_void = False
         """Whether a collective of the present step was broken off."""
+        self.is_stepping = False
+        """Whether the script is in a step."""
         self.trouble: Trouble | None = None
         self.marks = 0
         """How often it has come to where workers meet."""
@@ -61,6 +63,10 @@ class Presence:
 
     # Steps.
 
+    def begin_step(self) -> None:
+        """The script does something."""
+        self.is_stepping, self.is_void = True, False
+
     async def together(self, act: Callable[[World], Awaitable[R]]) -> R:
         """Do something with the others, or find that the step is void."""
         world = self.world
@@ -77,6 +83,7 @@ class Presence:
 
     async def end_step(self, step: int) -> bool:
         """Tell the others that the step is done; returns whether it counts."""
+        self.is_stepping = False
         if self.world is None:
             return False
         try:

@@ -99,9 +99,10 @@ class Registration:
         """Say that this worker has the state; false if that comes too late."""
         return await self._report(ReportReady(self.job, self.worker.id, self.incarnation, attempt))
 
-    async def announce_leave(self, reason: str) -> None:
-        """Say that others have to take over what this worker holds, because it is to go."""
-        await self.say(AnnounceLeave(self.job, self.worker.id, self.incarnation, reason))
+    async def announce_leave(self, reason: str) -> bool:
+        """Say that others have to take over what only this worker has, because it is to go; tells if that is done."""
+        leave = await self.say(AnnounceLeave(self.job, self.worker.id, self.incarnation, reason))
+        return leave.may_go
 
     async def complain(self, generation: int, peer: str, why: str) -> None:
         """Say that this worker cannot go on with its world."""

@@ -26,7 +26,14 @@ from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
 from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.messages import INCARNATION_BYTES, Joined
+from forged.elastic.messages import (
+    INCARNATION_BYTES,
+    Joined,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleStarted,
+    RescaleSynchronising,
+)
 from forged.elastic.model import (
     RANK_NONE,
     ClusterTopology,
@@ -36,7 +43,7 @@ from forged.elastic.model import (
     WorkerMetadata,
     WorkerStatus,
 )
-from forged.errors import ForgedError, RequestRefused
+from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
 from forged.log import SILENT, Log
 from forged.messages import Gap, Record
@@ -46,7 +53,7 @@ from forged.worker.carriers import Carrier, LoopCarrier
 from forged.worker.consumption import Consumption
 from forged.worker.counters import Counters
 from forged.worker.custodian import Custodian
-from forged.worker.departure import Departure
+from forged.worker.departure import Departure, Ties
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event
 from forged.worker.exchange import StateExchange
@@ -65,6 +72,8 @@ from forged.worker.supply import Supply
 from forged.worker.usage_report import UsageReport
 
 JOB = "default"
+RESHAPING = (RescaleStarted, RescaleSynchronising, RescaleCompleted, RescaleAborted)
+"""What may change who needs whom."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -147,7 +156,7 @@ class ElasticWorker:
             # To the daemon and the others it is another worker, which comes with its state and is not believed it.
             self.incarnation = self._random.randbytes(INCARNATION_BYTES)
         self._standing = Standing(self._worker_id.id)
-        self._departure = Departure(self._standing, self._is_needed, self._wake, self._log)
+        self._departure = Departure(self._standing, self._ties(), self._wake, self._log)
         self._presence = Presence(self._standing, self._counters)
         self._place.begin_anew()
         self._hearing: Hearing | None = None
@@ -155,10 +164,6 @@ class ElasticWorker:
         self._supply: Supply | None = None
         self._term = 0
         self._usage: UsageReport | None = None
-        self._has_announced = False
-        """Whether it says, or has said, that it is to go and that others have to take over what it holds."""
-        self._is_dismissed = False
-        """Whether the daemon has heard that."""
         self._registered = False
         self._left = False
 
@@ -409,7 +414,7 @@ class ElasticWorker:
             self._supply = None if self._data is None else self._supply_of(self._data, self._config)
             self._passage = self._passage_with(self._supply)
         self._standing.catch_up(joined)
-        self._limit_departure()
+        self._prepare_to_leave()
         self._see_to_data()
 
     def _supply_of(self, data: TrainingData, config: ElasticTrainingConfig) -> Supply:
@@ -500,7 +505,7 @@ class ElasticWorker:
     def drain(self, reason: str) -> None:
         """Finish the present step, and go."""
         self._standing.draining = self._standing.draining or reason
-        self._limit_departure()
+        self._prepare_to_leave()
         self._wake()
 
     # Steps.
@@ -527,14 +532,12 @@ class ElasticWorker:
             elif self._departure.is_due:
                 self.leaving.fire(self._departure.reason)
                 await self.leave(self._departure.reason)
-            elif self._standing.draining is not None and not self._has_announced:
-                self._announce(self._standing.draining)
             elif not self._presence.may_step:
                 await self._passage.come_along()
             elif total is not None and self.step >= total:
                 await self.leave("the training is done", done=True)
             else:
-                self._presence.is_void = False
+                self._presence.begin_step()
                 self._place.begin_step()
                 await self.resume_training()
                 return self.step
@@ -563,40 +566,33 @@ class ElasticWorker:
         await self.leave(why)
         await self._fall_out(JobEnded("job_completed", why, "take the result from a worker that was there"))
 
-    def _is_needed(self) -> bool:
-        """Whether others have yet to take over what it holds."""
-        if self._worker_id not in self._presence.topology:
-            return False
-        if self._supply is not None and not self._supply.custodian.is_released:
-            return True
-        # Who is alone has what nobody else has, and somebody may have come for it.
-        may_be_joined = self.is_rescaling or (not self._is_dismissed and self._has_daemon())
-        return self.world_size == 1 and self.step > 0 and may_be_joined
+    def _ties(self) -> Ties:
+        return Ties(
+            holds_state=lambda: self._is_in_the_world and self.step > 0,
+            holds_data=self._holds_data,
+            is_waited_for=lambda: self._presence.is_stepping and self._standing.stop_wanted > 0,
+            has_given=lambda: self._mesh is not None and self._mesh.has_given(),
+            has_daemon=lambda: self._client is not None and self._client.connected,
+            ask=self._ask_to_leave,
+        )
 
-    def _limit_departure(self) -> None:
-        """Once it is told to go, it waits for others for so long and no longer."""
-        tasks, mesh = self._tasks, self._mesh
-        if self._config is not None and mesh is not None and tasks is not None and not tasks.cancel_scope.cancel_called:
-            self._departure.limit(self._config, self._has_daemon, mesh.has_given, tasks)
+    @property
+    def _is_in_the_world(self) -> bool:
+        """Whether it is in the world that was committed last, where it may have yet to come."""
+        return self._worker_id in self._standing.topology
 
-    def _has_daemon(self) -> bool:
-        return self._client is not None and self._client.connected
+    def _holds_data(self) -> bool:
+        return self._is_in_the_world and self._supply is not None and not self._supply.custodian.is_released
 
-    def _announce(self, reason: str) -> None:
-        """Have others take over what this worker holds before it goes, if there are any; it trains until they can."""
+    async def _ask_to_leave(self, reason: str) -> bool:
         assert self._line is not None
-        assert self._tasks is not None
-        self._has_announced = True
-        self._tasks.start_soon(self._tell_leaving, self._line, reason)
+        return await self._line.announce_leave(reason)
 
-    async def _tell_leaving(self, line: Registration, reason: str) -> None:
-        try:
-            await line.announce_leave(reason)
-        except ForgedError as error:
-            self._log.warning("the daemon was not told that this worker is to go", why=str(error))
-        # What follows from it was decided with the answer, and is told before it.
-        self._is_dismissed = True
-        self._wake()
+    def _prepare_to_leave(self) -> None:
+        """Once it is told to go, have others take over what it holds; that has an end."""
+        tasks = self._tasks
+        if self._config is not None and tasks is not None and not tasks.cancel_scope.cancel_called:
+            self._departure.begin(self._config, tasks)
 
     async def _fall_out(self, error: Exception) -> None:
         """The others go on without this worker, or nobody goes on."""
@@ -667,7 +663,9 @@ class ElasticWorker:
 
     def _heard(self, item: Record | Gap) -> None:
         """Act on what cannot wait for the next step boundary."""
-        self._limit_departure()
+        self._prepare_to_leave()
+        if isinstance(item, Gap) or isinstance(item.fact, RESHAPING):
+            self._departure.reconsider()
         if isinstance(item, Record) and self._supply is not None:
             self._supply.hear(item.fact)
         self._see_to_data()

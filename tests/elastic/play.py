@@ -119,7 +119,9 @@ class Play:
             self.cluster.ready(name, self.cluster.members[name].incarnation, attempt, self.now)
         return self.news()
 
-    def receive(self, name: str, *, state: int = 0, trouble: str = "", unreached: str = "") -> list[Fact]:
+    def receive(
+        self, name: str, *, state: int = 0, waits: bool = False, trouble: str = "", unreached: str = ""
+    ) -> list[Fact]:
         """It says how it gets on with taking the state."""
         self.cluster.receiving(
             name,
@@ -127,7 +129,7 @@ class Play:
             self.cluster.attempts,
             (state, 0),
             self.now,
-            waits=False,
+            waits=waits,
             trouble=trouble,
             unreached=unreached,
         )

@@ -851,6 +851,201 @@ def test_who_goes_and_leaves_others_with_the_state_makes_nobody_hurry() -> None:
     assert kinds(play.news()) == ["WorkerDraining", "RescaleStarted"]
 
 
+def test_who_joins_when_all_others_are_to_go_is_taken_in_at_once() -> None:
+    play = formed("a")
+    play.cluster.drain("a", play.now, "its host is needed")
+    play.news()
+    assert kinds(play.join("b")) == ["WorkerJoined", "RescaleStarted"]
+
+
+def test_a_rescale_that_takes_all_in_already_is_not_begun_again_for_who_is_to_go() -> None:
+    play = formed("a")
+    play.join("b")
+    play.wait(WINDOW_S)
+    play.stop("a", stop=Stop(30, holds_state=True))
+    play.stop("b", stop=Stop(0, holds_state=False))
+    play.news()
+    play.cluster.drain("a", play.now, "its host is needed")
+    assert kinds(play.news()) == ["WorkerDraining"]
+
+
+def keeps(play: Play, name: str) -> bool:
+    return play.cluster.keeps_the_state(play.cluster.members[name])
+
+
+def test_who_alone_has_the_state_is_kept_as_long_as_somebody_could_take_it() -> None:
+    play = formed("a", max_workers=2)
+    assert not keeps(play, "a"), "nobody is there"
+    play.join("b")
+    assert keeps(play, "a")
+    play.cluster.drain("b", play.now, "it is not wanted after all")
+    assert not keeps(play, "a")
+
+
+def test_who_is_not_the_last_with_the_state_may_go() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    assert not keeps(play, "a")
+    assert not keeps(play, "c"), "it has nothing"
+    play.cluster.drain("b", play.now, "the night")
+    assert keeps(play, "a")
+    play.cluster.drain("a", play.now, "the night")
+    assert (keeps(play, "a"), keeps(play, "b")) == (True, True)
+    play.agree()
+    assert (keeps(play, "a"), keeps(play, "b")) == (False, False), "c has it, too"
+
+
+def test_others_that_may_be_gone_are_not_relied_upon() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.lose("b")
+    assert keeps(play, "a")
+    play.come_back("b")
+    assert not keeps(play, "a")
+
+
+def test_those_who_are_on_the_way_back_to_another_daemon_are_relied_upon() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.restart()
+    play.come_back("a")
+    assert not keeps(play, "a")
+    play.cluster.drain("b", play.now, "the night")
+    assert keeps(play, "a"), "for c, which is on the way back, too"
+
+
+def test_a_full_world_can_hand_over_to_nobody() -> None:
+    play = Play(max_workers=1)
+    play.join("a")
+    play.agree()
+    play.join("b")
+    play.cluster.drain("a", play.now, "its host is needed")
+    assert not keeps(play, "a")
+
+
+def test_in_a_world_that_has_not_met_who_has_the_state_is_kept() -> None:
+    play = formed("a", use_synchronous_rescaling=False)
+    play.join("b")
+    play.wait(WINDOW_S)
+    assert (play.world, play.cluster.state_holders) == (["a", "b"], frozenset("a"))
+    assert keeps(play, "a")
+    play.beat("a", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
+    assert not keeps(play, "a")
+
+
+def test_when_the_training_is_over_nobody_is_kept() -> None:
+    play = formed("a")
+    play.join("b")
+    play.cluster.abort(play.now, "enough")
+    assert not keeps(play, "a")
+
+
+def test_who_alone_has_the_state_is_not_put_out_at_once_over_a_word_and_a_lost_connection() -> None:
+    play = formed("a", use_synchronous_rescaling=False, **PATIENT)
+    play.join("b")
+    play.wait(WINDOW_S)
+    play.complain("b", "a")
+    play.lose("a")
+    play.complain("b", "a")
+    assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == []
+    play.wait(16.0, silent="a")
+    assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == ["a"], "it has had its grace"
+
+
+def test_a_complaint_about_a_source_is_over_when_the_state_has_come() -> None:
+    play = formed("a", "b", "c", **PATIENT)
+    play.cluster.rescale(play.now, "a test")
+    play.stop("a", "b", stop=AHEAD)
+    play.stop("c", stop=BEHIND)
+    source = play.cluster.synchronising
+    assert source is not None
+    play.receive("c", unreached=source.source.id, trouble="refused")
+    play.ready("c")
+    play.news()
+    play.lose(source.source.id)
+    assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == []
+
+
+def test_who_had_to_wait_has_all_its_time_from_then_on() -> None:
+    play = formed("a", rescale_timeout_ms=20_000, **PATIENT)
+    play.join("b")
+    for member in play.cluster.members.values():
+        member.with_data = True
+    play.wait(WINDOW_S)
+    play.stop("a", stop=Stop(30, holds_state=True))
+    play.stop("b", stop=Stop(0, holds_state=False))
+    play.ready("a")
+    for _ in range(39):
+        play.receive("b", waits=True)
+        play.wait(1.0)
+    play.receive("b", waits=False)
+    play.wait(15.0)
+    assert "b" in play.cluster.members
+    play.wait(6.0)
+    assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == ["b"]
+
+
+class TestWhoIsToldToGoAndDoesNot:
+    def told(self, *names: str) -> Play:
+        play = formed("a", *names, leave_timeout_ms=60_000, **PATIENT)
+        play.cluster.drain("a", play.now, "its host is needed")
+        play.news()
+        return play
+
+    def failed(self, play: Play) -> list[str]:
+        return [fact.reason for fact in play.facts if isinstance(fact, WorkerFailed)]
+
+    def test_is_waited_for_as_long_as_its_library_is_heard(self) -> None:
+        play = self.told("b")
+        play.wait(600.0)
+        assert self.failed(play) == []
+
+    def test_is_put_out_when_its_library_has_been_silent_for_so_long(self) -> None:
+        play = self.told("b")
+        for _ in range(58):
+            play.wait(1.0, silent="a")
+            play.pulse("a")
+        assert self.failed(play) == []
+        while "a" in play.cluster.members:
+            play.pulse("a")
+            play.wait(1.0, silent="a")
+        (reason,) = self.failed(play)
+        assert reason.startswith("it was told to go 60.")
+
+    def test_is_put_out_when_nobody_has_taken_it_in(self) -> None:
+        play = formed("a", leave_timeout_ms=60_000, **PATIENT)
+        play.join("b")
+        play.cluster.drain("b", play.now, "it is not wanted after all")
+        play.wait(59.0)
+        assert self.failed(play) == []
+        play.wait(2.0)
+        assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == ["b"]
+
+    def test_is_not_held_to_what_it_could_not_have_been_heard_to_say(self) -> None:
+        play = self.told("b")
+        play.wait(50.0)
+        play.sleep(30.0)
+        play.wait(5.0)
+        assert self.failed(play) == []
+
+    @pytest.mark.parametrize("timeout_ms", [0, 1, 2000])
+    def test_is_heard_at_its_pace_however_short_the_patience(self, timeout_ms: int) -> None:
+        play = formed("a", "b", leave_timeout_ms=timeout_ms, **PATIENT)
+        play.cluster.drain("a", play.now, "its host is needed")
+        for _ in range(20):
+            play.wait(3.3, silent="a")
+            play.beat("a")
+        assert self.failed(play) == []
+
+    def test_is_given_as_a_reason_once(self) -> None:
+        play = formed("a")
+        for member in play.cluster.members.values():
+            member.with_data = True
+        play.cluster.drain("a", play.now, "its host is needed")
+        play.cluster.rescale(play.now, "a is to go: its host is needed")
+        assert play.last(RescaleStarted).reason == "a is to go: its host is needed"
+
+
 def test_a_timeout_of_nothing_lets_a_rescale_take_as_long_as_it_does() -> None:
     play = formed("a", rescale_timeout_ms=0)
     play.cluster.rescale(play.now, "a test")

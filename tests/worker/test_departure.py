@@ -1,14 +1,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import anyio
+import pytest
 
+from forged.client import ForgedClient
 from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.messages import WorkerJoined, WorkerLeft
+from forged.errors import ForgedError, RequestRefused
 from forged.log import SILENT
-from forged.worker.departure import LOOK_INTERVAL_S, Departure
+from forged.worker import departure
+from forged.worker.departure import LOOK_INTERVAL_S, Departure, Ties
+from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.standing import Standing
+from tests.client.house import House
+from tests.client.proxy import Proxy
 from tests.spine import task_group, virtual
+from tests.worker.crew import JOB, Crew, Trainer, crew_at, past
+from tests.worker.meshes import until
 
 CONFIG = ElasticTrainingConfig(leave_timeout_ms=60_000, reconnect_grace_ms=15_000)
 
@@ -18,25 +32,53 @@ class Scene:
 
     def __init__(self) -> None:
         self.standing = Standing("me")
-        self.is_needed = True
+        self.holds_state = False
+        self.holds_data = True
         self.has_daemon = True
+        self.is_waited_for = False
+        self.answers: list[bool | ForgedError] = []
+        """What the daemon says in turn; the last answer holds on. It says nothing without one."""
+        self.asked: list[str] = []
         self.visits = 0
         """To so many looks somebody has come."""
         self.wakes: list[float] = []
-        self.departure = Departure(self.standing, lambda: self.is_needed, self._wake, SILENT)
+        ties = Ties(
+            holds_state=lambda: self.holds_state,
+            holds_data=lambda: self.holds_data,
+            is_waited_for=lambda: self.is_waited_for,
+            has_given=self._has_given,
+            has_daemon=lambda: self.has_daemon,
+            ask=self._ask,
+        )
+        self.departure = Departure(self.standing, ties, self._wake, SILENT)
+
+    @asynccontextmanager
+    async def told_to_go(self, config: ElasticTrainingConfig = CONFIG) -> AsyncIterator[None]:
+        """Be told to go, more than once."""
+        self.standing.draining = "the spot price"
+        async with task_group() as tasks:
+            self.departure.begin(config, tasks)
+            self.departure.begin(config, tasks)
+            yield
 
     async def drained(self, config: ElasticTrainingConfig = CONFIG) -> float:
         """Be told to go, and wait until that is due; how long it took."""
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        self.standing.draining = "the spot price"
-        async with task_group() as tasks:
-            self.departure.limit(config, lambda: self.has_daemon, self._has_given, tasks)
-            self.departure.limit(config, lambda: self.has_daemon, self._has_given, tasks)
-            while not self.wakes:
+        async with self.told_to_go(config):
+            while not self.departure.is_due:
                 await anyio.sleep(LOOK_INTERVAL_S / 10)
-        assert self.departure.is_due
-        return self.wakes[0] - began_at
+        return loop.time() - began_at
+
+    async def _ask(self, wish: str) -> bool:
+        self.asked.append(wish)
+        if not self.answers:
+            await anyio.sleep_forever()
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        await anyio.sleep(0.01)
+        if isinstance(answer, ForgedError):
+            raise answer
+        return answer
 
     def _has_given(self) -> bool:
         has_given, self.visits = self.visits > 0, max(0, self.visits - 1)
@@ -47,21 +89,106 @@ class Scene:
 
 
 @virtual
-async def test_who_may_stay_is_not_due_and_its_waiting_has_no_end() -> None:
+async def test_who_may_stay_is_not_due_and_asks_nobody() -> None:
     scene = Scene()
     async with task_group() as tasks:
-        scene.departure.limit(CONFIG, lambda: False, lambda: False, tasks)
+        scene.departure.begin(CONFIG, tasks)
         await anyio.sleep(1000)
-    assert (scene.departure.is_due, scene.departure.is_overdue, scene.wakes) == (False, False, [])
+    assert (scene.departure.is_due, scene.departure.is_overdue, scene.wakes, scene.asked) == (False, False, [], [])
 
 
-def test_who_is_told_to_go_is_due_when_nobody_needs_it() -> None:
+def test_who_is_told_to_go_is_due_when_it_holds_nothing() -> None:
     scene = Scene()
     scene.standing.draining = "the spot price"
     assert not scene.departure.is_due
-    scene.is_needed = False
+    scene.holds_data = False
     assert scene.departure.is_due
     assert scene.departure.reason == "the spot price"
+
+
+@virtual
+async def test_who_has_the_state_goes_when_the_daemon_says_so() -> None:
+    scene = Scene()
+    scene.holds_data, scene.holds_state, scene.answers = False, True, [True]
+    assert await scene.drained() < 1
+    assert scene.asked == ["the spot price"]
+    assert scene.departure.reason == "the spot price"
+
+
+@virtual
+async def test_who_is_kept_for_the_state_asks_again_and_again() -> None:
+    scene = Scene()
+    scene.holds_data, scene.holds_state, scene.answers = False, True, [False, False, False, True]
+    assert 1.5 <= await scene.drained() < 1.7
+    assert len(scene.asked) == 4
+
+
+@virtual
+async def test_who_may_go_and_is_needed_after_all_stays() -> None:
+    scene = Scene()
+    scene.holds_data, scene.holds_state, scene.answers = False, True, [True, False]
+    async with scene.told_to_go():
+        await anyio.sleep(0.1)
+        assert scene.departure.is_due
+        scene.departure.reconsider()
+        assert not scene.departure.is_due, "until the daemon has been asked again"
+        await anyio.sleep(0.1)
+        assert not scene.departure.is_due
+    assert len(scene.asked) == 2
+
+
+@virtual
+async def test_an_answer_that_is_older_than_the_change_does_not_count() -> None:
+    scene = Scene()
+    scene.holds_data, scene.holds_state, scene.answers = False, True, [True, False]
+    async with scene.told_to_go():
+        await anyio.sleep(0.005)
+        scene.departure.reconsider()
+        await anyio.sleep(0.1)
+        assert not scene.departure.is_due
+    assert len(scene.asked) == 2
+
+
+@virtual
+async def test_who_is_refused_an_answer_is_not_kept() -> None:
+    scene = Scene()
+    scene.holds_data, scene.holds_state, scene.answers = False, True, [RequestRefused("job_unknown", "no such job")]
+    assert await scene.drained() < 1
+
+
+@virtual
+async def test_who_holds_data_stays_though_it_may_go_as_far_as_the_state_goes() -> None:
+    scene = Scene()
+    scene.holds_state, scene.answers = True, [True]
+    assert round(await scene.drained()) == 60
+
+
+@virtual
+async def test_while_the_others_wait_for_its_step_its_time_does_not_run() -> None:
+    scene = Scene()
+    scene.is_waited_for = True
+
+    async def end_the_step() -> None:
+        await anyio.sleep(600)
+        scene.is_waited_for = False
+
+    async with task_group() as tasks:
+        tasks.start_soon(end_the_step)
+        assert round(await scene.drained()) == 660
+
+
+@virtual
+async def test_with_every_change_of_the_world_its_time_begins_anew() -> None:
+    scene = Scene()
+
+    async def change() -> None:
+        for _ in range(10):
+            await anyio.sleep(50)
+            scene.departure.reconsider()
+
+    async with task_group() as tasks:
+        tasks.start_soon(change)
+        assert round(await scene.drained()) == 560
 
 
 @virtual
@@ -69,7 +196,7 @@ async def test_others_have_so_long_to_take_over_what_it_holds() -> None:
     scene = Scene()
     assert round(await scene.drained()) == 60
     assert scene.departure.reason == "the spot price; nobody came for what it holds for 60 s"
-    scene.is_needed = False
+    scene.holds_data = False
     assert scene.departure.reason == "the spot price"
     assert len(scene.wakes) == 1
 
@@ -124,3 +251,129 @@ async def test_a_job_may_wait_for_ever_as_long_as_there_is_a_daemon() -> None:
     async with task_group() as tasks:
         tasks.start_soon(go_away)
         assert round(await scene.drained(config)) == 3015
+
+
+class TestHandingOverTheState:
+    """Somebody waits to be taken in, and all who have the state are told to go; with a real daemon."""
+
+    @pytest.fixture(params=[True, False], ids=["synchronous", "asynchronous"])
+    async def crew(self, request: pytest.FixtureRequest, house: House) -> AsyncIterator[Crew]:
+        # Nobody is taken in before somebody has to be.
+        settings = {"stability_window_ms": 600_000, "use_synchronous_rescaling": request.param}
+        async with crew_at(house.endpoint, **settings) as crew:
+            yield crew
+
+    async def _train(self, crew: Crew, client: ForgedClient, *names: str) -> None:
+        await self._register(crew, client, *names)
+        await client.rescale_job(JOB)
+        await crew.world_of(*names, steps=5)
+
+    async def _register(self, crew: Crew, client: ForgedClient, *names: str) -> None:
+        async with client.facts(WorkerJoined, jobs=[JOB]) as joined:
+            crew.start(*names)
+            for _ in names:
+                await anext(joined)
+
+    async def _is_continued_by(self, crew: Crew, name: str) -> None:
+        await crew.until(lambda: bool(crew[name].places))
+        assert crew[name].places[0].step >= 5
+        await crew.finish(name)
+
+    async def test_who_joins_behind_the_wish_that_all_others_go_gets_it(self, crew: Crew, client: ForgedClient) -> None:
+        await self._train(crew, client, "a")
+        go_on = await held_in_a_step(crew["a"])
+        await client.drain_worker(JOB, "a")
+        await self._register(crew, client, "b")
+        go_on.set()
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "b")
+
+    async def test_a_connection_that_breaks_at_the_wrong_moment_changes_nothing(
+        self, house: House, tmp_path: Path, client: ForgedClient
+    ) -> None:
+        proxy = Proxy(tmp_path / "p", house.config.socket)
+        async with crew_at(proxy.endpoint, stability_window_ms=600_000) as crew:
+            await self._train(crew, client, "a")
+            crew.endpoints = [house.endpoint]
+            await self._register(crew, client, "b")
+            go_on = await held_in_a_step(crew["a"])
+            a = crew["a"].worker
+            proxy.cut()
+            while a._client is not None and a._client.connected:
+                await asyncio.sleep(0)
+            a.drain("it was told to end, by SIGTERM")
+            go_on.set()
+            assert await crew.over("a") == [None]
+            await self._is_continued_by(crew, "b")
+        await proxy.close()
+
+    async def test_a_step_that_lasts_longer_than_anybody_is_waited_for_is_not_held_against_it(
+        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(departure, "LOOK_INTERVAL_S", 0.01)
+        async with crew_at(house.endpoint, stability_window_ms=600_000, leave_timeout_ms=200) as crew:
+            await self._train(crew, client, "a")
+            await self._register(crew, client, "b")
+            go_on = await held_in_a_step(crew["a"])
+            await client.drain_worker(JOB, "a")
+            looks = 0
+            has_given = Mesh.has_given
+
+            def look(mesh: Mesh) -> bool:
+                nonlocal looks
+                looks += 1
+                return has_given(mesh)
+
+            monkeypatch.setattr(Mesh, "has_given", look)
+            # So many looks take twice as long as anybody is waited for.
+            await until(lambda: looks > 40)
+            go_on.set()
+            assert await crew.over("a") == [None]
+            await self._is_continued_by(crew, "b")
+
+    async def test_of_several_who_are_told_to_go_at_once_the_last_one_gives_it(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
+        await self._train(crew, client, "a", "c")
+        await self._register(crew, client, "b")
+        for name in "ac":
+            crew[name].worker.drain("the spot price")
+        assert await crew.over("a", "c") == [None, None]
+        await self._is_continued_by(crew, "b")
+
+    async def test_a_world_that_does_not_come_together_at_once_is_waited_for(
+        self, crew: Crew, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await self._train(crew, client, "a")
+        enter, failed = Mesh.enter, asyncio.Event()
+
+        async def fail_once(mesh: Mesh, *arguments: Any) -> Any:
+            if mesh is crew["a"].worker._mesh and not failed.is_set():
+                failed.set()
+                raise WorldIncomplete("a packet was lost", "b")
+            return await enter(mesh, *arguments)
+
+        monkeypatch.setattr(Mesh, "enter", fail_once)
+        await self._register(crew, client, "b")
+        crew["a"].worker.drain("its host is needed")
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "b")
+
+    async def test_who_nobody_can_follow_goes_at_once(self, crew: Crew, client: ForgedClient) -> None:
+        await self._train(crew, client, "a")
+        crew["a"].worker.drain("nobody is there")
+        assert await crew.over("a") == [None]
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["nobody is there"]
+
+
+async def held_in_a_step(trainer: Trainer) -> asyncio.Event:
+    """Wait until it is in a step, and stays there until the event."""
+    go_on, inside = asyncio.Event(), asyncio.Event()
+
+    async def before(step: int) -> None:
+        inside.set()
+        await go_on.wait()
+
+    trainer.before_step = before
+    await inside.wait()
+    return go_on

@@ -481,7 +481,7 @@ class TestSignals:
                         signal.raise_signal(signal.SIGTERM)
                     worker.barrier()
                     done.append(int(step))
-            assert worker.step in (4, 5)
+            assert worker.step >= 4
         assert done == list(range(worker.step))
         assert why == ["it was told to end, by SIGTERM"]
         assert [fact.reason for fact in past(client, WorkerLeft)] == why
