@@ -415,9 +415,13 @@ class Cluster:
             return False
         there = self._staying()
         others = {one.id for one in self.members.values() if one.leaving is None and not is_lost(one)} - {member.id}
-        heirs = others if self.there < self.config.max_workers else others & there
         holders = (self.state_holders or self.world.keys()) & there
-        return bool(heirs) and holders.isdisjoint(others)
+        if not (others and holders.isdisjoint(others)):
+            return False
+        # In a full world, one of those who are to go waits for the others to make room.
+        first = next((name for name in self.world if name in holders), member.id)
+        has_room = self.there < self.config.max_workers or (self.there > 1 and member.id == first)
+        return has_room or not others.isdisjoint(there)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead."""

@@ -923,6 +923,21 @@ def test_a_full_world_can_hand_over_to_nobody() -> None:
     assert not keeps(play, "a")
 
 
+def test_in_a_full_world_the_others_make_room_for_who_takes_over() -> None:
+    play = Play(max_workers=2)
+    play.join("a", "b")
+    play.agree()
+    play.join("c")
+    for name in "ab":
+        play.cluster.drain(name, play.now, "the night")
+    assert (keeps(play, "a"), keeps(play, "b")) == (True, False)
+    play.leave("b")
+    assert keeps(play, "a")
+    play.wait(0.1)
+    play.agree()
+    assert play.world == ["a", "c"]
+
+
 def test_in_a_world_that_has_not_met_who_has_the_state_is_kept() -> None:
     play = formed("a", use_synchronous_rescaling=False)
     play.join("b")

@@ -41,9 +41,9 @@ from tests.simulation.network import HostNetwork
 from tests.simulation.stage import ENDPOINT, SERVER, SOCKET, Stage
 
 RECOVERY_MAX_S = 90.0
+"""How long after the trouble every job must have trained again."""
 RESCALES_IN_A_ROW = 3
 """So many may follow each other before a job trains again, each with all of its data."""
-"""How long after the trouble every job must have trained again."""
 STEPS_MORE = 3
 """So many steps show that a job trains again, and so many more end it."""
 STEADY_LIFE_S = (1000.0, 1000.0)

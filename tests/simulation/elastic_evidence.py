@@ -52,7 +52,7 @@ class Evidence:
         """Whether it had its time to go, and did not."""
         assert trainee.me is not None
         told_s = self._now() - truth.told_to_go.get(trainee.me, math.inf)
-        if told_s < truth.config.leave_timeout_s - TOLD_LATE_S:
+        if told_s < max(truth.config.leave_timeout_s, truth.config.worker_heartbeat_timeout_s) - TOLD_LATE_S:
             return f"it was told so {told_s:.1f} s ago"
         if reason.endswith("did not"):
             return "the others need it" if trainee.me in truth.world else None

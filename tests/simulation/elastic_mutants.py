@@ -248,6 +248,13 @@ def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def keep_nobody_for_the_state() -> Iterator[None]:
+    """Who is told to go may go, whoever waits for what only it has."""
+    with patch.object(Cluster, "keeps_the_state", lambda self, member: False):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -267,6 +274,7 @@ MUTANTS: dict[str, Mutant] = {
         give_the_suspended_no_more_than_the_grace,
         fail_whoever_has_not_answered,
         take_everybody_for_a_holder_of_the_state,
+        keep_nobody_for_the_state,
     )
 }
 
@@ -287,5 +295,6 @@ BREAKS: dict[str, Promise] = {
     "give_the_suspended_no_more_than_the_grace": Promise.EVIDENCE,
     "fail_whoever_has_not_answered": Promise.EVIDENCE,
     "take_everybody_for_a_holder_of_the_state": Promise.STEPS,
+    "keep_nobody_for_the_state": Promise.HANDED_OVER,
 }
 """The promise that each of them breaks."""

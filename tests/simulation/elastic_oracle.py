@@ -43,7 +43,16 @@ from forged.status.model import DaemonStarted
 from tests.simulation.data_oracle import DataOracle, DataPromise
 from tests.simulation.elastic_background import Background
 from tests.simulation.elastic_evidence import Evidence
-from tests.simulation.elastic_truth import BATCH, Disturbances, Promise, Trainee, Truth, broken
+from tests.simulation.elastic_truth import (
+    BATCH,
+    QUIET_S,
+    WAITS_S,
+    Disturbances,
+    Promise,
+    Trainee,
+    Truth,
+    broken,
+)
 from tests.simulation.oracle import Broken
 
 OLD_WORLD_MAX_S = 60.0
@@ -64,6 +73,8 @@ class ElasticOracle:
         self._evidence = Evidence(self.trainees, self.disturbances, now)
         self._background = Background(self.trainees, self.disturbances, now)
         self._now = now
+        self._steady_from = 0.0
+        """Since when workers have had time to find the daemon."""
 
     # Facts.
 
@@ -87,6 +98,7 @@ class ElasticOracle:
 
     def reloaded(self) -> None:
         """A daemon has begun with what the store holds, or goes on with it."""
+        self._steady_from = self._now() + QUIET_S
         for truth in self.truths.values():
             truth.in_attempt = truth.synchronising = truth.in_background = False
 
@@ -100,11 +112,42 @@ class ElasticOracle:
             self.breach(Promise.MEMBERS, f"{fact.worker} joined {truth.job}, and {there} has not gone")
         self._must_not_be_over(fact, truth)
         truth.members[fact.worker.id] = fact.worker
+        truth.joined_at[fact.worker] = self._now()
         truth.hosts[fact.worker.id] = fact.worker.hostname
 
     @take.register
     def _left(self, fact: WorkerLeft, truth: Truth) -> None:
-        self._gone(fact.worker_id, truth, fact)
+        worker = self._gone(fact.worker_id, truth, fact)
+        if heir := self._heir_of(worker, truth, fact.reason):
+            told_s = self._now() - truth.told_to_go[worker]
+            self.breach(
+                Promise.HANDED_OVER,
+                f"{worker} left {truth.job}, told to {told_s:.1f} s ago, with the only state; {heir} waited for it",
+            )
+
+    def _heir_of(self, worker: WorkerId, truth: Truth, reason: str) -> WorkerId | None:
+        """Who could have had the state of one that was told to go, and took it along."""
+        is_last = worker in truth.world and not any(other in truth.world for other in truth.members.values())
+        waited_in_vain = "; " in reason
+        if not is_last or waited_in_vain or worker not in truth.told_to_go or truth.phase in OVER:
+            return None
+        config, now = truth.config, self._now()
+        waiting = [other for other in truth.members.values() if other not in truth.told_to_go]
+        has_room = config.max_workers > 1 and 1 + len(waiting) >= config.min_workers
+        trainee = self.trainee_of(worker)
+        has_state = trainee is not None and trainee.committed == truth.steps_committed > 0
+        if not (has_state and has_room) or self._is_disturbed(worker):
+            return None
+        return next((one for one in waiting if now - truth.joined_at[one] > WAITS_S and self._hears(one)), None)
+
+    def _hears(self, worker: WorkerId) -> bool:
+        trainee = self.trainee_of(worker)
+        is_held = trainee is None or trainee.held_until > self._now() - WAITS_S
+        return not (is_held or self._is_disturbed(worker)) and trainee is not None and trainee.alive
+
+    def _is_disturbed(self, worker: WorkerId) -> bool:
+        """Whether it may not have heard what was said, or not been heard."""
+        return self.disturbances.good_for_s(worker.hostname) < QUIET_S or self._now() < self._steady_from
 
     @take.register
     def _failed(self, fact: WorkerFailed, truth: Truth) -> None:

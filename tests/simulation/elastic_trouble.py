@@ -38,7 +38,7 @@ from forged.errors import RequestRefused, Unavailable
 from forged.messages import Fact, Request
 from tests.simulation.data import FULL_S, Disk
 from tests.simulation.elastic_process import Job, Process
-from tests.simulation.elastic_truth import Promise, broken
+from tests.simulation.elastic_truth import WAITS_S, Promise, broken
 from tests.simulation.stage import SERVER
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ class Trouble:
     def happens(self, fact: Fact, job: str) -> None:
         """A fact has just become known: whoever lies in wait for that moment acts."""
         world = self._world
+        if isinstance(fact, WorkerJoined) and world.trouble and self._random.random() < 0.2:
+            world.start(partial(self._relieve, job))
         if not (self._ambushes and world.trouble and isinstance(fact, MOMENTS) and self._random.random() < 0.25):
             return
         victim = self._concerned(fact, job)
@@ -367,6 +369,16 @@ class Trouble:
             for trainee in self._world.oracle.trainees:
                 trainee.evicted |= (trainee.job, trainee.name) == (job.name, name)
         await self.want(operator, request)
+
+    async def _relieve(self, job: str) -> None:
+        """Tell all of a world to go, because others are there."""
+        world = self._world
+        await anyio.sleep(2 * WAITS_S)
+        world.met["a whole world is told to go"] += 1
+        source = Random(world.random.getrandbits(64))
+        async with world.client(world.network.host("operator"), source) as operator:
+            for worker in world.oracle.truths[job].world.workers:
+                await self.want(operator, DrainWorker(job, worker.id))
 
     async def want(self, operator: ForgedClient, request: Request[Any]) -> bool:
         """Ask for something as an operator; tells whether it was answered."""

@@ -23,6 +23,10 @@ BATCH = 24
 MODULUS = 2**31 - 1
 BREAK_S = 1.0
 """Between two times that a script is held up so little may pass without a step."""
+QUIET_S = 5.0
+"""When nothing has been wrong for so long, what is said is heard."""
+WAITS_S = 0.5
+"""Whoever has been there for so long is known to wait to be taken in."""
 SETTLED_AFTER_S = 20.0
 """A network that was good for so long has no part in what happens then."""
 
@@ -39,6 +43,7 @@ class Promise(StrEnum):
     EVIDENCE = "no worker is declared dead without evidence"
     TOLERANCE = "a job is aborted when it has had too much, and only then"
     STEPS = "a step counts once, when all have finished it, and what counts stays"
+    HANDED_OVER = "who is told to go leaves the state to those who wait to be taken in"
     STATE = "the state of every trainer is a function of the number of committed steps"
     RUNS_AGAIN = "when the faults have stopped, every job runs again within a bound"
     ANSWERS = "whoever does nothing wrong is not refused"
@@ -157,6 +162,7 @@ class Truth:
     members: dict[str, WorkerId] = field(default_factory=dict)
     hosts: dict[str, str] = field(default_factory=dict)
     """Where a worker of that id was last."""
+    joined_at: dict[WorkerId, float] = field(default_factory=dict)
     told_to_go: dict[WorkerId, float] = field(default_factory=dict)
     """When that became known."""
     gone: set[WorkerId] = field(default_factory=set)
