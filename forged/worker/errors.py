@@ -6,6 +6,8 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 
 NEWS_DIFFER = frozenset({"generation_over", "topology_differs", "incarnation_differs", "not_a_member"})
 """With which workers refuse each other when they have not heard the same; the daemon knows what holds."""
+BLAMELESS = NEWS_DIFFER | {"attempt_over"}
+"""With which a worker tells another that it has gone on to newer news, which is nobody's fault."""
 
 
 class StepAborted(Unavailable):

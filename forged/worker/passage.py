@@ -24,7 +24,7 @@ from forged.net.tls import TLS_FAILED
 from forged.worker.agreement import Agreement, agree
 from forged.worker.collectives import CollectiveAborted, World
 from forged.worker.departure import Departure
-from forged.worker.errors import passes
+from forged.worker.errors import BLAMELESS, passes
 from forged.worker.exchange import StateExchange
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.place import Place
@@ -267,7 +267,8 @@ class Passage:
         try:
             await self._with.exchange.fetch(source, attempt)
         except Unavailable as error:
-            raise WorldIncomplete(f"the state of {source} could not be had: {error.message}", source.id) from error
+            blamed = "" if error.code in BLAMELESS else source.id
+            raise WorldIncomplete(f"the state of {source} could not be had: {error.message}", blamed) from error
 
     def _state_of(self, agreement: Agreement, commit: Commit) -> GlobalTrainingState:
         stop = agreement.stop

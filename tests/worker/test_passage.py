@@ -18,13 +18,15 @@ from forged.elastic.messages import (
 from forged.elastic.model import (
     WorkerId,
 )
-from forged.errors import RequestRefused
+from forged.errors import RequestRefused, Unavailable
 from forged.worker import exchange
 from forged.worker.agreement import Agreement
 from forged.worker.collectives import World
 from forged.worker.errors import NEWS_DIFFER, WorkerEvicted
+from forged.worker.exchange import StateExchange
 from forged.worker.mesh import Mesh
 from forged.worker.passage import Passage
+from forged.worker.registration import Registration
 from forged.worker.standing import Commit
 from forged.worker.worker import ElasticWorker
 from tests.client.house import House
@@ -141,6 +143,44 @@ class TestNotStopping:
                 await crew.world_of("a", "b", "c")
             assert crew["c"].worker.generation == generation + 1
             await crew.finish("a", "b", "c")
+
+
+class TestAStateThatCannotBeHad:
+    """Where nobody has stopped, a newcomer fetches it in the new world."""
+
+    @pytest.mark.parametrize(
+        ("error", "blamed"),
+        [
+            (Unavailable("attempt_over", "attempt 3 is over, 4 is the newest"), ""),
+            (Unavailable("unreachable", "nobody answers"), "a"),
+        ],
+        ids=["superseded", "unreached"],
+    )
+    async def test_is_held_against_the_source_unless_that_has_gone_on(
+        self, error: Unavailable, blamed: str, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        complaints: list[str] = []
+        complain, fetch = Registration.complain, StateExchange.fetch
+
+        async def note(line: Registration, generation: int, peer: str, why: str) -> None:
+            if line.worker.id == "b":
+                complaints.append(peer)
+            await complain(line, generation, peer, why)
+
+        async def fail_once(exchange: StateExchange, source: WorkerId, attempt: int) -> None:
+            if not complaints:
+                raise error
+            await fetch(exchange, source, attempt)
+
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a")
+            await crew.world_of("a", steps=5)
+            monkeypatch.setattr(Registration, "complain", note)
+            monkeypatch.setattr(StateExchange, "fetch", fail_once)
+            crew.start("b")
+            await crew.world_of("a", "b")
+            await crew.finish("a", "b")
+        assert complaints[0] == blamed
 
 
 class TestConnectionsThatBreak:
