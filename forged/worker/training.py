@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from random import SystemRandom
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from forged.clock import SystemClock
 from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
 from forged.data.training import TrainingData
@@ -29,14 +25,12 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
 from forged.log import SILENT, Log
-from forged.worker.counters import Counters
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
-from forged.worker.forks import ForkGuard
 from forged.worker.peer_tls import PeerTls
-from forged.worker.pulse import Heart, Pulse
 from forged.worker.state import copy_of
 from forged.worker.step import Step
+from forged.worker.termination import heeding_sigterm
 from forged.worker.worker import JOB, ElasticWorker
 
 R = TypeVar("R")
@@ -51,38 +45,28 @@ class Training:
 
     def __init__(
         self,
-        make: Callable[[Counters], ElasticWorker],
+        make: Callable[[], ElasticWorker],
         endpoints: tuple[str, ...],
-        token: str | None,
-        log: Log = SILENT,
     ) -> None:
         self._careful = False
         """Whether the script does its steps inside `with step:`."""
         self._is_stepping = False
         self._make = make
         self._endpoints = endpoints
-        self._token = token
-        self._log = log
-        self._counters: Counters | None = None
         self._restore: Callable[[], None] | None = None
         self._portal: BlockingPortal | None = None
         self._worker: ElasticWorker | None = None
-        self._guard: ForkGuard | None = None
-        self._heart: Heart | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         if self._worker is not None:
             raise RequestRefused("training_reopened", "a training is opened once", "call `forged.join` again")
         with contextlib.ExitStack() as stack:
-            counters = self._counters = stack.enter_context(contextlib.closing(Counters.create()))
             self._portal = stack.enter_context(start_blocking_portal(name="forged-worker"))
-            worker = self._worker = self._portal.call(self._make, counters)
-            stack.callback(self._end_pulse)
+            worker = self._worker = self._portal.call(self._make)
             stack.enter_context(self._portal.wrap_async_context_manager(worker.session(*self._endpoints)))
-            self._guard = ForkGuard(worker.descriptors)
-            stack.callback(self._guard.close)
-            stack.enter_context(self._heeding_signals())
+            # Here, because signals come to the thread of the script.
+            stack.enter_context(heeding_sigterm(worker.told_to_end))
             self._open = stack.pop_all()
         return self
 
@@ -102,16 +86,13 @@ class Training:
 
     @property
     def _is_forked(self) -> bool:
-        return self._guard is not None and self._guard.forked
+        return self._worker is not None and self._worker.process.is_forked
 
     # Steps.
 
     def steps(self, total: int | None = None) -> Iterator[Step]:
         """The steps to be done, over all rescales; the same one again if it was broken off."""
-        self._begin_pulse()
         while (number := self._run(self.worker.begin_step, total)) is not None:
-            assert self._heart is not None
-            self._heart.look()
             self._keep_state()
             self._is_stepping = True
             try:
@@ -120,28 +101,6 @@ class Training:
                 self._is_stepping = False
             if not self._run(self.worker.finish_step):
                 self._give_back_state()
-
-    def _begin_pulse(self) -> None:
-        if not self.worker.is_registered:
-            self._run(self.worker.register)
-        if self._heart is None:
-            self._heart = Heart(self._start_pulse, SystemClock(), SystemRandom().random, self._log)
-
-    def _start_pulse(self) -> Pulse:
-        assert self._counters is not None
-        worker = self.worker
-        return Pulse.start(
-            self._endpoints or (worker.endpoint,),
-            worker.job,
-            worker.worker_id.id,
-            worker.incarnation,
-            self._token,
-            self._counters,
-        )
-
-    def _end_pulse(self) -> None:
-        if self._heart is not None:
-            self._heart.close()
 
     def _entered(self) -> None:
         self._careful = True
@@ -309,60 +268,8 @@ class Training:
     def _there(self) -> BlockingPortal:
         if self._portal is None or self._worker is None:
             raise RequestRefused("worker_not_open", "the worker is not open", "use it inside `with forged.join(...)`")
-        if self._guard is not None:
-            self._guard.check()
+        self._worker.process.check()
         return self._portal
-
-    @contextlib.contextmanager
-    def _heeding_signals(self) -> Iterator[None]:
-        """Let SIGTERM finish the step and leave, where the script has not its own idea of it."""
-        ours = threading.current_thread() is threading.main_thread()
-        if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            yield
-            return
-        signal.signal(signal.SIGTERM, self._terminated)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
-        if self._portal is not None and self.worker.is_registered:
-            self._portal.start_task_soon(self.worker.drain, "it was told to end, by SIGTERM")
-            return
-        # Nobody waits for this worker, so there is no step to be finished first.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
-
-
-class _Forking(threading.local):
-    """SIGTERM while a thread forks: in the child nobody could finish a step, so there it just ends.
-
-    It waits meanwhile, because Python forgets in the child what came before it had looked at it.
-    """
-
-    has_blocked = False
-
-    def begin(self) -> None:
-        if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Training._terminated:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            self.has_blocked = signal.SIGTERM not in before
-
-    def go_on_in_parent(self) -> None:
-        if self.has_blocked:
-            self.has_blocked = False
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    def go_on_in_child(self) -> None:
-        if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Training._terminated:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.go_on_in_parent()
-
-
-_forking = _Forking()
-os.register_at_fork(
-    before=_forking.begin, after_in_parent=_forking.go_on_in_parent, after_in_child=_forking.go_on_in_child
-)
 
 
 def join(
@@ -387,7 +294,7 @@ def join(
     `peer_tls`, workers speak TLS to each other, with what `$FORGED_CA`, `$FORGED_CERTIFICATE` and `$FORGED_KEY` name.
     """
 
-    def make(counters: Counters) -> ElasticWorker:
+    def make() -> ElasticWorker:
         return ElasticWorker(
             worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(SUFFIX_BYTES).hex()}",
             config,
@@ -399,9 +306,8 @@ def join(
             attributes=attributes,
             data=data,
             sampler=sampler,
-            counters=counters,
             log=log,
             peer_tls=PeerTls.from_environment(os.environ) if peer_tls else None,
         )
 
-    return Training(make, endpoints, token, log)
+    return Training(make, endpoints)

@@ -7,12 +7,13 @@ when the world has to change and at no other time, so training goes on while it 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from random import Random, SystemRandom
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -43,6 +44,7 @@ from forged.messages import Gap, Record
 from forged.net.network import Address, Network
 from forged.worker import amounts
 from forged.worker.carriers import Carrier, LoopCarrier
+from forged.worker.collectives import World
 from forged.worker.consumption import Consumption
 from forged.worker.counters import Counters
 from forged.worker.custodian import Custodian
@@ -53,6 +55,7 @@ from forged.worker.exchange import StateExchange
 from forged.worker.farewell import farewell
 from forged.worker.hearing import Hearing
 from forged.worker.mesh import Mesh
+from forged.worker.own_process import OwnProcess, WorkerProcess
 from forged.worker.passage import Means, Passage
 from forged.worker.peer_tls import PeerTls
 from forged.worker.place import Place
@@ -62,7 +65,10 @@ from forged.worker.standing import FOLLOWED, Standing
 from forged.worker.state import pack
 from forged.worker.step import Step
 from forged.worker.supply import Supply
+from forged.worker.termination import TOLD
 from forged.worker.usage_report import UsageReport
+
+R = TypeVar("R")
 
 JOB = "default"
 LOOPBACK = "127.0.0.1"
@@ -73,6 +79,9 @@ class ElasticWorker:
 
     `state` is a dict of arrays and plain values, or an object with `state_dict` and `load_state_dict`; it is what a new
     worker takes from the others, and must change only behind the last collective of a step.
+
+    The process is this worker's alone: a pulse speaks for it, forked children keep none of its connections, and SIGTERM
+    lets it finish its step and leave. Where several workers live in one process, each is given a `SharedProcess()`.
     """
 
     rescaling_requested: Event[RescalingEvent]
@@ -96,7 +105,7 @@ class ElasticWorker:
         network: Network | None = None,
         clock: Clock | None = None,
         incarnation: bytes | None = None,
-        counters: Counters | None = None,
+        process: WorkerProcess | None = None,
         log: Log = SILENT,
         random: Random | None = None,
         carrier: Carrier | None = None,
@@ -129,26 +138,29 @@ class ElasticWorker:
         self._log = log
         self.incarnation = incarnation or self._random.randbytes(INCARNATION_BYTES)
         """What tells this worker from any other of its name, before it and behind it."""
-        self._counters = counters
-        self._place = Place(learning_rate, global_batch_size, sampler, counters)
+        self.process: WorkerProcess = process or OwnProcess(log)
+        """What it has of the process that it lives in."""
+        self._place = Place(learning_rate, global_batch_size, sampler, None)
         self._joined_at = self._heartbeat_at = self._clock.wall()
         self._client: ForgedClient | None = None
         self._mesh: Mesh | None = None
         self._line: Registration | None = None
         self._tasks: TaskGroup | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._session: AbstractAsyncContextManager[ElasticWorker] | None = None
         self._is_open = False
         self._sessions = 0
-        self._begin_anew()
+        self._begin_anew(None)
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, counters: Counters | None) -> None:
         """What a session begins with."""
         if self._sessions:
             # To the daemon and the others it is another worker, which comes with its state and is not believed it.
             self.incarnation = self._random.randbytes(INCARNATION_BYTES)
         self._standing = Standing(self._worker_id.id)
         self._departure = Departure(self._standing, self._is_needed, self._wake, self._log)
-        self._presence = Presence(self._standing, self._counters)
+        self._presence = Presence(self._standing, counters)
+        self._place.counters = counters
         self._place.begin_anew()
         self._hearing: Hearing | None = None
         self._passage: Passage | None = None
@@ -299,28 +311,37 @@ class ElasticWorker:
     @asynccontextmanager
     async def session(self, *endpoints: str) -> AsyncIterator[ElasticWorker]:
         """Be connected inside the block, with the door open for peers; `register` makes it a worker."""
+        self.process.check()
         if self._is_open:
             raise RequestRefused("worker_connected", "the worker is already connected to the cluster", "disconnect it")
-        self._is_open = True
-        failure: Exception | None = None
+        self._is_open, self._loop = True, asyncio.get_running_loop()
         try:
-            self._begin_anew()
-            self._sessions += 1
-            async with self._reach(endpoints) as client, self._open_door(client), anyio.create_task_group() as tasks:
-                self._client, self._tasks = client, tasks
-                self._line = Registration(client, self.job, self._worker_id, self.incarnation, self._random, self._log)
-                try:
+            with self.process.inhabited(self.descriptors, self.told_to_end) as counters:
+                self._begin_anew(counters)
+                self._sessions += 1
+                async with self._at(endpoints):
                     yield self
-                except Exception as error:  # noqa: BLE001 - raised below, so that it does not come out in a group
-                    failure = error
-                finally:
-                    with anyio.CancelScope(shield=True):
-                        await self.leave("it was disconnected")
-                    tasks.cancel_scope.cancel()
         finally:
             # Behind the end of all tasks, which may have a last turn in which they use them.
             self._client = self._mesh = self._line = self._tasks = self._presence.world = None
+            self._presence.counters = self._place.counters = None
             self._is_open = self._registered = False
+
+    @asynccontextmanager
+    async def _at(self, endpoints: tuple[str, ...]) -> AsyncIterator[None]:
+        """Have connections, and tasks that go on beside the script."""
+        failure: Exception | None = None
+        async with self._reach(endpoints) as client, self._open_door(client), anyio.create_task_group() as tasks:
+            self._client, self._tasks = client, tasks
+            self._line = Registration(client, self.job, self._worker_id, self.incarnation, self._random, self._log)
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - raised below, so that it does not come out in a group
+                failure = error
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self.leave("it was disconnected")
+                tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
 
@@ -350,6 +371,7 @@ class ElasticWorker:
 
     async def register(self) -> None:
         """Become a worker of the job; from now on the world waits for this worker."""
+        self.process.check()
         if self._tasks is None or self._client is None or self._line is None:
             raise RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
         if self._registered:
@@ -366,11 +388,16 @@ class ElasticWorker:
             facts.close()
             raise
         self._joined_at, self._registered = self._clock.wall(), True
+        self._begin_pulse(self._client)
         self._tasks.start_soon(self._beat)
         if self._place.consumption is not None:
             self._usage = self._report_of(self._place.consumption)
             self._tasks.start_soon(self._usage.keep_telling)
         hearing.begin_to_ask()
+
+    def _begin_pulse(self, client: ForgedClient) -> None:
+        endpoints = [str(address) for address in client.endpoints]
+        self.process.begin_pulse(endpoints, self.job, self._worker_id.id, self.incarnation, self._token)
 
     def _hearing_of(self, client: ForgedClient, tasks: TaskGroup) -> Hearing:
         return Hearing(
@@ -461,7 +488,7 @@ class ElasticWorker:
     async def disconnect(self) -> None:
         """Leave in good order; no error for who is not connected."""
         session, self._session = self._session, None
-        if session is not None:
+        if session is not None and not self.process.is_forked:
             await session.__aexit__(None, None, None)
 
     async def close(self) -> None:
@@ -485,7 +512,7 @@ class ElasticWorker:
 
     async def leave(self, reason: str, *, done: bool = False, failed: bool = False) -> None:
         """Tell the daemon that this worker goes, if that can be told in time."""
-        if self._left or not self._registered or self._line is None:
+        if self._left or not self._registered or self._line is None or self.process.is_forked:
             return
         self._left, self._presence.status = True, WorkerStatus.LEAVING
         await self._presence.leave()
@@ -499,9 +526,21 @@ class ElasticWorker:
 
     def drain(self, reason: str) -> None:
         """Finish the present step, and go."""
+        self.process.check()
         self._standing.draining = self._standing.draining or reason
         self._limit_departure()
         self._wake()
+
+    def told_to_end(self) -> bool:
+        """Finish the present step and go, because of SIGTERM; tells whether there is anything to be finished.
+
+        To be called in any thread, also where a signal has interrupted it.
+        """
+        loop = self._loop
+        if loop is None or not self.is_registered:
+            return False
+        loop.call_soon_threadsafe(self.drain, TOLD)
+        return True
 
     # Steps.
 
@@ -516,6 +555,7 @@ class ElasticWorker:
 
     async def begin_step(self, total: int | None = None) -> int | None:
         """Wait until a step may begin; returns its number, or None when there are no more."""
+        self.process.check()
         if not self._registered:
             await self.register()
         assert self._passage is not None
@@ -536,12 +576,14 @@ class ElasticWorker:
             else:
                 self._presence.is_void = False
                 self._place.begin_step()
+                self.process.look_after_pulse()
                 await self.resume_training()
                 return self.step
         return None
 
     async def finish_step(self) -> bool:
         """Tell the others that the step is done; returns whether it counts."""
+        self.process.check()
         if self._presence.is_void:
             return False
         self._presence.mark()
@@ -614,19 +656,23 @@ class ElasticWorker:
 
     async def barrier(self) -> None:
         """Wait for all."""
-        await self._presence.together(lambda world: world.barrier())
+        await self._together(lambda world: world.barrier())
 
     async def gather(self, value: Any, root: int = 0) -> list[Any] | None:
         """Everybody's value, in the order of ranks, at the root; None elsewhere."""
-        return await self._presence.together(lambda world: world.gather(value, root))
+        return await self._together(lambda world: world.gather(value, root))
 
     async def broadcast(self, value: Any, root: int = 0) -> Any:
         """The root's value."""
-        return await self._presence.together(lambda world: world.broadcast(value, root))
+        return await self._together(lambda world: world.broadcast(value, root))
 
     async def all_reduce(self, array: Any, op: str = "sum") -> Any:
         """The sum, mean, minimum or maximum over all."""
-        return await self._presence.together(lambda world: world.all_reduce(array, op))
+        return await self._together(lambda world: world.all_reduce(array, op))
+
+    async def _together(self, act: Callable[[World], Awaitable[R]]) -> R:
+        self.process.check()
+        return await self._presence.together(act)
 
     # What a rescale consists of, for this worker; the events are fired here.
 

@@ -26,10 +26,9 @@ from forged.worker.errors import NEWS_DIFFER, WorkerEvicted
 from forged.worker.mesh import Mesh
 from forged.worker.passage import Passage
 from forged.worker.standing import Commit
-from forged.worker.worker import ElasticWorker
 from tests.client.house import House
 from tests.client.proxy import Proxy
-from tests.worker.crew import JOB, Crew, all_connected, crew_at, past
+from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
 
 
 class TestNotStopping:
@@ -230,7 +229,7 @@ class TestWorkersThatHaveNotHeardTheSame:
 
         crew.start("a")
         await crew.world_of("a")
-        late = ElasticWorker("late", crew.config, job=JOB, state=Small())
+        late = guest("late", crew.config, job=JOB, state=Small())
         async with late:
             await late.connect(*crew.endpoints)
             with pytest.raises(ValueError, match="does not fit"):

@@ -23,7 +23,10 @@ from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, 
 from forged.errors import ConfigError, RequestRefused
 from forged.messages import Fact, Record
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
+from forged.worker.own_process import OwnProcess
 from forged.worker.passage import Passage
+from forged.worker.pulse import Pulse
+from forged.worker.termination import is_heeded
 from forged.worker.training import Training, join
 from tests.client.neighbour import Neighbour
 from tests.telemetry.heard import Heard
@@ -52,6 +55,14 @@ def at(endpoint: str, name: str = "me", **given: Any) -> Training:
     """A training that has not begun."""
     options: dict[str, Any] = {"job": JOB, "worker_id": name, "state": state(), "config": config()} | given
     return join(endpoint, **options)
+
+
+def pulse_of(worker: Training) -> Pulse:
+    """The process that speaks for it."""
+    process = worker.worker.process
+    assert isinstance(process, OwnProcess)
+    assert process.heart is not None
+    return process.heart.pulse
 
 
 def frames_of(thread: int) -> Iterator[FrameType]:
@@ -422,8 +433,7 @@ class TestTheEndOfAScript:
     ) -> None:
         worker = at(endpoint).__enter__()
         next(worker.steps())
-        assert worker._heart is not None
-        pulse = worker._heart.pulse
+        pulse = pulse_of(worker)
         worker.close()
         worker.close()
         assert not pulse.alive
@@ -561,13 +571,12 @@ class TestThePulse:
         with at(endpoint, log=log) as worker:
             steps = worker.steps()
             next(steps)
-            assert worker._heart is not None
-            first = worker._heart.pulse
+            first = pulse_of(worker)
             os.kill(first.pid, signal.SIGKILL)
             os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
             next(steps)
-            assert worker._heart.pulse.alive
-            assert worker._heart.pulse.pid != first.pid
+            assert pulse_of(worker).alive
+            assert pulse_of(worker).pid != first.pid
         assert log.levels("the pulse has ended, and another was started") == {"warning"}
 
 
@@ -592,7 +601,7 @@ class TestForkedChildren:
                     else:
                         assert forked() == -signal.SIGTERM
             assert worker.step == 3
-            assert signal.getsignal(signal.SIGTERM) == worker._terminated
+            assert is_heeded()
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["the training is done"]
 
     def test_a_handler_of_the_scripts_own_is_theirs_too(self) -> None:

@@ -48,7 +48,7 @@ from forged.worker.presence import Presence
 from forged.worker.registration import Registration
 from forged.worker.worker import ElasticWorker
 from tests.client.house import SOON, House
-from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, past
+from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, guest, past
 
 TOPOLOGY = ClusterTopology((WorkerId("a", "host", 1), WorkerId("me", "host", 2), WorkerId("b", "host", 3)), 4, 1.0)
 
@@ -165,7 +165,7 @@ class TestTheValueOfIt:
 
 class TestComingAndGoing:
     async def test_it_connects_registers_beats_and_disconnects(self, house: House, client: ForgedClient) -> None:
-        worker = ElasticWorker("me", config(worker_heartbeat_timeout_ms=30), job=JOB, attributes={"gpu": "none"})
+        worker = guest("me", config(worker_heartbeat_timeout_ms=30), job=JOB, attributes={"gpu": "none"})
         await worker.connect(house.endpoint)
         assert worker.is_connected
         assert worker.is_registered
@@ -196,7 +196,7 @@ class TestComingAndGoing:
 
         monkeypatch.setattr(anyio, "sleep", count)
         monkeypatch.setattr(Registration, "beat", note)
-        async with ElasticWorker("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
+        async with guest("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
             await worker.connect(house.endpoint)
             before = worker.get_metadata().last_heartbeat
             await asyncio.wait_for(beaten.wait(), PATIENCE_S)
@@ -204,7 +204,7 @@ class TestComingAndGoing:
         assert 3.0 in slept
 
     async def test_who_is_connected_does_not_connect_again(self, house: House) -> None:
-        async with ElasticWorker("me", config(), job=JOB) as worker:
+        async with guest("me", config(), job=JOB) as worker:
             await worker.connect(house.endpoint)
             with pytest.raises(RequestRefused) as raised:
                 await worker.connect(house.endpoint)
@@ -213,7 +213,7 @@ class TestComingAndGoing:
         assert not worker.is_connected
 
     async def test_it_may_come_back_and_is_another_worker_then(self, house: House, client: ForgedClient) -> None:
-        worker = ElasticWorker("me", config(), job=JOB)
+        worker = guest("me", config(), job=JOB)
         incarnations = set()
         for _ in range(3):
             await worker.connect(house.endpoint)
@@ -226,9 +226,9 @@ class TestComingAndGoing:
     async def test_an_id_that_is_alive_is_refused_and_leaves_nothing_behind(
         self, house: House, client: ForgedClient
     ) -> None:
-        async with ElasticWorker("me", config(), job=JOB) as first:
+        async with guest("me", config(), job=JOB) as first:
             await first.connect(house.endpoint)
-            second = ElasticWorker("me", config(), job=JOB)
+            second = guest("me", config(), job=JOB)
             with pytest.raises(RequestRefused) as raised:
                 await second.connect(house.endpoint)
             assert raised.value.code == "worker_exists"
@@ -238,7 +238,7 @@ class TestComingAndGoing:
     async def test_a_state_that_cannot_travel_is_refused_before_anybody_hears_of_the_worker(
         self, house: House, client: ForgedClient
     ) -> None:
-        worker = ElasticWorker("me", config(), job=JOB, state={"w": object()})
+        worker = guest("me", config(), job=JOB, state={"w": object()})
         with pytest.raises(RequestRefused) as raised:
             await worker.connect(house.endpoint)
         assert raised.value.code == "state_unfit"
@@ -250,7 +250,7 @@ class TestComingAndGoing:
         monkeypatch.setattr(
             workers, "ForgedClient", lambda *where, **options: ForgedClient(*where, connect_timeout_s=0.05, **options)
         )
-        worker = ElasticWorker("me", config(), job=JOB)
+        worker = guest("me", config(), job=JOB)
         with pytest.raises(Unavailable):
             await worker.connect(f"unix://{tmp_path}/nobody")
         assert not worker.is_connected
@@ -258,13 +258,13 @@ class TestComingAndGoing:
     async def test_the_job_settings_are_those_of_the_job(self, house: House, crew: Crew) -> None:
         crew.start("a")
         await crew.world_of("a")
-        async with ElasticWorker("b", None, job=JOB) as worker:
+        async with guest("b", None, job=JOB) as worker:
             await worker.connect(house.endpoint)
             assert worker._config == crew.config
 
     async def test_a_script_that_fails_says_so(self, house: House, client: ForgedClient) -> None:
         async def script() -> None:
-            async with ElasticWorker("me", config(), job=JOB) as worker:
+            async with guest("me", config(), job=JOB) as worker:
                 await worker.connect(house.endpoint)
                 raise ValueError("a mistake")
 
@@ -278,7 +278,7 @@ class TestComingAndGoing:
         connected = asyncio.Event()
 
         async def script() -> None:
-            async with ElasticWorker("me", config(), job=JOB) as worker:
+            async with guest("me", config(), job=JOB) as worker:
                 await worker.connect(house.endpoint)
                 connected.set()
                 await asyncio.Event().wait()
@@ -291,7 +291,7 @@ class TestComingAndGoing:
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it was interrupted"]
 
     async def test_a_script_that_breaks_out_of_its_loop_says_so(self, house: House, client: ForgedClient) -> None:
-        async with ElasticWorker("me", config(), job=JOB) as worker:
+        async with guest("me", config(), job=JOB) as worker:
             await worker.connect(house.endpoint)
             async for step in worker.steps():
                 if step == 2:
@@ -302,7 +302,7 @@ class TestComingAndGoing:
         self, house: House, client: ForgedClient
     ) -> None:
         async def script() -> None:
-            async with ElasticWorker("me", config(), job=JOB) as worker:
+            async with guest("me", config(), job=JOB) as worker:
                 await worker.connect(house.endpoint)
                 try:
                     async for step in worker.steps():
@@ -526,7 +526,7 @@ class TestTraining:
 
     async def test_steps_are_an_iterator_of_steps_that_may_be_broken_off(self, house: House, crew: Crew) -> None:
         numbers: list[int] = []
-        async with ElasticWorker("me", crew.config, job=JOB) as worker:
+        async with guest("me", crew.config, job=JOB) as worker:
             await worker.connect(house.endpoint)
             async for step in worker.steps(5):
                 with step:
@@ -635,7 +635,7 @@ class TestLeaving:
     async def test_who_is_told_to_go_while_its_session_ends_just_ends(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        worker = ElasticWorker("me", config(), job=JOB)
+        worker = guest("me", config(), job=JOB)
         open_door = worker._open_door
 
         @asynccontextmanager
@@ -664,7 +664,7 @@ class TestLeaving:
         await crew.finish("a", "b", "c")
         (completed,) = await past(client, JobCompleted)
         assert completed.step == crew.total
-        late = ElasticWorker("late", config(), job=JOB)
+        late = guest("late", config(), job=JOB)
         with pytest.raises(RequestRefused) as raised:
             await late.connect(*crew.endpoints)
         assert raised.value.code == "job_over"
@@ -737,7 +737,7 @@ class TestLeaving:
         for shard in range(4):
             stores[1].put(shard, [b"%d" % shard * 100])
         a, b = (
-            ElasticWorker(name, config(), job=JOB, data=TrainingData(8, 4, store))
+            guest(name, config(), job=JOB, data=TrainingData(8, 4, store))
             for name, store in zip("ab", stores, strict=True)
         )
         await a.connect(house.endpoint)
