@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
@@ -253,13 +254,11 @@ class Training:
 
     def _wait_for(self, future: Future[R]) -> R:
         try:
-            while True:
-                try:
-                    future.exception(SIGNALS_NOTICED_S)
-                except TimeoutError:
-                    # A signal may have reached another thread; Python attends to it when this one wakes up.
-                    continue
-                return future.result()
+            # A signal may have reached another thread; Python attends to it when this one wakes up. Its handler may
+            # raise anything, a TimeoutError too.
+            while not futures.wait([future], SIGNALS_NOTICED_S).done:
+                pass
+            return future.result()
         except BaseException:
             # Whoever is interrupted does not come back for it.
             future.cancel()

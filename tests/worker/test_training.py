@@ -73,6 +73,11 @@ def frames_of(thread: int) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def waits(thread: int) -> bool:
+    """Whether a script waits for its worker there."""
+    return any(frame.f_code is Training._wait_for.__code__ for frame in frames_of(thread))
+
+
 def learn(worker: Training, step: int) -> None:
     """What a careless script does: it changes its state before it knows what the others have."""
     assert worker.state["chain"][0] == chain_behind(step), f"{worker.worker_id} is not where {step} steps lead"
@@ -520,10 +525,7 @@ class TestSignals:
         main = threading.get_ident()
 
         def terminate() -> None:
-            def waits() -> bool:
-                return any(frame.f_code is Training._wait_for.__code__ for frame in frames_of(main))
-
-            while not (past(client, WorkerJoined) and waits()):
+            while not (past(client, WorkerJoined) and waits(main)):
                 pass
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
@@ -534,6 +536,27 @@ class TestSignals:
                 raise AssertionError("nobody else is there")
         thread.join(PATIENCE_S)
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
+
+    def test_a_handler_of_the_scripts_own_may_raise_a_timeout_error_while_it_waits(self, endpoint: str) -> None:
+        def too_late(number: int, frame: object) -> None:
+            raise TimeoutError("the script has no more time")
+
+        def remind(script: int) -> None:
+            while not waits(script):
+                pass
+            signal.pthread_kill(script, signal.SIGALRM)
+
+        before = signal.signal(signal.SIGALRM, too_late)
+        thread = threading.Thread(target=remind, args=(threading.get_ident(),))
+        try:
+            with at(endpoint, config=config(min_workers=2)) as worker:
+                steps = worker.steps()
+                thread.start()
+                with pytest.raises(TimeoutError, match="no more time"):
+                    next(steps)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        thread.join(PATIENCE_S)
 
     def test_before_anybody_waits_for_it_sigterm_ends_it_as_it_would_have(
         self, endpoint: str, client: BlockingClient
