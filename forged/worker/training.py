@@ -25,10 +25,11 @@ from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
-from forged.log import SILENT, Log
+from forged.log import Log
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
 from forged.worker.peer_tls import PeerTls
+from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.state import copy_of
 from forged.worker.step import Step
 from forged.worker.termination import heeding_sigterm
@@ -284,7 +285,7 @@ def join(
     data: TrainingData | None = None,
     sampler: ElasticSampler | None = None,
     peer_tls: bool = False,
-    log: Log = SILENT,
+    log: Log = SCRIPT_LOG,
 ) -> Training:
     """Take part in the training of a job; a context manager.
 

@@ -39,7 +39,7 @@ from forged.elastic.model import (
 )
 from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import SettingValue
-from forged.log import SILENT, Log
+from forged.log import Log
 from forged.messages import Gap, Record
 from forged.net.network import Address, Network
 from forged.worker import amounts
@@ -61,6 +61,7 @@ from forged.worker.peer_tls import PeerTls
 from forged.worker.place import Place
 from forged.worker.presence import Presence
 from forged.worker.registration import LEAVE_TIMEOUT_S, Registration
+from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.standing import FOLLOWED, Standing
 from forged.worker.state import pack
 from forged.worker.step import Step
@@ -106,7 +107,7 @@ class ElasticWorker:
         clock: Clock | None = None,
         incarnation: bytes | None = None,
         process: WorkerProcess | None = None,
-        log: Log = SILENT,
+        log: Log = SCRIPT_LOG,
         random: Random | None = None,
         carrier: Carrier | None = None,
         peer_tls: PeerTls | None = None,

@@ -19,6 +19,7 @@ from forged.elastic.members import PULSE_INTERVAL_S
 from forged.elastic.messages import Pulse, ReportDeath
 from forged.elastic.model import GlobalTrainingState, WorkerId
 from forged.errors import ForgedError, Unavailable
+from forged.log import SILENT
 from forged.worker.carriers import LoopCarrier
 from forged.worker.counters import Counters
 from forged.worker.errors import StepAborted
@@ -186,6 +187,7 @@ class Process:
             network=self._network,
             clock=self.clock,
             process=SharedProcess(self.counters),
+            log=SILENT,
             random=self._random,
             carrier=LoopCarrier() if data is None else data.carrier(),
             data=given,
