@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
@@ -33,7 +34,7 @@ from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.state import copy_of
 from forged.worker.step import Step
 from forged.worker.termination import heeding_sigterm
-from forged.worker.worker import JOB, ElasticWorker
+from forged.worker.worker import JOB, ElasticWorker, Parting
 
 R = TypeVar("R")
 
@@ -57,6 +58,7 @@ class Training:
         self._endpoints = endpoints
         self._restore: Callable[[], None] | None = None
         self._portal: BlockingPortal | None = None
+        self._workers_thread: int | None = None
         self._worker: ElasticWorker | None = None
         self._open = contextlib.ExitStack()
 
@@ -65,6 +67,7 @@ class Training:
             raise RequestRefused("training_reopened", "a training is opened once", "call `forged.join` again")
         with contextlib.ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal(name="forged-worker"))
+            self._workers_thread = self._portal.call(threading.get_ident)
             worker = self._worker = self._portal.call(self._make)
             stack.enter_context(self._portal.wrap_async_context_manager(worker.session(*self._endpoints)))
             # Here, because signals come to the thread of the script.
@@ -94,7 +97,7 @@ class Training:
 
     def steps(self, total: int | None = None) -> Iterator[Step]:
         """The steps to be done, over all rescales; the same one again if it was broken off."""
-        while (number := self._run(self.worker.begin_step, total)) is not None:
+        while (number := self._begin_step(total)) is not None:
             self._keep_state()
             self._is_stepping = True
             try:
@@ -103,6 +106,15 @@ class Training:
                 self._is_stepping = False
             if not self._run(self.worker.finish_step):
                 self._give_back_state()
+
+    def _begin_step(self, total: int | None) -> int | None:
+        coming = self._run(self.worker.come_to_step, total)
+        if isinstance(coming, Parting):
+            # In the script's own thread, where blocking calls do not keep the worker from answering.
+            self.worker.leaving.fire(coming.reason)
+            self._run(self.worker.leave, coming.reason)
+            return None
+        return coming
 
     def _entered(self) -> None:
         self._careful = True
@@ -220,17 +232,24 @@ class Training:
 
     @property
     def rescaling_requested(self) -> Event[RescalingEvent]:
-        """Happens when this worker has gone over into another world. Subscribers run while the script waits."""
+        """Happens when this worker has gone over into another world.
+
+        Subscribers run in the worker's thread while the script waits: they may look, and wait for nothing of this
+        object's.
+        """
         return self.worker.rescaling_requested
 
     @property
     def state_synchronized(self) -> Event[GlobalTrainingState]:
-        """Happens when this worker is where the others are."""
+        """Happens when this worker is where the others are. Subscribers run as those of `rescaling_requested` do."""
         return self.worker.state_synchronized
 
     @property
     def leaving(self) -> Event[str]:
-        """Happens when this worker is to go, behind its last step: the moment to save something."""
+        """Happens when this worker is to go, behind its last step: the moment to save something.
+
+        Subscribers run in the script's thread, and are waited for. The others do not meet this worker any more.
+        """
         return self.worker.leaving
 
     def drain(self, reason: str = "the script wants to go") -> None:
@@ -248,10 +267,23 @@ class Training:
     # Inside.
 
     def _run(self, call: Callable[..., Awaitable[R]], *arguments: Any) -> R:
-        return self._wait_for(self._there().start_task_soon(call, *arguments))
+        portal = self._there()
+        if self._is_in_workers_thread:
+            raise RequestRefused(
+                "worker_waits_for_itself",
+                "a subscriber would wait for the worker, in the worker's own thread",
+                "take note in the subscriber, and do this in the next step; subscribers of `leaving` may do it at once",
+            )
+        return self._wait_for(portal.start_task_soon(call, *arguments))
 
     def _call(self, call: Callable[..., R], *arguments: Any) -> R:
+        if self._is_in_workers_thread:
+            return call(*arguments)
         return self._wait_for(self._there().start_task_soon(call, *arguments))
+
+    @property
+    def _is_in_workers_thread(self) -> bool:
+        return threading.get_ident() == self._workers_thread
 
     def _wait_for(self, future: Future[R]) -> R:
         try:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from random import Random, SystemRandom
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -75,6 +75,12 @@ JOB = "default"
 LOOPBACK = "127.0.0.1"
 
 
+class Parting(NamedTuple):
+    """The last step is done, and the worker is to go."""
+
+    reason: str
+
+
 class ElasticWorker:
     """One member of a job's world; asynchronous. `forged.join` is the same for scripts without an event loop.
 
@@ -90,7 +96,8 @@ class ElasticWorker:
     state_synchronized: Event[GlobalTrainingState]
     """Happens when this worker is where the others are."""
     leaving: Event[str]
-    """Happens when this worker is to go, behind its last step."""
+    """Happens when this worker is to go, behind its last step: the moment to save something. It waits for subscribers,
+    asynchronous ones too."""
 
     def __init__(
         self,
@@ -172,6 +179,8 @@ class ElasticWorker:
         """Whether it says, or has said, that it is to go and that others have to take over what it holds."""
         self._is_dismissed = False
         """Whether the daemon has heard that."""
+        self._is_parting = False
+        """Whether it has done its last step, and does by itself what remains to be done."""
         self._registered = False
         self._left = False
 
@@ -556,6 +565,15 @@ class ElasticWorker:
 
     async def begin_step(self, total: int | None = None) -> int | None:
         """Wait until a step may begin; returns its number, or None when there are no more."""
+        coming = await self.come_to_step(total)
+        if isinstance(coming, Parting):
+            await self.leaving.fire_and_wait(coming.reason)
+            await self.leave(coming.reason)
+            return None
+        return coming
+
+    async def come_to_step(self, total: int | None = None) -> int | Parting | None:
+        """Like `begin_step`; but who gets a `Parting` has to tell the subscribers of `leaving`, and to leave."""
         self.process.check()
         if not self._registered:
             await self.register()
@@ -566,8 +584,8 @@ class ElasticWorker:
             if self._standing.completed is not None:
                 await self._come_to_an_end(self._standing.completed)
             elif self._departure.is_due:
-                self.leaving.fire(self._departure.reason)
-                await self.leave(self._departure.reason)
+                self._is_parting = True
+                return Parting(self._departure.reason)
             elif self._standing.draining is not None and not self._has_announced:
                 self._announce(self._standing.draining)
             elif not self._presence.may_step:
@@ -673,6 +691,13 @@ class ElasticWorker:
 
     async def _together(self, act: Callable[[World], Awaitable[R]]) -> R:
         self.process.check()
+        world = self._presence.world
+        if self._is_parting and (world is None or world.size > 1):
+            raise RequestRefused(
+                "worker_leaving",
+                "this worker is on its way out, and the others do not meet it any more",
+                "save what it has by itself, without the other workers",
+            )
         return await self._presence.together(act)
 
     # What a rescale consists of, for this worker; the events are fired here.

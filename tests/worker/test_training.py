@@ -603,6 +603,69 @@ class TestThePulse:
         assert log.levels("the pulse has ended, and another was started") == {"warning"}
 
 
+class TestLeaving:
+    def test_what_is_to_be_saved_is_saved_by_blocking_calls_in_the_scripts_thread(
+        self, endpoint: str, client: BlockingClient
+    ) -> None:
+        found: list[Any] = []
+
+        def save(reason: str) -> None:
+            # It is alone, so it meets nobody else, and has not left yet.
+            worker.barrier()
+            found.extend([reason, threading.get_ident(), worker.gather(worker.step), past(client, WorkerLeft)])
+
+        with at(endpoint) as worker:
+            worker.leaving.subscribe(save)
+            for step in worker.steps():
+                if step == 2:
+                    worker.drain("it is enough")
+        assert found == ["it is enough", threading.get_ident(), [worker.step], []]
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it is enough"]
+
+    def test_the_others_are_not_met_any_more_which_is_told(self, scripts: Scripts) -> None:
+        log = Heard()
+        meeting = Meeting()
+
+        def goes(worker: Training) -> None:
+            worker.leaving.subscribe(lambda reason: worker.barrier())
+            for step in worker.steps():
+                if step == 2:
+                    worker.drain()
+                worker.barrier()
+            meeting.go_on()
+
+        def stays(worker: Training) -> None:
+            for step in worker.steps(STEPS):
+                worker.barrier()
+                if step == 4:
+                    meeting.hold()
+
+        a = scripts.start("a", goes, config=config(min_workers=1, max_workers=2, stability_window_ms=60_000), log=log)
+        b = scripts.start("b", stays, config=config(min_workers=1, max_workers=2, stability_window_ms=60_000))
+        a.result(PATIENCE_S)
+        b.result(PATIENCE_S)
+        (failure,) = log.of("a subscriber failed")
+        assert failure["event_name"] == "leaving"
+        assert "worker_leaving" in failure["reason"] or "on its way out" in failure["reason"]
+
+    def test_a_subscriber_in_the_workers_thread_cannot_wait_for_it_and_is_told_what_to_do(self, endpoint: str) -> None:
+        log = Heard()
+        with at(endpoint, log=log) as worker:
+            worker.rescaling_requested.subscribe(lambda event: worker.barrier())
+            next(worker.steps())
+        (failure,) = log.of("a subscriber failed")
+        assert "do this in the next step" in failure["reason"]
+
+    def test_a_subscriber_in_the_workers_thread_may_say_that_it_is_to_go(
+        self, endpoint: str, client: BlockingClient
+    ) -> None:
+        with at(endpoint) as worker:
+            worker.state_synchronized.subscribe(lambda state: worker.drain("it has seen enough"))
+            for _ in worker.steps(STEPS):
+                pass
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it has seen enough"]
+
+
 class TestForkedChildren:
     @pytest.mark.parametrize("by_a_thread", [False, True], ids=["main thread", "another thread"])
     def test_sigterm_ends_them_as_it_would_have(self, by_a_thread: bool, endpoint: str, client: BlockingClient) -> None:

@@ -538,6 +538,24 @@ class TestTraining:
 
 
 class TestLeaving:
+    async def test_it_waits_for_asynchronous_subscribers_before_it_goes(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        left: list[Any] = []
+
+        async def save(reason: str) -> None:
+            await worker.barrier()
+            left.append(await past(client, WorkerLeft))
+
+        async with guest("me", config(), job=JOB) as worker:
+            worker.leaving.subscribe(save)
+            await worker.connect(house.endpoint)
+            async for step in worker.steps():
+                if step == 2:
+                    worker.drain("it is enough")
+        assert left == [[]]
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it is enough"]
+
     async def test_an_operator_drains_one_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
         await crew.world_of("a", "b", "c")
