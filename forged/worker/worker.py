@@ -42,6 +42,7 @@ from forged.jobs.model import SettingValue
 from forged.log import Log
 from forged.messages import Gap, Record
 from forged.net.network import Address, Network
+from forged.retry import REJOINING
 from forged.worker import amounts
 from forged.worker.carriers import Carrier, LoopCarrier
 from forged.worker.collectives import World
@@ -357,7 +358,12 @@ class ElasticWorker:
 
     def _reach(self, endpoints: tuple[str, ...]) -> ForgedClient:
         return ForgedClient(
-            *endpoints, token=self._token, network=self._network, clock=self._clock, source=self._random
+            *endpoints,
+            token=self._token,
+            reconnect=REJOINING,
+            network=self._network,
+            clock=self._clock,
+            source=self._random,
         )
 
     @asynccontextmanager

@@ -255,6 +255,20 @@ class TestComingAndGoing:
             await worker.connect(f"unix://{tmp_path}/nobody")
         assert not worker.is_connected
 
+    async def test_when_its_daemon_is_away_it_does_not_wait_long_between_two_knocks(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: dict[str, Any] = {}
+
+        def reach(*where: str, **options: Any) -> ForgedClient:
+            given.update(options)
+            return ForgedClient(*where, **options)
+
+        monkeypatch.setattr(workers, "ForgedClient", reach)
+        async with guest("me", config(), job=JOB) as worker:
+            await worker.connect(house.endpoint)
+        assert given["reconnect"].delay_max_s <= 0.5
+
     async def test_the_job_settings_are_those_of_the_job(self, house: House, crew: Crew) -> None:
         crew.start("a")
         await crew.world_of("a")
