@@ -100,10 +100,12 @@ class Training:
         while (number := self._begin_step(total)) is not None:
             self._keep_state()
             self._is_stepping = True
+            step = Step.numbered(number, self._entered, lambda: self.worker.is_void)
             try:
-                yield Step.numbered(number, self._entered)
+                yield step
             finally:
                 self._is_stepping = False
+                step.end()
             if not self._run(self.worker.finish_step):
                 self._give_back_state()
 
@@ -314,6 +316,7 @@ def join(
     learning_rate: float = 0.0,
     global_batch_size: int = 0,
     attributes: Mapping[str, str] | None = None,
+    local_world_size: int = 1,
     data: TrainingData | None = None,
     sampler: ElasticSampler | None = None,
     peer_tls: bool = False,
@@ -336,6 +339,7 @@ def join(
             learning_rate=learning_rate,
             global_batch_size=global_batch_size,
             attributes=attributes,
+            local_world_size=local_world_size,
             data=data,
             sampler=sampler,
             log=log,

@@ -73,6 +73,7 @@ from forged.worker.usage_report import UsageReport
 R = TypeVar("R")
 
 JOB = "default"
+OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
 LOOPBACK = "127.0.0.1"
 
 
@@ -90,6 +91,7 @@ class ElasticWorker:
 
     The process is this worker's alone: a pulse speaks for it, forked children keep none of its connections, and SIGTERM
     lets it finish its step and leave. Where several workers live in one process, each is given a `SharedProcess()`.
+    `local_world_size` tells others how many processes it stands for on its host.
     """
 
     rescaling_requested: Event[RescalingEvent]
@@ -111,6 +113,7 @@ class ElasticWorker:
         learning_rate: float = 0.0,
         global_batch_size: int = 0,
         attributes: Mapping[str, str] | None = None,
+        local_world_size: int = 1,
         network: Network | None = None,
         clock: Clock | None = None,
         incarnation: bytes | None = None,
@@ -135,6 +138,7 @@ class ElasticWorker:
         self._settings: dict[str, SettingValue] | None = None if config is None else config.to_settings()
         self._token = token
         self._attributes = dict(attributes or {})
+        self._local_world_size = amounts.count("local_world_size", local_world_size, at_least=1)
         self._network = network
         self._clock = clock or SystemClock()
         self._random = random or SystemRandom()
@@ -204,7 +208,7 @@ class ElasticWorker:
 
     @property
     def generation(self) -> int:
-        """The number of the world."""
+        """The number of the world; behind the end, of the last one."""
         return self._presence.topology.epoch
 
     @property
@@ -244,7 +248,11 @@ class ElasticWorker:
 
     @property
     def is_rescaling(self) -> bool:
-        """Whether a new world is being agreed on."""
+        """Whether a new world is being agreed on, or this worker is on its way into it."""
+        return self._awaits_world or self._presence.status is WorkerStatus.RESCALING
+
+    @property
+    def _awaits_world(self) -> bool:
         return self._standing.rescaling or self._standing.committed is not None
 
     @property
@@ -280,7 +288,7 @@ class ElasticWorker:
             self._joined_at,
             self._heartbeat_at,
             self.rank,
-            1,
+            self._local_world_size,
             dict(self._attributes),
         )
 
@@ -336,6 +344,7 @@ class ElasticWorker:
             # Behind the end of all tasks, which may have a last turn in which they use them.
             self._client = self._mesh = self._line = self._tasks = self._presence.world = None
             self._presence.counters = self._place.counters = None
+            self._presence.topology = ClusterTopology(epoch=self.generation)
             self._is_open = self._registered = False
 
     @asynccontextmanager
@@ -389,7 +398,7 @@ class ElasticWorker:
         """Become a worker of the job; from now on the world waits for this worker."""
         self.process.check()
         if self._tasks is None or self._client is None or self._line is None:
-            raise RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
+            raise _unconnected()
         if self._registered:
             return
         # Said at once, and not when somebody needs the state.
@@ -436,7 +445,12 @@ class ElasticWorker:
     async def _join(self, *, again: bool = False) -> Joined:
         assert self._line is not None
         return await self._line.join(
-            os.getpid(), self._attributes, self._settings, again=again, with_data=self._data is not None
+            os.getpid(),
+            self._attributes,
+            self._settings,
+            again=again,
+            with_data=self._data is not None,
+            local_world_size=self._local_world_size,
         )
 
     async def _learn_what_was_missed(self) -> None:
@@ -566,7 +580,9 @@ class ElasticWorker:
         A collective that cannot end raises `StepAborted`, which `with step:` takes care of.
         """
         while (number := await self.begin_step(total)) is not None:
-            yield Step.numbered(number, lambda: None)
+            step = Step.numbered(number, lambda: None, lambda: self.is_void)
+            yield step
+            step.end()
             await self.finish_step()
 
     async def begin_step(self, total: int | None = None) -> int | None:
@@ -637,7 +653,7 @@ class ElasticWorker:
         if self._supply is not None and not self._supply.custodian.is_released:
             return True
         # Who is alone has what nobody else has, and somebody may have come for it.
-        may_be_joined = self.is_rescaling or (not self._is_dismissed and self._has_daemon())
+        may_be_joined = self._awaits_world or (not self._is_dismissed and self._has_daemon())
         return self.world_size == 1 and self.step > 0 and may_be_joined
 
     def _limit_departure(self) -> None:
@@ -697,6 +713,8 @@ class ElasticWorker:
 
     async def _together(self, act: Callable[[World], Awaitable[R]]) -> R:
         self.process.check()
+        if not self.is_connected:
+            raise _unconnected()
         world = self._presence.world
         if self._is_parting and (world is None or world.size > 1):
             raise RequestRefused(
@@ -737,8 +755,8 @@ class ElasticWorker:
         return await self._supply.custodian.redistribute(plan)
 
     async def resume_training(self) -> None:
-        """Train again behind a rescale."""
-        if self.rank != RANK_NONE:
+        """Train again behind a rescale, unless this worker is out of it."""
+        if self.rank != RANK_NONE and self._presence.status not in OUT:
             self._presence.status = WorkerStatus.ACTIVE
 
     # The daemon.
@@ -776,6 +794,10 @@ class ElasticWorker:
         """Training cannot go on here."""
         self._standing.end = error
         self._wake()
+
+
+def _unconnected() -> RequestRefused:
+    return RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
 
 
 def _check_same_samples(data: TrainingData | None, sampler: ElasticSampler | None) -> None:

@@ -80,6 +80,11 @@ class TestTheValueOfIt:
         metadata.custom_attributes["gpu"] = "some"
         assert worker.get_metadata().custom_attributes == {"gpu": "none"}
 
+    def test_it_tells_how_many_processes_it_stands_for(self) -> None:
+        assert ElasticWorker("me", local_world_size=8).get_metadata().local_world_size == 8
+        with pytest.raises(RequestRefused, match="local_world_size is 0"):
+            ElasticWorker("me", local_world_size=0)
+
     async def test_its_rank_is_its_place_in_the_topology(self) -> None:
         worker = ElasticWorker(WorkerId("me", "host", 2))
         await worker.update_topology(TOPOLOGY)
@@ -96,15 +101,18 @@ class TestTheValueOfIt:
 
     async def test_a_rescaling_event_tells_all_subscribers_and_leads_to_its_topology(self) -> None:
         worker = ElasticWorker(WorkerId("me", "host", 2))
-        heard: list[tuple[str, Any, int]] = []
-        worker.rescaling_requested.subscribe(lambda event: heard.append(("one", event, worker.rank)))
-        worker.rescaling_requested.subscribe(lambda event: heard.append(("other", event, worker.rank)))
+        heard: list[tuple[str, Any, int, bool]] = []
+        for name in ("one", "other"):
+            worker.rescaling_requested.subscribe(
+                lambda event, name=name: heard.append((name, event, worker.rank, worker.is_rescaling))  # type: ignore[misc]
+            )
         event = RescalingEvent(RescaleType.SCALE_UP, ClusterTopology(), TOPOLOGY)
         await worker.on_rescaling_event(event)
-        assert heard == [("one", event, 1), ("other", event, 1)]
+        assert heard == [("one", event, 1, True), ("other", event, 1, True)]
         assert worker.get_metadata().status is WorkerStatus.RESCALING
         await worker.resume_training()
         assert worker.get_metadata().status is WorkerStatus.ACTIVE
+        assert not worker.is_rescaling
 
     async def test_who_is_in_no_world_does_not_resume(self) -> None:
         worker = ElasticWorker("me")
@@ -149,9 +157,12 @@ class TestTheValueOfIt:
         with pytest.raises(RequestRefused, match="global_batch_size"):
             ElasticWorker("me", global_batch_size=0.5)  # type: ignore[arg-type]
 
-    async def test_collectives_need_a_world(self) -> None:
-        with pytest.raises(StepAborted):
-            await ElasticWorker("me").barrier()
+    async def test_collectives_need_a_connection(self) -> None:
+        worker = ElasticWorker("me")
+        for collective in (worker.barrier, partial(worker.all_reduce, 1), partial(worker.broadcast, 1)):
+            with pytest.raises(RequestRefused, match="not connected") as raised:
+                await collective()
+            assert raised.value.code == "worker_unconnected"
 
     async def test_who_is_not_connected_disconnects_and_closes_without_an_error(self) -> None:
         worker = ElasticWorker("me")
@@ -202,6 +213,23 @@ class TestComingAndGoing:
             await asyncio.wait_for(beaten.wait(), PATIENCE_S)
             assert worker.get_metadata().last_heartbeat >= before
         assert 3.0 in slept
+
+    async def test_who_has_left_has_no_rank_and_does_not_resume(self, house: House) -> None:
+        worker = guest("me", config(), job=JOB)
+        await worker.connect(house.endpoint)
+        await worker.begin_step()
+        await worker.leave("enough of it")
+        assert worker.rank == 0
+        await worker.resume_training()
+        assert worker.get_metadata().status is WorkerStatus.LEAVING
+        await worker.disconnect()
+        assert (worker.rank, worker.world_size, worker.current_topology) == (-1, 0, None)
+
+    async def test_the_daemon_knows_how_many_processes_it_stands_for(self, house: House, client: ForgedClient) -> None:
+        async with guest("me", config(), job=JOB, local_world_size=8) as worker:
+            await worker.connect(house.endpoint)
+            (view,) = await client.workers(JOB)
+            assert view.local_world_size == 8
 
     async def test_who_is_connected_does_not_connect_again(self, house: House) -> None:
         async with guest("me", config(), job=JOB) as worker:
@@ -332,6 +360,22 @@ class TestComingAndGoing:
 
 
 class TestTraining:
+    async def test_a_step_tells_that_it_was_broken_off_to_who_stands_behind_it(self, house: House) -> None:
+        done: list[int] = []
+        aborted: list[int] = []
+        async with guest("me", config(), job=JOB) as worker:
+            await worker.connect(house.endpoint)
+            async for step in worker.steps(3):
+                with step:
+                    if step == 1 and not aborted:
+                        assert worker._presence.world is not None
+                        worker._presence.world.abort("somebody is gone")
+                    await worker.barrier()
+                    done.append(int(step))
+                if step.aborted:
+                    aborted.append(int(step))
+        assert (done, aborted) == ([0, 1, 2], [1])
+
     async def test_one_trains_alone(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a")
         await crew.world_of("a")
