@@ -78,8 +78,9 @@ class Player:
     @property
     def pulse(self) -> int:
         """The process that speaks for it: its only child, but for one that it has told of."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        (pulse,) = {int(child) for child in children} - {self.child}
+        # A child is shown with the thread that has started it.
+        threads = Path(f"/proc/{self.pid}/task").glob("*/children")
+        (pulse,) = {int(child) for thread in threads for child in thread.read_text().split()} - {self.child}
         return pulse
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
