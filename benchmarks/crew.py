@@ -111,8 +111,9 @@ class Trainee:
     def end(self) -> None:
         """Kill it with everything that it has started."""
         if self._process.poll() is None:
-            children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
-            _kill({self._process.pid, *map(int, children.split())})
+            # A child is shown with the thread that has started it.
+            threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")
+            _kill({self._process.pid, *(int(child) for one in threads for child in one.read_text().split())})
         self._process.wait()
 
     def failure(self, what: str) -> RuntimeError:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from forged import checkpoint
 from forged.cli import forgectl
 from forged.cli.grammar import understood
 from forged.config import Config
@@ -64,19 +65,42 @@ def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert "warm-up is over" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/elastic.md", "docs/data.md", "docs/checkpoint.md"])
-def test_the_training_of_a_page_trains(page: str, tmp_path: Path) -> None:
-    [example] = [block for block in blocks(ROOT / page, "python") if "forged.join" in block]
+def events_of_training(example: str, directory: Path) -> str:
+    """Run an example that trains, with a daemon, and return what was told of it."""
     commands = ["jobs create run stability_window_ms=0", "events --since 0 --job run --json"]
-    with a_daemon(tmp_path) as environment:
+    with a_daemon(directory) as environment:
         endpoint = f"unix://{environment['FORGED_SOCKET']}"
         training = [sys.executable, "-c", example.replace("tcp://127.0.0.1:7433", endpoint)]
         for command in (["forgectl", *commands[0].split()], training, ["forgectl", *commands[1].split()]):
             done = subprocess.run(
-                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TRAINED_S
+                command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TRAINED_S
             )
             assert done.returncode == 0, done.stderr
-    assert "JobCompleted" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("page", "joins"),
+    [
+        *((page, "forged.join") for page in ("README.md", "docs/elastic.md", "docs/data.md", "docs/checkpoint.md")),
+        ("docs/elastic.md", "ElasticWorker"),
+    ],
+)
+def test_the_training_of_a_page_trains(page: str, joins: str, tmp_path: Path) -> None:
+    [example] = [block for block in blocks(ROOT / page, "python") if joins in block and "drain" not in block]
+    assert "JobCompleted" in events_of_training(example, tmp_path)
+
+
+def test_the_worker_of_a_page_that_goes_in_good_order_has_saved_its_state(tmp_path: Path) -> None:
+    [example] = [block for block in blocks(ROOT / "docs" / "elastic.md", "python") if "drain" in block]
+    told = events_of_training(example, tmp_path)
+    assert "WorkerLeft" in told
+    assert "the host is taken away" in told
+    [saved] = (tmp_path / "checkpoints").glob("*.metadata.json")
+    prefix = saved.name.removesuffix(".metadata.json")
+    steps = int(prefix.rpartition("-")[2])
+    assert steps > 20
+    assert checkpoint.load(saved.with_name(prefix))["w"].tolist() == [steps] * 8
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/checkpoint.md"])

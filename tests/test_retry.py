@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
-from forged.retry import RECONNECTING, RetryPolicy, passes, run
+from forged.retry import RECONNECTING, REJOINING, RetryPolicy, passes, run
 
 POLICIES = st.builds(
     lambda attempts, delay_s, more_s, exponential, jitter: RetryPolicy(
@@ -153,9 +153,12 @@ def test_all_bad_fields_are_named_at_once() -> None:
     assert [key in str(caught.value) for key in keys(caught.value)] == [True] * 4
 
 
-def test_reconnecting_never_ends_and_knocks_several_times_within_the_grace_of_a_worker() -> None:
-    assert RECONNECTING.attempts is None
-    assert sum(islice(RECONNECTING.delays(no_luck), 8)) < 15.0
+@pytest.mark.parametrize(("policy", "grace_s"), [(RECONNECTING, 15.0), (REJOINING, 2.0)], ids=["client", "worker"])
+def test_reconnecting_never_ends_and_knocks_several_times_within_a_grace(policy: RetryPolicy, grace_s: float) -> None:
+    """Also of a daemon that comes back when it has been away for long: the longest pauses count then."""
+    assert policy.attempts is None
+    pauses = list(islice(policy.delays(no_luck), 30))
+    assert sum(pauses[-4:]) <= grace_s
 
 
 def test_what_is_unavailable_passes_and_what_is_refused_does_not() -> None:

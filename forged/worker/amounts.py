@@ -25,12 +25,13 @@ def rate(name: str, given: Any) -> float:
     return value
 
 
-def count(name: str, given: Any) -> int:
+def count(name: str, given: Any, *, at_least: int = 0) -> int:
     """A whole number, such as that of samples."""
     try:
         value = operator.index(given)
     except TypeError:
         value = -1
-    if not 0 <= value <= INTEGER_MAX:
-        raise RequestRefused("number_invalid", f"{name} is {given!r}", f"give a whole number from 0 to {INTEGER_MAX}")
+    if not at_least <= value <= INTEGER_MAX:
+        fix = f"give a whole number from {at_least} to {INTEGER_MAX}"
+        raise RequestRefused("number_invalid", f"{name} is {given!r}", fix)
     return value

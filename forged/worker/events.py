@@ -5,7 +5,9 @@ Law: a subscriber that fails is nobody else's affair: the others hear all the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import isawaitable
 from typing import Generic, TypeVar
 
 from forged.errors import describe
@@ -34,7 +36,20 @@ class Event(Generic[T]):
     def fire(self, value: T) -> None:
         """Tell everybody."""
         for subscriber in tuple(self._subscribers):
-            try:
+            with self._told_if_it_fails():
                 subscriber(value)
-            except Exception as error:  # noqa: BLE001 - a subscriber is somebody else's code
-                self._log.error("a subscriber failed", event_name=self._name, reason=describe(error))
+
+    async def fire_and_wait(self, value: T) -> None:
+        """Tell everybody, one after the other, and wait for those that are asynchronous."""
+        for subscriber in tuple(self._subscribers):
+            with self._told_if_it_fails():
+                done = subscriber(value)
+                if isawaitable(done):
+                    await done
+
+    @contextmanager
+    def _told_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a subscriber is somebody else's code
+            self._log.error("a subscriber failed", event_name=self._name, reason=describe(error))

@@ -29,7 +29,7 @@ class Place:
             "global_batch_size", global_batch_size or (0 if sampler is None else sampler.global_batch)
         )
         self.sampler = sampler
-        self._counters = counters
+        self.counters = counters
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -81,8 +81,8 @@ class Place:
 
     def show(self) -> None:
         """Show how many steps are committed."""
-        if self._counters is not None:
-            self._counters.step = self.step
+        if self.counters is not None:
+            self.counters.step = self.step
 
     # Between two worlds.
 

@@ -47,8 +47,8 @@ class Presence:
         """How often it has come to where workers meet."""
         self._rest_at = 0
         """The fact for which the world has stopped behind its last step; 0 when it has not."""
+        self.counters = counters
         self._standing = standing
-        self._counters = counters
 
     @property
     def may_step(self) -> bool:
@@ -97,8 +97,8 @@ class Presence:
     def mark(self) -> None:
         """Show that it has come to where workers meet."""
         self.marks += 1
-        if self._counters is not None:
-            self._counters.marks = self.marks
+        if self.counters is not None:
+            self.counters.marks = self.marks
 
     # From world to world.
 

@@ -27,7 +27,7 @@ import msgpack
 
 from forged.errors import ForgedError, RequestRefused
 from forged.line.wire import Wire
-from forged.retry import RECONNECTING
+from forged.retry import REJOINING
 from forged.worker.counters import Counters
 
 CONTROL = 0
@@ -134,7 +134,7 @@ class Pulse:
         self._now = now
         self._sleep = sleep
         self._line: Wire | None = None
-        self._pauses = RECONNECTING.delays(_chance)
+        self._pauses = REJOINING.delays(_chance)
 
     def speak(self) -> None:
         """Speak for the worker until it is gone, and then of its end; or until the daemon wants to hear nothing."""
@@ -156,11 +156,11 @@ class Pulse:
         while not self._worker.over and (left_s := again_at - self._now()) > 0:
             if self._worker.wait(left_s, line):
                 line.heed()
-        self._pauses = RECONNECTING.delays(_chance)
+        self._pauses = REJOINING.delays(_chance)
 
     def _report(self) -> None:
         give_up_at = self._now() + REPORT_S_MAX
-        self._pauses = RECONNECTING.delays(_chance)
+        self._pauses = REJOINING.delays(_chance)
         while True:
             try:
                 (self._line or self._connect()).request("ReportDeath", **self._about, reason=self._worker.death)

@@ -63,6 +63,7 @@ class Registration:
         *,
         again: bool = False,
         with_data: bool = False,
+        local_world_size: int = 1,
     ) -> Joined:
         """Become a worker of the job; `again`, to learn what was missed."""
         return await self.say(
@@ -71,6 +72,7 @@ class Registration:
                 self.worker,
                 self.incarnation,
                 pid,
+                local_world_size,
                 attributes=dict(attributes),
                 settings=settings,
                 again=again,

@@ -17,13 +17,24 @@ class Step(int):
     """The number of a step; a context manager that lets it be broken off."""
 
     _entered: Callable[[], None]
+    _is_void: Callable[[], bool]
+    _was_aborted: bool | None
 
     @classmethod
-    def numbered(cls, number: int, entered: Callable[[], None]) -> Self:
-        """`entered` is called when the script says that it can be broken off."""
+    def numbered(cls, number: int, entered: Callable[[], None], is_void: Callable[[], bool]) -> Self:
+        """`entered` is called when the script says that it can be broken off; `is_void` tells of the present step."""
         step = cls(number)
-        step._entered = entered
+        step._entered, step._is_void, step._was_aborted = entered, is_void, None
         return step
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it was broken off, so that nothing of it counts: it is done again."""
+        return self._is_void() if self._was_aborted is None else self._was_aborted
+
+    def end(self) -> None:
+        """The script is through with it, and may keep it; the present step is another from now on."""
+        self._was_aborted = self.aborted
 
     def __enter__(self) -> Self:
         self._entered()

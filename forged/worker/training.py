@@ -9,35 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
-from random import SystemRandom
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from forged.clock import SystemClock
 from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
 from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
-from forged.log import SILENT, Log
-from forged.worker.counters import Counters
+from forged.log import Log
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
-from forged.worker.forks import ForkGuard
 from forged.worker.peer_tls import PeerTls
-from forged.worker.pulse import Heart, Pulse
+from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.state import copy_of
 from forged.worker.step import Step
-from forged.worker.worker import JOB, ElasticWorker
+from forged.worker.termination import heeding_sigterm
+from forged.worker.worker import JOB, ElasticWorker, Parting
 
 R = TypeVar("R")
 
@@ -51,38 +48,30 @@ class Training:
 
     def __init__(
         self,
-        make: Callable[[Counters], ElasticWorker],
+        make: Callable[[], ElasticWorker],
         endpoints: tuple[str, ...],
-        token: str | None,
-        log: Log = SILENT,
     ) -> None:
         self._careful = False
         """Whether the script does its steps inside `with step:`."""
         self._is_stepping = False
         self._make = make
         self._endpoints = endpoints
-        self._token = token
-        self._log = log
-        self._counters: Counters | None = None
         self._restore: Callable[[], None] | None = None
         self._portal: BlockingPortal | None = None
+        self._workers_thread: int | None = None
         self._worker: ElasticWorker | None = None
-        self._guard: ForkGuard | None = None
-        self._heart: Heart | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         if self._worker is not None:
             raise RequestRefused("training_reopened", "a training is opened once", "call `forged.join` again")
         with contextlib.ExitStack() as stack:
-            counters = self._counters = stack.enter_context(contextlib.closing(Counters.create()))
             self._portal = stack.enter_context(start_blocking_portal(name="forged-worker"))
-            worker = self._worker = self._portal.call(self._make, counters)
-            stack.callback(self._end_pulse)
+            self._workers_thread = self._portal.call(threading.get_ident)
+            worker = self._worker = self._portal.call(self._make)
             stack.enter_context(self._portal.wrap_async_context_manager(worker.session(*self._endpoints)))
-            self._guard = ForkGuard(worker.descriptors)
-            stack.callback(self._guard.close)
-            stack.enter_context(self._heeding_signals())
+            # Here, because signals come to the thread of the script.
+            stack.enter_context(heeding_sigterm(worker.told_to_end))
             self._open = stack.pop_all()
         return self
 
@@ -102,46 +91,32 @@ class Training:
 
     @property
     def _is_forked(self) -> bool:
-        return self._guard is not None and self._guard.forked
+        return self._worker is not None and self._worker.process.is_forked
 
     # Steps.
 
     def steps(self, total: int | None = None) -> Iterator[Step]:
         """The steps to be done, over all rescales; the same one again if it was broken off."""
-        self._begin_pulse()
-        while (number := self._run(self.worker.begin_step, total)) is not None:
-            assert self._heart is not None
-            self._heart.look()
+        while (number := self._begin_step(total)) is not None:
             self._keep_state()
             self._is_stepping = True
+            step = Step.numbered(number, self._entered, lambda: self.worker.is_void)
             try:
-                yield Step.numbered(number, self._entered)
+                yield step
             finally:
                 self._is_stepping = False
+                step.end()
             if not self._run(self.worker.finish_step):
                 self._give_back_state()
 
-    def _begin_pulse(self) -> None:
-        if not self.worker.is_registered:
-            self._run(self.worker.register)
-        if self._heart is None:
-            self._heart = Heart(self._start_pulse, SystemClock(), SystemRandom().random, self._log)
-
-    def _start_pulse(self) -> Pulse:
-        assert self._counters is not None
-        worker = self.worker
-        return Pulse.start(
-            self._endpoints or (worker.endpoint,),
-            worker.job,
-            worker.worker_id.id,
-            worker.incarnation,
-            self._token,
-            self._counters,
-        )
-
-    def _end_pulse(self) -> None:
-        if self._heart is not None:
-            self._heart.close()
+    def _begin_step(self, total: int | None) -> int | None:
+        coming = self._run(self.worker.come_to_step, total)
+        if isinstance(coming, Parting):
+            # In the script's own thread, where blocking calls do not keep the worker from answering.
+            self.worker.leaving.fire(coming.reason)
+            self._run(self.worker.leave, coming.reason)
+            return None
+        return coming
 
     def _entered(self) -> None:
         self._careful = True
@@ -259,17 +234,24 @@ class Training:
 
     @property
     def rescaling_requested(self) -> Event[RescalingEvent]:
-        """Happens when this worker has gone over into another world. Subscribers run while the script waits."""
+        """Happens when this worker has gone over into another world.
+
+        Subscribers run in the worker's thread while the script waits: they may look, and wait for nothing of this
+        object's.
+        """
         return self.worker.rescaling_requested
 
     @property
     def state_synchronized(self) -> Event[GlobalTrainingState]:
-        """Happens when this worker is where the others are."""
+        """Happens when this worker is where the others are. Subscribers run as those of `rescaling_requested` do."""
         return self.worker.state_synchronized
 
     @property
     def leaving(self) -> Event[str]:
-        """Happens when this worker is to go, behind its last step: the moment to save something."""
+        """Happens when this worker is to go, behind its last step: the moment to save something.
+
+        Subscribers run in the script's thread, and are waited for. The others do not meet this worker any more.
+        """
         return self.worker.leaving
 
     def drain(self, reason: str = "the script wants to go") -> None:
@@ -287,20 +269,31 @@ class Training:
     # Inside.
 
     def _run(self, call: Callable[..., Awaitable[R]], *arguments: Any) -> R:
-        return self._wait_for(self._there().start_task_soon(call, *arguments))
+        portal = self._there()
+        if self._is_in_workers_thread:
+            raise RequestRefused(
+                "worker_waits_for_itself",
+                "a subscriber would wait for the worker, in the worker's own thread",
+                "take note in the subscriber, and do this in the next step; subscribers of `leaving` may do it at once",
+            )
+        return self._wait_for(portal.start_task_soon(call, *arguments))
 
     def _call(self, call: Callable[..., R], *arguments: Any) -> R:
+        if self._is_in_workers_thread:
+            return call(*arguments)
         return self._wait_for(self._there().start_task_soon(call, *arguments))
+
+    @property
+    def _is_in_workers_thread(self) -> bool:
+        return threading.get_ident() == self._workers_thread
 
     def _wait_for(self, future: Future[R]) -> R:
         try:
-            while True:
-                try:
-                    future.exception(SIGNALS_NOTICED_S)
-                except TimeoutError:
-                    # A signal may have reached another thread; Python attends to it when this one wakes up.
-                    continue
-                return future.result()
+            # A signal may have reached another thread; Python attends to it when this one wakes up. Its handler may
+            # raise anything, a TimeoutError too.
+            while not futures.wait([future], SIGNALS_NOTICED_S).done:
+                pass
+            return future.result()
         except BaseException:
             # Whoever is interrupted does not come back for it.
             future.cancel()
@@ -309,60 +302,8 @@ class Training:
     def _there(self) -> BlockingPortal:
         if self._portal is None or self._worker is None:
             raise RequestRefused("worker_not_open", "the worker is not open", "use it inside `with forged.join(...)`")
-        if self._guard is not None:
-            self._guard.check()
+        self._worker.process.check()
         return self._portal
-
-    @contextlib.contextmanager
-    def _heeding_signals(self) -> Iterator[None]:
-        """Let SIGTERM finish the step and leave, where the script has not its own idea of it."""
-        ours = threading.current_thread() is threading.main_thread()
-        if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            yield
-            return
-        signal.signal(signal.SIGTERM, self._terminated)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
-        if self._portal is not None and self.worker.is_registered:
-            self._portal.start_task_soon(self.worker.drain, "it was told to end, by SIGTERM")
-            return
-        # Nobody waits for this worker, so there is no step to be finished first.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
-
-
-class _Forking(threading.local):
-    """SIGTERM while a thread forks: in the child nobody could finish a step, so there it just ends.
-
-    It waits meanwhile, because Python forgets in the child what came before it had looked at it.
-    """
-
-    has_blocked = False
-
-    def begin(self) -> None:
-        if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Training._terminated:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            self.has_blocked = signal.SIGTERM not in before
-
-    def go_on_in_parent(self) -> None:
-        if self.has_blocked:
-            self.has_blocked = False
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    def go_on_in_child(self) -> None:
-        if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is Training._terminated:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.go_on_in_parent()
-
-
-_forking = _Forking()
-os.register_at_fork(
-    before=_forking.begin, after_in_parent=_forking.go_on_in_parent, after_in_child=_forking.go_on_in_child
-)
 
 
 def join(
@@ -375,10 +316,11 @@ def join(
     learning_rate: float = 0.0,
     global_batch_size: int = 0,
     attributes: Mapping[str, str] | None = None,
+    local_world_size: int = 1,
     data: TrainingData | None = None,
     sampler: ElasticSampler | None = None,
     peer_tls: bool = False,
-    log: Log = SILENT,
+    log: Log = SCRIPT_LOG,
 ) -> Training:
     """Take part in the training of a job; a context manager.
 
@@ -387,7 +329,7 @@ def join(
     `peer_tls`, workers speak TLS to each other, with what `$FORGED_CA`, `$FORGED_CERTIFICATE` and `$FORGED_KEY` name.
     """
 
-    def make(counters: Counters) -> ElasticWorker:
+    def make() -> ElasticWorker:
         return ElasticWorker(
             worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(SUFFIX_BYTES).hex()}",
             config,
@@ -397,11 +339,11 @@ def join(
             learning_rate=learning_rate,
             global_batch_size=global_batch_size,
             attributes=attributes,
+            local_world_size=local_world_size,
             data=data,
             sampler=sampler,
-            counters=counters,
             log=log,
             peer_tls=PeerTls.from_environment(os.environ) if peer_tls else None,
         )
 
-    return Training(make, endpoints, token, log)
+    return Training(make, endpoints)

@@ -7,12 +7,13 @@ when the world has to change and at no other time, so training goes on while it 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from random import Random, SystemRandom
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -45,11 +46,13 @@ from forged.elastic.model import (
 )
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
-from forged.log import SILENT, Log
+from forged.log import Log
 from forged.messages import Gap, Record
 from forged.net.network import Address, Network
+from forged.retry import REJOINING
 from forged.worker import amounts
 from forged.worker.carriers import Carrier, LoopCarrier
+from forged.worker.collectives import World
 from forged.worker.consumption import Consumption
 from forged.worker.counters import Counters
 from forged.worker.custodian import Custodian
@@ -60,21 +63,33 @@ from forged.worker.exchange import StateExchange
 from forged.worker.farewell import farewell
 from forged.worker.hearing import Hearing
 from forged.worker.mesh import Mesh
+from forged.worker.own_process import OwnProcess, WorkerProcess
 from forged.worker.passage import Means, Passage
 from forged.worker.peer_tls import PeerTls
 from forged.worker.place import Place
 from forged.worker.presence import Presence
 from forged.worker.registration import LEAVE_TIMEOUT_S, Registration
+from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.standing import FOLLOWED, Standing
 from forged.worker.state import pack
 from forged.worker.step import Step
 from forged.worker.supply import Supply
+from forged.worker.termination import TOLD
 from forged.worker.usage_report import UsageReport
+
+R = TypeVar("R")
 
 JOB = "default"
 RESHAPING = (RescaleStarted, RescaleSynchronising, RescaleCompleted, RescaleAborted)
 """What may change who needs whom."""
+OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
 LOOPBACK = "127.0.0.1"
+
+
+class Parting(NamedTuple):
+    """The last step is done, and the worker is to go."""
+
+    reason: str
 
 
 class ElasticWorker:
@@ -82,6 +97,10 @@ class ElasticWorker:
 
     `state` is a dict of arrays and plain values, or an object with `state_dict` and `load_state_dict`; it is what a new
     worker takes from the others, and must change only behind the last collective of a step.
+
+    The process is this worker's alone: a pulse speaks for it, forked children keep none of its connections, and SIGTERM
+    lets it finish its step and leave. Where several workers live in one process, each is given a `SharedProcess()`.
+    `local_world_size` tells others how many processes it stands for on its host.
     """
 
     rescaling_requested: Event[RescalingEvent]
@@ -89,7 +108,8 @@ class ElasticWorker:
     state_synchronized: Event[GlobalTrainingState]
     """Happens when this worker is where the others are."""
     leaving: Event[str]
-    """Happens when this worker is to go, behind its last step."""
+    """Happens when this worker is to go, behind its last step: the moment to save something. It waits for subscribers,
+    asynchronous ones too."""
 
     def __init__(
         self,
@@ -102,11 +122,12 @@ class ElasticWorker:
         learning_rate: float = 0.0,
         global_batch_size: int = 0,
         attributes: Mapping[str, str] | None = None,
+        local_world_size: int = 1,
         network: Network | None = None,
         clock: Clock | None = None,
         incarnation: bytes | None = None,
-        counters: Counters | None = None,
-        log: Log = SILENT,
+        process: WorkerProcess | None = None,
+        log: Log = SCRIPT_LOG,
         random: Random | None = None,
         carrier: Carrier | None = None,
         peer_tls: PeerTls | None = None,
@@ -126,6 +147,7 @@ class ElasticWorker:
         self._settings: dict[str, SettingValue] | None = None if config is None else config.to_settings()
         self._token = token
         self._attributes = dict(attributes or {})
+        self._local_world_size = amounts.count("local_world_size", local_world_size, at_least=1)
         self._network = network
         self._clock = clock or SystemClock()
         self._random = random or SystemRandom()
@@ -138,32 +160,37 @@ class ElasticWorker:
         self._log = log
         self.incarnation = incarnation or self._random.randbytes(INCARNATION_BYTES)
         """What tells this worker from any other of its name, before it and behind it."""
-        self._counters = counters
-        self._place = Place(learning_rate, global_batch_size, sampler, counters)
+        self.process: WorkerProcess = process or OwnProcess(log)
+        """What it has of the process that it lives in."""
+        self._place = Place(learning_rate, global_batch_size, sampler, None)
         self._joined_at = self._heartbeat_at = self._clock.wall()
         self._client: ForgedClient | None = None
         self._mesh: Mesh | None = None
         self._line: Registration | None = None
         self._tasks: TaskGroup | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._session: AbstractAsyncContextManager[ElasticWorker] | None = None
         self._is_open = False
         self._sessions = 0
-        self._begin_anew()
+        self._begin_anew(None)
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, counters: Counters | None) -> None:
         """What a session begins with."""
         if self._sessions:
             # To the daemon and the others it is another worker, which comes with its state and is not believed it.
             self.incarnation = self._random.randbytes(INCARNATION_BYTES)
         self._standing = Standing(self._worker_id.id)
         self._departure = Departure(self._standing, self._ties(), self._wake, self._log)
-        self._presence = Presence(self._standing, self._counters)
+        self._presence = Presence(self._standing, counters)
+        self._place.counters = counters
         self._place.begin_anew()
         self._hearing: Hearing | None = None
         self._passage: Passage | None = None
         self._supply: Supply | None = None
         self._term = 0
         self._usage: UsageReport | None = None
+        self._is_parting = False
+        """Whether it has done its last step, and does by itself what remains to be done."""
         self._registered = False
         self._left = False
 
@@ -186,7 +213,7 @@ class ElasticWorker:
 
     @property
     def generation(self) -> int:
-        """The number of the world."""
+        """The number of the world; behind the end, of the last one."""
         return self._presence.topology.epoch
 
     @property
@@ -226,7 +253,11 @@ class ElasticWorker:
 
     @property
     def is_rescaling(self) -> bool:
-        """Whether a new world is being agreed on."""
+        """Whether a new world is being agreed on, or this worker is on its way into it."""
+        return self._awaits_world or self._presence.status is WorkerStatus.RESCALING
+
+    @property
+    def _awaits_world(self) -> bool:
         return self._standing.rescaling or self._standing.committed is not None
 
     @property
@@ -262,7 +293,7 @@ class ElasticWorker:
             self._joined_at,
             self._heartbeat_at,
             self.rank,
-            1,
+            self._local_world_size,
             dict(self._attributes),
         )
 
@@ -304,34 +335,49 @@ class ElasticWorker:
     @asynccontextmanager
     async def session(self, *endpoints: str) -> AsyncIterator[ElasticWorker]:
         """Be connected inside the block, with the door open for peers; `register` makes it a worker."""
+        self.process.check()
         if self._is_open:
             raise RequestRefused("worker_connected", "the worker is already connected to the cluster", "disconnect it")
-        self._is_open = True
-        failure: Exception | None = None
+        self._is_open, self._loop = True, asyncio.get_running_loop()
         try:
-            self._begin_anew()
-            self._sessions += 1
-            async with self._reach(endpoints) as client, self._open_door(client), anyio.create_task_group() as tasks:
-                self._client, self._tasks = client, tasks
-                self._line = Registration(client, self.job, self._worker_id, self.incarnation, self._random, self._log)
-                try:
+            with self.process.inhabited(self.descriptors, self.told_to_end) as counters:
+                self._begin_anew(counters)
+                self._sessions += 1
+                async with self._at(endpoints):
                     yield self
-                except Exception as error:  # noqa: BLE001 - raised below, so that it does not come out in a group
-                    failure = error
-                finally:
-                    with anyio.CancelScope(shield=True):
-                        await self.leave("it was disconnected")
-                    tasks.cancel_scope.cancel()
         finally:
             # Behind the end of all tasks, which may have a last turn in which they use them.
             self._client = self._mesh = self._line = self._tasks = self._presence.world = None
+            self._presence.counters = self._place.counters = None
+            self._presence.topology = ClusterTopology(epoch=self.generation)
             self._is_open = self._registered = False
+
+    @asynccontextmanager
+    async def _at(self, endpoints: tuple[str, ...]) -> AsyncIterator[None]:
+        """Have connections, and tasks that go on beside the script."""
+        failure: Exception | None = None
+        async with self._reach(endpoints) as client, self._open_door(client), anyio.create_task_group() as tasks:
+            self._client, self._tasks = client, tasks
+            self._line = Registration(client, self.job, self._worker_id, self.incarnation, self._random, self._log)
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - raised below, so that it does not come out in a group
+                failure = error
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self.leave("it was disconnected")
+                tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
 
     def _reach(self, endpoints: tuple[str, ...]) -> ForgedClient:
         return ForgedClient(
-            *endpoints, token=self._token, network=self._network, clock=self._clock, source=self._random
+            *endpoints,
+            token=self._token,
+            reconnect=REJOINING,
+            network=self._network,
+            clock=self._clock,
+            source=self._random,
         )
 
     @asynccontextmanager
@@ -355,8 +401,9 @@ class ElasticWorker:
 
     async def register(self) -> None:
         """Become a worker of the job; from now on the world waits for this worker."""
+        self.process.check()
         if self._tasks is None or self._client is None or self._line is None:
-            raise RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
+            raise _unconnected()
         if self._registered:
             return
         # Said at once, and not when somebody needs the state.
@@ -371,11 +418,16 @@ class ElasticWorker:
             facts.close()
             raise
         self._joined_at, self._registered = self._clock.wall(), True
+        self._begin_pulse(self._client)
         self._tasks.start_soon(self._beat)
         if self._place.consumption is not None:
             self._usage = self._report_of(self._place.consumption)
             self._tasks.start_soon(self._usage.keep_telling)
         hearing.begin_to_ask()
+
+    def _begin_pulse(self, client: ForgedClient) -> None:
+        endpoints = [str(address) for address in client.endpoints]
+        self.process.begin_pulse(endpoints, self.job, self._worker_id.id, self.incarnation, self._token)
 
     def _hearing_of(self, client: ForgedClient, tasks: TaskGroup) -> Hearing:
         return Hearing(
@@ -398,7 +450,12 @@ class ElasticWorker:
     async def _join(self, *, again: bool = False) -> Joined:
         assert self._line is not None
         return await self._line.join(
-            os.getpid(), self._attributes, self._settings, again=again, with_data=self._data is not None
+            os.getpid(),
+            self._attributes,
+            self._settings,
+            again=again,
+            with_data=self._data is not None,
+            local_world_size=self._local_world_size,
         )
 
     async def _learn_what_was_missed(self) -> None:
@@ -466,7 +523,7 @@ class ElasticWorker:
     async def disconnect(self) -> None:
         """Leave in good order; no error for who is not connected."""
         session, self._session = self._session, None
-        if session is not None:
+        if session is not None and not self.process.is_forked:
             await session.__aexit__(None, None, None)
 
     async def close(self) -> None:
@@ -490,7 +547,7 @@ class ElasticWorker:
 
     async def leave(self, reason: str, *, done: bool = False, failed: bool = False) -> None:
         """Tell the daemon that this worker goes, if that can be told in time."""
-        if self._left or not self._registered or self._line is None:
+        if self._left or not self._registered or self._line is None or self.process.is_forked:
             return
         self._left, self._presence.status = True, WorkerStatus.LEAVING
         await self._presence.leave()
@@ -504,9 +561,21 @@ class ElasticWorker:
 
     def drain(self, reason: str) -> None:
         """Finish the present step, and go."""
+        self.process.check()
         self._standing.draining = self._standing.draining or reason
         self._prepare_to_leave()
         self._wake()
+
+    def told_to_end(self) -> bool:
+        """Finish the present step and go, because of SIGTERM; tells whether there is anything to be finished.
+
+        To be called in any thread, also where a signal has interrupted it.
+        """
+        loop = self._loop
+        if loop is None or not self.is_registered:
+            return False
+        loop.call_soon_threadsafe(self.drain, TOLD)
+        return True
 
     # Steps.
 
@@ -516,11 +585,23 @@ class ElasticWorker:
         A collective that cannot end raises `StepAborted`, which `with step:` takes care of.
         """
         while (number := await self.begin_step(total)) is not None:
-            yield Step.numbered(number, lambda: None)
+            step = Step.numbered(number, lambda: None, lambda: self.is_void)
+            yield step
+            step.end()
             await self.finish_step()
 
     async def begin_step(self, total: int | None = None) -> int | None:
         """Wait until a step may begin; returns its number, or None when there are no more."""
+        coming = await self.come_to_step(total)
+        if isinstance(coming, Parting):
+            await self.leaving.fire_and_wait(coming.reason)
+            await self.leave(coming.reason)
+            return None
+        return coming
+
+    async def come_to_step(self, total: int | None = None) -> int | Parting | None:
+        """Like `begin_step`; but who gets a `Parting` has to tell the subscribers of `leaving`, and to leave."""
+        self.process.check()
         if not self._registered:
             await self.register()
         assert self._passage is not None
@@ -530,8 +611,8 @@ class ElasticWorker:
             if self._standing.completed is not None:
                 await self._come_to_an_end(self._standing.completed)
             elif self._departure.is_due:
-                self.leaving.fire(self._departure.reason)
-                await self.leave(self._departure.reason)
+                self._is_parting = True
+                return Parting(self._departure.reason)
             elif not self._presence.may_step:
                 await self._passage.come_along()
             elif total is not None and self.step >= total:
@@ -539,12 +620,14 @@ class ElasticWorker:
             else:
                 self._presence.begin_step()
                 self._place.begin_step()
+                self.process.look_after_pulse()
                 await self.resume_training()
                 return self.step
         return None
 
     async def finish_step(self) -> bool:
         """Tell the others that the step is done; returns whether it counts."""
+        self.process.check()
         if self._presence.is_void:
             return False
         self._presence.mark()
@@ -610,19 +693,32 @@ class ElasticWorker:
 
     async def barrier(self) -> None:
         """Wait for all."""
-        await self._presence.together(lambda world: world.barrier())
+        await self._together(lambda world: world.barrier())
 
     async def gather(self, value: Any, root: int = 0) -> list[Any] | None:
         """Everybody's value, in the order of ranks, at the root; None elsewhere."""
-        return await self._presence.together(lambda world: world.gather(value, root))
+        return await self._together(lambda world: world.gather(value, root))
 
     async def broadcast(self, value: Any, root: int = 0) -> Any:
         """The root's value."""
-        return await self._presence.together(lambda world: world.broadcast(value, root))
+        return await self._together(lambda world: world.broadcast(value, root))
 
     async def all_reduce(self, array: Any, op: str = "sum") -> Any:
         """The sum, mean, minimum or maximum over all."""
-        return await self._presence.together(lambda world: world.all_reduce(array, op))
+        return await self._together(lambda world: world.all_reduce(array, op))
+
+    async def _together(self, act: Callable[[World], Awaitable[R]]) -> R:
+        self.process.check()
+        if not self.is_connected:
+            raise _unconnected()
+        world = self._presence.world
+        if self._is_parting and (world is None or world.size > 1):
+            raise RequestRefused(
+                "worker_leaving",
+                "this worker is on its way out, and the others do not meet it any more",
+                "save what it has by itself, without the other workers",
+            )
+        return await self._presence.together(act)
 
     # What a rescale consists of, for this worker; the events are fired here.
 
@@ -655,8 +751,8 @@ class ElasticWorker:
         return await self._supply.custodian.redistribute(plan)
 
     async def resume_training(self) -> None:
-        """Train again behind a rescale."""
-        if self.rank != RANK_NONE:
+        """Train again behind a rescale, unless this worker is out of it."""
+        if self.rank != RANK_NONE and self._presence.status not in OUT:
             self._presence.status = WorkerStatus.ACTIVE
 
     # The daemon.
@@ -696,6 +792,10 @@ class ElasticWorker:
         """Training cannot go on here."""
         self._standing.end = error
         self._wake()
+
+
+def _unconnected() -> RequestRefused:
+    return RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
 
 
 def _check_same_samples(data: TrainingData | None, sampler: ElasticSampler | None) -> None:

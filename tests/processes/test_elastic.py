@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random, SystemRandom
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from forged.elastic.messages import (
     JobWaiting,
     RescaleCompleted,
     WorkerFailed,
+    WorkerLeft,
     WorkerRecovered,
     WorkerStalled,
 )
@@ -292,3 +294,48 @@ class TestStandingStill:
             await troupe.until(lambda: troupe["b"].code is not None)
             assert "it lives and made no progress" in troupe["b"].said
             await troupe.finish("a", "c")
+
+
+class TestAScriptWithAnEventLoop:
+    """Its worker is no less than that of a script without one. All of them have forked a child, which lives on."""
+
+    async def _together(self, troupe: Troupe, **options: Any) -> None:
+        await troupe.start("a")
+        await troupe.start("b", script="async_trainee", **options)
+        await troupe.world_of("a", "b")
+
+    async def test_that_holds_the_gil_for_longer_than_the_timeout_has_not_failed(self, tmp_path: Path) -> None:
+        async with troupe_in(tmp_path, **IMPATIENT) as troupe, troupe.client() as client:
+            await self._together(troupe, gil_s=3)
+            troupe.arm()
+            await heard(client, WorkerStalled, "b")
+            await heard(client, WorkerRecovered, "b")
+            await troupe.more_steps("a", "b")
+            assert await troupe.facts(WorkerFailed) == []
+            troupe["b"].let_child_go()
+            await troupe.finish("a", "b")
+
+    async def test_that_is_killed_counts_as_dead_at_once_though_its_child_lives(self, troupe: Troupe) -> None:
+        """Its pulse says so, or the daemon finds its port closed, whichever is sooner; no grace has to pass."""
+        async with troupe.client() as client:
+            await troupe.start("b", script="async_trainee")
+            await troupe.world_of("b")
+            troupe["b"].kill()
+            await heard(client, WorkerFailed, "b")
+        (failed,) = await troupe.facts(WorkerFailed)
+        assert failed.reason.startswith(("its process ", "nobody listens at "))
+        assert troupe["b"].child is not None
+        os.kill(troupe["b"].child, 0)
+        troupe["b"].let_child_go()
+        await troupe.dead("b")
+
+    async def test_that_is_told_to_end_finishes_its_step_and_leaves(self, troupe: Troupe) -> None:
+        await self._together(troupe)
+        troupe["b"].let_child_go()
+        troupe["b"].kill(signal.SIGTERM)
+        await troupe.until(lambda: troupe["b"].code is not None)
+        assert (troupe["b"].code, troupe["b"].finished) == (0, troupe["b"].steps[-1].step + 1)
+        await troupe.world_of("a")
+        assert [fact.reason for fact in await troupe.facts(WorkerLeft)] == ["it was told to end, by SIGTERM"]
+        assert await troupe.facts(WorkerFailed) == []
+        await troupe.finish("a")

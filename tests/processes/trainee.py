@@ -31,6 +31,7 @@ from forged.worker.peer_messages import Call, Kind, Result
 from forged.worker.registration import Registration
 from forged.worker.sides import HubSide
 from forged.worker.training import Training, join
+from forged.worker.worker import ElasticWorker
 from tests.worker.crew import advance
 
 JOB = "run"
@@ -181,7 +182,7 @@ def hold_the_gil(seconds: int) -> None:
 class Account:
     """What this worker knows of what it has done."""
 
-    def __init__(self, worker: Training) -> None:
+    def __init__(self, worker: Training | ElasticWorker) -> None:
         self._worker = worker
         self._chains = [0]
         self._place: tuple[int, int, int, int] | None = None

@@ -56,6 +56,8 @@ class Player:
     held: int = 0
     """How often it was caught, to be let go."""
     finished: int | None = None
+    child: int | None = None
+    """The process that it has forked, if it has."""
     process: asyncio.subprocess.Process | None = None
     hearing: asyncio.Task[None] | None = None
 
@@ -75,12 +77,20 @@ class Player:
 
     @property
     def pulse(self) -> int:
-        """The process that speaks for it: its only child."""
-        (child,) = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return int(child)
+        """The process that speaks for it: its only child, but for one that it has told of."""
+        # A child is shown with the thread that has started it.
+        threads = Path(f"/proc/{self.pid}/task").glob("*/children")
+        (pulse,) = {int(child) for thread in threads for child in thread.read_text().split()} - {self.child}
+        return pulse
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
+
+    def let_child_go(self) -> None:
+        """The process that it has forked ends."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def let_go(self) -> None:
         """It goes on from where it was caught."""
@@ -99,6 +109,8 @@ class Player:
             self.entered.append((told["entered"], told["at"]))
         elif "finished" in told:
             self.finished = told["finished"]
+        elif "child" in told:
+            self.child = told["child"]
         else:
             self.held += "held" in told
 
@@ -135,7 +147,14 @@ class Troupe:
     # Coming and going.
 
     async def start(
-        self, *names: str, at: str = "", act: str = "die", nth: int = 1, ballast: int = 1000, gil_s: int = 0
+        self,
+        *names: str,
+        at: str = "",
+        act: str = "die",
+        nth: int = 1,
+        ballast: int = 1000,
+        gil_s: int = 0,
+        script: str = "trainee",
     ) -> None:
         """Have some begin; `at` is where they are caught."""
         points = [(at, act, nth)] if at else []
@@ -145,7 +164,7 @@ class Troupe:
             player = self.players[name] = Player(name, self.directory)
             with (self.directory / f"{name}.log").open("wb") as log:
                 player.process = await asyncio.create_subprocess_exec(
-                    *command("tests.processes.trainee", *words),
+                    *command(f"tests.processes.{script}", *words),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
@@ -303,7 +322,7 @@ def _pulses(mark: str, troupe: Troupe, ended: set[str]) -> Iterable[int]:
     theirs = {troupe.daemon.pid, os.getpid()}
     for player in troupe.players.values():
         if player.name not in ended:
-            theirs |= {player.pid, player.pulse}
+            theirs |= {player.pid, player.pulse, player.child or player.pid}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if int(process.name) not in theirs and f"{MARK}={mark}".encode() in (process / "environ").read_bytes():

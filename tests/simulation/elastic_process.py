@@ -19,9 +19,11 @@ from forged.elastic.members import PULSE_INTERVAL_S
 from forged.elastic.messages import Pulse, ReportDeath
 from forged.elastic.model import GlobalTrainingState, WorkerId
 from forged.errors import ForgedError, Unavailable
+from forged.log import SILENT
 from forged.worker.carriers import LoopCarrier
 from forged.worker.counters import Counters
 from forged.worker.errors import StepAborted
+from forged.worker.own_process import SharedProcess
 from forged.worker.worker import ElasticWorker
 from tests.simulation.data import JobData
 from tests.simulation.elastic_oracle import ElasticOracle
@@ -184,7 +186,8 @@ class Process:
             token=world.token,
             network=self._network,
             clock=self.clock,
-            counters=self.counters,
+            process=SharedProcess(self.counters),
+            log=SILENT,
             random=self._random,
             carrier=LoopCarrier() if data is None else data.carrier(),
             data=given,

@@ -18,6 +18,7 @@ from forged.client import ForgedClient
 from forged.elastic.config import ElasticTrainingConfig
 from forged.messages import Fact, Record
 from forged.worker.errors import StepAborted
+from forged.worker.own_process import SharedProcess
 from forged.worker.worker import ElasticWorker
 
 JOB = "run"
@@ -54,6 +55,11 @@ class Place:
     step: int
 
 
+def guest(name: str, config: ElasticTrainingConfig | None = None, **options: Any) -> ElasticWorker:
+    """A worker that is one of many in this process."""
+    return ElasticWorker(name, config, process=SharedProcess(), **options)
+
+
 class Trainer:
     """A training script and its worker."""
 
@@ -61,7 +67,7 @@ class Trainer:
         self.crew = crew
         self.name = name
         self.state = {"chain": np.zeros(1, np.int64), "ballast": np.zeros(10_000)}
-        self.worker = ElasticWorker(name, crew.config, job=JOB, state=self.state, **options)
+        self.worker = guest(name, crew.config, job=JOB, state=self.state, **options)
         self.places: list[Place] = []
         """Where its steps were that counted."""
         self.rescales: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from forged.log import Log
@@ -74,6 +75,27 @@ def test_a_subscriber_that_fails_is_logged_and_the_others_hear_all_the_same() ->
     event.subscribe(heard.append)
     event.fire(1)
     assert heard == [1]
+    assert notes.errors == [{"event": "a subscriber failed", "event_name": "counted", "reason": "ValueError: no"}]
+
+
+async def test_who_waits_waits_for_asynchronous_subscribers_and_for_one_after_the_other() -> None:
+    notes = Notes()
+    heard: list[str] = []
+    event: Event[int] = Event("counted", notes)
+
+    async def slow(value: int) -> None:
+        await asyncio.sleep(0)
+        heard.append("slow")
+
+    async def fail(value: int) -> None:
+        await asyncio.sleep(0)
+        raise ValueError("no")
+
+    event.subscribe(fail)
+    event.subscribe(slow)
+    event.subscribe(lambda value: heard.append("quick"))
+    await event.fire_and_wait(1)
+    assert heard == ["slow", "quick"]
     assert notes.errors == [{"event": "a subscriber failed", "event_name": "counted", "reason": "ValueError: no"}]
 
 

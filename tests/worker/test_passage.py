@@ -28,10 +28,9 @@ from forged.worker.mesh import Mesh
 from forged.worker.passage import Passage
 from forged.worker.registration import Registration
 from forged.worker.standing import Commit
-from forged.worker.worker import ElasticWorker
 from tests.client.house import House
 from tests.client.proxy import Proxy
-from tests.worker.crew import JOB, Crew, all_connected, crew_at, past
+from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
 
 
 class TestNotStopping:
@@ -270,7 +269,7 @@ class TestWorkersThatHaveNotHeardTheSame:
 
         crew.start("a")
         await crew.world_of("a")
-        late = ElasticWorker("late", crew.config, job=JOB, state=Small())
+        late = guest("late", crew.config, job=JOB, state=Small())
         async with late:
             await late.connect(*crew.endpoints)
             with pytest.raises(ValueError, match="does not fit"):

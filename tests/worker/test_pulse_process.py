@@ -16,7 +16,7 @@ import msgpack
 import pytest
 
 from forged.errors import ForgedError, RequestRefused
-from forged.retry import RECONNECTING
+from forged.retry import REJOINING
 from forged.worker import pulse_process
 from forged.worker.counters import Counters
 from forged.worker.pulse_process import REPORT_S_MAX, Pulse, WatchedWorker, read_orders
@@ -24,7 +24,7 @@ from tests.worker.witness import INCARNATION, INTERVAL_S, PATIENCE_S
 
 NAMED_BADLY = "open('/proc/self/comm', 'w').write('x) R 1 (('); print(flush=True); input()"
 NOBODY = "unix:///nowhere/at/all"
-LONGEST_PAUSE_S = RECONNECTING.delay_max_s
+LONGEST_PAUSE_S = REJOINING.delay_max_s
 Watched = tuple[subprocess.Popen[bytes], WatchedWorker, int]
 
 

@@ -23,7 +23,10 @@ from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, 
 from forged.errors import ConfigError, RequestRefused
 from forged.messages import Fact, Record
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
+from forged.worker.own_process import OwnProcess
 from forged.worker.passage import Passage
+from forged.worker.pulse import Pulse
+from forged.worker.termination import is_heeded
 from forged.worker.training import Training, join
 from tests.client.neighbour import Neighbour
 from tests.telemetry.heard import Heard
@@ -54,12 +57,25 @@ def at(endpoint: str, name: str = "me", **given: Any) -> Training:
     return join(endpoint, **options)
 
 
+def pulse_of(worker: Training) -> Pulse:
+    """The process that speaks for it."""
+    process = worker.worker.process
+    assert isinstance(process, OwnProcess)
+    assert process.heart is not None
+    return process.heart.pulse
+
+
 def frames_of(thread: int) -> Iterator[FrameType]:
     """What a thread is doing, the innermost call first."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def waits(thread: int) -> bool:
+    """Whether a script waits for its worker there."""
+    return any(frame.f_code is Training._wait_for.__code__ for frame in frames_of(thread))
 
 
 def learn(worker: Training, step: int) -> None:
@@ -238,6 +254,7 @@ class TestSteps:
         meeting = Meeting()
         begun: list[int] = []
         done: list[int] = []
+        aborted: list[int] = []
 
         def victim(worker: Training) -> None:
             for step in worker.steps():
@@ -254,6 +271,8 @@ class TestSteps:
                         meeting.pass_by()
                     worker.barrier()
                     done.append(int(step))
+                if step.aborted:
+                    aborted.append(int(step))
 
         a = scripts.start("a", victim, config=config(min_workers=2))
         b = scripts.start("b", survivor, config=config(min_workers=2))
@@ -266,6 +285,7 @@ class TestSteps:
             a.result(PATIENCE_S)
         assert begun == [0, 1, 2, 3, 3, *range(4, STEPS)]
         assert done == list(range(STEPS))
+        assert aborted == [3]
 
     def test_one_that_is_left_early_is_given_back_when_steps_are_asked_for_again(self, endpoint: str) -> None:
         with at(endpoint) as worker:
@@ -422,8 +442,7 @@ class TestTheEndOfAScript:
     ) -> None:
         worker = at(endpoint).__enter__()
         next(worker.steps())
-        assert worker._heart is not None
-        pulse = worker._heart.pulse
+        pulse = pulse_of(worker)
         worker.close()
         worker.close()
         assert not pulse.alive
@@ -510,10 +529,7 @@ class TestSignals:
         main = threading.get_ident()
 
         def terminate() -> None:
-            def waits() -> bool:
-                return any(frame.f_code is Training._wait_for.__code__ for frame in frames_of(main))
-
-            while not (past(client, WorkerJoined) and waits()):
+            while not (past(client, WorkerJoined) and waits(main)):
                 pass
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
@@ -524,6 +540,27 @@ class TestSignals:
                 raise AssertionError("nobody else is there")
         thread.join(PATIENCE_S)
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
+
+    def test_a_handler_of_the_scripts_own_may_raise_a_timeout_error_while_it_waits(self, endpoint: str) -> None:
+        def too_late(number: int, frame: object) -> None:
+            raise TimeoutError("the script has no more time")
+
+        def remind(script: int) -> None:
+            while not waits(script):
+                pass
+            signal.pthread_kill(script, signal.SIGALRM)
+
+        before = signal.signal(signal.SIGALRM, too_late)
+        thread = threading.Thread(target=remind, args=(threading.get_ident(),))
+        try:
+            with at(endpoint, config=config(min_workers=2)) as worker:
+                steps = worker.steps()
+                thread.start()
+                with pytest.raises(TimeoutError, match="no more time"):
+                    next(steps)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        thread.join(PATIENCE_S)
 
     def test_before_anybody_waits_for_it_sigterm_ends_it_as_it_would_have(
         self, endpoint: str, client: BlockingClient
@@ -561,14 +598,76 @@ class TestThePulse:
         with at(endpoint, log=log) as worker:
             steps = worker.steps()
             next(steps)
-            assert worker._heart is not None
-            first = worker._heart.pulse
+            first = pulse_of(worker)
             os.kill(first.pid, signal.SIGKILL)
             os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
             next(steps)
-            assert worker._heart.pulse.alive
-            assert worker._heart.pulse.pid != first.pid
+            assert pulse_of(worker).alive
+            assert pulse_of(worker).pid != first.pid
         assert log.levels("the pulse has ended, and another was started") == {"warning"}
+
+
+class TestLeaving:
+    def test_what_is_to_be_saved_is_saved_by_blocking_calls_in_the_scripts_thread(
+        self, endpoint: str, client: BlockingClient
+    ) -> None:
+        found: list[Any] = []
+
+        def save(reason: str) -> None:
+            # It is alone, so it meets nobody else, and has not left yet.
+            worker.barrier()
+            found.extend([reason, threading.get_ident(), worker.gather(worker.step), past(client, WorkerLeft)])
+
+        with at(endpoint) as worker:
+            worker.leaving.subscribe(save)
+            for step in worker.steps():
+                if step == 2:
+                    worker.drain("it is enough")
+        assert found == ["it is enough", threading.get_ident(), [worker.step], []]
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it is enough"]
+
+    def test_the_others_are_not_met_any_more_which_is_told(self, scripts: Scripts) -> None:
+        log = Heard()
+        meeting = Meeting()
+
+        def goes(worker: Training) -> None:
+            worker.leaving.subscribe(lambda reason: worker.barrier())
+            for step in worker.steps():
+                if step == 2:
+                    worker.drain()
+                worker.barrier()
+            meeting.go_on()
+
+        def stays(worker: Training) -> None:
+            for step in worker.steps(STEPS):
+                worker.barrier()
+                if step == 4:
+                    meeting.hold()
+
+        a = scripts.start("a", goes, config=config(min_workers=1, max_workers=2, stability_window_ms=60_000), log=log)
+        b = scripts.start("b", stays, config=config(min_workers=1, max_workers=2, stability_window_ms=60_000))
+        a.result(PATIENCE_S)
+        b.result(PATIENCE_S)
+        (failure,) = log.of("a subscriber failed")
+        assert failure["event_name"] == "leaving"
+        assert "worker_leaving" in failure["reason"] or "on its way out" in failure["reason"]
+
+    def test_a_subscriber_in_the_workers_thread_cannot_wait_for_it_and_is_told_what_to_do(self, endpoint: str) -> None:
+        log = Heard()
+        with at(endpoint, log=log) as worker:
+            worker.rescaling_requested.subscribe(lambda event: worker.barrier())
+            next(worker.steps())
+        (failure,) = log.of("a subscriber failed")
+        assert "do this in the next step" in failure["reason"]
+
+    def test_a_subscriber_in_the_workers_thread_may_say_that_it_is_to_go(
+        self, endpoint: str, client: BlockingClient
+    ) -> None:
+        with at(endpoint) as worker:
+            worker.state_synchronized.subscribe(lambda state: worker.drain("it has seen enough"))
+            for _ in worker.steps(STEPS):
+                pass
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it has seen enough"]
 
 
 class TestForkedChildren:
@@ -592,7 +691,7 @@ class TestForkedChildren:
                     else:
                         assert forked() == -signal.SIGTERM
             assert worker.step == 3
-            assert signal.getsignal(signal.SIGTERM) == worker._terminated
+            assert is_heeded()
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["the training is done"]
 
     def test_a_handler_of_the_scripts_own_is_theirs_too(self) -> None:
@@ -748,8 +847,10 @@ class TestWhatItTells:
                 training = scripts.trainings["a"]
                 topology = training.current_topology if training._worker is not None else None
                 if topology is not None:
-                    assert topology.rank_of(training.worker_id) == training.worker.get_metadata().rank
                     assert topology.world_size == 1
+                    rank = training.worker.get_metadata().rank
+                    # Whose training is over meanwhile has none.
+                    assert rank == topology.rank_of(training.worker_id) or not training.worker.is_connected
                     looks += 1
             return looks
 

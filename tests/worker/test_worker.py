@@ -48,7 +48,7 @@ from forged.worker.presence import Presence
 from forged.worker.registration import Registration
 from forged.worker.worker import ElasticWorker
 from tests.client.house import SOON, House
-from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, past
+from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, guest, past
 
 TOPOLOGY = ClusterTopology((WorkerId("a", "host", 1), WorkerId("me", "host", 2), WorkerId("b", "host", 3)), 4, 1.0)
 
@@ -80,6 +80,11 @@ class TestTheValueOfIt:
         metadata.custom_attributes["gpu"] = "some"
         assert worker.get_metadata().custom_attributes == {"gpu": "none"}
 
+    def test_it_tells_how_many_processes_it_stands_for(self) -> None:
+        assert ElasticWorker("me", local_world_size=8).get_metadata().local_world_size == 8
+        with pytest.raises(RequestRefused, match="local_world_size is 0"):
+            ElasticWorker("me", local_world_size=0)
+
     async def test_its_rank_is_its_place_in_the_topology(self) -> None:
         worker = ElasticWorker(WorkerId("me", "host", 2))
         await worker.update_topology(TOPOLOGY)
@@ -96,15 +101,18 @@ class TestTheValueOfIt:
 
     async def test_a_rescaling_event_tells_all_subscribers_and_leads_to_its_topology(self) -> None:
         worker = ElasticWorker(WorkerId("me", "host", 2))
-        heard: list[tuple[str, Any, int]] = []
-        worker.rescaling_requested.subscribe(lambda event: heard.append(("one", event, worker.rank)))
-        worker.rescaling_requested.subscribe(lambda event: heard.append(("other", event, worker.rank)))
+        heard: list[tuple[str, Any, int, bool]] = []
+        for name in ("one", "other"):
+            worker.rescaling_requested.subscribe(
+                lambda event, name=name: heard.append((name, event, worker.rank, worker.is_rescaling))  # type: ignore[misc]
+            )
         event = RescalingEvent(RescaleType.SCALE_UP, ClusterTopology(), TOPOLOGY)
         await worker.on_rescaling_event(event)
-        assert heard == [("one", event, 1), ("other", event, 1)]
+        assert heard == [("one", event, 1, True), ("other", event, 1, True)]
         assert worker.get_metadata().status is WorkerStatus.RESCALING
         await worker.resume_training()
         assert worker.get_metadata().status is WorkerStatus.ACTIVE
+        assert not worker.is_rescaling
 
     async def test_who_is_in_no_world_does_not_resume(self) -> None:
         worker = ElasticWorker("me")
@@ -149,9 +157,12 @@ class TestTheValueOfIt:
         with pytest.raises(RequestRefused, match="global_batch_size"):
             ElasticWorker("me", global_batch_size=0.5)  # type: ignore[arg-type]
 
-    async def test_collectives_need_a_world(self) -> None:
-        with pytest.raises(StepAborted):
-            await ElasticWorker("me").barrier()
+    async def test_collectives_need_a_connection(self) -> None:
+        worker = ElasticWorker("me")
+        for collective in (worker.barrier, partial(worker.all_reduce, 1), partial(worker.broadcast, 1)):
+            with pytest.raises(RequestRefused, match="not connected") as raised:
+                await collective()
+            assert raised.value.code == "worker_unconnected"
 
     async def test_who_is_not_connected_disconnects_and_closes_without_an_error(self) -> None:
         worker = ElasticWorker("me")
@@ -165,7 +176,7 @@ class TestTheValueOfIt:
 
 class TestComingAndGoing:
     async def test_it_connects_registers_beats_and_disconnects(self, house: House, client: ForgedClient) -> None:
-        worker = ElasticWorker("me", config(worker_heartbeat_timeout_ms=30), job=JOB, attributes={"gpu": "none"})
+        worker = guest("me", config(worker_heartbeat_timeout_ms=30), job=JOB, attributes={"gpu": "none"})
         await worker.connect(house.endpoint)
         assert worker.is_connected
         assert worker.is_registered
@@ -196,15 +207,32 @@ class TestComingAndGoing:
 
         monkeypatch.setattr(anyio, "sleep", count)
         monkeypatch.setattr(Registration, "beat", note)
-        async with ElasticWorker("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
+        async with guest("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
             await worker.connect(house.endpoint)
             before = worker.get_metadata().last_heartbeat
             await asyncio.wait_for(beaten.wait(), PATIENCE_S)
             assert worker.get_metadata().last_heartbeat >= before
         assert 3.0 in slept
 
+    async def test_who_has_left_has_no_rank_and_does_not_resume(self, house: House) -> None:
+        worker = guest("me", config(), job=JOB)
+        await worker.connect(house.endpoint)
+        await worker.begin_step()
+        await worker.leave("enough of it")
+        assert worker.rank == 0
+        await worker.resume_training()
+        assert worker.get_metadata().status is WorkerStatus.LEAVING
+        await worker.disconnect()
+        assert (worker.rank, worker.world_size, worker.current_topology) == (-1, 0, None)
+
+    async def test_the_daemon_knows_how_many_processes_it_stands_for(self, house: House, client: ForgedClient) -> None:
+        async with guest("me", config(), job=JOB, local_world_size=8) as worker:
+            await worker.connect(house.endpoint)
+            (view,) = await client.workers(JOB)
+            assert view.local_world_size == 8
+
     async def test_who_is_connected_does_not_connect_again(self, house: House) -> None:
-        async with ElasticWorker("me", config(), job=JOB) as worker:
+        async with guest("me", config(), job=JOB) as worker:
             await worker.connect(house.endpoint)
             with pytest.raises(RequestRefused) as raised:
                 await worker.connect(house.endpoint)
@@ -213,7 +241,7 @@ class TestComingAndGoing:
         assert not worker.is_connected
 
     async def test_it_may_come_back_and_is_another_worker_then(self, house: House, client: ForgedClient) -> None:
-        worker = ElasticWorker("me", config(), job=JOB)
+        worker = guest("me", config(), job=JOB)
         incarnations = set()
         for _ in range(3):
             await worker.connect(house.endpoint)
@@ -226,9 +254,9 @@ class TestComingAndGoing:
     async def test_an_id_that_is_alive_is_refused_and_leaves_nothing_behind(
         self, house: House, client: ForgedClient
     ) -> None:
-        async with ElasticWorker("me", config(), job=JOB) as first:
+        async with guest("me", config(), job=JOB) as first:
             await first.connect(house.endpoint)
-            second = ElasticWorker("me", config(), job=JOB)
+            second = guest("me", config(), job=JOB)
             with pytest.raises(RequestRefused) as raised:
                 await second.connect(house.endpoint)
             assert raised.value.code == "worker_exists"
@@ -238,7 +266,7 @@ class TestComingAndGoing:
     async def test_a_state_that_cannot_travel_is_refused_before_anybody_hears_of_the_worker(
         self, house: House, client: ForgedClient
     ) -> None:
-        worker = ElasticWorker("me", config(), job=JOB, state={"w": object()})
+        worker = guest("me", config(), job=JOB, state={"w": object()})
         with pytest.raises(RequestRefused) as raised:
             await worker.connect(house.endpoint)
         assert raised.value.code == "state_unfit"
@@ -250,21 +278,35 @@ class TestComingAndGoing:
         monkeypatch.setattr(
             workers, "ForgedClient", lambda *where, **options: ForgedClient(*where, connect_timeout_s=0.05, **options)
         )
-        worker = ElasticWorker("me", config(), job=JOB)
+        worker = guest("me", config(), job=JOB)
         with pytest.raises(Unavailable):
             await worker.connect(f"unix://{tmp_path}/nobody")
         assert not worker.is_connected
 
+    async def test_when_its_daemon_is_away_it_does_not_wait_long_between_two_knocks(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: dict[str, Any] = {}
+
+        def reach(*where: str, **options: Any) -> ForgedClient:
+            given.update(options)
+            return ForgedClient(*where, **options)
+
+        monkeypatch.setattr(workers, "ForgedClient", reach)
+        async with guest("me", config(), job=JOB) as worker:
+            await worker.connect(house.endpoint)
+        assert given["reconnect"].delay_max_s <= 0.5
+
     async def test_the_job_settings_are_those_of_the_job(self, house: House, crew: Crew) -> None:
         crew.start("a")
         await crew.world_of("a")
-        async with ElasticWorker("b", None, job=JOB) as worker:
+        async with guest("b", None, job=JOB) as worker:
             await worker.connect(house.endpoint)
             assert worker._config == crew.config
 
     async def test_a_script_that_fails_says_so(self, house: House, client: ForgedClient) -> None:
         async def script() -> None:
-            async with ElasticWorker("me", config(), job=JOB) as worker:
+            async with guest("me", config(), job=JOB) as worker:
                 await worker.connect(house.endpoint)
                 raise ValueError("a mistake")
 
@@ -278,7 +320,7 @@ class TestComingAndGoing:
         connected = asyncio.Event()
 
         async def script() -> None:
-            async with ElasticWorker("me", config(), job=JOB) as worker:
+            async with guest("me", config(), job=JOB) as worker:
                 await worker.connect(house.endpoint)
                 connected.set()
                 await asyncio.Event().wait()
@@ -291,7 +333,7 @@ class TestComingAndGoing:
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it was interrupted"]
 
     async def test_a_script_that_breaks_out_of_its_loop_says_so(self, house: House, client: ForgedClient) -> None:
-        async with ElasticWorker("me", config(), job=JOB) as worker:
+        async with guest("me", config(), job=JOB) as worker:
             await worker.connect(house.endpoint)
             async for step in worker.steps():
                 if step == 2:
@@ -302,7 +344,7 @@ class TestComingAndGoing:
         self, house: House, client: ForgedClient
     ) -> None:
         async def script() -> None:
-            async with ElasticWorker("me", config(), job=JOB) as worker:
+            async with guest("me", config(), job=JOB) as worker:
                 await worker.connect(house.endpoint)
                 try:
                     async for step in worker.steps():
@@ -318,6 +360,22 @@ class TestComingAndGoing:
 
 
 class TestTraining:
+    async def test_a_step_tells_that_it_was_broken_off_to_who_stands_behind_it(self, house: House) -> None:
+        done: list[int] = []
+        aborted: list[int] = []
+        async with guest("me", config(), job=JOB) as worker:
+            await worker.connect(house.endpoint)
+            async for step in worker.steps(3):
+                with step:
+                    if step == 1 and not aborted:
+                        assert worker._presence.world is not None
+                        worker._presence.world.abort("somebody is gone")
+                    await worker.barrier()
+                    done.append(int(step))
+                if step.aborted:
+                    aborted.append(int(step))
+        assert (done, aborted) == ([0, 1, 2], [1])
+
     async def test_one_trains_alone(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a")
         await crew.world_of("a")
@@ -526,7 +584,7 @@ class TestTraining:
 
     async def test_steps_are_an_iterator_of_steps_that_may_be_broken_off(self, house: House, crew: Crew) -> None:
         numbers: list[int] = []
-        async with ElasticWorker("me", crew.config, job=JOB) as worker:
+        async with guest("me", crew.config, job=JOB) as worker:
             await worker.connect(house.endpoint)
             async for step in worker.steps(5):
                 with step:
@@ -538,6 +596,24 @@ class TestTraining:
 
 
 class TestLeaving:
+    async def test_it_waits_for_asynchronous_subscribers_before_it_goes(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        left: list[Any] = []
+
+        async def save(reason: str) -> None:
+            await worker.barrier()
+            left.append(await past(client, WorkerLeft))
+
+        async with guest("me", config(), job=JOB) as worker:
+            worker.leaving.subscribe(save)
+            await worker.connect(house.endpoint)
+            async for step in worker.steps():
+                if step == 2:
+                    worker.drain("it is enough")
+        assert left == [[]]
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it is enough"]
+
     async def test_an_operator_drains_one_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
         await crew.world_of("a", "b", "c")
@@ -635,7 +711,7 @@ class TestLeaving:
     async def test_who_is_told_to_go_while_its_session_ends_just_ends(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        worker = ElasticWorker("me", config(), job=JOB)
+        worker = guest("me", config(), job=JOB)
         open_door = worker._open_door
 
         @asynccontextmanager
@@ -664,7 +740,7 @@ class TestLeaving:
         await crew.finish("a", "b", "c")
         (completed,) = await past(client, JobCompleted)
         assert completed.step == crew.total
-        late = ElasticWorker("late", config(), job=JOB)
+        late = guest("late", config(), job=JOB)
         with pytest.raises(RequestRefused) as raised:
             await late.connect(*crew.endpoints)
         assert raised.value.code == "job_over"
@@ -737,7 +813,7 @@ class TestLeaving:
         for shard in range(4):
             stores[1].put(shard, [b"%d" % shard * 100])
         a, b = (
-            ElasticWorker(name, config(), job=JOB, data=TrainingData(8, 4, store))
+            guest(name, config(), job=JOB, data=TrainingData(8, 4, store))
             for name, store in zip("ab", stores, strict=True)
         )
         await a.connect(house.endpoint)

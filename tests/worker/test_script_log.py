@@ -1,0 +1,85 @@
+"""What a training script sees of its worker."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from forged.worker.events import Event
+from forged.worker.script_log import SCRIPT_LOG
+
+NOT_CONFIGURED = """
+from forged.worker.script_log import SCRIPT_LOG
+
+SCRIPT_LOG.debug("nobody wants to know")
+SCRIPT_LOG.info("hardly anybody")
+SCRIPT_LOG.warning("look at it some time", why="it is odd")
+SCRIPT_LOG.error("look at it now")
+"""
+
+
+class Unshowable:
+    def __str__(self) -> str:
+        raise ValueError("it cannot be shown")
+
+
+def fails(value: int) -> None:
+    raise ValueError(f"{value} is a mistake")
+
+
+def test_a_script_that_configures_nothing_sees_warnings_and_errors_on_standard_error() -> None:
+    done = subprocess.run([sys.executable, "-c", NOT_CONFIGURED], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "forged: look at it some time (why=it is odd)",
+        "forged: look at it now",
+    ]
+
+
+def test_a_script_may_configure_the_logger(caplog: pytest.LogCaptureFixture) -> None:
+    assert not SCRIPT_LOG.hears("info")
+    with caplog.at_level(logging.INFO, "forged"):
+        assert SCRIPT_LOG.hears("info")
+        SCRIPT_LOG.info("trying again", why="it was away")
+    assert caplog.record_tuples == [("forged", logging.INFO, "forged: trying again (why=it was away)")]
+
+
+def test_fields_that_are_bound_are_told_with_every_event(caplog: pytest.LogCaptureFixture) -> None:
+    SCRIPT_LOG.bind(job="run").warning("it is late", by="a minute")
+    assert caplog.messages == ["forged: it is late (job=run, by=a minute)"]
+
+
+def test_a_subscriber_that_fails_is_told_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    event: Event[int] = Event("counted", SCRIPT_LOG)
+    event.subscribe(fails)
+    event.fire(7)
+    assert caplog.messages == ["forged: a subscriber failed (event_name=counted, reason=ValueError: 7 is a mistake)"]
+    assert 'raise ValueError(f"{value} is a mistake")' in caplog.text
+
+
+def test_a_warning_comes_without_the_traceback_of_what_was_survived(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        fails(7)
+    except ValueError:
+        SCRIPT_LOG.warning("that did not work")
+    assert "Traceback" not in caplog.text
+
+
+def test_what_cannot_be_shown_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    # As in a script: what pytest has hung in raises, so that a test notices.
+    monkeypatch.setattr(logging.getLogger("forged"), "propagate", False)
+    SCRIPT_LOG.warning("it is odd", what=Unshowable())
+
+
+def test_importing_the_package_takes_no_logging() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, forged; print('logging' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
