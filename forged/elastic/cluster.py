@@ -63,7 +63,8 @@ class Cluster:
         self.job = job
         self.key = key
         """The secret of the job's workers."""
-        self.configure(settings)
+        self.settings = dict(settings)
+        self.config = ElasticTrainingConfig.from_settings(settings)
         self.known = False
         """Whether the store has a record of it."""
         self.phase = Phase.FORMING
@@ -109,9 +110,11 @@ class Cluster:
         """Whether all stop for the next world, whatever the settings say: this one cannot go on, or is not to."""
 
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
-        """Go by these settings from now on."""
-        self.config = ElasticTrainingConfig.from_settings(settings)
+        """Go by these settings from now on; the workers do so when they have heard of them."""
+        before, self.config = self.config, ElasticTrainingConfig.from_settings(settings)
         self.settings = dict(settings)
+        for member in self.members.values():
+            member.reconsider(before, self.config)
 
     @property
     def generation(self) -> int:
@@ -223,18 +226,29 @@ class Cluster:
 
     # Word of progress. Called for every heartbeat, so it costs next to nothing.
 
-    def heartbeat(self, worker_id: str, incarnation: bytes, step: int, marks: int, now: Moment) -> None:
+    def heartbeat(
+        self, worker_id: str, incarnation: bytes, step: int, marks: int, now: Moment, every_s: float = 0.0
+    ) -> None:
         """A worker's library says that it lives."""
         member = self.members.known(worker_id, incarnation)
         if member is not None:
-            member.heard_at = now.monotonic
+            member.beat(now.monotonic, every_s, self.config)
             self._progress(member, step, now, marks)
 
-    def pulse(self, worker_id: str, incarnation: bytes, step: int, marks: int, cpu_s: float, now: Moment) -> None:
+    def pulse(
+        self,
+        worker_id: str,
+        incarnation: bytes,
+        step: int,
+        marks: int,
+        cpu_s: float,
+        now: Moment,
+        every_s: float = 0.0,
+    ) -> None:
         """A worker's pulse says that its process lives."""
         member = self.members.known(worker_id, incarnation)
         if member is not None:
-            member.pulse_at, member.cpu_s = now.monotonic, cpu_s
+            member.pulsate(now.monotonic, every_s, cpu_s)
             self._progress(member, step, now, marks)
 
     def receiving(

@@ -355,7 +355,7 @@ class ReadTopology(Request[ClusterTopology], frozen=True):
 
 
 class Heartbeat(Signal, frozen=True):
-    """A worker lives, has committed so many steps, and has come so often to where workers meet."""
+    """A worker lives, has committed so many steps, and has come so often to where workers meet; said so often."""
 
     external: ClassVar[bool] = True
 
@@ -364,6 +364,7 @@ class Heartbeat(Signal, frozen=True):
     incarnation: bytes
     step: int = 0
     marks: int = 0
+    every_s: float = 0.0
 
     @property
     def key(self) -> str:
@@ -398,7 +399,7 @@ class Receiving(Signal, frozen=True):
 
 
 class Pulse(Signal, frozen=True):
-    """The process of a worker lives, whatever its library does: CPU seconds used, steps made."""
+    """The process of a worker lives, whatever its library does: CPU seconds used, steps made; said so often."""
 
     external: ClassVar[bool] = True
 
@@ -408,6 +409,7 @@ class Pulse(Signal, frozen=True):
     cpu_s: float = 0.0
     step: int = 0
     marks: int = 0
+    every_s: float = 0.0
 
     @property
     def key(self) -> str:

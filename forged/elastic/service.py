@@ -398,7 +398,8 @@ class ElasticService:
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
         if cluster is not None and _is_countable(signal.step, signal.marks):
-            cluster.heartbeat(signal.worker_id, signal.incarnation, signal.step, signal.marks, self._now())
+            now = self._now()
+            cluster.heartbeat(signal.worker_id, signal.incarnation, signal.step, signal.marks, now, signal.every_s)
             if cluster.out:
                 self._settle(cluster)
 
@@ -406,7 +407,8 @@ class ElasticService:
         cluster = self.clusters.get(signal.job)
         if cluster is not None and _is_countable(signal.step, signal.marks):
             now = self._now()
-            cluster.pulse(signal.worker_id, signal.incarnation, signal.step, signal.marks, signal.cpu_s, now)
+            who = signal.worker_id, signal.incarnation
+            cluster.pulse(*who, signal.step, signal.marks, signal.cpu_s, now, signal.every_s)
             if cluster.out:
                 self._settle(cluster)
 

@@ -26,7 +26,7 @@ from forged.elastic.messages import (
     WorkerLeft,
 )
 from forged.elastic.model import ClusterTopology
-from forged.jobs.model import JobRemoved
+from forged.jobs.model import JobChanged, JobRemoved, SettingValue
 from forged.messages import Fact, Gap, Record, UnknownFact
 from forged.worker.errors import JobEnded, WorkerEvicted
 
@@ -41,6 +41,7 @@ FOLLOWED: tuple[type[Fact], ...] = (
     JobWaiting,
     JobCompleted,
     JobAborted,
+    JobChanged,
     JobRemoved,
     WorkerDraining,
     WorkerFailed,
@@ -88,6 +89,8 @@ class Standing:
     committed: Commit | None = None
     """The newest commit, until the worker has gone over into its world."""
     paused: bool = False
+    settings: dict[str, SettingValue] = field(default_factory=dict)
+    """The job's."""
     draining: str | None = None
     completed: int | None = None
     """How many steps the training had when it was done; None while it is not."""
@@ -105,6 +108,7 @@ class Standing:
     """Whether something was heard too early to tell whether this worker, or another before it, was meant."""
     _epoch_told: int = 0
     _pause_told: bool = False
+    _settings_told: bool = False
     _attempt_told: bool = False
 
     @property
@@ -137,7 +141,7 @@ class Standing:
         """Facts cannot be had any more."""
         self.heard_at = max(self.heard_at, gap.last)
         self.outdated, self._unconfirmed = True, self.synchronising
-        self._pause_told = self._attempt_told = False
+        self._pause_told = self._settings_told = self._attempt_told = False
 
     def catch_up(self, joined: Joined) -> None:
         """Take what the daemon has told all at once."""
@@ -146,6 +150,8 @@ class Standing:
         self._is_new, self._is_doubtful = is_new and self.outdated, False
         if not self._pause_told:
             self.paused = joined.paused
+        if not self._settings_told:
+            self.settings = joined.settings
         if joined.leaving is not None:
             self.draining = joined.leaving
         before = self.topology
@@ -184,8 +190,11 @@ class Standing:
                 self.paused, self.asked_at, self._pause_told = True, fact_id, True
             case JobResumed():
                 self.paused, self._pause_told = False, True
+            case JobChanged():
+                self.settings, self._settings_told = fact.settings, True
             case JobCompleted() | JobAborted() | JobRemoved() if not self.known:
-                self._is_doubtful = True
+                # What was told until now may have been told of another job with its name.
+                self._is_doubtful, self._settings_told = True, False
             case JobCompleted():
                 self.completed, self.moving = fact.step, 0
             case JobAborted():
