@@ -45,21 +45,30 @@ class Departure:
 
     def limit(
         self,
-        config: ElasticTrainingConfig,
+        config: Callable[[], ElasticTrainingConfig],
         has_daemon: Callable[[], bool],
         has_given: Callable[[], bool],
         tasks: TaskGroup,
     ) -> None:
-        """Let the waiting have an end, if it has begun. `has_given`: whether anybody has taken something lately."""
+        """Let the waiting have an end, by the settings at that time, if it has begun.
+
+        `has_given`: whether anybody has taken something lately.
+        """
         if self._standing.draining is not None and not self._is_limited:
             self._is_limited = True
             tasks.start_soon(self._wait, config, has_daemon, has_given)
 
     async def _wait(
-        self, config: ElasticTrainingConfig, has_daemon: Callable[[], bool], has_given: Callable[[], bool]
+        self,
+        settings: Callable[[], ElasticTrainingConfig],
+        has_daemon: Callable[[], bool],
+        has_given: Callable[[], bool],
     ) -> None:
         alone_s = unwanted_s = 0.0
-        while not (_lasts(alone_s, config.reconnect_grace_s) or _lasts(unwanted_s, config.leave_timeout_s)):
+        while True:
+            config = settings()
+            if _lasts(alone_s, config.reconnect_grace_s) or _lasts(unwanted_s, config.leave_timeout_s):
+                break
             await anyio.sleep(LOOK_INTERVAL_S)
             alone_s = 0.0 if has_daemon() else alone_s + LOOK_INTERVAL_S
             unwanted_s = 0.0 if has_given() else unwanted_s + LOOK_INTERVAL_S

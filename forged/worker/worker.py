@@ -593,7 +593,7 @@ class ElasticWorker:
         """Once it is told to go, it waits for others for so long and no longer."""
         tasks, mesh = self._tasks, self._mesh
         if self._config is not None and mesh is not None and tasks is not None and not tasks.cancel_scope.cancel_called:
-            self._departure.limit(self._config, self._has_daemon, mesh.has_given, tasks)
+            self._departure.limit(lambda: self._config_now, self._has_daemon, mesh.has_given, tasks)
 
     def _has_daemon(self) -> bool:
         return self._client is not None and self._client.connected

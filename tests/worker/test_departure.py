@@ -18,6 +18,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.standing = Standing("me")
+        self.config = CONFIG
         self.is_needed = True
         self.has_daemon = True
         self.visits = 0
@@ -29,10 +30,10 @@ class Scene:
         """Be told to go, and wait until that is due; how long it took."""
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        self.standing.draining = "the spot price"
+        self.config, self.standing.draining = config, "the spot price"
         async with task_group() as tasks:
-            self.departure.limit(config, lambda: self.has_daemon, self._has_given, tasks)
-            self.departure.limit(config, lambda: self.has_daemon, self._has_given, tasks)
+            self.departure.limit(lambda: self.config, lambda: self.has_daemon, self._has_given, tasks)
+            self.departure.limit(lambda: self.config, lambda: self.has_daemon, self._has_given, tasks)
             while not self.wakes:
                 await anyio.sleep(LOOK_INTERVAL_S / 10)
         assert self.departure.is_due
@@ -50,7 +51,7 @@ class Scene:
 async def test_who_may_stay_is_not_due_and_its_waiting_has_no_end() -> None:
     scene = Scene()
     async with task_group() as tasks:
-        scene.departure.limit(CONFIG, lambda: False, lambda: False, tasks)
+        scene.departure.limit(lambda: CONFIG, lambda: False, lambda: False, tasks)
         await anyio.sleep(1000)
     assert (scene.departure.is_due, scene.departure.is_overdue, scene.wakes) == (False, False, [])
 
@@ -124,3 +125,17 @@ async def test_a_job_may_wait_for_ever_as_long_as_there_is_a_daemon() -> None:
     async with task_group() as tasks:
         tasks.start_soon(go_away)
         assert round(await scene.drained(config)) == 3015
+
+
+@virtual
+async def test_other_settings_hold_for_who_waits_already() -> None:
+    scene = Scene()
+
+    async def change() -> None:
+        await anyio.sleep(50)
+        scene.config = ElasticTrainingConfig(leave_timeout_ms=100_000)
+
+    async with task_group() as tasks:
+        tasks.start_soon(change)
+        assert round(await scene.drained()) == 100
+    assert scene.departure.reason == "the spot price; nobody came for what it holds for 100 s"
