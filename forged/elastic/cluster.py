@@ -699,8 +699,8 @@ class Cluster:
             late = [source]
         else:
             waiting = [self.members[worker] for worker in self._busy(attempt, now) if worker in self.members]
+            waiting = [member for member in waiting if not self._is_in_a_step(member, attempt, now)]
             late = holding_up(waiting, self._may_wait, self.config, now.monotonic)
-            late = [member for member in late if not self._is_in_a_step(member, attempt, now)]
             if not late:
                 # All are in a step that lasts; or all wait for what none of them can give.
                 attempt.heard_at = now.monotonic
@@ -731,8 +731,12 @@ class Cluster:
         return self.holds(member) and not self.trains
 
     def _is_in_a_step(self, member: Member, attempt: Attempt, now: Moment) -> bool:
-        """Whether it may come to the end of a long step: it is heard, and nobody of its world has come there yet."""
-        is_heard = self.holds(member) and not member.is_mute(mute_since(self.config, now.monotonic))
+        """Whether it may come to the end of a long step: nobody of its world has come there yet, and it is heard.
+
+        Its pulse speaks for a library that cannot: who is held up holds up a step like any other.
+        """
+        is_mute = member.is_mute(mute_since(self.config, now.monotonic)) and not member.has_pulse(now.monotonic)
+        is_heard = self.holds(member) and not is_mute
         is_late = self.config.evict_stalled and now.monotonic - attempt.began_at >= self.config.stall_timeout_s
         return attempt.stage is Stage.PAUSING and is_heard and not (attempt.is_at_step_end or is_late)
 

@@ -479,17 +479,14 @@ def test_who_is_done_says_how_many_steps_there_were() -> None:
 
 def test_a_member_that_is_silent_is_failed_and_those_who_wait_for_it_are_not() -> None:
     """The others are in a collective with it, so they cannot answer either."""
-    play = formed("a", "b", "c", **PATIENT)
+    play = formed("a", "b", "c", rescale_timeout_ms=5_000, **PATIENT)
     play.join("d")
     play.wait(WINDOW_S)
     assert play.cluster.attempt is not None
     play.stop("d", stop=Stop(0, holds_state=False))
-    failed: list[str] = []
-    while not failed:
-        play.pulse("b")
-        told = play.wait(0.25, silent=["b"], still=True)
-        failed = [fact.worker_id for fact in told if isinstance(fact, WorkerFailed)]
-    assert failed == ["b"]
+    play.pulse("b")
+    told = play.wait(7.0, silent=["b"], still=True)
+    assert [fact.worker_id for fact in told if isinstance(fact, WorkerFailed)] == ["b"]
 
 
 # The rescale.
@@ -649,6 +646,44 @@ def test_who_is_in_a_long_step_together_with_all_others_is_waited_for() -> None:
     play.stop("b", stop=Stop(1, holds_state=True))
     failed = [fact.worker_id for fact in play.wait(6.0) if isinstance(fact, WorkerFailed)]
     assert failed == ["c"], "it does not take the state"
+
+
+def test_who_is_held_up_in_a_step_is_waited_for_as_long_as_its_pulse_lives() -> None:
+    """The others are in the same step, and cannot end it either."""
+    play = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
+    play.join("c")
+    play.wait(WINDOW_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    for _ in range(120):
+        play.pulse("b")
+        assert "WorkerFailed" not in kinds(play.wait(0.5, silent=["b"]))
+    play.stop("a", stop=Stop(1, holds_state=True))
+    play.pulse("b")
+    failed = [fact.worker_id for fact in play.wait(5.5, silent=["b"]) if isinstance(fact, WorkerFailed)]
+    assert failed == ["b"], "the others have come to the end of the step"
+
+
+def test_who_is_held_up_in_a_step_goes_where_those_who_are_stalled_do() -> None:
+    play = formed("a", "b", rescale_timeout_ms=5_000, stall_timeout_ms=12_000, evict_stalled=True, **PATIENT)
+    play.join("c")
+    play.wait(WINDOW_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    failed = []
+    for _ in range(40):
+        play.pulse(*play.cluster.members.keys() & {"b"})
+        failed += [fact.worker_id for fact in play.wait(0.5, silent=["b"]) if isinstance(fact, WorkerFailed)]
+    assert failed[:1] == ["b"]
+
+
+def test_a_joiner_that_does_not_answer_is_failed_though_somebody_is_held_up_in_a_step() -> None:
+    play = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
+    play.join("c")
+    play.wait(WINDOW_S)
+    failed = []
+    for _ in range(14):
+        play.pulse("b")
+        failed += [fact.worker_id for fact in play.wait(0.5, silent=["b"]) if isinstance(fact, WorkerFailed)]
+    assert failed == ["c"]
 
 
 def test_a_daemon_that_came_back_into_a_rescale_waits_for_nobody_for_ever() -> None:
