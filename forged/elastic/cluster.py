@@ -406,8 +406,8 @@ class Cluster:
         return bool(self.joining()) and all(self.members[name].leaving is not None for name in self._staying())
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
-        """Count a worker as dead."""
-        self._fail(self.members.require(worker_id), f"evicted: {in_words(reason, WISH)}", now)
+        """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
+        self._fail(self.members.require(worker_id), f"evicted: {in_words(reason, WISH)}", now, is_wanted=True)
         self._consider(now)
 
     def pause(self, now: Moment, reason: str) -> None:
@@ -781,13 +781,13 @@ class Cluster:
             self.abort(now, why)
         return self.over
 
-    def _fail(self, member: Member, reason: str, now: Moment) -> None:
+    def _fail(self, member: Member, reason: str, now: Moment, *, is_wanted: bool = False) -> None:
         rank = self.topology.rank_of(member.worker) if self.holds(member) else -1
         self._drop(member)
         self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
-        if rank >= 0:
+        if rank >= 0 and not is_wanted:
             self.failures.count(self.state.current_step)
             if self.failures.too_many(len(self.world), self.config) is not None:
                 # Of several failures, the one that is too many is what the job's end follows from.

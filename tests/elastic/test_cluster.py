@@ -1326,6 +1326,17 @@ def test_a_joiner_that_is_drained_is_not_taken_in() -> None:
     assert play.wait(100.0) == []
 
 
+def test_evictions_are_no_failures_that_abort_a_job() -> None:
+    play = formed("a", "b", "c", "d", max_consecutive_failures=1, failure_tolerance_percentage=0)
+    for name in "bcd":
+        play.cluster.evict(name, play.now, "its host is needed")
+    assert "JobAborted" not in kinds(play.wait(1.0))
+    assert (play.cluster.failures.in_world, play.cluster.failures.in_a_row) == (0, 0)
+    play.agree()
+    assert play.world == ["a"]
+    assert "JobAborted" in kinds(play.die("a")), "a death counts as before"
+
+
 def test_an_evicted_worker_has_failed() -> None:
     play = formed("a", "b")
     play.cluster.evict("b", play.now, "it smells")
