@@ -403,6 +403,11 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         "; {source} gives its state",
         " to {behind}",
     ),
+    "ProgressLost": (
+        "what was committed beyond step {step} is lost",
+        ", which is {steps} steps",
+        ": {reason}",
+    ),
     "RescaleCompleted": (
         "attempt {attempt} succeeded",
         " after {took_s}",

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from forged.elastic.attempt import Attempt, Stage, Stop
+from forged.elastic.attempt import Attempt, Stage, Stop, brought_along
 from forged.elastic.complaints import Complaints
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failures import Failures
@@ -24,6 +24,7 @@ from forged.elastic.messages import (
     JobPaused,
     JobResumed,
     JobWaiting,
+    ProgressLost,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -41,7 +42,7 @@ from forged.elastic.progress import Witnesses, state_at, state_behind
 from forged.elastic.ranks import assign_ranks
 from forged.elastic.roster import Roster
 from forged.elastic.watch import NEVER, Watch, is_lost
-from forged.elastic.words import REASONS_MAX, in_words, joined, too_few
+from forged.elastic.words import REASONS_MAX, counted, in_words, is_or_are, joined, too_few
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.messages import Fact
@@ -552,6 +553,10 @@ class Cluster:
         """Who is in the world and can be in the next one."""
         return {name for name, incarnation in self.world.items() if self.members.known(name, incarnation) is not None}
 
+    def staying(self) -> list[str]:
+        """Who of them is not to go."""
+        return [name for name in self._staying() if self.members[name].leaving is None]
+
     @property
     def there(self) -> int:
         """How many they are."""
@@ -664,13 +669,14 @@ class Cluster:
         if self.state.current_step > known_step:
             # The world before has come to something, as is only known now that all have said where they are.
             self._complaints.clear()
+        reason = "; ".join([attempt.reason, *self._beginning(attempt, known_step)])
         self.attempt, self.why = None, []
         self._must_stop = False
         self._troubles.clear()
         for member in members:
             self.watch.recovered(member, self.state.current_step)
             member.step, member.progress_at = self.state.current_step, now.monotonic
-        self._go_on(Cause.RESCALE_COMPLETED, attempt.reason)
+        self._go_on(Cause.RESCALE_COMPLETED, reason)
         self.out.world = True
         self.out.say(
             RescaleCompleted(
@@ -683,10 +689,20 @@ class Cluster:
                 global_batch_size=batch,
                 added=list(attempt.added),
                 removed=list(attempt.removed),
-                reason=attempt.reason,
+                reason=reason,
                 took_s=round(now.monotonic - attempt.began_at, 6),
             )
         )
+
+    def _beginning(self, attempt: Attempt, known_step: int) -> Iterator[str]:
+        """What there is to say of where the new world begins; steps that are gone are told by themselves, too."""
+        if attempt.source and (brought := brought_along(attempt.source, attempt.stops)):
+            yield brought
+        lost = known_step - self.state.current_step
+        if lost > 0:
+            why = "nobody who had them is left"
+            self.out.say(ProgressLost(lost, self.state.current_step, why))
+            yield f"{counted(lost, 'committed step')} {is_or_are(lost)} lost: {why}"
 
     def paces(self, world: int) -> tuple[float, int]:
         """The learning rate and the global batch for a world of that size."""

@@ -119,6 +119,16 @@ class RescaleSynchronising(Fact, frozen=True):
     behind: int
 
 
+class ProgressLost(Fact, frozen=True):
+    """The next world begins behind `step`; so many steps beyond it were committed, and are to be done again."""
+
+    level: ClassVar[str] = "warning"
+
+    steps: int
+    step: int
+    reason: str
+
+
 class RescaleCompleted(Fact, frozen=True):
     """The new world holds, and goes on behind the step. `delta` leads to it from the one before.
 

@@ -12,6 +12,7 @@ from forged.elastic.messages import (
     JobPaused,
     JobResumed,
     JobWaiting,
+    ProgressLost,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -520,6 +521,32 @@ def test_where_all_are_at_one_step_nobody_has_to_be_synchronised() -> None:
     assert completed.step == 4
 
 
+def test_the_first_world_begins_with_what_somebody_has_brought_back() -> None:
+    play = Play()
+    play.join("a", "b", "c")
+    play.wait(WINDOW_S)
+    play.stop("a", "c", stop=Stop(0, holds_state=False))
+    play.stop("b", stop=Stop(500, holds_state=False))
+    play.ready("a", "c")
+    completed = play.last(RescaleCompleted)
+    assert completed.step == 500
+    assert completed.reason.endswith("; b brings 500 steps along, and others fewer: its state holds")
+
+
+def test_it_is_told_that_what_was_committed_is_lost() -> None:
+    play = formed("a", "b", **PATIENT)
+    for name in ("a", "b"):
+        play.beat(name, step=1200)
+    play.die("a", "b")
+    play.join("c")
+    play.wait(1.0)
+    lost, completed = play.stop("c", stop=Stop(0, holds_state=False))
+    assert lost == ProgressLost(1200, 0, "nobody who had them is left")
+    assert isinstance(completed, RescaleCompleted)
+    assert completed.reason.endswith("; 1,200 committed steps are lost: nobody who had them is left")
+    assert play.cluster.reason == completed.reason
+
+
 def test_survivors_of_a_death_inside_a_step_go_on_from_the_highest_committed_one() -> None:
     play = formed("a", "b", "c")
     play.die("c")
@@ -933,7 +960,7 @@ def test_who_comes_when_nobody_of_a_world_is_left_says_where_it_begins_without_s
     play.die("a")
     play.wait(0.1)
     play.join("b")
-    assert kinds(play.stop("b", stop=Stop(90, holds_state=False))) == ["RescaleCompleted"]
+    assert kinds(play.stop("b", stop=Stop(90, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
     assert (play.last(RescaleCompleted).step, play.cluster.state.current_step) == (90, 90)
 
 
@@ -948,7 +975,7 @@ def test_who_is_left_and_may_never_have_met_who_had_the_state_says_where_it_begi
     (started,) = play.wait(0.1)
     assert isinstance(started, RescaleStarted)
     assert started.reason.endswith("nobody who is left of world 2 is known to have the state")
-    assert kinds(play.stop("b", stop=Stop(0, holds_state=False))) == ["RescaleCompleted"]
+    assert kinds(play.stop("b", stop=Stop(0, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
     assert (play.world, play.last(RescaleCompleted).step, play.cluster.state.current_step) == (["b"], 0, 0)
 
 

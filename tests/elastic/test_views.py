@@ -128,8 +128,24 @@ class TestDrainRemarks:
         play = formed("a")
         play.cluster.drain("a", play.now, "")
         assert drain_remarks(play.cluster, "a") == [
-            "training will stand still: no worker will be left, and min_workers is 1"
+            "training will stand still: no worker will be left, and min_workers is 1",
+            "the state of the training goes with it: nobody is left to take it;"
+            " have the script save a checkpoint first, or start another worker",
         ]
+
+    def test_the_last_of_several_who_are_to_go_takes_the_state_along(self) -> None:
+        play = formed("a", "b")
+        play.cluster.drain("a", play.now, "")
+        play.cluster.drain("b", play.now, "")
+        assert any(
+            said.startswith("the state of the training goes with it") for said in drain_remarks(play.cluster, "b")
+        )
+
+    def test_somebody_who_waits_takes_the_state_over(self) -> None:
+        play = formed("a")
+        play.join("b")
+        play.cluster.drain("a", play.now, "")
+        assert drain_remarks(play.cluster, "a") == []
 
     def test_who_cannot_hear_of_it_or_does_not_get_on_is_named(self) -> None:
         play = formed("a", "b")

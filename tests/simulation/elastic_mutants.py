@@ -101,7 +101,7 @@ def count_what_somebody_has_finished() -> Iterator[None]:
     def furthest(target: tuple[str, ...], stops: Mapping[str, Stop], added: Collection[str] = ()) -> str:
         holders = [worker for worker in target if stops[worker].holds_state]
         holders = [worker for worker in holders if worker not in added] or holders
-        return max(holders or target[:1], key=lambda worker: stops[worker].position)
+        return max(holders or target, key=lambda worker: stops[worker].position)
 
     with patch.object(attempt, "choose_source", furthest):
         yield
