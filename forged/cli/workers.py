@@ -400,8 +400,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "RescaleSynchronising": (
         "attempt {attempt}: all have stopped",
         " behind step {step}",
-        "; {source} gives its state",
-        " to {behind}",
+        "; {source} gives its state to {behind}",
     ),
     "ProgressLost": (
         "what was committed beyond step {step} is lost",
@@ -440,6 +439,9 @@ def in_words(kind: Any, fact: Row) -> str | None:
     clauses = _CLAUSES.get(kind) if isinstance(kind, str) else None
     if clauses is None:
         return None
+    if fact.get("type") == "replace" and not (fact.get("added") or fact.get("removed")):
+        # Nobody takes anybody's place.
+        fact = {**fact, "type": None}
     first, *others = (_clause(clause, fact) for clause in clauses)
     if not first:
         return None
@@ -467,6 +469,8 @@ def _spelt(name: str, value: Any) -> str:
         return data.IN_WORDS[name](value)
     if isinstance(value, list):
         return show.names(value)
+    if name == "behind" and value == 0:
+        return ""
     if name in _COUNTS_OF_WORKERS and isinstance(value, int):
         return f"{value} worker{'' if value == 1 else 's'}"
     text = show.field(name, _known(name, value))

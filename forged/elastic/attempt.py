@@ -78,6 +78,8 @@ class Attempt:
     """When those who wait for others have said so last."""
     troubles: dict[str, str] = field(default_factory=dict)
     """Why those do not get on who say so."""
+    takers: frozenset[str] = frozenset()
+    """Who takes the source's state."""
     behind: set[str] = field(default_factory=set)
     """Who does not have the source's state yet, or its training data."""
 
@@ -110,7 +112,8 @@ class Attempt:
         """Choose the source, now that all have stopped. Those `with_data` have to see to that, too."""
         self.source = choose_source(self.target, self.stops, frozenset(self.added))
         self.step = self.stops[self.source].position
-        self.behind = {*_behind(self.stops, self.source), *with_data}
+        self.takers = frozenset(_behind(self.stops, self.source))
+        self.behind = {*self.takers, *with_data}
         self.stage = Stage.SYNCHRONISING
 
 

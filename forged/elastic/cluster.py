@@ -641,7 +641,7 @@ class Cluster:
         source = self.members.get(attempt.source) if attempt is not None else None
         if attempt is None or source is None or attempt.stage is not Stage.SYNCHRONISING:
             return None
-        return RescaleSynchronising(attempt.number, source.worker, attempt.step, len(attempt.behind))
+        return RescaleSynchronising(attempt.number, source.worker, attempt.step, len(attempt.takers))
 
     def _commit(self, attempt: Attempt, now: Moment) -> None:
         """Let the new world hold."""

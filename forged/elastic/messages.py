@@ -111,7 +111,7 @@ class RescaleStarted(Fact, frozen=True):
 
 
 class RescaleSynchronising(Fact, frozen=True):
-    """All members have stopped; who is behind the step, or new, takes the state from the source."""
+    """All members have stopped; those who are behind the step, or new, take the state from the source."""
 
     attempt: int
     source: WorkerId
