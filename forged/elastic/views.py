@@ -53,7 +53,10 @@ def status_of(cluster: Cluster, member: Member) -> WorkerStatus:
         return WorkerStatus.ACTIVE
     if cluster.attempt is not None and member.id in cluster.attempt.target:
         return WorkerStatus.RESCALING
-    return WorkerStatus.ACTIVE if cluster.holds(member) else WorkerStatus.JOINING
+    if not cluster.holds(member):
+        return WorkerStatus.JOINING
+    # Between two worlds, or in one of which too few are left, nobody trains.
+    return WorkerStatus.ACTIVE if cluster.over else WorkerStatus.RESCALING
 
 
 def cluster_view(cluster: Cluster, now: float) -> ClusterView:

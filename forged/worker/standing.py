@@ -135,7 +135,7 @@ class Standing:
             case WorkerDraining() if fact.worker_id == self.worker_id:
                 self._drain(fact)
             case _:
-                self._hear_of_job(fact, record.id)
+                self._hear_of_job(fact, record)
 
     def miss(self, gap: Gap) -> None:
         """Facts cannot be had any more."""
@@ -184,10 +184,10 @@ class Standing:
         is_stop = joined.attempt > 0 and not joined.in_background
         return is_stop or (self.rescaling and self._attempt_told), moving
 
-    def _hear_of_job(self, fact: Fact | UnknownFact, fact_id: int) -> None:
+    def _hear_of_job(self, fact: Fact | UnknownFact, record: Record) -> None:
         match fact:
             case JobPaused():
-                self.paused, self.asked_at, self._pause_told = True, fact_id, True
+                self.paused, self.asked_at, self._pause_told = True, record.id, True
             case JobResumed():
                 self.paused, self._pause_told = False, True
             case JobChanged():
@@ -199,9 +199,8 @@ class Standing:
                 self.completed, self.moving = fact.step, 0
             case JobAborted():
                 self.moving = 0
-                self.end = JobEnded(
-                    "job_aborted", f"the job was aborted: {fact.reason}", "see `forgectl events --job JOB`"
-                )
+                see = f"see `forgectl events --job {record.job}`"
+                self.end = JobEnded("job_aborted", f"the job was aborted: {fact.reason}", see)
             case JobRemoved():
                 self.moving = 0
                 self.end = JobEnded("job_removed", "the job was removed", "create it again")

@@ -118,6 +118,14 @@ def test_a_world_is_as_large_as_those_of_it_who_are_there() -> None:
     assert (view.phase, view.world_size, view.standing[:18]) == (Phase.WAITING, 0, "no worker is there")
 
 
+def test_who_waits_for_others_to_come_is_not_active() -> None:
+    play = formed("a", "b", min_workers=2)
+    play.die("b")
+    play.wait(0.1)
+    assert play.cluster.phase is Phase.WAITING
+    assert status(play, "a") is WorkerStatus.RESCALING
+
+
 class TestDrainRemarks:
     def test_who_leaves_enough_behind_goes_without_a_remark(self) -> None:
         play = formed("a", "b")

@@ -47,7 +47,7 @@ class Hearing:
 
     def hear(self, *facts: Fact) -> None:
         for fact in facts:
-            self.standing.hear(Record.of(fact, fact_id=next(self.ids), at=0.0))
+            self.standing.hear(Record.of(fact, fact_id=next(self.ids), at=0.0, job="run"))
 
     def commit(self, *workers: WorkerId, attempt: int = 1, base: ClusterTopology | None = None) -> None:
         before = base if base is not None else self.standing.topology
