@@ -213,13 +213,22 @@ def training(wire: Wire, job: str) -> Row:
         return _pass_over(refusal, UNTOLD)
 
 
-def phases(wire: Wire) -> dict[str, Any]:
-    """The phases of all jobs that a worker has joined; none where the daemon cannot tell."""
+def phases(wire: Wire) -> dict[str, Row]:
+    """The phases of all jobs that a worker has joined, and which of them rest; none where the daemon cannot tell."""
     try:
         clusters = answers.pages(wire, "ListClusters", field="clusters", key="job")
     except RequestRefused as refusal:
         return _pass_over(refusal, UNTOLD)
-    return {f"{cluster.get('job')}": cluster.get("phase") for cluster in clusters}
+    return {
+        f"{cluster.get('job')}": {"phase": cluster.get("phase")} | ({"paused": True} if cluster.get("paused") else {})
+        for cluster in clusters
+    }
+
+
+def phase_in_words(job: Row) -> Any:
+    """What a job's training does, or that it rests."""
+    is_over = job.get("phase") in ("completed", "aborted")
+    return "paused" if job.get("paused") and not is_over else job.get("phase")
 
 
 def _jobs(wire: Wire) -> list[str]:

@@ -283,6 +283,14 @@ class TestJobs:
         assert [row.split()[:3] for row in rows] == [["run", "running", "1"], ["two", "-", "1"]]
         assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": "running"}, JOB | {"name": "two"}]}
 
+    @pytest.mark.parametrize(("phase", "said"), [("running", "paused"), ("completed", "completed")])
+    def test_a_list_tells_who_rests(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, phase: str, said: str
+    ) -> None:
+        answers["ListClusters"] = {"clusters": [RUNNING | {"phase": phase, "paused": True}], "more": False}
+        assert said in daemon.run("jobs ls", capsys)[1].splitlines()[1].split()
+        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": phase, "paused": True}]}
+
     def test_a_daemon_that_tells_no_phases_lists_its_jobs_all_the_same(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("jobs ls", capsys) == {"jobs": [JOB]}
 
