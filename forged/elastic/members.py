@@ -100,7 +100,8 @@ class Member:
     def pulsate(self, now: float, every_s: float, cpu_s: float) -> None:
         """Its pulse was heard, and is again in `every_s`; 0 where it does not say when."""
         self.pulse_at, self.cpu_s = now, cpu_s
-        self.pulse_every_s = min(max(every_s, 0.0) or PULSE_INTERVAL_S, PULSE_INTERVAL_S)
+        if every_s != self.pulse_every_s:
+            self.pulse_every_s = min(max(every_s, 0.0) or PULSE_INTERVAL_S, PULSE_INTERVAL_S)
 
     def reconsider(self, before: ElasticTrainingConfig, config: ElasticTrainingConfig) -> None:
         """Other settings hold for the job, of which it has yet to hear."""
