@@ -323,14 +323,15 @@ def _create_job(options: Options) -> int:
 
 
 def _list_jobs(options: Options) -> int:
-    from forged.cli.workers import phases
+    from forged.cli.workers import phase_in_words, phases
 
     columns = ("name", "phase", "version", "created_at", "created_by", "settings")
     with Connection(options) as wire:
         jobs = answers.pages(wire, "ListJobs", field="jobs", key="name")
         known = phases(wire)
-        jobs = [job | ({"phase": known[name]} if (name := job.get("name")) in known else {}) for job in jobs]
-        answer(options, {"jobs": jobs}, lambda: show.table(jobs, columns, "no jobs"))
+        jobs = [job | known.get(f"{job.get('name')}", {}) for job in jobs]
+        rows = [job | {"phase": phase_in_words(job)} for job in jobs]
+        answer(options, {"jobs": jobs}, lambda: show.table(rows, columns, "no jobs"))
     return EXIT_OK
 
 

@@ -213,13 +213,22 @@ def training(wire: Wire, job: str) -> Row:
         return _pass_over(refusal, UNTOLD)
 
 
-def phases(wire: Wire) -> dict[str, Any]:
-    """The phases of all jobs that a worker has joined; none where the daemon cannot tell."""
+def phases(wire: Wire) -> dict[str, Row]:
+    """The phases of all jobs that a worker has joined, and which of them rest; none where the daemon cannot tell."""
     try:
         clusters = answers.pages(wire, "ListClusters", field="clusters", key="job")
     except RequestRefused as refusal:
         return _pass_over(refusal, UNTOLD)
-    return {f"{cluster.get('job')}": cluster.get("phase") for cluster in clusters}
+    return {
+        f"{cluster.get('job')}": {"phase": cluster.get("phase")} | ({"paused": True} if cluster.get("paused") else {})
+        for cluster in clusters
+    }
+
+
+def phase_in_words(job: Row) -> Any:
+    """What a job's training does, or that it rests."""
+    is_over = job.get("phase") in ("completed", "aborted")
+    return "paused" if job.get("paused") and not is_over else job.get("phase")
 
 
 def _jobs(wire: Wire) -> list[str]:
@@ -400,8 +409,12 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "RescaleSynchronising": (
         "attempt {attempt}: all have stopped",
         " behind step {step}",
-        "; {source} gives its state",
-        " to {behind}",
+        "; {source} gives its state to {behind}",
+    ),
+    "ProgressLost": (
+        "what was committed beyond step {step} is lost",
+        ", which is {steps} steps",
+        ": {reason}",
     ),
     "RescaleCompleted": (
         "attempt {attempt} succeeded",
@@ -435,6 +448,9 @@ def in_words(kind: Any, fact: Row) -> str | None:
     clauses = _CLAUSES.get(kind) if isinstance(kind, str) else None
     if clauses is None:
         return None
+    if fact.get("type") == "replace" and not (fact.get("added") or fact.get("removed")):
+        # Nobody takes anybody's place.
+        fact = {**fact, "type": None}
     first, *others = (_clause(clause, fact) for clause in clauses)
     if not first:
         return None
@@ -462,6 +478,8 @@ def _spelt(name: str, value: Any) -> str:
         return data.IN_WORDS[name](value)
     if isinstance(value, list):
         return show.names(value)
+    if name == "behind" and value == 0:
+        return ""
     if name in _COUNTS_OF_WORKERS and isinstance(value, int):
         return f"{value} worker{'' if value == 1 else 's'}"
     text = show.field(name, _known(name, value))

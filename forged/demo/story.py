@@ -36,6 +36,7 @@ from forged.elastic.messages import (
     WorkerFailed,
     WorkerLeft,
 )
+from forged.elastic.words import counted
 from forged.errors import ConfigError, ForgedError
 
 DEADLINE_S = 120.0
@@ -363,8 +364,8 @@ class Story:
         distance = float(np.abs(state["parameters"] - learnt).max())
         self.outcome.resumed_from, self.outcome.resumed_differ_by = last.prefix, distance
         self._check(
-            f"one process that resumes from {last.prefix}, which {last.world_size} ranks have saved, comes to the same"
-            f" in {steps} more steps: no parameter differs by more than {distance:.1e}",
+            f"one process that resumes from {last.prefix}, saved by {counted(last.world_size, 'rank')}, comes to the"
+            f" same in {counted(steps, 'step')}: no parameter differs by more than {distance:.1e}",
             [] if distance <= TOLERANCE else [f"a parameter differs by {distance:g}"],
         )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from forged.elastic.model import RescaleType
+from forged.elastic.words import counted
 
 RECEIVED_BYTES_MIN = 1 << 20
 """Less is no progress: who is sent so little within `rescale_timeout_ms` keeps the others waiting for nothing."""
@@ -77,6 +78,8 @@ class Attempt:
     """When those who wait for others have said so last."""
     troubles: dict[str, str] = field(default_factory=dict)
     """Why those do not get on who say so."""
+    takers: frozenset[str] = frozenset()
+    """Who takes the source's state."""
     behind: set[str] = field(default_factory=set)
     """Who does not have the source's state yet, or its training data."""
 
@@ -109,23 +112,33 @@ class Attempt:
         """Choose the source, now that all have stopped. Those `with_data` have to see to that, too."""
         self.source = choose_source(self.target, self.stops, frozenset(self.added))
         self.step = self.stops[self.source].position
-        self.behind = {*_behind(self.stops, self.source), *with_data}
+        self.takers = frozenset(_behind(self.stops, self.source))
+        self.behind = {*self.takers, *with_data}
         self.stage = Stage.SYNCHRONISING
 
 
 def choose_source(target: tuple[str, ...], stops: Mapping[str, Stop], added: Collection[str] = ()) -> str:
-    """Whose state the others take. Where nobody has one yet, it is what the first begins with.
+    """Whose state the others take. Where nobody has one yet, it is what the one begins with who is furthest.
 
     What `added` workers bring along counts only where nobody is left of the world before.
     """
     holders = [worker for worker in target if stops[worker].holds_state]
     if not holders:
-        return target[0]
+        # Scripts may have brought something back; `max` keeps the lowest rank of several.
+        return max(target, key=lambda worker: stops[worker].position)
     holders = [worker for worker in holders if worker not in added] or holders
     committed = max(stops[worker].step for worker in holders)
     exact = (worker for worker in holders if stops[worker].position == committed)
     # Where nobody is there, all have finished the step behind it; `max` keeps the lowest rank of several.
     return next(exact, max(holders, key=lambda worker: stops[worker].position))
+
+
+def brought_along(source: str, stops: Mapping[str, Stop]) -> str:
+    """In words, whose state holds where nobody had one and not all begin alike; empty where there was no choice."""
+    nobody_had_one = not any(stop.holds_state for stop in stops.values())
+    if not nobody_had_one or len({stop.position for stop in stops.values()}) == 1:
+        return ""
+    return f"{source} brings {counted(stops[source].position, 'step')} along, and others fewer: its state holds"
 
 
 def _behind(stops: Mapping[str, Stop], source: str) -> Iterator[str]:

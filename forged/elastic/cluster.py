@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from forged.elastic.attempt import Attempt, Stage, Stop
+from forged.elastic.attempt import Attempt, Stage, Stop, brought_along
 from forged.elastic.complaints import Complaints
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failures import Failures
@@ -24,6 +24,7 @@ from forged.elastic.messages import (
     JobPaused,
     JobResumed,
     JobWaiting,
+    ProgressLost,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -41,7 +42,7 @@ from forged.elastic.progress import Witnesses, state_at, state_behind
 from forged.elastic.ranks import assign_ranks
 from forged.elastic.roster import Roster
 from forged.elastic.watch import NEVER, Watch, is_lost
-from forged.elastic.words import REASONS_MAX, in_words, joined, too_few
+from forged.elastic.words import REASONS_MAX, counted, in_words, is_or_are, joined, too_few
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.messages import Fact
@@ -63,7 +64,8 @@ class Cluster:
         self.job = job
         self.key = key
         """The secret of the job's workers."""
-        self.configure(settings)
+        self.settings = dict(settings)
+        self.config = ElasticTrainingConfig.from_settings(settings)
         self.known = False
         """Whether the store has a record of it."""
         self.phase = Phase.FORMING
@@ -109,9 +111,11 @@ class Cluster:
         """Whether all stop for the next world, whatever the settings say: this one cannot go on, or is not to."""
 
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
-        """Go by these settings from now on."""
-        self.config = ElasticTrainingConfig.from_settings(settings)
+        """Go by these settings from now on; the workers do so when they have heard of them."""
+        before, self.config = self.config, ElasticTrainingConfig.from_settings(settings)
         self.settings = dict(settings)
+        for member in self.members.values():
+            member.reconsider(before, self.config)
 
     @property
     def generation(self) -> int:
@@ -224,18 +228,29 @@ class Cluster:
 
     # Word of progress. Called for every heartbeat, so it costs next to nothing.
 
-    def heartbeat(self, worker_id: str, incarnation: bytes, step: int, marks: int, now: Moment) -> None:
+    def heartbeat(
+        self, worker_id: str, incarnation: bytes, step: int, marks: int, now: Moment, every_s: float = 0.0
+    ) -> None:
         """A worker's library says that it lives."""
         member = self.members.known(worker_id, incarnation)
         if member is not None:
-            member.heard_at = now.monotonic
+            member.beat(now.monotonic, every_s, self.config)
             self._progress(member, step, now, marks)
 
-    def pulse(self, worker_id: str, incarnation: bytes, step: int, marks: int, cpu_s: float, now: Moment) -> None:
+    def pulse(
+        self,
+        worker_id: str,
+        incarnation: bytes,
+        step: int,
+        marks: int,
+        cpu_s: float,
+        now: Moment,
+        every_s: float = 0.0,
+    ) -> None:
         """A worker's pulse says that its process lives."""
         member = self.members.known(worker_id, incarnation)
         if member is not None:
-            member.pulse_at, member.cpu_s = now.monotonic, cpu_s
+            member.pulsate(now.monotonic, every_s, cpu_s)
             self._progress(member, step, now, marks)
 
     def receiving(
@@ -424,8 +439,8 @@ class Cluster:
         return has_room or not others.isdisjoint(there)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
-        """Count a worker as dead."""
-        self._fail(self.members.require(worker_id), f"evicted: {in_words(reason, WISH)}", now)
+        """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
+        self._fail(self.members.require(worker_id), f"evicted: {in_words(reason, WISH)}", now, is_wanted=True)
         self._consider(now)
 
     def pause(self, now: Moment, reason: str) -> None:
@@ -569,6 +584,10 @@ class Cluster:
         """Who is in the world and can be in the next one."""
         return {name for name, incarnation in self.world.items() if self.members.known(name, incarnation) is not None}
 
+    def staying(self) -> list[str]:
+        """Who of them is not to go."""
+        return [name for name in self._staying() if self.members[name].leaving is None]
+
     @property
     def there(self) -> int:
         """How many they are."""
@@ -653,7 +672,7 @@ class Cluster:
         source = self.members.get(attempt.source) if attempt is not None else None
         if attempt is None or source is None or attempt.stage is not Stage.SYNCHRONISING:
             return None
-        return RescaleSynchronising(attempt.number, source.worker, attempt.step, len(attempt.behind))
+        return RescaleSynchronising(attempt.number, source.worker, attempt.step, len(attempt.takers))
 
     def _commit(self, attempt: Attempt, now: Moment) -> None:
         """Let the new world hold."""
@@ -681,13 +700,14 @@ class Cluster:
         if self.state.current_step > known_step:
             # The world before has come to something, as is only known now that all have said where they are.
             self._complaints.clear()
+        reason = "; ".join([attempt.reason, *self._beginning(attempt, known_step)])
         self.attempt, self.why = None, []
         self._must_stop = False
         self._troubles.clear()
         for member in members:
             self.watch.recovered(member, self.state.current_step)
             member.step, member.progress_at = self.state.current_step, now.monotonic
-        self._go_on(Cause.RESCALE_COMPLETED, attempt.reason)
+        self._go_on(Cause.RESCALE_COMPLETED, reason)
         self.out.world = True
         self.out.say(
             RescaleCompleted(
@@ -700,10 +720,20 @@ class Cluster:
                 global_batch_size=batch,
                 added=list(attempt.added),
                 removed=list(attempt.removed),
-                reason=attempt.reason,
+                reason=reason,
                 took_s=round(now.monotonic - attempt.began_at, 6),
             )
         )
+
+    def _beginning(self, attempt: Attempt, known_step: int) -> Iterator[str]:
+        """What there is to say of where the new world begins; steps that are gone are told by themselves, too."""
+        if attempt.source and (brought := brought_along(attempt.source, attempt.stops)):
+            yield brought
+        lost = known_step - self.state.current_step
+        if lost > 0:
+            why = "nobody who had them is left"
+            self.out.say(ProgressLost(lost, self.state.current_step, why))
+            yield f"{counted(lost, 'committed step')} {is_or_are(lost)} lost: {why}"
 
     def paces(self, world: int) -> tuple[float, int]:
         """The learning rate and the global batch for a world of that size."""
@@ -716,8 +746,8 @@ class Cluster:
             late = [source]
         else:
             waiting = [self.members[worker] for worker in self._busy(attempt, now) if worker in self.members]
+            waiting = [member for member in waiting if not self._is_in_a_step(member, attempt, now)]
             late = holding_up(waiting, self._may_wait, self.config, now.monotonic)
-            late = [member for member in late if not self._is_in_a_step(member, attempt, now)]
             if not late:
                 # All are in a step that lasts; or all wait for what none of them can give.
                 attempt.heard_at = now.monotonic
@@ -748,8 +778,12 @@ class Cluster:
         return self.holds(member) and not self.trains
 
     def _is_in_a_step(self, member: Member, attempt: Attempt, now: Moment) -> bool:
-        """Whether it may come to the end of a long step: it is heard, and nobody of its world has come there yet."""
-        is_heard = self.holds(member) and not member.is_mute(mute_since(self.config, now.monotonic))
+        """Whether it may come to the end of a long step: nobody of its world has come there yet, and it is heard.
+
+        Its pulse speaks for a library that cannot: who is held up holds up a step like any other.
+        """
+        is_mute = member.is_mute(mute_since(self.config, now.monotonic)) and not member.has_pulse(now.monotonic)
+        is_heard = self.holds(member) and not is_mute
         is_late = self.config.evict_stalled and now.monotonic - attempt.began_at >= self.config.stall_timeout_s
         return attempt.stage is Stage.PAUSING and is_heard and not (attempt.is_at_step_end or is_late)
 
@@ -794,13 +828,13 @@ class Cluster:
             self.abort(now, why)
         return self.over
 
-    def _fail(self, member: Member, reason: str, now: Moment) -> None:
+    def _fail(self, member: Member, reason: str, now: Moment, *, is_wanted: bool = False) -> None:
         rank = self.topology.rank_of(member.worker) if self.holds(member) else -1
         self._drop(member)
         self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
-        if rank >= 0:
+        if rank >= 0 and not is_wanted:
             self.failures.count(self.state.current_step)
             if self.failures.too_many(len(self.world), self.config) is not None:
                 # Of several failures, the one that is too many is what the job's end follows from.

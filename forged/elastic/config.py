@@ -33,7 +33,7 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_workers: int = WORLD_SIZE_MAX
     """With so many, those who wait to join need not wait for more."""
     rescale_timeout_ms: int = 30_000
-    """How long a rescale may take; who has not answered by then has failed."""
+    """How long nobody may be heard to get on in a rescale; who holds it up then has failed. 0: for ever."""
     max_consecutive_failures: int = 3
     """So many failures without a committed step in between abort the job."""
     lr_adaptation_strategy: AdaptationStrategy = AdaptationStrategy.LINEAR

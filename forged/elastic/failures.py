@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forged.elastic.config import ElasticTrainingConfig, tolerated_failures
+from forged.elastic.words import counted
 
 
 @dataclass(slots=True)
@@ -49,5 +50,5 @@ class Failures:
         if self.in_world > tolerated:
             return f"{self.in_world} of {world} workers failed, and {tolerated} may"
         if self.in_a_row and self.in_a_row >= config.max_consecutive_failures:
-            return f"{self.in_a_row} failures without a committed step in between"
+            return f"{counted(self.in_a_row, 'failure')} without a committed step in between"
         return None

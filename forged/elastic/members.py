@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.config import HEARTBEATS_PER_TIMEOUT, ElasticTrainingConfig
 from forged.elastic.model import WorkerId
 
 PULSE_INTERVAL_S = 0.5
-"""How often the pulse of a worker speaks."""
+"""How often the pulse of a worker speaks, unless its job's settings want it to be missed sooner."""
+PULSE_INTERVAL_S_MIN = 0.05
+"""No pulse speaks more often, whatever the settings: it is to cost next to nothing."""
 PULSES_MISSED_MAX = 4
 """So many intervals without a word, and there is no pulse that could tell of a death."""
 HEARTBEATS_MISSED_MAX = 2
@@ -55,6 +57,10 @@ class Member:
     heard_at: float | None = None
     pulse_at: float | None = None
     cpu_s: float | None = None
+    slack_s: float = 0.0
+    """How much longer than the job's settings say it may be silent: it may not have heard of them yet."""
+    pulse_every_s: float = 0.0
+    """How often its pulse speaks, as that says itself."""
     step: int = 0
     """The steps that it has committed, as far as it said."""
     marks: int = 0
@@ -78,11 +84,33 @@ class Member:
 
     def is_mute(self, since: float) -> bool:
         """Whether its library was not heard since then, which `mute_since` tells; whatever its pulse says."""
-        return self.lost_at is not None or max(self.seen_at, self.heard_at or 0.0) < since
+        return self.lost_at is not None or max(self.seen_at, self.heard_at or 0.0) < since - self.slack_s
 
     def has_pulse(self, now: float) -> bool:
         """Whether there is a pulse that would tell of its death."""
         return self.pulse_at is not None and now - self.pulse_at < PULSES_MISSED_MAX * PULSE_INTERVAL_S
+
+    def beat(self, now: float, every_s: float, config: ElasticTrainingConfig) -> None:
+        """Its library was heard, and says so again in `every_s`; 0 where it does not say when."""
+        self.heard_at = now
+        if self.slack_s and 0.0 < every_s <= config.heartbeat_interval_s:
+            # It goes by the present settings.
+            self.slack_s = 0.0
+
+    def pulsate(self, now: float, every_s: float, cpu_s: float) -> None:
+        """Its pulse was heard, and is again in `every_s`; 0 where it does not say when."""
+        self.pulse_at, self.cpu_s = now, cpu_s
+        if every_s != self.pulse_every_s:
+            self.pulse_every_s = min(max(every_s, 0.0) or PULSE_INTERVAL_S, PULSE_INTERVAL_S)
+
+    def reconsider(self, before: ElasticTrainingConfig, config: ElasticTrainingConfig) -> None:
+        """Other settings hold for the job, of which it has yet to hear."""
+        shorter_s = before.worker_heartbeat_timeout_s - config.worker_heartbeat_timeout_s
+        self.slack_s = max(0.0, self.slack_s + shorter_s)
+
+    def silence_max_s(self, config: ElasticTrainingConfig) -> float:
+        """How long nothing may be heard of it: by the settings that it goes by, and by how often its pulse speaks."""
+        return max(config.worker_heartbeat_timeout_s + self.slack_s, HEARTBEATS_PER_TIMEOUT * self.pulse_every_s)
 
     def forgive(self, late_s: float, now: float) -> None:
         """Hold nothing against it that nobody could have heard for so long."""
@@ -101,6 +129,11 @@ class Member:
         if further:
             self.step, self.marks, self.progress_at = max(step, self.step), max(marks, self.marks), now
         return further
+
+
+def pulse_interval_s(config: ElasticTrainingConfig) -> float:
+    """How often the pulse of a worker speaks: so often that two of its words may be lost without a timeout."""
+    return min(PULSE_INTERVAL_S, max(PULSE_INTERVAL_S_MIN, config.heartbeat_interval_s))
 
 
 def mute_since(config: ElasticTrainingConfig, now: float) -> float:
@@ -134,7 +167,7 @@ def death_of(member: Member, config: ElasticTrainingConfig, now: float) -> str |
             return None
         return f"its connection was lost {now - member.lost_at:.1f} s ago and did not come back"
     silent_s = now - member.last_heard_at()
-    if silent_s < config.worker_heartbeat_timeout_s:
+    if silent_s < member.silence_max_s(config):
         return None
     return f"neither its library nor its pulse was heard for {silent_s:.1f} s"
 

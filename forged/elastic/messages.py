@@ -111,12 +111,22 @@ class RescaleStarted(Fact, frozen=True):
 
 
 class RescaleSynchronising(Fact, frozen=True):
-    """All members have stopped; who is behind the step, or new, takes the state from the source."""
+    """All members have stopped; those who are behind the step, or new, take the state from the source."""
 
     attempt: int
     source: WorkerId
     step: int
     behind: int
+
+
+class ProgressLost(Fact, frozen=True):
+    """The next world begins behind `step`; so many steps beyond it were committed, and are to be done again."""
+
+    level: ClassVar[str] = "warning"
+
+    steps: int
+    step: int
+    reason: str
 
 
 class RescaleCompleted(Fact, frozen=True):
@@ -362,7 +372,7 @@ class ReadTopology(Request[ClusterTopology], frozen=True):
 
 
 class Heartbeat(Signal, frozen=True):
-    """A worker lives, has committed so many steps, and has come so often to where workers meet."""
+    """A worker lives, has committed so many steps, and has come so often to where workers meet; said so often."""
 
     external: ClassVar[bool] = True
 
@@ -371,6 +381,7 @@ class Heartbeat(Signal, frozen=True):
     incarnation: bytes
     step: int = 0
     marks: int = 0
+    every_s: float = 0.0
 
     @property
     def key(self) -> str:
@@ -405,7 +416,7 @@ class Receiving(Signal, frozen=True):
 
 
 class Pulse(Signal, frozen=True):
-    """The process of a worker lives, whatever its library does: CPU seconds used, steps made."""
+    """The process of a worker lives, whatever its library does: CPU seconds used, steps made; said so often."""
 
     external: ClassVar[bool] = True
 
@@ -415,6 +426,7 @@ class Pulse(Signal, frozen=True):
     cpu_s: float = 0.0
     step: int = 0
     marks: int = 0
+    every_s: float = 0.0
 
     @property
     def key(self) -> str:

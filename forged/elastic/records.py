@@ -40,6 +40,8 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     base: tuple[int, float, int]
     reason: str
     why: list[str]
+    slack_s: float = 0.0
+    """The most that any worker may be silent for longer than the settings say."""
 
 
 class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,16 +102,21 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Clu
     """The cluster that these entries were written for; all members have yet to come back. None where it is no more."""
     cluster = Cluster(job, {})
     members: list[Member] = []
+    slack_s = 0.0
     for key, value in entries:
         kind = key.removeprefix(f"{PREFIX}{job}/").partition("/")[0]
         if kind == CLUSTER:
-            _take_cluster(cluster, _decode_cluster(value))
+            record = _decode_cluster(value)
+            _take_cluster(cluster, record)
+            slack_s = record.slack_s
         elif kind == WORLD:
             _take_world(cluster, _decode_world(value))
         else:
             members.append(_member(_decode_member(value), now))
     if not cluster.known:
         return None
+    for member in members:
+        member.slack_s = slack_s
     # Who came first is taken in first, also behind a restart.
     cluster.members = Roster(job, sorted(members, key=lambda member: member.joined_at))
     cluster.resume_from_store(now)
@@ -131,6 +138,7 @@ def _cluster_record(cluster: Cluster) -> ClusterRecord:
         base=cluster.base,
         reason=cluster.reason,
         why=cluster.why,
+        slack_s=max((member.slack_s for member in cluster.members.values()), default=0.0),
     )
 
 

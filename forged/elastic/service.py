@@ -45,6 +45,7 @@ from forged.elastic.messages import (
     ListWorkers,
     PauseJob,
     PlanRescale,
+    ProgressLost,
     Pulse,
     ReadAttempt,
     ReadTopology,
@@ -103,6 +104,7 @@ _FOLLOWS = (
     RescaleStarted,
     RescaleAborted,
     RescaleSynchronising,
+    ProgressLost,
     RescaleCompleted,
     JobWaiting,
     JobAborted,
@@ -401,7 +403,8 @@ class ElasticService:
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
         if cluster is not None and _is_countable(signal.step, signal.marks):
-            cluster.heartbeat(signal.worker_id, signal.incarnation, signal.step, signal.marks, self._now())
+            now = self._now()
+            cluster.heartbeat(signal.worker_id, signal.incarnation, signal.step, signal.marks, now, signal.every_s)
             if cluster.out:
                 self._settle(cluster)
 
@@ -409,7 +412,8 @@ class ElasticService:
         cluster = self.clusters.get(signal.job)
         if cluster is not None and _is_countable(signal.step, signal.marks):
             now = self._now()
-            cluster.pulse(signal.worker_id, signal.incarnation, signal.step, signal.marks, signal.cpu_s, now)
+            who = signal.worker_id, signal.incarnation
+            cluster.pulse(*who, signal.step, signal.marks, signal.cpu_s, now, signal.every_s)
             if cluster.out:
                 self._settle(cluster)
 

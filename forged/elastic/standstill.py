@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from forged.elastic.attempt import Attempt, Stage
 from forged.elastic.cluster import Cluster
+from forged.elastic.members import Member, mute_since
 from forged.elastic.phases import Phase
 from forged.elastic.words import counted, named
 
@@ -38,12 +39,13 @@ def _reasons(cluster: Cluster, now: float) -> Iterator[str]:
         yield from _troubles(cluster.attempt)
         if not cluster.has_room(cluster.attempt):
             yield from _surplus(cluster, cluster.left_out(cluster.attempt))
-        if cluster.trains:
-            yield from _stalled(cluster, now)
+        yield from _stalled(cluster, now) if cluster.trains else ()
+        yield from _silent(cluster, now)
     elif cluster.phase is Phase.RESCALING:
         yield _interrupted(cluster, now)
     elif cluster.phase is Phase.RUNNING:
         yield from _stalled(cluster, now)
+        yield from _silent(cluster, now)
         yield from _outside(cluster, now)
     elif cluster.there + len(cluster.joining()) < cluster.config.min_workers:
         yield _too_few(cluster, cluster.there + len(cluster.joining()), now)
@@ -79,6 +81,25 @@ def _stalled(cluster: Cluster, now: float) -> Iterator[str]:
         yield f"{member.id} is stalled for {_seconds(now - member.progress_at)} behind step {member.step}"
     if len(stalled) > STALLED_TOLD_MAX:
         yield f"{len(stalled) - STALLED_TOLD_MAX} more are stalled"
+
+
+def _silent(cluster: Cluster, now: float) -> Iterator[str]:
+    """Who holds the others up, long before that counts as standing still: it is suspended, or holds Python's lock."""
+    if cluster.paused:
+        return
+    since = mute_since(cluster.config, now)
+    members = (member for member in cluster.members.values() if cluster.holds(member) and not member.stalled)
+    silent = [member for member in members if member.is_mute(since) and member.has_pulse(now)]
+    if cluster.trains and silent:
+        yield f"no step for {_seconds(now - max(member.progress_at for member in silent))}"
+    for member in silent[:STALLED_TOLD_MAX]:
+        yield f"the library of {member.id} is silent for {_seconds(now - _last_word(member))}, its pulse lives"
+    if len(silent) > STALLED_TOLD_MAX:
+        yield f"{len(silent) - STALLED_TOLD_MAX} more are silent"
+
+
+def _last_word(member: Member) -> float:
+    return max(member.seen_at, member.heard_at or 0.0)
 
 
 def _outside(cluster: Cluster, now: float) -> Iterator[str]:

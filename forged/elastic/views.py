@@ -53,7 +53,10 @@ def status_of(cluster: Cluster, member: Member) -> WorkerStatus:
         return WorkerStatus.ACTIVE
     if cluster.attempt is not None and member.id in cluster.attempt.target:
         return WorkerStatus.RESCALING
-    return WorkerStatus.ACTIVE if cluster.holds(member) else WorkerStatus.JOINING
+    if not cluster.holds(member):
+        return WorkerStatus.JOINING
+    # Between two worlds, or in one of which too few are left, nobody trains.
+    return WorkerStatus.ACTIVE if cluster.over else WorkerStatus.RESCALING
 
 
 def cluster_view(cluster: Cluster, now: float) -> ClusterView:
@@ -120,6 +123,9 @@ def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
     if cluster.holds(member) and not cluster.over and left < needed:
         stay = f"{counted(left, 'worker')} will be left, and min_workers is {needed}"
         remarks.append(f"training will stand still: {stay}")
+    if cluster.holds(member) and not cluster.over and not (cluster.staying() or cluster.joining()):
+        with_it = "the state of the training goes with it: nobody is left to take it"
+        remarks.append(f"{with_it}; have the script save a checkpoint first, or start another worker")
     if member.stalled:
         remarks.append(f"{worker_id} is stalled, and goes when it has finished its step; evict it if it never does")
     if not member.connected:

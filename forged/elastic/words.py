@@ -14,7 +14,7 @@ REASON_CHARS_MAX = 500
 
 def counted(number: int, thing: str) -> str:
     """So many of a thing: no worker, 1 worker, 2 workers."""
-    return f"{number or 'no'} {thing}{'s' if number > 1 else ''}"
+    return f"{f'{number:,}' if number else 'no'} {thing}{'s' if number > 1 else ''}"
 
 
 def is_or_are(number: int) -> str:

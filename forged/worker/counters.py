@@ -13,12 +13,13 @@ from typing import Self
 
 from forged.errors import ForgedError
 
-STEP, MARKS = range(2)
-SIZE = 2 * 8
+STEP, MARKS, PULSE_INTERVAL = range(3)
+SIZE = 3 * 8
+NS_PER_S = 10**9
 
 
 class Counters:
-    """The steps that a worker has committed, and how often it has come to where workers meet."""
+    """The steps that a worker has committed, and how often it has come to where workers meet; when to say so."""
 
     def __init__(self, descriptor: int, protection: int) -> None:
         self.descriptor = descriptor
@@ -61,6 +62,15 @@ class Counters:
     @marks.setter
     def marks(self, marks: int) -> None:
         self._words[MARKS] = marks
+
+    @property
+    def pulse_interval_s(self) -> float:
+        """How often the pulse is to speak; 0 where nobody has said."""
+        return self._words[PULSE_INTERVAL] / NS_PER_S
+
+    @pulse_interval_s.setter
+    def pulse_interval_s(self, seconds: float) -> None:
+        self._words[PULSE_INTERVAL] = round(seconds * NS_PER_S)
 
     def close(self) -> None:
         """Let go of the memory; once is enough. What others have open stays open."""

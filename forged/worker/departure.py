@@ -70,12 +70,12 @@ class Departure:
     def _is_needed(self) -> bool:
         return self._ties.holds_data() or (self._ties.holds_state() and not self._may_go)
 
-    def begin(self, config: ElasticTrainingConfig, tasks: TaskGroup) -> None:
-        """Prepare to go, if the worker was told to."""
+    def begin(self, settings: Callable[[], ElasticTrainingConfig], tasks: TaskGroup) -> None:
+        """Prepare to go, if the worker was told to; by the settings at any time."""
         if self._standing.draining is not None and not self._is_begun:
             self._is_begun = True
             tasks.start_soon(self._ask_for_leave, self._standing.draining)
-            tasks.start_soon(self._wait, config)
+            tasks.start_soon(self._wait, settings)
 
     def reconsider(self) -> None:
         """The world changes: who was not needed may be, and somebody may come."""
@@ -99,10 +99,13 @@ class Departure:
                 with anyio.move_on_after(None if may_go else LOOK_INTERVAL_S):
                     await changed.wait()
 
-    async def _wait(self, config: ElasticTrainingConfig) -> None:
+    async def _wait(self, settings: Callable[[], ElasticTrainingConfig]) -> None:
         """Let the waiting have an end."""
         alone_s = 0.0
-        while not (_lasts(alone_s, config.reconnect_grace_s) or _lasts(self._unwanted_s, config.leave_timeout_s)):
+        while True:
+            config = settings()
+            if _lasts(alone_s, config.reconnect_grace_s) or _lasts(self._unwanted_s, config.leave_timeout_s):
+                break
             await anyio.sleep(LOOK_INTERVAL_S)
             alone_s = 0.0 if self._ties.has_daemon() else alone_s + LOOK_INTERVAL_S
             is_wanted = self._ties.has_given() or self._ties.is_waited_for()

@@ -150,9 +150,17 @@ class Pulse:
 
     def _beat(self, line: Wire) -> None:
         """Say that the worker lives; and listen until it is to be said again."""
-        again_at = self._now() + self._interval_s
         counters = self._counters
-        line.signal("Pulse", **self._about, cpu_s=self._worker.cpu_s(), step=counters.step, marks=counters.marks)
+        interval_s = counters.pulse_interval_s or self._interval_s
+        again_at = self._now() + interval_s
+        line.signal(
+            "Pulse",
+            **self._about,
+            cpu_s=self._worker.cpu_s(),
+            step=counters.step,
+            marks=counters.marks,
+            every_s=interval_s,
+        )
         while not self._worker.over and (left_s := again_at - self._now()) > 0:
             if self._worker.wait(left_s, line):
                 line.heed()

@@ -26,7 +26,7 @@ from forged.elastic.messages import (
     WorkerLeft,
 )
 from forged.elastic.model import ClusterTopology
-from forged.jobs.model import JobRemoved
+from forged.jobs.model import JobChanged, JobRemoved, SettingValue
 from forged.messages import Fact, Gap, Record, UnknownFact
 from forged.worker.errors import JobEnded, WorkerEvicted
 
@@ -41,6 +41,7 @@ FOLLOWED: tuple[type[Fact], ...] = (
     JobWaiting,
     JobCompleted,
     JobAborted,
+    JobChanged,
     JobRemoved,
     WorkerDraining,
     WorkerFailed,
@@ -88,6 +89,8 @@ class Standing:
     committed: Commit | None = None
     """The newest commit, until the worker has gone over into its world."""
     paused: bool = False
+    settings: dict[str, SettingValue] = field(default_factory=dict)
+    """The job's."""
     draining: str | None = None
     completed: int | None = None
     """How many steps the training had when it was done; None while it is not."""
@@ -105,6 +108,7 @@ class Standing:
     """Whether something was heard too early to tell whether this worker, or another before it, was meant."""
     _epoch_told: int = 0
     _pause_told: bool = False
+    _settings_told: bool = False
     _attempt_told: bool = False
 
     @property
@@ -131,13 +135,13 @@ class Standing:
             case WorkerDraining() if fact.worker_id == self.worker_id:
                 self._drain(fact)
             case _:
-                self._hear_of_job(fact, record.id)
+                self._hear_of_job(fact, record)
 
     def miss(self, gap: Gap) -> None:
         """Facts cannot be had any more."""
         self.heard_at = max(self.heard_at, gap.last)
         self.outdated, self._unconfirmed = True, self.synchronising
-        self._pause_told = self._attempt_told = False
+        self._pause_told = self._settings_told = self._attempt_told = False
 
     def catch_up(self, joined: Joined) -> None:
         """Take what the daemon has told all at once."""
@@ -146,6 +150,8 @@ class Standing:
         self._is_new, self._is_doubtful = is_new and self.outdated, False
         if not self._pause_told:
             self.paused = joined.paused
+        if not self._settings_told:
+            self.settings = joined.settings
         if joined.leaving is not None:
             self.draining = joined.leaving
         before = self.topology
@@ -178,21 +184,23 @@ class Standing:
         is_stop = joined.attempt > 0 and not joined.in_background
         return is_stop or (self.rescaling and self._attempt_told), moving
 
-    def _hear_of_job(self, fact: Fact | UnknownFact, fact_id: int) -> None:
+    def _hear_of_job(self, fact: Fact | UnknownFact, record: Record) -> None:
         match fact:
             case JobPaused():
-                self.paused, self.asked_at, self._pause_told = True, fact_id, True
+                self.paused, self.asked_at, self._pause_told = True, record.id, True
             case JobResumed():
                 self.paused, self._pause_told = False, True
+            case JobChanged():
+                self.settings, self._settings_told = fact.settings, True
             case JobCompleted() | JobAborted() | JobRemoved() if not self.known:
-                self._is_doubtful = True
+                # What was told until now may have been told of another job with its name.
+                self._is_doubtful, self._settings_told = True, False
             case JobCompleted():
                 self.completed, self.moving = fact.step, 0
             case JobAborted():
                 self.moving = 0
-                self.end = JobEnded(
-                    "job_aborted", f"the job was aborted: {fact.reason}", "see `forgectl events --job JOB`"
-                )
+                see = f"see `forgectl events --job {record.job}`"
+                self.end = JobEnded("job_aborted", f"the job was aborted: {fact.reason}", see)
             case JobRemoved():
                 self.moving = 0
                 self.end = JobEnded("job_removed", "the job was removed", "create it again")

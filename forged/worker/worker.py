@@ -27,6 +27,7 @@ from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
 from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.members import pulse_interval_s
 from forged.elastic.messages import (
     INCARNATION_BYTES,
     Joined,
@@ -45,7 +46,7 @@ from forged.elastic.model import (
     WorkerStatus,
 )
 from forged.errors import RequestRefused
-from forged.jobs.model import SettingValue
+from forged.jobs.model import JobChanged, SettingValue
 from forged.log import Log
 from forged.messages import Gap, Record
 from forged.net.network import Address, Network
@@ -62,6 +63,7 @@ from forged.worker.events import Event
 from forged.worker.exchange import StateExchange
 from forged.worker.farewell import farewell
 from forged.worker.hearing import Hearing
+from forged.worker.heartbeat import Heartbeat
 from forged.worker.mesh import Mesh
 from forged.worker.own_process import OwnProcess, WorkerProcess
 from forged.worker.passage import Means, Passage
@@ -185,6 +187,7 @@ class ElasticWorker:
         self._place.counters = counters
         self._place.begin_anew()
         self._hearing: Hearing | None = None
+        self._heartbeat: Heartbeat | None = None
         self._passage: Passage | None = None
         self._supply: Supply | None = None
         self._term = 0
@@ -419,7 +422,8 @@ class ElasticWorker:
             raise
         self._joined_at, self._registered = self._clock.wall(), True
         self._begin_pulse(self._client)
-        self._tasks.start_soon(self._beat)
+        self._heartbeat = Heartbeat(self._beat, self._config_now.heartbeat_interval_s)
+        self._tasks.start_soon(self._heartbeat.go_on)
         if self._place.consumption is not None:
             self._usage = self._report_of(self._place.consumption)
             self._tasks.start_soon(self._usage.keep_telling)
@@ -466,13 +470,23 @@ class ElasticWorker:
         assert self._mesh is not None
         self._mesh.trust(joined.peer_key)
         self._term = joined.fence.term
-        self._config = ElasticTrainingConfig.from_settings(joined.settings)
-        if self._passage is None:
-            self._supply = None if self._data is None else self._supply_of(self._data, self._config)
-            self._passage = self._passage_with(self._supply)
         self._standing.catch_up(joined)
+        config = self._go_by(self._standing.settings)
+        if self._passage is None:
+            self._supply = None if self._data is None else self._supply_of(self._data, config)
+            self._passage = self._passage_with(self._supply)
         self._prepare_to_leave()
         self._see_to_data()
+
+    def _go_by(self, settings: Mapping[str, SettingValue]) -> ElasticTrainingConfig:
+        """Keep to the settings of the job."""
+        config = self._config = ElasticTrainingConfig.from_settings(settings)
+        if self._place.counters is not None:
+            # Before this worker says that it goes by them: its pulse looks here.
+            self._place.counters.pulse_interval_s = pulse_interval_s(config)
+        if self._heartbeat is not None:
+            self._heartbeat.go_by(config.heartbeat_interval_s)
+        return config
 
     def _supply_of(self, data: TrainingData, config: ElasticTrainingConfig) -> Supply:
         assert self._line is not None
@@ -502,16 +516,18 @@ class ElasticWorker:
             exchange=StateExchange(self._mesh, self._line, lambda: self._whole_state, self._tasks, self._log),
             supply=supply,
             departure=self._departure,
-            rescale_timeout_s=self._rescale_timeout_s,
+            rescale_timeout_s=lambda: self._config_now.rescale_timeout_s,
             arrive=self._arrive,
             clock=self._clock,
             log=self._log,
         )
         return Passage(self._standing, self._presence, self._place, means)
 
-    def _rescale_timeout_s(self) -> float:
+    @property
+    def _config_now(self) -> ElasticTrainingConfig:
+        """The settings of the job, as far as it has heard."""
         assert self._config is not None
-        return self._config.rescale_timeout_s
+        return self._config
 
     @property
     def _whole_state(self) -> Any:
@@ -675,7 +691,7 @@ class ElasticWorker:
         """Once it is told to go, have others take over what it holds; that has an end."""
         tasks = self._tasks
         if self._config is not None and tasks is not None and not tasks.cancel_scope.cancel_called:
-            self._departure.begin(self._config, tasks)
+            self._departure.begin(lambda: self._config_now, tasks)
 
     async def _fall_out(self, error: Exception) -> None:
         """The others go on without this worker, or nobody goes on."""
@@ -759,6 +775,8 @@ class ElasticWorker:
 
     def _heard(self, item: Record | Gap) -> None:
         """Act on what cannot wait for the next step boundary."""
+        if isinstance(item, Record) and isinstance(item.fact, JobChanged):
+            self._go_by(item.fact.settings)
         self._prepare_to_leave()
         if isinstance(item, Gap) or isinstance(item.fact, RESHAPING):
             self._departure.reconsider()
@@ -773,16 +791,12 @@ class ElasticWorker:
         if self._supply is not None:
             self._supply.follow(self._standing.moving)
 
-    async def _beat(self) -> None:
-        """Say that this worker lives, for ever."""
-        assert self._config is not None
-        # Once more may be said when the session is over, before this hears of it.
-        line = self._line
-        assert line is not None
-        while True:
-            line.beat(self.step, self._presence.marks)
+    def _beat(self, every_s: float) -> None:
+        """Say that this worker lives."""
+        # The session may be over before this hears of it.
+        if self._line is not None:
+            self._line.beat(self.step, self._presence.marks, every_s)
             self._heartbeat_at = self._clock.wall()
-            await anyio.sleep(self._config.heartbeat_interval_s)
 
     def _wake(self) -> None:
         if self._passage is not None:

@@ -283,6 +283,14 @@ class TestJobs:
         assert [row.split()[:3] for row in rows] == [["run", "running", "1"], ["two", "-", "1"]]
         assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": "running"}, JOB | {"name": "two"}]}
 
+    @pytest.mark.parametrize(("phase", "said"), [("running", "paused"), ("completed", "completed")])
+    def test_a_list_tells_who_rests(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, phase: str, said: str
+    ) -> None:
+        answers["ListClusters"] = {"clusters": [RUNNING | {"phase": phase, "paused": True}], "more": False}
+        assert said in daemon.run("jobs ls", capsys)[1].splitlines()[1].split()
+        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": phase, "paused": True}]}
+
     def test_a_daemon_that_tells_no_phases_lists_its_jobs_all_the_same(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("jobs ls", capsys) == {"jobs": [JOB]}
 
@@ -482,6 +490,26 @@ class TestFactsInWords:
                 "without w0, w1, w2, w3, w4, w5, w6, w7 and 2 more: w1 failed: dead",
             ),
             (
+                "RescaleStarted",
+                STARTED | {"type": "replace", "added": ["w9"]},
+                "attempt 2 at a world of 1 worker (replace), with w9, without w1: w1 failed: dead",
+            ),
+            (
+                "RescaleStarted",
+                STARTED | {"type": "replace", "removed": [], "reason": "an operator's wish"},
+                "attempt 2 at a world of 1 worker: an operator's wish",
+            ),
+            (
+                "ProgressLost",
+                {"steps": 1200, "step": 0, "reason": "nobody who had them is left"},
+                "what was committed beyond step 0 is lost, which is 1200 steps: nobody who had them is left",
+            ),
+            (
+                "RescaleSynchronising",
+                {"attempt": 2, "source": {"id": "w0", "hostname": "h", "port": 4}, "step": 7, "behind": 0},
+                "attempt 2: all have stopped behind step 7",
+            ),
+            (
                 "RescaleSynchronising",
                 {"attempt": 2, "source": {"id": "w0", "hostname": "h", "port": 4}, "step": 0, "behind": 2},
                 "attempt 2: all have stopped behind step 0; w0@h:4 gives its state to 2 workers",
@@ -644,7 +672,7 @@ class TestARealDaemon:
         training = json.loads(ctl("jobs show run --json")[1])["training"]
         assert (training["phase"], training["rescale"]["waiting_for"]) == ("rescaling", ["w0", "w1"])
         assert "waiting_for  w0, w1" in ctl("jobs show run")[1]
-        assert "attempt 2 at a world of 2 workers (replace): a test" in ctl("events")[1]
+        assert "attempt 2 at a world of 2 workers: a test" in ctl("events")[1]
         assert ctl("jobs abort run")[0] == 0
         assert ctl("jobs watch run")[1].startswith("aborted: generation 1")
 

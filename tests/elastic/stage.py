@@ -87,11 +87,11 @@ class Crew:
     async def ready(self, attempt: int) -> Nothing:
         return await self.ask(ReportReady(self.job, self.name, self.incarnation, attempt))
 
-    def beat(self, step: int = 0, *, still: bool = False) -> None:
+    def beat(self, step: int = 0, *, still: bool = False, every_s: float = 0.0) -> None:
         """Say that it lives, and makes progress unless it stands still."""
         call = Call(OPERATOR, "a test", client=self.client)
         marks = 0 if still else int(self.stage.spine.clock.monotonic())
-        self.stage.spine.bus.signal(Heartbeat(self.job, self.name, self.incarnation, step, marks), call)
+        self.stage.spine.bus.signal(Heartbeat(self.job, self.name, self.incarnation, step, marks, every_s), call)
 
     def lose(self) -> None:
         self.stage.service.departed(self.client)

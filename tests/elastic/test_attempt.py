@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.elastic.attempt import Attempt, Stage, Stop, choose_source
+from forged.elastic.attempt import Attempt, Stage, Stop, brought_along, choose_source
 from forged.elastic.model import RescaleType
 
 
@@ -44,6 +44,13 @@ def test_all_have_to_stop() -> None:
         pytest.param({"a": at(5), "b": at(5), "c": at(4)}, "a", 5, {"c"}, id="the lowest rank among several"),
         pytest.param({"a": NOTHING, "b": at(0)}, "b", 0, {"a"}, id="who holds a state, before who holds none"),
         pytest.param({"a": NOTHING, "b": NOTHING}, "a", 0, {"b"}, id="nobody holds one: what the first begins with"),
+        pytest.param(
+            {"a": NOTHING, "b": Stop(500, holds_state=False), "c": Stop(500, holds_state=False)},
+            "b",
+            500,
+            {"a", "c"},
+            id="nobody holds one: what the first of those begins with who are furthest",
+        ),
         pytest.param({"a": NOTHING}, "a", 0, set(), id="one alone has nobody to wait for"),
         pytest.param(
             {"a": at(4, finished=True), "b": at(4, finished=True)}, "a", 5, set(), id="finished by all: it counts"
@@ -108,3 +115,11 @@ def test_the_choice_is_the_same_for_everybody_who_knows_the_stops(stops: list[St
     by_worker = dict(zip(target, stops, strict=True))
     backwards = dict(reversed(by_worker.items()))
     assert choose_source(target, by_worker) == choose_source(target, backwards)
+
+
+def test_it_is_said_whose_state_holds_where_nobody_had_one_and_not_all_begin_alike() -> None:
+    further = Stop(1500, holds_state=False)
+    said = "b brings 1,500 steps along, and others fewer: its state holds"
+    assert brought_along("b", {"a": NOTHING, "b": further}) == said
+    assert brought_along("a", {"a": further, "b": further}) == ""
+    assert brought_along("b", {"a": NOTHING, "b": at(1500)}) == "", "the others take what the training has"

@@ -12,6 +12,7 @@ from forged.elastic.messages import (
     JobPaused,
     JobResumed,
     JobWaiting,
+    ProgressLost,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -479,17 +480,14 @@ def test_who_is_done_says_how_many_steps_there_were() -> None:
 
 def test_a_member_that_is_silent_is_failed_and_those_who_wait_for_it_are_not() -> None:
     """The others are in a collective with it, so they cannot answer either."""
-    play = formed("a", "b", "c", **PATIENT)
+    play = formed("a", "b", "c", rescale_timeout_ms=5_000, **PATIENT)
     play.join("d")
     play.wait(WINDOW_S)
     assert play.cluster.attempt is not None
     play.stop("d", stop=Stop(0, holds_state=False))
-    failed: list[str] = []
-    while not failed:
-        play.pulse("b")
-        told = play.wait(0.25, silent=["b"], still=True)
-        failed = [fact.worker_id for fact in told if isinstance(fact, WorkerFailed)]
-    assert failed == ["b"]
+    play.pulse("b")
+    told = play.wait(7.0, silent=["b"], still=True)
+    assert [fact.worker_id for fact in told if isinstance(fact, WorkerFailed)] == ["b"]
 
 
 # The rescale.
@@ -521,6 +519,32 @@ def test_where_all_are_at_one_step_nobody_has_to_be_synchronised() -> None:
     (completed,) = play.stop("b", stop=Stop(4, holds_state=True))
     assert isinstance(completed, RescaleCompleted)
     assert completed.step == 4
+
+
+def test_the_first_world_begins_with_what_somebody_has_brought_back() -> None:
+    play = Play()
+    play.join("a", "b", "c")
+    play.wait(WINDOW_S)
+    play.stop("a", "c", stop=Stop(0, holds_state=False))
+    play.stop("b", stop=Stop(500, holds_state=False))
+    play.ready("a", "c")
+    completed = play.last(RescaleCompleted)
+    assert completed.step == 500
+    assert completed.reason.endswith("; b brings 500 steps along, and others fewer: its state holds")
+
+
+def test_it_is_told_that_what_was_committed_is_lost() -> None:
+    play = formed("a", "b", **PATIENT)
+    for name in ("a", "b"):
+        play.beat(name, step=1200)
+    play.die("a", "b")
+    play.join("c")
+    play.wait(1.0)
+    lost, completed = play.stop("c", stop=Stop(0, holds_state=False))
+    assert lost == ProgressLost(1200, 0, "nobody who had them is left")
+    assert isinstance(completed, RescaleCompleted)
+    assert completed.reason.endswith("; 1,200 committed steps are lost: nobody who had them is left")
+    assert play.cluster.reason == completed.reason
 
 
 def test_survivors_of_a_death_inside_a_step_go_on_from_the_highest_committed_one() -> None:
@@ -649,6 +673,44 @@ def test_who_is_in_a_long_step_together_with_all_others_is_waited_for() -> None:
     play.stop("b", stop=Stop(1, holds_state=True))
     failed = [fact.worker_id for fact in play.wait(6.0) if isinstance(fact, WorkerFailed)]
     assert failed == ["c"], "it does not take the state"
+
+
+def test_who_is_held_up_in_a_step_is_waited_for_as_long_as_its_pulse_lives() -> None:
+    """The others are in the same step, and cannot end it either."""
+    play = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
+    play.join("c")
+    play.wait(WINDOW_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    for _ in range(120):
+        play.pulse("b")
+        assert "WorkerFailed" not in kinds(play.wait(0.5, silent=["b"]))
+    play.stop("a", stop=Stop(1, holds_state=True))
+    play.pulse("b")
+    failed = [fact.worker_id for fact in play.wait(5.5, silent=["b"]) if isinstance(fact, WorkerFailed)]
+    assert failed == ["b"], "the others have come to the end of the step"
+
+
+def test_who_is_held_up_in_a_step_goes_where_those_who_are_stalled_do() -> None:
+    play = formed("a", "b", rescale_timeout_ms=5_000, stall_timeout_ms=12_000, evict_stalled=True, **PATIENT)
+    play.join("c")
+    play.wait(WINDOW_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    failed = []
+    for _ in range(40):
+        play.pulse(*play.cluster.members.keys() & {"b"})
+        failed += [fact.worker_id for fact in play.wait(0.5, silent=["b"]) if isinstance(fact, WorkerFailed)]
+    assert failed[:1] == ["b"]
+
+
+def test_a_joiner_that_does_not_answer_is_failed_though_somebody_is_held_up_in_a_step() -> None:
+    play = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
+    play.join("c")
+    play.wait(WINDOW_S)
+    failed = []
+    for _ in range(14):
+        play.pulse("b")
+        failed += [fact.worker_id for fact in play.wait(0.5, silent=["b"]) if isinstance(fact, WorkerFailed)]
+    assert failed == ["c"]
 
 
 def test_a_daemon_that_came_back_into_a_rescale_waits_for_nobody_for_ever() -> None:
@@ -1108,7 +1170,7 @@ def test_who_comes_when_nobody_of_a_world_is_left_says_where_it_begins_without_s
     play.die("a")
     play.wait(0.1)
     play.join("b")
-    assert kinds(play.stop("b", stop=Stop(90, holds_state=False))) == ["RescaleCompleted"]
+    assert kinds(play.stop("b", stop=Stop(90, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
     assert (play.last(RescaleCompleted).step, play.cluster.state.current_step) == (90, 90)
 
 
@@ -1123,7 +1185,7 @@ def test_who_is_left_and_may_never_have_met_who_had_the_state_says_where_it_begi
     (started,) = play.wait(0.1)
     assert isinstance(started, RescaleStarted)
     assert started.reason.endswith("nobody who is left of world 2 is known to have the state")
-    assert kinds(play.stop("b", stop=Stop(0, holds_state=False))) == ["RescaleCompleted"]
+    assert kinds(play.stop("b", stop=Stop(0, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
     assert (play.world, play.last(RescaleCompleted).step, play.cluster.state.current_step) == (["b"], 0, 0)
 
 
@@ -1499,6 +1561,17 @@ def test_a_joiner_that_is_drained_is_not_taken_in() -> None:
     play.cluster.drain("b", play.now, "maintenance")
     play.news()
     assert play.wait(100.0) == []
+
+
+def test_evictions_are_no_failures_that_abort_a_job() -> None:
+    play = formed("a", "b", "c", "d", max_consecutive_failures=1, failure_tolerance_percentage=0)
+    for name in "bcd":
+        play.cluster.evict(name, play.now, "its host is needed")
+    assert "JobAborted" not in kinds(play.wait(1.0))
+    assert (play.cluster.failures.in_world, play.cluster.failures.in_a_row) == (0, 0)
+    play.agree()
+    assert play.world == ["a"]
+    assert "JobAborted" in kinds(play.die("a")), "a death counts as before"
 
 
 def test_an_evicted_worker_has_failed() -> None:

@@ -12,6 +12,7 @@ from forged.elastic.messages import (
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
+    RescaleSynchronising,
     WorkerFailed,
     WorkerStalled,
 )
@@ -504,3 +505,15 @@ class TestWhoWaitsOutside:
         join(play, "c")
         assert play.cluster.attempt_members("a", incarnation("a")).outside == 1
         assert "max_workers" not in standing(play.cluster, play.time)
+
+
+def test_only_those_are_said_to_take_the_state_who_do() -> None:
+    play = formed("a", "b")
+    join(play, "c")
+    play.wait(0.1)
+    stop(play, "a", "b")
+    play.stop("c", stop=Stop(0, holds_state=False))
+    assert play.last(RescaleSynchronising).behind == 1
+    attempt = play.cluster.attempt
+    assert attempt is not None
+    assert attempt.behind == {"a", "b", "c"}

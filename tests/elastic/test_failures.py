@@ -22,6 +22,11 @@ def test_a_row_without_a_step_is_borne_up_to_its_limit() -> None:
     assert failed(1, 1, 1).too_many(100, CONFIG) == "3 failures without a committed step in between"
 
 
+def test_one_failure_is_said_to_be_one() -> None:
+    hasty = ElasticTrainingConfig(max_consecutive_failures=1)
+    assert failed(1).too_many(100, hasty) == "1 failure without a committed step in between"
+
+
 def test_a_step_ends_the_row_if_it_is_a_new_one() -> None:
     failures = failed(5, 5)
     assert not failures.stepped(5)

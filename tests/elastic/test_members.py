@@ -5,12 +5,14 @@ import pytest
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import (
     PULSE_INTERVAL_S,
+    PULSE_INTERVAL_S_MIN,
     PULSES_MISSED_MAX,
     Member,
     death_of,
     holding_up,
     mute_since,
     overstays,
+    pulse_interval_s,
 )
 from tests.elastic.play import incarnation, worker_of
 
@@ -148,3 +150,81 @@ def test_in_a_short_rescale_a_silent_worker_is_told_from_those_who_wait_before_t
     assert AT - mute_since(patient, AT) == pytest.approx(16 / 3)
     hasty = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=1_000)
     assert AT - mute_since(hasty, AT) > hasty.heartbeat_interval_s, "one heartbeat may always be on its way"
+
+
+HASTY = ElasticTrainingConfig(worker_heartbeat_timeout_ms=400, reconnect_grace_ms=15_000)
+"""What a job may be changed to."""
+
+
+class TestOtherSettings:
+    """A worker has yet to hear of them."""
+
+    def test_who_has_not_heard_that_it_has_less_time_has_what_it_had(self) -> None:
+        found = member(heard_at=AT)
+        found.reconsider(CONFIG, HASTY)
+        assert death_of(found, HASTY, AT + 9.9) is None
+        assert death_of(found, HASTY, AT + 10) == "neither its library nor its pulse was heard for 10.0 s"
+
+    def test_who_is_heard_as_before_has_what_it_had(self) -> None:
+        found = member()
+        found.reconsider(CONFIG, HASTY)
+        found.beat(AT + 1, CONFIG.heartbeat_interval_s, HASTY)
+        assert death_of(found, HASTY, AT + 10.9) is None
+
+    def test_who_does_not_say_how_often_it_speaks_has_what_it_had(self) -> None:
+        found = member()
+        found.reconsider(CONFIG, HASTY)
+        found.beat(AT + 1, 0.0, HASTY)
+        assert death_of(found, HASTY, AT + 10.9) is None
+
+    def test_who_is_heard_at_the_new_pace_has_what_the_settings_say(self) -> None:
+        found = member()
+        found.reconsider(CONFIG, HASTY)
+        found.beat(AT + 1, HASTY.heartbeat_interval_s, HASTY)
+        assert death_of(found, HASTY, AT + 1.39) is None
+        assert death_of(found, HASTY, AT + 1.4) is not None
+
+    def test_longer_ones_hold_at_once(self) -> None:
+        found = member()
+        found.reconsider(HASTY, CONFIG)
+        assert death_of(found, CONFIG, AT + 9.9) is None
+        assert death_of(found, CONFIG, AT + 10) is not None
+
+    def test_of_several_the_longest_holds_until_it_is_heard_at_the_newest_pace(self) -> None:
+        found, middle = member(), ElasticTrainingConfig(worker_heartbeat_timeout_ms=1_000)
+        found.reconsider(CONFIG, middle)
+        found.reconsider(middle, HASTY)
+        found.beat(AT, middle.heartbeat_interval_s, HASTY)
+        assert death_of(found, HASTY, AT + 9.9) is None
+        found.reconsider(HASTY, CONFIG)
+        assert death_of(found, CONFIG, AT + 10) is not None
+
+    def test_who_has_not_heard_of_them_is_not_mute_by_them(self) -> None:
+        found = member(heard_at=AT)
+        found.reconsider(CONFIG, HASTY)
+        assert not found.is_mute(mute_since(HASTY, AT + 5))
+        found.beat(AT, HASTY.heartbeat_interval_s, HASTY)
+        assert found.is_mute(mute_since(HASTY, AT + 5))
+
+
+def test_a_pulse_has_time_to_speak_whatever_the_timeout() -> None:
+    found = member()
+    found.pulsate(AT, PULSE_INTERVAL_S, 1.0)
+    assert death_of(found, HASTY, AT + 3 * PULSE_INTERVAL_S - 0.01) is None
+    found.pulsate(AT, 0.1, 1.0)
+    assert death_of(found, HASTY, AT + 0.39) is None
+    assert death_of(found, HASTY, AT + 0.4) is not None
+
+
+@pytest.mark.parametrize("every_s", [1e9, float("inf"), float("nan"), -1.0])
+def test_no_pulse_keeps_a_worker_alive_by_what_it_says_of_itself(every_s: float) -> None:
+    found = member()
+    found.pulsate(AT, every_s, 1.0)
+    assert death_of(found, HASTY, AT + 3 * PULSE_INTERVAL_S) is not None
+
+
+@pytest.mark.parametrize(("timeout_ms", "wanted_s"), [(10_000, 0.5), (1_500, 0.5), (600, 0.2), (1, 0.05)])
+def test_a_pulse_speaks_so_often_that_two_of_its_words_may_be_lost(timeout_ms: int, wanted_s: float) -> None:
+    config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=timeout_ms)
+    assert pulse_interval_s(config) == pytest.approx(wanted_s)
+    assert PULSE_INTERVAL_S_MIN <= pulse_interval_s(config) <= PULSE_INTERVAL_S

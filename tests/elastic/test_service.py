@@ -528,6 +528,29 @@ async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
 
 
 @virtual
+async def test_a_shorter_timeout_holds_for_nobody_who_has_not_heard_of_it() -> None:
+    """Everybody is heard every second, and the job is to have a timeout of 400 ms."""
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        a, b = await stage.form("a", "b")
+        job = await stage.spine.bus.ask(ShowJob(JOB))
+        await stage.spine.bus.ask(ChangeJob(JOB, {"worker_heartbeat_timeout_ms": 400}, job.version))
+        await stage.wait(8.0)
+        assert stage.facts(WorkerFailed) == []
+    async with a_stage(store) as other:
+        for worker in (a, b):
+            worker.stage = other
+            worker.come_back()
+        other.crew = {"a": a, "b": b}
+        await other.wait(8.0)
+        assert other.facts(WorkerFailed) == []
+        a.beat(every_s=0.1)
+        await anyio.sleep(2.0)
+        (failed,) = other.facts(WorkerFailed)
+        assert failed.worker_id == "a", "it has heard of it, and is silent"
+
+
+@virtual
 async def test_settings_that_cannot_be_trained_with_are_refused_whoever_asks_and_change_nothing() -> None:
     async with a_stage() as stage:
         await stage.form("a")

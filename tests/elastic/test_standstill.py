@@ -42,6 +42,38 @@ def test_who_is_stalled_is_named_with_how_long_and_where() -> None:
     assert said(play) == "s1 is stalled for 12 s behind step 73"
 
 
+def hold_up(play: Play, name: str, seconds: float) -> None:
+    for _ in range(round(seconds / 0.5)):
+        play.pulse(name)
+        play.wait(0.5, silent=[name], still=True)
+
+
+def test_who_is_held_up_is_named_long_before_it_is_stalled() -> None:
+    play = formed("a", "b")
+    hold_up(play, "b", 5.0)
+    assert said(play) == "", "a heartbeat may be late"
+    hold_up(play, "b", 3.0)
+    assert said(play) == "no step for 8 s; the library of b is silent for 8 s, its pulse lives"
+    play.beat("b", marks=1)
+    assert said(play) == ""
+
+
+def test_who_is_held_up_in_a_rescale_is_named_too() -> None:
+    play = formed("a", "b")
+    play.cluster.rescale(play.now, "")
+    hold_up(play, "b", 8.0)
+    attempt, silent = said(play).split("; ")
+    assert attempt.startswith("attempt 2 waits for a, b to stop")
+    assert silent == "the library of b is silent for 8 s, its pulse lives"
+
+
+def test_while_training_rests_nobody_holds_anybody_up() -> None:
+    play = formed("a", "b")
+    play.cluster.pause(play.now, "night")
+    hold_up(play, "b", 8.0)
+    assert said(play) == "paused: night"
+
+
 def test_of_many_who_are_stalled_the_first_are_named() -> None:
     play = formed(*(f"w{number}" for number in range(STALLED_TOLD_MAX + 2)))
     for member in play.cluster.members.values():

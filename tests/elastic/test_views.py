@@ -118,6 +118,14 @@ def test_a_world_is_as_large_as_those_of_it_who_are_there() -> None:
     assert (view.phase, view.world_size, view.standing[:18]) == (Phase.WAITING, 0, "no worker is there")
 
 
+def test_who_waits_for_others_to_come_is_not_active() -> None:
+    play = formed("a", "b", min_workers=2)
+    play.die("b")
+    play.wait(0.1)
+    assert play.cluster.phase is Phase.WAITING
+    assert status(play, "a") is WorkerStatus.RESCALING
+
+
 class TestDrainRemarks:
     def test_who_leaves_enough_behind_goes_without_a_remark(self) -> None:
         play = formed("a", "b")
@@ -128,8 +136,24 @@ class TestDrainRemarks:
         play = formed("a")
         play.cluster.drain("a", play.now, "")
         assert drain_remarks(play.cluster, "a") == [
-            "training will stand still: no worker will be left, and min_workers is 1"
+            "training will stand still: no worker will be left, and min_workers is 1",
+            "the state of the training goes with it: nobody is left to take it;"
+            " have the script save a checkpoint first, or start another worker",
         ]
+
+    def test_the_last_of_several_who_are_to_go_takes_the_state_along(self) -> None:
+        play = formed("a", "b")
+        play.cluster.drain("a", play.now, "")
+        play.cluster.drain("b", play.now, "")
+        assert any(
+            said.startswith("the state of the training goes with it") for said in drain_remarks(play.cluster, "b")
+        )
+
+    def test_somebody_who_waits_takes_the_state_over(self) -> None:
+        play = formed("a")
+        play.join("b")
+        play.cluster.drain("a", play.now, "")
+        assert drain_remarks(play.cluster, "a") == []
 
     def test_who_cannot_hear_of_it_or_does_not_get_on_is_named(self) -> None:
         play = formed("a", "b")

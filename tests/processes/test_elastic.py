@@ -25,6 +25,7 @@ from forged.elastic.messages import (
     WorkerRecovered,
     WorkerStalled,
 )
+from forged.jobs.model import ChangeJob, ShowJob
 from forged.messages import Fact, Record
 from tests.processes.trainee import JOB
 from tests.processes.troupe import PATIENCE_S, Troupe, troupe_in
@@ -249,6 +250,25 @@ class TestStandingStill:
             assert {fact.worker_id for fact in await troupe.facts(WorkerStalled)} == {"b"}
             assert await troupe.facts(WorkerFailed) == []
             assert len({troupe[name].steps[-1].generation for name in "abc"}) == 1
+            await troupe.finish("a", "b", "c")
+
+    async def test_for_longer_than_a_timeout_that_was_made_short_meanwhile_is_no_death(self, tmp_path: Path) -> None:
+        """Neither for who has yet to hear of it, nor for whom its pulse has to speak more often then."""
+        async with troupe_in(tmp_path, stall_timeout_ms=500) as troupe, troupe.client() as client:
+            await troupe.start("a", "c")
+            await troupe.start("b", gil_s=2)
+            await troupe.world_of("a", "b", "c")
+            troupe["a"].kill(signal.SIGSTOP)
+            job = await client.request(ShowJob(JOB))
+            settings = {**job.settings, "worker_heartbeat_timeout_ms": 400}
+            await client.request(ChangeJob(JOB, settings, job.version))
+            await asyncio.sleep(2)
+            troupe["a"].kill(signal.SIGCONT)
+            await troupe.more_steps("a", "b", "c")
+            troupe.arm()
+            await heard(client, WorkerRecovered, "b")
+            await troupe.more_steps("a", "b", "c")
+            assert await troupe.facts(WorkerFailed) == []
             await troupe.finish("a", "b", "c")
 
     async def test_for_less_than_the_timeouts_is_nothing_at_all(self, troupe: Troupe) -> None:

@@ -105,7 +105,7 @@ class Evidence:
         if found := re.fullmatch(r"(\d+) of (\d+) workers failed, and (\d+) may", reason):
             is_true = tuple(map(int, found.groups())) == (truth.failures, size, tolerated)
             is_true = is_true and truth.failures > tolerated
-        elif found := re.fullmatch(r"(\d+) failures without a committed step in between", reason):
+        elif found := re.fullmatch(r"(\d+) failures? without a committed step in between", reason):
             is_true = config.max_consecutive_failures <= int(found[1]) <= len(truth.failed_behind)
         elif reason.startswith(f"fewer than {config.min_workers} workers for"):
             is_true = self._is_short(truth)

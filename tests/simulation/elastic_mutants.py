@@ -101,7 +101,7 @@ def count_what_somebody_has_finished() -> Iterator[None]:
     def furthest(target: tuple[str, ...], stops: Mapping[str, Stop], added: Collection[str] = ()) -> str:
         holders = [worker for worker in target if stops[worker].holds_state]
         holders = [worker for worker in holders if worker not in added] or holders
-        return max(holders or target[:1], key=lambda worker: stops[worker].position)
+        return max(holders or target, key=lambda worker: stops[worker].position)
 
     with patch.object(attempt, "choose_source", furthest):
         yield
@@ -241,6 +241,18 @@ def fail_whoever_has_not_answered() -> Iterator[None]:
 
 
 @contextmanager
+def count_evictions() -> Iterator[None]:
+    """Whoever an operator puts out is a failure that the job has to bear."""
+    fail = Cluster._fail
+
+    def counted(self: Cluster, *what: Any, is_wanted: bool = False) -> None:
+        fail(self, *what)
+
+    with patch.object(Cluster, "_fail", counted):
+        yield
+
+
+@contextmanager
 def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
     """Nobody is asked who is left of a world, though all may have come into it without ever having met the others."""
     everybody = property(lambda self: frozenset(self.world), lambda self, holders: None)
@@ -273,6 +285,7 @@ MUTANTS: dict[str, Mutant] = {
         believe_every_heartbeat,
         give_the_suspended_no_more_than_the_grace,
         fail_whoever_has_not_answered,
+        count_evictions,
         take_everybody_for_a_holder_of_the_state,
         keep_nobody_for_the_state,
     )
@@ -294,6 +307,7 @@ BREAKS: dict[str, Promise] = {
     "believe_every_heartbeat": Promise.STEPS,
     "give_the_suspended_no_more_than_the_grace": Promise.EVIDENCE,
     "fail_whoever_has_not_answered": Promise.EVIDENCE,
+    "count_evictions": Promise.TOLERANCE,
     "take_everybody_for_a_holder_of_the_state": Promise.STEPS,
     "keep_nobody_for_the_state": Promise.HANDED_OVER,
 }

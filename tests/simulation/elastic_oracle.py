@@ -155,7 +155,8 @@ class ElasticOracle:
         rank = truth.world.rank_of(worker)
         if fact.rank != rank:
             self.breach(Promise.ONE_OWNER, f"{worker} failed at rank {fact.rank}, and has rank {rank}")
-        if fact.rank >= 0 and truth.phase not in OVER:
+        is_wanted = fact.reason.startswith("evicted: ")
+        if fact.rank >= 0 and truth.phase not in OVER and not is_wanted:
             truth.failures += 1
             truth.failed_behind.append(truth.steps_committed)
         trainee = self.trainee_of(worker)

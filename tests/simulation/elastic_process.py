@@ -137,13 +137,18 @@ class SimulatedPulse:
                         return
                 except Unavailable as error:
                     self._world.note(f"the pulse of {self._about[1]} was told {error.code}")
-                    await anyio.sleep(PULSE_INTERVAL_S)
+                    await anyio.sleep(self._interval_s)
 
     async def _beat(self, client: ForgedClient) -> None:
         while not self.over.is_set():
-            client.signal(Pulse(*self._about, 0.0, self._counters.step, self._counters.marks))
-            with anyio.move_on_after(PULSE_INTERVAL_S):
+            interval_s = self._interval_s
+            client.signal(Pulse(*self._about, 0.0, self._counters.step, self._counters.marks, interval_s))
+            with anyio.move_on_after(interval_s):
                 await self.over.wait()
+
+    @property
+    def _interval_s(self) -> float:
+        return self._counters.pulse_interval_s or PULSE_INTERVAL_S
 
     def tell(self, death: str = "") -> None:
         """The worker has gone: in good order, or so."""

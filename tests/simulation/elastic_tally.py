@@ -100,7 +100,7 @@ class Tally(Counter[str]):
         self["a job is aborted"] += 1
         self["a job waits too long"] += reason.startswith("fewer than")
         self["too many of a world fail"] += " workers failed, and " in reason
-        self["too many fail in a row"] += "failures without a committed step" in reason
+        self["too many fail in a row"] += "without a committed step" in reason
 
     def death(self, trainee: Trainee, truth: Truth) -> None:
         """Count where a death found a worker."""

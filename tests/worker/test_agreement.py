@@ -19,6 +19,7 @@ NAMES = ("a", "b", "c")
     [
         pytest.param([Stop(5, True)] * 3, 0, 5, set(), id="nothing is left to settle"),
         pytest.param([Stop(0, False)] * 3, 0, 0, {1, 2}, id="nobody has a state: that of the first"),
+        pytest.param([Stop(0, False), Stop(9, False), Stop(9, False)], 1, 9, {0, 2}, id="nobody has, some bring one"),
         pytest.param([Stop(0, False), Stop(7, True), Stop(7, True)], 1, 7, {0}, id="a new one at rank 0"),
         pytest.param([Stop(5, True), Stop(6, True), Stop(6, True)], 1, 6, {0}, id="the highest committed step"),
         pytest.param([Stop(5, True, True), Stop(6, True), Stop(5, True, True)], 0, 6, set(), id="finished is there"),

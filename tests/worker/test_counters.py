@@ -29,9 +29,9 @@ while True:
 def test_what_one_writes_another_reads() -> None:
     written = Counters.create()
     read = Counters.attach(os.dup(written.descriptor))
-    assert (read.step, read.marks) == (0, 0)
-    written.step, written.marks = 7, 2**64 - 1
-    assert (read.step, read.marks) == (7, 2**64 - 1)
+    assert (read.step, read.marks, read.pulse_interval_s) == (0, 0, 0.0)
+    written.step, written.marks, written.pulse_interval_s = 7, 2**64 - 1, 0.133
+    assert (read.step, read.marks, read.pulse_interval_s) == (7, 2**64 - 1, 0.133)
     read.close()
     written.close()
 

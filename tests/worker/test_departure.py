@@ -32,6 +32,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.standing = Standing("me")
+        self.config = CONFIG
         self.holds_state = False
         self.holds_data = True
         self.has_daemon = True
@@ -53,19 +54,20 @@ class Scene:
         self.departure = Departure(self.standing, ties, self._wake, SILENT)
 
     @asynccontextmanager
-    async def told_to_go(self, config: ElasticTrainingConfig = CONFIG) -> AsyncIterator[None]:
+    async def told_to_go(self) -> AsyncIterator[None]:
         """Be told to go, more than once."""
         self.standing.draining = "the spot price"
         async with task_group() as tasks:
-            self.departure.begin(config, tasks)
-            self.departure.begin(config, tasks)
+            self.departure.begin(lambda: self.config, tasks)
+            self.departure.begin(lambda: self.config, tasks)
             yield
 
     async def drained(self, config: ElasticTrainingConfig = CONFIG) -> float:
         """Be told to go, and wait until that is due; how long it took."""
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        async with self.told_to_go(config):
+        self.config = config
+        async with self.told_to_go():
             while not self.departure.is_due:
                 await anyio.sleep(LOOK_INTERVAL_S / 10)
         return loop.time() - began_at
@@ -92,7 +94,7 @@ class Scene:
 async def test_who_may_stay_is_not_due_and_asks_nobody() -> None:
     scene = Scene()
     async with task_group() as tasks:
-        scene.departure.begin(CONFIG, tasks)
+        scene.departure.begin(lambda: CONFIG, tasks)
         await anyio.sleep(1000)
     assert (scene.departure.is_due, scene.departure.is_overdue, scene.wakes, scene.asked) == (False, False, [], [])
 
@@ -251,6 +253,20 @@ async def test_a_job_may_wait_for_ever_as_long_as_there_is_a_daemon() -> None:
     async with task_group() as tasks:
         tasks.start_soon(go_away)
         assert round(await scene.drained(config)) == 3015
+
+
+@virtual
+async def test_other_settings_hold_for_who_waits_already() -> None:
+    scene = Scene()
+
+    async def change() -> None:
+        await anyio.sleep(50)
+        scene.config = ElasticTrainingConfig(leave_timeout_ms=100_000)
+
+    async with task_group() as tasks:
+        tasks.start_soon(change)
+        assert round(await scene.drained()) == 100
+    assert scene.departure.reason == "the spot price; nobody came for what it holds for 100 s"
 
 
 class TestHandingOverTheState:

@@ -84,8 +84,17 @@ class TestTheLiving:
         assert hello["agent"].startswith("forged-pulse/")
         assert hello["token"] == "forged_token"
         cpu_s = said.pop("cpu_s")
-        assert said == {"job": "run", "worker_id": "w1", "incarnation": INCARNATION, "step": 3, "marks": 7}
+        about = {"job": "run", "worker_id": "w1", "incarnation": INCARNATION}
+        assert said == {**about, "step": 3, "marks": 7, "every_s": INTERVAL_S}
         assert 0.0 < cpu_s < PATIENCE_S
+
+    def test_it_speaks_as_often_as_the_worker_says_from_then_on(self, witness: Witness, counters: Counters) -> None:
+        with closing(started(witness.endpoint, counters)):
+            assert witness.next("Pulse").body["every_s"] == INTERVAL_S
+            counters.pulse_interval_s = 0.125
+            while (said := witness.next("Pulse")).body["every_s"] != 0.125:
+                pass
+            assert witness.next("Pulse").at - said.at >= 0.1
 
     def test_it_goes_on_while_the_gil_is_held(self, witness: Witness) -> None:
         with victim(witness.endpoint, HOLD_THE_GIL):

@@ -24,10 +24,10 @@ from forged.elastic.messages import (
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescaleType, WorkerId
 from forged.elastic.phases import Phase
 from forged.errors import ForgedError
-from forged.jobs.model import JobRemoved
+from forged.jobs.model import JobChanged, JobRemoved, SettingValue
 from forged.messages import Fact, Fence, Gap, Record
 from forged.worker.errors import JobEnded, WorkerEvicted
-from forged.worker.standing import Standing
+from forged.worker.standing import FOLLOWED, Standing
 
 A, B, C, ME = (WorkerId(name, "host", port) for port, name in enumerate(("a", "b", "c", "me"), 1))
 
@@ -47,7 +47,7 @@ class Hearing:
 
     def hear(self, *facts: Fact) -> None:
         for fact in facts:
-            self.standing.hear(Record.of(fact, fact_id=next(self.ids), at=0.0))
+            self.standing.hear(Record.of(fact, fact_id=next(self.ids), at=0.0, job="run"))
 
     def commit(self, *workers: WorkerId, attempt: int = 1, base: ClusterTopology | None = None) -> None:
         before = base if base is not None else self.standing.topology
@@ -77,6 +77,7 @@ def joined(
     leaving: str | None = None,
     synchronising: RescaleSynchronising | None = None,
     in_background: bool = False,
+    settings: dict[str, SettingValue] | None = None,
 ) -> Joined:
     world = topology or ClusterTopology()
     state = GlobalTrainingState(2, 7, 0.5, 64)
@@ -89,7 +90,7 @@ def joined(
         b"key",
         world,
         state,
-        {},
+        settings or {},
         is_member,
         leaving,
         synchronising,
@@ -184,6 +185,38 @@ class TestMoving:
             hearing = self.moving()
             hearing.commit(A, ME, attempt=commit, base=ClusterTopology((A, B), 40))
             assert hearing.standing.moving == left
+
+
+class TestSettings:
+    """Those of the job."""
+
+    def test_are_those_that_the_daemon_tells_who_joins(self) -> None:
+        hearing = Hearing(known=False)
+        hearing.standing.catch_up(joined(settings={"max_workers": 3}))
+        assert hearing.standing.settings == {"max_workers": 3}
+
+    def test_are_what_is_heard_last_though_an_older_answer_comes_behind_it(self) -> None:
+        hearing = Hearing()
+        hearing.hear(JobChanged("run", 2, {"max_workers": 4}))
+        assert hearing.standing.settings == {"max_workers": 4}
+        hearing.standing.catch_up(joined(settings={"max_workers": 3}))
+        assert hearing.standing.settings == {"max_workers": 4}
+
+    def test_are_asked_for_when_something_was_missed(self) -> None:
+        hearing = Hearing()
+        hearing.hear(JobChanged("run", 2, {"max_workers": 4}))
+        hearing.standing.miss(Gap(1, 99, "it was away"))
+        hearing.standing.catch_up(joined(settings={"max_workers": 5}))
+        assert hearing.standing.settings == {"max_workers": 5}
+
+    def test_are_not_those_of_a_job_that_was_removed_before(self) -> None:
+        hearing = Hearing(known=False)
+        hearing.hear(JobChanged("run", 2, {"max_workers": 4}), JobRemoved("run"))
+        hearing.standing.catch_up(joined(settings={"max_workers": 5}))
+        assert hearing.standing.settings == {"max_workers": 5}
+
+    def test_are_followed(self) -> None:
+        assert JobChanged in FOLLOWED
 
 
 class TestStopping:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 
@@ -19,6 +18,7 @@ from forged.client import ForgedClient
 from forged.data.memory import MemoryShardStore
 from forged.data.planner import DataRedistributor
 from forged.data.training import TrainingData
+from forged.elastic.members import PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobCompleted,
     JobWaiting,
@@ -36,13 +36,17 @@ from forged.elastic.model import (
     WorkerId,
     WorkerStatus,
 )
+from forged.elastic.watch import SCAN_INTERVAL_S
 from forged.errors import ConfigError, RequestRefused, Unavailable
+from forged.jobs.model import ChangeJob, ShowJob
 from forged.messages import Gap
 from forged.worker import registration as registrations
 from forged.worker import worker as workers
 from forged.worker.collectives import CollectiveMismatch
+from forged.worker.counters import Counters
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.exchange import StateExchange
+from forged.worker.own_process import SharedProcess
 from forged.worker.passage import Passage
 from forged.worker.presence import Presence
 from forged.worker.registration import Registration
@@ -193,26 +197,46 @@ class TestComingAndGoing:
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it was disconnected"]
 
     async def test_it_beats_every_third_of_the_timeout(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-        slept: list[float] = []
+        told: list[float] = []
         beaten = asyncio.Event()
-        sleep, beat = anyio.sleep, Registration.beat
+        beat = Registration.beat
 
-        async def count(seconds: float) -> None:
-            slept.append(seconds)
-            await sleep(seconds)
-
-        def note(line: Registration, step: int, marks: int) -> None:
-            beat(line, step, marks)
+        def note(line: Registration, step: int, marks: int, every_s: float) -> None:
+            beat(line, step, marks, every_s)
+            told.append(every_s)
             beaten.set()
 
-        monkeypatch.setattr(anyio, "sleep", count)
         monkeypatch.setattr(Registration, "beat", note)
         async with guest("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
             await worker.connect(house.endpoint)
             before = worker.get_metadata().last_heartbeat
             await asyncio.wait_for(beaten.wait(), PATIENCE_S)
             assert worker.get_metadata().last_heartbeat >= before
-        assert 3.0 in slept
+        assert told == [3.0]
+
+    async def test_it_goes_by_other_settings_as_soon_as_it_hears_of_them(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        counters = Counters.create()
+        process = SharedProcess(counters)
+        worker = ElasticWorker("me", config(worker_heartbeat_timeout_ms=600_000), job=JOB, process=process)
+        await worker.connect(house.endpoint)
+        assert counters.pulse_interval_s == PULSE_INTERVAL_S
+        job = await client.request(ShowJob(JOB))
+        before = worker.get_metadata().last_heartbeat
+        # It is in the middle of two hundred seconds of sleep.
+        shorter = {**job.settings, "worker_heartbeat_timeout_ms": 300, "rescale_timeout_ms": 77_000}
+        await client.request(ChangeJob(JOB, shorter, job.version))
+        async with asyncio.timeout(PATIENCE_S):
+            while worker.get_metadata().last_heartbeat == before:
+                await asyncio.sleep(0.001)
+        assert counters.pulse_interval_s == pytest.approx(0.1)
+        # The daemon looks at it several times, and goes by the new settings, too.
+        await asyncio.sleep(2 * SCAN_INTERVAL_S)
+        assert [view.id for view in await client.workers(JOB)] == ["me"]
+        await worker.disconnect()
+        assert await past(client, WorkerFailed) == []
+        counters.close()
 
     async def test_who_has_left_has_no_rank_and_does_not_resume(self, house: House) -> None:
         worker = guest("me", config(), job=JOB)

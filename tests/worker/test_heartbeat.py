@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import anyio
+
+from forged.worker.heartbeat import Heartbeat
+from tests.spine import task_group, virtual
+
+
+class Said:
+    """What is said, and when."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[float, float]] = []
+        self._began_at = anyio.current_time()
+
+    def beat(self, every_s: float) -> None:
+        self.all.append((round(anyio.current_time() - self._began_at, 3), every_s))
+
+
+@virtual
+async def test_it_is_said_at_once_and_again_and_again() -> None:
+    said = Said()
+    async with task_group() as tasks:
+        tasks.start_soon(Heartbeat(said.beat, 3.0).go_on)
+        await anyio.sleep(7.0)
+    assert said.all == [(0.0, 3.0), (3.0, 3.0), (6.0, 3.0)]
+
+
+@virtual
+async def test_another_interval_holds_at_once_and_is_told_at_once() -> None:
+    said = Said()
+    async with task_group() as tasks:
+        heartbeat = Heartbeat(said.beat, 100.0)
+        tasks.start_soon(heartbeat.go_on)
+        await anyio.sleep(10.0)
+        heartbeat.go_by(1.0)
+        await anyio.sleep(1.5)
+    assert said.all == [(0.0, 100.0), (10.0, 1.0), (11.0, 1.0)]
+
+
+@virtual
+async def test_the_same_interval_again_changes_nothing() -> None:
+    said = Said()
+    async with task_group() as tasks:
+        heartbeat = Heartbeat(said.beat, 100.0)
+        tasks.start_soon(heartbeat.go_on)
+        await anyio.sleep(10.0)
+        heartbeat.go_by(100.0)
+        await anyio.sleep(10.0)
+    assert said.all == [(0.0, 100.0)]
