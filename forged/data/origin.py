@@ -94,7 +94,8 @@ class Bringing:
     def run(self) -> Stamp:
         """Have the origin write the shard into the store."""
         with self._begun() as file:
-            with _translated(self.shard_id):
+            # Whatever it raises is its own: what cancels or exits something else than this thread, too.
+            with _translated(self.shard_id, BaseException):
                 self._origin.write_to(self._shard, file)
             return self._commit()
 
@@ -195,12 +196,12 @@ def check_origin_timeout(seconds: object) -> float:
 
 
 @contextmanager
-def _translated(shard_id: int) -> Iterator[None]:
+def _translated(shard_id: int, kind: type[BaseException] = Exception) -> Iterator[None]:
     try:
         yield
     except ForgedError:
         raise
-    except Exception as error:
+    except kind as error:
         raise Unavailable(
             "origin_failed", f"shard {shard_id} cannot be had from its origin: {describe(error)}", "see there"
         ) from error

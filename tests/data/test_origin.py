@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import BinaryIO
 
@@ -87,6 +88,16 @@ def test_what_an_origin_raises_is_translated_and_nothing_is_left() -> None:
     assert not store.held()
     assert store.begun(7) is None
     assert brought(FunctionOrigin(write)).holds(7)
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3), GeneratorExit(), KeyboardInterrupt()])
+def test_what_would_cancel_or_end_others_is_the_origins_failure_too(raised: BaseException) -> None:
+    def fail(shard: DataShard, file: BinaryIO) -> None:
+        raise raised
+
+    with pytest.raises(Unavailable, match=rf"shard 7 .*{type(raised).__name__}") as told:
+        brought(FunctionOrigin(fail))
+    assert told.value.code == "origin_failed"
 
 
 def test_large_writes_are_cut_slowed_down_and_told() -> None:

@@ -16,12 +16,14 @@ from forged.clock import SystemClock
 from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.calls import LEFT_PER_SHARD_MAX
 from forged.data.directory import DirectoryShardStore
+from forged.data.execution import Visit
 from forged.data.memory import MemoryShardStore
 from forged.data.model import DataShard
 from forged.data.origin import FunctionOrigin
 from forged.data.outcome import BadCopy, TransferProgress, TransferReport
 from forged.data.plan import DataRedistributionPlan
 from forged.data.planner import DataRedistributor
+from forged.data.schedule import Wanted
 from forged.data.store import ArrivingShard, ShardStore, Stamp
 from forged.data.transfers import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
@@ -546,6 +548,43 @@ async def test_what_a_store_of_somebody_else_raises_is_told_and_ends_nothing_els
         report = await ward.manager().execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))
         assert [one.shard_id for one in report.moved] == [1]
         assert "strange" in str(report.missing[0])
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3)])
+async def test_an_origin_that_cancels_or_exits_has_given_nothing_and_ends_nothing(raised: BaseException) -> None:
+    def write(one: DataShard, file: BinaryIO) -> None:
+        if one.shard_id == 0:
+            raise raised
+        file.write(filling(one.shard_id, SIZE))
+
+    async with open_ward(3) as ward:
+        report = await ward.manager(origin=FunctionOrigin(write)).execute_plan(plan_for(ward, 2, {1: [0]}, {2: [0]}))
+        assert [one.shard_id for one in report.moved] == [1]
+        assert [one.shard_id for one in report.missing] == [0]
+        assert type(raised).__name__ in report.missing[0].reason
+
+
+async def test_a_store_that_cancels_its_own_work_under_an_origin_is_our_own_fault() -> None:
+    class Strange(MemoryShardStore):
+        def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
+            raise asyncio.CancelledError
+
+    stores: list[ShardStore] = [Strange(), MemoryShardStore()]
+    async with open_ward(2, lambda number: stores[number]) as ward:
+        manager = ward.manager(origin=FunctionOrigin(lambda one, file: None))
+        report = await manager.execute([Wanted(shard(0), 0, (None,))])
+        assert report.missing[0].is_own_fault
+        assert "shard 0 cannot be kept: CancelledError" in report.missing[0].reason
+
+
+async def test_there_is_no_report_when_something_within_seems_to_be_cancelled() -> None:
+    async def connect(worker: WorkerId) -> Visit:
+        raise asyncio.CancelledError
+
+    manager = DataTransferManager(WorkerId("a", "h", 1), MemoryShardStore(), connect)
+    with pytest.raises(Unavailable, match="before all shards were here") as raised:
+        await manager.execute([Wanted(shard(0), 0, (WorkerId("b", "h", 2),))])
+    assert raised.value.code == "transfers_broken_off"
 
 
 # Plans that are superseded.

@@ -778,6 +778,22 @@ class TestAShardThatTheOriginDoesNotGive:
             assert await standing(client) == ""
             await ranch.check_holdings("a")
 
+    async def test_because_what_it_runs_was_cancelled_is_trained_without_by_nobody(self, house: House) -> None:
+        calls = iter(range(100))
+
+        async def cancelled() -> None:
+            raise asyncio.CancelledError
+
+        def write_at_last(shard: DataShard, file: BinaryIO) -> None:
+            if next(calls) < SHARDS:
+                asyncio.run(cancelled())
+            write(shard, file)
+
+        async with ranch_at(house, origin=FunctionOrigin(write_at_last)) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+            await ranch.check_holdings("a")
+
     async def test_is_asked_of_who_joins(self, house: House) -> None:
         async with ranch_at(house, origin=MoodyOrigin()) as ranch, ranch.client() as client:
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
