@@ -37,17 +37,21 @@ class Watched:
         return float(count)
 
 
-def brought(origin: ShardOrigin, passage: Watched | None = None) -> MemoryShardStore:
+def brought(origin: ShardOrigin, passage: Watched | None = None, one: DataShard = SHARD) -> MemoryShardStore:
     store, watched = MemoryShardStore(), passage or Watched()
-    bringing(origin, store, watched).run()
+    bringing(origin, store, watched, one=one).run()
     return store
 
 
 def bringing(
-    origin: ShardOrigin, store: ShardStore, watched: Watched | None = None, clock: Clock | None = None
+    origin: ShardOrigin,
+    store: ShardStore,
+    watched: Watched | None = None,
+    clock: Clock | None = None,
+    one: DataShard = SHARD,
 ) -> Bringing:
     told = watched or Watched()
-    return Bringing(origin, SHARD, store, told, told.waits.append, (clock or SystemClock()).monotonic)
+    return Bringing(origin, one, store, told, told.waits.append, (clock or SystemClock()).monotonic)
 
 
 def code_of(origin: ShardOrigin, passage: Watched | None = None) -> str:
@@ -126,5 +130,17 @@ def test_what_is_no_longer_wanted_stops_at_the_next_write() -> None:
     assert len(written) == 5
 
 
-def test_a_shard_of_no_bytes_is_a_shard() -> None:
-    assert brought(FunctionOrigin(lambda shard, file: None)).held() == {7: Stamp.of(b"")}
+def no_byte(shard: DataShard, file: BinaryIO) -> None:
+    file.write(b"")
+
+
+def test_an_origin_that_writes_nothing_of_a_shard_with_samples_has_failed() -> None:
+    store = MemoryShardStore()
+    with pytest.raises(Unavailable, match="no byte of shard 7") as raised:
+        bringing(FunctionOrigin(no_byte), store).run()
+    assert raised.value.code == "origin_empty"
+    assert not store.held()
+
+
+def test_a_shard_of_no_samples_may_have_no_bytes() -> None:
+    assert brought(FunctionOrigin(no_byte), one=DataShard(7, 70, 70)).held() == {7: Stamp.of(b"")}

@@ -70,6 +70,10 @@ def put(store: ShardStore, *numbers: int, size: int = SIZE) -> None:
         store.put(number, [filling(number, size)])
 
 
+def write_bytes(one: DataShard, file: BinaryIO) -> None:
+    file.write(filling(one.shard_id, SIZE))
+
+
 def bytes_of(store: ShardStore, number: int) -> bytes:
     with store.open(number) as opened:
         return os.pread(opened.fd, opened.stamp.size, 0)
@@ -749,7 +753,7 @@ async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_sto
 async def test_a_store_that_hangs_under_what_the_origin_gives_is_our_own_fault() -> None:
     clock, store = Standing(), StuckStore()
     async with open_ward(1, lambda number: store) as ward:
-        origin, once = FunctionOrigin(lambda one, file: None), RetryPolicy(attempts=1)
+        origin, once = FunctionOrigin(write_bytes), RetryPolicy(attempts=1)
         manager = ward.manager(origin=origin, origin_timeout_s=0.02, clock=clock, retry=once)
         plan = plan_for(ward, 1, {}, {})
         for number in range(LEFT_PER_SHARD_MAX):
