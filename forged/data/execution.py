@@ -112,7 +112,8 @@ class _Passage:
 
     def seen(self) -> UnderWay:
         start, here = self.start, self.offset + self.bytes_moved
-        return UnderWay(start.shard.shard_id, start.source, here, self.size, self.origin_silent_s())
+        silent_s = self.origin_silent_s()
+        return UnderWay(start.shard.shard_id, start.source, here, self.size, silent_s, start.is_elsewhere)
 
 
 class Execution:

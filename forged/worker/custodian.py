@@ -429,11 +429,11 @@ class Custodian:
         self._tell(progress.done, self._arrived + progress.bytes_moved, waits=waits, trouble=trouble)
 
     def _is_up_to_origin(self, under_way: Sequence[UnderWay]) -> bool:
-        """Whether nothing else is waited for.
+        """Whether nothing else is waited for: not, where this worker alone may not reach who has it.
 
         What has come from it is with the store for a moment; as long as that lasts no longer, nothing is the matter.
         """
-        if any(one.source is not None for one in under_way):
+        if any(one.source is not None or one.is_elsewhere for one in under_way):
             self._stored_since = None
             return False
         if all(one.origin_silent_s is not None for one in under_way):

@@ -750,6 +750,36 @@ async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_sto
         assert (await moving).is_complete
 
 
+async def test_it_is_told_of_what_is_asked_of_an_origin_whether_a_worker_who_has_it_is_not_reached() -> None:
+    gate, asked = threading.Event(), threading.Event()
+    told: list[TransferProgress] = []
+
+    def hang(one: DataShard, file: BinaryIO) -> None:
+        asked.set()
+        assert gate.wait(PATIENCE_S)
+        write_bytes(one, file)
+
+    async def connect(worker: WorkerId) -> Visit:
+        raise Unavailable("peer_gone", f"{worker} is not there", "")
+
+    manager = DataTransferManager(
+        WorkerId("a", "h", 1),
+        MemoryShardStore(),
+        connect,
+        origin=FunctionOrigin(hang),
+        retry=RetryPolicy(attempts=1),
+        progress=told.append,
+        progress_interval_s=0.001,
+    )
+    moving = asyncio.ensure_future(manager.execute([Wanted(shard(0), 0, (WorkerId("b", "h", 2), None))]))
+    await until(asked.is_set)
+    told.clear()
+    await until(lambda: bool(told))
+    assert [(one.source, one.is_elsewhere) for one in told[-1].under_way] == [(None, True)]
+    gate.set()
+    assert (await moving).is_complete
+
+
 async def test_a_store_that_hangs_under_what_the_origin_gives_is_our_own_fault() -> None:
     clock, store = Standing(), StuckStore()
     async with open_ward(1, lambda number: store) as ward:

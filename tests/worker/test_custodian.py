@@ -529,6 +529,11 @@ class TestWhatTheOriginDoesNotGive:
         assert not it.waits(at_origin, UnderWay(3, OTHER, 0, SIZE))
         assert not it.waits()
 
+    async def test_is_not_waited_for_where_a_worker_has_it_who_is_not_reached_from_here(self) -> None:
+        """Or an origin that hangs would hide for ever that this worker does not reach the others."""
+        it = Scene()
+        assert not it.waits(UnderWay(2, None, 0, None, 400.0), UnderWay(3, None, 0, None, 400.0, is_elsewhere=True))
+
     async def test_is_not_waited_for_while_what_it_gave_hangs_in_the_store(self) -> None:
         it = Scene()
         at_origin, in_store = UnderWay(2, None, 0, None, 400.0), UnderWay(3, None, SIZE, None)
