@@ -34,6 +34,7 @@ from forged.data.shards import Dataset, Indices
 from forged.data.shares import check_weight
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
+from forged.elastic.words import counted
 from forged.errors import RequestRefused
 
 BAD_COPIES_KEPT_MAX = 10_000
@@ -389,4 +390,5 @@ def _first(shards: Ids) -> tuple[int, ...]:
 
 def _in_words(dataset: DatasetSpec) -> str:
     origin = "with an origin" if dataset.has_origin else "without an origin"
-    return f"{dataset.samples} samples in {dataset.shards} shards, {dataset.replication} further copies, {origin}"
+    copies = "1 further copy" if dataset.replication == 1 else f"{dataset.replication or 'no'} further copies"
+    return f"{dataset.samples} samples in {counted(dataset.shards, 'shard')}, {copies}, {origin}"
