@@ -23,6 +23,8 @@ from forged import checkpoint
 from forged.cli import forgectl
 from forged.cli.grammar import understood
 from forged.config import Config
+from forged.data import ShardCorrupt, ShardStore, Stamp, StoreFailed
+from forged.errors import RequestRefused
 from forged.plugins import PluginContext
 from plugins import event_log, webhook
 
@@ -101,6 +103,32 @@ def test_the_worker_of_a_page_that_goes_in_good_order_has_saved_its_state(tmp_pa
     steps = int(prefix.rpartition("-")[2])
     assert steps > 20
     assert checkpoint.load(saved.with_name(prefix))["w"].tolist() == [steps] * 8
+
+
+def test_the_store_of_the_page_on_data_keeps_the_contract() -> None:
+    [example] = [block for block in blocks(ROOT / "docs" / "data.md", "python") if "ShardStore" in block]
+    named: dict[str, Any] = {}
+    exec(example, named)
+    store: ShardStore = named["DictStore"]()
+    stamp = store.put(7, [b"by", b"tes"])
+    assert store.held() == {7: stamp} == {7: Stamp.of(b"bytes")}
+    with store.open(7) as opened:
+        assert (os.pread(opened.fd, 9, 0), opened.stamp, opened.has_changed()) == (b"bytes", stamp, False)
+    with store.receive(8, stamp) as arriving:
+        with pytest.raises(StoreFailed):
+            store.receive(8, stamp)
+        arriving.write(b"wrong")
+        with pytest.raises(ShardCorrupt):
+            arriving.commit()
+    late = store.receive(8, None)
+    late.close()
+    store.put(8, [b"another's"])
+    with pytest.raises(StoreFailed):
+        late.commit()
+    store.drop(7)
+    assert list(store.held()) == [8]
+    with pytest.raises(RequestRefused):
+        store.open(7)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/checkpoint.md"])

@@ -9,13 +9,24 @@ from forged.data.plan import DataRedistributionPlan
 from forged.data.planner import DataRedistributor
 from forged.data.sampler import ElasticSampler, SamplerState, SamplingMode
 from forged.data.shards import Dataset
-from forged.data.store import ShardStore
+from forged.data.store import (
+    ArrivingShard,
+    Begun,
+    OpenShard,
+    ShardCorrupt,
+    ShardStore,
+    Stamp,
+    StoreFailed,
+    not_held,
+)
 from forged.data.training import TrainingData
 from forged.data.transfers import DataTransferManager
 from forged.data.usage import Run, Use, runs_of
 from forged.data.validation import RedistributionReport
 
 __all__ = [
+    "ArrivingShard",
+    "Begun",
     "DataRedistributionPlan",
     "DataRedistributor",
     "DataShard",
@@ -27,17 +38,22 @@ __all__ = [
     "ElasticSampler",
     "EpochAudit",
     "FunctionOrigin",
+    "OpenShard",
     "RedistributionReport",
     "Run",
     "SamplerState",
     "SamplingMode",
+    "ShardCorrupt",
     "ShardOrigin",
     "ShardStore",
     "SourceKind",
+    "Stamp",
+    "StoreFailed",
     "TrainingData",
     "TransferPace",
     "TransferReport",
     "UsageLog",
     "Use",
+    "not_held",
     "runs_of",
 ]

@@ -18,9 +18,9 @@ import anyio
 from anyio import CapacityLimiter, to_thread
 
 from forged.data.origin import Bringing
-from forged.data.store import Stamp
+from forged.data.store import Stamp, StoreFailed
 from forged.elastic.words import counted
-from forged.errors import Unavailable
+from forged.errors import Unavailable, describe
 
 LEFT_MAX = 64
 LEFT_PER_SHARD_MAX = 3
@@ -56,23 +56,26 @@ class _Call:
     def __init__(self, bringing: Bringing) -> None:
         self.bringing = bringing
         self.over = anyio.Event()
-        self._answer: Stamp | BaseException | None = None
+        self._answer: Stamp | Exception | None = None
 
-    def make(self) -> Stamp | BaseException:
+    def make(self) -> Stamp | Exception:
         """Ask, whatever comes of it."""
         try:
             return self.bringing.run()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for
+        except Exception as error:  # noqa: BLE001 - it is raised where the answer is waited for
             return error
+        except BaseException as error:  # noqa: BLE001 - there it would cancel who waits, or end the event loop
+            why = f"shard {self.bringing.shard_id} cannot be kept: {describe(error)}"
+            return StoreFailed("shard_store_failed", why, "see what keeps the shards")
 
-    def end(self, answer: Stamp | BaseException) -> None:
+    def end(self, answer: Stamp | Exception) -> None:
         """There is an answer."""
         self._answer = answer
         self.over.set()
 
     def answer(self) -> Stamp:
         """What came of it."""
-        if isinstance(self._answer, BaseException):
+        if isinstance(self._answer, Exception):
             raise self._answer
         assert self._answer is not None
         return self._answer
@@ -122,7 +125,7 @@ class OriginCalls:
 
         threading.Thread(target=run, name=f"origin of shard {call.bringing.shard_id}", daemon=True).start()
 
-    def _end(self, call: _Call, answer: Stamp | BaseException) -> None:
+    def _end(self, call: _Call, answer: Stamp | Exception) -> None:
         call.end(answer)
         if call in self._left:
             del self._left[call]

@@ -1,8 +1,9 @@
 """In whose custody each shard of a job is, and what has to travel when the workers change.
 
 Law: what a worker holds is what it says, anew for every attempt, that it has verified; nobody is believed to hold what
-he held once. A plan is made when all members have said it, belongs to that attempt, and holds from its commit on. A
-shard that nobody has, and that cannot be had again, is named and never left out.
+he held once. A copy that somebody has found to be bad counts when its holder has verified it again. A plan is made when
+all members have said what they hold, belongs to that attempt, and holds from its commit on. A shard that nobody has,
+and that cannot be had again, is named and never left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column, Counts, count
+from forged.data.doubts import Doubts
 from forged.data.gathering import NOTHING, Assignment, Draft, Finished, Gathering, Holdings, Lack
 from forged.data.messages import (
     NAMED_MAX,
@@ -32,6 +34,7 @@ from forged.data.shards import Dataset, Indices
 from forged.data.shares import check_weight
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
+from forged.elastic.words import counted
 from forged.errors import RequestRefused
 
 BAD_COPIES_KEPT_MAX = 10_000
@@ -54,6 +57,7 @@ class Custody:
         Dataset.of(dataset.samples, dataset.shards)
         self.assignment = assignment or Assignment.nobody(dataset.shards)
         self.gathering: Gathering | None = None
+        self.doubts = Doubts()
         self._bytes_per_sample = 0.0
         self._pace: TransferPace | None = None
         """As it was measured last."""
@@ -97,6 +101,14 @@ class Custody:
         gathering.said[worker] = gathering.partly.pop(worker)
         # Who said it last may have gone before a plan was made, and says it again.
         return not (gathering.waiting_for or gathering.is_drafted)
+
+    def looks_again(self, worker: WorkerId, looked_at: Ids) -> Ids:
+        """Which copies a worker has to look at before what it holds is heard; what it has said of it is forgotten."""
+        self.doubts.looked_at(worker.id, looked_at)
+        doubted = self.doubts.of(worker.id)
+        if doubted.size:
+            self._gathering.partly.pop(worker, None)
+        return doubted
 
     def member(self, worker_id: str) -> WorkerId:
         """Who in the attempt that is under way has this id."""
@@ -255,6 +267,7 @@ class Custody:
         is_news = (source, shard) not in known
         if len(known) < BAD_COPIES_KEPT_MAX:
             known.add((source, shard))
+        self.doubts.add(source, shard)
         return is_news
 
     def refuse(self, gathering: Gathering, worker_id: str, lack: Lack) -> bool:
@@ -276,6 +289,10 @@ class Custody:
             return False
         finished = [place for place, worker in enumerate(plan.workers) if worker.id in gathering.finished]
         return bool(np.isin(np.concatenate((plan.owners[np.newaxis, ids], plan.replicas[:, ids])), finished).any())
+
+    def in_doubt(self, gathering: Gathering) -> list[tuple[str, int]]:
+        """The copies that were found to be bad though the plan counts on them: who has them, and of what."""
+        return [] if gathering.plan is None else list(self.doubts.counted_on(gathering.plan))
 
     def give_up(self, attempt: int) -> None:
         """What was planned cannot be had, and another attempt is wanted."""
@@ -373,4 +390,5 @@ def _first(shards: Ids) -> tuple[int, ...]:
 
 def _in_words(dataset: DatasetSpec) -> str:
     origin = "with an origin" if dataset.has_origin else "without an origin"
-    return f"{dataset.samples} samples in {dataset.shards} shards, {dataset.replication} further copies, {origin}"
+    copies = "1 further copy" if dataset.replication == 1 else f"{dataset.replication or 'no'} further copies"
+    return f"{dataset.samples} samples in {counted(dataset.shards, 'shard')}, {copies}, {origin}"

@@ -193,7 +193,8 @@ class DirectoryShardStore(ShardStore):
 
     def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
         """Write a shard that is to be what the stamp says, or whatever it becomes."""
-        self._occupy(check_shard(shard))
+        shard = check_shard(shard)
+        self._occupy(shard)
         try:
             self._leave_only(shard, stamp)
             return _ArrivingFile(self, shard, stamp, self._part_of(shard, stamp), offset)

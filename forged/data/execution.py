@@ -2,7 +2,8 @@
 
 Law: what is to be done next is the schedule's decision; this carries it out, and tells it how that ended. A connection
 is used for one shard after the other, and closed after any error. When the execution ends, for whatever reason,
-nothing of it is under way any more, its connections are closed, and what has arrived of shards is kept.
+nothing of it is under way any more, its connections are closed, and what has arrived of shards is kept. There is a
+report only when each shard is accounted for, whatever was raised within.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class _Passage:
 
     def seen(self) -> UnderWay:
         start, here = self.start, self.offset + self.bytes_moved
-        return UnderWay(start.shard.shard_id, start.source, here, self.size, self.origin_silent_s())
+        silent_s = self.origin_silent_s()
+        return UnderWay(start.shard.shard_id, start.source, here, self.size, silent_s, start.is_elsewhere)
 
 
 class Execution:
@@ -147,8 +149,16 @@ class Execution:
         finally:
             for visit in self._idle:
                 visit.close()
+        self._require_over()
         self._tell()
         return self._report()
+
+    def _require_over(self) -> None:
+        """What looks like a cancellation and is none ends a task group without an error."""
+        if not self._schedule.is_over:
+            raise Unavailable(
+                "transfers_broken_off", "something cancelled the transfers before all shards were here", "try again"
+            )
 
     async def _drive(self, tasks: TaskGroup) -> None:
         while True:

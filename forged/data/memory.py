@@ -63,7 +63,8 @@ class MemoryShardStore(ShardStore):
 
     def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
         """Write a shard that is to be what the stamp says, or whatever it becomes."""
-        if check_shard(shard) in self._held:
+        shard = check_shard(shard)
+        if shard in self._held:
             raise already_held(shard)
         if shard in self._arriving:
             raise already_arriving(shard)

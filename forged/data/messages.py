@@ -98,7 +98,14 @@ class CorruptShardFound(Fact, frozen=True):
 # What workers ask and say.
 
 
-class OfferShards(Request[Nothing], frozen=True):
+class OfferTaken(msgspec.Struct, frozen=True):
+    """What was said is heard, unless some copies are in doubt: then those are to be looked at, and all is said anew."""
+
+    doubted: bytes = b""
+    """Their numbers, as int64."""
+
+
+class OfferShards(Request[OfferTaken], frozen=True):
     """A member of an attempt says which shards it has verified on its host: their numbers, as int64."""
 
     needs: ClassVar[Role] = Role.WORKER
@@ -116,6 +123,8 @@ class OfferShards(Request[Nothing], frozen=True):
     """How fast shards came to it lately; 0 where it has not measured that."""
     weight: float = 1.0
     """How much of the data it should hold, in proportion to the others: a finite number above 0."""
+    looked_at: bytes = b""
+    """The shards of which the copies were in doubt and were verified again, whether they were bad or not, as int64."""
 
 
 class TransferPart(msgspec.Struct, frozen=True):

@@ -1,8 +1,9 @@
 """Where a shard is to be had when no worker has it: the dataset itself.
 
 Law: an origin writes the bytes of a shard, all of them and nothing else, the same ones each time, in a thread of its
-own. It is asked last, and one whose writing is no longer wanted finds out at its next `write`. It may hang: then the
-shard is taken from it, and whatever it does later touches nothing.
+own. A shard that has samples has bytes, so one that writes none has failed. It is asked last, and one whose writing is
+no longer wanted finds out at its next `write`. It may hang: then the shard is taken from it, and whatever it does later
+touches nothing.
 """
 
 from __future__ import annotations
@@ -88,13 +89,15 @@ class Bringing:
         self._arriving: ArrivingShard | None = None
         self._given_up_at = math.inf
         self._is_over = False
+        self._has_given = False
         self._heard_at = math.inf
         """Since when the origin has had the word, and given nothing; infinity: it is not the one that is waited for."""
 
     def run(self) -> Stamp:
         """Have the origin write the shard into the store."""
         with self._begun() as file:
-            with _translated(self.shard_id):
+            # Whatever it raises is its own: what cancels or exits something else than this thread, too.
+            with _translated(self.shard_id, BaseException):
                 self._origin.write_to(self._shard, file)
             return self._commit()
 
@@ -148,8 +151,16 @@ class Bringing:
 
     def _commit(self) -> Stamp:
         self._heard_at = math.inf
+        self._require_something()
         with self._lock:
             return self._here().commit()
+
+    def _require_something(self) -> None:
+        """Who returns without a byte has not found the shard, and does not say so."""
+        if self._shard.size and not self._has_given:
+            raise Unavailable(
+                "origin_empty", f"the origin gave no byte of shard {self.shard_id}, which has samples", "see there"
+            )
 
     def _take(self, view: memoryview) -> None:
         self._require_wanted()
@@ -164,6 +175,7 @@ class Bringing:
         self._wait(self._passage.pause_before(piece.nbytes))
         with self._lock:
             self._here().write(piece)
+        self._has_given = True
         if self.is_given_up:
             # Who gave it up has left it to this thread, and the origin may hang again.
             self.give_up()
@@ -195,12 +207,12 @@ def check_origin_timeout(seconds: object) -> float:
 
 
 @contextmanager
-def _translated(shard_id: int) -> Iterator[None]:
+def _translated(shard_id: int, kind: type[BaseException] = Exception) -> Iterator[None]:
     try:
         yield
     except ForgedError:
         raise
-    except Exception as error:
+    except kind as error:
         raise Unavailable(
             "origin_failed", f"shard {shard_id} cannot be had from its origin: {describe(error)}", "see there"
         ) from error

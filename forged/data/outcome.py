@@ -124,6 +124,8 @@ class UnderWay(msgspec.Struct, frozen=True):
     origin_silent_s: float | None = None
     """For how long the origin has given nothing; None while something else is waited for: a worker, or what keeps the
     shards here."""
+    is_elsewhere: bool = False
+    """Whether a worker has it, or had, who was not reached."""
 
 
 class TransferProgress(msgspec.Struct, frozen=True):

@@ -64,6 +64,8 @@ class Start(NamedTuple):
 
     shard: DataShard
     source: Source
+    is_elsewhere: bool = False
+    """Whether a worker was to have it who was not reached."""
 
 
 class Complaint(NamedTuple):
@@ -147,6 +149,11 @@ class _Shard:
     def key(self) -> tuple[int, int]:
         return -self.wanted.priority, self.wanted.shard.shard_id
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a worker may have it who was not reached; one that refused it, or gave bad bytes, has it not."""
+        return any(one.source is not None and one.fault is Fault.BROKEN for one in self.complaints)
+
 
 class TransferSchedule:
     """Decides; who uses it tells it how each attempt ended."""
@@ -225,7 +232,7 @@ class TransferSchedule:
         shard.started_at = now
         shard.successes_before = self._sources[candidate.source].successes
         self._under_way.add(shard.wanted.shard.shard_id)
-        return Start(shard.wanted.shard, candidate.source)
+        return Start(shard.wanted.shard, candidate.source, shard.is_elsewhere)
 
     def _source_for(self, shard: _Shard, now: float) -> _Candidate | None:
         """Whom to ask now; if nobody, the shard is parked or given up."""

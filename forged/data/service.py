@@ -26,6 +26,7 @@ from forged.data.messages import (
     DatasetDefined,
     DataView,
     OfferShards,
+    OfferTaken,
     OwnersPage,
     PlanData,
     ReadOwners,
@@ -141,21 +142,23 @@ class DataService:
 
     # What workers say.
 
-    async def _offer(self, request: OfferShards, call: Call) -> Decision[Nothing]:
+    async def _offer(self, request: OfferShards, call: Call) -> Decision[OfferTaken]:
         held = _ids(request.held)
         self._sweep()
         members = await self._members(request)
         custody = self._custody(request)
         custody.gather(members.attempt, members.target, members.leaving, self._clock.monotonic())
         worker = custody.member(request.worker_id)
+        if (doubted := custody.looks_again(worker, _ids(request.looked_at))).size:
+            return Decision(OfferTaken(doubted.astype("<i8").tobytes()))
         is_complete = custody.offer(
             worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight
         )
         if not is_complete or custody.gathering is None:
-            return Decision(Nothing())
+            return Decision(OfferTaken())
         config = ElasticTrainingConfig.from_settings(members.settings)
         facts = await self._settle(custody, custody.gathering, config, request)
-        return Decision(Nothing(), facts, job=request.job)
+        return Decision(OfferTaken(), facts, job=request.job)
 
     async def _members(self, request: OfferShards | ReportLostShards) -> AttemptMembers:
         """Who is in the attempt, for one who is; refused when it is over."""
@@ -273,16 +276,20 @@ class DataService:
     def _finish(self, request: ReportShards, call: Call) -> Decision[Nothing]:
         custody = self._get(request.job)
         if request.missing:
-            custody.give_up(request.attempt)
-            shards = "1 shard" if request.missing == 1 else f"{request.missing} shards"
-            reason = f"{request.worker_id} found bad copies of {shards}, and no other"
-            self._submit(RescaleJob(request.job, reason))
+            found = f"{request.worker_id} found bad copies of {counted(request.missing, 'shard')}, and no other"
+            self._look_again(custody, request.attempt, found)
             return Decision(Nothing())
         finished = Finished(request.transfers, request.received, request.took_s)
         is_last = custody.finish(request.worker_id, request.attempt, finished)
         gathering = custody.gathering
         if not is_last or gathering is None:
             return Decision(Nothing())
+        if doubted := custody.in_doubt(gathering):
+            # Whoever has found one said so before it was done, so all that were found are known by now.
+            holder, shard = doubted[0]
+            more = f", and {counted(len(doubted) - 1, 'other')}" if len(doubted) > 1 else ""
+            self._look_again(custody, request.attempt, f"the copy of shard {shard} at {holder} is in doubt{more}")
+            raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
         gathering.took_s = round(self._clock.monotonic() - gathering.began_at, 3)
         moved = list(gathering.finished.values())
         completed = TransfersCompleted(
@@ -293,6 +300,11 @@ class DataService:
             gathering.totals.estimated_s,
         )
         return Decision(Nothing(), (completed,), job=request.job)
+
+    def _look_again(self, custody: Custody, attempt: int, why: str) -> None:
+        """Have all say anew what they hold; nobody trains with a copy that may be bad, or loses it under its hands."""
+        custody.give_up(attempt)
+        self._submit(RescaleJob(custody.job, why, stops=True))
 
     async def _refused(self, request: ReportLostShards, call: Call) -> Decision[Nothing]:
         members = await self._members(request)

@@ -119,7 +119,12 @@ class Custodian:
         self.is_released = False
         """Whether this worker may go, because nobody needs what it holds any more."""
         self._bad_copies: list[BadCopy] = []
+        """Of which nobody was told yet."""
+        self._found = anyio.Event()
+        """Another one was."""
         self._doubted: set[int] = set()
+        self._looked_at: set[int] = set()
+        """At which copies it has looked since it last said what it holds."""
         self._complained: set[int] = set()
         """For which shards it has asked that all say anew what they hold; once, or it would never end."""
         self._manager = DataTransferManager(
@@ -135,7 +140,7 @@ class Custodian:
             random=random,
             uses_threads=uses_threads,
             progress=self._tell_progress,
-            bad_copy=self._bad_copies.append,
+            bad_copy=self._find_bad,
         )
         mesh.give_shards(data.store)
 
@@ -174,7 +179,7 @@ class Custodian:
             await self._offer(attempt)
             self._has_offered = True
         part = await self._part(attempt)
-        report = await self._manager.execute(part.wanted, generation=attempt)
+        report = await self._fetch(attempt, part.wanted)
         self._arrived += report.bytes
         if report.moved:
             self._pauses = FETCHING.delays(self._random)
@@ -186,6 +191,31 @@ class Custodian:
         self._holds[attempt] = part
         for older in sorted(self._holds)[:-ATTEMPTS_KEPT_MAX]:
             del self._holds[older]
+
+    async def _fetch(self, attempt: int, wanted: list[Wanted]) -> TransferReport:
+        """Have it moved here, and say of bad copies as soon as they are found: others may be about to take them."""
+        outcome: TransferReport | ForgedError
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tell_as_found)
+            try:
+                outcome = await self._manager.execute(wanted, generation=attempt)
+            except ForgedError as error:
+                # What is raised within a task group comes out in a group.
+                outcome = error
+            tasks.cancel_scope.cancel()
+        if isinstance(outcome, ForgedError):
+            raise outcome
+        return outcome
+
+    async def _tell_as_found(self) -> None:
+        while True:
+            try:
+                await self._tell_bad_copies()
+            except ForgedError as error:
+                # It is said once more when all has come.
+                self._log.info("it could not be told that a copy is bad", why=error.message)
+                return
+            await self._found.wait()
 
     async def rest(self, why: str) -> None:
         """Let some time pass before the next try, and say why, and whether this worker waits for others."""
@@ -247,16 +277,31 @@ class Custodian:
         return owners
 
     async def _offer(self, attempt: int) -> None:
+        while True:
+            await self._look_at_doubted()
+            looked_at = np.array(sorted(self._looked_at)[:OFFER_SHARDS_MAX], "<i8")
+            doubted = await self._say_what_is_held(attempt, looked_at.tobytes())
+            self._looked_at.difference_update(looked_at.tolist())
+            if not doubted:
+                return
+            # What was said of them may not have been heard, or by another process only.
+            self._doubted.update(doubted)
+
+    async def _look_at_doubted(self) -> None:
         while self._doubted:
             shard = min(self._doubted)
             await self._run(partial(_drop_if_bad, self._data.store, shard))
             self._doubted.discard(shard)
+            self._looked_at.add(shard)
+
+    async def _say_what_is_held(self, attempt: int, looked_at: bytes) -> list[int]:
+        """Returns which copies are in doubt, so that it has to be said anew."""
         held: dict[int, Stamp] = dict(await self._run(self._data.store.held))
         ids = np.array(sorted(shard for shard in held if shard < self._data.shards), "<i8")
         size = sum(held[shard].size for shard in ids.tolist())
         starts = range(0, max(1, ids.size), OFFER_SHARDS_MAX)
         for start in starts:
-            await self._line.say(
+            taken = await self._line.say(
                 OfferShards(
                     self._line.job,
                     self._line.worker.id,
@@ -268,8 +313,12 @@ class Custodian:
                     start != starts[-1],
                     self._manager.bandwidth.overall_bytes_per_s or 0.0,
                     self._data.weight,
+                    looked_at if start == starts[0] else b"",
                 )
             )
+            if taken.doubted:
+                return list(np.frombuffer(taken.doubted, "<i8").tolist())
+        return []
 
     async def _part(self, attempt: int) -> Part:
         """What this worker is told, as soon as all have said what they hold."""
@@ -362,10 +411,16 @@ class Custodian:
 
     async def _tell_bad_copies(self) -> None:
         while self._bad_copies:
-            copy = self._bad_copies.pop(0)
+            copy = self._bad_copies[0]
             if copy.source is not None:
                 said = ReportCorruptShard(self._line.job, self._line.worker.id, copy.source.id, copy.shard_id)
                 await self._line.say(said)
+            self._bad_copies.pop(0)
+        self._found = anyio.Event()
+
+    def _find_bad(self, copy: BadCopy) -> None:
+        self._bad_copies.append(copy)
+        self._found.set()
 
     def _tell_progress(self, progress: TransferProgress) -> None:
         """Say how far it is, whether that is up to the origin alone, and if that is silent."""
@@ -374,11 +429,11 @@ class Custodian:
         self._tell(progress.done, self._arrived + progress.bytes_moved, waits=waits, trouble=trouble)
 
     def _is_up_to_origin(self, under_way: Sequence[UnderWay]) -> bool:
-        """Whether nothing else is waited for.
+        """Whether nothing else is waited for: not, where this worker alone may not reach who has it.
 
         What has come from it is with the store for a moment; as long as that lasts no longer, nothing is the matter.
         """
-        if any(one.source is not None for one in under_way):
+        if any(one.source is not None or one.is_elsewhere for one in under_way):
             self._stored_since = None
             return False
         if all(one.origin_silent_s is not None for one in under_way):

@@ -11,13 +11,13 @@ import numpy as np
 
 from forged.data.audit_service import AuditService
 from forged.data.messages import REQUESTS as DATA_REQUESTS
-from forged.data.messages import DatasetSpec, OfferShards, ReadTransfers, ReportShards, TransferPart
+from forged.data.messages import DatasetSpec, OfferShards, OfferTaken, ReadTransfers, ReportShards, TransferPart
 from forged.data.records import PREFIX
 from forged.data.service import DataService, inline
 from forged.elastic.messages import REQUESTS, Receiving, RescaleCompleted
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.ledger import read_all
-from forged.messages import Call, Nothing
+from forged.messages import Call
 from forged.store.port import Store
 from tests.elastic.play import JOB
 from tests.elastic.stage import Stage
@@ -67,7 +67,7 @@ class DataStage(Stage):
 
     async def offer(
         self, name: str, attempt: int | None = None, dataset: DatasetSpec = DATASET, **more: Any
-    ) -> Nothing:
+    ) -> OfferTaken:
         """A worker says what it holds."""
         worker = self.crew[name]
         held = more.pop("held", np.array(sorted(self.held[name]), "<i8").tobytes())

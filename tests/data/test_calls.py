@@ -373,6 +373,7 @@ async def test_an_origin_sees_nothing_of_the_context_of_who_calls() -> None:
 
     def write(one: DataShard, file: BinaryIO) -> None:
         seen.append(library.get())
+        write_bytes(one, file)
 
     await Scene(MemoryShardStore(), FunctionOrigin(write)).ask()
     assert seen == ["none"]

@@ -65,8 +65,11 @@ def part(it: Custody, name: str, attempt: int) -> tuple[list[int], list[list[int
 def test_another_dataset_is_refused_by_its_numbers() -> None:
     it = custody(10)
     it.require_same(DatasetSpec(1_000, 10))
-    with pytest.raises(RequestRefused, match="1000 samples in 10 shards, 0 further copies, without an origin") as error:
-        it.require_same(DatasetSpec(1_000, 20))
+    with pytest.raises(RequestRefused) as error:
+        it.require_same(DatasetSpec(1_000, 1, 1, has_origin=True))
+    here, there = "1000 samples in 10 shards, no further copies, without an origin", "1 shard, 1 further copy, with an"
+    assert here in error.value.message
+    assert there in error.value.message
     assert error.value.code == "dataset_differs"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,17 +37,21 @@ class Watched:
         return float(count)
 
 
-def brought(origin: ShardOrigin, passage: Watched | None = None) -> MemoryShardStore:
+def brought(origin: ShardOrigin, passage: Watched | None = None, one: DataShard = SHARD) -> MemoryShardStore:
     store, watched = MemoryShardStore(), passage or Watched()
-    bringing(origin, store, watched).run()
+    bringing(origin, store, watched, one=one).run()
     return store
 
 
 def bringing(
-    origin: ShardOrigin, store: ShardStore, watched: Watched | None = None, clock: Clock | None = None
+    origin: ShardOrigin,
+    store: ShardStore,
+    watched: Watched | None = None,
+    clock: Clock | None = None,
+    one: DataShard = SHARD,
 ) -> Bringing:
     told = watched or Watched()
-    return Bringing(origin, SHARD, store, told, told.waits.append, (clock or SystemClock()).monotonic)
+    return Bringing(origin, one, store, told, told.waits.append, (clock or SystemClock()).monotonic)
 
 
 def code_of(origin: ShardOrigin, passage: Watched | None = None) -> str:
@@ -89,6 +94,16 @@ def test_what_an_origin_raises_is_translated_and_nothing_is_left() -> None:
     assert brought(FunctionOrigin(write)).holds(7)
 
 
+@pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3), GeneratorExit(), KeyboardInterrupt()])
+def test_what_would_cancel_or_end_others_is_the_origins_failure_too(raised: BaseException) -> None:
+    def fail(shard: DataShard, file: BinaryIO) -> None:
+        raise raised
+
+    with pytest.raises(Unavailable, match=rf"shard 7 .*{type(raised).__name__}") as told:
+        brought(FunctionOrigin(fail))
+    assert told.value.code == "origin_failed"
+
+
 def test_large_writes_are_cut_slowed_down_and_told() -> None:
     data = bytes(PIECE_BYTES * 2 + 5)
     watched = Watched()
@@ -115,5 +130,17 @@ def test_what_is_no_longer_wanted_stops_at_the_next_write() -> None:
     assert len(written) == 5
 
 
-def test_a_shard_of_no_bytes_is_a_shard() -> None:
-    assert brought(FunctionOrigin(lambda shard, file: None)).held() == {7: Stamp.of(b"")}
+def no_byte(shard: DataShard, file: BinaryIO) -> None:
+    file.write(b"")
+
+
+def test_an_origin_that_writes_nothing_of_a_shard_with_samples_has_failed() -> None:
+    store = MemoryShardStore()
+    with pytest.raises(Unavailable, match="no byte of shard 7") as raised:
+        bringing(FunctionOrigin(no_byte), store).run()
+    assert raised.value.code == "origin_empty"
+    assert not store.held()
+
+
+def test_a_shard_of_no_samples_may_have_no_bytes() -> None:
+    assert brought(FunctionOrigin(no_byte), one=DataShard(7, 70, 70)).held() == {7: Stamp.of(b"")}

@@ -61,6 +61,16 @@ def test_as_many_are_under_way_as_there_may_be_and_each_end_starts_another() -> 
     assert started(made) == [(3, A)]
 
 
+@pytest.mark.parametrize(
+    ("fault", "is_elsewhere"), [(Fault.BROKEN, True), (Fault.REFUSED, False), (Fault.CORRUPT, False)]
+)
+def test_it_is_told_whether_the_origin_is_asked_for_what_a_worker_may_have(fault: Fault, is_elsewhere: bool) -> None:
+    made = schedule(wanted(1, A, None), retry=RetryPolicy(attempts=1))
+    assert made.next(0.0) == Start(shard(1), A)
+    made.failed(1, fault, "why", 0.0)
+    assert made.next(0.0) == Start(shard(1), None, is_elsewhere)
+
+
 def test_who_cannot_give_a_shard_is_not_asked_again_and_the_next_is_at_once() -> None:
     made = schedule(wanted(1, A, B, None))
     for source in (A, B, None):

@@ -58,6 +58,10 @@ async def formed(stage: DataStage, **settings: Any) -> None:
     await stage.rescale("a", "b")
 
 
+def int64(*numbers: int) -> bytes:
+    return np.array(numbers, "<i8").tobytes()
+
+
 async def refused(act: Awaitable[Any]) -> str:
     with pytest.raises(RequestRefused) as error:
         await act
@@ -304,6 +308,48 @@ class TestProgress:
             await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4, 3]
             assert await refused(stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 10))) == "shard_invalid"
+
+    @virtual
+    async def test_of_a_bad_copy_that_its_holder_is_to_keep_comes_to_nothing_before_it_was_looked_at(self) -> None:
+        dataset = DatasetSpec(1_000, 10, 1)
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all(dataset)
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 4))
+            await stage.fetch("a")
+            await stage.crew["a"].ready(1)
+            assert await refused(stage.fetch("b")) == "attempt_over"
+            await stage.wait(0.1)
+            assert stage.attempt == 2
+            reason = "the copy of shard 3 at a is in doubt, and 1 other; a, b joined"
+            assert stage.facts(RescaleStarted)[-1].reason == reason
+            assert stage.facts(TransfersCompleted) == []
+            assert stage.facts(RescaleCompleted) == []
+            await stage.stop()
+            await stage.offer("b", dataset=dataset)
+            # It may be another process than the one that was told.
+            assert (await stage.offer("a", dataset=dataset)).doubted == int64(3, 4)
+            assert (await stage.offer("a", dataset=dataset, looked_at=int64(4))).doubted == int64(3)
+            assert len(stage.facts(TransfersPlanned)) == 1
+            stage.held["a"] -= {3}
+            assert not (await stage.offer("a", dataset=dataset, looked_at=int64(3))).doubted
+            await stage.fetch("a", "b")
+            await stage.commit("a", "b")
+            assert stage.held["a"] == stage.held["b"] == set(range(10))
+
+    @virtual
+    async def test_of_a_bad_copy_that_its_holder_need_not_keep_is_no_reason_to_begin_anew(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            moved = np.frombuffer((await stage.part("b")).shards, "<i8").tolist()
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", moved[0]))
+            await stage.fetch("a", "b")
+            await stage.commit("a", "b")
+            assert [fact.attempt for fact in stage.facts(RescaleCompleted)] == [1]
 
     @virtual
     async def test_that_bad_copies_make_impossible_begins_anew(self) -> None:

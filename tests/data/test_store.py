@@ -6,7 +6,9 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from forged.data.directory import DirectoryShardStore
@@ -33,6 +35,21 @@ def code_of(action: Callable[[], object]) -> str:
     with pytest.raises(ForgedError) as raised:
         action()
     return raised.value.code
+
+
+@pytest.mark.parametrize("shard", [True, False, 1.5, 1.0, "7", None, -1, SHARD_ID_MAX + 1, np.bool_(True)])
+def test_what_is_no_number_of_a_shard_is_refused_by_name(store: ShardStore, shard: Any) -> None:
+    with pytest.raises(RequestRefused) as raised:
+        store.put(shard, [b"x"])
+    assert raised.value.code == "shard_invalid"
+    assert raised.value.message == f"{shard!r} is no number of a shard"
+    assert store.held() == {}
+
+
+def test_a_number_of_a_shard_may_be_numpys(store: ShardStore) -> None:
+    store.put(cast("int", np.int64(7)), [DATA])
+    assert store.held() == {7: STAMP}
+    assert {type(shard) for shard in store.held()} == {int}
 
 
 @pytest.mark.parametrize("data", [b"", b"x", DATA])

@@ -16,12 +16,14 @@ from forged.clock import SystemClock
 from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.calls import LEFT_PER_SHARD_MAX
 from forged.data.directory import DirectoryShardStore
+from forged.data.execution import Visit
 from forged.data.memory import MemoryShardStore
 from forged.data.model import DataShard
 from forged.data.origin import FunctionOrigin
 from forged.data.outcome import BadCopy, TransferProgress, TransferReport
 from forged.data.plan import DataRedistributionPlan
 from forged.data.planner import DataRedistributor
+from forged.data.schedule import Wanted
 from forged.data.store import ArrivingShard, ShardStore, Stamp
 from forged.data.transfers import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
@@ -66,6 +68,10 @@ class Standing(SystemClock):
 def put(store: ShardStore, *numbers: int, size: int = SIZE) -> None:
     for number in numbers:
         store.put(number, [filling(number, size)])
+
+
+def write_bytes(one: DataShard, file: BinaryIO) -> None:
+    file.write(filling(one.shard_id, SIZE))
 
 
 def bytes_of(store: ShardStore, number: int) -> bytes:
@@ -548,6 +554,43 @@ async def test_what_a_store_of_somebody_else_raises_is_told_and_ends_nothing_els
         assert "strange" in str(report.missing[0])
 
 
+@pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3)])
+async def test_an_origin_that_cancels_or_exits_has_given_nothing_and_ends_nothing(raised: BaseException) -> None:
+    def write(one: DataShard, file: BinaryIO) -> None:
+        if one.shard_id == 0:
+            raise raised
+        file.write(filling(one.shard_id, SIZE))
+
+    async with open_ward(3) as ward:
+        report = await ward.manager(origin=FunctionOrigin(write)).execute_plan(plan_for(ward, 2, {1: [0]}, {2: [0]}))
+        assert [one.shard_id for one in report.moved] == [1]
+        assert [one.shard_id for one in report.missing] == [0]
+        assert type(raised).__name__ in report.missing[0].reason
+
+
+async def test_a_store_that_cancels_its_own_work_under_an_origin_is_our_own_fault() -> None:
+    class Strange(MemoryShardStore):
+        def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
+            raise asyncio.CancelledError
+
+    stores: list[ShardStore] = [Strange(), MemoryShardStore()]
+    async with open_ward(2, lambda number: stores[number]) as ward:
+        manager = ward.manager(origin=FunctionOrigin(lambda one, file: None))
+        report = await manager.execute([Wanted(shard(0), 0, (None,))])
+        assert report.missing[0].is_own_fault
+        assert "shard 0 cannot be kept: CancelledError" in report.missing[0].reason
+
+
+async def test_there_is_no_report_when_something_within_seems_to_be_cancelled() -> None:
+    async def connect(worker: WorkerId) -> Visit:
+        raise asyncio.CancelledError
+
+    manager = DataTransferManager(WorkerId("a", "h", 1), MemoryShardStore(), connect)
+    with pytest.raises(Unavailable, match="before all shards were here") as raised:
+        await manager.execute([Wanted(shard(0), 0, (WorkerId("b", "h", 2),))])
+    assert raised.value.code == "transfers_broken_off"
+
+
 # Plans that are superseded.
 
 
@@ -707,10 +750,40 @@ async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_sto
         assert (await moving).is_complete
 
 
+async def test_it_is_told_of_what_is_asked_of_an_origin_whether_a_worker_who_has_it_is_not_reached() -> None:
+    gate, asked = threading.Event(), threading.Event()
+    told: list[TransferProgress] = []
+
+    def hang(one: DataShard, file: BinaryIO) -> None:
+        asked.set()
+        assert gate.wait(PATIENCE_S)
+        write_bytes(one, file)
+
+    async def connect(worker: WorkerId) -> Visit:
+        raise Unavailable("peer_gone", f"{worker} is not there", "")
+
+    manager = DataTransferManager(
+        WorkerId("a", "h", 1),
+        MemoryShardStore(),
+        connect,
+        origin=FunctionOrigin(hang),
+        retry=RetryPolicy(attempts=1),
+        progress=told.append,
+        progress_interval_s=0.001,
+    )
+    moving = asyncio.ensure_future(manager.execute([Wanted(shard(0), 0, (WorkerId("b", "h", 2), None))]))
+    await until(asked.is_set)
+    told.clear()
+    await until(lambda: bool(told))
+    assert [(one.source, one.is_elsewhere) for one in told[-1].under_way] == [(None, True)]
+    gate.set()
+    assert (await moving).is_complete
+
+
 async def test_a_store_that_hangs_under_what_the_origin_gives_is_our_own_fault() -> None:
     clock, store = Standing(), StuckStore()
     async with open_ward(1, lambda number: store) as ward:
-        origin, once = FunctionOrigin(lambda one, file: None), RetryPolicy(attempts=1)
+        origin, once = FunctionOrigin(write_bytes), RetryPolicy(attempts=1)
         manager = ward.manager(origin=origin, origin_timeout_s=0.02, clock=clock, retry=once)
         plan = plan_for(ward, 1, {}, {})
         for number in range(LEFT_PER_SHARD_MAX):

@@ -68,6 +68,9 @@ MUST_HAPPEN = (
     "a way is cut while a shard comes",
     "a shard is changed on its way",
     "a bad copy is reported",
+    "a disk spoils a shard",
+    "a shard that a disk has spoilt is found",
+    "a shard that a disk has spoilt is dropped",
     "the origin fails",
     "the origin hangs",
     "a shard comes of an origin that has hung",
@@ -94,6 +97,12 @@ class Disk(MemoryShardStore):
         """With its host."""
         self.user: Trainee | None = None
         """The process that was here last."""
+        self.rotten: dict[int, bytes] = {}
+        """What lies in the place of shards that the disk has spoilt."""
+        self.found: set[int] = set()
+        """Those of which somebody has said so."""
+        self.can_be_mended = False
+        """Whether what is spoilt there can be had again."""
         self._watch = watch
         self._met = met
 
@@ -102,6 +111,20 @@ class Disk(MemoryShardStore):
         if self.holds(shard):
             self._watch(self, shard)
         super().drop(shard)
+
+    def rot(self, shard: int) -> None:
+        """Spoil a byte of a shard, which looks as before."""
+        if self.is_rotten(shard):
+            return
+        changed = bytearray(self.read(shard))
+        changed[len(changed) // 2] ^= 1
+        self.damage(shard, bytes(changed))
+        self.rotten[shard] = bytes(changed)
+        self.found.discard(shard)
+
+    def is_rotten(self, shard: int) -> bool:
+        """Whether it was spoilt, and nobody has put another in its place."""
+        return self.holds(shard) and self.read(shard) == self.rotten.get(shard)
 
     def has_room_for(self, count: int) -> bool:
         """Whether there is room now."""
@@ -265,7 +288,9 @@ class JobData:
             self.disks[place] = self._empty_disk()
 
     def _empty_disk(self) -> Disk:
-        return Disk(lambda disk, shard: self.dropped(disk, shard), self.met)
+        disk = Disk(lambda disk, shard: self.dropped(disk, shard), self.met)
+        disk.can_be_mended = self.has_origin
+        return disk
 
     def training_data(self, disk: Disk) -> TrainingData:
         """What a worker is given to train with."""

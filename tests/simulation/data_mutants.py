@@ -15,6 +15,7 @@ import numpy as np
 
 from forged.data.audit import UsageLog
 from forged.data.custody import Custody, Ids
+from forged.data.doubts import Doubts
 from forged.data.sampler import ElasticSampler
 from forged.data.sharded import ShardedOrder
 from forged.data.shards import Indices
@@ -212,6 +213,13 @@ def drop_what_the_next_attempt_counts_on() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def keep_what_was_found_to_be_bad() -> Iterator[None]:
+    """That a copy is bad is told, and nothing follows."""
+    with patch.object(Doubts, "add", lambda self, holder, shard: None):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {}
 BREAKS: dict[str, DataPromise] = {}
 """The promise that each of them breaks."""
@@ -220,6 +228,7 @@ for mutant, promise in (
     (commit_without_waiting_for_data, DataPromise.HELD),
     (commit_when_the_first_has_its_data, DataPromise.HELD),
     (drop_what_the_next_attempt_counts_on, DataPromise.HELD),
+    (keep_what_was_found_to_be_bad, DataPromise.HELD),
     (stop_while_data_moves, DataPromise.GOES_ON),
     (believe_what_was_held_once, DataPromise.HELD),
     (weigh_all_alike, DataPromise.SHARE),

@@ -115,10 +115,14 @@ class DataTruth:
         return SamplerState(at.epoch + 1, 0) if self.is_dropped(at, draw.batch) else at
 
     def missing_at(self, disk: Disk, shards: set[int]) -> list[int]:
-        """Which of these shards do not lie there as they should."""
-        return sorted(
-            shard for shard in shards if not disk.holds(shard) or disk.read(shard) != self.data.content(shard)
-        )
+        """Which of these shards do not lie there as they should; of what a disk has spoilt somebody has to know."""
+        return sorted(shard for shard in shards if not self._lies_at(disk, shard))
+
+    def _lies_at(self, disk: Disk, shard: int) -> bool:
+        if not disk.holds(shard):
+            return False
+        is_hidden = disk.is_rotten(shard) and shard not in disk.found
+        return is_hidden or disk.read(shard) == self.data.content(shard)
 
 
 class DataOracle:
@@ -192,10 +196,19 @@ class DataOracle:
                 self._met("shards travel")
             case CorruptShardFound():
                 self._met("a bad copy is reported")
+                self._found(known, fact)
             case JobAborted() if truth.data_lost:
                 self._met("a job is given up because shards are lost")
             case _:
                 pass
+
+    def _found(self, known: DataTruth, fact: CorruptShardFound) -> None:
+        """It is known of a copy that it is bad, if it is."""
+        worker = known.truth.members.get(fact.worker_id)
+        disk = None if worker is None else self._disk_of(known, worker)
+        if disk is not None and disk.is_rotten(fact.shard):
+            disk.found.add(fact.shard)
+            self._met("a shard that a disk has spoilt is found")
 
     def _committed(self, known: DataTruth, fact: RescaleCompleted) -> None:
         """Another plan holds: everything has to be where it says."""
@@ -263,6 +276,9 @@ class DataOracle:
         self._look()
         truth, trainee = known.truth, disk.user
         assert trainee is not None
+        if disk.is_rotten(shard):
+            self._met("a shard that a disk has spoilt is dropped")
+            return
         me = trainee.me
         act = f"{me} drops shard {shard} of {truth.job}"
         worlds = [generation for generation, world in truth.worlds.items() if me is not None and me in world]
@@ -309,7 +325,9 @@ class DataOracle:
         if known.data.mode is not SamplingMode.SHARDED:
             return
         wanted = set(known.data.dataset.shard_of(samples).tolist())
-        if missing := known.missing_at(known.disks[trainee], wanted):
+        disk = known.disks[trainee]
+        # What is known to be bad is mended by the next commit, and may be drawn from until then.
+        if missing := known.missing_at(disk, {shard for shard in wanted if not disk.is_rotten(shard)}):
             self.breach(DataPromise.SAMPLES, f"{trainee.me} draws from {missing} in step {step}, and has them not")
 
     def counts(self, trainee: Trainee, step: int) -> None:

@@ -52,6 +52,8 @@ CLOCK_JUMP_S = 1e5
 FLAPS_S = (3.0, 8.0)
 FLAP_LIVES_S = (0.0, 1.0)
 SLOW_BYTES_PER_S = (10_000, 60_000)
+ROTS = 0.3
+"""How often a disk spoils a shard when something else happens."""
 LIE_STEPS = 10**6
 WORDS_OF_THE_GONE = 5
 REFUSALS_IN_ORDER = frozenset({"job_untrained", "worker_unknown", "job_over", "workers_none", "job_unknown"})
@@ -72,6 +74,7 @@ class Trouble:
         self._steady = steady
         """Whether the daemon lives on and every network is good, so that only a worker's end may count as such."""
         self._ambushes = grim and self._random.random() < 0.5
+        self._rotting = Random(f"rot {world.seed}")
         self._liars: dict[str, Process] = {}
         self._flapping: dict[tuple[str, int], float] = {}
         """Until when processes of a slot die young."""
@@ -88,6 +91,8 @@ class Trouble:
         async with world.client(world.network.host("operator"), source) as operator:
             while world.loop.time() < ends_at:
                 await anyio.sleep(self._random.uniform(0.1, 4.0))
+                if self._rotting.random() < ROTS:
+                    self._rot()
                 if self._random.random() < 0.3:
                     await self._interfere(operator)
                 else:
@@ -222,6 +227,14 @@ class Trouble:
         disk = self._random.choice(disks)
         disk.is_full = True
         self._world.loop.call_later(self._random.uniform(*FULL_S), setattr, disk, "is_full", False)
+
+    def _rot(self) -> None:
+        """Spoil a shard somewhere, of a dataset that can be had again."""
+        disks = [disk for disk in self._disks() if disk.can_be_mended and disk.held()]
+        if disks:
+            disk = self._rotting.choice(disks)
+            disk.rot(self._rotting.choice(sorted(disk.held())))
+            self._world.met["a disk spoils a shard"] += 1
 
     # Processes, hosts and their clocks.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from forged.clock import SystemClock
 from forged.data.memory import MemoryShardStore
 from forged.data.messages import (
     OfferShards,
+    OfferTaken,
     OwnersPage,
     ReadOwners,
     ReadTransfers,
+    ReportCorruptShard,
     ReportLostShards,
     ReportShards,
     TransferPart,
@@ -26,6 +29,7 @@ from forged.data.messages import (
 from forged.data.model import DataShard
 from forged.data.origin import FunctionOrigin, ShardOrigin
 from forged.data.outcome import BadCopy, MissingShard, TransferProgress, TransferReport, UnderWay
+from forged.data.schedule import Wanted
 from forged.data.store import OpenShard, Stamp, StoreFailed
 from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
@@ -49,6 +53,7 @@ from forged.worker.registration import Registration
 
 ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)
 SHARDS, SIZE = 6, 100
+PATIENCE_S = 10.0
 
 
 def content(shard: int) -> bytes:
@@ -87,9 +92,18 @@ class Line:
         self.part = part(keep=())
         self.pages: Callable[[int], OwnersPage] | None = None
         self.refusals: list[RequestRefused] = []
+        self.errors: list[ForgedError] = []
+        """What comes of saying that a copy is bad."""
+        self.doubted: list[bytes] = []
+        self.heard: Callable[[Any], None] = lambda request: None
 
     async def say(self, request: Any) -> Any:
         self.said.append(request)
+        self.heard(request)
+        if isinstance(request, OfferShards):
+            return OfferTaken(self.doubted.pop(0) if self.doubted else b"")
+        if isinstance(request, ReportCorruptShard) and self.errors:
+            raise self.errors.pop(0)
         if isinstance(request, ReadTransfers):
             if self.refusals:
                 raise self.refusals.pop(0)
@@ -374,6 +388,41 @@ class TestDoubt:
         await it.take_part(1, part(keep=(0,)))
         assert it.line.told(OfferShards)[0].held == int64(0)
 
+    async def test_that_the_daemon_remembers_is_looked_into_before_all_is_said_anew(self) -> None:
+        it = Scene(filled(0, 1, 2))
+        it.store.damage(1, b"!" * SIZE)
+        it.line.doubted = [int64(1, 2), b""]
+        await it.take_part(1, part(keep=(0, 2)))
+        said = [(offer.held, offer.looked_at) for offer in it.line.told(OfferShards)]
+        assert said == [(int64(0, 1, 2), b""), (int64(0, 2), int64(1, 2))]
+        await it.take_part(2, part(keep=(0, 2)))
+        assert it.line.told(OfferShards)[-1].looked_at == b""
+
+    async def test_is_told_while_the_rest_is_still_on_its_way(self) -> None:
+        it = Scene()
+        told = asyncio.Event()
+
+        async def fetch(wanted: list[Wanted], generation: int) -> TransferReport:
+            it.custodian._find_bad(BadCopy(1, OTHER, "shard_corrupt", ""))
+            it.custodian._find_bad(BadCopy(2, None, "shard_corrupt", ""))
+            async with asyncio.timeout(PATIENCE_S):
+                await told.wait()
+            return TransferReport()
+
+        it.custodian._manager.execute = fetch  # type: ignore[assignment,method-assign]
+        it.line.heard = lambda request: told.set() if isinstance(request, ReportCorruptShard) else None
+        await it.take_part(1, part(2, keep=(2,)))
+        said = [(said.source, said.shard) for said in it.line.told(ReportCorruptShard)]
+        assert said == [(OTHER.id, 1)]
+
+    async def test_that_could_not_be_told_is_told_before_the_worker_says_that_it_is_done(self) -> None:
+        it = Scene()
+        it.line.errors = [Unavailable("store_failed", "the daemon's disk is full", "")]
+        it.custodian._find_bad(BadCopy(1, OTHER, "shard_corrupt", ""))
+        await it.take_part(1, part(2, keep=(2,)))
+        kinds = [type(said) for said in it.line.said if not isinstance(said, OfferShards | ReadTransfers)]
+        assert kinds == [ReportCorruptShard, ReportCorruptShard, ReportShards]
+
     async def test_is_told_of_shards_that_are_missing_for_bad_copies_once(self) -> None:
         it = Scene()
         bad = TransferReport(
@@ -479,6 +528,11 @@ class TestWhatTheOriginDoesNotGive:
         assert it.waits(at_origin, UnderWay(3, None, 0, None, 400.0))
         assert not it.waits(at_origin, UnderWay(3, OTHER, 0, SIZE))
         assert not it.waits()
+
+    async def test_is_not_waited_for_where_a_worker_has_it_who_is_not_reached_from_here(self) -> None:
+        """Or an origin that hangs would hide for ever that this worker does not reach the others."""
+        it = Scene()
+        assert not it.waits(UnderWay(2, None, 0, None, 400.0), UnderWay(3, None, 0, None, 400.0, is_elsewhere=True))
 
     async def test_is_not_waited_for_while_what_it_gave_hangs_in_the_store(self) -> None:
         it = Scene()

@@ -651,6 +651,25 @@ class TestCopies:
             await ranch.crew.world_of("b", "c")
             await ranch.check_holdings("b", "c")
 
+    async def test_that_are_bad_and_stay_with_their_owner_are_fetched_anew_before_anybody_trains_with_them(
+        self, house: House
+    ) -> None:
+        async with ranch_at(house, replication=1) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+            for shard in (0, 7):
+                ranch.stores["a"].damage(shard, b"!" * SIZE)
+            ranch.start("b")
+            await ranch.crew.world_of("a", "b")
+            await ranch.check_holdings("a", "b")
+            for name in "ab":
+                assert all(ranch.stores[name].read(shard) == filling(shard, SIZE) for shard in range(SHARDS))
+            found = await ranch.facts(CorruptShardFound)
+            assert {(fact.worker_id, fact.shard) for fact in found} == {("a", 0), ("a", 7)}
+            reasons = [fact.reason for fact in await ranch.facts(RescaleStarted)]
+            assert reasons[-1] == "the copy of shard 0 at a is in doubt, and 1 other; b joined"
+            assert await ranch.facts(WorkerFailed) == []
+
     async def test_of_which_the_last_is_bad_are_named_as_lost_and_nobody_trains(self, house: House) -> None:
         async with ranch_at(house, origin=None) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
@@ -776,6 +795,22 @@ class TestAShardThatTheOriginDoesNotGive:
             gate.set()
             await ranch.crew.world_of("a")
             assert await standing(client) == ""
+            await ranch.check_holdings("a")
+
+    async def test_because_what_it_runs_was_cancelled_is_trained_without_by_nobody(self, house: House) -> None:
+        calls = iter(range(100))
+
+        async def cancelled() -> None:
+            raise asyncio.CancelledError
+
+        def write_at_last(shard: DataShard, file: BinaryIO) -> None:
+            if next(calls) < SHARDS:
+                asyncio.run(cancelled())
+            write(shard, file)
+
+        async with ranch_at(house, origin=FunctionOrigin(write_at_last)) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
             await ranch.check_holdings("a")
 
     async def test_is_asked_of_who_joins(self, house: House) -> None:
