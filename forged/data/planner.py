@@ -20,6 +20,7 @@ from forged.data.shards import Dataset
 from forged.data.shares import Shares, Weights, read_weights
 from forged.data.sources import choose_sources
 from forged.data.validation import RedistributionReport, examine
+from forged.data.whole import whole
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
 from forged.errors import RequestRefused
@@ -33,9 +34,8 @@ class DataRedistributor:
 
     def __init__(self, config: ElasticTrainingConfig, *, replication: int = 0) -> None:
         config.validate()
-        check_replication(replication)
         self._config = config
-        self._replication = replication
+        self._replication = check_replication(replication)
 
     def calculate_plan(
         self,
@@ -117,14 +117,16 @@ class DataRedistributor:
         return kept, place_replicas(kept, owners, hosts, weights)
 
 
-def check_replication(replication: object) -> None:
+def check_replication(replication: object) -> int:
     """Refuse what is no number of further copies that there may be."""
-    if not isinstance(replication, int) or isinstance(replication, bool) or not 0 <= replication <= REPLICATION_MAX:
+    found = whole(replication)
+    if found is None or not 0 <= found <= REPLICATION_MAX:
         raise RequestRefused(
             "replication_invalid",
             "replication is no number of further copies",
             f"give a whole number from 0 to {REPLICATION_MAX}",
         )
+    return found
 
 
 def _least_moved(roster: Roster, before: Column, copies: Column, shares: Shares) -> tuple[Column, Places]:
