@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from forged.elastic.attempt import Attempt, Stage, Stop
+from forged.elastic.common import Common, require_same
 from forged.elastic.complaints import Complaints
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failures import Failures
@@ -83,6 +84,8 @@ class Cluster:
         """Why the phase is what it is."""
         self.why: list[str] = []
         """What has happened since the last commit that makes a new world necessary."""
+        self.common: Common | None = None
+        """What all workers have to have in common; None while none has said it."""
         self.cause = 0
         """The id of the fact that the next rescale, or what is left of this one, follows from."""
         self.members = Roster(job)
@@ -143,6 +146,18 @@ class Cluster:
             self._waiting_at = now.monotonic
 
     # Coming and going.
+
+    def require_same(self, common: Common | None) -> None:
+        """Refuse who would train with something else than the others do. What nobody has trained with, nor is here to,
+        binds nobody."""
+        is_settled = bool(self.members or self.generation)
+        if common is not None and self.common is not None and is_settled and not self.over:
+            require_same(self.job, self.common, common)
+
+    def agree(self, common: Common | None) -> None:
+        """A worker that was welcome has said it."""
+        if common is not None and common != self.common:
+            self.common, self.out.cluster = common, True
 
     def join(self, newcomer: Member, now: Moment) -> None:
         """Register a worker; the same incarnation again changes nothing but that it is there."""

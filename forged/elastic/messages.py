@@ -11,6 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from forged.auth.model import Role
+from forged.elastic.common import Common
 from forged.elastic.model import (
     ClusterTopology,
     GlobalTrainingState,
@@ -227,6 +228,8 @@ class JoinJob(Request[Joined], frozen=True):
     again: bool = False
     with_data: bool = False
     """Whether it holds training data."""
+    common: Common | None = None
+    """What all workers of the job have to have in common; None: it does not say."""
 
 
 class LeaveJob(Request[Nothing], frozen=True):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from forged.elastic.cluster import Cluster
+from forged.elastic.common import Common
 from forged.elastic.failures import Failures
 from forged.elastic.members import Member
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, WorkerId
@@ -40,6 +41,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     base: tuple[int, float, int]
     reason: str
     why: list[str]
+    common: Common | None = None
 
 
 class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +133,7 @@ def _cluster_record(cluster: Cluster) -> ClusterRecord:
         base=cluster.base,
         reason=cluster.reason,
         why=cluster.why,
+        common=cluster.common,
     )
 
 
@@ -141,6 +144,7 @@ def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
     cluster.paused_because, cluster.attempts = record.paused_because, record.attempts
     cluster.failures = Failures(record.failures, record.failures_in_a_row, record.failed_at_step)
     cluster.base, cluster.reason, cluster.why = Base(*record.base), record.reason, record.why
+    cluster.common = record.common
 
 
 def _take_world(cluster: Cluster, record: WorldRecord) -> None:

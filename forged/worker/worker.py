@@ -24,7 +24,7 @@ from forged.data.outcome import TransferReport
 from forged.data.plan import DataRedistributionPlan
 from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
-from forged.data.training import TrainingData
+from forged.data.training import TrainingData, check_same_samples, common_of
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     INCARNATION_BYTES,
@@ -131,7 +131,7 @@ class ElasticWorker:
         self._random = random or SystemRandom()
         self._carrier = carrier
         self._peer_tls = peer_tls
-        _check_same_samples(data, sampler)
+        check_same_samples(data, sampler)
         self._data = data
         self.sampler = sampler
         """What tells which samples a step takes."""
@@ -398,7 +398,12 @@ class ElasticWorker:
     async def _join(self, *, again: bool = False) -> Joined:
         assert self._line is not None
         return await self._line.join(
-            os.getpid(), self._attributes, self._settings, again=again, with_data=self._data is not None
+            os.getpid(),
+            self._attributes,
+            self._settings,
+            again=again,
+            with_data=self._data is not None,
+            common=common_of(self._data, self.sampler),
         )
 
     async def _learn_what_was_missed(self) -> None:
@@ -696,12 +701,6 @@ class ElasticWorker:
         """Training cannot go on here."""
         self._standing.end = error
         self._wake()
-
-
-def _check_same_samples(data: TrainingData | None, sampler: ElasticSampler | None) -> None:
-    if data is not None and sampler is not None and data.samples != sampler.total:
-        text = f"the data has {data.samples} samples, and the sampler {sampler.total}"
-        raise RequestRefused("sampler_differs", text, "give both the same dataset")
 
 
 def _own_host(endpoint: str | None) -> str:
