@@ -25,6 +25,7 @@ from forged.data.plan import DataRedistributionPlan
 from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
 from forged.data.training import TrainingData, check_same_samples, common_of
+from forged.data.transfers import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     INCARNATION_BYTES,
@@ -653,11 +654,16 @@ class ElasticWorker:
 
     async def redistribute_data(self, plan: DataRedistributionPlan) -> TransferReport:
         """Fetch what a plan gives this worker, from the other workers. Rescales see to their own plans."""
+        return await self.transfers.execute_plan(plan)
+
+    @property
+    def transfers(self) -> DataTransferManager:
+        """What moves shards to this worker. What comes besides rescales, the next one may drop again."""
         if self._supply is None:
             raise RequestRefused(
                 "data_missing", "the worker has no training data, or is not registered", "give it `data`, and register"
             )
-        return await self._supply.custodian.redistribute(plan)
+        return self._supply.custodian.transfers
 
     async def resume_training(self) -> None:
         """Train again behind a rescale."""
