@@ -145,8 +145,15 @@ class DataService:
         held = _ids(request.held)
         self._sweep()
         members = await self._members(request)
-        custody = self._custody(request)
-        custody.gather(members.attempt, members.target, members.leaving, self._clock.monotonic())
+        custody = self._custody(request, members)
+        custody.gather(
+            members.attempt,
+            members.target,
+            members.leaving,
+            self._clock.monotonic(),
+            cause=members.cause,
+            generation=members.generation,
+        )
         worker = custody.member(request.worker_id)
         is_complete = custody.offer(
             worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight
@@ -155,7 +162,7 @@ class DataService:
             return Decision(Nothing())
         config = ElasticTrainingConfig.from_settings(members.settings)
         facts = await self._settle(custody, custody.gathering, config, request)
-        return Decision(Nothing(), facts, job=request.job)
+        return Decision(Nothing(), facts, job=request.job, generation=members.generation, cause=members.cause)
 
     async def _members(self, request: OfferShards | ReportLostShards) -> AttemptMembers:
         """Who is in the attempt, for one who is; refused when it is over."""
@@ -164,13 +171,18 @@ class DataService:
             raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
         return members
 
-    def _custody(self, request: OfferShards) -> Custody:
+    def _custody(self, request: OfferShards, members: AttemptMembers) -> Custody:
         """The job's data, which the first who offers some defines."""
         custody = self.custodies.get(request.job)
         if custody is None:
             custody = self.custodies[request.job] = Custody(request.job, request.dataset)
             defined = Decision(
-                None, (DatasetDefined(request.dataset),), dataset_write(request.job, request.dataset), request.job
+                None,
+                (DatasetDefined(request.dataset),),
+                dataset_write(request.job, request.dataset),
+                request.job,
+                members.generation,
+                members.joined or members.cause,
             )
             self._bus.ledger.append(defined, origin=OWNER)
         custody.require_same(request.dataset)
@@ -211,7 +223,8 @@ class DataService:
     def _tell_lost(self, job: str, gathering: Gathering, lack: Lack) -> None:
         lost = ShardsLost(gathering.attempt, lack.number, list(lack.shards), lack.reason)
         # What follows from it comes behind it in the history.
-        self._bus.ledger.append(Decision(None, (lost,), job=job), origin=OWNER)
+        decision = Decision(None, (lost,), job=job, generation=gathering.generation, cause=gathering.cause)
+        self._bus.ledger.append(decision, origin=OWNER)
 
     def _do_without(
         self, job: str, gathering: Gathering, lack: Lack, members: AttemptMembers, *, certain: bool
@@ -292,7 +305,9 @@ class DataService:
             gathering.took_s,
             gathering.totals.estimated_s,
         )
-        return Decision(Nothing(), (completed,), job=request.job)
+        return Decision(
+            Nothing(), (completed,), job=request.job, generation=gathering.generation, cause=gathering.cause
+        )
 
     async def _refused(self, request: ReportLostShards, call: Call) -> Decision[Nothing]:
         members = await self._members(request)
@@ -313,11 +328,15 @@ class DataService:
         return Decision(Nothing())
 
     def _corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
-        if not self._get(request.job).complain(request.source, request.shard):
+        custody = self._get(request.job)
+        if not custody.complain(request.source, request.shard):
             return Decision(Nothing())
-        return Decision(
-            Nothing(), (CorruptShardFound(request.source, request.shard, request.worker_id),), job=request.job
-        )
+        found = CorruptShardFound(request.source, request.shard, request.worker_id)
+        gathering = custody.gathering
+        if gathering is None or gathering.is_over:
+            # A script had it moved besides.
+            return Decision(Nothing(), (found,), job=request.job, generation=custody.assignment.generation)
+        return Decision(Nothing(), (found,), job=request.job, generation=gathering.generation, cause=gathering.cause)
 
     def _progressed(self, signal: Receiving, call: Call) -> None:
         attempt, known = self._progress.get(signal.job, (0, {}))

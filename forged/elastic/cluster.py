@@ -322,7 +322,7 @@ class Cluster:
     def attempt_members(self, worker_id: str, incarnation: bytes) -> AttemptMembers:
         """Who is in the attempt, for one of its members."""
         number = 0 if self.attempt is None else self.attempt.number
-        attempt, _ = self._answering(worker_id, incarnation, number)
+        attempt, asking = self._answering(worker_id, incarnation, number)
         there = [self.members[worker] for worker in attempt.target if worker in self.members]
         members = [member for member in there if member.with_data]
         staying = [member.worker for member in members if member.leaving is None]
@@ -337,6 +337,8 @@ class Cluster:
             self.generation,
             self.has_room(attempt),
             self.left_out(attempt),
+            attempt.started_id,
+            asking.joined_id,
         )
 
     def has_room(self, attempt: Attempt) -> bool:

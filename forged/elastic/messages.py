@@ -339,6 +339,10 @@ class AttemptMembers(msgspec.Struct, frozen=True):
     """Whether the wanted world could have more members."""
     outside: int = 0
     """How many workers wait that are not in the attempt."""
+    cause: int = 0
+    """The id of the fact that the attempt was begun."""
+    joined: int = 0
+    """That of the fact that the worker which asks has joined; 0 where that was another daemon's."""
 
 
 class ReadAttempt(Request[AttemptMembers], frozen=True):

@@ -540,6 +540,9 @@ class ElasticService:
                 cluster.cause = 0
             elif isinstance(fact, RescaleStarted) or any(fact is trigger for trigger in triggers):
                 cluster.cause = fact_id
+                if isinstance(fact, RescaleStarted) and cluster.attempt is not None:
+                    # Of several in a decision the last one is under way.
+                    cluster.attempt.started_id = fact_id
             elif isinstance(fact, WorkerJoined) and fact.worker.id in cluster.members:
                 cluster.members[fact.worker.id].joined_id = fact_id
 
