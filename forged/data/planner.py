@@ -88,13 +88,18 @@ class DataRedistributor:
             lanes=self._config.max_concurrent_transfers if self._config.use_parallel_data_transfer else 1,
         )
 
-    def validate_redistribution(self, topology: ClusterTopology, plan: DataRedistributionPlan) -> bool:
-        """Whether the plan holds what plans promise, for this topology."""
-        return self.examine_redistribution(topology, plan).is_valid
+    def validate_redistribution(
+        self, topology: ClusterTopology, plan: DataRedistributionPlan, *, leaving: Collection[WorkerId] = ()
+    ) -> bool:
+        """Whether the plan holds what plans promise, for this topology and those who are leaving, who alone may serve
+        what they hold without being in it."""
+        return self.examine_redistribution(topology, plan, leaving=leaving).is_valid
 
-    def examine_redistribution(self, topology: ClusterTopology, plan: DataRedistributionPlan) -> RedistributionReport:
+    def examine_redistribution(
+        self, topology: ClusterTopology, plan: DataRedistributionPlan, *, leaving: Collection[WorkerId] = ()
+    ) -> RedistributionReport:
         """What is wrong with the plan, in words."""
-        return examine(topology, plan, self._replication)
+        return examine(topology, plan, self._replication, leaving)
 
     def _owners(self, roster: Roster, before: Column, copies: Column, weights: Weights) -> tuple[Column, Places]:
         """Who owns each shard, and which ones get another owner."""
