@@ -343,7 +343,7 @@ async def test_who_holds_no_store_gives_nothing() -> None:
             await ward.move(ward.manager(), 0, 1)
 
 
-@pytest.mark.parametrize("percent", range(0, 101, 10))
+@pytest.mark.parametrize("percent", range(101))
 async def test_a_source_that_breaks_off_is_gone_on_with_where_it_stopped(percent: int, tmp_path: Path) -> None:
     """Also when no other connection to it ever comes about: then a copy gives the rest."""
     async with open_ward(3, directories(tmp_path)) as ward:
