@@ -136,7 +136,8 @@ def _known(asked: Row) -> list[int]:
 
 
 def _is_wrong(audit: Row) -> bool:
-    return bool(count_in(audit, "repeated_total") or (audit["over"] and not audit.get("complete")))
+    contradicts = count_in(audit, "repeated_total") or answers.rows_in(audit, "conflicts")
+    return bool(contradicts or (audit["over"] and not audit.get("complete")))
 
 
 # How it looks.
@@ -161,6 +162,8 @@ def _finding(audit: Row) -> str:
     said = f"{once:,} of {samples:,} samples used once"
     if dropped:
         said += f", {dropped:,} left out on purpose"
+    if answers.rows_in(audit, "conflicts"):
+        return f"{said}, as far as can be told"
     if audit.get("complete"):
         return said
     return f"{said}; {'it is over, and not complete' if audit['over'] else 'it is not over yet'}"
@@ -171,8 +174,19 @@ def _details(audit: Row) -> Iterator[str]:
         yield "the training went back into the middle of it: what was used before that is not known any more"
     if count_in(audit, "repeated_total"):
         yield f"used more than once: {_positions(audit, 'repeated')}"
+    if conflicts := answers.rows_in(audit, "conflicts"):
+        yield f"workers tell differently of what was used, which proves nothing: {_conflicts(conflicts)}"
     if audit["over"] and count_in(audit, "missing_total"):
         yield f"not known to be used: {_positions(audit, 'missing')}"
+
+
+def _conflicts(conflicts: Sequence[Row]) -> str:
+    """Who has contradicted others, and of which steps."""
+    shown = ", ".join(
+        f"{show.field('', one.get('worker_id'))} of step {show.field('', one.get('step'))}"
+        for one in conflicts[:RANGES_SHOWN_MAX]
+    )
+    return shown if len(conflicts) <= RANGES_SHOWN_MAX else f"{shown} and {len(conflicts) - RANGES_SHOWN_MAX:,} more"
 
 
 def _positions(audit: Row, key: str) -> str:

@@ -3,6 +3,7 @@
 Law: nothing is taken for granted. An epoch is complete when each of its positions is in what committed steps have used,
 or have left out on purpose, and none is there twice; else the log says which. A step that was voided has used nothing,
 and what is told again is not counted again. What is told too late, or was forgotten, is missing: it proves nothing.
+Where two tell differently of one step, one of them is wrong, nobody knows which, and nothing is proven of the epoch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ import msgspec
 import numpy as np
 
 from forged.data.permutation import check_whole
-from forged.data.usage import SETTLED, WHOLE_MAX, Column, Coverage, Run, Spans, UsageTable, Whole, compressed
+from forged.data.usage import (
+    SETTLED,
+    WHOLE_MAX,
+    Column,
+    Coverage,
+    Run,
+    Spans,
+    UsageTable,
+    Whole,
+    compressed,
+    per_step,
+)
 from forged.errors import PeerError, RequestRefused
 
 STEP_MAX = WHOLE_MAX - 1
@@ -28,6 +40,11 @@ CHUNK_BYTES_MAX = 512 << 10
 ROWS_PER_PART = 2_000
 PARTS_BYTES_MAX = 320 << 10
 """The rest of a chunk has room for the head."""
+
+COMPARED_STEPS_MAX = 10_000
+"""So many of the steps that are told again are compared with what was told before: the latest."""
+CONFLICTS_MAX = 1_000
+WORKER_CHARS_MAX = 100
 
 _PART_BYTES = 64
 """A part without its rows, at most."""
@@ -50,11 +67,13 @@ class EpochAudit:
     repeated: list[range]
     repeated_total: int
     forgotten: bool
+    conflicts: list[tuple[int, str]] = field(default_factory=list)
+    """Of which step who has told otherwise than others before."""
 
     @property
     def complete(self) -> bool:
         """Whether each sample was used once, or left out on purpose."""
-        return not self.missing_total and not self.repeated_total
+        return not (self.missing_total or self.repeated_total or self.conflicts)
 
 
 class UsageLog:
@@ -71,6 +90,8 @@ class UsageLog:
         self._returns: list[tuple[int, int]] = []
         """Which generation went back, to which step. Both ascend: one that went back further hides those before it."""
         self._settled = 0
+        self._conflicts: dict[tuple[int, int, str], None] = {}
+        """Step, epoch, and who has told otherwise than others before."""
 
     @property
     def epochs(self) -> list[int]:
@@ -86,14 +107,16 @@ class UsageLog:
         """The step up to which this generation's steps are here."""
         return self._told.get(generation, 0)
 
-    def report(self, generation: int, runs: Sequence[Run]) -> None:
-        """Take in what steps of the whole world have used, each step complete, but for what is here already or void."""
+    def report(self, generation: int, runs: Sequence[Run], worker: str = "") -> None:
+        """Take in what steps of the whole world have used, each step complete, but for what is void. What is here
+        already is only compared."""
         _check("generation", generation)
         for run in runs:
             _check_run(run, self.samples)
         if generation < self._floor:
             return
         first, end = self.told(generation), self._void_behind(generation)
+        self._compare([part for run in runs if (part := run.between(0, min(first, end))) is not None], worker)
         fresh = [part for run in runs if (part := run.between(first, end)) is not None]
         by_epoch = defaultdict(list)
         for run in compressed(fresh):
@@ -102,6 +125,26 @@ class UsageLog:
             self._epochs.setdefault(epoch, _Epoch()).table.add(of_epoch)
         self._told[generation] = max((run.end_step for run in fresh), default=first)
         self._forget_generations()
+
+    def _compare(self, again: Sequence[Run], worker: str) -> None:
+        """Find the steps of which others have told something else."""
+        end = max((run.end_step for run in again), default=0)
+        first = max(self._settled, end - COMPARED_STEPS_MAX)
+        by_epoch: dict[int, list[tuple[int, ...]]] = {
+            number: [] for number, epoch in self._epochs.items() if epoch.table.reaches(first, end)
+        }
+        for run in again:
+            row = (run.step, run.start, run.size, run.count, run.dropped)
+            by_epoch.setdefault(run.epoch, []).append(row)
+        spans = [(max(run.step, first), min(run.end_step, end)) for run in again if run.end_step > first]
+        for number, rows in by_epoch.items():
+            told = per_step(np.array(rows, np.int64).reshape(-1, 5).T, first, end)
+            epoch = self._epochs.get(number)
+            known = told[:, :0] if epoch is None else epoch.table.between(first, end)
+            for step in _differing(known, told):
+                # A step of which this worker tells nothing is none that it contradicts.
+                if any(start <= step < stop for start, stop in spans) and len(self._conflicts) < CONFLICTS_MAX:
+                    self._conflicts[step, number, worker[:WORKER_CHARS_MAX]] = None
 
     def rewind(self, generation: int, step: int) -> None:
         """The training went back: `generation` begins at `step`, and what others used there or behind it is void."""
@@ -120,6 +163,7 @@ class UsageLog:
         for epoch in self._epochs.values():
             epoch.rewind(step)
         self._epochs = {number: epoch for number, epoch in self._epochs.items() if not epoch.is_blank}
+        self._conflicts = {one: None for one in self._conflicts if one[0] < step}
         self._forget_generations()
 
     def settle(self, step: int) -> None:
@@ -147,12 +191,15 @@ class UsageLog:
             _listed(repeated),
             _total(repeated),
             held.forgotten,
+            [(step, worker) for step, number, worker in sorted(self._conflicts) if number == epoch],
         )
 
     def encode(self) -> list[bytes]:
         """The log, in chunks."""
         packed = list(_packed(self._parts()))
-        head = _Head(self.samples, self._told, self._floor, self._returns, self._settled, max(1, len(packed)))
+        conflicts = list(self._conflicts)
+        count = max(1, len(packed))
+        head = _Head(self.samples, self._told, self._floor, self._returns, self._settled, count, conflicts)
         first, *others = packed or [[]]
         return [_encode((head, first)), *(_encode((number, parts)) for number, parts in enumerate(others, 1))]
 
@@ -172,6 +219,7 @@ class UsageLog:
     def _of(cls, head: _Head, parts: Iterable[_Part]) -> UsageLog:
         log = cls(head.samples)
         log._told, log._floor, log._returns, log._settled = head.told, head.floor, head.returns, head.settled
+        log._conflicts = dict.fromkeys(head.conflicts)
         columns = defaultdict(list)
         for part in parts:
             log._epochs.setdefault(part.epoch, _Epoch(part.first_settled, part.end_settled, part.forgotten))
@@ -241,6 +289,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     returns: list[tuple[Whole, Whole]]
     settled: Whole
     chunks: Whole
+    conflicts: list[tuple[Whole, Whole, str]] = []
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -297,6 +346,15 @@ def _check_run(run: Run, samples: int) -> None:
     if run.end > samples or run.end_step > STEP_MAX:
         text = f"positions {run.start} to {run.end} in steps {run.step} to {run.end_step}: an epoch has {samples}"
         raise RequestRefused("usage_invalid", text)
+
+
+def _differing(known: Column, told: Column) -> list[int]:
+    """The steps of which they do not say the same."""
+    if np.array_equal(known, told):
+        return []
+    rows, times = np.unique(np.concatenate([known, told], axis=1), axis=1, return_counts=True)
+    differing: list[int] = np.unique(rows[0, times == 1]).tolist()
+    return differing
 
 
 def _total(spans: Spans) -> int:

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from forged.bus import Bus
 from forged.data.audit import EpochAudit, UsageLog
-from forged.data.messages import AuditData, AuditView, ReportUsage
+from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict
 from forged.elastic.messages import RescaleCompleted
 from forged.errors import RequestRefused
 from forged.jobs.model import JobRemoved
@@ -61,7 +61,7 @@ class AuditService:
                 "give all workers the same dataset",
             )
         self._go_back(request.job, log, request.generation, request.begins_at)
-        log.report(request.generation, request.runs)
+        log.report(request.generation, request.runs, request.worker_id)
         if log.rows > ROWS_MAX:
             log.settle(log.told(request.generation))
         self.logs[request.job] = log
@@ -129,5 +129,6 @@ def _view(job: str, audit: EpochAudit, epochs: list[int]) -> AuditView:
         repeated_total=audit.repeated_total,
         repeated=[(span.start, span.stop) for span in audit.repeated],
         forgotten=audit.forgotten,
+        conflicts=[UsageConflict(step, worker) for step, worker in audit.conflicts],
         epochs=epochs,
     )

@@ -71,7 +71,16 @@ class Custody:
                 "give all workers the same dataset, or this one to another job",
             )
 
-    def gather(self, attempt: int, target: tuple[WorkerId, ...], leaving: tuple[WorkerId, ...], now: float) -> None:
+    def gather(
+        self,
+        attempt: int,
+        target: tuple[WorkerId, ...],
+        leaving: tuple[WorkerId, ...],
+        now: float,
+        *,
+        cause: int = 0,
+        generation: int = 0,
+    ) -> None:
         """Ask what the members of an attempt hold; an older one is over."""
         known = self.gathering
         if known is not None and known.attempt > attempt:
@@ -79,7 +88,7 @@ class Custody:
                 "attempt_over", f"attempt {attempt} is over; attempt {known.attempt} is under way", "go by the newest"
             )
         if known is None or known.attempt < attempt:
-            self.gathering = Gathering(attempt, target, leaving, began_at=now)
+            self.gathering = Gathering(attempt, target, leaving, began_at=now, cause=cause, generation=generation)
 
     def offer(
         self, worker: WorkerId, held: Ids, more: bool, held_bytes: int, bytes_per_second: float, weight: float = 1.0

@@ -124,6 +124,10 @@ class Gathering:
     """Whose copy of which shard was found to be bad."""
     finished: dict[str, Finished] = field(default_factory=dict)
     """Of who has verified what it needs."""
+    cause: int = 0
+    """The id of the fact that the attempt was begun."""
+    generation: int = 0
+    """Of the world before."""
 
     @property
     def waiting_for(self) -> list[WorkerId]:

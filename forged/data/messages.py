@@ -316,6 +316,13 @@ class ReadOwners(Request[OwnersPage], frozen=True):
     after: Natural = 0
 
 
+class UsageConflict(msgspec.Struct, frozen=True):
+    """A worker has told of a step otherwise than others before: they had not the same sampler, or not the same step."""
+
+    step: int
+    worker_id: str
+
+
 class AuditView(msgspec.Struct, frozen=True, kw_only=True):
     """What is proven of one epoch: whether each sample was used once. Ranges are `[start, end]`, the end not in it."""
 
@@ -330,6 +337,8 @@ class AuditView(msgspec.Struct, frozen=True, kw_only=True):
     repeated_total: int
     repeated: list[tuple[int, int]]
     forgotten: bool
+    conflicts: list[UsageConflict] = []
+    """Nothing is proven of an epoch where there are some."""
     epochs: list[int]
     """Of which there is something to say."""
 

@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from forged.data.whole import whole
 from forged.errors import Problem, RequestRefused
 
 Indices = npt.NDArray[np.int64]
@@ -46,11 +47,9 @@ class Permutation:
     """The numbers below `size`, in an order that `key` decides: a seed, an epoch and whatever else tells it apart."""
 
     def __init__(self, size: int, *key: int) -> None:
-        check_whole("permutation_invalid", "size", size, 0, SIZE_MAX)
-        for word in key:
-            check_whole("permutation_invalid", "key", word, 0, KEY_MAX)
-        self.size = size
-        self._rounds = _Rounds.of(size, *key)
+        self.size = check_whole("permutation_invalid", "size", size, 0, SIZE_MAX)
+        words = [check_whole("permutation_invalid", "key", word, 0, KEY_MAX) for word in key]
+        self._rounds = _Rounds.of(self.size, *words)
 
     def at(self, indices: npt.ArrayLike) -> Indices:
         """What stands at these indices."""
@@ -137,11 +136,13 @@ class _Rounds:
         return numbers[:, 0] if numbers.shape[1] == 1 else numbers[:, chosen]
 
 
-def check_whole(code: str, name: str, number: object, least: int, most: int) -> None:
-    """Refuse what is no whole number in these bounds, by name."""
-    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+def check_whole(code: str, name: str, number: object, least: int, most: int) -> int:
+    """The number as Python's own; what is no whole number in these bounds is refused, by name."""
+    found = whole(number)
+    if found is None or not least <= found <= most:
         problem = Problem(name, number, f"a whole number from {least} to {most}")
         raise RequestRefused(code, str(problem))
+    return found
 
 
 def _go_round(values: Words, size: int, turn: Turn) -> None:

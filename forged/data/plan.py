@@ -24,6 +24,9 @@ from forged.errors import RequestRefused
 
 Times = npt.NDArray[np.float64]
 
+BOUND_MIN = 1 << 16
+"""Up to so many queues are counted off as they are numbered, however few of them are used."""
+
 
 @dataclass(frozen=True, eq=False)
 class TransferColumns:
@@ -147,19 +150,21 @@ class DataRedistributionPlan:
     def completion_times(self) -> Times | None:
         """When each transfer is estimated to have arrived; None while nobody has measured how fast they are.
 
-        Every worker takes its transfers in their order, as many at once as `lanes` says; that sources may be busy with
-        others is in the measured pace already.
+        Every worker takes its transfers in their order, as many at once as `lanes` says, and gives as many at once: who
+        has what many need is busy for as long as all of that takes. How many others a worker serves besides is in the
+        measured pace already.
         """
         if self.pace is None:
             return None
-        shards, destinations = self.columns.shards, self.columns.destinations
-        lane = destinations.astype(np.int64) * self.lanes + ordinals(destinations, len(self.workers)) % self.lanes
-        used, lane = np.unique(lane, return_inverse=True)
-        order, starts = group(lane, used.size)
-        samples = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.dataset.sizes(shards)[order])))
-        waited = np.empty(order.size, np.int64)
-        waited[order] = samples[1:] - np.repeat(samples[starts[:-1]], np.diff(starts))
-        return waited * np.float64(self.pace.seconds_per_sample) + np.float64(self.pace.now)
+        columns = self.columns
+        samples = self.dataset.sizes(columns.shards)
+        lane = columns.destinations.astype(np.int64) * self.lanes
+        lane += ordinals(columns.destinations, len(self.workers)) % self.lanes
+        taken = _waited(lane, len(self.workers) * self.lanes, samples)
+        given = _waited(columns.sources + 1, len(self.workers) + 1, samples)
+        # However many have the origin serve them, it is as fast.
+        given[columns.sources == NOBODY] = 0
+        return np.maximum(taken, given / self.lanes) * self.pace.seconds_per_sample + np.float64(self.pace.now)
 
     @property
     def estimated_seconds(self) -> float | None:
@@ -183,3 +188,15 @@ class DataRedistributionPlan:
             estimated_completion_time=None if times is None else float(times[row]),
             source_kind=KINDS[columns.kinds[row]],
         )
+
+
+def _waited(queues: Places | Column, bound: int, samples: Counts) -> Counts:
+    """For each row, how many samples have gone through its queue when it has; in each queue one goes after another."""
+    if bound > max(samples.size, BOUND_MIN):
+        queues = np.unique(queues, return_inverse=True)[1]
+        bound = int(queues.max(initial=-1)) + 1
+    order, starts = group(queues, bound)
+    through = np.concatenate((np.zeros(1, np.int64), np.cumsum(samples[order])))
+    waited = np.empty(order.size, np.int64)
+    waited[order] = through[1:] - np.repeat(through[starts[:-1]], np.diff(starts))
+    return waited

@@ -20,6 +20,7 @@ from forged.data.shards import Dataset
 from forged.data.shares import Shares, Weights, read_weights
 from forged.data.sources import choose_sources
 from forged.data.validation import RedistributionReport, examine
+from forged.data.whole import whole
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
 from forged.errors import RequestRefused
@@ -33,9 +34,8 @@ class DataRedistributor:
 
     def __init__(self, config: ElasticTrainingConfig, *, replication: int = 0) -> None:
         config.validate()
-        check_replication(replication)
         self._config = config
-        self._replication = replication
+        self._replication = check_replication(replication)
 
     def calculate_plan(
         self,
@@ -88,13 +88,18 @@ class DataRedistributor:
             lanes=self._config.max_concurrent_transfers if self._config.use_parallel_data_transfer else 1,
         )
 
-    def validate_redistribution(self, topology: ClusterTopology, plan: DataRedistributionPlan) -> bool:
-        """Whether the plan holds what plans promise, for this topology."""
-        return self.examine_redistribution(topology, plan).is_valid
+    def validate_redistribution(
+        self, topology: ClusterTopology, plan: DataRedistributionPlan, *, leaving: Collection[WorkerId] = ()
+    ) -> bool:
+        """Whether the plan holds what plans promise, for this topology and those who are leaving, who alone may serve
+        what they hold without being in it."""
+        return self.examine_redistribution(topology, plan, leaving=leaving).is_valid
 
-    def examine_redistribution(self, topology: ClusterTopology, plan: DataRedistributionPlan) -> RedistributionReport:
+    def examine_redistribution(
+        self, topology: ClusterTopology, plan: DataRedistributionPlan, *, leaving: Collection[WorkerId] = ()
+    ) -> RedistributionReport:
         """What is wrong with the plan, in words."""
-        return examine(topology, plan, self._replication)
+        return examine(topology, plan, self._replication, leaving)
 
     def _owners(self, roster: Roster, before: Column, copies: Column, weights: Weights) -> tuple[Column, Places]:
         """Who owns each shard, and which ones get another owner."""
@@ -117,14 +122,16 @@ class DataRedistributor:
         return kept, place_replicas(kept, owners, hosts, weights)
 
 
-def check_replication(replication: object) -> None:
+def check_replication(replication: object) -> int:
     """Refuse what is no number of further copies that there may be."""
-    if not isinstance(replication, int) or isinstance(replication, bool) or not 0 <= replication <= REPLICATION_MAX:
+    found = whole(replication)
+    if found is None or not 0 <= found <= REPLICATION_MAX:
         raise RequestRefused(
             "replication_invalid",
             "replication is no number of further copies",
             f"give a whole number from 0 to {REPLICATION_MAX}",
         )
+    return found
 
 
 def _least_moved(roster: Roster, before: Column, copies: Column, shares: Shares) -> tuple[Column, Places]:

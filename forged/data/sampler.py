@@ -26,6 +26,9 @@ from forged.data.usage import WHOLE_MAX, Use
 from forged.elastic.model import WORLD_SIZE_MAX
 from forged.errors import Problem, RequestRefused
 
+STATED_LATER = {"drop_last", "mode", "shards"}
+"""States that were saved before these were part of them are still good."""
+
 
 class SamplingMode(StrEnum):
     """Which samples a rank can read."""
@@ -126,8 +129,8 @@ class SharedOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Be as far as a state says."""
-        check_whole("sampler_invalid", "consumed", state["consumed"], 0, self._total)
-        self.epoch, self.left = state["epoch"], self._total - state["consumed"]
+        consumed = check_whole("sampler_invalid", "consumed", state["consumed"], 0, self._total)
+        self.epoch, self.left = state["epoch"], self._total - consumed
 
 
 class ElasticSampler:
@@ -144,12 +147,10 @@ class ElasticSampler:
         mode: SamplingMode | str = SamplingMode.SHARED,
         dataset: Dataset | None = None,
     ) -> None:
-        _check("total", total, 0, SAMPLES_MAX)
-        _check("seed", seed, 0, KEY_MAX)
-        self.seed = seed
-        self.drop_last = drop_last
-        self.shuffle = shuffle
-        self._order = _order(total, seed, shuffle, mode, dataset)
+        self.seed = _check("seed", seed, 0, KEY_MAX)
+        self.drop_last = bool(drop_last)
+        self.shuffle = bool(shuffle)
+        self._order = _order(_check("total", total, 0, SAMPLES_MAX), self.seed, self.shuffle, mode, dataset)
         self.global_batch = global_batch
 
     @property
@@ -163,13 +164,30 @@ class ElasticSampler:
         return SamplingMode.SHARDED if isinstance(self._order, ShardedOrder) else SamplingMode.SHARED
 
     @property
+    def shards(self) -> int:
+        """In how many shards the samples lie, where that matters for their order; else 0."""
+        return self._order.dataset.shards if isinstance(self._order, ShardedOrder) else 0
+
+    @property
+    def settings(self) -> dict[str, int | bool | str]:
+        """What decides which samples are taken, besides the batch and how far it is: the same at all workers."""
+        return {
+            "total": self.total,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            "mode": str(self.mode),
+            "shards": self.shards,
+        }
+
+    @property
     def global_batch(self) -> int:
         """How many samples a step of the whole world takes; may be set between steps."""
         return self._global_batch
 
     @global_batch.setter
     def global_batch(self, size: int) -> None:
-        _check("global_batch", size, 1, SAMPLES_MAX)
+        size = _check("global_batch", size, 1, SAMPLES_MAX)
         if self.drop_last and size > self.total > 0:
             raise RequestRefused(
                 "sampler_invalid",
@@ -245,7 +263,7 @@ class ElasticSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Be in an epoch: at its beginning, unless it is on already."""
-        _check("epoch", epoch, 0, WHOLE_MAX)
+        epoch = _check("epoch", epoch, 0, WHOLE_MAX)
         if epoch != self.epoch:
             self._order.begin(epoch)
 
@@ -257,18 +275,20 @@ class ElasticSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """How far it is, and in what; it can travel in a worker's state."""
-        return {"total": self.total, "seed": self.seed, "shuffle": self.shuffle, **self._order.state_dict()}
+        return {**self.settings, **self._order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Be as far as a state says. One of another dataset or order is refused, and changes nothing."""
-        missing = self.state_dict().keys() - state.keys()
+        settings = self.settings
+        for name, own in settings.items():
+            if name in state and state[name] != own:
+                text = f"the state is that of a sampler with {name} = {state[name]}, and this one has {name} = {own}"
+                raise RequestRefused("sampler_differs", text, f"make this one with {name} = {state[name]}")
+        missing = self.state_dict().keys() - state.keys() - STATED_LATER
         if missing:
             raise _refused(min(missing), None, "part of a state of a sampler in this mode")
-        for name in ("total", "seed", "shuffle"):
-            if state[name] != getattr(self, name):
-                raise _refused(name, state[name], f"{getattr(self, name)}, or it is the state of another order")
-        _check("epoch", state["epoch"], 0, WHOLE_MAX)
-        self._order.load_state_dict(state)
+        epoch = _check("epoch", state["epoch"], 0, WHOLE_MAX)
+        self._order.load_state_dict({**state, "epoch": epoch})
 
     def _is_over(self, order: Order) -> bool:
         return not order.left or (self.drop_last and order.left < self._global_batch)
@@ -321,8 +341,8 @@ def _batch(order: Order, rank: int, world_size: int, wanted: int) -> Indices:
     return order.samples(order.epoch, order.positions(rank, world_size, wanted))
 
 
-def _check(name: str, number: object, least: int, most: int) -> None:
-    check_whole("sampler_invalid", name, number, least, most)
+def _check(name: str, number: object, least: int, most: int) -> int:
+    return check_whole("sampler_invalid", name, number, least, most)
 
 
 def _check_rank(rank: int, world_size: int) -> None:

@@ -146,8 +146,15 @@ class DataService:
         held = _ids(request.held)
         self._sweep()
         members = await self._members(request)
-        custody = self._custody(request)
-        custody.gather(members.attempt, members.target, members.leaving, self._clock.monotonic())
+        custody = self._custody(request, members)
+        custody.gather(
+            members.attempt,
+            members.target,
+            members.leaving,
+            self._clock.monotonic(),
+            cause=members.cause,
+            generation=members.generation,
+        )
         worker = custody.member(request.worker_id)
         if (doubted := custody.looks_again(worker, _ids(request.looked_at))).size:
             return Decision(OfferTaken(doubted.astype("<i8").tobytes()))
@@ -158,7 +165,7 @@ class DataService:
             return Decision(OfferTaken())
         config = ElasticTrainingConfig.from_settings(members.settings)
         facts = await self._settle(custody, custody.gathering, config, request)
-        return Decision(OfferTaken(), facts, job=request.job)
+        return Decision(OfferTaken(), facts, job=request.job, generation=members.generation, cause=members.cause)
 
     async def _members(self, request: OfferShards | ReportLostShards) -> AttemptMembers:
         """Who is in the attempt, for one who is; refused when it is over."""
@@ -167,13 +174,18 @@ class DataService:
             raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
         return members
 
-    def _custody(self, request: OfferShards) -> Custody:
+    def _custody(self, request: OfferShards, members: AttemptMembers) -> Custody:
         """The job's data, which the first who offers some defines."""
         custody = self.custodies.get(request.job)
         if custody is None:
             custody = self.custodies[request.job] = Custody(request.job, request.dataset)
             defined = Decision(
-                None, (DatasetDefined(request.dataset),), dataset_write(request.job, request.dataset), request.job
+                None,
+                (DatasetDefined(request.dataset),),
+                dataset_write(request.job, request.dataset),
+                request.job,
+                members.generation,
+                members.joined or members.cause,
             )
             self._bus.ledger.append(defined, origin=OWNER)
         custody.require_same(request.dataset)
@@ -214,7 +226,8 @@ class DataService:
     def _tell_lost(self, job: str, gathering: Gathering, lack: Lack) -> None:
         lost = ShardsLost(gathering.attempt, lack.number, list(lack.shards), lack.reason)
         # What follows from it comes behind it in the history.
-        self._bus.ledger.append(Decision(None, (lost,), job=job), origin=OWNER)
+        decision = Decision(None, (lost,), job=job, generation=gathering.generation, cause=gathering.cause)
+        self._bus.ledger.append(decision, origin=OWNER)
 
     def _do_without(
         self, job: str, gathering: Gathering, lack: Lack, members: AttemptMembers, *, certain: bool
@@ -299,7 +312,9 @@ class DataService:
             gathering.took_s,
             gathering.totals.estimated_s,
         )
-        return Decision(Nothing(), (completed,), job=request.job)
+        return Decision(
+            Nothing(), (completed,), job=request.job, generation=gathering.generation, cause=gathering.cause
+        )
 
     def _look_again(self, custody: Custody, attempt: int, why: str) -> None:
         """Have all say anew what they hold; nobody trains with a copy that may be bad, or loses it under its hands."""
@@ -325,11 +340,15 @@ class DataService:
         return Decision(Nothing())
 
     def _corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
-        if not self._get(request.job).complain(request.source, request.shard):
+        custody = self._get(request.job)
+        if not custody.complain(request.source, request.shard):
             return Decision(Nothing())
-        return Decision(
-            Nothing(), (CorruptShardFound(request.source, request.shard, request.worker_id),), job=request.job
-        )
+        found = CorruptShardFound(request.source, request.shard, request.worker_id)
+        gathering = custody.gathering
+        if gathering is None or gathering.is_over:
+            # A script had it moved besides.
+            return Decision(Nothing(), (found,), job=request.job, generation=custody.assignment.generation)
+        return Decision(Nothing(), (found,), job=request.job, generation=gathering.generation, cause=gathering.cause)
 
     def _progressed(self, signal: Receiving, call: Call) -> None:
         attempt, known = self._progress.get(signal.job, (0, {}))

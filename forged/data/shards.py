@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.model import DataShard
+from forged.data.whole import whole
 from forged.errors import RequestRefused
 
 SAMPLES_MAX = 2**63 - 1
@@ -31,14 +32,16 @@ class Dataset:
     shards: int
 
     def __post_init__(self) -> None:
-        _check("total_dataset_size", self.samples, 0, SAMPLES_MAX)
-        _check("shards", self.shards, min(self.samples, 1), min(self.samples, SHARDS_MAX))
+        samples = _check("total_dataset_size", self.samples, 0, SAMPLES_MAX)
+        shards = _check("shards", self.shards, min(samples, 1), min(samples, SHARDS_MAX))
+        object.__setattr__(self, "samples", samples)
+        object.__setattr__(self, "shards", shards)
 
     @classmethod
     def of(cls, samples: int, shards: int | None = None) -> Dataset:
         """The dataset with so many shards; one for each sample where nobody says how many, within the limit."""
-        _check("total_dataset_size", samples, 0, SAMPLES_MAX)
-        return cls(samples, min(samples, SHARDS_DEFAULT_MAX) if shards is None else shards)
+        known = _check("total_dataset_size", samples, 0, SAMPLES_MAX)
+        return cls(known, min(known, SHARDS_DEFAULT_MAX) if shards is None else shards)
 
     def shard(self, shard_id: int) -> DataShard:
         """One of the shards."""
@@ -87,11 +90,13 @@ class Dataset:
         return numbers.astype(np.int64)
 
 
-def _check(field: str, value: int, least: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+def _check(field: str, value: int, least: int, most: int) -> int:
+    found = whole(value)
+    if found is None or not least <= found <= most:
         shown = value if isinstance(value, int) and value.bit_length() <= 64 else f"a {type(value).__name__}"
         raise RequestRefused(
             "dataset_invalid",
             f"{field} = {shown} is no size of a dataset",
             f"give a whole number from {least} to {most}",
         )
+    return found

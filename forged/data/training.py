@@ -11,14 +11,18 @@ import os
 from dataclasses import dataclass
 from typing import cast
 
+import msgspec
+
 from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.directory import DirectoryShardStore
 from forged.data.messages import DatasetSpec
 from forged.data.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.planner import check_replication
+from forged.data.sampler import ElasticSampler, SamplingMode
 from forged.data.shards import Dataset
 from forged.data.shares import check_weight
 from forged.data.store import ShardStore
+from forged.elastic.common import Common
 from forged.errors import Problem, RequestRefused
 
 
@@ -54,18 +58,18 @@ class TrainingData:
         origin_timeout_s: float = ORIGIN_TIMEOUT_S,
     ) -> None:
         dataset = Dataset.of(samples, shards)
-        check_replication(replication)
+        copies = check_replication(replication)
         _check_rate(rate_bytes_per_s)
         check_weight(weight)
         patience_s = check_origin_timeout(origin_timeout_s)
         keeps = store if isinstance(store, ShardStore) else DirectoryShardStore(store)
         keeps.dedicate(dataset)
         for name, value in (
-            ("samples", samples),
-            ("shards", shards),
+            ("samples", dataset.samples),
+            ("shards", dataset.shards),
             ("store", keeps),
             ("origin", origin),
-            ("replication", replication),
+            ("replication", copies),
             ("rate_bytes_per_s", rate_bytes_per_s),
             ("weight", float(weight)),
             ("origin_timeout_s", patience_s),
@@ -76,6 +80,36 @@ class TrainingData:
     def spec(self) -> DatasetSpec:
         """What all workers of the job have to agree on."""
         return DatasetSpec(self.samples, self.shards, self.replication, self.origin is not None)
+
+
+def check_same_samples(data: TrainingData | None, sampler: ElasticSampler | None) -> None:
+    """Refuse a worker of whose samples no step could be made."""
+    if sampler is None:
+        return
+    if data is None:
+        if sampler.mode is SamplingMode.SHARDED:
+            text = "mode = sharded: a rank draws from the shards that it holds, and this worker has no training data"
+            raise RequestRefused("sampler_differs", text, "give it `data`, or let the mode be shared")
+        return
+    _require_equal("samples", data.samples, sampler.total)
+    if sampler.mode is SamplingMode.SHARDED:
+        _require_equal("shards", data.shards, sampler.shards)
+
+
+def _require_equal(what: str, of_data: int, of_sampler: int) -> None:
+    if of_data != of_sampler:
+        text = f"the data has {of_data} {what}, and the sampler {of_sampler}"
+        raise RequestRefused("sampler_differs", text, "give both the same dataset")
+
+
+def common_of(data: TrainingData | None, sampler: ElasticSampler | None) -> Common:
+    """What all workers of the job have to have in common with one that is given these."""
+    common: Common = {}
+    if data is not None:
+        common["dataset"] = msgspec.structs.asdict(data.spec)
+    if sampler is not None:
+        common["sampler"] = dict(sampler.settings)
+    return common
 
 
 def _check_rate(rate: object) -> None:

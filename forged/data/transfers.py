@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random as system_random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import anyio
 from anyio import CapacityLimiter
@@ -33,6 +33,7 @@ from forged.retry import RetryPolicy
 CONCURRENT_TRANSFERS_MAX = 64
 MOVING = RetryPolicy(attempts=6, delay_s=0.1, exponential=True, delay_max_s=2.0, jitter=0.5)
 PROGRESS_INTERVAL_S = 0.5
+Connect = Callable[[WorkerId], Awaitable[Visit]]
 
 
 def _unheard(told: Any) -> None:
@@ -42,14 +43,15 @@ def _unheard(told: Any) -> None:
 class DataTransferManager:
     """Moves shards to this worker; `connect` is `Mesh.visit_shards`. Callbacks are called in the event loop.
 
+    Without a worker it moves nothing until it is bound to one; `ElasticWorker.transfers` is that worker's.
     `uses_threads=False` is for simulations: the origin is asked within the event loop.
     """
 
     def __init__(
         self,
-        worker: WorkerId,
-        store: ShardStore,
-        connect: Callable[[WorkerId], Awaitable[Visit]],
+        worker: WorkerId | None = None,
+        store: ShardStore | None = None,
+        connect: Connect | None = None,
         *,
         origin: ShardOrigin | None = None,
         origin_timeout_s: float = ORIGIN_TIMEOUT_S,
@@ -69,30 +71,56 @@ class DataTransferManager:
             raise ConfigError("transfers_invalid", "the transfers are not set up rightly", problems=[problem])
         patience_s = check_origin_timeout(origin_timeout_s)
         concurrency = max_concurrent_transfers if use_parallel_data_transfer else 1
-        self.worker = worker
         self.bandwidth = Bandwidth()
-        self._equipment = Equipment(
-            store=store,
-            connect=connect,
-            origin=origin,
-            concurrency=concurrency,
-            slots=CapacityLimiter(concurrency),
-            retry=retry,
-            random=random,
-            clock=clock or SystemClock(),
-            throttle=Throttle(rate_bytes_per_s),
-            bandwidth=self.bandwidth,
-            uses_threads=uses_threads,
-            calls=OriginCalls(patience_s) if uses_threads else CallsWithoutThreads(patience_s),
-            progress=progress,
-            progress_interval_s=progress_interval_s,
-            bad_copy=bad_copy,
-        )
-        self._has_origin = origin is not None
+
+        def equip(store: ShardStore, connect: Connect, origin: ShardOrigin | None) -> Equipment:
+            return Equipment(
+                store=store,
+                connect=connect,
+                origin=origin,
+                concurrency=concurrency,
+                slots=CapacityLimiter(concurrency),
+                retry=retry,
+                random=random,
+                clock=clock or SystemClock(),
+                throttle=Throttle(rate_bytes_per_s),
+                bandwidth=self.bandwidth,
+                uses_threads=uses_threads,
+                calls=OriginCalls(patience_s) if uses_threads else CallsWithoutThreads(patience_s),
+                progress=progress,
+                progress_interval_s=progress_interval_s,
+                bad_copy=bad_copy,
+            )
+
+        self._equip = equip
+        self._worker: WorkerId | None = None
+        self._equipped: Equipment | None = None
         self._generation = -1
         self._newest = 0
         self._scope: anyio.CancelScope | None = None
         self._turn = anyio.Lock()
+        if worker is not None and store is not None and connect is not None:
+            self.bind(worker, store, connect, origin=origin)
+
+    def bind(self, worker: WorkerId, store: ShardStore, connect: Connect, *, origin: ShardOrigin | None = None) -> Self:
+        """Move shards to this worker from now on, once and for all; returns itself."""
+        if self._worker is not None:
+            raise RequestRefused("manager_bound", f"these transfers are those of {self._worker}", "make another")
+        self._worker, self._equipped = worker, self._equip(store, connect, origin)
+        return self
+
+    @property
+    def worker(self) -> WorkerId:
+        """The worker to which shards move."""
+        if self._worker is None:
+            raise _unbound()
+        return self._worker
+
+    @property
+    def _equipment(self) -> Equipment:
+        if self._equipped is None:
+            raise _unbound()
+        return self._equipped
 
     async def execute_plan(self, plan: DataRedistributionPlan, *, generation: int | None = None) -> TransferReport:
         """Move to this worker what the plan gives it; a newer call, or `cancel`, ends this one.
@@ -159,7 +187,15 @@ class DataTransferManager:
     def _sources(self, *workers: Source) -> tuple[Source, ...]:
         """Each of them once, and the origin last; this worker has what it has."""
         asked = [worker for worker in dict.fromkeys(workers) if worker is not None and worker != self.worker]
-        return (*asked, None) if self._has_origin else tuple(asked)
+        return (*asked, None) if self._equipment.origin is not None else tuple(asked)
+
+
+def _unbound() -> RequestRefused:
+    return RequestRefused(
+        "manager_unbound",
+        "the transfers are those of no worker, so nobody knows where shards are to go and from whom they come",
+        "use a worker's own, `ElasticWorker.transfers`, or bind them to one",
+    )
 
 
 def _holders_before(plan: DataRedistributionPlan, transfer: DataTransfer) -> list[WorkerId]:

@@ -185,6 +185,16 @@ class UsageTable:
         chosen = flags == dropped
         return starts[chosen], (starts + sizes * counts)[chosen]
 
+    def between(self, first: int, end: int) -> Column:
+        """What each step from `first` up to `end` has used, as far as that is known: step, whether it was left out,
+        start and end of each range, by column."""
+        columns = self.columns()
+        return per_step(columns[:, columns[0] != SETTLED], first, end)
+
+    def reaches(self, first: int, end: int) -> bool:
+        """Whether something is known of one of these steps."""
+        return self._first_step < end and self._end_step > first
+
     def columns(self) -> Column:
         """All rows; one line for each of the columns."""
         return np.array([np.frombuffer(column, np.int64) for column in self._columns]).reshape(5, -1)
@@ -207,6 +217,24 @@ class UsageTable:
         steps, _, _, counts, _ = columns[:, columns[0] != SETTLED]
         self._first_step = int(steps.min(initial=WHOLE_MAX))
         self._end_step = int((steps + counts).max(initial=0))
+
+
+def per_step(rows: Column, first: int, end: int) -> Column:
+    """What each step from `first` up to `end` has used, by rows of step, start, size, count, and whether it was left
+    out: step, whether it was left out, start and end of each range, as few and as long as they can be, in their order.
+    """
+    steps, starts, sizes, counts, dropped = rows
+    skipped = np.maximum(first - steps, 0)
+    counts = np.maximum(np.minimum(steps + counts, end) - steps - skipped, 0)
+    nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(skipped, counts)
+    steps, starts, sizes, dropped = (np.repeat(column, counts) for column in (steps, starts, sizes, dropped))
+    starts = starts + nth * sizes
+    found = np.array([steps + nth, dropped, starts, starts + sizes])
+    found = found[:, np.lexsort(found[2::-1])]
+    is_beside = np.all(found[:2, 1:] == found[:2, :-1], axis=0) & (found[2, 1:] == found[3, :-1])
+    heads = np.flatnonzero(np.append(True, ~is_beside)[: found.shape[1]])
+    tails = np.append(heads[1:], found.shape[1])[: heads.size] - 1
+    return np.concatenate([found[:3, heads], found[3:, tails]])
 
 
 @dataclass(frozen=True, slots=True)

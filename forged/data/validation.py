@@ -6,7 +6,7 @@ the worker that it concerns. Of many that are broken alike the first are named, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from forged.data.model import SourceKind
 from forged.data.plan import DataRedistributionPlan
 from forged.data.shares import Shares
 from forged.data.sources import KINDS
-from forged.elastic.model import ClusterTopology
+from forged.elastic.model import ClusterTopology, WorkerId
 
 NAMED_MAX = 10
 
@@ -34,10 +34,13 @@ class RedistributionReport:
         return not self.errors
 
 
-def examine(topology: ClusterTopology, plan: DataRedistributionPlan, replication: int) -> RedistributionReport:
-    """Everything that is wrong with a plan for this topology that should make so many further copies."""
+def examine(
+    topology: ClusterTopology, plan: DataRedistributionPlan, replication: int, leaving: Collection[WorkerId] = ()
+) -> RedistributionReport:
+    """Everything that is wrong with a plan for this topology that should make so many further copies. Who is `leaving`
+    is not in the topology, and alive."""
     wanted = min(replication, max(0, topology.world_size - 1))
-    shape = tuple(_wrong_shape(plan)) or tuple(_wrong_workers(topology, plan)) or tuple(_wrong_numbers(plan))
+    shape = tuple(_wrong_shape(plan)) or tuple(_wrong_workers(topology, plan, leaving)) or tuple(_wrong_numbers(plan))
     if shape:
         # Numbers of workers and shards mean nothing then, so nothing else can be told.
         return RedistributionReport(shape)
@@ -56,14 +59,31 @@ def _wrong_shape(plan: DataRedistributionPlan) -> Iterator[str]:
     columns = vars(plan.columns)
     if len({column.shape for column in columns.values()}) != 1 or plan.columns.shards.ndim != 1:
         yield f"the columns of the transfers differ: {', '.join(f'{name} {c.shape}' for name, c in columns.items())}"
+    for name in ("owners", "owners_before", "replicas", "replicas_before"):
+        if getattr(plan, name).dtype.kind not in "iu":
+            yield f"{name} has no whole numbers, but {getattr(plan, name).dtype}"
+    for name, column in columns.items():
+        if column.dtype.kind not in "iu":
+            yield f"{name} of the transfers has no whole numbers, but {column.dtype}"
 
 
-def _wrong_workers(topology: ClusterTopology, plan: DataRedistributionPlan) -> Iterator[str]:
+def _wrong_workers(
+    topology: ClusterTopology, plan: DataRedistributionPlan, leaving: Collection[WorkerId]
+) -> Iterator[str]:
     planned = dict.fromkeys(plan.workers[: plan.world_size])
     yield from (f"{one} gets shards and is not in the topology" for one in planned if one not in topology)
     yield from (f"{one} is in the topology and not in the plan" for one in topology.workers if one not in planned)
     if len(set(plan.workers)) != len(plan.workers):
         yield "a worker is in the plan twice"
+        return
+    ranks = enumerate(zip(planned, topology.workers, strict=False))
+    for rank, (one, other) in ranks:
+        if one != other and one in topology:
+            yield f"{one} has rank {rank} in the plan, and {other} in the topology"
+    alive = {*topology.workers, *leaving}
+    for one in plan.workers[plan.world_size :]:
+        if one not in alive:
+            yield f"{one} is to serve shards, and is neither in the topology nor leaving"
 
 
 def _wrong_numbers(plan: DataRedistributionPlan) -> Iterator[str]:

@@ -82,6 +82,8 @@ class Attempt:
     """Who takes the source's state."""
     behind: set[str] = field(default_factory=set)
     """Who does not have the source's state yet, or its training data."""
+    started_id: int = 0
+    """The id of the fact that it was begun."""
 
     @property
     def waiting_for(self) -> list[str]:

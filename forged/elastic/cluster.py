@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from forged.elastic.attempt import Attempt, Stage, Stop, brought_along
+from forged.elastic.common import Common, require_same
 from forged.elastic.complaints import Complaints
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failures import Failures
@@ -85,6 +86,8 @@ class Cluster:
         """Why the phase is what it is."""
         self.why: list[str] = []
         """What has happened since the last commit that makes a new world necessary."""
+        self.common: Common | None = None
+        """What all workers have to have in common; None while none has said it."""
         self.cause = 0
         """The id of the fact that the next rescale, or what is left of this one, follows from."""
         self.members = Roster(job)
@@ -147,6 +150,18 @@ class Cluster:
             self._waiting_at = now.monotonic
 
     # Coming and going.
+
+    def require_same(self, common: Common | None) -> None:
+        """Refuse who would train with something else than the others do. What nobody has trained with, nor is here to,
+        binds nobody."""
+        is_settled = bool(self.members or self.generation)
+        if common is not None and self.common is not None and is_settled and not self.over:
+            require_same(self.job, self.common, common)
+
+    def agree(self, common: Common | None) -> None:
+        """A worker that was welcome has said it."""
+        if common is not None and common != self.common:
+            self.common, self.out.cluster = common, True
 
     def join(self, newcomer: Member, now: Moment) -> None:
         """Register a worker; the same incarnation again changes nothing but that it is there."""
@@ -322,7 +337,7 @@ class Cluster:
     def attempt_members(self, worker_id: str, incarnation: bytes) -> AttemptMembers:
         """Who is in the attempt, for one of its members."""
         number = 0 if self.attempt is None else self.attempt.number
-        attempt, _ = self._answering(worker_id, incarnation, number)
+        attempt, asking = self._answering(worker_id, incarnation, number)
         there = [self.members[worker] for worker in attempt.target if worker in self.members]
         members = [member for member in there if member.with_data]
         staying = [member.worker for member in members if member.leaving is None]
@@ -337,6 +352,8 @@ class Cluster:
             self.generation,
             self.has_room(attempt),
             self.left_out(attempt),
+            attempt.started_id,
+            asking.joined_id,
         )
 
     def has_room(self, attempt: Attempt) -> bool:

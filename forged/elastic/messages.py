@@ -11,6 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from forged.auth.model import Role
+from forged.elastic.common import Common
 from forged.elastic.model import (
     ClusterTopology,
     GlobalTrainingState,
@@ -237,6 +238,8 @@ class JoinJob(Request[Joined], frozen=True):
     again: bool = False
     with_data: bool = False
     """Whether it holds training data."""
+    common: Common | None = None
+    """What all workers of the job have to have in common; None: it does not say."""
 
 
 class LeaveJob(Request[Nothing], frozen=True):
@@ -346,6 +349,10 @@ class AttemptMembers(msgspec.Struct, frozen=True):
     """Whether the wanted world could have more members."""
     outside: int = 0
     """How many workers wait that are not in the attempt."""
+    cause: int = 0
+    """The id of the fact that the attempt was begun."""
+    joined: int = 0
+    """That of the fact that the worker which asks has joined; 0 where that was another daemon's."""
 
 
 class ReadAttempt(Request[AttemptMembers], frozen=True):

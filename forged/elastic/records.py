@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from forged.elastic.cluster import Cluster
+from forged.elastic.common import Common
 from forged.elastic.failures import Failures
 from forged.elastic.members import Member
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, WorkerId
@@ -42,6 +43,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     why: list[str]
     slack_s: float = 0.0
     """The most that any worker may be silent for longer than the settings say."""
+    common: Common | None = None
 
 
 class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +141,7 @@ def _cluster_record(cluster: Cluster) -> ClusterRecord:
         reason=cluster.reason,
         why=cluster.why,
         slack_s=max((member.slack_s for member in cluster.members.values()), default=0.0),
+        common=cluster.common,
     )
 
 
@@ -149,6 +152,7 @@ def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
     cluster.paused_because, cluster.attempts = record.paused_because, record.attempts
     cluster.failures = Failures(record.failures, record.failures_in_a_row, record.failed_at_step)
     cluster.base, cluster.reason, cluster.why = Base(*record.base), record.reason, record.why
+    cluster.common = record.common
 
 
 def _take_world(cluster: Cluster, record: WorldRecord) -> None:

@@ -21,6 +21,7 @@ from forged.bus import Bus
 from forged.clock import Clock
 from forged.elastic.attempt import RECEIVED_BYTES_MIN, Stop
 from forged.elastic.cluster import Cluster
+from forged.elastic.common import check_common
 from forged.elastic.config import require_trainable
 from forged.elastic.members import Member
 from forged.elastic.messages import (
@@ -304,7 +305,9 @@ class ElasticService:
             attributes=request.attributes,
             with_data=request.with_data,
         )
+        cluster.require_same(request.common)
         cluster.join(newcomer, now)
+        cluster.agree(request.common)
         self._by_client[call.client][cluster.job, worker.id] = None
         if len(self._by_client[call.client]) > WORKERS_PER_CLIENT:
             self._workers_of(call.client)
@@ -541,6 +544,9 @@ class ElasticService:
                 cluster.cause = 0
             elif isinstance(fact, RescaleStarted) or any(fact is trigger for trigger in triggers):
                 cluster.cause = fact_id
+                if isinstance(fact, RescaleStarted) and cluster.attempt is not None:
+                    # Of several in a decision the last one is under way.
+                    cluster.attempt.started_id = fact_id
             elif isinstance(fact, WorkerJoined) and fact.worker.id in cluster.members:
                 cluster.members[fact.worker.id].joined_id = fact_id
 
@@ -653,6 +659,7 @@ def _check_stop(request: ReportPaused) -> None:
 def _check_joining(request: JoinJob) -> None:
     if len(request.incarnation) != INCARNATION_BYTES:
         raise RequestRefused("incarnation_invalid", f"incarnation has {len(request.incarnation)} bytes", "draw 16")
+    check_common(request.common)
     attributes = request.attributes
     if len(attributes) > ATTRIBUTES_MAX or any(
         len(key) + len(value) > ATTRIBUTE_CHARS_MAX for key, value in attributes.items()

@@ -32,7 +32,6 @@ from forged.data.messages import (
     TransferPart,
 )
 from forged.data.outcome import BadCopy, MissingShard, TransferProgress, TransferReport, UnderWay
-from forged.data.plan import DataRedistributionPlan
 from forged.data.schedule import Source, Wanted
 from forged.data.shards import Dataset, Indices
 from forged.data.store import OpenShard, ShardStore, Stamp
@@ -251,9 +250,10 @@ class Custodian:
             # More is held than has to be, which does no harm.
             self._log.warning("shards that others hold now could not be dropped", why=str(error))
 
-    async def redistribute(self, plan: DataRedistributionPlan) -> TransferReport:
-        """Fetch what a plan gives this worker, besides what attempts do; the next attempt ends it."""
-        return await self._manager.execute_plan(plan)
+    @property
+    def transfers(self) -> DataTransferManager:
+        """What moves shards here, for plans besides what attempts do; the next attempt ends those."""
+        return self._manager
 
     def owns(self, shard: int) -> bool:
         """Whether a shard is this worker's in the committed world."""

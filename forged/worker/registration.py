@@ -17,6 +17,7 @@ import msgspec
 from forged import retry
 from forged.client.client import ForgedClient
 from forged.elastic.attempt import Stop
+from forged.elastic.common import Common
 from forged.elastic.messages import (
     AnnounceLeave,
     Heartbeat,
@@ -64,6 +65,7 @@ class Registration:
         again: bool = False,
         with_data: bool = False,
         local_world_size: int = 1,
+        common: Common | None = None,
     ) -> Joined:
         """Become a worker of the job; `again`, to learn what was missed."""
         return await self.say(
@@ -77,6 +79,7 @@ class Registration:
                 settings=settings,
                 again=again,
                 with_data=with_data,
+                common=common,
             )
         )
 

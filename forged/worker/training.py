@@ -27,6 +27,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
 from forged.log import Log
+from forged.worker.blocking_transfers import BlockingTransfers
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
 from forged.worker.peer_tls import PeerTls
@@ -261,6 +262,11 @@ class Training:
     def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
         """Say how far the training is. The steps of a world are counted by the world; before it, by the script."""
         self._call(self.worker.update_training_state, epoch, step, learning_rate)
+
+    @property
+    def transfers(self) -> BlockingTransfers:
+        """What moves shards to this worker, besides rescales."""
+        return BlockingTransfers(lambda: self.worker.transfers, self._run)
 
     def should_handle_shard(self, shard_index: int, total_shards: int) -> bool:
         """Whether a shard is this worker's."""

@@ -25,7 +25,8 @@ from forged.data.outcome import TransferReport
 from forged.data.plan import DataRedistributionPlan
 from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
-from forged.data.training import TrainingData
+from forged.data.training import TrainingData, check_same_samples, common_of
+from forged.data.transfers import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import pulse_interval_s
 from forged.elastic.messages import (
@@ -155,7 +156,7 @@ class ElasticWorker:
         self._random = random or SystemRandom()
         self._carrier = carrier
         self._peer_tls = peer_tls
-        _check_same_samples(data, sampler)
+        check_same_samples(data, sampler)
         self._data = data
         self.sampler = sampler
         """What tells which samples a step takes."""
@@ -460,6 +461,7 @@ class ElasticWorker:
             again=again,
             with_data=self._data is not None,
             local_world_size=self._local_world_size,
+            common=common_of(self._data, self.sampler),
         )
 
     async def _learn_what_was_missed(self) -> None:
@@ -760,11 +762,16 @@ class ElasticWorker:
 
     async def redistribute_data(self, plan: DataRedistributionPlan) -> TransferReport:
         """Fetch what a plan gives this worker, from the other workers. Rescales see to their own plans."""
+        return await self.transfers.execute_plan(plan)
+
+    @property
+    def transfers(self) -> DataTransferManager:
+        """What moves shards to this worker. What comes besides rescales, the next one may drop again."""
         if self._supply is None:
             raise RequestRefused(
                 "data_missing", "the worker has no training data, or is not registered", "give it `data`, and register"
             )
-        return await self._supply.custodian.redistribute(plan)
+        return self._supply.custodian.transfers
 
     async def resume_training(self) -> None:
         """Train again behind a rescale, unless this worker is out of it."""
@@ -810,12 +817,6 @@ class ElasticWorker:
 
 def _unconnected() -> RequestRefused:
     return RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
-
-
-def _check_same_samples(data: TrainingData | None, sampler: ElasticSampler | None) -> None:
-    if data is not None and sampler is not None and data.samples != sampler.total:
-        text = f"the data has {data.samples} samples, and the sampler {sampler.total}"
-        raise RequestRefused("sampler_differs", text, "give both the same dataset")
 
 
 def _own_host(endpoint: str | None) -> str:

@@ -162,6 +162,17 @@ class TestAudit:
         said = self.run(tmp_path, capsys, audited(1, used=990, dropped=10), flags="--epoch 1")
         assert said == (0, ["epoch 1: 990 of 1,000 samples used once, 10 left out on purpose"], "")
 
+    def test_one_of_which_workers_tell_differently_fails_and_names_them(self, tmp_path: Path, capsys: Caught) -> None:
+        conflicts = [{"step": 8 + number, "worker_id": "b"} for number in range(10)]
+        unclear = audited(2, complete=False, conflicts=conflicts)
+        code, lines, err = self.run(tmp_path, capsys, unclear, flags="--epoch 2")
+        assert (code, err) == (1, "")
+        named = ", ".join(f"b of step {step}" for step in range(8, 16))
+        assert lines == [
+            "epoch 2: 1,000 of 1,000 samples used once, as far as can be told",
+            f"  workers tell differently of what was used, which proves nothing: {named} and 2 more",
+        ]
+
     def test_one_that_is_over_and_lacks_samples_fails_and_names_them(self, tmp_path: Path, capsys: Caught) -> None:
         short = audited(0, used=950, complete=False, missing_total=50, missing=[[100, 140], [200, 210]])
         code, lines, err = self.run(tmp_path, capsys, short, flags="--epoch 0")

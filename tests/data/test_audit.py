@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import msgspec
@@ -56,6 +56,68 @@ def test_an_epoch_of_which_each_position_was_used_once_is_complete() -> None:
     assert audit.complete
     assert (audit.expected, audit.used, audit.dropped) == (20, 20, 0)
     assert (audit.missing, audit.repeated, audit.forgotten) == ([], [], False)
+
+
+def test_who_tells_otherwise_of_a_step_than_others_is_named_and_nothing_is_proven() -> None:
+    """One of two samplers leaves out the rest of each epoch."""
+    log = UsageLog(SAMPLES)
+    keeps = [(0, [Use(0, 0, 9)]), (1, [Use(0, 9, 18)]), (2, [Use(0, 18, 20)]), (3, [Use(1, 0, 9)])]
+    drops = [(0, [Use(0, 0, 9)]), (1, [Use(0, 9, 18), Use(0, 18, 20, dropped=True)]), (2, [Use(1, 0, 9)])]
+    log.report(1, runs_of(keeps), "a")
+    log.report(1, runs_of(drops), "b")
+    assert (log.audit(0).conflicts, log.audit(0).complete) == ([(1, "b"), (2, "b")], False)
+    assert log.audit(1).conflicts == [(2, "b")]
+    assert UsageLog.decode(log.encode()).audit(0) == log.audit(0)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=8),
+    st.integers(0, 8),
+    st.integers(0, 8),
+)
+def test_who_tells_the_same_of_some_steps_in_other_rows_contradicts_nobody(
+    sizes: list[list[int]], first: int, split: int
+) -> None:
+    uses, at = [], 0
+    for step, parts in enumerate(sizes):
+        ends = [at + sum(parts[:number]) for number in range(len(parts) + 1)]
+        uses.append((step, [Use(0, start, end) for start, end in pairwise(ends)]))
+        at = ends[-1]
+    log = UsageLog(at)
+    log.report(1, runs_of(uses), "a")
+    log.report(1, [Run(step, 0, use.start, use.end - use.start) for step, parts in uses[first:] for use in parts], "b")
+    log.report(1, runs_of(uses[:split]) + runs_of(uses[split:]), "c")
+    assert log.audit(0).conflicts == []
+    assert log.audit(0).complete
+
+
+def test_who_tells_half_of_a_step_contradicts_who_told_all_of_it() -> None:
+    log = log_of((1, [Run(0, 0, 0, 10, 2)]))
+    log.report(1, [Run(1, 0, 10, 5)], "b")
+    assert log.audit(0).conflicts == [(1, "b")]
+
+
+def test_what_was_told_differently_of_void_steps_does_not_matter() -> None:
+    log = log_of((1, [Run(0, 0, 0, 5, 3)]))
+    log.report(1, [Run(1, 0, 5, 4), Run(2, 0, 9, 6)], "b")
+    assert log.audit(0).conflicts == [(1, "b"), (2, "b")]
+    log.rewind(2, 1)
+    assert log.audit(0).conflicts == []
+    log.report(1, [Run(1, 0, 6, 5)], "c")
+    assert log.audit(0).conflicts == []
+
+
+def test_what_was_told_of_settled_steps_is_not_compared() -> None:
+    log = log_of((1, [Run(0, 0, 0, 5, 3)]))
+    log.settle(2)
+    log.report(1, [Run(0, 0, 0, 4, 2), Run(2, 0, 10, 5)], "b")
+    assert log.audit(0).conflicts == []
+
+
+def test_a_log_from_before_tellings_were_compared_is_read() -> None:
+    log = log_of((1, [Run(0, 0, 0, 5, 4)]))
+    head, parts = msgspec.msgpack.decode(log.encode()[0])
+    assert UsageLog.decode([msgspec.msgpack.encode((head[:6], parts))]).audit(0) == log.audit(0)
 
 
 def test_what_was_left_out_on_purpose_is_not_missing() -> None:

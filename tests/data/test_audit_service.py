@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from forged.data import audit_service
-from forged.data.messages import AuditData, AuditView, ReportUsage
+from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict
 from forged.data.usage import Run
 from forged.elastic.messages import RescaleCompleted
 from forged.errors import RequestRefused
@@ -63,6 +63,16 @@ async def test_what_is_reported_again_changes_nothing() -> None:
         await report(stage, 1, 0, steps(3, 10))
         found = await audit(stage)
         assert (found.complete, found.repeated) == (True, [])
+
+
+@virtual
+async def test_who_reports_otherwise_than_others_is_told() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 10))
+        runs = [Run(0, 0, 0, 10, 9), Run(8, 0, 90, 10, dropped=True)]
+        await stage.spine.bus.ask(ReportUsage(JOB, "b", 1, 0, SAMPLES, runs))
+        found = await audit(stage)
+        assert (found.complete, found.conflicts) == (False, [UsageConflict(8, "b")])
 
 
 @virtual

@@ -129,6 +129,21 @@ def test_workers_do_not_wait_for_each_other() -> None:
     assert plan.estimated_seconds == pytest.approx(5.0)
 
 
+@pytest.mark.parametrize(("lanes", "seconds"), [(1, 99.0), (4, 24.75)])
+def test_whoever_has_what_all_need_is_busy_for_as_long_as_that_takes(lanes: int, seconds: float) -> None:
+    plan = redistributor(max_concurrent_transfers=lanes).calculate_plan(
+        spread(0), spread(*range(100)), 1_000, shards=100, pace=PACE
+    )
+    assert plan.estimated_seconds == pytest.approx(seconds)
+    assert plan.completion_times is not None
+    assert np.all(np.diff(plan.completion_times) >= 0)
+
+
+def test_the_origin_serves_any_number_at_once() -> None:
+    plan = redistributor().calculate_plan(ClusterTopology(), spread(*range(100)), 1_000, shards=100, pace=PACE)
+    assert plan.estimated_seconds == pytest.approx(1.0)
+
+
 def test_any_number_of_lanes_costs_no_more_memory() -> None:
     plan = plan_for_one(max_concurrent_transfers=2**31 - 1)
     assert plan.estimated_seconds == pytest.approx(1.5)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data.audit import UsageLog
-from forged.data.sampler import ElasticSampler, RankBatches, SamplerState, SamplingMode
+from forged.data.sampler import STATED_LATER, ElasticSampler, RankBatches, SamplerState, SamplingMode
 from forged.data.shards import Dataset
 from forged.data.usage import runs_of
 from forged.errors import RequestRefused
@@ -307,9 +307,25 @@ def test_a_state_in_shared_mode_is_plain_values() -> None:
 @both
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("total", 104), ("seed", 8), ("shuffle", False), ("epoch", -1), ("epoch", 1.5), ("epoch", None), ("epoch", 2**63)],
+    [("total", 104), ("seed", 8), ("shuffle", False), ("drop_last", True), ("mode", "other"), ("shards", 9)],
 )
-def test_the_state_of_another_order_is_refused_and_changes_nothing(mode: str, name: str, value: Any) -> None:
+def test_the_state_of_another_sampler_is_refused_and_changes_nothing(mode: str, name: str, value: Any) -> None:
+    sampler = either(mode)
+    sampler.advance()
+    own = sampler.settings[name]
+    with pytest.raises(RequestRefused) as caught:
+        sampler.load_state_dict({**sampler.state_dict(), name: value})
+    assert caught.value.code == "sampler_differs"
+    assert caught.value.message == (
+        f"the state is that of a sampler with {name} = {value}, and this one has {name} = {own}"
+    )
+    assert caught.value.fix == f"make this one with {name} = {value}"
+    assert sampler.state == SamplerState(0, 8)
+
+
+@both
+@pytest.mark.parametrize(("name", "value"), [("epoch", -1), ("epoch", 1.5), ("epoch", None), ("epoch", 2**63)])
+def test_a_state_that_is_none_is_refused_and_changes_nothing(mode: str, name: str, value: Any) -> None:
     sampler = either(mode)
     sampler.advance()
     with pytest.raises(RequestRefused, match=name) as caught:
@@ -321,7 +337,7 @@ def test_the_state_of_another_order_is_refused_and_changes_nothing(mode: str, na
 @both
 def test_half_a_state_is_refused(mode: str) -> None:
     sampler = either(mode)
-    for name in sampler.state_dict():
+    for name in sampler.state_dict().keys() - STATED_LATER:
         state = sampler.state_dict()
         del state[name]
         with pytest.raises(RequestRefused, match=name):
@@ -329,10 +345,35 @@ def test_half_a_state_is_refused(mode: str) -> None:
 
 
 def test_the_state_of_the_other_mode_is_refused() -> None:
-    with pytest.raises(RequestRefused, match="consumed"):
+    with pytest.raises(RequestRefused, match="with mode = sharded, and this one has mode = shared"):
         either("shared").load_state_dict(either("sharded").state_dict())
-    with pytest.raises(RequestRefused, match="cursors"):
+    with pytest.raises(RequestRefused, match="with mode = shared, and this one has mode = sharded"):
         either("sharded").load_state_dict(either("shared").state_dict())
+
+
+@both
+def test_a_state_from_before_all_settings_were_part_of_it_is_taken(mode: str) -> None:
+    sampler, other = either(mode), either(mode)
+    sampler.advance()
+    other.load_state_dict({name: value for name, value in sampler.state_dict().items() if name not in STATED_LATER})
+    assert other.state == sampler.state
+
+
+@both
+def test_the_state_of_another_mode_from_before_modes_were_told_is_refused(mode: str) -> None:
+    old = {name: value for name, value in either(mode).state_dict().items() if name not in STATED_LATER}
+    with pytest.raises(RequestRefused, match="part of a state of a sampler in this mode"):
+        either("shared" if mode == "sharded" else "sharded").load_state_dict(old)
+
+
+def test_numbers_may_be_numpys() -> None:
+    numbers: Any = np.array([100, 8, 7, 10])
+    total, batch, seed, shards = numbers
+    sampler = ElasticSampler(total, batch, seed, mode="sharded", dataset=Dataset(total, shards))
+    assert msgspec.json.decode(msgspec.json.encode([sampler.settings, sampler.global_batch])) == [
+        {"total": 100, "seed": 7, "shuffle": True, "drop_last": False, "mode": "sharded", "shards": 10},
+        8,
+    ]
 
 
 @pytest.mark.parametrize("consumed", [-1, 104, 1.0, None])

@@ -39,6 +39,7 @@ from forged.elastic.messages import (
     RescaleStarted,
     ShowCluster,
     WorkerFailed,
+    WorkerJoined,
 )
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import RemoveJob
@@ -202,7 +203,8 @@ class TestAPlan:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10))
             await stage.stop()
-            custody = stage.data._custody(OfferShards(JOB, "a", b"", 1, DATASET))
+            offer = OfferShards(JOB, "a", stage.crew["a"].incarnation, 1, DATASET)
+            custody = stage.data._custody(offer, await stage.data._members(offer))
             custody.gather(1, (stage.service.clusters[JOB].members["a"].worker,), (), 0.0)
             assert custody.offer(custody.member("a"), np.arange(10), False, 0, 0.0)
             await stage.offer("a")
@@ -270,6 +272,56 @@ class TestAPlan:
             answers = [await stage.spine.bus.ask(said) for said in (ShowData(JOB), PlanData(JOB, ["a", "b", "c"]))]
             assert isinstance(done[0], Draft)
             assert done[1:] == answers
+
+
+class TestWhatIsToldOfData:
+    @virtual
+    async def test_follows_from_the_rescale_and_is_in_its_story(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            await stage.come("c")
+            started = stage.last(RescaleStarted)
+            await stage.offer_all()
+            await stage.fetch("a", "b", "c")
+            await stage.commit("a", "b", "c")
+            found = [stage.last(kind) for kind in (TransfersPlanned, TransfersCompleted)]
+            assert [(record.cause, record.generation) for record in found] == [(started.id, 1)] * 2
+            story = [record.type for record in stage.spine.journal.story(started.id)]
+            assert {"TransfersPlanned", "TransfersCompleted"} <= set(story)
+
+    @virtual
+    async def test_of_a_bad_copy_follows_from_the_rescale_in_which_it_was_found(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            await stage.come("c")
+            started = stage.last(RescaleStarted)
+            await stage.offer_all()
+            await stage.crew["c"].ask(ReportCorruptShard(JOB, "c", "a", 3))
+            found = stage.last(CorruptShardFound)
+            assert (found.cause, found.generation) == (started.id, 1)
+
+    @virtual
+    async def test_follows_from_who_joined_where_it_is_what_the_workers_train_with(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            assert stage.last(DatasetDefined).cause == stage.records(WorkerJoined)[0].id
+
+    @virtual
+    async def test_follows_from_the_rescale_that_lacks_shards(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8))
+            await stage.stop()
+            await stage.offer("a")
+            lost = stage.last(ShardsLost)
+            assert (lost.cause, lost.generation) == (stage.last(RescaleStarted).id, 0)
+
+    @virtual
+    async def test_follows_from_no_rescale_where_a_script_has_shards_moved_besides(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            found = stage.last(CorruptShardFound)
+            assert (found.cause, found.generation) == (0, 1)
 
 
 class TestProgress:

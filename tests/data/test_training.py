@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
+import numpy as np
 import pytest
 
 from forged.data import DirectoryShardStore, ElasticSampler, FunctionOrigin, TrainingData
@@ -11,6 +13,8 @@ from forged.data.memory import MemoryShardStore
 from forged.data.messages import DatasetSpec
 from forged.data.origin import ORIGIN_TIMEOUT_S
 from forged.data.planner import REPLICATION_MAX
+from forged.data.shards import Dataset
+from forged.data.training import common_of
 from forged.errors import RequestRefused
 from forged.worker.worker import ElasticWorker
 
@@ -99,6 +103,43 @@ def test_a_weight_that_is_none_is_refused_before_a_directory_is_made(tmp_path: P
         TrainingData(100, 10, tmp_path / "shards", weight=0)
     assert error.value.code == "weight_invalid"
     assert not (tmp_path / "shards").exists()
+
+
+def test_numbers_may_be_numpys() -> None:
+    samples, shards, copies = cast("tuple[int, int, int]", (np.int64(100), np.int32(10), np.uint8(1)))
+    data = TrainingData(samples, shards, MemoryShardStore(), replication=copies)
+    assert msgspec.json.encode(data.spec) == b'{"samples":100,"shards":10,"replication":1,"has_origin":false}'
+
+
+def test_a_sharded_sampler_without_data_is_refused_at_once() -> None:
+    with pytest.raises(RequestRefused, match="this worker has no training data") as error:
+        ElasticWorker("a", sampler=ElasticSampler(100, 10, mode="sharded", dataset=Dataset(100, 5)))
+    assert error.value.code == "sampler_differs"
+    assert error.value.fix == "give it `data`, or let the mode be shared"
+
+
+def test_a_sharded_sampler_of_other_shards_is_refused_at_once() -> None:
+    data = TrainingData(100, 10, MemoryShardStore())
+    with pytest.raises(RequestRefused, match="the data has 10 shards, and the sampler 5") as error:
+        ElasticWorker("a", data=data, sampler=ElasticSampler(100, 10, mode="sharded", dataset=Dataset(100, 5)))
+    assert error.value.code == "sampler_differs"
+    assert error.value.fix == "give both the same dataset"
+
+
+def test_workers_have_the_dataset_and_the_order_of_its_samples_in_common() -> None:
+    data = TrainingData(100, 10, MemoryShardStore(), weight=3.0)
+    assert common_of(None, None) == {}
+    assert common_of(data, ElasticSampler(100, 10, seed=7, drop_last=True)) == {
+        "dataset": {"samples": 100, "shards": 10, "replication": 0, "has_origin": False},
+        "sampler": {
+            "total": 100,
+            "seed": 7,
+            "shuffle": True,
+            "drop_last": True,
+            "mode": "shared",
+            "shards": 0,
+        },
+    }
 
 
 def test_a_sampler_of_other_samples_is_refused_at_once() -> None:

@@ -28,7 +28,7 @@ from forged.data.store import ArrivingShard, ShardStore, Stamp
 from forged.data.transfers import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.errors import ConfigError, ForgedError, Unavailable
+from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
 from forged.net import bulk
 from forged.retry import RetryPolicy
 from forged.worker import delivery, shards
@@ -215,6 +215,29 @@ async def test_what_is_held_already_is_not_moved() -> None:
         assert await ward.move(manager, 1, 1) is None
 
 
+async def test_what_belongs_to_no_worker_moves_nothing_and_says_what_to_do() -> None:
+    async with open_ward(2) as ward:
+        manager = DataTransferManager(max_concurrent_transfers=4)
+        plan = plan_for(ward, 2, {1: [0, 1]}, {})
+        for moving in (manager.execute_plan(plan), manager.transfer_data_shards(ward.workers[1], ward.me, shard(0))):
+            with pytest.raises(RequestRefused) as error:
+                await moving
+            assert error.value.code == "manager_unbound"
+            assert "ElasticWorker.transfers" in error.value.fix
+
+
+async def test_what_is_bound_to_a_worker_moves_shards_to_it() -> None:
+    async with open_ward(2) as ward:
+        put(ward.stores[1], 0, 1)
+        manager = DataTransferManager(max_concurrent_transfers=4)
+        assert manager.bind(ward.me, ward.store, ward.meshes[0].visit_shards) is manager
+        report = await manager.execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))
+        assert sorted(one.shard_id for one in report.moved) == [0, 1]
+        with pytest.raises(RequestRefused) as error:
+            manager.bind(ward.workers[1], ward.stores[1], ward.meshes[1].visit_shards)
+        assert error.value.code == "manager_bound"
+
+
 async def test_an_empty_plan_is_done_at_once() -> None:
     async with open_ward(2) as ward:
         report = await ward.manager().execute_plan(plan_for(ward, 0, {}, {}))
@@ -326,7 +349,7 @@ async def test_who_holds_no_store_gives_nothing() -> None:
             await ward.move(ward.manager(), 0, 1)
 
 
-@pytest.mark.parametrize("percent", range(0, 101, 10))
+@pytest.mark.parametrize("percent", range(101))
 async def test_a_source_that_breaks_off_is_gone_on_with_where_it_stopped(percent: int, tmp_path: Path) -> None:
     """Also when no other connection to it ever comes about: then a copy gives the rest."""
     async with open_ward(3, directories(tmp_path)) as ward:

@@ -57,6 +57,7 @@ def test_what_comes_back_is_what_was_there() -> None:
     play.form("a", "b", step=3, learning_rate=0.1, global_batch_size=64)
     play.cluster.drain("b", play.now, "maintenance")
     play.cluster.pause(play.now, "lunch")
+    play.cluster.agree({"dataset": {"samples": 100}})
     play.die("c")
     play.settle()
     before, known = play.cluster, dict(play.cluster.members)
@@ -64,7 +65,7 @@ def test_what_comes_back_is_what_was_there() -> None:
     after = play.cluster
     for name in ("settings", "key", "phase", "paused", "topology", "world", "state", "attempts", "failures"):
         assert getattr(after, name) == getattr(before, name), name
-    for name in ("base", "reason", "why", "state_holders"):
+    for name in ("base", "reason", "why", "state_holders", "common"):
         assert getattr(after, name) == getattr(before, name), name
     assert after.state_holders == {"a", "b", "c"}
     assert list(after.world) == ["c", "a", "b"]

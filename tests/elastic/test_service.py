@@ -810,6 +810,77 @@ def test_a_stop_where_no_training_can_be_is_refused_and_counts_for_nothing(more:
     play()
 
 
+COMMON: dict[str, dict[str, SettingValue]] = {"dataset": {"samples": 100}, "sampler": {"seed": 7}}
+
+
+@virtual
+@pytest.mark.parametrize(
+    ("common", "code"),
+    [
+        ({"sampler": COMMON["sampler"]}, "dataset_missing"),
+        ({**COMMON, "dataset": {"samples": 101}}, "dataset_differs"),
+        ({**COMMON, "sampler": {"seed": 8}}, "sampler_differs"),
+    ],
+)
+async def test_who_would_train_with_something_else_does_not_join(
+    common: dict[str, dict[str, SettingValue]], code: str
+) -> None:
+    async with a_stage() as stage:
+        await stage.worker("a").join({}, common=COMMON)
+        with pytest.raises(RequestRefused) as error:
+            await stage.worker("b").join(common=common)
+        assert error.value.code == code
+        assert list(stage.service.clusters[JOB].members) == ["a"]
+
+
+@virtual
+async def test_who_would_train_with_something_else_does_not_join_behind_a_restart_either() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        await stage.worker("a").join({}, common=COMMON)
+    async with a_stage(store) as stage:
+        with pytest.raises(RequestRefused) as error:
+            await stage.worker("b").join(common={})
+        assert error.value.code == "dataset_missing"
+
+
+@virtual
+async def test_what_nobody_has_trained_with_binds_nobody() -> None:
+    """Whoever is found to be set up wrongly is started anew."""
+    async with a_stage() as stage:
+        a = stage.worker("a")
+        await a.join({}, common={})
+        await a.leave()
+        await stage.worker("b").join(common=COMMON)
+        with pytest.raises(RequestRefused) as error:
+            await stage.worker("c").join(common={})
+        assert error.value.code == "dataset_missing"
+
+
+@virtual
+async def test_what_was_trained_with_binds_who_comes_when_all_have_gone() -> None:
+    async with a_stage() as stage:
+        a = stage.worker("a")
+        await a.join({"stability_window_ms": 0}, common=COMMON)
+        await stage.wait(0.1)
+        await a.stop(1, 0, holds_state=False)
+        await stage.wait(0.1)
+        assert stage.service.generation(JOB) == 1
+        await a.leave()
+        with pytest.raises(RequestRefused) as error:
+            await stage.worker("b").join(common={})
+        assert error.value.code == "dataset_missing"
+
+
+@virtual
+async def test_more_in_common_than_anybody_has_is_refused() -> None:
+    async with a_stage() as stage:
+        with pytest.raises(RequestRefused) as error:
+            await stage.worker("a").join({}, common={"dataset": {"name": "x" * 10_000}})
+        assert error.value.code == "common_invalid"
+        assert JOB not in stage.service.clusters
+
+
 @virtual
 async def test_a_job_that_nobody_has_joined_is_not_trained() -> None:
     async with a_stage() as stage:

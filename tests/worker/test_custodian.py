@@ -183,7 +183,7 @@ class Scene:
     def tries_once(self) -> None:
         """It asks nobody twice in the same try."""
         manager = self.custodian._manager
-        manager._equipment = replace(manager._equipment, retry=RetryPolicy(attempts=1))
+        manager._equipped = replace(manager._equipment, retry=RetryPolicy(attempts=1))
 
     async def take_part(self, attempt: int, given: TransferPart) -> None:
         self.line.part = given

@@ -273,6 +273,29 @@ class TestAWorld:
             assert [worker.should_handle_shard(n, 5) for n in range(5)] == [n % 2 == worker.rank for n in range(5)]
             assert not worker.should_handle_shard(SHARDS, SHARDS)
 
+    @pytest.mark.parametrize("first", ["with", "without"])
+    async def test_takes_in_nobody_who_would_train_on_nothing(self, house: House, first: str) -> None:
+        async with ranch_at(house) as ranch:
+            made = {"with": TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN), "without": None}
+            ranch.crew.make("a", data=made[first])
+            ranch.crew.make("b", data=made["without" if first == "with" else "with"])
+            ranch.crew.start("a")
+            await ranch.crew.world_of("a")
+            ranch.crew.start("b")
+            (error,) = await ranch.crew.over("b")
+            assert getattr(error, "code", error) == ("dataset_missing" if first == "with" else "dataset_differs")
+            await ranch.crew.world_of("a")
+
+    async def test_takes_in_nobody_with_another_dataset_and_does_not_stop_for_it(self, house: House) -> None:
+        async with ranch_at(house) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+            ranch.start("b", replication=1)
+            (error,) = await ranch.crew.over("b")
+            assert getattr(error, "code", error) == "dataset_differs"
+            assert "replication = 0, and 1 here" in str(error)
+            assert len(await ranch.facts(RescaleStarted)) == 1
+
     async def test_of_two_jobs_at_once_keeps_them_apart(self, house: House) -> None:
         async with ranch_at(house) as ranch:
             ranch.start("a", "b")
@@ -288,6 +311,19 @@ class TestAWorld:
 
 
 class TestSampling:
+    @pytest.mark.parametrize("with_data", [False, True])
+    async def test_goes_on_with_nobody_whose_sampler_is_another(self, house: House, with_data: bool) -> None:
+        async with ranch_at(house) as ranch:
+            for name, drop_last in (("a", False), ("b", True)):
+                data = TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN) if with_data else None
+                ranch.crew.make(name, data=data, sampler=ElasticSampler(SAMPLES, BATCH, SEED, drop_last=drop_last))
+            ranch.crew.start("a")
+            await ranch.crew.until(lambda: ranch.crew["a"].worker.is_registered)
+            ranch.crew.start("b")
+            (error,) = await ranch.crew.over("b")
+            assert getattr(error, "code", error) == "sampler_differs"
+            assert "drop_last = False, and True here" in str(error)
+
     @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
     async def test_uses_each_sample_once_whoever_comes_and_dies(self, house: House, is_sharded: bool) -> None:
         async with ranch_at(house, is_sharded=is_sharded, replication=1) as ranch, ranch.client() as client:

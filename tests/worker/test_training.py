@@ -18,6 +18,10 @@ import numpy as np
 import pytest
 
 from forged.client import BlockingClient
+from forged.data.memory import MemoryShardStore
+from forged.data.outcome import MovedShard
+from forged.data.shards import Dataset
+from forged.data.training import TrainingData
 from forged.elastic.messages import JobCompleted, WorkerFailed, WorkerJoined, WorkerLeft
 from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, WorkerStatus
 from forged.errors import ConfigError, RequestRefused
@@ -772,6 +776,33 @@ class TestWhatItTells:
             assert worker.should_handle_shard(3, 4)
             metadata = worker.worker.get_metadata()
             assert (metadata.status, metadata.custom_attributes) == (WorkerStatus.ACTIVE, {"gpu": "none"})
+
+    def test_its_transfers_bring_shards_from_another_worker(self, scripts: Scripts) -> None:
+        dataset, stores = Dataset(8, 4), {name: MemoryShardStore() for name in "ab"}
+        for shard in range(4):
+            stores["b"].put(shard, [b"%d" % shard * 100])
+
+        def script(worker: Training) -> list[MovedShard | None]:
+            moved: list[MovedShard | None] = []
+            for _ in worker.steps(2):
+                if worker.worker_id.id == "a" and not moved:
+                    assert worker.current_topology is not None
+                    (other,) = set(worker.current_topology.workers) - {worker.worker_id}
+                    theirs = (shard for shard in range(4) if not worker.should_handle_shard(shard, 4))
+                    moved = [
+                        worker.transfers.transfer_data_shards(other, worker.worker_id, dataset.shard(shard))
+                        for shard in theirs
+                    ]
+                worker.barrier()
+            return moved
+
+        both = [
+            scripts.start(name, script, config=config(min_workers=2), data=TrainingData(8, 4, store))
+            for name, store in stores.items()
+        ]
+        moved, nothing = [script.result(PATIENCE_S) for script in both]
+        assert (len([one for one in moved if one is not None]), nothing) == (2, [])
+        assert set(stores["a"].held()) == {0, 1, 2, 3}
 
     def test_how_far_the_training_is_may_be_said_before_it_begins(self, endpoint: str) -> None:
         with at(endpoint) as worker:

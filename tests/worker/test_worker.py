@@ -17,6 +17,7 @@ import pytest
 from forged.client import ForgedClient
 from forged.data.memory import MemoryShardStore
 from forged.data.planner import DataRedistributor
+from forged.data.shards import Dataset
 from forged.data.training import TrainingData
 from forged.elastic.members import PULSE_INTERVAL_S
 from forged.elastic.messages import (
@@ -852,6 +853,22 @@ class TestLeaving:
         report = await a.redistribute_data(plan)
         assert report.is_complete
         assert {one.source for one in report.moved} == {b.worker_id}
+        assert stores[0].held() == stores[1].held()
+        await b.disconnect()
+        await a.disconnect()
+
+    async def test_its_transfers_bring_a_shard_from_another_worker(self, house: House) -> None:
+        stores = [MemoryShardStore(), MemoryShardStore()]
+        stores[1].put(2, [b"2" * 100])
+        a, b = (
+            ElasticWorker(name, config(), job=JOB, data=TrainingData(8, 4, store))
+            for name, store in zip("ab", stores, strict=True)
+        )
+        await a.connect(house.endpoint)
+        await b.connect(house.endpoint)
+        moved = await a.transfers.transfer_data_shards(b.worker_id, a.worker_id, Dataset(8, 4).shard(2))
+        assert moved is not None
+        assert (moved.shard_id, moved.source) == (2, b.worker_id)
         assert stores[0].held() == stores[1].held()
         await b.disconnect()
         await a.disconnect()
