@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from forged.client import ForgedClient
-from tests.client.conftest import neighbour
-from tests.client.house import SOON, House, config_in
+from tests.client.conftest import house, neighbour
+from tests.client.house import SOON, House
 from tests.worker.crew import Crew, crew_at
 
-__all__ = ["neighbour"]
-
-
-@pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    """A running daemon."""
-    house = House(config_in(tmp_path))
-    await house.open()
-    yield house
-    await house.close()
+__all__ = ["house", "neighbour"]
 
 
 @pytest.fixture
