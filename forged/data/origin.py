@@ -201,9 +201,7 @@ def _translated(shard_id: int) -> Iterator[None]:
     except ForgedError:
         raise
     except Exception as error:
-        raise Unavailable(
-            "origin_failed", f"shard {shard_id} cannot be had from its origin: {describe(error)}", "see there"
-        ) from error
+        raise Unavailable("origin_failed", f"the origin failed over shard {shard_id}: {describe(error)}", "") from error
 
 
 class _Inlet(io.RawIOBase):
