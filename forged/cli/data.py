@@ -22,12 +22,15 @@ from forged.line.wire import Wire
 
 DATALESS = frozenset({"job_without_data"})
 UNTOLD = DATALESS | {"request_unknown"}
+GONE = frozenset({"job_unknown"})
+"""What a job may be between two questions."""
 EPOCHS_AUDITED_MAX = 1000
 """The newest, where none is named."""
 EPOCH_DIGITS_MAX = 18
 EPOCH_END = 10**EPOCH_DIGITS_MAX
 RANGES_SHOWN_MAX = 8
 LIST_COLUMNS = ("job", "samples", "shards", "replication", "has_origin", "generation", "workers")
+LOST_COLUMNS = ("lost_shards", "lost_because", "last_held_by")
 WORKER_COLUMNS = ("worker_id", "owned", "copies", "samples")
 
 
@@ -70,7 +73,7 @@ def _data_of(wire: Wire, job: Any) -> Row:
     try:
         return answers.one(wire, "ShowData", job=job)
     except RequestRefused as refusal:
-        if refusal.code not in DATALESS:
+        if refusal.code not in DATALESS | GONE:
             raise
         return {}
 
@@ -83,8 +86,12 @@ def _show(options: Options) -> int:
 
 
 def _show_view(view: Row) -> None:
-    whole = {key: value for key, value in view.items() if key != "workers"}
+    lost = count_in(view, "lost")
+    left_out = {"workers"} if lost else {"workers", "lost", *LOST_COLUMNS}
+    whole = {key: value for key, value in view.items() if key not in left_out}
     show.pairs(whole | {"dataset": dataset_in_words(view.get("dataset"))})
+    if lost and (by := answers.list_in(view, "last_held_by")):
+        print(f"the lost shards were {brought_back_by(by)}")
     print()
     workers = answers.rows_in(view, "workers")
     is_weighted = any(worker.get("weight", 1) != 1 for worker in workers)
@@ -239,6 +246,12 @@ def totals_in_words(totals: Any) -> str:
     return f"{said}, in about {show.field('_s', estimated_s)}" if estimated_s else said
 
 
+def brought_back_by(workers: Sequence[Any]) -> str:
+    """Who had lost shards last, and has to be started again for them."""
+    it = "it again with its directory" if len(workers) == 1 else "them again, each with its directory"
+    return f"last with {show.names(workers)}: start {it}"
+
+
 def shards_in_words(count: int) -> str:
     """So many shards."""
     return f"{count:,} shard{'' if count == 1 else 's'}"
@@ -266,6 +279,10 @@ def _count_in_words(count: Any) -> str:
     return shards_in_words(count) if isinstance(count, int) and count else ""
 
 
+def _brought_back_in_words(workers: Any) -> str:
+    return brought_back_by(workers) if isinstance(workers, list) and workers else ""
+
+
 def _size_in_words(count: Any) -> str:
     return show.size(count) if isinstance(count, int) and count > 0 else ""
 
@@ -284,6 +301,7 @@ CLAUSES: Mapping[str, tuple[str, ...]] = {
         "attempt {attempt}: {count} can be had from nobody any more",
         ", such as {shards}",
         " ({reason})",
+        "; {last_held_by}",
     ),
     "CorruptShardFound": ("{worker_id} has a damaged copy of shard {shard}", ", as {found_by} has found"),
 }
@@ -293,6 +311,7 @@ IN_WORDS: Mapping[str, Callable[[Any], str]] = {
     "totals": totals_in_words,
     "transfers": _count_in_words,
     "count": _count_in_words,
+    "last_held_by": _brought_back_in_words,
     "bytes": _size_in_words,
 }
 """Fields of these facts that have words of their own; empty where there is nothing to say."""

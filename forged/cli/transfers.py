@@ -16,7 +16,7 @@ from typing import Any
 from forged.cli import answers, show
 from forged.cli.answers import Row, count_in
 from forged.cli.connection import Connection
-from forged.cli.data import of_job, shards_in_words
+from forged.cli.data import brought_back_by, of_job, shards_in_words
 from forged.cli.events import over_restarts
 from forged.cli.grammar import Options, Parser
 from forged.cli.output import answer, print_json
@@ -149,12 +149,15 @@ def in_short(view: Row) -> str:
     totals = totals if isinstance(totals, dict) else {}
     begin = f"attempt {show.field('', view.get('attempt'))}"
     missing = answers.list_in(view, "waiting_for")
+    if view.get("aborted"):
+        lost = count_in(view, "lost")
+        return f"{begin}: {f'nobody has {_lost(view, lost)}; ' if lost else ''}the job was aborted"
     if missing:
         return f"{begin}: waits for {show.names(missing)} to say what they hold"
     if lost := count_in(view, "lost"):
-        named = show.field("", answers.list_in(view, "lost_shards")[: show.NAMES_MAX])
-        because = f" ({view['lost_because']})" if view.get("lost_because") else ""
-        return f"{begin}: nobody has {shards_in_words(lost)}, such as {named}{because}; waits for a worker that does"
+        by = answers.list_in(view, "last_held_by")
+        fix = f"; {brought_back_by(by)}" if by else ""
+        return f"{begin}: nobody has {_lost(view, lost)}; waits for a worker that does{fix}"
     done, moved, elapsed_s = count_in(view, "done"), count_in(view, "bytes"), _seconds(view, "elapsed_s")
     estimated_s = _seconds(totals, "estimated_s")
     if not _runs(view):
@@ -165,6 +168,12 @@ def in_short(view: Row) -> str:
     if moved and elapsed_s:
         said += f", {show.size(int(moved / elapsed_s))}/s"
     return f"{said}, after {show.duration(elapsed_s)}{f' of about {show.duration(estimated_s)}' if estimated_s else ''}"
+
+
+def _lost(view: Row, count: int) -> str:
+    named = show.field("", answers.list_in(view, "lost_shards")[: show.NAMES_MAX])
+    because = f" ({view['lost_because']})" if view.get("lost_because") else ""
+    return f"{shards_in_words(count)}, such as {named}{because}"
 
 
 def _runs(view: Row) -> bool:

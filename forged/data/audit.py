@@ -128,22 +128,26 @@ class UsageLog:
 
     def _compare(self, again: Sequence[Run], worker: str) -> None:
         """Find the steps of which others have told something else."""
-        end = max((run.end_step for run in again), default=0)
-        first = max(self._settled, end - COMPARED_STEPS_MAX)
-        by_epoch: dict[int, list[tuple[int, ...]]] = {
+        if not again:
+            return
+        end = max(run.end_step for run in again)
+        first = max(self._settled, end - COMPARED_STEPS_MAX, min(run.step for run in again))
+        rows: dict[int, list[tuple[int, ...]]] = {
             number: [] for number, epoch in self._epochs.items() if epoch.table.reaches(first, end)
         }
         for run in again:
-            row = (run.step, run.start, run.size, run.count, run.dropped)
-            by_epoch.setdefault(run.epoch, []).append(row)
-        spans = [(max(run.step, first), min(run.end_step, end)) for run in again if run.end_step > first]
-        for number, rows in by_epoch.items():
-            told = per_step(np.array(rows, np.int64).reshape(-1, 5).T, first, end)
+            rows.setdefault(run.epoch, []).append((run.step, run.start, run.size, run.count, run.dropped))
+        told = {
+            number: per_step(np.array(of_epoch, np.int64).reshape(-1, 5).T, first, end)
+            for number, of_epoch in rows.items()
+        }
+        # A step of which this worker tells nothing is none that it contradicts.
+        steps = np.unique(np.concatenate([of_epoch[0] for of_epoch in told.values()]))
+        for number, of_epoch in told.items():
             epoch = self._epochs.get(number)
-            known = told[:, :0] if epoch is None else epoch.table.between(first, end)
-            for step in _differing(known, told):
-                # A step of which this worker tells nothing is none that it contradicts.
-                if any(start <= step < stop for start, stop in spans) and len(self._conflicts) < CONFLICTS_MAX:
+            known = of_epoch[:, :0] if epoch is None else epoch.table.between(first, end)
+            for step in np.intersect1d(_differing(known, of_epoch), steps).tolist():
+                if len(self._conflicts) < CONFLICTS_MAX:
                     self._conflicts[step, number, worker[:WORKER_CHARS_MAX]] = None
 
     def rewind(self, generation: int, step: int) -> None:
@@ -348,12 +352,12 @@ def _check_run(run: Run, samples: int) -> None:
         raise RequestRefused("usage_invalid", text)
 
 
-def _differing(known: Column, told: Column) -> list[int]:
+def _differing(known: Column, told: Column) -> Column:
     """The steps of which they do not say the same."""
     if np.array_equal(known, told):
-        return []
+        return known[0, :0]
     rows, times = np.unique(np.concatenate([known, told], axis=1), axis=1, return_counts=True)
-    differing: list[int] = np.unique(rows[0, times == 1]).tolist()
+    differing: Column = rows[0, times == 1]
     return differing
 
 

@@ -9,7 +9,7 @@ and that cannot be had again, is named and never left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,15 @@ from forged.data.shards import Dataset, Indices
 from forged.data.shares import check_weight
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.elastic.words import counted
+from forged.elastic.words import counted, named
 from forged.errors import RequestRefused
 
 BAD_COPIES_KEPT_MAX = 10_000
 """Of so many bad copies in an attempt it is remembered that they are known."""
 FURTHER_SOURCES_MAX = 3
 """So many workers are named from which a shard can be had, besides the one that is asked first."""
+SHARDS_LOST = "shards_lost"
+"""The code with which a member is told that there is no plan, because nobody has some shards."""
 NO_SOURCE = -2
 """Where nobody else has a shard."""
 
@@ -164,12 +166,14 @@ class Custody:
             plan.copy_assignments.ids(worker)
         lost = self._lost(plan)
         totals = _totals(plan, bytes_per_sample)
-        return Draft(plan, totals, bytes_per_sample, pace, int(lost.size), _first(lost), weights)
+        return Draft(
+            plan, totals, bytes_per_sample, pace, int(lost.size), _first(lost), self.last_holders(lost, held), weights
+        )
 
     def settle(self, gathering: Gathering, draft: Draft) -> None:
         """Let members fetch what was drafted."""
         gathering.plan, gathering.totals, gathering.is_drafted = draft.plan, draft.totals, True
-        gathering.lost = Lack(draft.lost, draft.lost_shards)
+        gathering.lost = Lack(draft.lost, draft.lost_shards, last_held_by=draft.lost_by)
         self._bytes_per_sample, self._pace = draft.bytes_per_sample, draft.pace
 
     def _owners_now(self, held: Mapping[WorkerId, Ids]) -> Column:
@@ -199,6 +203,14 @@ class Custody:
         lost: Ids = columns.shards[is_lost & (not self.dataset.has_origin)]
         return lost
 
+    def last_holders(self, shards: Ids, there: Collection[WorkerId]) -> tuple[str, ...]:
+        """Who had these in the last world and is not there, whoever had most of them first."""
+        known = self.assignment
+        holders = np.concatenate((known.owners[np.newaxis, shards], known.replicas[:, shards]))
+        held = count(holders, len(known.workers))
+        order = np.argsort(-held, kind="stable")[: np.count_nonzero(held)].tolist()
+        return tuple(known.workers[place].id for place in order if known.workers[place] not in there)[:NAMED_MAX]
+
     # What members ask.
 
     def part_for(self, worker_id: str, attempt: int, after: int) -> TransferPart:
@@ -208,11 +220,11 @@ class Custody:
             raise RequestRefused("attempt_over", f"attempt {attempt} is not under way", "go by the newest")
         plan = gathering.plan
         if plan is None:
+            if gathering.lost.number:
+                raise RequestRefused(SHARDS_LOST, lack_in_words(gathering.lost), "ask later")
             waiting_for = ", ".join(worker.id for worker in gathering.waiting_for[:NAMED_MAX])
             raise RequestRefused(
-                "plan_pending",
-                f"nothing is planned yet; waiting for {waiting_for or 'who has lost shards'}",
-                "ask later",
+                "plan_pending", f"nothing is planned yet; waiting for {waiting_for or 'the plan'}", "ask later"
             )
         worker = next((worker for worker in plan.workers if worker.id == worker_id), None)
         if worker is None:
@@ -279,13 +291,17 @@ class Custody:
         self.doubts.add(source, shard)
         return is_news
 
-    def refuse(self, gathering: Gathering, worker_id: str, lack: Lack) -> bool:
-        """The origin does not give a member what no worker has; tells whether that is news."""
+    def require_shards(self, number: int, named: Sequence[int]) -> None:
+        """Refuse a number of shards that there are not, or some that there are not."""
         shards = self.dataset.shards
-        if not 1 <= lack.number <= shards or len(lack.shards) > NAMED_MAX or any(one >= shards for one in lack.shards):
+        if not 1 <= number <= shards or len(named) > NAMED_MAX or any(one >= shards for one in named):
             raise RequestRefused(
                 "shard_invalid", f"so many of {shards} shards, or those, cannot be missing", "see the dataset"
             )
+
+    def refuse(self, gathering: Gathering, worker_id: str, lack: Lack) -> bool:
+        """The origin does not give a member what no worker has; tells whether that is news."""
+        self.require_shards(lack.number, lack.shards)
         known = gathering.refused.get(worker_id, Lack())
         gathering.refused[worker_id] = lack
         return known[:2] != lack[:2]
@@ -341,7 +357,17 @@ class Custody:
         """Who holds what. Changes nothing, so a thread may ask."""
         assignment = self.assignment
         held = list(self._held(assignment))
-        return DataView(job=self.job, dataset=self.dataset, generation=assignment.generation, workers=held)
+        lack = Lack() if self.gathering is None else self.gathering.lack
+        return DataView(
+            job=self.job,
+            dataset=self.dataset,
+            generation=assignment.generation,
+            workers=held,
+            lost=lack.number,
+            lost_shards=list(lack.shards),
+            lost_because=lack.reason,
+            last_held_by=list(lack.last_held_by),
+        )
 
     def _held(self, assignment: Assignment) -> Iterator[HeldView]:
         workers = len(assignment.workers)
@@ -391,6 +417,19 @@ def _pace_of(speeds: Iterable[float], bytes_per_sample: float) -> TransferPace |
     if not (known and bytes_per_sample):
         return None
     return TransferPace(sum(speed / len(known) for speed in known), bytes_per_sample)
+
+
+def lack_in_words(lack: Lack) -> str:
+    """What nobody has, and who may bring it back."""
+    shards = ", ".join(map(str, lack.shards)) + (", …" if lack.number > len(lack.shards) else "")
+    said = f"nobody has {counted(lack.number, 'shard')} any more: {shards}"
+    return f"{said}; {brought_back_by(lack.last_held_by)}" if lack.last_held_by else said
+
+
+def brought_back_by(workers: Sequence[str]) -> str:
+    """Who has to be started again for its shards."""
+    it = "it again with its directory" if len(workers) == 1 else "them again, each with its directory"
+    return f"last with {named(workers)}: start {it}"
 
 
 def _first(shards: Ids) -> tuple[int, ...]:

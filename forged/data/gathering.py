@@ -76,6 +76,8 @@ class Lack(NamedTuple):
     number: int = 0
     shards: tuple[int, ...] = ()
     reason: str = ""
+    last_held_by: tuple[str, ...] = ()
+    """Who had them in the last world, and is not there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +92,8 @@ class Draft:
     """How many shards nobody has, though they cannot be had again."""
     lost_shards: tuple[int, ...]
     """The first of them."""
+    lost_by: tuple[str, ...]
+    """Who had them in the last world, and is not there."""
     weights: Mapping[WorkerId, float]
     """How much of the data each should hold, in proportion; 1 for who is not named."""
 
@@ -109,6 +113,8 @@ class Gathering:
     is_drafted: bool = False
     is_left: bool = False
     """Whether another attempt was asked for, so that nothing more comes of this one."""
+    is_aborted: bool = False
+    """Whether the job was given up meanwhile."""
     plan: DataRedistributionPlan | None = None
     """None while nothing is planned, and where some shards are with nobody."""
     totals: TransferTotals = field(default_factory=TransferTotals)
@@ -150,7 +156,8 @@ class Gathering:
         lacks = [lack for lack in (self.lost, *self.refused.values()) if lack.number]
         shards = sorted({shard for lack in lacks for shard in lack.shards})
         reason = next((lack.reason for lack in lacks if lack.reason), "")
-        return Lack(sum(lack.number for lack in lacks), tuple(shards[:NAMED_MAX]), reason)
+        by = dict.fromkeys(worker for lack in lacks for worker in lack.last_held_by)
+        return Lack(sum(lack.number for lack in lacks), tuple(shards[:NAMED_MAX]), reason, tuple(by)[:NAMED_MAX])
 
     @property
     def is_over(self) -> bool:

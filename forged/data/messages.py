@@ -83,6 +83,8 @@ class ShardsLost(Fact, frozen=True):
     shards: list[int]
     reason: str = ""
     """Why they cannot be had, where there is more to say."""
+    last_held_by: list[str] = []  # noqa: RUF012 - msgspec copies it
+    """Who had them in the last world, and is not there: started again with its directory, it brings them back."""
 
 
 class CorruptShardFound(Fact, frozen=True):
@@ -245,6 +247,12 @@ class DataView(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """Of the world that holds it so; 0 while nobody holds any."""
     workers: list[HeldView]
+    lost: int = 0
+    """As in `TransfersView`."""
+    lost_shards: list[int] = []
+    lost_because: str = ""
+    last_held_by: list[str] = []
+    """Who had them in the last world, and is not there."""
 
 
 class ShowData(Request[DataView], frozen=True):
@@ -285,6 +293,10 @@ class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
     """The first of them."""
     lost_because: str = ""
     """Why they cannot be had, where there is more to say."""
+    last_held_by: list[str] = []
+    """Who had them in the last world, and is not there."""
+    aborted: bool = False
+    """Whether the job was given up meanwhile, so that nothing is waited for."""
     workers: list[WorkerTransfers]
 
 

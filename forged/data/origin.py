@@ -213,9 +213,7 @@ def _translated(shard_id: int, kind: type[BaseException] = Exception) -> Iterato
     except ForgedError:
         raise
     except kind as error:
-        raise Unavailable(
-            "origin_failed", f"shard {shard_id} cannot be had from its origin: {describe(error)}", "see there"
-        ) from error
+        raise Unavailable("origin_failed", f"the origin failed over shard {shard_id}: {describe(error)}", "") from error
 
 
 class _Inlet(io.RawIOBase):

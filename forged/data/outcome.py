@@ -6,6 +6,8 @@ missing, and then everything that was tried is told.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +17,7 @@ from forged.data.store import StoreFailed
 from forged.errors import Unavailable
 
 SHARDS_NAMED_MAX = 20
+ORIGIN = "the origin"
 
 
 class MovedShard(msgspec.Struct, frozen=True):
@@ -42,12 +45,25 @@ class MissingShard(msgspec.Struct, frozen=True):
     failures: tuple[SourceFailure, ...]
 
     def __str__(self) -> str:
+        return f"shard {self.shard_id} ({self.why})"
+
+    @property
+    def why(self) -> str:
+        """Why it is not here, without its number: several may be missing for the same reason."""
         if self.is_own_fault:
-            return f"shard {self.shard_id} ({self.reason})"
+            return self.reason
         # Most sources were asked several times, and said the same.
-        asked = dict.fromkeys(f"{failure.source or 'the origin'}: {failure.reason}" for failure in self.failures)
-        tried = "; ".join(asked)
-        return f"shard {self.shard_id} ({tried or 'nobody has it'})"
+        return "; ".join(dict.fromkeys(map(self._told_by, self.failures))) or "nobody has it"
+
+    def _told_by(self, failure: SourceFailure) -> str:
+        reason = self._about_it(failure.reason)
+        if failure.source is None and reason.startswith(ORIGIN):
+            return reason
+        return f"{failure.source or ORIGIN}: {reason}"
+
+    def _about_it(self, reason: str) -> str:
+        """A reason where it is clear which shard is meant."""
+        return re.sub(rf"\bshard {self.shard_id}\b", "it", re.sub(rf" for shard {self.shard_id}\b", "", reason))
 
     @property
     def is_own_fault(self) -> bool:
@@ -67,7 +83,7 @@ class MissingShard(msgspec.Struct, frozen=True):
     @property
     def reason(self) -> str:
         """What went wrong last."""
-        return self.failures[-1].reason if self.failures else "nobody has it"
+        return self._about_it(self.failures[-1].reason) if self.failures else "nobody has it"
 
 
 class BadCopy(msgspec.Struct, frozen=True):
@@ -99,19 +115,29 @@ class TransferReport(msgspec.Struct, frozen=True):
     def require_complete(self) -> None:
         """Raise an error that names the shards that are missing, if any are, and tells whose fault that is."""
         if own := [shard for shard in self.missing if shard.is_own_fault]:
-            raise StoreFailed("shards_not_kept", f"{_named(own)} cannot be kept here", "see the disk")
+            raise StoreFailed("shards_not_kept", f"cannot keep {_named(own)}", "see the disk")
         if self.missing:
             raise Unavailable(
                 "shards_missing",
-                f"{_named(self.missing)} cannot be had from anybody",
+                f"cannot have {_named(self.missing)}",
                 "bring back a worker that holds them",
             )
 
 
 def _named(shards: Sequence[MissingShard]) -> str:
-    named = ", ".join(str(shard) for shard in shards[:SHARDS_NAMED_MAX])
+    """The shards with the reasons why they are missing, each reason once."""
+    by_reason: defaultdict[str, list[MissingShard]] = defaultdict(list)
+    for shard in shards[:SHARDS_NAMED_MAX]:
+        by_reason[shard.why].append(shard)
+    named = "; ".join(_group(why, group) for why, group in by_reason.items())
     more = len(shards) - SHARDS_NAMED_MAX
     return f"{named} and {more} more" if more > 0 else named
+
+
+def _group(why: str, shards: Sequence[MissingShard]) -> str:
+    if len(shards) == 1:
+        return str(shards[0])
+    return f"{len(shards)} shards ({why}): {', '.join(str(shard.shard_id) for shard in shards)}"
 
 
 class UnderWay(msgspec.Struct, frozen=True):

@@ -49,6 +49,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     AbortJob,
     AttemptMembers,
+    JobAborted,
     ReadAttempt,
     Receiving,
     RescaleCompleted,
@@ -114,6 +115,7 @@ class DataService:
         self._bus.on(RescaleCompleted, self._adopt, name="data.commits", durable=True)
         self._bus.on(JobRemoved, self._removed, name="data.removal", durable=True)
         self._bus.on(WorkerJoined, self._joined, name="data.joins")
+        self._bus.on(JobAborted, self._aborted, name="data.ends")
 
     async def load(self, store: Store) -> None:
         """Become what the store holds."""
@@ -224,7 +226,8 @@ class DataService:
         self._submit(RescaleJob(job, f"nobody has {gathering.lack.number} of the shards any more", stops=True))
 
     def _tell_lost(self, job: str, gathering: Gathering, lack: Lack) -> None:
-        lost = ShardsLost(gathering.attempt, lack.number, list(lack.shards), lack.reason)
+        by = list(lack.last_held_by)
+        lost = ShardsLost(gathering.attempt, lack.number, list(lack.shards), lack.reason, by)
         # What follows from it comes behind it in the history.
         decision = Decision(None, (lost,), job=job, generation=gathering.generation, cause=gathering.cause)
         self._bus.ledger.append(decision, origin=OWNER)
@@ -325,7 +328,9 @@ class DataService:
         members = await self._members(request)
         job, custody = request.job, self._get(request.job)
         gathering, reason = custody.require_under_way(request.attempt), request.reason.strip()[:REASON_CHARS_MAX]
-        lack = _in_full(Lack(request.count, tuple(request.shards), f"{request.worker_id}: {reason}"), members)
+        custody.require_shards(request.count, request.shards)
+        by = custody.last_holders(np.array(request.shards, np.int64), gathering.members)
+        lack = _in_full(Lack(request.count, tuple(request.shards), f"{request.worker_id}: {reason}", by), members)
         is_news = custody.refuse(gathering, request.worker_id, lack)
         if gathering.is_left:
             return Decision(Nothing())
@@ -392,6 +397,12 @@ class DataService:
         self._progress.pop(record.job, None)
         self._sweep()
 
+    def _aborted(self, record: Record) -> None:
+        """Nothing is waited for any more."""
+        custody = self.custodies.get(record.job)
+        if custody is not None and custody.gathering is not None:
+            custody.gathering.is_aborted = not custody.gathering.is_over
+
     def _joined(self, record: Record) -> None:
         """Somebody came, who may have what is missing."""
         fact, custody = record.fact, self.custodies.get(record.job)
@@ -405,9 +416,11 @@ class DataService:
 
     def _get(self, job: str) -> Custody:
         custody = self.custodies.get(job)
-        if custody is None:
-            raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
-        return custody
+        if custody is not None:
+            return custody
+        if self._bus.desk.fence_of(job) is None:
+            raise RequestRefused("job_unknown", f"there is no job {job[:80]!r}", "see `forgectl jobs ls`")
+        raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
 
     def _owners(self, request: ReadOwners, call: Call) -> OwnersPage:
         return self._get(request.job).owners_page(request.after)
@@ -424,7 +437,7 @@ class DataService:
         return TransfersView(
             job=request.job,
             attempt=gathering.attempt,
-            running=not gathering.is_over,
+            running=not (gathering.is_over or gathering.is_aborted),
             totals=gathering.totals,
             done=sum(worker.done for worker in workers),
             bytes=sum(worker.bytes for worker in workers),
@@ -433,6 +446,8 @@ class DataService:
             lost=lack.number,
             lost_shards=list(lack.shards),
             lost_because=lack.reason,
+            last_held_by=list(lack.last_held_by),
+            aborted=gathering.is_aborted,
             workers=workers,
         )
 

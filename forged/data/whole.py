@@ -13,6 +13,8 @@ import numpy as np
 
 def whole(number: object) -> int | None:
     """The number as Python's own; None where it is no whole one."""
+    if type(number) is int:
+        return number
     if isinstance(number, (bool, np.bool_)):
         return None
     try:

@@ -60,11 +60,15 @@ def _attempt(attempt: Attempt, now: float) -> str:
 
 def _troubles(attempt: Attempt) -> Iterator[str]:
     """What those say who do not get on."""
-    troubled = [worker for worker in attempt.waiting_for if worker in attempt.troubles]
-    for worker in troubled[:TROUBLED_TOLD_MAX]:
-        yield f"{worker}: {attempt.troubles[worker]}"
-    if len(troubled) > TROUBLED_TOLD_MAX:
-        yield f"{len(troubled) - TROUBLED_TOLD_MAX} more do not get on"
+    alike: dict[str, list[str]] = {}
+    for worker in attempt.waiting_for:
+        if worker in attempt.troubles:
+            alike.setdefault(attempt.troubles[worker], []).append(worker)
+    told = list(alike.items())
+    for trouble, workers in told[:TROUBLED_TOLD_MAX]:
+        yield f"{named(workers)}: {trouble}"
+    if rest := sum(len(workers) for _, workers in told[TROUBLED_TOLD_MAX:]):
+        yield f"{rest} more do not get on"
 
 
 def _interrupted(cluster: Cluster, now: float) -> str:

@@ -20,6 +20,7 @@ import xxhash
 from anyio import to_thread
 
 from forged.clock import Clock
+from forged.data.custody import SHARDS_LOST
 from forged.data.messages import (
     NAMED_MAX,
     OfferShards,
@@ -67,6 +68,7 @@ SILENCE_TOLD_S = 5.0
 """How long the origin may give nothing before this worker says that it does."""
 PUT_AWAY_S = 5.0
 """For so long the store may be with what came from the origin before it is this worker that is waited for."""
+PENDING = frozenset({"plan_pending", SHARDS_LOST})
 ASK_AGAIN_S = 1.0
 """How long to wait for the word that a plan is there, before asking for it all the same."""
 
@@ -322,16 +324,18 @@ class Custodian:
 
     async def _part(self, attempt: int) -> Part:
         """What this worker is told, as soon as all have said what they hold."""
+        lack: str | None = None
         while True:
-            self._tell(waits=True)
+            self._tell(waits=True, trouble=lack)
             if self._planned < attempt:
                 with anyio.move_on_after(ASK_AGAIN_S):
                     await self._news.wait()
             try:
                 pages = await self._pages(attempt)
             except RequestRefused as error:
-                if error.code != "plan_pending":
+                if error.code not in PENDING:
                     raise
+                lack = error.message if error.code == SHARDS_LOST else None
             else:
                 self._tell(waits=self._is_starved)
                 wanted = [one for page in pages for one in self._wanted(page)]

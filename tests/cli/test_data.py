@@ -67,6 +67,19 @@ def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[Pretender]:
 
 
 class TestShow:
+    def test_what_is_lost_is_told_with_who_can_bring_it_back(
+        self, answers: Any, daemon: Pretender, capsys: Caught
+    ) -> None:
+        answers["ShowData"] = VIEW | {"lost": 2, "lost_shards": [3, 4], "last_held_by": ["w3"]}
+        lines = daemon.run("data show --job run", capsys)[1].splitlines()
+        assert "the lost shards were last with w3: start it again with its directory" in lines
+        assert [line.split() for line in lines if line.startswith("lost")][:2] == [
+            ["lost", "2"],
+            ["lost_shards", "3,", "4"],
+        ]
+        answers["ShowData"] = VIEW | {"lost": 0, "lost_shards": [], "last_held_by": []}
+        assert "lost" not in daemon.run("data show --job run", capsys)[1]
+
     def test_the_dataset_stands_above_what_each_worker_holds(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.run("data show --job run", capsys)[1].splitlines() == [
             "job         run",
@@ -338,6 +351,12 @@ class TestFactsInWords:
                 "ShardsLost",
                 {"attempt": 2, "count": 30, "shards": list(range(20))},
                 "attempt 2: 30 shards can be had from nobody any more, such as 0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
+            ),
+            (
+                "ShardsLost",
+                {"attempt": 2, "count": 2, "shards": [3, 4], "last_held_by": ["w3", "w4"]},
+                "attempt 2: 2 shards can be had from nobody any more, such as 3, 4; "
+                "last with w3, w4: start them again, each with its directory",
             ),
             (
                 "CorruptShardFound",

@@ -102,6 +102,22 @@ class TestOnce:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does\n"
 
+    def test_what_is_lost_is_told_with_who_can_bring_it_back(self, tmp_path: Path, capsys: Caught) -> None:
+        with pretending(tmp_path, Life(LOST | {"last_held_by": ["w3"]})) as daemon:
+            said = daemon.run("transfers --job run", capsys)[1]
+        assert said == (
+            "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does; "
+            "last with w3: start it again with its directory\n"
+        )
+
+    def test_nothing_is_waited_for_in_a_job_that_was_given_up(self, tmp_path: Path, capsys: Caught) -> None:
+        for view, said in (
+            (LOST, "attempt 3: nobody has 3 shards, such as 0, 4, 7; the job was aborted\n"),
+            (GATHERING, "attempt 3: the job was aborted\n"),
+        ):
+            with pretending(tmp_path, Life(view | {"aborted": True, "running": False})) as daemon:
+                assert daemon.run("transfers --job run", capsys)[1].splitlines(keepends=True)[0] == said
+
     def test_a_job_is_shown_with_what_travels_for_its_rescale(self, tmp_path: Path, capsys: Caught) -> None:
         job = {"name": "run", "settings": {}}
         training = {"phase": "rescaling", "state": {}, "rescale": {"attempt": 3}}

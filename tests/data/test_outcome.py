@@ -32,8 +32,8 @@ def test_missing_shards_are_named_with_all_that_was_tried() -> None:
     with pytest.raises(Unavailable) as raised:
         TransferReport(missing=(missing, MissingShard(9, ()))).require_complete()
     assert raised.value.code == "shards_missing"
-    assert raised.value.message.startswith(
-        f"shard 7 ({A}: it is gone; the origin: no such file), shard 9 (nobody has it)"
+    assert raised.value.message == (
+        f"cannot have shard 7 ({A}: it is gone; the origin: no such file); shard 9 (nobody has it)"
     )
 
 
@@ -42,12 +42,30 @@ def test_a_source_that_says_the_same_each_time_is_quoted_once() -> None:
     assert str(missing) == "shard 7 (the origin: the bucket is away)"
 
 
+def test_the_shard_and_the_origin_are_named_once() -> None:
+    missing = MissingShard(3, (SourceFailure(None, "the origin failed over shard 3: ValueError: shard 33 is odd"),))
+    assert str(missing) == "shard 3 (the origin failed over it: ValueError: shard 33 is odd)"
+    assert missing.reason == "the origin failed over it: ValueError: shard 33 is odd"
+
+
+def test_a_reason_that_several_share_is_told_once() -> None:
+    full = [
+        MissingShard(number, (SourceFailure(A, f"there is no room on the disk for shard {number}", Fault.OURS),))
+        for number in (13, 17, 19)
+    ]
+    with pytest.raises(StoreFailed) as raised:
+        TransferReport(missing=(*full, MissingShard(4, (SourceFailure(A, "it hangs", Fault.OURS),)))).require_complete()
+    assert raised.value.message == (
+        "cannot keep 3 shards (there is no room on the disk): 13, 17, 19; shard 4 (it hangs)"
+    )
+
+
 def test_what_this_host_does_not_take_is_nobody_elses_fault() -> None:
     full = MissingShard(7, (SourceFailure(A, "it is gone"), SourceFailure(A, "there is no room", Fault.OURS)))
     assert (full.is_own_fault, full.is_with_nobody) == (True, False)
     with pytest.raises(StoreFailed) as raised:
         TransferReport(missing=(MissingShard(3, ()), full)).require_complete()
-    assert raised.value.message == "shard 7 (there is no room) cannot be kept here"
+    assert raised.value.message == "cannot keep shard 7 (there is no room)"
     origin = MissingShard(7, (SourceFailure(None, "there is no room", Fault.OURS),))
     assert (origin.is_own_fault, origin.is_with_nobody) == (True, False)
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from forged.data.custody import SHARDS_LOST
 from forged.data.gathering import Draft
 from forged.data.messages import (
     CorruptShardFound,
@@ -42,7 +43,7 @@ from forged.elastic.messages import (
     WorkerJoined,
 )
 from forged.errors import RequestRefused, Unavailable
-from forged.jobs.model import RemoveJob
+from forged.jobs.model import CreateJob, RemoveJob
 from forged.messages import Call, Decision, Record
 from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
 from tests.elastic.play import JOB
@@ -114,8 +115,15 @@ class TestADataset:
     @virtual
     async def test_of_a_job_that_none_was_given_to_is_nowhere(self) -> None:
         async with a_data_stage() as stage:
+            await stage.spine.bus.ask(CreateJob("other"))
             for request in (ShowData("other"), ShowTransfers("other"), PlanData("other", ["a"]), ReadOwners("other")):
                 assert await refused(stage.spine.bus.ask(request)) == "job_without_data"
+
+    @virtual
+    async def test_of_a_job_that_is_not_there_is_nowhere_and_so_is_the_job(self) -> None:
+        async with a_data_stage() as stage:
+            for request in (ShowData("other"), ShowTransfers("other"), PlanData("other", ["a"]), ReadOwners("other")):
+                assert await refused(stage.spine.bus.ask(request)) == "job_unknown"
 
 
 class TestAPlan:
@@ -560,7 +568,7 @@ class TestAJobThatIsRemoved:
             await stage.spine.bus.ask(RemoveJob(JOB))
             await stage.spine.settle()
             assert await keys_in(store) == []
-            assert await refused(stage.spine.bus.ask(ShowData(JOB))) == "job_without_data"
+            assert await refused(stage.spine.bus.ask(ShowData(JOB))) == "job_unknown"
             await stage.come("a", life=2)
             await stage.rescale("a", dataset=DatasetSpec(70, 7, 0, True))
             assert stage.owners() == {"a": set(range(7))}
@@ -622,9 +630,40 @@ class TestLostShards:
             await stage.stop()
             await stage.offer("a")
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9])]
-            assert await refused(stage.part("a")) == "plan_pending"
+            with pytest.raises(RequestRefused) as error:
+                await stage.part("a")
+            assert (error.value.code, error.value.message) == (SHARDS_LOST, "nobody has 2 shards any more: 8, 9")
             shown = await stage.spine.bus.ask(ShowTransfers(JOB))
             assert (shown.running, shown.waiting_for, shown.lost, shown.lost_shards) == (True, [], 2, [8, 9])
+
+    @virtual
+    async def test_are_said_to_have_been_with_whoever_had_them_last_and_is_gone(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage, failure_tolerance_percentage=100, min_workers_timeout_ms=None)
+            await stage.crew["b"].leave()
+            await stage.come("c")
+            await stage.offer_all()
+            lost = stage.facts(ShardsLost)[-1]
+            assert (lost.shards, lost.last_held_by) == ([5, 6, 7, 8, 9], ["b"])
+            with pytest.raises(RequestRefused) as error:
+                await stage.part("a")
+            assert error.value.message == (
+                "nobody has 5 shards any more: 5, 6, 7, 8, 9; last with b: start it again with its directory"
+            )
+            transfers = await stage.spine.bus.ask(ShowTransfers(JOB))
+            shown = await stage.spine.bus.ask(ShowData(JOB))
+            assert transfers.last_held_by == shown.last_held_by == ["b"]
+            assert (shown.lost, shown.lost_shards) == (5, [5, 6, 7, 8, 9])
+
+    @virtual
+    async def test_are_waited_for_by_nobody_when_the_job_was_given_up(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8), lost_data_policy="abort")
+            await stage.stop()
+            await stage.offer("a")
+            await stage.spine.settle()
+            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            assert (shown.running, shown.aborted, shown.lost) == (False, True, 2)
 
     @virtual
     async def test_are_waited_for_by_who_has_said_what_it_holds_however_long_that_takes(self) -> None:

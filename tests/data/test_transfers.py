@@ -345,7 +345,7 @@ async def test_a_dead_source_is_left_for_a_copy() -> None:
 async def test_who_holds_no_store_gives_nothing() -> None:
     async with open_ward(2) as ward:
         ward.meshes[1].give_shards(None)
-        with pytest.raises(Unavailable, match="shard 0 is not held"):
+        with pytest.raises(Unavailable, match=r"shard 0 .*it is not held"):
             await ward.move(ward.manager(), 0, 1)
 
 
@@ -737,7 +737,7 @@ async def test_an_origin_that_hangs_is_named_and_tried_again_and_others_go_on() 
         report = await moving
         assert {one.shard_id for one in report.moved} == {0, 2}
         (missing,) = report.missing
-        assert missing.reason.startswith("the origin gave nothing of shard 1 for 0.02 s")
+        assert missing.reason.startswith("the origin gave nothing of it for 0.02 s")
         assert (missing.is_with_nobody, missing.is_own_fault, missing.is_refused) == (True, False, False)
         again = await manager.execute_plan(plan_for(ward, 3, {}, {}))
         assert [one.shard_id for one in again.moved] == [1]

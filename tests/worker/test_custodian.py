@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from forged.clock import SystemClock
+from forged.data.custody import SHARDS_LOST
 from forged.data.memory import MemoryShardStore
 from forged.data.messages import (
     OfferShards,
@@ -247,6 +248,18 @@ class TestTakingPart:
         assert waiting[:5] == [True] * 4 + [False]
         assert not any(waiting[5:])
         assert {signal.attempt for signal in it.signals} == {1}
+
+    async def test_is_to_say_what_nobody_has_while_it_waits_for_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(custodians, "ASK_AGAIN_S", 0.001)
+        it = Scene()
+        it.line.refusals = [RequestRefused(SHARDS_LOST, "nobody has 14 shards any more", "") for _ in range(2)]
+        await it.custodian.take_part(1)
+        assert [(signal.waits, signal.trouble) for signal in it.signals][:4] == [
+            (True, ""),
+            (True, "nobody has 14 shards any more"),
+            (True, "nobody has 14 shards any more"),
+            (False, ""),
+        ]
 
     async def test_is_over_when_the_attempt_is(self) -> None:
         it = Scene()
@@ -517,7 +530,7 @@ class TestWhatTheOriginDoesNotGive:
         told = it.line.told(ReportLostShards)
         assert [said.certain for said in told] == [False, True]
         assert {said.reason.partition(" (")[0] for said in told} == {
-            "shard 2: the origin gave nothing of shard 2 for 0.001 s"
+            "shard 2: the origin gave nothing of it for 0.001 s"
         }
 
     async def test_is_waited_for_already_while_it_is_asked(self) -> None:
@@ -639,7 +652,7 @@ class TestWhatTheOriginDoesNotGive:
         it.tries_once()
         error = await self.fail(it, part(2, keep=(2,)))
         assert isinstance(error, StoreFailed)
-        assert "there is no room for shard 2" in error.message
+        assert error.message == "cannot keep shard 2 (there is no room (make room))"
         it.signals.clear()
         await self.rests(it, str(error), 1, monkeypatch)
         assert [(signal.waits, signal.trouble) for signal in it.signals] == [(False, str(error))]
