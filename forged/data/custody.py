@@ -33,7 +33,7 @@ from forged.data.planner import DataRedistributor, check_replication
 from forged.data.shards import Dataset, Indices
 from forged.data.shares import check_weight
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.model import ClusterTopology, WorkerId
+from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
 from forged.elastic.words import counted, named
 from forged.errors import RequestRefused
 
@@ -60,6 +60,8 @@ class Custody:
         self.assignment = assignment or Assignment.nobody(dataset.shards)
         self.gathering: Gathering | None = None
         self.doubts = Doubts()
+        self.full: set[WorkerId] = set()
+        """Who cannot keep any more than it has, and alone has some of it, since the last commit."""
         self._bytes_per_sample = 0.0
         self._pace: TransferPace | None = None
         """As it was measured last."""
@@ -121,6 +123,24 @@ class Custody:
             self._gathering.partly.pop(worker, None)
         return doubted
 
+    def is_news_that_full(self, worker: WorkerId) -> bool:
+        """A worker cannot keep any more than it has. Whether it is to get nothing new for that, as is news.
+
+        One that has nothing alone can be done without.
+        """
+        is_news = worker not in self.full and self._has_some_alone(worker)
+        if is_news:
+            self.full.add(worker)
+        return is_news
+
+    def _has_some_alone(self, worker: WorkerId) -> bool:
+        said = self._gathering.said
+        others = [one.ids for other, one in said.items() if other != worker]
+        is_elsewhere = np.zeros(self.dataset.shards, np.bool_)
+        for ids in others:
+            is_elsewhere[ids] = True
+        return worker in said and not bool(is_elsewhere[said[worker].ids].all())
+
     def member(self, worker_id: str) -> WorkerId:
         """Who in the attempt that is under way has this id."""
         found = next((worker for worker in self._gathering.members if worker.id == worker_id), None)
@@ -156,7 +176,7 @@ class Custody:
             current=owners,
             # Not the owners' own, which are nearly all of them.
             replicas={worker: ids[owners[ids] != rank] for rank, (worker, ids) in enumerate(held.items())},
-            weights=weights,
+            weights=self._weights_where_full(gathering, config, weights, owners),
             leaving=gathering.leaving,
             pace=pace,
         )
@@ -169,6 +189,22 @@ class Custody:
         return Draft(
             plan, totals, bytes_per_sample, pace, int(lost.size), _first(lost), self.last_holders(lost, held), weights
         )
+
+    def _weights_where_full(
+        self, gathering: Gathering, config: ElasticTrainingConfig, weights: Mapping[WorkerId, float], owners: Column
+    ) -> Mapping[WorkerId, float]:
+        """By which who is full gets nothing new: it has its share, or none where shards do not stay where they are."""
+        full = [worker for worker in gathering.target if worker in self.full]
+        room = math.fsum(weights.get(worker, 1.0) for worker in gathering.target if worker not in self.full)
+        if not full or not 0.0 < room < math.inf:
+            return weights
+        held = count(owners, len(gathering.members))
+        kept = {worker: int(held[gathering.members.index(worker)]) for worker in full}
+        left = self.dataset.shards - sum(kept.values())
+        if config.redistribution_type is not RedistributionType.INCREMENTAL or self.dataset.replication or not left:
+            return {**weights, **dict.fromkeys(full, 0.0)}
+        shares = {worker: number * room / left for worker, number in kept.items()}
+        return {**weights, **{worker: min(share, weights.get(worker, 1.0)) for worker, share in shares.items()}}
 
     def settle(self, gathering: Gathering, draft: Draft) -> None:
         """Let members fetch what was drafted."""

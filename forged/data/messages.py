@@ -162,9 +162,10 @@ class ReadTransfers(Request[TransferPart], frozen=True):
 
 
 class ReportShards(Request[Nothing], frozen=True):
-    """A member has fetched and verified all that it needs for an attempt; or, if some are `missing`, cannot.
+    """A member has fetched and verified all that it needs for an attempt; or cannot.
 
-    Copies of those were found to be bad, so all have to say anew what they hold.
+    If some are `missing`, copies of those were found to be bad, so all have to say anew what they hold. If it does not
+    keep some, others are to take them.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -178,6 +179,7 @@ class ReportShards(Request[Nothing], frozen=True):
     """How many bytes came."""
     took_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     missing: Natural = 0
+    unkept: Natural = 0
 
 
 class ReportLostShards(Request[Nothing], frozen=True):

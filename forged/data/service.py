@@ -295,6 +295,13 @@ class DataService:
             found = f"{request.worker_id} found bad copies of {counted(request.missing, 'shard')}, and no other"
             self._look_again(custody, request.attempt, found)
             return Decision(Nothing())
+        if request.unkept:
+            custody.require_under_way(request.attempt)
+            if custody.is_news_that_full(custody.member(request.worker_id)):
+                what = counted(request.unkept, "shard")
+                why = f"{request.worker_id} cannot keep {what} that it was to take: make room on its disk"
+                self._look_again(custody, request.attempt, why, stops=False)
+            return Decision(Nothing())
         finished = Finished(request.transfers, request.received, request.took_s)
         is_last = custody.finish(request.worker_id, request.attempt, finished)
         gathering = custody.gathering
@@ -319,10 +326,10 @@ class DataService:
             Nothing(), (completed,), job=request.job, generation=gathering.generation, cause=gathering.cause
         )
 
-    def _look_again(self, custody: Custody, attempt: int, why: str) -> None:
+    def _look_again(self, custody: Custody, attempt: int, why: str, *, stops: bool = True) -> None:
         """Have all say anew what they hold; nobody trains with a copy that may be bad, or loses it under its hands."""
         custody.give_up(attempt)
-        self._submit(RescaleJob(custody.job, why, stops=True))
+        self._submit(RescaleJob(custody.job, why, stops=stops))
 
     async def _refused(self, request: ReportLostShards, call: Call) -> Decision[Nothing]:
         members = await self._members(request)
@@ -378,6 +385,7 @@ class DataService:
         held = replace(planned, generation=fact.delta.epoch)
         before, former = self._committed.get(record.job), custody.assignment
         custody.assignment, self._committed[record.job] = held, fact.attempt
+        custody.full.clear()
         if before is not None and before != fact.attempt:
             self._forget(record.job, before, former)
         return Decision(None, writes=holders_write(record.job, fact.attempt, held))

@@ -156,6 +156,7 @@ class Custodian:
         self._starved_tries = 0
         """How many tries in a row have brought all but what no worker has and the origin does not give."""
         self._said_lost: ReportLostShards | None = None
+        self._has_said_unkept = False
         self._trouble = ""
         """Why the last try has failed; empty where none has."""
         self._stored_since: float | None = None
@@ -186,6 +187,7 @@ class Custodian:
             self._pauses = FETCHING.delays(self._random)
         await self._tell_bad_copies()
         await self._tell_missing(attempt, report)
+        await self._tell_unkept(attempt, report)
         report.require_complete()
         self._trouble = ""
         await self._tell_done(attempt, report)
@@ -386,6 +388,13 @@ class Custodian:
             await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(missing)))
         else:
             await self._tell_lost(attempt, report)
+
+    async def _tell_unkept(self, attempt: int, report: TransferReport) -> None:
+        """Have others take what does not fit here, once: whoever was put out for it would take along what it has."""
+        unkept = sum(one.is_own_fault for one in report.missing)
+        if unkept and not self._has_said_unkept:
+            line, self._has_said_unkept = self._line, True
+            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, unkept=unkept))
 
     async def _tell_lost(self, attempt: int, report: TransferReport) -> None:
         """Say which shards no worker has and the origin does not give, if that is news."""

@@ -73,6 +73,42 @@ def test_another_dataset_is_refused_by_its_numbers() -> None:
     assert error.value.code == "dataset_differs"
 
 
+def crowded(held: dict[str, Ids], config: ElasticTrainingConfig = CONFIG) -> list[list[int]]:
+    """What each owns where the first cannot keep more than it has, and the last is to go."""
+    it, everybody = custody(12), workers("".join(held))
+    it.gather(1, everybody[:-1], everybody[-1:], 0.0)
+    for name, shards in held.items():
+        it.offer(worker(name), shards, False, 0, 0.0)
+    assert it.is_news_that_full(everybody[0])
+    assert not it.is_news_that_full(everybody[0])
+    assert it.gathering is not None
+    owned = it.draft(it.gathering, config).plan.worker_assignments
+    return [owned.ids(one).tolist() for one in everybody[:-1]]
+
+
+def test_who_is_full_keeps_what_it_has_and_gets_nothing_new() -> None:
+    held = {"a": ids(0, 1, 2, 3), "b": ids(4, 5, 6, 7), "c": ids(8, 9, 10, 11)}
+    assert crowded(held) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+def test_who_is_full_gets_nothing_where_shards_do_not_stay_where_they_are() -> None:
+    held = {"a": ids(0, 1, 2, 3), "b": ids(4, 5, 6, 7), "c": ids(8, 9, 10, 11)}
+    assert crowded(held, ElasticTrainingConfig()) == [[], list(range(12))]
+
+
+def test_who_is_full_has_its_share_where_there_is_nobody_else() -> None:
+    assert crowded({"a": ids(0, 1, 2, 3), "b": ids(*range(4, 12))}) == [list(range(12))]
+
+
+def test_who_has_nothing_alone_is_not_spared_for_being_full() -> None:
+    it = custody(4)
+    it.gather(1, workers("ab"), (), 0.0)
+    for name, shards in {"a": ids(0, 1, 2, 3), "b": ids(0, 1)}.items():
+        it.offer(worker(name), shards, False, 0, 0.0)
+    assert not it.is_news_that_full(worker("b"))
+    assert it.is_news_that_full(worker("a"))
+
+
 def test_what_nobody_has_comes_from_the_origin() -> None:
     it = custody(4, has_origin=True)
     gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})

@@ -86,6 +86,8 @@ class DataTruth:
     """By attempt and worker that stays behind the commit: how much of that it was told to own."""
     plans: dict[int, dict[str, set[int]]] = field(default_factory=dict)
     """By generation: the same, once committed."""
+    crowded: set[int] = field(default_factory=set)
+    """The attempts of which the shares go by what workers can keep."""
     lost_in: int = 0
     """The newest attempt in which a shard was found to be lost."""
     draws: dict[tuple[int, int], Draw] = field(default_factory=dict)
@@ -158,9 +160,12 @@ class DataOracle:
 
     # What the daemon says.
 
-    def told_part(self, request: ReadTransfers, part: TransferPart) -> None:
+    def told_part(self, request: ReadTransfers, part: TransferPart, *, is_crowded: bool) -> None:
         """A member of an attempt is told what it has to hold."""
         if known := self.jobs.get(request.job):
+            if is_crowded:
+                known.crowded.add(request.attempt)
+                self._met("others take what a worker cannot keep")
             known.told[request.attempt][request.worker_id].update(np.frombuffer(part.keep, "<i8").tolist())
             if not part.is_released:
                 known.owned[request.attempt][request.worker_id] = sum(part.owned)
@@ -231,6 +236,8 @@ class DataOracle:
 
     def _check_shares(self, known: DataTruth, attempt: int, where: str) -> None:
         """Each that stays owns as much as its process said that it should."""
+        if attempt in known.crowded:
+            return
         owned, weights = known.owned[attempt], dict[str, Fraction]()
         for worker in known.truth.world.workers:
             trainee = self._trainee_of(worker)

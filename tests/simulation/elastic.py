@@ -148,7 +148,8 @@ class ElasticWorld(Stage):
 
         async def told_part(request: Any, call: Call, proceed: Proceed) -> Any:
             part = await proceed(request)
-            self.oracle.data.told_part(request, part)
+            is_crowded = bool(daemon.data.custodies[request.job].full)
+            self.oracle.data.told_part(request, part, is_crowded=is_crowded)
             return part
 
         async def told_owners(request: Any, call: Call, proceed: Proceed) -> Any:

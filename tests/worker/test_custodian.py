@@ -391,6 +391,19 @@ class TestTheOwners:
         assert error.value.code == "generation_over"
 
 
+class TestAFullStore:
+    async def test_is_told_once_in_an_attempt(self) -> None:
+        it = Scene(MemoryShardStore(bytes_max=10))
+        it.tries_once()
+        for attempt in (1, 1, 2):
+            with pytest.raises(StoreFailed):
+                await it.take_part(attempt, part(2, 4, keep=(2, 4)))
+        assert [(said.attempt, said.unkept, said.missing) for said in it.line.told(ReportShards)] == [
+            (1, 2, 0),
+            (2, 2, 0),
+        ]
+
+
 class TestDoubt:
     async def test_of_a_bad_copy_drops_it_before_it_is_offered(self) -> None:
         it = Scene(filled(0, 1, 2))

@@ -907,6 +907,27 @@ class TestTrouble:
             assert failed.reason == "it did not answer in attempt 1 within 1 s"
             assert await ranch.facts(ShardsLost) == []
 
+    async def test_with_the_full_store_of_who_alone_has_some_shards_lets_others_take_what_is_new(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        swift = RetryPolicy(attempts=2, delay_s=0.01)
+        monkeypatch.setitem(cast("dict[str, Any]", DataTransferManager.__init__.__kwdefaults__), "retry", swift)
+        settings = {"rescale_timeout_ms": 1_000}
+        async with ranch_at(house, origin=None, settings=settings) as ranch, ranch.client() as client:
+            ranch.start("a", store=filled(*range(SHARDS)))
+            ranch.start("b", "c")
+            await ranch.crew.world_of("a", "b", "c")
+            await ranch.crew.until(lambda: len(ranch.stores["a"].held()) == 4)
+            ranch.stores["a"]._bytes_max = 4 * SIZE
+            await client.drain_worker(JOB, "b")
+            assert await ranch.crew.over("b") == [None]
+            await ranch.crew.world_of("a", "c")
+            await ranch.check_holdings("a", "c")
+            assert [len(ranch.stores[name].held()) for name in "ac"] == [4, 8]
+            assert await ranch.facts(WorkerFailed, ShardsLost) == []
+            reasons = [fact.reason for fact in await ranch.facts(RescaleStarted)]
+            assert any("a cannot keep 2 shards that it was to take: make room on its disk" in why for why in reasons)
+
     async def test_with_a_full_store_is_told_as_the_reason(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
         swift = RetryPolicy(attempts=2, delay_s=0.01)
         monkeypatch.setitem(cast("dict[str, Any]", DataTransferManager.__init__.__kwdefaults__), "retry", swift)
