@@ -429,12 +429,14 @@ class Cluster:
 
     def _hand_over(self, now: Moment) -> None:
         """Where all of the world are to go, have those who wait to be taken in take over what they have, in time."""
-        staying, joining = self._staying(), self.joining()
-        is_left = bool(staying and joining) and all(self.members[name].leaving is not None for name in staying)
+        first = next(self._present(), None)
+        # Asked whenever somebody joins: where one of the world stays, as nearly always, that is all that is looked at.
+        if first is None or self.over or any(member.leaving is None for member in self._present()):
+            return
+        joining = self.joining()
         is_under_way = self.attempt is not None and set(joining) <= set(self.attempt.target)
-        if is_left and not (is_under_way or self.over):
-            goes = min(staying, key=list(self.world).index)
-            self._want(f"{goes} is to go: {self.members[goes].leaving}", now)
+        if joining and not is_under_way:
+            self._want(f"{first.id} is to go: {first.leaving}", now)
 
     def _want(self, why: str, now: Moment) -> None:
         """Somebody has a reason not to wait for others."""
@@ -599,7 +601,14 @@ class Cluster:
 
     def _staying(self) -> set[str]:
         """Who is in the world and can be in the next one."""
-        return {name for name, incarnation in self.world.items() if self.members.known(name, incarnation) is not None}
+        return {member.id for member in self._present()}
+
+    def _present(self) -> Iterator[Member]:
+        """Those members themselves, in the order of their ranks."""
+        for name, incarnation in self.world.items():
+            member = self.members.known(name, incarnation)
+            if member is not None:
+                yield member
 
     def staying(self) -> list[str]:
         """Who of them is not to go."""
