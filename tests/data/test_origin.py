@@ -99,7 +99,7 @@ def test_what_would_cancel_or_end_others_is_the_origins_failure_too(raised: Base
     def fail(shard: DataShard, file: BinaryIO) -> None:
         raise raised
 
-    with pytest.raises(Unavailable, match=rf"shard 7 .*{type(raised).__name__}") as told:
+    with pytest.raises(Unavailable, match=rf"shard 7: {type(raised).__name__}") as told:
         brought(FunctionOrigin(fail))
     assert told.value.code == "origin_failed"
 

@@ -84,6 +84,8 @@ def test_the_story_of_the_kill_leads_to_the_new_world() -> None:
         "WorkerFailed",
         "RescaleStarted",
         "RescaleSynchronising",
+        "TransfersPlanned",
+        "TransfersCompleted",
         "RescaleCompleted",
     ]
 

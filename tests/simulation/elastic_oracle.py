@@ -20,6 +20,7 @@ from forged.elastic.messages import (
     JobPaused,
     JobResumed,
     JobWaiting,
+    ProgressLost,
     ReportPaused,
     ReportReady,
     RescaleAborted,
@@ -280,6 +281,11 @@ class ElasticOracle:
         if fact.step > truth.steps_heard_of:
             self.breach(Promise.STEPS, f"{truth.job} is aborted behind {fact.step}, {truth.steps_heard_of} committed")
         truth.reason = fact.reason
+
+    @take.register
+    def _lost(self, fact: ProgressLost, truth: Truth) -> None:
+        if (steps := fact.step + fact.steps) > truth.steps_heard_of:
+            self.breach(Promise.STEPS, f"{truth.job} has lost steps up to {steps}, {truth.steps_heard_of} committed")
 
     # What was reported to the daemon.
 

@@ -90,7 +90,7 @@ class Job:
             rescale_timeout_ms=random.choice((5000, 20_000, 30_000)),
             max_consecutive_failures=random.choice((2, 3, 50, 50)),
             use_synchronous_rescaling=random.random() < 0.75,
-            stability_window_ms=random.choice((0, 500, 3000, 10_000)),
+            stability_window_ms=random.choice((0, 500, 3000)),
             worker_heartbeat_timeout_ms=random.choice((4000, 8000)),
             failure_tolerance_percentage=random.choice((0, 20, 50, 100, 100, 100)),
             failure_window_ms=random.choice((0, 50, 500)),

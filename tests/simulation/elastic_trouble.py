@@ -74,6 +74,8 @@ class Trouble:
         self._steady = steady
         """Whether the daemon lives on and every network is good, so that only a worker's end may count as such."""
         self._ambushes = grim and self._random.random() < 0.5
+        self._relieves = self._random.random() < 0.25
+        """Whether whole worlds are told to go when somebody comes."""
         self._rotting = Random(f"rot {world.seed}")
         self._liars: dict[str, Process] = {}
         self._flapping: dict[tuple[str, int], float] = {}
@@ -126,7 +128,7 @@ class Trouble:
     def happens(self, fact: Fact, job: str) -> None:
         """A fact has just become known: whoever lies in wait for that moment acts."""
         world = self._world
-        if isinstance(fact, WorkerJoined) and world.trouble and self._random.random() < 0.2:
+        if self._relieves and isinstance(fact, WorkerJoined) and world.trouble and self._random.random() < 0.5:
             world.start(partial(self._relieve, job))
         if not (self._ambushes and world.trouble and isinstance(fact, MOMENTS) and self._random.random() < 0.25):
             return
