@@ -391,9 +391,12 @@ class Trouble:
         await anyio.sleep(2 * WAITS_S)
         world.met["a whole world is told to go"] += 1
         source = Random(world.random.getrandbits(64))
-        async with world.client(world.network.host("operator"), source) as operator:
-            for worker in world.oracle.truths[job].world.workers:
-                await self.want(operator, DrainWorker(job, worker.id))
+        try:
+            async with world.client(world.network.host("operator"), source) as operator:
+                for worker in world.oracle.truths[job].world.workers:
+                    await self.want(operator, DrainWorker(job, worker.id))
+        except Unavailable as error:
+            world.note(f"who tells all to go was told {error.code}")
 
     async def want(self, operator: ForgedClient, request: Request[Any]) -> bool:
         """Ask for something as an operator; tells whether it was answered."""

@@ -18,6 +18,8 @@ from tests.simulation.runner import Kind, Outcome, live_through
 
 SEEDS = range(36)
 SEEDS_TO_CATCH = 200
+LIKELY = {"keep_nobody_for_the_state": 89}
+"""Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
 SEEDS_TO_MEET = 200
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +57,7 @@ def test_the_worlds_meet_every_trouble_that_is_meant_to_happen() -> None:
 def test_a_planted_bug_breaks_the_promise_that_is_named_for_it(mutant: str) -> None:
     """What is broken in a world may be another promise: a bug has more than one consequence."""
     named, others = BREAKS[mutant].name.lower(), set[str]()
-    for seed in range(SEEDS_TO_CATCH):
+    for seed in [LIKELY.get(mutant, 0), *range(SEEDS_TO_CATCH)]:
         outcome = live(seed, mutant)
         promise = outcome.broken.partition(":")[0]
         if promise == named:
