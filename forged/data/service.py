@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -159,6 +159,9 @@ class DataService:
         )
         worker = custody.member(request.worker_id)
         if (doubted := custody.looks_again(worker, _ids(request.looked_at))).size:
+            if members.in_background:
+                # What is bad is dropped, and may be what the worker trains with until it stops.
+                self._stop_to_look(custody, request.attempt, f"{worker.id} has copies that are in doubt")
             return Decision(OfferTaken(doubted.astype("<i8").tobytes()))
         is_complete = custody.offer(
             worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight
@@ -311,8 +314,7 @@ class DataService:
             # Whoever has found one said so before it was done, so all that were found are known by now.
             holder, shard = doubted[0]
             more = f", and {counted(len(doubted) - 1, 'other')}" if len(doubted) > 1 else ""
-            self._look_again(custody, request.attempt, f"the copy of shard {shard} at {holder} is in doubt{more}")
-            raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
+            self._stop_to_look(custody, request.attempt, f"the copy of shard {shard} at {holder} is in doubt{more}")
         gathering.took_s = round(self._clock.monotonic() - gathering.began_at, 3)
         moved = list(gathering.finished.values())
         completed = TransfersCompleted(
@@ -325,6 +327,11 @@ class DataService:
         return Decision(
             Nothing(), (completed,), job=request.job, generation=gathering.generation, cause=gathering.cause
         )
+
+    def _stop_to_look(self, custody: Custody, attempt: int, why: str) -> NoReturn:
+        """Have nobody train while copies are looked at; for who has asked, the attempt is over."""
+        self._look_again(custody, attempt, why)
+        raise RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
 
     def _look_again(self, custody: Custody, attempt: int, why: str, *, stops: bool = True) -> None:
         """Have all say anew what they hold; nobody trains with a copy that may be bad, or loses it under its hands."""

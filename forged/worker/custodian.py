@@ -172,13 +172,13 @@ class Custodian:
         """Somebody has found the copy here to be bad: look at it before it is offered again."""
         self._doubted.add(shard)
 
-    async def take_part(self, attempt: int) -> None:
-        """Hold what this worker has to hold when the attempt is committed."""
+    async def take_part(self, attempt: int, *, beside: bool = False) -> None:
+        """Hold what this worker has to hold when the attempt is committed; `beside` training, or while it rests."""
         if attempt != self._attempt:
             async with self._turn:
                 self._begin_attempt(attempt)
         if not self._has_offered:
-            await self._offer(attempt)
+            await self._offer(attempt, beside=beside)
             self._has_offered = True
         part = await self._part(attempt)
         report = await self._fetch(attempt, part.wanted)
@@ -280,16 +280,19 @@ class Custodian:
         owners: Indices = ranks[places]
         return owners
 
-    async def _offer(self, attempt: int) -> None:
+    async def _offer(self, attempt: int, *, beside: bool) -> None:
         while True:
-            await self._look_at_doubted()
+            if not beside:
+                # A bad copy is dropped, and training may be under way with it: then the daemon has all stop first.
+                await self._look_at_doubted()
             looked_at = np.array(sorted(self._looked_at)[:OFFER_SHARDS_MAX], "<i8")
             doubted = await self._say_what_is_held(attempt, looked_at.tobytes())
             self._looked_at.difference_update(looked_at.tolist())
             if not doubted:
                 return
-            # What was said of them may not have been heard, or by another process only.
+            # What was said of them may not have been heard, or by another process only. Whoever is asked looks.
             self._doubted.update(doubted)
+            beside = False
 
     async def _look_at_doubted(self) -> None:
         while self._doubted:

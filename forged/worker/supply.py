@@ -68,16 +68,16 @@ class Supply:
     async def _take_beside(self, attempt: int, scope: anyio.CancelScope) -> None:
         with scope:
             try:
-                await self.take(attempt)
+                await self.take(attempt, beside=True)
             except Exception as error:  # noqa: BLE001 - also what a store of somebody else's raises
                 self._fail(error)
 
-    async def take(self, attempt: int) -> None:
+    async def take(self, attempt: int, *, beside: bool = False) -> None:
         """Hold the training data that this worker has to hold, and say so; or find that the attempt is over."""
         async with self._turn:
             while True:
                 try:
-                    await self.custodian.take_part(attempt)
+                    await self.custodian.take_part(attempt, beside=beside)
                     await self._line.ready(attempt)
                     return
                 except ForgedError as error:

@@ -49,8 +49,8 @@ def drop_before_the_commit() -> Iterator[None]:
     """Who need not hold a shard any more drops it as soon as the plan says so."""
     take_part = Custodian.take_part
 
-    async def hasty(self: Custodian, attempt: int) -> None:
-        await take_part(self, attempt)
+    async def hasty(self: Custodian, attempt: int, **options: Any) -> None:
+        await take_part(self, attempt, **options)
         store = self._data.store
         keep = self._holds[attempt].keep
         for shard in [shard for shard in store.held() if shard not in keep]:

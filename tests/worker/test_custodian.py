@@ -414,6 +414,17 @@ class TestDoubt:
         await it.take_part(1, part(keep=(0,)))
         assert it.line.told(OfferShards)[0].held == int64(0)
 
+    async def test_drops_nothing_that_may_be_trained_with(self) -> None:
+        it = Scene(filled(0, 1))
+        it.store.damage(1, b"!" * SIZE)
+        it.custodian.doubt(1)
+        it.line.part = part(keep=(0, 1))
+        it.custodian.hear_of_plan(1)
+        await it.custodian.take_part(1, beside=True)
+        assert it.line.told(OfferShards)[0].held == int64(0, 1), "it says what it has, and the daemon has all stop"
+        await it.take_part(2, part(keep=(0,)))
+        assert it.line.told(OfferShards)[-1].held == int64(0)
+
     async def test_that_the_daemon_remembers_is_looked_into_before_all_is_said_anew(self) -> None:
         it = Scene(filled(0, 1, 2))
         it.store.damage(1, b"!" * SIZE)

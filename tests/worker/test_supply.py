@@ -45,7 +45,7 @@ class Scene:
 
     # What it is for the supply: its custodian and its line.
 
-    async def take_part(self, attempt: int) -> None:
+    async def take_part(self, attempt: int, *, beside: bool = False) -> None:
         self._act("begins", attempt)
         try:
             await self.open.wait()
