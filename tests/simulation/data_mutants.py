@@ -198,22 +198,6 @@ def stop_while_data_moves() -> Iterator[None]:
 
 
 @contextmanager
-def drop_what_the_next_attempt_counts_on() -> Iterator[None]:
-    """Behind a commit all is dropped that was to be, though it has been said anew to be here."""
-    settle = Custodian.settle
-
-    async def careless(self: Custodian, attempt: int, *what: Any) -> None:
-        newest, self._attempt = self._attempt, attempt
-        try:
-            await settle(self, attempt, *what)
-        finally:
-            self._attempt = newest
-
-    with patch.object(Custodian, "settle", careless):
-        yield
-
-
-@contextmanager
 def keep_what_was_found_to_be_bad() -> Iterator[None]:
     """That a copy is bad is told, and nothing follows."""
     with patch.object(Doubts, "add", lambda self, holder, shard: None):
@@ -227,7 +211,6 @@ BREAKS: dict[str, DataPromise] = {}
 for mutant, promise in (
     (commit_without_waiting_for_data, DataPromise.HELD),
     (commit_when_the_first_has_its_data, DataPromise.HELD),
-    (drop_what_the_next_attempt_counts_on, DataPromise.HELD),
     (keep_what_was_found_to_be_bad, DataPromise.HELD),
     (stop_while_data_moves, DataPromise.GOES_ON),
     (believe_what_was_held_once, DataPromise.HELD),
