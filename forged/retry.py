@@ -65,8 +65,7 @@ RECONNECTING = RetryPolicy(attempts=None, delay_s=0.1, exponential=True, delay_m
 """For a lost connection: never gives up, and does not storm a daemon that is away for long."""
 REJOINING = RetryPolicy(attempts=None, delay_s=0.1, exponential=True, delay_max_s=0.5, jitter=0.5)
 """For a worker and its pulse, who count as dead when they are not back within a grace that a job may set to a second or
-two, and that is not known before they have joined. A thousand workers knock some 3000 times a second: where nobody
-listens that costs next to nothing, and each connects once."""
+two, and that is not known before they have joined."""
 
 
 def passes(error: Exception) -> bool:

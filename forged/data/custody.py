@@ -257,7 +257,9 @@ class Custody:
         plan = gathering.plan
         if plan is None:
             if gathering.lost.number:
-                raise RequestRefused(SHARDS_LOST, lack_in_words(gathering.lost), "ask later")
+                raise RequestRefused(
+                    SHARDS_LOST, lack_in_words(gathering.lost), "start who had them with its directory"
+                )
             waiting_for = ", ".join(worker.id for worker in gathering.waiting_for[:NAMED_MAX])
             raise RequestRefused(
                 "plan_pending", f"nothing is planned yet; waiting for {waiting_for or 'the plan'}", "ask later"
@@ -456,16 +458,10 @@ def _pace_of(speeds: Iterable[float], bytes_per_sample: float) -> TransferPace |
 
 
 def lack_in_words(lack: Lack) -> str:
-    """What nobody has, and who may bring it back."""
+    """What nobody has, and who had it."""
     shards = ", ".join(map(str, lack.shards)) + (", …" if lack.number > len(lack.shards) else "")
     said = f"nobody has {counted(lack.number, 'shard')} any more: {shards}"
-    return f"{said}; {brought_back_by(lack.last_held_by)}" if lack.last_held_by else said
-
-
-def brought_back_by(workers: Sequence[str]) -> str:
-    """Who has to be started again for its shards."""
-    it = "it again with its directory" if len(workers) == 1 else "them again, each with its directory"
-    return f"last with {named(workers)}: start {it}"
+    return f"{said}; last with {named(lack.last_held_by)}" if lack.last_held_by else said
 
 
 def _first(shards: Ids) -> tuple[int, ...]:

@@ -11,16 +11,15 @@ that is not held, or no longer what it was, is a `RequestRefused` that names it.
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, SupportsIndex, cast
+from typing import NamedTuple, Protocol, Self
 
 import xxhash
 
 from forged.data.shards import Dataset
+from forged.data.whole import whole
 from forged.errors import RequestRefused, Unavailable
 
 SHARD_ID_MAX = 2**63 - 1
@@ -180,11 +179,8 @@ class Passage(Protocol):
 
 def check_shard(shard: object) -> int:
     """The number, if it can be a shard's; what only looks like one would name what no restart recognises."""
-    number = -1
-    if not isinstance(shard, bool):
-        with suppress(TypeError):
-            number = operator.index(cast("SupportsIndex", shard))
-    if not 0 <= number <= SHARD_ID_MAX:
+    number = whole(shard)
+    if number is None or not 0 <= number <= SHARD_ID_MAX:
         raise RequestRefused("shard_invalid", f"{shard!r:.100} is no number of a shard", f"use 0 to {SHARD_ID_MAX}")
     return number
 
