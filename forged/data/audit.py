@@ -42,7 +42,8 @@ PARTS_BYTES_MAX = 320 << 10
 """The rest of a chunk has room for the head."""
 
 COMPARED_STEPS_MAX = 10_000
-"""So many of the steps that are told again are compared with what was told before: the latest."""
+COMPARED_ROWS_MAX = 1_000
+"""Of what is told again so many steps, in about so many rows, are compared with what was told before: the latest."""
 CONFLICTS_MAX = 1_000
 WORKER_CHARS_MAX = 100
 
@@ -116,7 +117,7 @@ class UsageLog:
         if generation < self._floor:
             return
         first, end = self.told(generation), self._void_behind(generation)
-        self._compare([part for run in runs if (part := run.between(0, min(first, end))) is not None], worker)
+        self._compare(runs, min(first, end), worker)
         fresh = [part for run in runs if (part := run.between(first, end)) is not None]
         by_epoch = defaultdict(list)
         for run in compressed(fresh):
@@ -126,24 +127,28 @@ class UsageLog:
         self._told[generation] = max((run.end_step for run in fresh), default=first)
         self._forget_generations()
 
-    def _compare(self, again: Sequence[Run], worker: str) -> None:
-        """Find the steps of which others have told something else."""
+    def _compare(self, runs: Sequence[Run], told: int, worker: str) -> None:
+        """Find the steps, of those that were told before, of which others have told something else."""
+        latest = sorted(run.step for run in runs if run.step < told)[-COMPARED_ROWS_MAX:]
+        if not latest:
+            return
+        end = min(told, max(run.end_step for run in runs))
+        first = max(self._settled, end - COMPARED_STEPS_MAX, latest[0])
+        again = [part for run in runs if (part := run.between(first, end)) is not None]
         if not again:
             return
-        end = max(run.end_step for run in again)
-        first = max(self._settled, end - COMPARED_STEPS_MAX, min(run.step for run in again))
         rows: dict[int, list[tuple[int, ...]]] = {
             number: [] for number, epoch in self._epochs.items() if epoch.table.reaches(first, end)
         }
         for run in again:
             rows.setdefault(run.epoch, []).append((run.step, run.start, run.size, run.count, run.dropped))
-        told = {
+        compared = {
             number: per_step(np.array(of_epoch, np.int64).reshape(-1, 5).T, first, end)
             for number, of_epoch in rows.items()
         }
         # A step of which this worker tells nothing is none that it contradicts.
-        steps = np.unique(np.concatenate([of_epoch[0] for of_epoch in told.values()]))
-        for number, of_epoch in told.items():
+        steps = np.unique(np.concatenate([of_epoch[0] for of_epoch in compared.values()]))
+        for number, of_epoch in compared.items():
             epoch = self._epochs.get(number)
             known = of_epoch[:, :0] if epoch is None else epoch.table.between(first, end)
             for step in np.intersect1d(_differing(known, of_epoch), steps).tolist():

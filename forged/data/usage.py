@@ -60,10 +60,10 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
     def between(self, first: int, end: int) -> Run | None:
         """The part of it in the steps from `first` up to `end`, if there is any."""
+        if self.step >= end or self.end_step <= first:
+            return None
         skipped = max(0, first - self.step)
         count = min(self.end_step, end) - self.step - skipped
-        if count <= 0:
-            return None
         start = self.start + skipped * self.size
         return msgspec.structs.replace(self, step=self.step + skipped, start=start, count=count)
 

@@ -107,6 +107,13 @@ def test_what_was_told_differently_of_void_steps_does_not_matter() -> None:
     assert log.audit(0).conflicts == []
 
 
+def test_of_many_rows_that_are_told_again_the_latest_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPARED_ROWS_MAX", 3)
+    log = log_of((1, [Run(step, 0, 4 * step + part, 1) for step in range(5) for part in (0, 2)]))
+    log.report(1, [Run(step, 0, 4 * step + part, 1) for step in range(5) for part in (0, 3)], "b")
+    assert log.audit(0).conflicts == [(3, "b"), (4, "b")]
+
+
 def test_what_was_told_of_settled_steps_is_not_compared() -> None:
     log = log_of((1, [Run(0, 0, 0, 5, 3)]))
     log.settle(2)
