@@ -118,8 +118,15 @@ class Trainee:
 
     def failure(self, what: str) -> RuntimeError:
         """What went wrong, with what it has said itself."""
-        last = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
-        return RuntimeError(f"a trainee {what}: {last[:LOG_CHARS_MAX] or 'it says nothing'}")
+        return RuntimeError(f"a trainee {what}: {self.standing()}")
+
+    def standing(self) -> str:
+        """How far it has come, whether it has ended, and what it has said last."""
+        step = self.steps[-1].step if self.steps else "none"
+        ended = self._process.poll()
+        is_there = "runs" if ended is None else f"ended with {ended}"
+        last = self._log.read_text(errors="replace").strip().rpartition("\n")[2][:LOG_CHARS_MAX] or "says nothing"
+        return f"step {step} of generation {self.generation} with {self.world}, {is_there}, {last}"
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -187,7 +194,7 @@ class Crew(ABC):
             if generations != {0} and len(generations) == 1 and {w.world for w in self.workers} == {len(self.workers)}:
                 return
             time.sleep(LOOK_INTERVAL_S)
-        raise self.workers[0].failure("did not find the others")
+        raise RuntimeError("they did not come together: " + "; ".join(worker.standing() for worker in self.workers))
 
     def lose_one(self, random: Random) -> float:
         """Kill one; returns how long it takes until the last of the others has committed a step without it."""

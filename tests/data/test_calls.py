@@ -112,6 +112,14 @@ class Scene:
         with pytest.raises(OriginSilent):
             await asked
 
+    async def supersede(self, hangs: Callable[[], bool]) -> None:
+        """Ask, and want the shard no more once the call hangs."""
+        asked = self.ask()
+        await until(hangs)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
 
 @pytest.fixture(params=[DirectoryShardStore, MemoryShardStore])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ShardStore:
@@ -453,11 +461,7 @@ class TestCallsThatDoNotEnd:
         async with let_go(origin):
             scene = Scene(MemoryShardStore(), origin)
             for number in range(LEFT_PER_SHARD_MAX):
-                asked = scene.ask()
-                await until(lambda number=number: origin.hung > number)  # type: ignore[misc]
-                asked.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await asked
+                await scene.supersede(lambda number=number: origin.hung > number)  # type: ignore[misc]
             bringing = scene.bringing()
             asked = asyncio.ensure_future(scene.calls.ask(bringing))
             await anyio.wait_all_tasks_blocked()
@@ -471,11 +475,7 @@ class TestCallsThatDoNotEnd:
         store = StuckStore()
         scene = Scene(store, FunctionOrigin(write_bytes))
         for number in range(LEFT_PER_SHARD_MAX):
-            asked = scene.ask()
-            await until(lambda number=number: store.reached > number)  # type: ignore[misc]
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
+            await scene.supersede(lambda number=number: store.reached > number)  # type: ignore[misc]
         bringing = scene.bringing()
         asked = asyncio.ensure_future(scene.calls.ask(bringing))
         await anyio.wait_all_tasks_blocked()

@@ -830,13 +830,19 @@ def test_a_source_that_neither_the_daemon_nor_a_member_reaches_has_failed() -> N
     assert failed == WorkerFailed("a", 0, "neither the daemon nor b reaches it")
 
 
-def test_who_has_begun_to_take_the_state_has_nothing_against_its_source_any_more() -> None:
-    play = formed("a", "b", "c", rescale_timeout_ms=5_000, **PATIENT)
+def refused_by_its_source(**settings: int) -> Play:
+    """Where `a` takes the state from `c`, and has said that `c` refuses it."""
+    play = formed("a", "b", "c", **settings, **PATIENT)
     play.cluster.rescale(play.now, "a test")
     play.stop("a", "b", stop=AHEAD)
     play.stop("c", stop=BEHIND)
     play.ready("b")
     play.receive("a", unreached="c", trouble="refused")
+    return play
+
+
+def test_who_has_begun_to_take_the_state_has_nothing_against_its_source_any_more() -> None:
+    play = refused_by_its_source(rescale_timeout_ms=5_000)
     play.receive("a", state=50 << 20)
     play.news()
     assert play.lose("c") == [], "it may come back"
@@ -845,12 +851,7 @@ def test_who_has_begun_to_take_the_state_has_nothing_against_its_source_any_more
 
 
 def test_who_is_silent_itself_is_not_kept_from_anything() -> None:
-    play = formed("a", "b", "c", rescale_timeout_ms=5_000, **PATIENT)
-    play.cluster.rescale(play.now, "a test")
-    play.stop("a", "b", stop=AHEAD)
-    play.stop("c", stop=BEHIND)
-    play.ready("b")
-    play.receive("a", unreached="c", trouble="refused")
+    play = refused_by_its_source(rescale_timeout_ms=5_000)
     play.news()
     assert [fact.worker_id for fact in play.wait(6.0, silent=["a"]) if isinstance(fact, WorkerFailed)] == ["a"]
 
