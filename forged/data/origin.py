@@ -213,7 +213,8 @@ def _translated(shard_id: int, kind: type[BaseException] = Exception) -> Iterato
     except ForgedError:
         raise
     except kind as error:
-        raise Unavailable("origin_failed", f"the origin failed over shard {shard_id}: {describe(error)}", "") from error
+        text = f"the origin failed over shard {shard_id}: {describe(error)}"
+        raise Unavailable("origin_failed", text, "mend the dataset's origin: it is asked again") from error
 
 
 class _Inlet(io.RawIOBase):
