@@ -12,8 +12,18 @@ from tests.simulation.data_mutants import BREAKS, MUTANTS
 from tests.simulation.data_oracle import DataPromise
 from tests.simulation.runner import Kind, Outcome, live_through
 
-SEEDS = list(islice(filter(has_data, count()), 36))
+SEEDS = list(islice(filter(has_data, count()), 4))
+"""`make test` lives through many more."""
 SEEDS_TO_CATCH = list(islice(filter(has_data, count()), 300))
+LIKELY = {
+    "commit_when_the_first_has_its_data": 32,
+    "draw_as_in_the_world_before": 46,
+    "keep_what_was_found_to_be_bad": 65,
+    "leave_the_sampler_behind": 30,
+    "shuffle_anew_in_each_world": 71,
+    "stop_while_data_moves": 92,
+}
+"""Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
 SEEDS_TO_MEET = list(islice(filter(has_data, count()), 200))
 
 
@@ -41,7 +51,7 @@ def test_the_worlds_meet_every_trouble_that_is_meant_to_happen_to_data() -> None
 def test_a_planted_bug_breaks_the_promise_that_is_named_for_it(mutant: str) -> None:
     """What is broken in a world may be another promise: a bug has more than one consequence."""
     named, others = BREAKS[mutant].name.lower(), set[str]()
-    for seed in SEEDS_TO_CATCH:
+    for seed in [LIKELY.get(mutant, SEEDS_TO_CATCH[0]), *SEEDS_TO_CATCH]:
         outcome = live(seed, mutant)
         promise = outcome.broken.partition(":")[0]
         if promise == named:

@@ -16,9 +16,16 @@ from tests.simulation.elastic_tally import MUST_HAPPEN
 from tests.simulation.elastic_truth import Promise
 from tests.simulation.runner import Kind, Outcome, live_through
 
-SEEDS = range(36)
+SEEDS = range(4)
+"""`make test` lives through many more."""
 SEEDS_TO_CATCH = 200
-LIKELY = {"keep_nobody_for_the_state": 89}
+LIKELY = {
+    "count_evictions": 35,
+    "forget_the_attempt_at_restart": 82,
+    "keep_nobody_for_the_state": 89,
+    "take_everybody_for_a_holder_of_the_state": 31,
+    "take_the_lowest_step": 25,
+}
 """Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
 SEEDS_TO_MEET = 200
 ROOT = Path(__file__).parents[2]
@@ -80,6 +87,6 @@ def _traces_in_another_process(seeds: int, hash_seed: int, ballast: int) -> list
 
 
 def test_the_same_seeds_give_the_same_traces_byte_for_byte_in_every_process() -> None:
-    here = [hashlib.sha256("\n".join(live(seed).trace).encode()).hexdigest() for seed in range(20)]
-    assert _traces_in_another_process(20, 1, 0) == here
-    assert _traces_in_another_process(20, 4242, 123_457) == here
+    here = [hashlib.sha256("\n".join(live(seed).trace).encode()).hexdigest() for seed in range(8)]
+    assert _traces_in_another_process(8, 1, 0) == here
+    assert _traces_in_another_process(8, 4242, 123_457) == here
