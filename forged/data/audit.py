@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,6 +27,7 @@ from forged.data.usage import (
     UsageTable,
     Whole,
     compressed,
+    first_of_latest,
     per_step,
 )
 from forged.errors import PeerError, RequestRefused
@@ -41,14 +42,17 @@ ROWS_PER_PART = 2_000
 PARTS_BYTES_MAX = 320 << 10
 """The rest of a chunk has room for the head."""
 
-COMPARED_STEPS_MAX = 10_000
-COMPARED_ROWS_MAX = 1_000
-"""Of what is told again so many steps, in about so many rows, are compared with what was told before: the latest."""
-CONFLICTS_MAX = 1_000
+COMPARED_RANGES_MAX = 2_000
+"""Of what is told again the latest steps, which have used about so many ranges, are compared with what was told before.
+"""
+CONFLICTS_MAX = 20
+"""So many of the steps of an epoch of which workers tell differently are listed: the first."""
 WORKER_CHARS_MAX = 100
 
+_NO_ROWS: Column = np.empty((5, 0), np.int64)
 _PART_BYTES = 64
-"""A part without its rows, at most."""
+_CONFLICT_BYTES = 16 + 4 * WORKER_CHARS_MAX
+"""A part without its rows and conflicts, and one of these, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,8 @@ class UsageLog:
         self._returns: list[tuple[int, int]] = []
         """Which generation went back, to which step. Both ascend: one that went back further hides those before it."""
         self._settled = 0
-        self._conflicts: dict[tuple[int, int, str], None] = {}
-        """Step, epoch, and who has told otherwise than others before."""
+        self.revision = 0
+        """Another number whenever it has changed."""
 
     @property
     def epochs(self) -> list[int]:
@@ -119,41 +123,40 @@ class UsageLog:
         first, end = self.told(generation), self._void_behind(generation)
         self._compare(runs, min(first, end), worker)
         fresh = [part for run in runs if (part := run.between(first, end)) is not None]
+        if fresh:
+            self._add(fresh)
+            self._told[generation] = max(run.end_step for run in fresh)
+            self._forget_generations()
+
+    def _add(self, runs: Iterable[Run]) -> None:
         by_epoch = defaultdict(list)
-        for run in compressed(fresh):
+        for run in compressed(runs):
             by_epoch[run.epoch].append(run)
         for epoch, of_epoch in by_epoch.items():
             self._epochs.setdefault(epoch, _Epoch()).table.add(of_epoch)
-        self._told[generation] = max((run.end_step for run in fresh), default=first)
-        self._forget_generations()
+        self.revision += 1
 
     def _compare(self, runs: Sequence[Run], told: int, worker: str) -> None:
         """Find the steps, of those that were told before, of which others have told something else."""
-        latest = sorted(run.step for run in runs if run.step < told)[-COMPARED_ROWS_MAX:]
+        latest = sorted(run.step for run in runs if run.step < told)[-COMPARED_RANGES_MAX:]
         if not latest:
             return
-        end = min(told, max(run.end_step for run in runs))
-        first = max(self._settled, end - COMPARED_STEPS_MAX, latest[0])
-        again = [part for run in runs if (part := run.between(first, end)) is not None]
-        if not again:
-            return
-        rows: dict[int, list[tuple[int, ...]]] = {
-            number: [] for number, epoch in self._epochs.items() if epoch.table.reaches(first, end)
+        rows: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for run in runs:
+            if run.step < told and run.end_step > latest[0]:
+                rows[run.epoch].append((run.step, run.start, run.size, run.count, run.dropped))
+        again = {number: np.array(of_epoch, np.int64).T for number, of_epoch in rows.items()}
+        end = min(told, max(int((steps + counts).max()) for steps, _, _, counts, _ in again.values()))
+        first = max(self._settled, latest[0], first_of_latest(again.values(), end, COMPARED_RANGES_MAX))
+        known = {
+            number: epoch.table.rows_of_steps()
+            for number, epoch in self._epochs.items()
+            if number in again or epoch.table.reaches(first, end)
         }
-        for run in again:
-            rows.setdefault(run.epoch, []).append((run.step, run.start, run.size, run.count, run.dropped))
-        compared = {
-            number: per_step(np.array(of_epoch, np.int64).reshape(-1, 5).T, first, end)
-            for number, of_epoch in rows.items()
-        }
-        # A step of which this worker tells nothing is none that it contradicts.
-        steps = np.unique(np.concatenate([of_epoch[0] for of_epoch in compared.values()]))
-        for number, of_epoch in compared.items():
-            epoch = self._epochs.get(number)
-            known = of_epoch[:, :0] if epoch is None else epoch.table.between(first, end)
-            for step in np.intersect1d(_differing(known, of_epoch), steps).tolist():
-                if len(self._conflicts) < CONFLICTS_MAX:
-                    self._conflicts[step, number, worker[:WORKER_CHARS_MAX]] = None
+        first = max(first, first_of_latest(known.values(), end, COMPARED_RANGES_MAX))
+        for number, steps in _differing(known, again, first, end).items():
+            self._epochs.setdefault(number, _Epoch()).contradict(steps, worker[:WORKER_CHARS_MAX])
+            self.revision += 1
 
     def rewind(self, generation: int, step: int) -> None:
         """The training went back: `generation` begins at `step`, and what others used there or behind it is void."""
@@ -172,16 +175,26 @@ class UsageLog:
         for epoch in self._epochs.values():
             epoch.rewind(step)
         self._epochs = {number: epoch for number, epoch in self._epochs.items() if not epoch.is_blank}
-        self._conflicts = {one: None for one in self._conflicts if one[0] < step}
         self._forget_generations()
+        self.revision += 1
 
     def settle(self, step: int) -> None:
         """The training will not go back behind `step`: which step has used what before it need not be known."""
         check_whole("usage_invalid", "step", step, 0, STEP_MAX)
         if step > self._settled:
+            self.revision += 1
             self._settled = step
             for epoch in self._epochs.values():
                 epoch.settle(step)
+
+    def forget_oldest(self) -> bool:
+        """Forget what the oldest epoch of which anything is known has used; whether there was one."""
+        number = min((number for number, epoch in self._epochs.items() if epoch.table), default=None)
+        if number is None:
+            return False
+        self._epochs[number].forget()
+        self.revision += 1
+        return True
 
     def audit(self, epoch: int) -> EpochAudit:
         """What is proven of an epoch."""
@@ -200,15 +213,13 @@ class UsageLog:
             _listed(repeated),
             _total(repeated),
             held.forgotten,
-            [(step, worker) for step, number, worker in sorted(self._conflicts) if number == epoch],
+            list(held.conflicts),
         )
 
     def encode(self) -> list[bytes]:
         """The log, in chunks."""
         packed = list(_packed(self._parts()))
-        conflicts = list(self._conflicts)
-        count = max(1, len(packed))
-        head = _Head(self.samples, self._told, self._floor, self._returns, self._settled, count, conflicts)
+        head = _Head(self.samples, self._told, self._floor, self._returns, self._settled, max(1, len(packed)))
         first, *others = packed or [[]]
         return [_encode((head, first)), *(_encode((number, parts)) for number, parts in enumerate(others, 1))]
 
@@ -228,10 +239,10 @@ class UsageLog:
     def _of(cls, head: _Head, parts: Iterable[_Part]) -> UsageLog:
         log = cls(head.samples)
         log._told, log._floor, log._returns, log._settled = head.told, head.floor, head.returns, head.settled
-        log._conflicts = dict.fromkeys(head.conflicts)
         columns = defaultdict(list)
         for part in parts:
-            log._epochs.setdefault(part.epoch, _Epoch(part.first_settled, part.end_settled, part.forgotten))
+            known = _Epoch(part.first_settled, part.end_settled, part.forgotten, part.conflicts)
+            log._epochs.setdefault(part.epoch, known)
             columns[part.epoch].append(_columns(part.rows))
         for epoch, of_epoch in columns.items():
             log._epochs[epoch].table.extend(_checked(np.concatenate(of_epoch, axis=1), head.samples))
@@ -243,7 +254,8 @@ class UsageLog:
             columns = epoch.table.columns().astype("<i8")
             for start in range(0, max(1, columns.shape[1]), ROWS_PER_PART):
                 rows = columns[:, start : start + ROWS_PER_PART].tobytes()
-                yield _Part(number, epoch.first_settled, epoch.end_settled, epoch.forgotten, rows)
+                conflicts = [] if start else epoch.conflicts
+                yield _Part(number, epoch.first_settled, epoch.end_settled, epoch.forgotten, rows, conflicts)
 
     def _void_behind(self, generation: int) -> int:
         """The first step that was void for a generation, because a later one began there."""
@@ -268,11 +280,19 @@ class _Epoch:
     first_settled: int | None = None
     end_settled: int = 0
     forgotten: bool = False
+    conflicts: list[tuple[int, str]] = field(default_factory=list)
+    """The first steps of which somebody has told otherwise than others before, and who."""
     table: UsageTable = field(default_factory=UsageTable)
 
     @property
     def is_blank(self) -> bool:
-        return not self.table and not self.forgotten
+        return not (self.table or self.forgotten or self.conflicts)
+
+    def contradict(self, steps: Iterable[int], worker: str) -> None:
+        self.conflicts = sorted({*self.conflicts, *((step, worker) for step in steps)})[:CONFLICTS_MAX]
+
+    def forget(self) -> None:
+        self.table, self.forgotten = UsageTable(), True
 
     def settle(self, step: int) -> None:
         found = self.table.settle(step)
@@ -283,6 +303,7 @@ class _Epoch:
 
     def rewind(self, step: int) -> None:
         self.table.rewind(step)
+        self.conflicts = [one for one in self.conflicts if one[0] < step]
         if self.first_settled is None or step >= self.end_settled:
             return
         # Some of what was settled is void, and nobody knows which part.
@@ -298,7 +319,6 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     returns: list[tuple[Whole, Whole]]
     settled: Whole
     chunks: Whole
-    conflicts: list[tuple[Whole, Whole, str]] = []
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -309,6 +329,7 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
     end_settled: Whole
     forgotten: bool
     rows: bytes
+    conflicts: list[tuple[Whole, str]] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -321,10 +342,11 @@ def _packed(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     packed: list[_Part] = []
     room_bytes = PARTS_BYTES_MAX
     for part in parts:
-        room_bytes -= len(part.rows) + _PART_BYTES
+        part_bytes = len(part.rows) + _PART_BYTES + len(part.conflicts) * _CONFLICT_BYTES
+        room_bytes -= part_bytes
         if packed and room_bytes < 0:
             yield packed
-            packed, room_bytes = [], PARTS_BYTES_MAX - len(part.rows) - _PART_BYTES
+            packed, room_bytes = [], PARTS_BYTES_MAX - part_bytes
         packed.append(part)
     if packed:
         yield packed
@@ -357,13 +379,25 @@ def _check_run(run: Run, samples: int) -> None:
         raise RequestRefused("usage_invalid", text)
 
 
-def _differing(known: Column, told: Column) -> Column:
+def _differing(known: Mapping[int, Column], again: Mapping[int, Column], first: int, end: int) -> dict[int, list[int]]:
+    """By epoch, the steps from `first` up to `end` of which both tell, and not the same."""
+    told = {number: per_step(rows, first, end) for number, rows in again.items()}
+    steps = np.unique(np.concatenate([ranges[0] for ranges in told.values()]))
+    found = {}
+    for number in {*known, *told}:
+        before, now = (per_step(rows.get(number, _NO_ROWS), first, end) for rows in (known, again))
+        if differing := np.intersect1d(_in_one_only(before, now), steps).tolist():
+            found[number] = differing
+    return found
+
+
+def _in_one_only(ranges: Column, others: Column) -> Column:
     """The steps of which they do not say the same."""
-    if np.array_equal(known, told):
-        return known[0, :0]
-    rows, times = np.unique(np.concatenate([known, told], axis=1), axis=1, return_counts=True)
-    differing: Column = rows[0, times == 1]
-    return differing
+    if np.array_equal(ranges, others):
+        return ranges[0, :0]
+    both, times = np.unique(np.concatenate([ranges, others], axis=1), axis=1, return_counts=True)
+    found: Column = both[0, times == 1]
+    return found
 
 
 def _total(spans: Spans) -> int:

@@ -34,6 +34,8 @@ class AuditService:
         self.logs: dict[str, UsageLog] = {}
         self._chunks: dict[str, list[bytes]] = {}
         """What the store holds of each."""
+        self._kept: dict[str, int] = {}
+        """Which revision of each that is."""
         self._log = log
         bus.serve(ReportUsage, self._report, owner=OWNER)
         bus.serve(AuditData, self._audit, owner=OWNER)
@@ -44,6 +46,7 @@ class AuditService:
         """Become what the store holds."""
         self.logs.clear()
         self._chunks.clear()
+        self._kept.clear()
         found: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
         for entry in await read_all(store, PREFIX):
             job, _, number = entry.key.removeprefix(PREFIX).rpartition("/")
@@ -69,11 +72,10 @@ class AuditService:
 
     def _writes(self, job: str, log: UsageLog) -> dict[str, bytes | None]:
         """The chunks that are others than those in the store."""
-        chunks, before = log.encode(), self._chunks.get(job, [])
-        if len(chunks) > CHUNKS_MAX:
-            # It goes on with what it can keep: an epoch whose rows are gone is not complete, and says so.
-            raise RequestRefused("usage_full", f"job {job} has used too many ranges to keep them", "use larger batches")
-        self._chunks[job] = chunks
+        if self._kept.get(job) == log.revision:
+            return {}
+        chunks, before = _bounded(log), self._chunks.get(job, [])
+        self._chunks[job], self._kept[job] = chunks, log.revision
         writes: dict[str, bytes | None] = {
             f"{PREFIX}{job}/{number}": chunk
             for number, chunk in enumerate(chunks)
@@ -100,6 +102,7 @@ class AuditService:
     def _removed(self, record: Record) -> Decision[None] | None:
         if self.logs.pop(record.job, None) is None:
             return None
+        self._kept.pop(record.job, None)
         chunks = self._chunks.pop(record.job, [])
         return Decision(None, writes={f"{PREFIX}{record.job}/{number}": None for number in range(len(chunks))})
 
@@ -114,6 +117,15 @@ class AuditService:
         epochs = log.epochs
         epoch = request.epoch if request.epoch is not None else max(epochs, default=0)
         return _view(request.job, log.audit(epoch), epochs)
+
+
+def _bounded(log: UsageLog) -> list[bytes]:
+    """The log in chunks. Of what is too much the oldest is forgotten: an epoch whose rows are gone is not complete, and
+    says so."""
+    chunks = log.encode()
+    while len(chunks) > CHUNKS_MAX and log.forget_oldest():
+        chunks = log.encode()
+    return chunks
 
 
 def _view(job: str, audit: EpochAudit, epochs: list[int]) -> AuditView:

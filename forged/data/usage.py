@@ -176,8 +176,7 @@ class UsageTable:
 
     def forget_settled(self) -> None:
         """Leave out what belongs to no step."""
-        columns = self.columns()
-        self._replace(columns[:, columns[0] != SETTLED])
+        self._replace(self.rows_of_steps())
 
     def spans(self, *, dropped: bool) -> Spans:
         """The ranges of positions that were used, or those that were left out."""
@@ -185,11 +184,10 @@ class UsageTable:
         chosen = flags == dropped
         return starts[chosen], (starts + sizes * counts)[chosen]
 
-    def between(self, first: int, end: int) -> Column:
-        """What each step from `first` up to `end` has used, as far as that is known: step, whether it was left out,
-        start and end of each range, by column."""
+    def rows_of_steps(self) -> Column:
+        """The rows that are not settled, by column."""
         columns = self.columns()
-        return per_step(columns[:, columns[0] != SETTLED], first, end)
+        return columns[:, columns[0] != SETTLED]
 
     def reaches(self, first: int, end: int) -> bool:
         """Whether something is known of one of these steps."""
@@ -214,7 +212,7 @@ class UsageTable:
     def _replace(self, columns: Column) -> None:
         self._columns = tuple(array("q", column.tobytes()) for column in columns)
         self._tips = {}
-        steps, _, _, counts, _ = columns[:, columns[0] != SETTLED]
+        steps, _, _, counts, _ = self.rows_of_steps()
         self._first_step = int(steps.min(initial=WHOLE_MAX))
         self._end_step = int((steps + counts).max(initial=0))
 
@@ -235,6 +233,21 @@ def per_step(rows: Column, first: int, end: int) -> Column:
     heads = np.flatnonzero(np.append(True, ~is_beside)[: found.shape[1]])
     tails = np.append(heads[1:], found.shape[1])[: heads.size] - 1
     return np.concatenate([found[:3, heads], found[3:, tails]])
+
+
+def first_of_latest(rows: Iterable[Column], end: int, ranges_max: int) -> int:
+    """The first of the steps up to `end` that have used so many ranges together, or fewer; the last is one of them."""
+    steps, _, _, counts, _ = np.concatenate([np.empty((5, 0), np.int64), *rows], axis=1)
+    ends = np.minimum(steps + counts, end)
+    low, high = int(steps.min(initial=end - 1)), end - 1
+    while low < high:
+        middle = (low + high) // 2
+        # As many may be told as fit into no whole number.
+        if np.maximum(ends - np.maximum(steps, middle), 0).sum(dtype=float) > ranges_max:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data import audit as module
-from forged.data.audit import CHUNK_BYTES_MAX, RANGES_MAX, EpochAudit, UsageLog
-from forged.data.usage import Run, Use, runs_of
+from forged.data.audit import CHUNK_BYTES_MAX, CONFLICTS_MAX, RANGES_MAX, EpochAudit, UsageLog
+from forged.data.usage import WHOLE_MAX, Run, Use, runs_of
 from forged.errors import PeerError, RequestRefused
 from tests.data.values import UNTIMED
 
@@ -107,11 +107,62 @@ def test_what_was_told_differently_of_void_steps_does_not_matter() -> None:
     assert log.audit(0).conflicts == []
 
 
-def test_of_many_rows_that_are_told_again_the_latest_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "COMPARED_ROWS_MAX", 3)
+def test_of_much_that_is_told_again_the_latest_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPARED_RANGES_MAX", 4)
     log = log_of((1, [Run(step, 0, 4 * step + part, 1) for step in range(5) for part in (0, 2)]))
     log.report(1, [Run(step, 0, 4 * step + part, 1) for step in range(5) for part in (0, 3)], "b")
     assert log.audit(0).conflicts == [(3, "b"), (4, "b")]
+
+
+def test_of_few_rows_that_stand_for_many_steps_the_latest_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPARED_RANGES_MAX", 4)
+    log = log_of((1, [Run(0, 0, 0, 1, 10), Run(0, 0, 10, 1, 10)]))
+    log.report(1, [Run(0, 0, 1, 1, 10), Run(0, 0, 10, 1, 10)], "b")
+    assert log.audit(0).conflicts == [(8, "b"), (9, "b")]
+
+
+def test_of_a_step_that_has_used_more_all_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPARED_RANGES_MAX", 1)
+    log = log_of((1, [Run(0, 0, start, 1) for start in (0, 2, 4)]))
+    log.report(1, [Run(0, 0, start, 1) for start in (0, 2, 5)], "b")
+    assert log.audit(0).conflicts == [(0, "b")]
+
+
+def test_as_much_as_fits_into_no_whole_number_may_be_told_again() -> None:
+    most = WHOLE_MAX - 1
+    log = log_of((1, [Run(0, 0, 0, 1, most)] * 3), samples=WHOLE_MAX)
+    log.report(1, [Run(0, 0, 0, 1, most)] * 3, "b")
+    assert log.audit(0).conflicts == []
+
+
+def test_epochs_of_which_workers_tell_differently_hide_none_of_the_later_ones() -> None:
+    log = UsageLog(30)
+    for epoch in range(50):
+        log.report(1, [Run(30 * epoch, epoch, 0, 1, 30)])
+        log.report(1, [Run(30 * epoch + step, epoch, 29 - step, 1) for step in range(30)], "b")
+    assert not any(log.audit(epoch).complete for epoch in range(50))
+    assert log.audit(49).conflicts == [(30 * 49 + step, "b") for step in range(CONFLICTS_MAX)]
+    decoded = UsageLog.decode(log.encode())
+    assert all(decoded.audit(epoch) == log.audit(epoch) for epoch in range(50))
+    log.rewind(2, 30 * 49 + 5)
+    assert log.audit(49).conflicts == [(30 * 49 + step, "b") for step in range(5)]
+
+
+def test_what_is_told_again_and_the_same_changes_nothing() -> None:
+    log = log_of((1, [Run(0, 0, 0, 5, 3)]))
+    before = log.revision
+    log.report(1, [Run(0, 0, 0, 5, 3)], "b")
+    assert log.revision == before
+    log.report(1, [Run(3, 0, 15, 5)], "b")
+    assert log.revision > before
+
+
+def test_what_the_oldest_epoch_has_used_is_forgotten_first() -> None:
+    log = log_of((1, [Run(0, 0, 0, 5, 4), Run(4, 1, 0, 5, 4)]))
+    assert log.forget_oldest()
+    assert (log.audit(0).missing_total, log.audit(0).forgotten, log.audit(1).complete) == (SAMPLES, True, True)
+    assert log.forget_oldest()
+    assert not log.forget_oldest()
 
 
 def test_what_was_told_of_settled_steps_is_not_compared() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from forged.data import audit as module
 from forged.data import audit_service
 from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict
 from forged.data.usage import Run
@@ -200,7 +201,39 @@ async def test_many_rows_are_settled_and_prove_as_much(monkeypatch: pytest.Monke
 
 
 @virtual
-async def test_more_rows_than_can_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_service, "CHUNKS_MAX", 0)
-    async with a_data_stage() as stage:
-        assert await refused(report(stage, 1, 0, steps(0, 8))) == "usage_full"
+async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_service, "CHUNKS_MAX", 1)
+    monkeypatch.setattr(module, "PARTS_BYTES_MAX", 900)
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await stage.form("a", **BEARING)
+        for epoch in range(3):
+            first = 10 * epoch
+            # Each step goes on elsewhere than where the one before has ended.
+            await report(stage, 1, 0, *(Run(first + step, epoch, 90 - 10 * step, 10) for step in range(10)))
+        assert [(await audit(stage, epoch)).forgotten for epoch in range(3)] == [True, True, False]
+        assert (await audit(stage, 2)).complete
+    async with a_data_stage(TroubledStore(store.memory)) as stage:
+        assert (await audit(stage, 2)).complete
+        assert (await audit(stage, 0)).missing_total == SAMPLES
+
+
+@virtual
+async def test_what_is_told_again_is_not_written_again() -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await report(stage, 1, 0, steps(0, 6))
+        encoded = 0
+        log = stage.audit.logs[JOB]
+        encode = log.encode
+
+        def counted() -> list[bytes]:
+            nonlocal encoded
+            encoded += 1
+            return encode()
+
+        log.encode = counted  # type: ignore[method-assign]
+        await report(stage, 1, 0, steps(0, 6))
+        assert encoded == 0
+        await report(stage, 1, 0, steps(6, 10))
+        assert encoded == 1
