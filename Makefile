@@ -31,7 +31,7 @@ check: $(READY)
 # All checks, all tests, and the simulation over many seeds.
 test: check
 	$(BIN)/pytest -n 2 --dist worksteal
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --meet-all
 
 # Measure, and write benchmarks/RESULTS.md. Peers that are not installed are left out.
 bench: $(READY)
@@ -55,7 +55,7 @@ bench-torch: $(PEERS_READY)
 soak: $(READY)
 	FORGED_KILLS=$(KILLS) $(BIN)/pytest tests/processes
 	FORGED_KILLS=$(CHECKPOINT_KILLS) $(BIN)/pytest tests/checkpoint/test_kill.py
-	$(BIN)/python -m tests.simulation --seeds 0:5000
+	$(BIN)/python -m tests.simulation --seeds 0:5000 --meet-all
 
 # Build dist/forged-*.whl, which carries the commands, the units, the settings and the plugins.
 wheel: $(READY)

@@ -12,10 +12,12 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from itertools import product
 
+from tests.simulation import data, elastic_tally
 from tests.simulation.runner import MUTANTS, Kind, Outcome, command, kinds_for, live
 
 TRACE_LINES = 40
 PROCESSES = 2
+MUST_HAPPEN = (*elastic_tally.MUST_HAPPEN, *data.MUST_HAPPEN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug, and expect to find it")
     parser.add_argument("--trace", action="store_true", help="print all that happened")
     parser.add_argument("--counts", action="store_true", help="print how often what was met")
+    parser.add_argument("--meet-all", action="store_true", help="fail if something that is meant to happen did not")
     options = parser.parse_args(arguments)
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
@@ -46,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             met.update(outcome.met)
     if options.mutant:
         print(f"the mutant {options.mutant} survived {len(seeds)} seeds", file=sys.stderr)
+        return 1
+    if options.meet_all and (unmet := [what for what in MUST_HAPPEN if not met[what]]):
+        print(f"nothing of this was met, and the promises about it prove nothing: {', '.join(unmet)}", file=sys.stderr)
         return 1
     if options.counts:
         print("\n".join(f"{count:8} {what}" for what, count in sorted(met.items())))

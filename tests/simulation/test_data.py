@@ -1,19 +1,18 @@
-"""Training data in the simulation: it keeps its promises, meets its troubles, is reproducible, and finds bugs."""
+"""Training data in the simulation: it keeps its promises, and finds bugs."""
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import count, islice
 
 import pytest
 
-from tests.simulation.data import MUST_HAPPEN, has_data
+from tests.simulation.data import has_data
 from tests.simulation.data_mutants import BREAKS, MUTANTS
 from tests.simulation.data_oracle import DataPromise
 from tests.simulation.runner import Kind, Outcome, live_through
 
 SEEDS = list(islice(filter(has_data, count()), 4))
-"""`make test` lives through many more."""
+"""`make test` lives through many more, and sees that they meet all that is meant to happen."""
 SEEDS_TO_CATCH = list(islice(filter(has_data, count()), 300))
 LIKELY = {
     "commit_when_the_first_has_its_data": 32,
@@ -24,7 +23,6 @@ LIKELY = {
     "stop_while_data_moves": 92,
 }
 """Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
-SEEDS_TO_MEET = list(islice(filter(has_data, count()), 200))
 
 
 def live(seed: int, mutant: str | None = None) -> Outcome:
@@ -36,15 +34,6 @@ def test_the_data_of_every_job_keeps_its_promises(seed: int) -> None:
     outcome = live(seed)
     assert not outcome.error, outcome.error
     assert outcome.facts
-
-
-def test_the_worlds_meet_every_trouble_that_is_meant_to_happen_to_data() -> None:
-    met: Counter[str] = Counter()
-    for seed in SEEDS_TO_MEET:
-        met.update(live(seed).met)
-        if all(met[what] for what in MUST_HAPPEN):
-            break
-    assert [what for what in MUST_HAPPEN if not met[what]] == []
 
 
 @pytest.mark.parametrize("mutant", sorted(MUTANTS))

@@ -1,4 +1,4 @@
-"""Training in the simulation: it keeps its promises, meets its troubles, is reproducible, and finds bugs."""
+"""Training in the simulation: it keeps its promises, is reproducible, and finds bugs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.simulation.elastic_mutants import BREAKS, MUTANTS
-from tests.simulation.elastic_tally import MUST_HAPPEN
 from tests.simulation.elastic_truth import Promise
 from tests.simulation.runner import Kind, Outcome, live_through
 
 SEEDS = range(4)
-"""`make test` lives through many more."""
+"""`make test` lives through many more, and sees that they meet all that is meant to happen."""
 SEEDS_TO_CATCH = 200
 LIKELY = {
     "count_evictions": 35,
@@ -27,7 +25,6 @@ LIKELY = {
     "take_the_lowest_step": 25,
 }
 """Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
-SEEDS_TO_MEET = 200
 ROOT = Path(__file__).parents[2]
 
 TRACES_OF = """
@@ -49,15 +46,6 @@ def test_every_job_keeps_its_promises(seed: int) -> None:
     outcome = live(seed)
     assert not outcome.error, outcome.error
     assert outcome.facts
-
-
-def test_the_worlds_meet_every_trouble_that_is_meant_to_happen() -> None:
-    met: Counter[str] = Counter()
-    for seed in range(SEEDS_TO_MEET):
-        met.update(live(seed).met)
-        if all(met[what] for what in MUST_HAPPEN):
-            break
-    assert [what for what in MUST_HAPPEN if not met[what]] == []
 
 
 @pytest.mark.parametrize("mutant", sorted(MUTANTS))

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.__main__ import main
+
+
+def test_seeds_that_keep_all_promises_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "0:1"]) == 0
+    assert capsys.readouterr().out.startswith("1 seeds passed, 0 failed")
+
+
+def test_worlds_that_do_not_meet_what_is_meant_to_happen_are_an_error_that_names_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--seeds", "0:1", "--meet-all"]) == 1
+    assert "a host is gone" in capsys.readouterr().err
+
+
+def test_a_planted_bug_that_is_not_found_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "0:1", "--mutant", "keep_nobody_for_the_state"]) == 1
+    assert "survived 1 seeds" in capsys.readouterr().err
