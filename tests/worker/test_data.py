@@ -797,9 +797,9 @@ class TestAShardThatTheOriginDoesNotGive:
             assert shard.shard_id != 3 or gate.wait(PATIENCE_S)
             write(shard, file)
 
-        terms: dict[str, Any] = {"origin": FunctionOrigin(hang), "origin_timeout_s": 1.0}
+        terms: dict[str, Any] = {"origin": FunctionOrigin(hang), "origin_timeout_s": 3.0}
         async with (
-            ranch_at(house, settings={"rescale_timeout_ms": 300, "min_workers": 2}, **terms) as ranch,
+            ranch_at(house, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}, **terms) as ranch,
             ranch.client() as client,
         ):
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
@@ -808,7 +808,7 @@ class TestAShardThatTheOriginDoesNotGive:
             assert isinstance(item, Record)
             assert isinstance(item.fact, ShardsLost)
             assert (item.fact.count, item.fact.shards) == (1, [3])
-            assert item.fact.reason[1:].startswith(": shard 3: the origin gave nothing of it for 1 s")
+            assert item.fact.reason[1:].startswith(": shard 3: the origin gave nothing of it for 3 s")
             gate.set()
             await ranch.crew.world_of("a", "b")
             await ranch.check_holdings("a", "b")
