@@ -68,6 +68,12 @@ async def served(made: Channel, store: ShardStore | None) -> bool:
     return await made.converse(partial(delivery.serve, store=store), CapacityLimiter(1))
 
 
+async def served_when_called(made: Channel, store: ShardStore) -> bool:
+    """A source waits for no more than a moment in its thread."""
+    assert await made.is_called(PATIENCE_S)
+    return await served(made, store)
+
+
 async def fetched(made: Channel, store: ShardStore, passage: Passage | None = None) -> Stamp:
     conversation = partial(delivery.fetch, shard=7, store=store, passage=passage or Passage())
     return await made.converse(conversation, CapacityLimiter(1))
@@ -367,7 +373,7 @@ async def test_an_announced_size_takes_no_room_before_its_bytes_come(carrier: Ca
 async def test_both_ends_understand_each_other(carrier: Carrier) -> None:
     store = begun()
     async with pair(carrier) as (source, fetcher):
-        goes_on, stamp = await asyncio.gather(served(source, full()), fetched(fetcher, store))
+        goes_on, stamp = await asyncio.gather(served_when_called(source, full()), fetched(fetcher, store))
     assert goes_on
     assert stamp == STAMP
     assert store.read(7) == DATA

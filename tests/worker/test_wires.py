@@ -59,8 +59,10 @@ async def pair(carrier: Carrier) -> AsyncIterator[list[Channel]]:
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=far.dup())
         transport.pause_reading()
         other = await SocketCarrier().open(transport)
-        yield [near, other]
-        other.close()
+        try:
+            yield [near, other]
+        finally:
+            other.close()
 
 
 async def converse(made: Channel, conversation: Conversation[Any]) -> Any:
