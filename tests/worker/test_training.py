@@ -632,7 +632,7 @@ class TestLeaving:
 
     def test_the_others_are_not_met_any_more_which_is_told(self, scripts: Scripts) -> None:
         log = Heard()
-        meeting = Meeting()
+        has_gone = threading.Event()
 
         def goes(worker: Training) -> None:
             worker.leaving.subscribe(lambda reason: worker.barrier())
@@ -640,13 +640,14 @@ class TestLeaving:
                 if step == 2:
                     worker.drain()
                 worker.barrier()
-            meeting.go_on()
+            has_gone.set()
 
         def stays(worker: Training) -> None:
-            for step in worker.steps(STEPS):
-                worker.barrier()
-                if step == 4:
-                    meeting.hold()
+            for step in worker.steps():
+                with step:
+                    worker.barrier()
+                if has_gone.is_set():
+                    break
 
         a = scripts.start("a", goes, config=config(min_workers=1, max_workers=2, stability_window_ms=60_000), log=log)
         b = scripts.start("b", stays, config=config(min_workers=1, max_workers=2, stability_window_ms=60_000))
