@@ -19,7 +19,7 @@ from forged.clock import Clock, SystemClock
 from forged.data.bandwidth import Bandwidth, Throttle
 from forged.data.calls import CallsWithoutThreads, OriginCalls
 from forged.data.columns import NOBODY
-from forged.data.execution import Equipment, Execution, Visit
+from forged.data.execution import Equipment, Visit, execute
 from forged.data.model import DataShard, DataTransfer, TransferPace
 from forged.data.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.outcome import BadCopy, MovedShard, TransferProgress, TransferReport
@@ -138,7 +138,7 @@ class DataTransferManager:
                 with anyio.CancelScope() as scope:
                     self._scope = scope
                     try:
-                        return await Execution(wanted, self._equipment).run()
+                        return await execute(wanted, self._equipment)
                     finally:
                         self._scope = None
         raise Unavailable("plan_superseded", "a newer plan, or nobody, needs these transfers", "follow the newer one")
@@ -159,7 +159,7 @@ class DataTransferManager:
                 "not_destination", f"{self.worker} moves no shards to {destination}", "ask the destination to fetch it"
             )
         wanted = Wanted(shard, 0, self._sources(source, *replicas))
-        report = await Execution([wanted], self._equipment).run()
+        report = await execute([wanted], self._equipment)
         report.require_complete()
         return report.moved[0] if report.moved else None
 
