@@ -26,6 +26,7 @@ from forged.data.outcome import BadCopy, MovedShard, TransferProgress, TransferR
 from forged.data.plan import DataRedistributionPlan
 from forged.data.schedule import Source, Wanted
 from forged.data.store import ShardStore
+from forged.data.whole import whole
 from forged.elastic.model import WorkerId
 from forged.errors import ConfigError, Problem, RequestRefused, Unavailable
 from forged.retry import RetryPolicy
@@ -66,11 +67,9 @@ class DataTransferManager:
         progress_interval_s: float = PROGRESS_INTERVAL_S,
         bad_copy: Callable[[BadCopy], None] = _unheard,
     ) -> None:
-        if not 1 <= max_concurrent_transfers <= CONCURRENT_TRANSFERS_MAX:
-            problem = Problem("max_concurrent_transfers", max_concurrent_transfers, f"1 to {CONCURRENT_TRANSFERS_MAX}")
-            raise ConfigError("transfers_invalid", "the transfers are not set up rightly", problems=[problem])
+        at_once = _check_concurrency(max_concurrent_transfers)
         patience_s = check_origin_timeout(origin_timeout_s)
-        concurrency = max_concurrent_transfers if use_parallel_data_transfer else 1
+        concurrency = at_once if use_parallel_data_transfer else 1
         self.bandwidth = Bandwidth()
 
         def equip(store: ShardStore, connect: Connect, origin: ShardOrigin | None) -> Equipment:
@@ -188,6 +187,15 @@ class DataTransferManager:
         """Each of them once, and the origin last; this worker has what it has."""
         asked = [worker for worker in dict.fromkeys(workers) if worker is not None and worker != self.worker]
         return (*asked, None) if self._equipment.origin is not None else tuple(asked)
+
+
+def _check_concurrency(transfers: object) -> int:
+    found = whole(transfers)
+    if found is None or not 1 <= found <= CONCURRENT_TRANSFERS_MAX:
+        wanted = f"a whole number from 1 to {CONCURRENT_TRANSFERS_MAX}"
+        problem = Problem("max_concurrent_transfers", transfers, wanted)
+        raise ConfigError("transfers_invalid", "the transfers are not set up rightly", problems=[problem])
+    return found
 
 
 def _unbound() -> RequestRefused:

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
 
 from forged.clock import SystemClock
@@ -144,6 +145,7 @@ async def test_transfers_of_others_are_left_to_them() -> None:
     [
         ({}, 4),
         ({"max_concurrent_transfers": 3}, 3),
+        ({"max_concurrent_transfers": np.int64(3)}, 3),
         ({"max_concurrent_transfers": 3, "use_parallel_data_transfer": False}, 1),
     ],
 )
@@ -277,10 +279,10 @@ async def test_a_rate_limit_lets_all_of_it_through() -> None:
         assert (await manager.execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))).is_complete
 
 
-@pytest.mark.parametrize("count", [0, 65])
-async def test_so_many_at_once_are_the_operators_mistake(count: int) -> None:
+@pytest.mark.parametrize("count", [0, 65, 2.5, True, "x", None])
+async def test_so_many_at_once_are_the_operators_mistake(count: object) -> None:
     async with open_ward(1) as ward:
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=r"max_concurrent_transfers = .*a whole number from 1 to 64"):
             ward.manager(max_concurrent_transfers=count)
 
 
