@@ -66,6 +66,16 @@ class Custody:
         self._pace: TransferPace | None = None
         """As it was measured last."""
 
+    def is_for(self, dataset: DatasetSpec, attempt: int) -> bool:
+        """Whether it is of this dataset, or members of this attempt have said already that they have another."""
+        return dataset == self.dataset or (self.gathering is not None and self.gathering.attempt == attempt)
+
+    def inherit(self, former: Custody) -> None:
+        """Come after one with which nobody has trained: the copies that were in doubt there are the same here."""
+        known = former.dataset
+        if (known.samples, known.shards) == (self.dataset.samples, self.dataset.shards):
+            self.doubts = former.doubts
+
     def require_same(self, dataset: DatasetSpec) -> None:
         """Refuse a worker that would train with something else."""
         if dataset != self.dataset:

@@ -9,14 +9,14 @@ report only when each shard is accounted for, whatever was raised within.
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import anyio
-from anyio import CapacityLimiter
+from anyio import CapacityLimiter, to_thread
 from anyio.abc import TaskGroup
 
 from forged.clock import Clock
@@ -37,6 +37,8 @@ from forged.data.store import Passage, ShardCorrupt, ShardStore, Stamp, StoreFai
 from forged.elastic.model import WorkerId
 from forged.errors import ConfigError, ForgedError, PeerError, RequestRefused, Unavailable, describe
 from forged.retry import Random, RetryPolicy
+
+T = TypeVar("T")
 
 _BAD_COPY_CODES = frozenset({"shard_corrupt", "shard_changed", "shard_damaged"})
 
@@ -73,6 +75,10 @@ class Equipment:
     progress: Callable[[TransferProgress], None]
     progress_interval_s: float
     bad_copy: Callable[[BadCopy], None]
+
+    async def ask_store(self, act: Callable[[], T]) -> T:
+        """Ask the store, which may block; whoever waits for it takes no thread from others."""
+        return await to_thread.run_sync(act, limiter=CapacityLimiter(1)) if self.uses_threads else act()
 
 
 def _not_at_origin() -> None:
@@ -116,22 +122,38 @@ class _Passage:
         return UnderWay(start.shard.shard_id, start.source, here, self.size, silent_s, start.is_elsewhere)
 
 
-class Execution:
-    """Moves shards until all are here or given up."""
+async def execute(wanted: Iterable[Wanted], equipment: Equipment) -> TransferReport:
+    """Move shards until all are here or given up."""
+    everything = list(wanted)
+    held = await equipment.ask_store(partial(_held, equipment.store, everything))
+    return await Execution(everything, held, equipment).run()
 
-    def __init__(self, wanted: Iterable[Wanted], equipment: Equipment) -> None:
-        everything = list(wanted)
+
+def _held(store: ShardStore, wanted: Iterable[Wanted]) -> list[int]:
+    """Which of them are here already; where the store cannot tell, that is found out when it is to take the shard."""
+    found = []
+    for one in wanted:
+        with suppress(Exception):
+            if store.holds(one.shard.shard_id):
+                found.append(one.shard.shard_id)
+    return found
+
+
+class Execution:
+    """Moves shards, of which some are held already."""
+
+    def __init__(self, wanted: Sequence[Wanted], held: list[int], equipment: Equipment) -> None:
         self._with = equipment
         self._began_at = self._now()
-        self._kept = [one.shard.shard_id for one in everything if equipment.store.holds(one.shard.shard_id)]
-        held = set(self._kept)
+        self._kept = held
+        known = set(held)
         self._schedule = TransferSchedule(
-            (one for one in everything if one.shard.shard_id not in held),
+            (one for one in wanted if one.shard.shard_id not in known),
             equipment.concurrency,
             equipment.retry,
             equipment.random,
         )
-        self._total = len({one.shard.shard_id for one in everything})
+        self._total = len({one.shard.shard_id for one in wanted})
         self._moved: list[MovedShard] = []
         self._bad_copies: list[BadCopy] = []
         self._bytes = 0
@@ -177,7 +199,7 @@ class Execution:
                 async with self._with.slots:
                     stamp = await self._move(start, passage)
             except Exception as error:  # noqa: BLE001 - also what a store or an origin of somebody else's raises
-                self._on_failure(passage, error)
+                await self._on_failure(passage, error)
             else:
                 self._on_success(passage, stamp)
 
@@ -234,9 +256,15 @@ class Execution:
         seconds = self._now() - passage.began_at
         self._moved.append(MovedShard(start.shard.shard_id, start.source, stamp.size, passage.offset, seconds))
 
-    def _on_failure(self, passage: _Passage, error: Exception) -> None:
+    async def _on_failure(self, passage: _Passage, error: Exception) -> None:
         shard_id, source = passage.start.shard.shard_id, passage.start.source
-        if self._with.store.holds(shard_id):
+        fault, reason = _fault_of(error), describe(error)
+        try:
+            is_held, progressed = await self._with.ask_store(partial(_come_of, passage, self._with.store))
+        except Exception as trouble:  # noqa: BLE001 - also what a store of somebody else's raises
+            is_held = progressed = False
+            fault, reason = Fault.OURS, describe(trouble)
+        if is_held:
             self._schedule.succeeded(shard_id)
             self._kept.append(shard_id)
             return
@@ -244,15 +272,7 @@ class Execution:
             copy = BadCopy(shard_id, source, error.code, error.message)
             self._bad_copies.append(copy)
             self._with.bad_copy(copy)
-        progressed = self._is_further(passage)
-        self._schedule.failed(shard_id, _fault_of(error), describe(error), self._now(), progressed=progressed)
-
-    def _is_further(self, passage: _Passage) -> bool:
-        """Whether the next attempt can begin behind where this one did."""
-        if not passage.bytes_moved or passage.start.source is None:
-            return False
-        begun = self._with.store.begun(passage.start.shard.shard_id)
-        return begun is not None and begun.offset > passage.offset
+        self._schedule.failed(shard_id, fault, reason, self._now(), progressed=progressed)
 
     def _measure(self, passage: _Passage) -> None:
         now, moved = self._now(), passage.bytes_moved
@@ -301,6 +321,17 @@ class Execution:
 
 def _at_once(seconds: float) -> None:
     return
+
+
+def _come_of(passage: _Passage, store: ShardStore) -> tuple[bool, bool]:
+    """Whether the shard is here all the same, and if not, whether the next attempt can begin further on."""
+    shard_id = passage.start.shard.shard_id
+    if store.holds(shard_id):
+        return True, False
+    if not passage.bytes_moved or passage.start.source is None:
+        return False, False
+    begun = store.begun(shard_id)
+    return False, begun is not None and begun.offset > passage.offset
 
 
 def _is_blamed(error: ForgedError) -> bool:

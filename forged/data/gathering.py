@@ -152,12 +152,14 @@ class Gathering:
 
     @property
     def lack(self) -> Lack:
-        """All that cannot be had."""
+        """All that cannot be had; at least so many, where more are missing than are named and several need them."""
         lacks = [lack for lack in (self.lost, *self.refused.values()) if lack.number]
         shards = sorted({shard for lack in lacks for shard in lack.shards})
         reason = next((lack.reason for lack in lacks if lack.reason), "")
         by = dict.fromkeys(worker for lack in lacks for worker in lack.last_held_by)
-        return Lack(sum(lack.number for lack in lacks), tuple(shards[:NAMED_MAX]), reason, tuple(by)[:NAMED_MAX])
+        # Several may need the same shard: its owner, and who is to have a further copy.
+        number = max([len(shards), *(lack.number for lack in lacks)])
+        return Lack(number, tuple(shards[:NAMED_MAX]), reason, tuple(by)[:NAMED_MAX])
 
     @property
     def is_over(self) -> bool:

@@ -290,7 +290,7 @@ class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
     """Who has yet to say what it holds."""
     lost: int = 0
     """How many shards nobody has any more, though they cannot be had again, or not now: all wait until somebody has
-    them. One that several workers need and the origin does not give counts for each of them."""
+    them. At least so many, where the origin refuses several workers more than are named."""
     lost_shards: list[int] = []
     """The first of them."""
     lost_because: str = ""

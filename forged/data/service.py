@@ -180,20 +180,29 @@ class DataService:
         return members
 
     def _custody(self, request: OfferShards, members: AttemptMembers) -> Custody:
-        """The job's data, which the first who offers some defines."""
+        """The job's data, which the first who offers some defines; anew where nobody has ever trained with it."""
         custody = self.custodies.get(request.job)
-        if custody is None:
-            custody = self.custodies[request.job] = Custody(request.job, request.dataset)
-            defined = Decision(
-                None,
-                (DatasetDefined(request.dataset),),
-                dataset_write(request.job, request.dataset),
-                request.job,
-                members.generation,
-                members.joined or members.cause,
-            )
-            self._bus.ledger.append(defined, origin=OWNER)
+        if custody is None or not (members.generation or custody.is_for(request.dataset, members.attempt)):
+            custody = self._define(request, members)
         custody.require_same(request.dataset)
+        return custody
+
+    def _define(self, request: OfferShards, members: AttemptMembers) -> Custody:
+        job, former = request.job, self.custodies.get(request.job)
+        custody = Custody(job, request.dataset)
+        if former is not None:
+            custody.inherit(former)
+            self._forget_planned(job, members.attempt)
+        self.custodies[job] = custody
+        defined = Decision(
+            None,
+            (DatasetDefined(request.dataset),),
+            dataset_write(job, request.dataset),
+            job,
+            members.generation,
+            members.joined or members.cause,
+        )
+        self._bus.ledger.append(defined, origin=OWNER)
         return custody
 
     async def _settle(

@@ -19,13 +19,14 @@ from forged.clock import Clock, SystemClock
 from forged.data.bandwidth import Bandwidth, Throttle
 from forged.data.calls import CallsWithoutThreads, OriginCalls
 from forged.data.columns import NOBODY
-from forged.data.execution import Equipment, Execution, Visit
+from forged.data.execution import Equipment, Visit, execute
 from forged.data.model import DataShard, DataTransfer, TransferPace
 from forged.data.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.outcome import BadCopy, MovedShard, TransferProgress, TransferReport
 from forged.data.plan import DataRedistributionPlan
 from forged.data.schedule import Source, Wanted
 from forged.data.store import ShardStore
+from forged.data.whole import whole
 from forged.elastic.model import WorkerId
 from forged.errors import ConfigError, Problem, RequestRefused, Unavailable
 from forged.retry import RetryPolicy
@@ -66,11 +67,9 @@ class DataTransferManager:
         progress_interval_s: float = PROGRESS_INTERVAL_S,
         bad_copy: Callable[[BadCopy], None] = _unheard,
     ) -> None:
-        if not 1 <= max_concurrent_transfers <= CONCURRENT_TRANSFERS_MAX:
-            problem = Problem("max_concurrent_transfers", max_concurrent_transfers, f"1 to {CONCURRENT_TRANSFERS_MAX}")
-            raise ConfigError("transfers_invalid", "the transfers are not set up rightly", problems=[problem])
+        at_once = _check_concurrency(max_concurrent_transfers)
         patience_s = check_origin_timeout(origin_timeout_s)
-        concurrency = max_concurrent_transfers if use_parallel_data_transfer else 1
+        concurrency = at_once if use_parallel_data_transfer else 1
         self.bandwidth = Bandwidth()
 
         def equip(store: ShardStore, connect: Connect, origin: ShardOrigin | None) -> Equipment:
@@ -138,7 +137,7 @@ class DataTransferManager:
                 with anyio.CancelScope() as scope:
                     self._scope = scope
                     try:
-                        return await Execution(wanted, self._equipment).run()
+                        return await execute(wanted, self._equipment)
                     finally:
                         self._scope = None
         raise Unavailable("plan_superseded", "a newer plan, or nobody, needs these transfers", "follow the newer one")
@@ -159,7 +158,7 @@ class DataTransferManager:
                 "not_destination", f"{self.worker} moves no shards to {destination}", "ask the destination to fetch it"
             )
         wanted = Wanted(shard, 0, self._sources(source, *replicas))
-        report = await Execution([wanted], self._equipment).run()
+        report = await execute([wanted], self._equipment)
         report.require_complete()
         return report.moved[0] if report.moved else None
 
@@ -188,6 +187,15 @@ class DataTransferManager:
         """Each of them once, and the origin last; this worker has what it has."""
         asked = [worker for worker in dict.fromkeys(workers) if worker is not None and worker != self.worker]
         return (*asked, None) if self._equipment.origin is not None else tuple(asked)
+
+
+def _check_concurrency(transfers: object) -> int:
+    found = whole(transfers)
+    if found is None or not 1 <= found <= CONCURRENT_TRANSFERS_MAX:
+        wanted = f"a whole number from 1 to {CONCURRENT_TRANSFERS_MAX}"
+        problem = Problem("max_concurrent_transfers", transfers, wanted)
+        raise ConfigError("transfers_invalid", "the transfers are not set up rightly", problems=[problem])
+    return found
 
 
 def _unbound() -> RequestRefused:

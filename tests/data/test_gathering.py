@@ -74,7 +74,23 @@ def test_what_is_missing_is_told_of_all_who_need_it_with_the_first_reason() -> N
     gathering = Gathering(1, (worker("a"), worker("b")), ())
     assert gathering.lack == Lack()
     gathering.refused = {"b": Lack(30, tuple(range(20)), "b: no"), "a": Lack(2, (0, 70), "a: no")}
-    assert gathering.lack == Lack(32, tuple(range(20)), "b: no")
+    # One of the two is among the thirty, and the other may be.
+    assert gathering.lack == Lack(30, tuple(range(20)), "b: no")
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "number"),
+    [
+        (Lack(1, (0,)), Lack(1, (0,)), 1),
+        (Lack(2, (0, 1)), Lack(2, (1, 2)), 3),
+        (Lack(1, (0,)), Lack(1, (1,)), 2),
+        (Lack(20, tuple(range(20))), Lack(25, tuple(range(20, 40))), 40),
+    ],
+)
+def test_a_shard_that_several_need_is_missing_once(of_a: Lack, of_b: Lack, number: int) -> None:
+    gathering = Gathering(1, (worker("a"), worker("b")), ())
+    gathering.refused = {"a": of_a, "b": of_b}
+    assert gathering.lack.number == number
 
 
 def test_an_attempt_that_was_left_lacks_nothing_any_more() -> None:

@@ -126,6 +126,117 @@ class TestADataset:
                 assert await refused(stage.spine.bus.ask(request)) == "job_unknown"
 
 
+OTHER = DatasetSpec(1_200, 12, has_origin=True)
+
+
+async def given_up(stage: DataStage, *names: str) -> None:
+    """All have gone, and nobody has trained."""
+    for name in names:
+        await stage.crew[name].leave()
+        del stage.held[name]
+    await stage.wait(1.0)
+
+
+class TestADatasetWithWhichNobodyHasTrained:
+    """A script whose dataset was not right is started again with another one."""
+
+    @virtual
+    async def test_binds_nobody_when_those_who_had_it_are_gone(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await stage.come("a", *range(8))
+            await stage.offer_all()
+            assert stage.last(ShardsLost).generation == 0
+            await given_up(stage, "a")
+            await stage.come("b")
+            await stage.rescale("b", dataset=OTHER)
+            assert stage.owners() == {"b": set(range(12))}
+            assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET), DatasetDefined(OTHER)]
+            assert stage.last(DatasetDefined).cause == stage.records(WorkerJoined)[-1].id
+            assert (await stage.spine.bus.ask(ShowData(JOB))).dataset == OTHER
+            attempt = stage.facts(RescaleCompleted)[-1].attempt
+            assert await keys_in(store) == [f"{JOB}/dataset", f"{JOB}/holders/{attempt}", f"{JOB}/piece/{attempt}/0/0"]
+
+    @virtual
+    async def test_binds_who_comes_once_there_was_a_world(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            await given_up(stage, "a", "b")
+            await stage.come("a", life=2)
+            await stage.come("c")
+            await stage.stop()
+            assert await refused(stage.offer("c", dataset=OTHER)) == "dataset_differs"
+            assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
+
+    @virtual
+    async def test_that_cannot_be_takes_the_place_of_none(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8))
+            await stage.offer_all()
+            await given_up(stage, "a")
+            await stage.come("b")
+            await stage.stop()
+            assert await refused(stage.offer("b", dataset=DatasetSpec(10, 11))) == "dataset_invalid"
+            assert stage.data.custodies[JOB].dataset == DATASET
+
+    @virtual
+    async def test_binds_those_who_are_in_an_attempt_with_who_has_said_it_there(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(8), min_workers=2)
+            await stage.come("z")
+            await stage.offer_all()
+            await given_up(stage, "a", "z")
+            await stage.come("b", *range(10))
+            await stage.come("c")
+            await stage.stop()
+            await stage.offer("b", dataset=OTHER)
+            assert await refused(stage.offer("c")) == "dataset_differs"
+            assert stage.facts(DatasetDefined)[-1] == DatasetDefined(OTHER)
+            await stage.offer("c", dataset=OTHER)
+            await stage.fetch("b", "c")
+            await stage.commit("b", "c")
+            assert stage.owners() == stage.held
+
+    @virtual
+    async def test_is_kept_no_more_than_what_was_planned_with_it(self) -> None:
+        """A daemon that is killed in between knows the newer one, and a plan of that only."""
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("z")
+            await stage.offer_all()
+            await given_up(stage, "a", "z")
+        again = TroubledStore(store.memory)
+        assert f"{JOB}/holders/1" in await keys_in(again)
+        async with a_data_stage(again) as stage:
+            await stage.come("b")
+            await stage.come("c")
+            await stage.stop()
+            await stage.offer("b", dataset=OTHER)
+        assert await keys_in(again) == [f"{JOB}/dataset"]
+        async with a_data_stage(TroubledStore(again.memory)) as stage:
+            assert stage.data.custodies[JOB].dataset == OTHER
+            stage.held = {"b": set(), "c": set()}
+            await stage.come_again("b", "c")
+            await stage.rescale("b", "c", dataset=OTHER)
+            assert stage.owners() == stage.held
+
+    @virtual
+    async def test_leaves_its_copies_in_doubt_where_the_next_has_the_same_shards(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await given_up(stage, "a", "b")
+            await stage.come("a", *range(10), life=2)
+            await stage.come("b", life=2)
+            await stage.stop()
+            copied = DatasetSpec(1_000, 10, 1)
+            assert (await stage.offer("a", dataset=copied)).doubted == int64(3)
+            assert not (await stage.offer("a", dataset=copied, looked_at=int64(3))).doubted
+
+
 class TestAPlan:
     @virtual
     async def test_is_made_when_all_members_have_said_what_they_hold(self) -> None:

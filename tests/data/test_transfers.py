@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
 
 from forged.clock import SystemClock
@@ -24,7 +25,7 @@ from forged.data.outcome import BadCopy, TransferProgress, TransferReport
 from forged.data.plan import DataRedistributionPlan
 from forged.data.planner import DataRedistributor
 from forged.data.schedule import Wanted
-from forged.data.store import ArrivingShard, ShardStore, Stamp
+from forged.data.store import ArrivingShard, Begun, Passage, ShardCorrupt, ShardStore, Stamp, StoreFailed
 from forged.data.transfers import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
@@ -35,6 +36,7 @@ from forged.worker import delivery, shards
 from forged.worker.carriers import Carrier, LoopCarrier, SocketCarrier
 from forged.worker.peer import PEER_LIMITS
 from tests.data.wards import (
+    SWIFT,
     LaggingStore,
     Middle,
     StuckStore,
@@ -143,6 +145,7 @@ async def test_transfers_of_others_are_left_to_them() -> None:
     [
         ({}, 4),
         ({"max_concurrent_transfers": 3}, 3),
+        ({"max_concurrent_transfers": np.int64(3)}, 3),
         ({"max_concurrent_transfers": 3, "use_parallel_data_transfer": False}, 1),
     ],
 )
@@ -276,10 +279,10 @@ async def test_a_rate_limit_lets_all_of_it_through() -> None:
         assert (await manager.execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))).is_complete
 
 
-@pytest.mark.parametrize("count", [0, 65])
-async def test_so_many_at_once_are_the_operators_mistake(count: int) -> None:
+@pytest.mark.parametrize("count", [0, 65, 2.5, True, "x", None])
+async def test_so_many_at_once_are_the_operators_mistake(count: object) -> None:
     async with open_ward(1) as ward:
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=r"max_concurrent_transfers = .*a whole number from 1 to 64"):
             ward.manager(max_concurrent_transfers=count)
 
 
@@ -575,6 +578,102 @@ async def test_what_a_store_of_somebody_else_raises_is_told_and_ends_nothing_els
         report = await ward.manager().execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))
         assert [one.shard_id for one in report.moved] == [1]
         assert "strange" in str(report.missing[0])
+
+
+AWAY = StoreFailed("shard_store_failed", "the disk is away for a moment", "see the disk")
+LOST = Unavailable("peer_lost", "it is gone", "ask again")
+
+
+class Unsteady(MemoryShardStore):
+    """That often cannot say what lies in it; and who has asked it."""
+
+    def __init__(self, trouble: Exception | None = None, *, times: int = 0, of: str = "begun") -> None:
+        super().__init__()
+        self.trouble, self.times, self.of = trouble, times, of
+        self.asked_in: set[int] = set()
+
+    def begun(self, shard: int) -> Begun | None:
+        self._be_asked("begun")
+        return super().begun(shard)
+
+    def holds(self, shard: int) -> bool:
+        self._be_asked("holds")
+        return super().holds(shard)
+
+    def _be_asked(self, what: str) -> None:
+        self.asked_in.add(threading.get_ident())
+        if self.trouble is not None and what == self.of and self.times:
+            self.times -= 1
+            raise self.trouble
+
+
+class BreakingOff:
+    """A source that gives some of a shard so many times, and then the whole of it."""
+
+    def __init__(self, times: int = 1, error: Exception = LOST) -> None:
+        self.times, self.error = times, error
+
+    async def fetch(self, shard: int, store: ShardStore, passage: Passage) -> Stamp:
+        data = filling(shard, SIZE)
+        passage.begins(0, SIZE)
+        with store.receive(shard, Stamp.of(data)) as arriving:
+            arriving.write(data[:100])
+            passage.moved(100)
+            if self.times:
+                self.times -= 1
+                raise self.error
+            arriving.write(data[100:])
+            return arriving.commit()
+
+    def close(self) -> None:
+        pass
+
+    def manager(self, store: ShardStore, **options: Any) -> DataTransferManager:
+        async def connect(worker: WorkerId) -> Visit:
+            return self
+
+        return DataTransferManager(WorkerId("a", "h", 1), store, connect, retry=SWIFT, **options)
+
+
+FROM_B = Wanted(shard(0), 0, (WorkerId("b", "h", 2),))
+
+
+@pytest.mark.parametrize("of", ["begun", "holds"])
+@pytest.mark.parametrize("trouble", [AWAY, ZeroDivisionError("strange")], ids=["refused", "strange"])
+async def test_a_store_that_cannot_say_for_a_moment_what_it_has_is_asked_again(trouble: Exception, of: str) -> None:
+    source, store = BreakingOff(), Unsteady(trouble, times=2, of=of)
+    report = await source.manager(store).execute([FROM_B])
+    assert report.is_complete
+    assert bytes_of(store, 0) == filling(0, SIZE)
+
+
+@pytest.mark.parametrize("of", ["begun", "holds"])
+async def test_a_store_that_never_says_what_it_has_is_our_own_fault(of: str) -> None:
+    source, store = BreakingOff(1_000), Unsteady(AWAY, times=1_000, of=of)
+    (missing,) = (await source.manager(store).execute([FROM_B])).missing
+    assert missing.is_own_fault
+    assert "the disk is away" in missing.reason
+
+
+async def test_a_bad_copy_is_told_of_though_the_store_cannot_say_what_it_has() -> None:
+    source, store = BreakingOff(1, ShardCorrupt(0, is_whole=True)), Unsteady(AWAY, times=2, of="holds")
+    told: list[BadCopy] = []
+    report = await source.manager(store, bad_copy=told.append).execute([FROM_B])
+    assert (report.is_complete, [copy.shard_id for copy in told]) == (True, [0])
+
+
+async def test_what_is_held_is_kept_though_the_store_could_not_say_so_at_first() -> None:
+    source, store = BreakingOff(), Unsteady(AWAY, times=1, of="holds")
+    put(store, 0)
+    report = await source.manager(store).execute([FROM_B])
+    assert (report.kept, report.moved) == ((0,), ())
+
+
+@pytest.mark.parametrize("uses_threads", [True, False])
+async def test_the_event_loop_does_not_wait_for_the_store_where_there_are_threads(uses_threads: bool) -> None:
+    source, store = BreakingOff(), Unsteady()
+    assert (await source.manager(store, uses_threads=uses_threads).execute([FROM_B])).is_complete
+    assert (threading.get_ident() in store.asked_in) != uses_threads
 
 
 @pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3)])

@@ -296,6 +296,19 @@ class TestAWorld:
             assert "replication = 0, and 1 here" in str(error)
             assert len(await ranch.facts(RescaleStarted)) == 1
 
+    async def test_takes_in_who_comes_with_what_the_script_had_forgotten_when_nobody_could_train(
+        self, house: House
+    ) -> None:
+        async with ranch_at(house, origin=None) as ranch, ranch.client() as client:
+            ranch.start("a")
+            async with client.facts(ShardsLost, since=0, jobs=[JOB]) as told, asyncio.timeout(PATIENCE_S):
+                await anext(told)
+            await client.evict_worker(JOB, "a")
+            await ranch.crew.over("a")
+            ranch.start("b", origin=ORIGIN)
+            await ranch.crew.world_of("b")
+            await ranch.check_holdings("b")
+
     async def test_of_two_jobs_at_once_keeps_them_apart(self, house: House) -> None:
         async with ranch_at(house) as ranch:
             ranch.start("a", "b")
