@@ -357,16 +357,20 @@ class Custody:
         """The copies that were found to be bad though the plan counts on them: who has them, and of what."""
         return [] if gathering.plan is None else list(self.doubts.counted_on(gathering.plan))
 
-    def give_up(self, attempt: int) -> None:
-        """What was planned cannot be had, and another attempt is wanted."""
-        gathering = self.require_under_way(attempt)
+    def give_up(self, attempt: int) -> bool:
+        """An attempt leads nowhere, planned or not, and another is wanted; tells whether that is news."""
+        gathering = self._gathering
+        if gathering.attempt != attempt:
+            raise _over(attempt)
+        is_news = not gathering.is_left
         gathering.plan, gathering.is_left = None, True
+        return is_news
 
     def require_under_way(self, attempt: int) -> Gathering:
         """Refuse what is said about an attempt for which nothing is planned, or which is over."""
         gathering = self._gathering
         if gathering.attempt != attempt or gathering.plan is None:
-            raise RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
+            raise _over(attempt)
         return gathering
 
     # What holds.
@@ -429,6 +433,10 @@ class Custody:
         return OwnersPage(
             self.assignment.generation, self.assignment.workers, owners.tobytes(), until < self.dataset.shards
         )
+
+
+def _over(attempt: int) -> RequestRefused:
+    return RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
 
 
 def _kept_by(plan: DataRedistributionPlan, worker: WorkerId) -> Ids:

@@ -203,8 +203,8 @@ class DataService:
         draft: Draft = await self._compute(partial(custody.draft, gathering, config))
         # Somebody may have come meanwhile.
         members = await self._members(request)
-        if custody.gathering is not gathering or self.custodies.get(custody.job) is not custody:
-            # Another attempt has begun meanwhile, or the state was read anew.
+        if gathering.is_left or custody.gathering is not gathering or self.custodies.get(custody.job) is not custody:
+            # Another attempt has begun meanwhile, or is about to, or the state was read anew.
             raise RequestRefused("attempt_over", f"attempt {gathering.attempt} is over", "go by the newest")
         if gathering.is_drafted:
             return ()
@@ -294,12 +294,12 @@ class DataService:
 
     def _finish(self, request: ReportShards, call: Call) -> Decision[Nothing]:
         custody = self._get(request.job)
+        custody.require_under_way(request.attempt)
         if request.missing:
             found = f"{request.worker_id} found bad copies of {counted(request.missing, 'shard')}, and no other"
             self._look_again(custody, request.attempt, found)
             return Decision(Nothing())
         if request.unkept:
-            custody.require_under_way(request.attempt)
             if custody.is_news_that_full(custody.member(request.worker_id)):
                 what = counted(request.unkept, "shard")
                 why = f"{request.worker_id} cannot keep {what} that it was to take: make room on its disk"
@@ -335,8 +335,8 @@ class DataService:
 
     def _look_again(self, custody: Custody, attempt: int, why: str, *, stops: bool = True) -> None:
         """Have all say anew what they hold; nobody trains with a copy that may be bad, or loses it under its hands."""
-        custody.give_up(attempt)
-        self._submit(RescaleJob(custody.job, why, stops=stops))
+        if custody.give_up(attempt):
+            self._submit(RescaleJob(custody.job, why, stops=stops))
 
     async def _refused(self, request: ReportLostShards, call: Call) -> Decision[Nothing]:
         members = await self._members(request)

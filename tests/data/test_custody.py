@@ -232,6 +232,17 @@ def test_a_newer_attempt_begins_anew() -> None:
         assert error.value.code == code
 
 
+def test_an_attempt_is_given_up_once_whether_anything_is_planned_or_not() -> None:
+    it = custody(4)
+    it.gather(2, workers("ab"), (), 0.0)
+    with pytest.raises(RequestRefused) as error:
+        it.give_up(1)
+    assert error.value.code == "attempt_over"
+    assert [it.give_up(2), it.give_up(2)] == [True, False]
+    settled(it, 3, {"a": ids(0, 1), "b": ids(2, 3)})
+    assert [it.give_up(3), it.give_up(3)] == [True, False]
+
+
 def test_all_have_finished_once() -> None:
     it = custody(4, has_origin=True)
     settled(it, 1, {"a": NOTHING, "b": NOTHING})

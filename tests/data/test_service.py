@@ -412,6 +412,36 @@ class TestProgress:
             assert [fact.attempt for fact in stage.facts(RescaleCompleted)] == [1]
 
     @virtual
+    async def test_of_a_bad_copy_has_all_stop_who_would_say_in_the_background_what_they_hold(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage, use_synchronous_rescaling=False)
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.come("c")
+            assert stage.facts(RescaleStarted)[-1].in_background
+            await stage.offer("b")
+            # The second time it comes before anything was done about the first.
+            codes: list[str] = []
+
+            async def offer() -> None:
+                codes.append(await refused(stage.offer("a", 2)))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(offer)
+                tasks.start_soon(offer)
+            assert codes == ["attempt_over"] * 2
+            await stage.wait(0.1)
+            started = stage.facts(RescaleStarted)[-1]
+            assert (started.attempt, started.in_background) == (3, False)
+            assert started.reason == "a has copies that are in doubt; c joined"
+            await stage.stop()
+            assert (await stage.offer("a")).doubted == int64(3)
+            for name in "abc":
+                await stage.offer(name, looked_at=int64(3) if name == "a" else b"")
+            await stage.fetch("a", "b", "c")
+            await stage.commit("a", "b", "c")
+            assert stage.facts(WorkerFailed) == []
+
+    @virtual
     async def test_that_bad_copies_make_impossible_begins_anew(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
