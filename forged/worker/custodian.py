@@ -127,7 +127,7 @@ class Custodian:
         self._looked_at: set[int] = set()
         """At which copies it has looked since it last said what it holds."""
         self._complained: set[int] = set()
-        """For which shards it has asked that all say anew what they hold; once, or it would never end."""
+        """For which shards it has had all say anew what they hold: once until they come, or it would never end."""
         self._manager = DataTransferManager(
             line.worker,
             data.store,
@@ -384,11 +384,14 @@ class Custodian:
     async def _tell_missing(self, attempt: int, report: TransferReport) -> None:
         """Ask that all say anew what they hold, if what some have said they do not; or tell what nobody has."""
         bad = {copy.shard_id for copy in report.bad_copies if copy.source is not None}
-        missing = {one.shard_id for one in report.missing} & bad - self._complained
-        if missing:
-            self._complained |= missing
+        missing = {one.shard_id for one in report.missing}
+        # What has come since may be missing again some day.
+        self._complained &= missing
+        news = missing & bad - self._complained
+        if news:
+            self._complained |= news
             line = self._line
-            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(missing)))
+            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(news)))
         else:
             await self._tell_lost(attempt, report)
 

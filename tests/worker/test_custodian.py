@@ -469,6 +469,16 @@ class TestDoubt:
             await it.custodian._tell_missing(4, bad)
         assert [(said.attempt, said.missing) for said in it.line.told(ReportShards)] == [(4, 1)]
 
+    async def test_is_told_again_of_a_shard_that_has_come_since(self) -> None:
+        it = Scene()
+        bad = TransferReport(missing=(MissingShard(1, ()),), bad_copies=(BadCopy(1, OTHER, "shard_corrupt", ""),))
+        await it.custodian._tell_missing(4, bad)
+        await it.take_part(5, part(1, keep=(1,)))
+        assert it.brought == [1]
+        for _ in range(2):
+            await it.custodian._tell_missing(6, bad)
+        assert [said.attempt for said in it.line.told(ReportShards) if said.missing] == [4, 6]
+
     async def test_is_not_told_of_what_the_origin_sends(self) -> None:
         it = Scene()
         bad = TransferReport(missing=(MissingShard(1, ()),), bad_copies=(BadCopy(1, None, "shard_corrupt", ""),))
