@@ -112,13 +112,14 @@ class Custody:
             return False
         holdings.bytes, holdings.bytes_per_second, holdings.weight = held_bytes, bytes_per_second, weight
         gathering.said[worker] = gathering.partly.pop(worker)
+        self.doubts.keep_only(worker.id, holdings.ids)
         # Who said it last may have gone before a plan was made, and says it again.
         return not (gathering.waiting_for or gathering.is_drafted)
 
-    def looks_again(self, worker: WorkerId, looked_at: Ids) -> Ids:
+    def looks_again(self, worker: WorkerId, looked_at: Ids, held: Ids) -> Ids:
         """Which copies a worker has to look at before what it holds is heard; what it has said of it is forgotten."""
         self.doubts.looked_at(worker.id, looked_at)
-        doubted = self.doubts.of(worker.id)
+        doubted = self.doubts.among(worker.id, held)
         if doubted.size:
             self._gathering.partly.pop(worker, None)
         return doubted
@@ -326,8 +327,18 @@ class Custody:
         is_news = (source, shard) not in known
         if len(known) < BAD_COPIES_KEPT_MAX:
             known.add((source, shard))
-        self.doubts.add(source, shard)
         return is_news
+
+    def doubt(self, source: str, shard: int) -> int:
+        """Believe a copy no more before it was looked at; tells how many are believed again for want of room.
+
+        Who is away may never come back: what is known of his copies has to make room first.
+        """
+        if self.doubts.add(source, shard):
+            return 0
+        members = () if self.gathering is None else self.gathering.members
+        forgotten = self.doubts.forget_all_but({worker.id for worker in (*self.assignment.workers, *members)})
+        return forgotten if self.doubts.add(source, shard) else forgotten + 1
 
     def require_shards(self, number: int, named: Sequence[int]) -> None:
         """Refuse a number of shards that there are not, or some that there are not."""
