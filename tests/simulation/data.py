@@ -71,6 +71,7 @@ MUST_HAPPEN = (
     "a disk spoils a shard",
     "a shard that a disk has spoilt is found",
     "a shard that a disk has spoilt is dropped",
+    "all stop for a copy in doubt while data is about to move",
     "the origin fails",
     "the origin hangs",
     "a shard comes of an origin that has hung",
