@@ -129,7 +129,7 @@ class Daemon:
         copy = store.backup if isinstance(store, BackedUp) else None
         self.backup = BackupService(self.bus, self.booth, copy, Path(config.data_dir))
         self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
-        self.data = DataService(self.bus, clock, ports.compute)
+        self.data = DataService(self.bus, clock, ports.compute, ports.log)
         self.ledger.join(self.jobs)
         self.ledger.join(self.elastic)
         self.audit = AuditService(self.bus, ports.log)

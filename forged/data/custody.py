@@ -71,10 +71,13 @@ class Custody:
         return dataset == self.dataset or (self.gathering is not None and self.gathering.attempt == attempt)
 
     def inherit(self, former: Custody) -> None:
-        """Come after one with which nobody has trained: the copies that were in doubt there are the same here."""
+        """Come after one with which nobody has trained: the copies that were in doubt there are the same here, unless
+        the shards are others."""
         known = former.dataset
         if (known.samples, known.shards) == (self.dataset.samples, self.dataset.shards):
             self.doubts = former.doubts
+        else:
+            former.doubts.forget_all_but(())
 
     def require_same(self, dataset: DatasetSpec) -> None:
         """Refuse a worker that would train with something else."""
@@ -122,13 +125,14 @@ class Custody:
             return False
         holdings.bytes, holdings.bytes_per_second, holdings.weight = held_bytes, bytes_per_second, weight
         gathering.said[worker] = gathering.partly.pop(worker)
+        self.doubts.keep_only(worker.id, holdings.ids)
         # Who said it last may have gone before a plan was made, and says it again.
         return not (gathering.waiting_for or gathering.is_drafted)
 
-    def looks_again(self, worker: WorkerId, looked_at: Ids) -> Ids:
+    def looks_again(self, worker: WorkerId, looked_at: Ids, held: Ids) -> Ids:
         """Which copies a worker has to look at before what it holds is heard; what it has said of it is forgotten."""
         self.doubts.looked_at(worker.id, looked_at)
-        doubted = self.doubts.of(worker.id)
+        doubted = self.doubts.among(worker.id, held)
         if doubted.size:
             self._gathering.partly.pop(worker, None)
         return doubted
@@ -336,8 +340,18 @@ class Custody:
         is_news = (source, shard) not in known
         if len(known) < BAD_COPIES_KEPT_MAX:
             known.add((source, shard))
-        self.doubts.add(source, shard)
         return is_news
+
+    def doubt(self, source: str, shard: int) -> int:
+        """Believe a copy no more before it was looked at; tells how many are believed again for want of room.
+
+        Who is away may never come back: what is known of his copies has to make room first.
+        """
+        if self.doubts.add(source, shard):
+            return 0
+        members = () if self.gathering is None else self.gathering.members
+        forgotten = self.doubts.forget_all_but({worker.id for worker in (*self.assignment.workers, *members)})
+        return forgotten if self.doubts.add(source, shard) else forgotten + 1
 
     def require_shards(self, number: int, named: Sequence[int]) -> None:
         """Refuse a number of shards that there are not, or some that there are not."""
@@ -367,16 +381,20 @@ class Custody:
         """The copies that were found to be bad though the plan counts on them: who has them, and of what."""
         return [] if gathering.plan is None else list(self.doubts.counted_on(gathering.plan))
 
-    def give_up(self, attempt: int) -> None:
-        """What was planned cannot be had, and another attempt is wanted."""
-        gathering = self.require_under_way(attempt)
+    def give_up(self, attempt: int) -> bool:
+        """An attempt leads nowhere, planned or not, and another is wanted; tells whether that is news."""
+        gathering = self._gathering
+        if gathering.attempt != attempt:
+            raise _over(attempt)
+        is_news = not gathering.is_left
         gathering.plan, gathering.is_left = None, True
+        return is_news
 
     def require_under_way(self, attempt: int) -> Gathering:
         """Refuse what is said about an attempt for which nothing is planned, or which is over."""
         gathering = self._gathering
         if gathering.attempt != attempt or gathering.plan is None:
-            raise RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
+            raise _over(attempt)
         return gathering
 
     # What holds.
@@ -439,6 +457,10 @@ class Custody:
         return OwnersPage(
             self.assignment.generation, self.assignment.workers, owners.tobytes(), until < self.dataset.shards
         )
+
+
+def _over(attempt: int) -> RequestRefused:
+    return RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
 
 
 def _kept_by(plan: DataRedistributionPlan, worker: WorkerId) -> Ids:

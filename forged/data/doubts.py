@@ -1,12 +1,14 @@
 """Whose copy of a shard somebody has found to be bad, until who has it has looked at it.
 
 Law: a copy that is in doubt counts for no plan before its holder has looked at it again, whoever hears of the doubt and
-whoever dies meanwhile. It may have been damaged on its way only; then nothing follows but the look.
+whoever dies meanwhile, the daemon or the holder. What a worker does not say that it holds is no copy. It may have been
+damaged on its way only; then nothing follows but the look. Nothing is forgotten otherwise but what there is no room
+for, and that is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -20,26 +22,50 @@ ASKED_MAX = 1 << 14
 
 
 class Doubts:
-    """Those about the copies of one job."""
+    """Those about the copies of one job; `known` are those that were written down."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[tuple[str, int]] = ()) -> None:
         self._of: dict[str, set[int]] = {}
         """By who has the copies."""
-
-    def add(self, holder: str, shard: int) -> None:
-        """Somebody has found this copy to be bad."""
-        if sum(map(len, self._of.values())) < DOUBTED_MAX:
+        for holder, shard in known:
             self._of.setdefault(holder, set()).add(shard)
+        self._changes: dict[tuple[str, int], bool] = {}
+        """Whether a copy is in doubt, where that is not written down yet."""
 
-    def of(self, holder: str) -> Indices:
-        """What it has to look at, in order, or the first of it."""
-        return np.array(sorted(self._of.get(holder, ()))[:ASKED_MAX], np.int64)
+    def add(self, holder: str, shard: int) -> bool:
+        """Somebody has found this copy to be bad; tells whether that is remembered."""
+        if shard in self._of.get(holder, ()):
+            return True
+        if sum(map(len, self._of.values())) >= DOUBTED_MAX:
+            return False
+        self._of.setdefault(holder, set()).add(shard)
+        self._changes[holder, shard] = True
+        return True
+
+    def among(self, holder: str, held: Indices) -> Indices:
+        """What it has to look at of what it says that it holds, in order, or the first of it."""
+        return np.intersect1d(self._array(holder), held)[:ASKED_MAX]
 
     def looked_at(self, holder: str, shards: Indices) -> None:
         """It has, and offers those no more that were bad."""
-        left = self._of.pop(holder, set()).difference(shards.tolist())
-        if left:
-            self._of[holder] = left
+        self._drop(holder, self._of.get(holder, set()).intersection(shards.tolist()))
+
+    def keep_only(self, holder: str, held: Indices) -> None:
+        """This is all that it holds."""
+        doubted = self._array(holder)
+        self._drop(holder, doubted[~np.isin(doubted, held)].tolist())
+
+    def forget_all_but(self, holders: Collection[str]) -> int:
+        """Forget what is known of others; tells of how many copies."""
+        others = {holder: list(shards) for holder, shards in self._of.items() if holder not in holders}
+        for holder, shards in others.items():
+            self._drop(holder, shards)
+        return sum(map(len, others.values()))
+
+    def changes(self) -> dict[tuple[str, int], bool]:
+        """Whether these copies are in doubt, which is to be written down now."""
+        changes, self._changes = self._changes, {}
+        return changes
 
     def counted_on(self, plan: DataRedistributionPlan) -> Iterator[tuple[str, int]]:
         """The copies in doubt that are to be held by who holds them now."""
@@ -47,3 +73,13 @@ class Doubts:
             for shard in sorted(self._of.get(worker.id, ())):
                 if plan.owners[shard] == place or bool((plan.replicas[:, shard] == place).any()):
                     yield worker.id, shard
+
+    def _array(self, holder: str) -> Indices:
+        return np.array(sorted(self._of.get(holder, ())), np.int64)
+
+    def _drop(self, holder: str, shards: Iterable[int]) -> None:
+        for shard in shards:
+            self._of[holder].discard(shard)
+            self._changes[holder, shard] = False
+        if not self._of.get(holder, True):
+            del self._of[holder]

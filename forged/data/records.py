@@ -1,4 +1,4 @@
-"""What is kept of a job's data in the store: the dataset, who holds it, and what was planned for an attempt.
+"""What is kept of a job's data in the store: the dataset, who holds it, what was planned for an attempt, and doubts.
 
 Law: a column is cut into pieces that fit into the store, and what names them is written with or after the last of them
 and deleted before the first. A plan whose attempt was not committed is nothing. A piece that nothing names is deleted.
@@ -13,12 +13,13 @@ import numpy as np
 
 from forged.data.columns import Column
 from forged.data.custody import Custody
+from forged.data.doubts import Doubts
 from forged.data.gathering import Assignment
 from forged.data.messages import DatasetSpec
 from forged.elastic.model import WorkerId
 
 PREFIX = "data/"
-DATASET, HOLDERS, PIECE = "dataset", "holders", "piece"
+DATASET, HOLDERS, PIECE, DOUBTED = "dataset", "holders", "piece", "doubted"
 PIECE_SHARDS = 100_000
 WORKERS_NARROW_MAX = 1 << 15
 
@@ -82,6 +83,21 @@ def keys_of(job: str, attempt: int, shards: int, rows: int) -> list[str]:
     ]
 
 
+def doubt_writes(job: str, changes: Mapping[tuple[str, int], bool]) -> dict[str, bytes | None]:
+    """What is written of whether these copies are in doubt."""
+    return {
+        f"{PREFIX}{job}/{DOUBTED}/{holder}/{shard}": b"" if is_doubted else None
+        for (holder, shard), is_doubted in changes.items()
+    }
+
+
+def _doubted(name: str, dataset: DatasetSpec) -> tuple[str, int] | None:
+    """The copy that a key says to be in doubt; None if it is about something else."""
+    kind, _, rest = name.partition("/")
+    holder, _, shard = rest.partition("/")
+    return (holder, int(shard)) if kind == DOUBTED and int(shard) < dataset.shards else None
+
+
 class Restored(msgspec.Struct, frozen=True):
     """What comes back of a job."""
 
@@ -100,12 +116,14 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]]) -> Restored | None:
     if DATASET not in found:
         return None
     custody = Custody(job, _decode_dataset(found[DATASET]))
+    doubted = {name: copy for name in found if (copy := _doubted(name, custody.dataset))}
+    custody.doubts = Doubts(doubted.values())
     records = [_decode_holders(value) for key, value in found.items() if key.startswith(f"{HOLDERS}/")]
     held = max((record for record in records if record.generation), key=_generation, default=None)
     if held is not None:
         custody.assignment = _assignment(held, found)
     planned = {record.attempt: _assignment(record, found) for record in records if not record.generation}
-    known = {f"{PREFIX}{job}/{DATASET}"}
+    known = {f"{PREFIX}{job}/{name}" for name in (DATASET, *doubted)}
     for record in records:
         if record is held or not record.generation:
             known.update(keys_of(job, record.attempt, record.shards, record.rows))

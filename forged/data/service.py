@@ -44,7 +44,16 @@ from forged.data.messages import (
     TransferTotals,
     WorkerTransfers,
 )
-from forged.data.records import PREFIX, dataset_write, holders_write, job_of, keys_of, piece_writes, restored
+from forged.data.records import (
+    PREFIX,
+    dataset_write,
+    doubt_writes,
+    holders_write,
+    job_of,
+    keys_of,
+    piece_writes,
+    restored,
+)
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     AbortJob,
@@ -59,8 +68,10 @@ from forged.elastic.messages import (
 from forged.elastic.model import LostDataPolicy
 from forged.elastic.words import counted
 from forged.errors import RequestRefused
+from forged.ids import check_name
 from forged.jobs.model import JobRemoved, ShowJob
 from forged.ledger import read_all
+from forged.log import SILENT, Log
 from forged.messages import Call, Decision, Fact, Nothing, Record, Request
 from forged.store.port import Store
 
@@ -84,11 +95,12 @@ async def inline(act: Callable[[], T]) -> T:
 class DataService:
     """Owns the custodies of all jobs."""
 
-    def __init__(self, bus: Bus, clock: Clock, compute: Compute) -> None:
+    def __init__(self, bus: Bus, clock: Clock, compute: Compute, log: Log = SILENT) -> None:
         self.custodies: dict[str, Custody] = {}
         self._bus = bus
         self._clock = clock
         self._compute = compute
+        self._log = log
         self._committed: dict[str, int] = {}
         """The attempt that led to what is held, of every job where there was one."""
         self._heard: dict[str, int] = {}
@@ -158,7 +170,9 @@ class DataService:
             generation=members.generation,
         )
         worker = custody.member(request.worker_id)
-        if (doubted := custody.looks_again(worker, _ids(request.looked_at))).size:
+        doubted = custody.looks_again(worker, _ids(request.looked_at), held)
+        self._append(self._doubts_of(custody))
+        if doubted.size:
             if members.in_background:
                 # What is bad is dropped, and may be what the worker trains with until it stops.
                 self._stop_to_look(custody, request.attempt, f"{worker.id} has copies that are in doubt")
@@ -166,6 +180,7 @@ class DataService:
         is_complete = custody.offer(
             worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight
         )
+        self._append(self._doubts_of(custody))
         if not is_complete or custody.gathering is None:
             return Decision(OfferTaken())
         config = ElasticTrainingConfig.from_settings(members.settings)
@@ -192,6 +207,7 @@ class DataService:
         custody = Custody(job, request.dataset)
         if former is not None:
             custody.inherit(former)
+            self._append(self._doubts_of(former))
             self._forget_planned(job, members.attempt)
         self.custodies[job] = custody
         defined = Decision(
@@ -212,8 +228,8 @@ class DataService:
         draft: Draft = await self._compute(partial(custody.draft, gathering, config))
         # Somebody may have come meanwhile.
         members = await self._members(request)
-        if custody.gathering is not gathering or self.custodies.get(custody.job) is not custody:
-            # Another attempt has begun meanwhile, or the state was read anew.
+        if gathering.is_left or custody.gathering is not gathering or self.custodies.get(custody.job) is not custody:
+            # Another attempt has begun meanwhile, or is about to, or the state was read anew.
             raise RequestRefused("attempt_over", f"attempt {gathering.attempt} is over", "go by the newest")
         if gathering.is_drafted:
             return ()
@@ -296,19 +312,20 @@ class DataService:
             self._append(dict.fromkeys(part))
 
     def _append(self, writes: dict[str, bytes | None]) -> None:
-        self._bus.ledger.append(Decision(None, writes=writes), origin=OWNER)
+        if writes:
+            self._bus.ledger.append(Decision(None, writes=writes), origin=OWNER)
 
     def _transfers(self, request: ReadTransfers, call: Call) -> TransferPart:
         return self._get(request.job).part_for(request.worker_id, request.attempt, request.after)
 
     def _finish(self, request: ReportShards, call: Call) -> Decision[Nothing]:
         custody = self._get(request.job)
+        custody.require_under_way(request.attempt)
         if request.missing:
             found = f"{request.worker_id} found bad copies of {counted(request.missing, 'shard')}, and no other"
             self._look_again(custody, request.attempt, found)
             return Decision(Nothing())
         if request.unkept:
-            custody.require_under_way(request.attempt)
             if custody.is_news_that_full(custody.member(request.worker_id)):
                 what = counted(request.unkept, "shard")
                 why = f"{request.worker_id} cannot keep {what} that it was to take: make room on its disk"
@@ -344,8 +361,8 @@ class DataService:
 
     def _look_again(self, custody: Custody, attempt: int, why: str, *, stops: bool = True) -> None:
         """Have all say anew what they hold; nobody trains with a copy that may be bad, or loses it under its hands."""
-        custody.give_up(attempt)
-        self._submit(RescaleJob(custody.job, why, stops=stops))
+        if custody.give_up(attempt):
+            self._submit(RescaleJob(custody.job, why, stops=stops))
 
     async def _refused(self, request: ReportLostShards, call: Call) -> Decision[Nothing]:
         members = await self._members(request)
@@ -368,15 +385,28 @@ class DataService:
         return Decision(Nothing())
 
     def _corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
-        custody = self._get(request.job)
-        if not custody.complain(request.source, request.shard):
-            return Decision(Nothing())
-        found = CorruptShardFound(request.source, request.shard, request.worker_id)
+        job, source, custody = request.job, check_name("source", request.source), self._get(request.job)
+        is_news = custody.complain(source, request.shard)
+        if forgotten := custody.doubt(source, request.shard):
+            self._log.warning(
+                "bad copies are believed again, as so many cannot be remembered", job=job, copies=forgotten
+            )
+        writes = self._doubts_of(custody)
+        if not is_news:
+            return Decision(Nothing(), writes=writes)
+        found = CorruptShardFound(source, request.shard, request.worker_id)
         gathering = custody.gathering
         if gathering is None or gathering.is_over:
             # A script had it moved besides.
-            return Decision(Nothing(), (found,), job=request.job, generation=custody.assignment.generation)
-        return Decision(Nothing(), (found,), job=request.job, generation=gathering.generation, cause=gathering.cause)
+            return Decision(Nothing(), (found,), writes, job, custody.assignment.generation)
+        return Decision(Nothing(), (found,), writes, job, gathering.generation, gathering.cause)
+
+    def _doubts_of(self, custody: Custody) -> dict[str, bytes | None]:
+        """What is new about them, to be written; what does not fit into one decision is written at once."""
+        writes = doubt_writes(custody.job, custody.doubts.changes())
+        while len(writes) > PART_MAX:
+            self._append({key: writes.pop(key) for key in list(islice(writes, PART_MAX))})
+        return writes
 
     def _progressed(self, signal: Receiving, call: Call) -> None:
         attempt, known = self._progress.get(signal.job, (0, {}))
@@ -418,6 +448,8 @@ class DataService:
             kept[committed] = custody.assignment
         for attempt, assignment in kept.items():
             self._forget(record.job, attempt, assignment)
+        custody.doubts.forget_all_but(())
+        self._append(self._doubts_of(custody))
         self._progress.pop(record.job, None)
         self._sweep()
 

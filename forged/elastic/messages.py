@@ -410,7 +410,7 @@ class Receiving(Signal, frozen=True):
     data: int = 0
     """How many bytes of training data have come."""
     waits: bool = False
-    """Whether it has done its part and waits for what others say."""
+    """Whether it waits for others, or gets on with what may last."""
     trouble: str = ""
     """Why it does not get on; empty where nothing is the matter."""
     unreached: str = ""

@@ -2,14 +2,16 @@
 
 Law: at every attempt the worker says what it holds by what lies verified in its store, fetches what it is told to, and
 answers only when it holds all that it has to. What it need not hold any more it drops when the attempt was committed,
-and not before: until then others may come for it. As long as it waits for others, or for the dataset's origin, it says
-so; and what keeps it from getting on it says as long as that does.
+and not before: until then others may come for it. As long as it waits for others, or for the dataset's origin, or looks
+through copies that are in doubt, it says so; and what keeps it from getting on it says as long as that does.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -69,6 +71,7 @@ SILENCE_TOLD_S = 5.0
 PUT_AWAY_S = 5.0
 """For so long the store may be with what came from the origin before it is this worker that is waited for."""
 PENDING = frozenset({"plan_pending", SHARDS_LOST})
+NEVER_SAID = -math.inf
 ASK_AGAIN_S = 1.0
 """How long to wait for the word that a plan is there, before asking for it all the same."""
 
@@ -127,7 +130,7 @@ class Custodian:
         self._looked_at: set[int] = set()
         """At which copies it has looked since it last said what it holds."""
         self._complained: set[int] = set()
-        """For which shards it has asked that all say anew what they hold; once, or it would never end."""
+        """For which shards it has had all say anew what they hold: once until they come, or it would never end."""
         self._manager = DataTransferManager(
             line.worker,
             data.store,
@@ -295,11 +298,23 @@ class Custodian:
             beside = False
 
     async def _look_at_doubted(self) -> None:
+        """Drop what is bad, and say that this may last as long as it gets on: with a disk that hangs it does not."""
+        said_at = NEVER_SAID
         while self._doubted:
             shard = min(self._doubted)
-            await self._run(partial(_drop_if_bad, self._data.store, shard))
+            with closing(_drop_if_bad(self._data.store, shard)) as look:
+                while await self._run(partial(next, look, None)):
+                    said_at = self._tell_of_looking(said_at)
             self._doubted.discard(shard)
             self._looked_at.add(shard)
+
+    def _tell_of_looking(self, said_at: float) -> float:
+        """Returns when it was told last."""
+        now = self._clock.monotonic()
+        if now < said_at + SAYING_INTERVAL_S:
+            return said_at
+        self._tell(waits=True)
+        return now
 
     async def _say_what_is_held(self, attempt: int, looked_at: bytes) -> list[int]:
         """Returns which copies are in doubt, so that it has to be said anew."""
@@ -384,11 +399,14 @@ class Custodian:
     async def _tell_missing(self, attempt: int, report: TransferReport) -> None:
         """Ask that all say anew what they hold, if what some have said they do not; or tell what nobody has."""
         bad = {copy.shard_id for copy in report.bad_copies if copy.source is not None}
-        missing = {one.shard_id for one in report.missing} & bad - self._complained
-        if missing:
-            self._complained |= missing
+        missing = {one.shard_id for one in report.missing}
+        # What has come since may be missing again some day.
+        self._complained &= missing
+        news = missing & bad - self._complained
+        if news:
+            self._complained |= news
             line = self._line
-            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(missing)))
+            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(news)))
         else:
             await self._tell_lost(attempt, report)
 
@@ -494,10 +512,11 @@ def _silence(under_way: Iterable[UnderWay]) -> str:
     return f"the origin has given nothing of shard {shard} for {seconds:.0f} s{more}"
 
 
-def _drop_if_bad(store: ShardStore, shard: int) -> None:
+def _drop_if_bad(store: ShardStore, shard: int) -> Generator[bool]:
+    """Look at a copy; yields after each piece, as others want to know that it gets on."""
     try:
         with store.open(shard) as opened:
-            is_sound = _is_sound(opened)
+            is_sound = yield from _is_sound(opened)
     except RequestRefused:
         # It is no longer held, and the store has seen to that.
         return
@@ -505,20 +524,17 @@ def _drop_if_bad(store: ShardStore, shard: int) -> None:
         store.drop(shard)
 
 
-def _is_sound(opened: OpenShard) -> bool:
+def _is_sound(opened: OpenShard) -> Generator[bool, None, bool]:
+    checksum, size = xxhash.xxh3_128(), 0
     try:
-        return opened.stamp == _stamp_of(opened.fd)
+        while piece := os.pread(opened.fd, PIECE_BYTES, size):
+            checksum.update(piece)
+            size += len(piece)
+            yield True
     except OSError:
         # What the disk does not give any more is no copy.
         return False
-
-
-def _stamp_of(fd: int) -> Stamp:
-    checksum, size = xxhash.xxh3_128(), 0
-    while piece := os.pread(fd, PIECE_BYTES, size):
-        checksum.update(piece)
-        size += len(piece)
-    return Stamp(size, checksum.digest())
+    return opened.stamp == Stamp(size, checksum.digest())
 
 
 def _keep_only(store: ShardStore, keep: Container[int]) -> None:

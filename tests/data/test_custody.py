@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forged.data import doubts
 from forged.data.custody import Custody, Ids
 from forged.data.gathering import Assignment, Draft, Finished, Gathering, Lack
 from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
@@ -230,6 +231,30 @@ def test_a_newer_attempt_begins_anew() -> None:
         with pytest.raises(RequestRefused) as error:
             it.part_for("a", attempt, 0)
         assert error.value.code == code
+
+
+def test_an_attempt_is_given_up_once_whether_anything_is_planned_or_not() -> None:
+    it = custody(4)
+    it.gather(2, workers("ab"), (), 0.0)
+    with pytest.raises(RequestRefused) as error:
+        it.give_up(1)
+    assert error.value.code == "attempt_over"
+    assert [it.give_up(2), it.give_up(2)] == [True, False]
+    settled(it, 3, {"a": ids(0, 1), "b": ids(2, 3)})
+    assert [it.give_up(3), it.give_up(3)] == [True, False]
+
+
+def test_where_so_many_doubts_cannot_be_remembered_those_go_first_that_are_about_who_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doubts, "DOUBTED_MAX", 3)
+    it = custody(4)
+    settled(it, 1, {"a": ids(0, 1), "b": ids(2, 3)})
+    assert [it.doubt(*copy) for copy in (("a", 0), ("gone", 0), ("gone", 1))] == [0, 0, 0]
+    assert it.doubt("b", 2) == 2
+    assert it.doubt("b", 3) == 0
+    assert it.doubt("b", 0) == 1
+    assert [it.doubts.among(name, ids(0, 1, 2, 3)).tolist() for name in ("a", "b", "gone")] == [[0], [2, 3], []]
 
 
 def test_all_have_finished_once() -> None:

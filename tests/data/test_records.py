@@ -10,7 +10,7 @@ from forged.data import records
 from forged.data.columns import NOBODY
 from forged.data.gathering import Assignment
 from forged.data.messages import DatasetSpec
-from forged.data.records import dataset_write, holders_write, job_of, keys_of, piece_writes, restored
+from forged.data.records import dataset_write, doubt_writes, holders_write, job_of, keys_of, piece_writes, restored
 from forged.elastic.model import WorkerId
 
 JOB = "run"
@@ -136,3 +136,22 @@ def test_what_was_written_before_there_were_weights_comes_back_without() -> None
     found = restored(JOB, (defined() | entries | {key: msgspec.msgpack.encode(record)}).items())
     assert found is not None
     assert found.custody.assignment.weights == {}
+
+
+def test_copies_that_are_in_doubt_come_back() -> None:
+    writes = doubt_writes(JOB, {("a", 3): True, ("a.b-1", 9): True, ("c", 0): False})
+    assert [key for key, value in writes.items() if value is None] == [f"data/{JOB}/doubted/c/0"]
+    kept = {key: value for key, value in writes.items() if value is not None}
+    found = restored(JOB, (defined() | kept).items())
+    assert found is not None
+    doubts = found.custody.doubts
+    assert [doubts.among(name, np.arange(10)).tolist() for name in ("a", "a.b-1", "c")] == [[3], [9], []]
+    assert found.remains == []
+
+
+def test_a_doubt_about_what_is_no_shard_of_the_dataset_is_left_over() -> None:
+    writes = doubt_writes(JOB, {("a", 10): True})
+    found = restored(JOB, (defined() | dict.fromkeys(writes, b"")).items())
+    assert found is not None
+    assert found.remains == list(writes)
+    assert found.custody.doubts.among("a", np.arange(20)).tolist() == []

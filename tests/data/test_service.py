@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from forged.data import doubts
 from forged.data.custody import SHARDS_LOST
 from forged.data.gathering import Draft
 from forged.data.messages import (
@@ -48,6 +49,7 @@ from forged.messages import Call, Decision, Record
 from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
 from tests.elastic.play import JOB
 from tests.spine import OPERATOR, virtual
+from tests.telemetry.heard import Heard
 from tests.troubled_store import TroubledStore, full
 
 ALL = frozenset(range(10))
@@ -235,6 +237,22 @@ class TestADatasetWithWhichNobodyHasTrained:
             copied = DatasetSpec(1_000, 10, 1)
             assert (await stage.offer("a", dataset=copied)).doubted == int64(3)
             assert not (await stage.offer("a", dataset=copied, looked_at=int64(3))).doubted
+
+    @virtual
+    async def test_takes_the_doubts_along_where_the_next_has_other_shards(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            assert [key for key in await keys_in(store) if "doubted" in key] == [f"{JOB}/doubted/a/3"]
+            await given_up(stage, "a", "b")
+            await stage.come("a", *range(10), life=2)
+            await stage.come("b", life=2)
+            await stage.stop()
+            assert not (await stage.offer("a", dataset=OTHER)).doubted
+            assert not [key for key in await keys_in(store) if "doubted" in key]
 
 
 class TestAPlan:
@@ -523,6 +541,79 @@ class TestProgress:
             assert [fact.attempt for fact in stage.facts(RescaleCompleted)] == [1]
 
     @virtual
+    async def test_of_a_bad_copy_has_all_stop_who_would_say_in_the_background_what_they_hold(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage, use_synchronous_rescaling=False)
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.come("c")
+            assert stage.facts(RescaleStarted)[-1].in_background
+            await stage.offer("b")
+            # The second time it comes before anything was done about the first.
+            codes: list[str] = []
+
+            async def offer() -> None:
+                codes.append(await refused(stage.offer("a", 2)))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(offer)
+                tasks.start_soon(offer)
+            assert codes == ["attempt_over"] * 2
+            await stage.wait(0.1)
+            started = stage.facts(RescaleStarted)[-1]
+            assert (started.attempt, started.in_background) == (3, False)
+            assert started.reason == "a has copies that are in doubt; c joined"
+            await stage.stop()
+            assert (await stage.offer("a")).doubted == int64(3)
+            for name in "abc":
+                await stage.offer(name, looked_at=int64(3) if name == "a" else b"")
+            await stage.fetch("a", "b", "c")
+            await stage.commit("a", "b", "c")
+            assert stage.facts(WorkerFailed) == []
+
+    @virtual
+    async def test_of_a_bad_copy_that_lies_nowhere_any_more_stops_nobody(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await stage.come("a", *range(10), min_workers=2, use_synchronous_rescaling=False)
+            await stage.come("b")
+            await stage.offer_all()
+            moved = np.frombuffer((await stage.part("b")).shards, "<i8").tolist()
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", moved[0]))
+            await stage.fetch("a", "b")
+            await stage.commit("a", "b")
+            assert moved[0] not in stage.held["a"]
+            assert f"{JOB}/doubted/a/{moved[0]}" in await keys_in(store)
+            await stage.come("c")
+            for name in "abc":
+                assert not (await stage.offer(name)).doubted
+            assert not [key for key in await keys_in(store) if "doubted" in key]
+            await stage.fetch("a", "b", "c")
+            await stage.commit("a", "b", "c")
+            assert [fact.in_background for fact in stage.facts(RescaleStarted)] == [False, True]
+
+    @virtual
+    async def test_of_bad_copies_may_be_too_much_to_be_remembered_which_is_said(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(doubts, "DOUBTED_MAX", 1)
+        log = Heard()
+        async with a_data_stage() as stage:
+            stage.data._log = log
+            await formed(stage)
+            for shard in (3, 4):
+                await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
+            assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4]
+            said = "bad copies are believed again, as so many cannot be remembered"
+            assert log.lines == [("warning", said, {"job": JOB, "copies": 1})]
+
+    @virtual
+    async def test_of_a_bad_copy_of_who_has_no_name_is_refused(self) -> None:
+        async with a_data_stage() as stage:
+            await formed(stage)
+            assert await refused(stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a/b", 3))) == "name_invalid"
+            assert stage.facts(CorruptShardFound) == []
+
+    @virtual
     async def test_that_bad_copies_make_impossible_begins_anew(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -538,6 +629,50 @@ class TestProgress:
 class TestADaemonThatIsKilled:
     async def _again(self, store: TroubledStore) -> TroubledStore:
         return TroubledStore(store.memory)
+
+    @pytest.mark.parametrize("stops", [True, False])
+    @virtual
+    async def test_knows_which_copies_are_in_doubt(self, stops: bool) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await formed(stage, use_synchronous_rescaling=stops)
+            for shard in (3, 4):
+                await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
+            held = stage.held
+        store = await self._again(store)
+        async with a_data_stage(store) as stage:
+            stage.held = held
+            await stage.come_again("a", "b")
+            await stage.come("c")
+            if not stops:
+                assert await refused(stage.offer("a")) == "attempt_over"
+                await stage.wait(0.1)
+            await stage.stop()
+            assert (await stage.offer("a")).doubted == int64(3, 4)
+            assert (await stage.offer("a", looked_at=int64(3))).doubted == int64(4)
+            assert [key for key in await keys_in(store) if "doubted" in key] == [f"{JOB}/doubted/a/4"]
+            assert not (await stage.offer("a", looked_at=int64(4))).doubted
+            assert not [key for key in await keys_in(store) if "doubted" in key]
+
+    @virtual
+    async def test_knows_of_the_doubts_about_a_worker_that_was_away_meanwhile(self) -> None:
+        dataset = DatasetSpec(1_000, 10, 1)
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await stage.come("a", *range(10), min_workers=1)
+            await stage.rescale("a", dataset=dataset)
+            await stage.come("b")
+            await stage.rescale("a", "b", dataset=dataset)
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.spine.bus.ask(EvictWorker(JOB, "a"))
+            await stage.wait(0.1)
+            await stage.rescale("b", dataset=dataset)
+        async with a_data_stage(await self._again(store)) as stage:
+            stage.held = {"b": set(ALL)}
+            await stage.come_again("b")
+            await stage.come("a", *ALL, life=2)
+            await stage.stop()
+            assert (await stage.offer("a", dataset=dataset)).doubted == int64(3)
 
     @virtual
     async def test_before_the_plan_is_kept_begins_anew(self) -> None:
@@ -672,7 +807,8 @@ class TestAJobThatIsRemoved:
             await formed(stage)
             await stage.spine.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
-            assert len(await keys_in(store)) == 5
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            assert len(await keys_in(store)) == 6
             await stage.spine.bus.ask(AbortJob(JOB))
             for name in "ab":
                 await stage.crew[name].leave()

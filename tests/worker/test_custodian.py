@@ -469,11 +469,40 @@ class TestDoubt:
             await it.custodian._tell_missing(4, bad)
         assert [(said.attempt, said.missing) for said in it.line.told(ReportShards)] == [(4, 1)]
 
+    async def test_is_told_again_of_a_shard_that_has_come_since(self) -> None:
+        it = Scene()
+        bad = TransferReport(missing=(MissingShard(1, ()),), bad_copies=(BadCopy(1, OTHER, "shard_corrupt", ""),))
+        await it.custodian._tell_missing(4, bad)
+        await it.take_part(5, part(1, keep=(1,)))
+        assert it.brought == [1]
+        for _ in range(2):
+            await it.custodian._tell_missing(6, bad)
+        assert [said.attempt for said in it.line.told(ReportShards) if said.missing] == [4, 6]
+
     async def test_is_not_told_of_what_the_origin_sends(self) -> None:
         it = Scene()
         bad = TransferReport(missing=(MissingShard(1, ()),), bad_copies=(BadCopy(1, None, "shard_corrupt", ""),))
         await it.custodian._tell_missing(4, bad)
         assert it.line.told(ReportShards) == []
+
+    async def test_that_takes_long_is_said_to_last_each_second_as_long_as_it_gets_on(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        it = Scene(filled(0, 1, 2, 3))
+        read = os.pread
+
+        def slow(fd: int, size: int, offset: int) -> bytes:
+            it.clock.now += 0.3
+            return read(fd, size, offset)
+
+        monkeypatch.setattr(os, "pread", slow)
+        for shard in range(4):
+            it.custodian.doubt(shard)
+        said: list[Receiving] = []
+        it.line.heard = lambda request: said.extend(it.signals) if isinstance(request, OfferShards) else None
+        await it.take_part(1, part(keep=(0,)))
+        # Each is read twice: the second time nothing more comes.
+        assert [(signal.attempt, signal.waits) for signal in said] == [(1, True)] * 2
 
     async def test_of_a_copy_that_the_disk_does_not_give_any_more_drops_it(
         self, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, BinaryIO, cast
@@ -29,7 +30,7 @@ from forged.data.model import DataShard
 from forged.data.origin import FunctionOrigin
 from forged.data.sampler import ElasticSampler
 from forged.data.shards import Dataset
-from forged.data.store import ShardStore, Stamp, StoreFailed
+from forged.data.store import OpenShard, ShardStore, Stamp, StoreFailed
 from forged.data.training import TrainingData
 from forged.data.transfers import DataTransferManager
 from forged.elastic.messages import RescaleCompleted, RescaleStarted, ShowCluster, WorkerFailed, WorkerLeft
@@ -717,6 +718,27 @@ class TestCopies:
             assert {(fact.worker_id, fact.shard) for fact in found} == {("a", 0), ("a", 7)}
             reasons = [fact.reason for fact in await ranch.facts(RescaleStarted)]
             assert reasons[-1] == "the copy of shard 0 at a is in doubt, and 1 other; b joined"
+            assert await ranch.facts(WorkerFailed) == []
+
+    async def test_that_are_looked_at_for_long_keep_nobody_from_training_in_the_end(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        look = custodian._is_sound
+
+        def slow(opened: OpenShard) -> Generator[bool, None, bool]:
+            is_sound = yield from look(opened)
+            time.sleep(0.2)
+            return is_sound
+
+        monkeypatch.setattr(custodian, "_is_sound", slow)
+        async with ranch_at(house, replication=1, settings={"rescale_timeout_ms": 1_000}) as ranch:
+            ranch.start("a")
+            await ranch.crew.world_of("a")
+            for shard in range(SHARDS):
+                ranch.stores["a"].damage(shard, b"!" * SIZE)
+            ranch.start("b")
+            await ranch.crew.world_of("a", "b")
+            assert len(await ranch.facts(CorruptShardFound)) == SHARDS
             assert await ranch.facts(WorkerFailed) == []
 
     async def test_of_which_the_last_is_bad_are_named_as_lost_and_nobody_trains(self, house: House) -> None:
