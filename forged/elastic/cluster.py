@@ -164,7 +164,7 @@ class Cluster:
             self.common, self.out.cluster = common, True
 
     def join(self, newcomer: Member, now: Moment) -> None:
-        """Register a worker; the same incarnation again changes nothing but that it is there."""
+        """Register a worker; the same incarnation again changes nothing but that it is there, if it still is."""
         self._require_alive()
         known = self.members.get(newcomer.id)
         if known is not None and known.incarnation != newcomer.incarnation:
@@ -172,12 +172,17 @@ class Cluster:
         if known is not None:
             known.client, known.heard_at = newcomer.client, now.monotonic
             self._put_member(known)
-            self.returned(known.id, now)
+            if newcomer.connected:
+                self.returned(known.id, now)
+            else:
+                self.lost(known.id, now)
             return
         if not self.members:
             self.watch.begin_anew()
         newcomer.seen_at = newcomer.progress_at = now.monotonic
         self.members.enter(newcomer)
+        if not newcomer.connected:
+            self.watch.lose(newcomer, now.monotonic)
         self._outsiders[newcomer.id] = newcomer
         self.out.cluster = self.out.cluster or not self.known
         self._put_member(newcomer)

@@ -304,6 +304,8 @@ class ElasticService:
             local_world_size=request.local_world_size,
             attributes=request.attributes,
             with_data=request.with_data,
+            # Its client may have gone while the settings were asked for, when there was nobody yet to be lost.
+            lost_at=None if call.client in self._connected else now.monotonic,
         )
         cluster.require_same(request.common)
         cluster.join(newcomer, now)

@@ -56,6 +56,7 @@ from tests.spine import OPERATOR, virtual
 from tests.troubled_store import TroubledStore, full
 
 PATIENT = {"failure_tolerance_percentage": 100, "max_consecutive_failures": 100_000}
+SOON: dict[str, SettingValue] = {"stability_window_ms": 100}
 
 
 async def keys(store: Store) -> list[str]:
@@ -476,6 +477,41 @@ async def test_an_answer_that_comes_when_the_worker_is_another_one_is_about_nobo
         stage.addresses.answers.set()
         await stage.wait(2.0)
         assert not stage.records(WorkerFailed)
+
+
+@virtual
+async def test_who_is_gone_before_it_has_joined_is_lost_and_looked_for() -> None:
+    async with a_stage() as stage:
+        for name in ("a", "b"):
+            # The first of them waits until its job is created; the second is known by then.
+            worker = stage.worker(name)
+            stage.service.arrived(worker.client)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(worker.ask, JoinJob(JOB, worker_of(name), worker.incarnation, settings=SOON))
+                await anyio.lowlevel.checkpoint()
+                worker.lose()
+            assert not stage.service.clusters[JOB].members[name].connected
+        await stage.wait(1.0)
+        assert stage.addresses.asked[:2] == ["a", "b"]
+        assert "RescaleStarted" not in stage.told(), "nobody is there to take part"
+        stage.crew["b"].come_back()
+        await stage.wait(1.0)
+        assert stage.facts(RescaleStarted)[-1].added == ["b"]
+        with pytest.raises(Unavailable, match="nothing says yet that it died"):
+            await stage.worker("a", life=2).join()
+
+
+@virtual
+async def test_who_goes_while_it_registers_again_has_not_come_back() -> None:
+    async with a_stage() as stage:
+        (a,) = await stage.start("a", stability_window_ms=100)
+        a.lose()
+        a.stage.service.arrived(a.client)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(a.ask, JoinJob(JOB, worker_of("a"), a.incarnation, settings=SOON))
+            await anyio.lowlevel.checkpoint()
+            a.lose()
+        assert not stage.service.clusters[JOB].members["a"].connected
 
 
 # Jobs.
