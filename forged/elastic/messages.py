@@ -222,8 +222,8 @@ class Joined(msgspec.Struct, frozen=True):
 class JoinJob(Request[Joined], frozen=True):
     """Register as a worker of a job; the same incarnation may do so again. The first one creates the job.
 
-    `settings`, if given, are those that the job has to have. Who comes `again` has registered before and wants to know
-    what it has missed; it is refused if it counts as dead.
+    `settings`, if given, are those that the job has to have, or was created with. Who comes `again` has registered
+    before and wants to know what it has missed, whatever the settings are by now; it is refused if it counts as dead.
     """
 
     needs: ClassVar[Role] = Role.WORKER

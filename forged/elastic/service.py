@@ -282,7 +282,8 @@ class ElasticService:
         _check_joining(request)
         if request.again:
             self._require_known(request)
-        known = self.clusters.get(request.job) if request.settings is None else None
+        # Who has registered before goes by what the settings are now.
+        known = self.clusters.get(request.job) if request.again or request.settings is None else None
         settings = known.settings if known else await self._settings(request, call)
         # Before anybody is told of the worker: what the store holds was not always checked at the door.
         require_trainable(request.job, settings)

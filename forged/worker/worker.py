@@ -457,7 +457,8 @@ class ElasticWorker:
         return await self._line.join(
             os.getpid(),
             self._attributes,
-            self._settings,
+            # They may have been changed since.
+            None if again else self._settings,
             again=again,
             with_data=self._data is not None,
             local_world_size=self._local_world_size,

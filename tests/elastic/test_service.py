@@ -564,6 +564,23 @@ async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
 
 
 @virtual
+async def test_settings_that_were_changed_hold_also_for_who_brings_those_that_the_job_was_created_with() -> None:
+    async with a_stage() as stage:
+        settings: dict[str, SettingValue] = {"max_workers": 3}
+        (a,) = await stage.start("a", **settings)
+        job = await stage.spine.bus.ask(ShowJob(JOB))
+        changed: dict[str, SettingValue] = {"max_workers": 4}
+        await stage.spine.bus.ask(ChangeJob(JOB, changed, job.version))
+        assert (await a.join(settings, again=True)).settings == changed, "it wants to know what it has missed"
+        assert (await a.join({"max_workers": 9}, again=True)).settings == changed
+        await stage.wait(0.1)
+        assert (await stage.worker("b").join(settings)).settings == changed
+        with pytest.raises(RequestRefused) as error:
+            await stage.worker("c").join({"max_workers": 9})
+        assert error.value.code == "job_differs"
+
+
+@virtual
 async def test_a_shorter_timeout_holds_for_nobody_who_has_not_heard_of_it() -> None:
     """Everybody is heard every second, and the job is to have a timeout of 400 ms."""
     store = TroubledStore()
