@@ -105,7 +105,7 @@ class Cluster:
         self._resumed_at = -NEVER
         """Since when this daemon has the job."""
         self._outsiders: dict[str, Member] = {}
-        """The members that are not in the world, the first to come first."""
+        """The members that are not in the world, or have done their last step in it, the first to come first."""
         self._complaints = Complaints()
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
@@ -249,13 +249,32 @@ class Cluster:
     # Word of progress. Called for every heartbeat, so it costs next to nothing.
 
     def heartbeat(
-        self, worker_id: str, incarnation: bytes, step: int, marks: int, now: Moment, every_s: float = 0.0
+        self,
+        worker_id: str,
+        incarnation: bytes,
+        step: int,
+        marks: int,
+        now: Moment,
+        every_s: float = 0.0,
+        *,
+        parting: bool = False,
     ) -> None:
         """A worker's library says that it lives."""
         member = self.members.known(worker_id, incarnation)
         if member is not None:
             member.beat(now.monotonic, every_s, self.config)
             self._progress(member, step, now, marks)
+            if parting and not (member.is_parting or self.over):
+                self._part(member, now)
+
+    def _part(self, member: Member, now: Moment) -> None:
+        """It has done its last step, and may take its time to save what it has: the next world is without it."""
+        self.drain(member.id, now, "it wanted to")
+        member.is_parting = True
+        self._outsiders[member.id] = member
+        if self.attempt is not None and self._is_needed(member):
+            self._hole(f"{member.id} is on its way out: {member.leaving}", now)
+        self._consider(now)
 
     def pulse(
         self,
@@ -612,7 +631,7 @@ class Cluster:
         """Those members themselves, in the order of their ranks."""
         for name, incarnation in self.world.items():
             member = self.members.known(name, incarnation)
-            if member is not None:
+            if member is not None and not member.is_parting:
                 yield member
 
     def staying(self) -> list[str]:
@@ -865,7 +884,7 @@ class Cluster:
         self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
-        if rank >= 0 and not is_wanted:
+        if rank >= 0 and not is_wanted and member.leaving is None:
             self.failures.count(self.state.current_step)
             if self.failures.too_many(len(self.world), self.config) is not None:
                 # Of several failures, the one that is too many is what the job's end follows from.
@@ -875,7 +894,7 @@ class Cluster:
 
     def _is_needed(self, member: Member) -> bool:
         """Whether the world, or the attempt at one, cannot go on without it."""
-        return self.holds(member) or (self.attempt is not None and member.id in self.attempt.target)
+        return self.holds(member) if self.attempt is None else member.id in self.attempt.target
 
     def _hole(self, why: str, now: Moment, *, is_told: bool = False, later_s: float = 0.0) -> None:
         """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window.

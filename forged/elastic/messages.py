@@ -389,6 +389,8 @@ class Heartbeat(Signal, frozen=True):
     step: int = 0
     marks: int = 0
     every_s: float = 0.0
+    parting: bool = False
+    """Whether it has done its last step, and does by itself what remains to be done before it goes."""
 
     @property
     def key(self) -> str:

@@ -410,7 +410,8 @@ class ElasticService:
         cluster = self.clusters.get(signal.job)
         if cluster is not None and _is_countable(signal.step, signal.marks):
             now = self._now()
-            cluster.heartbeat(signal.worker_id, signal.incarnation, signal.step, signal.marks, now, signal.every_s)
+            who = signal.worker_id, signal.incarnation
+            cluster.heartbeat(*who, signal.step, signal.marks, now, signal.every_s, parting=signal.parting)
             if cluster.out:
                 self._settle(cluster)
 

@@ -131,9 +131,9 @@ class Registration:
         except ForgedError as error:
             self._log.warning("could not say goodbye", why=str(error))
 
-    def beat(self, step: int, marks: int, every_s: float) -> None:
+    def beat(self, step: int, marks: int, every_s: float, *, parting: bool = False) -> None:
         """Say that this worker lives, and how soon it says so again, if somebody listens."""
-        self._client.signal(Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, every_s))
+        self._client.signal(Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, every_s, parting))
 
     def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
         """Say how much of the state has come, if somebody listens; and whom this worker does not reach, and why."""

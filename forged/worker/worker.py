@@ -631,6 +631,8 @@ class ElasticWorker:
                 await self._come_to_an_end(self._standing.completed)
             elif self._departure.is_due:
                 self._is_parting = True
+                # Before the subscribers take their time: no other world is to wait for them.
+                self._beat(self._config_now.heartbeat_interval_s)
                 return Parting(self._departure.reason)
             elif not self._presence.may_step:
                 await self._passage.come_along()
@@ -803,7 +805,7 @@ class ElasticWorker:
         """Say that this worker lives."""
         # The session may be over before this hears of it.
         if self._line is not None:
-            self._line.beat(self.step, self._presence.marks, every_s)
+            self._line.beat(self.step, self._presence.marks, every_s, parting=self._is_parting)
             self._heartbeat_at = self._clock.wall()
 
     def _wake(self) -> None:

@@ -202,8 +202,8 @@ class TestComingAndGoing:
         beaten = asyncio.Event()
         beat = Registration.beat
 
-        def note(line: Registration, step: int, marks: int, every_s: float) -> None:
-            beat(line, step, marks, every_s)
+        def note(line: Registration, step: int, marks: int, every_s: float, **more: bool) -> None:
+            beat(line, step, marks, every_s, **more)
             told.append(every_s)
             beaten.set()
 
@@ -638,6 +638,28 @@ class TestLeaving:
                     worker.drain("it is enough")
         assert left == [[]]
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it is enough"]
+
+    async def test_the_others_are_in_another_world_while_one_saves_what_it_has(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
+        crew.start("a", "b", "c")
+        await crew.world_of("a", "b", "c")
+        saves, saved = asyncio.Event(), asyncio.Event()
+
+        async def save(reason: str) -> None:
+            saves.set()
+            await saved.wait()
+
+        crew["b"].worker.leaving.subscribe(save)
+        crew["b"].worker.drain("the night")
+        await saves.wait()
+        await client.evict_worker(JOB, "c", "it is slow")
+        assert isinstance((await crew.over("c"))[0], WorkerEvicted)
+        await crew.world_of("a")
+        assert await past(client, WorkerLeft) == []
+        saved.set()
+        assert await crew.over("b") == [None]
+        await crew.finish("a")
 
     async def test_an_operator_drains_one_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
