@@ -474,12 +474,17 @@ class Cluster:
         there = self._staying()
         others = {one.id for one in self.members.values() if one.leaving is None and not is_lost(one)} - {member.id}
         holders = (self.state_holders or self.world.keys()) & there
-        if not (others and holders.isdisjoint(others)):
+        # Others may take from it who are on the way back to this daemon; that they have what it has, nobody knows yet.
+        if not others or any(self._is_here(name) for name in holders & others):
             return False
         # In a full world, one of those who are to go waits for the others to make room.
-        first = next((name for name in self.world if name in holders), member.id)
+        first = next((name for name in self.world if name in holders and self._is_here(name)), member.id)
         has_room = self.there < self.config.max_workers or (self.there > 1 and member.id == first)
         return has_room or not others.isdisjoint(there)
+
+    def _is_here(self, name: str) -> bool:
+        """Whether a member has a connection, so that its state is there to be had."""
+        return self.members[name].connected
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""

@@ -967,14 +967,25 @@ def test_others_that_may_be_gone_are_not_relied_upon() -> None:
     assert not keeps(play, "a")
 
 
-def test_those_who_are_on_the_way_back_to_another_daemon_are_relied_upon() -> None:
+def test_those_who_are_on_the_way_back_to_another_daemon_may_take_the_state_and_are_not_relied_upon() -> None:
     play = formed("a", "b")
     play.join("c")
     play.restart()
     play.come_back("a")
+    assert keeps(play, "a"), "nobody knows whether b is still there"
+    play.come_back("b")
     assert not keeps(play, "a")
     play.cluster.drain("b", play.now, "the night")
     assert keeps(play, "a"), "for c, which is on the way back, too"
+
+
+def test_who_does_not_come_back_to_another_daemon_is_waited_for_no_longer_than_its_grace() -> None:
+    play = formed("a", "b")
+    play.restart()
+    play.come_back("a")
+    assert keeps(play, "a")
+    play.wait(16.0)
+    assert not keeps(play, "a"), "nobody is there who could take it"
 
 
 def test_a_full_world_can_hand_over_to_nobody() -> None:
@@ -999,6 +1010,20 @@ def test_in_a_full_world_the_others_make_room_for_who_takes_over() -> None:
     play.wait(0.1)
     play.agree()
     assert play.world == ["a", "c"]
+
+
+def test_in_a_full_world_nobody_makes_room_for_one_that_is_lost() -> None:
+    play = Play(max_workers=2)
+    play.join("a", "b")
+    play.agree()
+    play.join("c")
+    play.lose("a")
+    play.cluster.drain("b", play.now, "the night")
+    assert keeps(play, "b")
+    play.cluster.drain("a", play.now, "the night")
+    assert keeps(play, "b")
+    play.come_back("a")
+    assert (keeps(play, "a"), keeps(play, "b")) == (True, False)
 
 
 def test_in_a_world_that_has_not_met_who_has_the_state_is_kept() -> None:
