@@ -197,7 +197,7 @@ class JobAborted(Fact, frozen=True):
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """What a worker has to know: where the job is. `attempt` is the one that is under way, 0 without one."""
+    """What a worker has to know: where the job is. `attempt` is the one under way that it is in, 0 without one."""
 
     generation: int
     fence: Fence

@@ -620,20 +620,22 @@ def _runs(facts: list[Fact]) -> Iterator[tuple[Fact, ...]]:
 
 
 def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
+    # Who is not in the attempt has nothing to do in it, and is to take nobody's state.
+    attempt = cluster.attempt if cluster.attempt and member.id in cluster.attempt.target else None
     return Joined(
         generation=cluster.generation,
         fence=fence,
         phase=cluster.phase,
         paused=cluster.paused,
-        attempt=cluster.attempt.number if cluster.attempt else 0,
+        attempt=attempt.number if attempt else 0,
         peer_key=cluster.key,
         topology=cluster.topology,
         state=cluster.state,
         settings=cluster.settings,
         is_member=cluster.holds(member),
         leaving=member.leaving,
-        synchronising=cluster.synchronising,
-        in_background=cluster.attempt is not None and cluster.attempt.in_background,
+        synchronising=cluster.synchronising if attempt else None,
+        in_background=attempt is not None and attempt.in_background,
     )
 
 

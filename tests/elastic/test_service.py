@@ -776,6 +776,20 @@ async def test_who_registers_again_learns_where_the_job_is() -> None:
 
 
 @virtual
+async def test_who_registers_during_an_attempt_is_told_of_nothing_in_which_it_has_no_part() -> None:
+    async with a_stage() as stage:
+        a, b = await stage.form("a", "b")
+        await stage.spine.bus.ask(RescaleJob(JOB))
+        (c,) = await stage.start("c")
+        assert ((await a.join()).attempt, (await c.join()).attempt) == (2, 0)
+        await a.stop(2, 5)
+        await b.stop(2, 4)
+        assert (await b.join()).synchronising is not None
+        told = await c.join()
+        assert (told.attempt, told.synchronising, told.in_background) == (0, None, False)
+
+
+@virtual
 async def test_who_registers_again_learns_whether_it_has_to_stop_for_what_is_under_way() -> None:
     async with a_stage() as stage:
         a = stage.worker("a")
