@@ -10,8 +10,9 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
+from typing import Any
 
 from forged.cli import answers, show
 from forged.cli.connection import PROGRAM, Connection
@@ -146,7 +147,7 @@ def _jobs_command(jobs: Parser) -> None:
     create = verb(verbs, "create", _create_job, "create a job, or see that it exists with these settings")
     positional(create, "name", "NAME")
     positional(create, "settings", "KEY=VALUE", nargs="*")
-    change = verb(verbs, "change", _change_job, "replace a job's settings: those that are not named here are gone")
+    change = verb(verbs, "change", _change_job, "change some of a job's settings; KEY= takes one away")
     positional(change, "name", "JOB")
     positional(change, "settings", "KEY=VALUE", nargs="+")
     change.add_argument("--version", type=version, metavar="N", help="only if it is at this version")
@@ -355,17 +356,23 @@ def _show_job(options: Options) -> int:
 def _change_job(options: Options) -> int:
     wanted = settings(options.settings)
     with Connection(options) as wire:
-        present = options.version
-        if present is None:
-            present = answers.one(wire, "ShowJob", job=options.name).get("version")
-        job = answers.one(wire, "ChangeJob", job=options.name, settings=wanted, version=present)
+        present = answers.one(wire, "ShowJob", job=options.name)
+        version = present.get("version") if options.version is None else options.version
+        merged = _merged(present.get("settings"), wanted)
+        job = answers.one(wire, "ChangeJob", job=options.name, settings=merged, version=version)
         answer(options, job, lambda: _show_pairs(job))
     return EXIT_OK
 
 
+def _merged(present: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with those that are wanted in their places; one that is wanted empty is taken away."""
+    known = present if isinstance(present, dict) else {}
+    return {key: value for key, value in {**known, **wanted}.items() if key not in wanted or value != ""}
+
+
 def _show_pairs(job: answers.Row) -> None:
-    """A job, without its fence: that is how clients tell old requests from new ones."""
-    show.pairs({key: value for key, value in job.items() if key != "fence"})
+    """A job, without its fence, with which clients tell old requests from new ones, and what it does not have."""
+    show.pairs({key: value for key, value in job.items() if key != "fence" and (key, value) != ("created_with", None)})
 
 
 def _remove_job(options: Options) -> int:

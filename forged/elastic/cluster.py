@@ -105,7 +105,7 @@ class Cluster:
         self._resumed_at = -NEVER
         """Since when this daemon has the job."""
         self._outsiders: dict[str, Member] = {}
-        """The members that are not in the world, the first to come first."""
+        """The members that are not in the world, or have done their last step in it, the first to come first."""
         self._complaints = Complaints()
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
@@ -164,7 +164,7 @@ class Cluster:
             self.common, self.out.cluster = common, True
 
     def join(self, newcomer: Member, now: Moment) -> None:
-        """Register a worker; the same incarnation again changes nothing but that it is there."""
+        """Register a worker; the same incarnation again changes nothing but that it is there, if it still is."""
         self._require_alive()
         known = self.members.get(newcomer.id)
         if known is not None and known.incarnation != newcomer.incarnation:
@@ -172,12 +172,17 @@ class Cluster:
         if known is not None:
             known.client, known.heard_at = newcomer.client, now.monotonic
             self._put_member(known)
-            self.returned(known.id, now)
+            if newcomer.connected:
+                self.returned(known.id, now)
+            else:
+                self.lost(known.id, now)
             return
         if not self.members:
             self.watch.begin_anew()
         newcomer.seen_at = newcomer.progress_at = now.monotonic
         self.members.enter(newcomer)
+        if not newcomer.connected:
+            self.watch.lose(newcomer, now.monotonic)
         self._outsiders[newcomer.id] = newcomer
         self.out.cluster = self.out.cluster or not self.known
         self._put_member(newcomer)
@@ -244,13 +249,32 @@ class Cluster:
     # Word of progress. Called for every heartbeat, so it costs next to nothing.
 
     def heartbeat(
-        self, worker_id: str, incarnation: bytes, step: int, marks: int, now: Moment, every_s: float = 0.0
+        self,
+        worker_id: str,
+        incarnation: bytes,
+        step: int,
+        marks: int,
+        now: Moment,
+        every_s: float = 0.0,
+        *,
+        parting: bool = False,
     ) -> None:
         """A worker's library says that it lives."""
         member = self.members.known(worker_id, incarnation)
         if member is not None:
             member.beat(now.monotonic, every_s, self.config)
             self._progress(member, step, now, marks)
+            if parting and not (member.is_parting or self.over):
+                self._part(member, now)
+
+    def _part(self, member: Member, now: Moment) -> None:
+        """It has done its last step, and may take its time to save what it has: the next world is without it."""
+        self.drain(member.id, now, "it wanted to")
+        member.is_parting = True
+        self._outsiders[member.id] = member
+        if self.attempt is not None and self._is_needed(member):
+            self._hole(f"{member.id} is on its way out: {member.leaving}", now)
+        self._consider(now)
 
     def pulse(
         self,
@@ -450,12 +474,17 @@ class Cluster:
         there = self._staying()
         others = {one.id for one in self.members.values() if one.leaving is None and not is_lost(one)} - {member.id}
         holders = (self.state_holders or self.world.keys()) & there
-        if not (others and holders.isdisjoint(others)):
+        # Others may take from it who are on the way back to this daemon; that they have what it has, nobody knows yet.
+        if not others or any(self._is_here(name) for name in holders & others):
             return False
         # In a full world, one of those who are to go waits for the others to make room.
-        first = next((name for name in self.world if name in holders), member.id)
+        first = next((name for name in self.world if name in holders and self._is_here(name)), member.id)
         has_room = self.there < self.config.max_workers or (self.there > 1 and member.id == first)
         return has_room or not others.isdisjoint(there)
+
+    def _is_here(self, name: str) -> bool:
+        """Whether a member has a connection, so that its state is there to be had."""
+        return self.members[name].connected
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
@@ -607,7 +636,7 @@ class Cluster:
         """Those members themselves, in the order of their ranks."""
         for name, incarnation in self.world.items():
             member = self.members.known(name, incarnation)
-            if member is not None:
+            if member is not None and not member.is_parting:
                 yield member
 
     def staying(self) -> list[str]:
@@ -860,7 +889,7 @@ class Cluster:
         self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
-        if rank >= 0 and not is_wanted:
+        if rank >= 0 and not is_wanted and member.leaving is None:
             self.failures.count(self.state.current_step)
             if self.failures.too_many(len(self.world), self.config) is not None:
                 # Of several failures, the one that is too many is what the job's end follows from.
@@ -870,7 +899,7 @@ class Cluster:
 
     def _is_needed(self, member: Member) -> bool:
         """Whether the world, or the attempt at one, cannot go on without it."""
-        return self.holds(member) or (self.attempt is not None and member.id in self.attempt.target)
+        return self.holds(member) if self.attempt is None else member.id in self.attempt.target
 
     def _hole(self, why: str, now: Moment, *, is_told: bool = False, later_s: float = 0.0) -> None:
         """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window.

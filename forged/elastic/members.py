@@ -69,6 +69,8 @@ class Member:
     """When it said last how far it is."""
     progress_at: float = 0.0
     stalled: bool = False
+    is_parting: bool = False
+    """Whether it has done its last step. It may take its time to save what it has, and no world waits for it."""
 
     @property
     def id(self) -> str:
@@ -175,7 +177,8 @@ def death_of(member: Member, config: ElasticTrainingConfig, now: float) -> str |
 def overstays(member: Member, config: ElasticTrainingConfig, now: float, *, is_needed: bool) -> str | None:
     """Why one that is to go is waited for no longer, though it lives; None while it is, or may stay.
 
-    Whoever is needed by the others goes by itself as long as its library lives: it may be handing over what it holds.
+    Whoever is needed by the others goes by itself as long as its library lives: it may be handing over what it holds,
+    or saving it.
     """
     told_s = now - max(member.leaving_at, member.seen_at)
     # However short its patience is, nobody is heard more often than at every heartbeat.
@@ -184,7 +187,7 @@ def overstays(member: Member, config: ElasticTrainingConfig, now: float, *, is_n
         return None
     if member.lost_at is not None and now - member.lost_at < config.reconnect_grace_s:
         return None
-    if not is_needed:
+    if not (is_needed or member.is_parting):
         return f"it was told to go {told_s:.1f} s ago, and did not"
     silent_s = min(told_s, now - (member.heard_at or 0.0))
     if silent_s < patience_s:

@@ -197,7 +197,7 @@ class JobAborted(Fact, frozen=True):
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """What a worker has to know: where the job is. `attempt` is the one that is under way, 0 without one."""
+    """What a worker has to know: where the job is. `attempt` is the one under way that it is in, 0 without one."""
 
     generation: int
     fence: Fence
@@ -222,8 +222,8 @@ class Joined(msgspec.Struct, frozen=True):
 class JoinJob(Request[Joined], frozen=True):
     """Register as a worker of a job; the same incarnation may do so again. The first one creates the job.
 
-    `settings`, if given, are those that the job has to have. Who comes `again` has registered before and wants to know
-    what it has missed; it is refused if it counts as dead.
+    `settings`, if given, are those that the job has to have, or was created with. Who comes `again` has registered
+    before and wants to know what it has missed, whatever the settings are by now; it is refused if it counts as dead.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -389,6 +389,8 @@ class Heartbeat(Signal, frozen=True):
     step: int = 0
     marks: int = 0
     every_s: float = 0.0
+    parting: bool = False
+    """Whether it has done its last step, and does by itself what remains to be done before it goes."""
 
     @property
     def key(self) -> str:

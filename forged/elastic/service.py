@@ -282,7 +282,8 @@ class ElasticService:
         _check_joining(request)
         if request.again:
             self._require_known(request)
-        known = self.clusters.get(request.job) if request.settings is None else None
+        # Who has registered before goes by what the settings are now.
+        known = self.clusters.get(request.job) if request.again or request.settings is None else None
         settings = known.settings if known else await self._settings(request, call)
         # Before anybody is told of the worker: what the store holds was not always checked at the door.
         require_trainable(request.job, settings)
@@ -304,6 +305,8 @@ class ElasticService:
             local_world_size=request.local_world_size,
             attributes=request.attributes,
             with_data=request.with_data,
+            # Its client may have gone while the settings were asked for, when there was nobody yet to be lost.
+            lost_at=None if call.client in self._connected else now.monotonic,
         )
         cluster.require_same(request.common)
         cluster.join(newcomer, now)
@@ -407,7 +410,8 @@ class ElasticService:
         cluster = self.clusters.get(signal.job)
         if cluster is not None and _is_countable(signal.step, signal.marks):
             now = self._now()
-            cluster.heartbeat(signal.worker_id, signal.incarnation, signal.step, signal.marks, now, signal.every_s)
+            who = signal.worker_id, signal.incarnation
+            cluster.heartbeat(*who, signal.step, signal.marks, now, signal.every_s, parting=signal.parting)
             if cluster.out:
                 self._settle(cluster)
 
@@ -616,20 +620,22 @@ def _runs(facts: list[Fact]) -> Iterator[tuple[Fact, ...]]:
 
 
 def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
+    # Who is not in the attempt has nothing to do in it, and is to take nobody's state.
+    attempt = cluster.attempt if cluster.attempt and member.id in cluster.attempt.target else None
     return Joined(
         generation=cluster.generation,
         fence=fence,
         phase=cluster.phase,
         paused=cluster.paused,
-        attempt=cluster.attempt.number if cluster.attempt else 0,
+        attempt=attempt.number if attempt else 0,
         peer_key=cluster.key,
         topology=cluster.topology,
         state=cluster.state,
         settings=cluster.settings,
         is_member=cluster.holds(member),
         leaving=member.leaving,
-        synchronising=cluster.synchronising,
-        in_background=cluster.attempt is not None and cluster.attempt.in_background,
+        synchronising=cluster.synchronising if attempt else None,
+        in_background=attempt is not None and attempt.in_background,
     )
 
 

@@ -82,7 +82,8 @@ class JobBook:
                 f"job {job.name} is at version {job.version}, not {request.version}: somebody changed it in between",
                 "look at it again (`forgectl jobs show`) and repeat the change",
             )
-        job = msgspec.structs.replace(job, settings=request.settings, version=job.version + 1)
+        first = job.settings if job.created_with is None else job.created_with
+        job = msgspec.structs.replace(job, settings=request.settings, version=job.version + 1, created_with=first)
         return self._put(job, JobChanged(job.name, job.version, job.settings))
 
     def remove(self, request: RemoveJob, generation: int = 0) -> Decision[Nothing]:
@@ -131,7 +132,8 @@ class JobBook:
 
 def _same_or_refused(job: Job, settings: dict[str, SettingValue]) -> Decision[Job]:
     different = _different(job.settings, settings) if settings else []
-    if different:
+    # A script that has created the job says the same when it is started again, whatever was changed since.
+    if different and (job.created_with is None or _different(job.created_with, settings)):
         raise RequestRefused(
             "job_differs",
             f"job {job.name} exists with other settings: {', '.join(different)[:500]}",

@@ -25,6 +25,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     created_by: str
     fence: Fence = Fence(0, 0)
+    created_with: dict[str, SettingValue] | None = None
+    """The settings that it had at first; None where they are the present ones. Who asks for them is not refused: what
+    has changed them since holds for that one, too."""
 
 
 class JobCreated(Fact, frozen=True):
@@ -55,7 +58,7 @@ class NoteAdded(Fact, frozen=True):
 
 
 class CreateJob(Request[Job], frozen=True):
-    """Serve a job. One that exists with the same settings is returned as it is; with others, it is refused."""
+    """Serve a job. One that exists with these settings, or had them before it was changed, is returned as it is."""
 
     needs: ClassVar[Role] = Role.WORKER
 

@@ -35,6 +35,7 @@ from forged.jobs.model import SettingValue
 from forged.log import Log
 from forged.messages import Request
 from forged.retry import RetryPolicy
+from forged.worker.waiting import pauses
 
 R = TypeVar("R")
 
@@ -131,9 +132,9 @@ class Registration:
         except ForgedError as error:
             self._log.warning("could not say goodbye", why=str(error))
 
-    def beat(self, step: int, marks: int, every_s: float) -> None:
+    def beat(self, step: int, marks: int, every_s: float, *, parting: bool = False) -> None:
         """Say that this worker lives, and how soon it says so again, if somebody listens."""
-        self._client.signal(Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, every_s))
+        self._client.signal(Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, every_s, parting))
 
     def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
         """Say how much of the state has come, if somebody listens; and whom this worker does not reach, and why."""
@@ -158,10 +159,19 @@ class Registration:
 async def persevere(act: Callable[[], Awaitable[R]], source: Random, log: Log) -> R:
     """Do something until the world lets it be done; what would never be is raised."""
 
+    began_at, quiet = anyio.current_time(), pauses()
+    due_s = next(quiet)
+
     def passes(error: Exception) -> bool:
-        lasts = not retry.passes(error) or getattr(error, "code", "") == "client_closed"
-        if not lasts:
+        nonlocal due_s
+        if not retry.passes(error) or getattr(error, "code", "") == "client_closed":
+            return False
+        tried_s = anyio.current_time() - began_at
+        if tried_s < due_s:
             log.info("trying again", why=str(error))
-        return not lasts
+        else:
+            log.warning("still trying", for_s=round(tried_s), why=str(error))
+            due_s = tried_s + next(quiet)
+        return True
 
     return await retry.run(PERSEVERING, act, sleep=anyio.sleep, random=source.random, retryable=passes)

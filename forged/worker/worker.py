@@ -36,6 +36,7 @@ from forged.elastic.messages import (
     RescaleCompleted,
     RescaleStarted,
     RescaleSynchronising,
+    ShowCluster,
 )
 from forged.elastic.model import (
     RANK_NONE,
@@ -46,7 +47,7 @@ from forged.elastic.model import (
     WorkerMetadata,
     WorkerStatus,
 )
-from forged.errors import RequestRefused
+from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import JobChanged, SettingValue
 from forged.log import Log
 from forged.messages import Gap, Record
@@ -79,6 +80,7 @@ from forged.worker.step import Step
 from forged.worker.supply import Supply
 from forged.worker.termination import TOLD
 from forged.worker.usage_report import UsageReport
+from forged.worker.waiting import Waiting
 
 R = TypeVar("R")
 
@@ -193,6 +195,7 @@ class ElasticWorker:
         self._supply: Supply | None = None
         self._term = 0
         self._usage: UsageReport | None = None
+        self._waiting = Waiting(self._what_stands_still, self._log)
         self._is_parting = False
         """Whether it has done its last step, and does by itself what remains to be done."""
         self._registered = False
@@ -457,7 +460,8 @@ class ElasticWorker:
         return await self._line.join(
             os.getpid(),
             self._attributes,
-            self._settings,
+            # They may have been changed since.
+            None if again else self._settings,
             again=again,
             with_data=self._data is not None,
             local_world_size=self._local_world_size,
@@ -619,10 +623,17 @@ class ElasticWorker:
 
     async def come_to_step(self, total: int | None = None) -> int | Parting | None:
         """Like `begin_step`; but who gets a `Parting` has to tell the subscribers of `leaving`, and to leave."""
+        try:
+            return await self._come_to_step(total)
+        finally:
+            self._waiting.end()
+
+    async def _come_to_step(self, total: int | None) -> int | Parting | None:
         self.process.check()
         if not self._registered:
             await self.register()
         assert self._passage is not None
+        assert self._tasks is not None
         while not self._left:
             if self._standing.end is not None:
                 await self._fall_out(self._standing.end)
@@ -630,8 +641,11 @@ class ElasticWorker:
                 await self._come_to_an_end(self._standing.completed)
             elif self._departure.is_due:
                 self._is_parting = True
+                # Before the subscribers take their time: no other world is to wait for them.
+                self._beat(self._config_now.heartbeat_interval_s)
                 return Parting(self._departure.reason)
             elif not self._presence.may_step:
+                self._waiting.begin(self._tasks)
                 await self._passage.come_along()
             elif total is not None and self.step >= total:
                 await self.leave("the training is done", done=True)
@@ -642,6 +656,15 @@ class ElasticWorker:
                 await self.resume_training()
                 return self.step
         return None
+
+    async def _what_stands_still(self) -> str:
+        """In the daemon's words, for which this worker waits."""
+        assert self._client is not None
+        try:
+            shown = await self._client.request(ShowCluster(self.job))
+        except ForgedError as error:
+            return f"the daemon does not say: {error.message}"
+        return shown.standing or f"the job is {shown.phase}"
 
     async def finish_step(self) -> bool:
         """Tell the others that the step is done; returns whether it counts."""
@@ -802,7 +825,7 @@ class ElasticWorker:
         """Say that this worker lives."""
         # The session may be over before this hears of it.
         if self._line is not None:
-            self._line.beat(self.step, self._presence.marks, every_s)
+            self._line.beat(self.step, self._presence.marks, every_s, parting=self._is_parting)
             self._heartbeat_at = self._clock.wall()
 
     def _wake(self) -> None:

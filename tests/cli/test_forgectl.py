@@ -123,7 +123,7 @@ class TestArguments:
     def test_settings_may_stand_on_both_sides_of_an_option(self, ctl: Ctl) -> None:
         assert told(ctl, "jobs create a x=1 --timeout 5 y=2")["settings"] == {"x": 1, "y": 2}
         assert told(ctl, "jobs create b --timeout 5 y=2")["settings"] == {"y": 2}
-        assert told(ctl, "jobs change b --version 1 y=3")["settings"] == {"y": 3}
+        assert told(ctl, "jobs change b --version 1 y=3 z=4")["settings"] == {"y": 3, "z": 4}
 
     def test_a_setting_that_is_given_twice_is_refused(self, ctl: Ctl) -> None:
         code, _, err = ctl("jobs create a x=1 x=2")
@@ -360,10 +360,20 @@ class TestJson:
 
 
 class TestChangingJobs:
-    def test_a_change_replaces_the_settings_of_the_present_version(self, ctl: Ctl) -> None:
+    def test_a_change_leaves_the_settings_that_it_does_not_name(self, ctl: Ctl) -> None:
+        told(ctl, "jobs create a nodes=4 lr=0.1 note=")
+        changed = told(ctl, "jobs change a nodes=8 more=none")
+        assert changed["version"] == 2
+        assert changed["settings"] == {"nodes": 8, "lr": 0.1, "note": "", "more": None}
+
+    def test_what_is_given_empty_is_taken_away(self, ctl: Ctl) -> None:
         told(ctl, "jobs create a nodes=4 lr=0.1")
-        changed = told(ctl, "jobs change a nodes=8")
-        assert (changed["version"], changed["settings"]) == (2, {"nodes": 8})
+        assert told(ctl, "jobs change a lr= never=")["settings"] == {"nodes": 4}
+
+    def test_a_changed_job_tells_what_it_was_created_with(self, ctl: Ctl) -> None:
+        assert "created_with" not in ctl("jobs create a nodes=4")[1]
+        assert "created_with" in ctl("jobs change a nodes=8")[1]
+        assert told(ctl, "jobs create a nodes=4")["settings"] == {"nodes": 8}, "it is there, as it is by now"
 
     def test_a_change_of_another_version_is_refused(self, ctl: Ctl) -> None:
         told(ctl, "jobs create a nodes=4")

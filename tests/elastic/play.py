@@ -94,10 +94,10 @@ class Play:
         self.cluster.probed(name, incarnation(name, life), self.now, refused=True)
         return self.news()
 
-    def beat(self, *names: str, step: int = 0, marks: int = 0) -> list[Fact]:
+    def beat(self, *names: str, step: int = 0, marks: int = 0, parting: bool = False) -> list[Fact]:
         for name in names:
             member = self.cluster.members[name]
-            self.cluster.heartbeat(name, member.incarnation, step, marks, self.now)
+            self.cluster.heartbeat(name, member.incarnation, step, marks, self.now, parting=parting)
         return self.news()
 
     def pulse(self, *names: str, step: int = 0, marks: int = 0, cpu_s: float = 1.0) -> list[Fact]:

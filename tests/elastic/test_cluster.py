@@ -967,14 +967,25 @@ def test_others_that_may_be_gone_are_not_relied_upon() -> None:
     assert not keeps(play, "a")
 
 
-def test_those_who_are_on_the_way_back_to_another_daemon_are_relied_upon() -> None:
+def test_those_who_are_on_the_way_back_to_another_daemon_may_take_the_state_and_are_not_relied_upon() -> None:
     play = formed("a", "b")
     play.join("c")
     play.restart()
     play.come_back("a")
+    assert keeps(play, "a"), "nobody knows whether b is still there"
+    play.come_back("b")
     assert not keeps(play, "a")
     play.cluster.drain("b", play.now, "the night")
     assert keeps(play, "a"), "for c, which is on the way back, too"
+
+
+def test_who_does_not_come_back_to_another_daemon_is_waited_for_no_longer_than_its_grace() -> None:
+    play = formed("a", "b")
+    play.restart()
+    play.come_back("a")
+    assert keeps(play, "a")
+    play.wait(16.0)
+    assert not keeps(play, "a"), "nobody is there who could take it"
 
 
 def test_a_full_world_can_hand_over_to_nobody() -> None:
@@ -999,6 +1010,20 @@ def test_in_a_full_world_the_others_make_room_for_who_takes_over() -> None:
     play.wait(0.1)
     play.agree()
     assert play.world == ["a", "c"]
+
+
+def test_in_a_full_world_nobody_makes_room_for_one_that_is_lost() -> None:
+    play = Play(max_workers=2)
+    play.join("a", "b")
+    play.agree()
+    play.join("c")
+    play.lose("a")
+    play.cluster.drain("b", play.now, "the night")
+    assert keeps(play, "b")
+    play.cluster.drain("a", play.now, "the night")
+    assert keeps(play, "b")
+    play.come_back("a")
+    assert (keeps(play, "a"), keeps(play, "b")) == (True, False)
 
 
 def test_in_a_world_that_has_not_met_who_has_the_state_is_kept() -> None:
@@ -1573,6 +1598,57 @@ def test_evictions_are_no_failures_that_abort_a_job() -> None:
     play.agree()
     assert play.world == ["a"]
     assert "JobAborted" in kinds(play.die("a")), "a death counts as before"
+
+
+def test_who_was_told_to_go_and_does_not_answer_fails_and_counts_towards_no_limit() -> None:
+    play = Play(rescale_timeout_ms=5_000)
+    play.form("a", "b", "c")
+    play.cluster.drain("b", play.now, "the night")
+    play.die("c")
+    play.wait(0.2)
+    play.stop("a", stop=Stop(5, True))
+    play.wait(8.0)
+    assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == ["c", "b"]
+    assert play.cluster.phase is Phase.RESCALING
+    assert play.agree(5).removed == ["b", "c"]
+
+
+def test_a_world_is_formed_without_who_has_done_its_last_step() -> None:
+    play = formed("a", "b", "c", rescale_timeout_ms=5_000, leave_timeout_ms=20_000)
+    play.cluster.drain("b", play.now, "the night")
+    assert kinds(play.beat("b", parting=True)) == ["WorkerDraining"], "nobody wants another world"
+    play.die("c")
+    play.wait(0.2)
+    assert play.agree().removed == ["b", "c"]
+    assert (play.world, play.cluster.there) == (["a"], 1)
+    play.news()
+    assert play.wait(60.0) == [], "it may take its time"
+    assert kinds(play.leave("b")) == ["WorkerLeft"]
+
+
+def test_an_attempt_begins_anew_without_who_has_done_its_last_step() -> None:
+    play = formed("a", "b", "c")
+    play.die("c")
+    play.wait(0.2)
+    play.beat("b", parting=True)
+    play.wait(0.2)
+    assert play.cluster.attempt is not None
+    assert play.cluster.attempt.target == ("a",)
+    assert "b is on its way out: it wanted to" in play.cluster.attempt.reason
+    play.beat("b", parting=True)
+    assert play.leave("b")[1:] == []
+    assert play.agree().removed == ["b", "c"], "that it has gone now changes nothing"
+
+
+def test_a_world_of_those_who_have_done_their_last_step_waits_for_others() -> None:
+    play = formed("a", "b")
+    play.beat("a", "b", parting=True)
+    play.leave("a")
+    assert kinds(play.wait(1.0))[-1:] == ["JobWaiting"]
+    assert kinds(play.die("b")) == ["WorkerFailed"]
+    play.wait(1.0)
+    play.join("c")
+    assert play.agree().added == ["c"]
 
 
 def test_an_evicted_worker_has_failed() -> None:

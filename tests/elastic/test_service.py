@@ -56,6 +56,7 @@ from tests.spine import OPERATOR, virtual
 from tests.troubled_store import TroubledStore, full
 
 PATIENT = {"failure_tolerance_percentage": 100, "max_consecutive_failures": 100_000}
+SOON: dict[str, SettingValue] = {"stability_window_ms": 100}
 
 
 async def keys(store: Store) -> list[str]:
@@ -478,6 +479,41 @@ async def test_an_answer_that_comes_when_the_worker_is_another_one_is_about_nobo
         assert not stage.records(WorkerFailed)
 
 
+@virtual
+async def test_who_is_gone_before_it_has_joined_is_lost_and_looked_for() -> None:
+    async with a_stage() as stage:
+        for name in ("a", "b"):
+            # The first of them waits until its job is created; the second is known by then.
+            worker = stage.worker(name)
+            stage.service.arrived(worker.client)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(worker.ask, JoinJob(JOB, worker_of(name), worker.incarnation, settings=SOON))
+                await anyio.lowlevel.checkpoint()
+                worker.lose()
+            assert not stage.service.clusters[JOB].members[name].connected
+        await stage.wait(1.0)
+        assert stage.addresses.asked[:2] == ["a", "b"]
+        assert "RescaleStarted" not in stage.told(), "nobody is there to take part"
+        stage.crew["b"].come_back()
+        await stage.wait(1.0)
+        assert stage.facts(RescaleStarted)[-1].added == ["b"]
+        with pytest.raises(Unavailable, match="nothing says yet that it died"):
+            await stage.worker("a", life=2).join()
+
+
+@virtual
+async def test_who_goes_while_it_registers_again_has_not_come_back() -> None:
+    async with a_stage() as stage:
+        (a,) = await stage.start("a", stability_window_ms=100)
+        a.lose()
+        a.stage.service.arrived(a.client)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(a.ask, JoinJob(JOB, worker_of("a"), a.incarnation, settings=SOON))
+            await anyio.lowlevel.checkpoint()
+            a.lose()
+        assert not stage.service.clusters[JOB].members["a"].connected
+
+
 # Jobs.
 
 
@@ -525,6 +561,23 @@ async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
         assert stage.told()[-1] == "RescaleStarted"
     async with a_stage(store) as other:
         assert other.service.clusters[JOB].config.max_workers == 3
+
+
+@virtual
+async def test_settings_that_were_changed_hold_also_for_who_brings_those_that_the_job_was_created_with() -> None:
+    async with a_stage() as stage:
+        settings: dict[str, SettingValue] = {"max_workers": 3}
+        (a,) = await stage.start("a", **settings)
+        job = await stage.spine.bus.ask(ShowJob(JOB))
+        changed: dict[str, SettingValue] = {"max_workers": 4}
+        await stage.spine.bus.ask(ChangeJob(JOB, changed, job.version))
+        assert (await a.join(settings, again=True)).settings == changed, "it wants to know what it has missed"
+        assert (await a.join({"max_workers": 9}, again=True)).settings == changed
+        await stage.wait(0.1)
+        assert (await stage.worker("b").join(settings)).settings == changed
+        with pytest.raises(RequestRefused) as error:
+            await stage.worker("c").join({"max_workers": 9})
+        assert error.value.code == "job_differs"
 
 
 @virtual
@@ -720,6 +773,20 @@ async def test_who_registers_again_learns_where_the_job_is() -> None:
         at_last = await c.join()
         assert (at_last.generation, at_last.is_member, at_last.attempt) == (2, True, 0)
         assert (at_last.paused, at_last.leaving, at_last.state.current_step) == (True, "maintenance", 5)
+
+
+@virtual
+async def test_who_registers_during_an_attempt_is_told_of_nothing_in_which_it_has_no_part() -> None:
+    async with a_stage() as stage:
+        a, b = await stage.form("a", "b")
+        await stage.spine.bus.ask(RescaleJob(JOB))
+        (c,) = await stage.start("c")
+        assert ((await a.join()).attempt, (await c.join()).attempt) == (2, 0)
+        await a.stop(2, 5)
+        await b.stop(2, 4)
+        assert (await b.join()).synchronising is not None
+        told = await c.join()
+        assert (told.attempt, told.synchronising, told.in_background) == (0, None, False)
 
 
 @virtual

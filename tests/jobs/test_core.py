@@ -120,6 +120,19 @@ def test_a_change_replaces_the_settings_and_counts_the_version() -> None:
     assert decision.facts == (JobChanged("a", 2, {"lr": 0.2}),)
 
 
+def test_a_job_is_returned_to_who_asks_for_what_it_was_created_with_and_refused_with_what_it_had_meanwhile() -> None:
+    book = book_with("a", **SETTINGS)
+    book.change(ChangeJob("a", {"lr": 0.2}, 1))
+    book.change(ChangeJob("a", {"lr": 0.3}, 2))
+    other = JobBook()
+    other.load([msgspec.msgpack.encode(book.get("a"))], None)
+    for one in (book, other):
+        present: dict[str, Any] = {"lr": 0.3}
+        for settings in (SETTINGS, present):
+            assert one.create(CreateJob("a", settings), "x", 9.0, TERM).reply.settings == present
+        assert refusal(one.create, CreateJob("a", {"lr": 0.2}), "x", 9.0, TERM).code == "job_differs"
+
+
 @pytest.mark.parametrize("version", [0, 2])
 def test_a_change_of_what_somebody_has_changed_in_between_is_refused(version: int) -> None:
     book = book_with("a", **SETTINGS)

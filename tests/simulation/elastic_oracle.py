@@ -156,7 +156,7 @@ class ElasticOracle:
         rank = truth.world.rank_of(worker)
         if fact.rank != rank:
             self.breach(Promise.ONE_OWNER, f"{worker} failed at rank {fact.rank}, and has rank {rank}")
-        is_wanted = fact.reason.startswith("evicted: ")
+        is_wanted = fact.reason.startswith("evicted: ") or worker in truth.told_to_go
         if fact.rank >= 0 and truth.phase not in OVER and not is_wanted:
             truth.failures += 1
             truth.failed_behind.append(truth.steps_committed)

@@ -42,6 +42,7 @@ from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, ShowJob
 from forged.messages import Gap
 from forged.worker import registration as registrations
+from forged.worker import waiting
 from forged.worker import worker as workers
 from forged.worker.collectives import CollectiveMismatch
 from forged.worker.counters import Counters
@@ -53,6 +54,7 @@ from forged.worker.presence import Presence
 from forged.worker.registration import Registration
 from forged.worker.worker import ElasticWorker
 from tests.client.house import SOON, House
+from tests.telemetry.heard import Heard
 from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, guest, past
 
 TOPOLOGY = ClusterTopology((WorkerId("a", "host", 1), WorkerId("me", "host", 2), WorkerId("b", "host", 3)), 4, 1.0)
@@ -202,8 +204,8 @@ class TestComingAndGoing:
         beaten = asyncio.Event()
         beat = Registration.beat
 
-        def note(line: Registration, step: int, marks: int, every_s: float) -> None:
-            beat(line, step, marks, every_s)
+        def note(line: Registration, step: int, marks: int, every_s: float, **more: bool) -> None:
+            beat(line, step, marks, every_s, **more)
             told.append(every_s)
             beaten.set()
 
@@ -620,6 +622,24 @@ class TestTraining:
         assert numbers == [0, 1, 2, 3, 4]
 
 
+class TestWaiting:
+    async def test_it_says_what_it_waits_for(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(waiting, "TOLD_AFTER_S", 0.01)
+        log = Heard()
+        async with crew_at(house.endpoint, min_workers=2) as crew:
+            crew.start("a", log=log)
+            async with asyncio.timeout(PATIENCE_S):
+                while not log.of("this worker waits"):
+                    await asyncio.sleep(0.01)
+            crew.start("b")
+            await crew.world_of("a", "b")
+            told = len(log.of("this worker waits"))
+            await crew.more_steps("a", "b")
+            await crew.finish("a", "b")
+        assert log.of("this worker waits")[0]["why"].startswith("1 worker waits for 1 more: min_workers is 2")
+        assert len(log.of("this worker waits")) == told
+
+
 class TestLeaving:
     async def test_it_waits_for_asynchronous_subscribers_before_it_goes(
         self, house: House, client: ForgedClient
@@ -638,6 +658,28 @@ class TestLeaving:
                     worker.drain("it is enough")
         assert left == [[]]
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it is enough"]
+
+    async def test_the_others_are_in_another_world_while_one_saves_what_it_has(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
+        crew.start("a", "b", "c")
+        await crew.world_of("a", "b", "c")
+        saves, saved = asyncio.Event(), asyncio.Event()
+
+        async def save(reason: str) -> None:
+            saves.set()
+            await saved.wait()
+
+        crew["b"].worker.leaving.subscribe(save)
+        crew["b"].worker.drain("the night")
+        await saves.wait()
+        await client.evict_worker(JOB, "c", "it is slow")
+        assert isinstance((await crew.over("c"))[0], WorkerEvicted)
+        await crew.world_of("a")
+        assert await past(client, WorkerLeft) == []
+        saved.set()
+        assert await crew.over("b") == [None]
+        await crew.finish("a")
 
     async def test_an_operator_drains_one_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
