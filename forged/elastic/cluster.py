@@ -110,6 +110,8 @@ class Cluster:
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
         """Those of the reasons that only tell of what some other one explains."""
+        self._complainers: set[str] = set()
+        """Who of the world has said that it cannot go on in it, and so lives."""
         self._must_stop = False
         """Whether all stop for the next world, whatever the settings say: this one cannot go on, or is not to."""
 
@@ -378,6 +380,7 @@ class Cluster:
         if not self._complain(member, peer, now) and self.trains:
             trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
             self._troubles.add(trouble)
+            self._complainers.add(worker_id)
             self._must_stop = True
             # If its host is gone, the daemon's own connection tells so in a moment; asking it now would hide that.
             self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.holds(other) else 0.0)
@@ -450,12 +453,22 @@ class Cluster:
         there = self._staying()
         others = {one.id for one in self.members.values() if one.leaving is None and not is_lost(one)} - {member.id}
         holders = (self.state_holders or self.world.keys()) & there
-        if not (others and holders.isdisjoint(others)):
+        if not (others and holders.isdisjoint(others - self._unaccounted())):
             return False
         # In a full world, one of those who are to go waits for the others to make room.
         first = next((name for name in self.world if name in holders), member.id)
         has_room = self.there < self.config.max_workers or (self.there > 1 and member.id == first)
         return has_room or not others.isdisjoint(there)
+
+    def _unaccounted(self) -> set[str]:
+        """Who of a world that is in trouble has not shown since that it lives: that one of them died may not be known.
+
+        Where too few are left for another world, nobody is asked to show it.
+        """
+        if not self._must_stop or (self._hole_at is None and self.attempt is None):
+            return set()
+        answered = self.attempt.stops if self.attempt is not None else {}
+        return self.world.keys() - answered.keys() - self._complainers
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
@@ -730,6 +743,7 @@ class Cluster:
         self.attempt, self.why = None, []
         self._must_stop = False
         self._troubles.clear()
+        self._complainers.clear()
         for member in members:
             self.watch.recovered(member, self.state.current_step)
             member.step, member.progress_at = self.state.current_step, now.monotonic

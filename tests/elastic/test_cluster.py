@@ -967,6 +967,36 @@ def test_others_that_may_be_gone_are_not_relied_upon() -> None:
     assert not keeps(play, "a")
 
 
+def test_nobody_is_relied_upon_in_a_world_that_broke_before_it_has_shown_that_it_lives() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.cluster.drain("a", play.now, "the night")
+    play.complain("a", "b")
+    assert keeps(play, "a"), "b may be dead"
+    play.wait(2.0)
+    assert keeps(play, "a"), "it is asked to stop, and has not answered"
+    play.stop("b", stop=Stop(0, holds_state=True))
+    assert not keeps(play, "a")
+
+
+def test_who_complains_of_a_world_lives() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.cluster.drain("a", play.now, "the night")
+    play.complain("b")
+    assert not keeps(play, "a")
+    assert keeps(play, "b"), "a is to go"
+
+
+def test_where_too_few_are_left_for_another_world_who_is_there_is_relied_upon() -> None:
+    play = formed("a", "b", "c", min_workers=3, failure_tolerance_percentage=100)
+    play.complain("a", "c")
+    play.die("c")
+    assert kinds(play.wait(0.1))[-1] == "JobWaiting"
+    play.cluster.drain("a", play.now, "the night")
+    assert not keeps(play, "a")
+
+
 def test_those_who_are_on_the_way_back_to_another_daemon_are_relied_upon() -> None:
     play = formed("a", "b")
     play.join("c")
