@@ -205,7 +205,8 @@ class Passage:
         self._presence.trouble = None
         if holds() and self._with.line.worker in commit.topology:
             await self._undertake(partial(self._enter, commit), holds)
-        if standing.committed is commit:
+        if standing.committed is commit and not self._with.departure.is_due:
+            # Who is due and has to stay after all goes over still.
             standing.committed = None
 
     async def _enter(self, commit: Commit) -> None:

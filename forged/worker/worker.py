@@ -112,7 +112,7 @@ class ElasticWorker:
     """Happens when this worker is where the others are."""
     leaving: Event[str]
     """Happens when this worker is to go, behind its last step: the moment to save something. It waits for subscribers,
-    asynchronous ones too."""
+    asynchronous ones too; and happens again where others have come to need this worker meanwhile."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class ElasticWorker:
             # To the daemon and the others it is another worker, which comes with its state and is not believed it.
             self.incarnation = self._random.randbytes(INCARNATION_BYTES)
         self._standing = Standing(self._worker_id.id)
-        self._departure = Departure(self._standing, self._ties(), self._wake, self._log)
+        self._departure = Departure(self._standing, self._ties(), self._wake, self._random.random, self._log)
         self._presence = Presence(self._standing, counters)
         self._place.counters = counters
         self._place.begin_anew()
@@ -610,15 +610,21 @@ class ElasticWorker:
 
     async def begin_step(self, total: int | None = None) -> int | None:
         """Wait until a step may begin; returns its number, or None when there are no more."""
-        coming = await self.come_to_step(total)
-        if isinstance(coming, Parting):
+        while isinstance(coming := await self.come_to_step(total), Parting):
             await self.leaving.fire_and_wait(coming.reason)
-            await self.leave(coming.reason)
-            return None
+            if await self.part(coming):
+                return None
         return coming
 
+    async def part(self, parting: Parting) -> bool:
+        """Leave, now that the subscribers of `leaving` are told; false where that took long and others need it now."""
+        self._is_parting = await self._departure.is_sure()
+        if self._is_parting:
+            await self.leave(parting.reason)
+        return self._is_parting
+
     async def come_to_step(self, total: int | None = None) -> int | Parting | None:
-        """Like `begin_step`; but who gets a `Parting` has to tell the subscribers of `leaving`, and to leave."""
+        """Like `begin_step`; but who gets a `Parting` has to tell the subscribers of `leaving`, and to `part`."""
         self.process.check()
         if not self._registered:
             await self.register()
@@ -628,7 +634,7 @@ class ElasticWorker:
                 await self._fall_out(self._standing.end)
             if self._standing.completed is not None:
                 await self._come_to_an_end(self._standing.completed)
-            elif self._departure.is_due:
+            elif self._departure.is_due and await self._departure.is_sure():
                 self._is_parting = True
                 return Parting(self._departure.reason)
             elif not self._presence.may_step:
@@ -673,7 +679,9 @@ class ElasticWorker:
             holds_data=self._holds_data,
             is_waited_for=lambda: self._presence.is_stepping and self._standing.stop_wanted > 0,
             has_given=lambda: self._mesh is not None and self._mesh.has_given(),
+            is_in_trouble=lambda: self._presence.is_in_trouble,
             has_daemon=lambda: self._client is not None and self._client.connected,
+            announce=self._announce_leave,
             ask=self._ask_to_leave,
         )
 
@@ -685,9 +693,13 @@ class ElasticWorker:
     def _holds_data(self) -> bool:
         return self._is_in_the_world and self._supply is not None and not self._supply.custodian.is_released
 
-    async def _ask_to_leave(self, reason: str) -> bool:
+    async def _announce_leave(self, reason: str) -> bool:
         assert self._line is not None
         return await self._line.announce_leave(reason)
+
+    async def _ask_to_leave(self) -> bool:
+        assert self._line is not None
+        return await self._line.may_leave()
 
     def _prepare_to_leave(self) -> None:
         """Once it is told to go, have others take over what it holds; that has an end."""
