@@ -110,6 +110,9 @@ class Passage:
         def makes_sense() -> bool:
             return standing.end is None and standing.completed is None and not departure.is_due and still()
 
+        if not makes_sense():
+            # What was heard a moment ago wakes nobody any more.
+            return
         with anyio.CancelScope() as scope:
             self._undertaking = scope, makes_sense
             try:
