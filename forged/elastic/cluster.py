@@ -450,8 +450,9 @@ class Cluster:
         """Whether nobody else who stays is known to have the state, and somebody could take it from this member."""
         if self.over or not self.holds(member):
             return False
-        there = self._staying()
-        others = {one.id for one in self.members.values() if one.leaving is None and not is_lost(one)} - {member.id}
+        # Many may ask this that were told to go at once: nothing here looks at one of the world after the other.
+        there = self.members.keys() - self._outsiders.keys()
+        others = {name for name, one in self.members.items() if one.leaving is None and not is_lost(one)} - {member.id}
         holders = (self.state_holders or self.world.keys()) & there
         if not (others and holders.isdisjoint(others - self._unaccounted())):
             return False
