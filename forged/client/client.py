@@ -90,7 +90,8 @@ class ForgedClient(BulkMethods):
         self.timeout_s = timeout_s
         clock, source = clock or SystemClock(), source or random.SystemRandom()
         super().__init__(clock, source)
-        self._token = (token if token is not None else os.environ.get("FORGED_TOKEN")) or None
+        self.token = (token if token is not None else os.environ.get("FORGED_TOKEN")) or None
+        """What it shows; others that speak for the same caller show it, too."""
         self._limits = limits or ConnectionLimits()
         self._client = new_client_id(source.getrandbits)
         self._calls = OutgoingCalls(self._clock)
@@ -221,7 +222,7 @@ class ForgedClient(BulkMethods):
         return self._connector.link
 
     def _make_link(self, address: Address) -> Link:
-        return Link(self, self._clock, self._limits, address, self._client, self._token)
+        return Link(self, self._clock, self._limits, address, self._client, self.token)
 
     def _resume(self, link: Link) -> None:
         """Ask again what is not answered, and go on with the streams."""

@@ -110,6 +110,8 @@ class Cluster:
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
         """Those of the reasons that only tell of what some other one explains."""
+        self._complainers: set[str] = set()
+        """Who of the world has said that it cannot go on in it, and so lives."""
         self._must_stop = False
         """Whether all stop for the next world, whatever the settings say: this one cannot go on, or is not to."""
 
@@ -266,15 +268,26 @@ class Cluster:
             self._progress(member, step, now, marks)
             if parting and not (member.is_parting or self.over):
                 self._part(member, now)
+            elif member.is_parting and not parting:
+                self._count_on(member)
 
     def _part(self, member: Member, now: Moment) -> None:
-        """It has done its last step, and may take its time to save what it has: the next world is without it."""
+        """It has done its last step, and may take its time to save what it has: the next world is without it, unless
+        it has to stay."""
         self.drain(member.id, now, "it wanted to")
+        if self.keeps_the_state(member):
+            return
         member.is_parting = True
         self._outsiders[member.id] = member
         if self.attempt is not None and self._is_needed(member):
             self._hole(f"{member.id} is on its way out: {member.leaving}", now)
         self._consider(now)
+
+    def _count_on(self, member: Member) -> None:
+        """It is not on its way out any more, or must not be."""
+        member.is_parting = False
+        if self.holds(member):
+            self._outsiders.pop(member.id, None)
 
     def pulse(
         self,
@@ -402,6 +415,7 @@ class Cluster:
         if not self._complain(member, peer, now) and self.trains:
             trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
             self._troubles.add(trouble)
+            self._complainers.add(worker_id)
             self._must_stop = True
             # If its host is gone, the daemon's own connection tells so in a moment; asking it now would hide that.
             self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.holds(other) else 0.0)
@@ -471,11 +485,13 @@ class Cluster:
         """Whether nobody else who stays is known to have the state, and somebody could take it from this member."""
         if self.over or not self.holds(member):
             return False
-        there = self._staying()
-        others = {one.id for one in self.members.values() if one.leaving is None and not is_lost(one)} - {member.id}
+        # Many may ask this that were told to go at once: nothing here looks at one of the world after the other.
+        there = self.members.keys() - self._outsiders.keys()
+        others = {name for name, one in self.members.items() if one.leaving is None and not is_lost(one)} - {member.id}
         holders = (self.state_holders or self.world.keys()) & there
         # Others may take from it who are on the way back to this daemon; that they have what it has, nobody knows yet.
-        if not others or any(self._is_here(name) for name in holders & others):
+        relied_upon = (holders & others) - self._unaccounted()
+        if not others or any(self._is_here(name) for name in relied_upon):
             return False
         # In a full world, one of those who are to go waits for the others to make room.
         first = next((name for name in self.world if name in holders and self._is_here(name)), member.id)
@@ -485,6 +501,16 @@ class Cluster:
     def _is_here(self, name: str) -> bool:
         """Whether a member has a connection, so that its state is there to be had."""
         return self.members[name].connected
+
+    def _unaccounted(self) -> set[str]:
+        """Who of a world that is in trouble has not shown since that it lives: that one of them died may not be known.
+
+        Where too few are left for another world, nobody is asked to show it.
+        """
+        if not self._must_stop or (self._hole_at is None and self.attempt is None):
+            return set()
+        answered = self.attempt.stops if self.attempt is not None else {}
+        return self.world.keys() - answered.keys() - self._complainers
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
@@ -759,6 +785,7 @@ class Cluster:
         self.attempt, self.why = None, []
         self._must_stop = False
         self._troubles.clear()
+        self._complainers.clear()
         for member in members:
             self.watch.recovered(member, self.state.current_step)
             member.step, member.progress_at = self.state.current_step, now.monotonic
@@ -978,6 +1005,10 @@ class Cluster:
         self._complaints.forget(member.id)
         self.watch.forget(member)
         self.out.members.add(member.id)
+        # The one who is gone may have been the last of those who were to stay.
+        for parting in [one for one in self._outsiders.values() if one.is_parting]:
+            if self.keeps_the_state(parting):
+                self._count_on(parting)
 
     def _answering(self, worker_id: str, incarnation: bytes, number: int) -> tuple[Attempt, Member]:
         attempt = self.attempt

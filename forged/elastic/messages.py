@@ -331,6 +331,17 @@ class AnnounceLeave(Request[Leave], frozen=True):
     reason: str = ""
 
 
+class ReadLeave(Request[Leave], frozen=True):
+    """Whether a worker that has announced its leave may go by now."""
+
+    needs: ClassVar[Role] = Role.WORKER
+    decides: ClassVar[bool] = False
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+
+
 class AttemptMembers(msgspec.Struct, frozen=True):
     """Who holds training data in an attempt: the world that is wanted, by rank, and who is to go behind its commit.
 
@@ -642,6 +653,7 @@ WORKER_REQUESTS = (
     ReportDeath,
     ReadTopology,
     AnnounceLeave,
+    ReadLeave,
     ReadAttempt,
 )
 OPERATOR_REQUESTS = (

@@ -49,6 +49,7 @@ from forged.elastic.messages import (
     ProgressLost,
     Pulse,
     ReadAttempt,
+    ReadLeave,
     ReadTopology,
     Receiving,
     ReportDeath,
@@ -143,6 +144,7 @@ class ElasticService:
         serve(ReadTopology, self._topology, owner=OWNER)
         serve(ReadAttempt, self._attempt, owner=OWNER)
         serve(AnnounceLeave, self._announce, owner=OWNER)
+        serve(ReadLeave, self._may_leave, owner=OWNER)
         serve(ListWorkers, self._list, owner=OWNER)
         serve(ShowWorker, self._show, owner=OWNER)
         serve(ShowCluster, self._show_cluster, owner=OWNER)
@@ -405,6 +407,11 @@ class ElasticService:
             return self._decide(cluster, Leave(may_go=True))
         cluster.drain(request.worker_id, self._now(), request.reason or "it wanted to")
         return self._decide(cluster, Leave(may_go=not cluster.keeps_the_state(member)))
+
+    def _may_leave(self, request: ReadLeave, call: Call) -> Leave:
+        cluster = self._get(request.job)
+        member = cluster.members.known(request.worker_id, request.incarnation)
+        return Leave(may_go=member is None or not cluster.keeps_the_state(member))
 
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         cluster = self.clusters.get(signal.job)

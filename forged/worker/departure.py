@@ -2,13 +2,15 @@
 
 Law: what only this worker has is kept for the others for as long as they come for it, and as long as there is a daemon
 that has them come, but for a grace; then it goes all the same. Whether the state is such a thing, the daemon knows: it
-is asked, and asked again when the world may have changed since. Nobody waits without end.
+is asked, asked again when the world may have changed since, and once more in the moment of going: who was to stay may
+be dead by then. Nobody waits without end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
@@ -19,7 +21,11 @@ from forged.log import Log
 from forged.worker.standing import Standing
 
 LOOK_INTERVAL_S = 0.5
-"""How often it is looked whether anybody comes, and asked whether anybody may."""
+"""How often it is looked whether anybody comes."""
+QUESTION_INTERVAL_S = 3.0
+"""How often, about, the daemon is asked again by who has to stay: what changes that is nearly always told."""
+ANSWER_S = 5.0
+"""For how long a worker that wants to go has others wait for it until the daemon has answered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,19 +40,28 @@ class Ties:
     """Whether the others wait for it to end its step, so that nobody can come yet."""
     has_given: Callable[[], bool]
     """Whether anybody has taken something lately."""
+    is_in_trouble: Callable[[], bool]
+    """Whether its world was broken off, as the daemon has yet to hear."""
     has_daemon: Callable[[], bool]
-    ask: Callable[[str], Awaitable[bool]]
+    announce: Callable[[str], Awaitable[bool]]
     """Tells the daemon that it is to go, and why; returns whether it may as far as the state goes."""
+    ask: Callable[[], Awaitable[bool]]
+    """Asks whether it may by now."""
 
 
 class Departure:
     """Waits for the moment."""
 
-    def __init__(self, standing: Standing, ties: Ties, wake: Callable[[], None], log: Log) -> None:
+    def __init__(
+        self, standing: Standing, ties: Ties, wake: Callable[[], None], random: Callable[[], float], log: Log
+    ) -> None:
         self.is_overdue = False
         """Whether it waits for nobody any more."""
         self._may_go = False
+        self._is_announced = False
+        """Whether the daemon has it on record that this worker is to go."""
         self._changed = anyio.Event()
+        self._answered = anyio.Event()
         self._unwanted_s = 0.0
         """For how long nobody has come who could."""
         self._why = ""
@@ -54,6 +69,7 @@ class Departure:
         self._standing = standing
         self._ties = ties
         self._wake = wake
+        self._random = random
         self._log = log
 
     @property
@@ -68,7 +84,21 @@ class Departure:
         return f"{wish}; {self._why}" if self._why and self._is_needed() else wish
 
     def _is_needed(self) -> bool:
-        return self._ties.holds_data() or (self._ties.holds_state() and not self._may_go)
+        ties = self._ties
+        may_go = self._may_go and not ties.is_in_trouble()
+        return ties.holds_data() or (ties.holds_state() and not may_go)
+
+    async def is_sure(self) -> bool:
+        """Whether it is due still, in the moment of going.
+
+        Where the daemon does not say so it stays for now: it waits for a daemon no longer than anybody does.
+        """
+        if self.is_due and not self.is_overdue and self._ties.holds_state():
+            self._doubt()
+            if self._ties.has_daemon():
+                with anyio.move_on_after(ANSWER_S):
+                    await self._answered.wait()
+        return self.is_due
 
     def begin(self, settings: Callable[[], ElasticTrainingConfig], tasks: TaskGroup) -> None:
         """Prepare to go, if the worker was told to; by the settings at any time."""
@@ -79,25 +109,40 @@ class Departure:
 
     def reconsider(self) -> None:
         """The world changes: who was not needed may be, and somebody may come."""
-        self._may_go, self._unwanted_s = False, 0.0
+        self._unwanted_s = 0.0
+        self._doubt()
+
+    def _doubt(self) -> None:
+        """Ask again: the last answer counts no more."""
+        self._may_go, self._answered = False, anyio.Event()
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
     async def _ask_for_leave(self, wish: str) -> None:
         """Have others come, and be told when nobody has to any more; for ever, because that changes."""
+        question: Callable[[], Awaitable[bool]] = partial(self._ties.announce, wish)
         while True:
             changed = self._changed
-            try:
-                may_go = await self._ties.ask(wish)
-            except ForgedError as error:
-                self._log.warning("the daemon was not told that this worker is to go", why=str(error))
-                may_go = True
+            may_go = await self._answer_to(question)
+            self._is_announced, question = True, self._ties.ask
             # What follows from it was decided with the answer, and is told before it.
             if not changed.is_set():
                 self._may_go = may_go
+                self._answered.set()
                 self._wake()
-                with anyio.move_on_after(None if may_go else LOOK_INTERVAL_S):
+                with anyio.move_on_after(None if may_go else self._pause_s()):
                     await changed.wait()
+
+    async def _answer_to(self, question: Callable[[], Awaitable[bool]]) -> bool:
+        try:
+            return await question()
+        except ForgedError as error:
+            self._log.warning("the daemon does not say whether this worker may go", why=str(error))
+            return True
+
+    def _pause_s(self) -> float:
+        """Not the same for all: many may have been told to go at once."""
+        return QUESTION_INTERVAL_S * (0.5 + self._random())
 
     async def _wait(self, settings: Callable[[], ElasticTrainingConfig]) -> None:
         """Let the waiting have an end."""
@@ -107,14 +152,17 @@ class Departure:
             if _lasts(alone_s, config.reconnect_grace_s) or _lasts(self._unwanted_s, config.leave_timeout_s):
                 break
             await anyio.sleep(LOOK_INTERVAL_S)
-            alone_s = 0.0 if self._ties.has_daemon() else alone_s + LOOK_INTERVAL_S
+            # A daemon that cannot write has nobody come either.
+            alone_s = 0.0 if self._ties.has_daemon() and self._is_announced else alone_s + LOOK_INTERVAL_S
             is_wanted = self._ties.has_given() or self._ties.is_waited_for()
             self._unwanted_s = 0.0 if is_wanted else self._unwanted_s + LOOK_INTERVAL_S
         if _lasts(alone_s, config.reconnect_grace_s):
-            self._why = f"there was no daemon for {config.reconnect_grace_s:g} s"
+            lack = "the daemon took nothing down" if self._ties.has_daemon() else "there was no daemon"
+            self._why = f"{lack} for {config.reconnect_grace_s:g} s"
         else:
             self._why = f"nobody came for what it holds for {config.leave_timeout_s:g} s"
         self.is_overdue = True
+        self._answered.set()
         if self._is_needed():
             self._log.warning("goes with what others may need", why=self._why)
         self._wake()

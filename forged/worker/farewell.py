@@ -1,12 +1,16 @@
 """Why a worker goes, in the words that the daemon keeps.
 
 Law: whoever fails says so, and what it failed of. Whoever is interrupted, exits or breaks out of its loop has not
-failed, and neither has the worker of a job that is over.
+failed, and neither has the worker of a job that is over. What a worker says first of its going is said, though it be
+interrupted in that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
+
+import anyio
 
 from forged.errors import describe
 from forged.worker.errors import JobEnded, WorkerEvicted
@@ -17,6 +21,31 @@ class Farewell(NamedTuple):
 
     reason: str
     failed: bool = False
+    done: bool = False
+    """Whether it goes because the training is done."""
+
+
+class Goodbye:
+    """Says one farewell, with `say`, until that has come to its end once."""
+
+    def __init__(self, say: Callable[[Farewell], Awaitable[None]]) -> None:
+        self._say = say
+        self._words: Farewell | None = None
+        self._is_said = False
+        self._turn = anyio.Lock()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the worker goes."""
+        return self._words is not None
+
+    async def say(self, words: Farewell) -> None:
+        """Say it, or what could not be said to its end before."""
+        words = self._words = self._words or words
+        async with self._turn:
+            if not self._is_said:
+                await self._say(words)
+                self._is_said = True
 
 
 def farewell(error: BaseException | None) -> Farewell:

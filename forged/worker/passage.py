@@ -110,6 +110,9 @@ class Passage:
         def makes_sense() -> bool:
             return standing.end is None and standing.completed is None and not departure.is_due and still()
 
+        if not makes_sense():
+            # What was heard a moment ago wakes nobody any more.
+            return
         with anyio.CancelScope() as scope:
             self._undertaking = scope, makes_sense
             try:
@@ -205,7 +208,8 @@ class Passage:
         self._presence.trouble = None
         if holds() and self._with.line.worker in commit.topology:
             await self._undertake(partial(self._enter, commit), holds)
-        if standing.committed is commit:
+        if standing.committed is commit and not self._with.departure.is_due:
+            # Who is due and has to stay after all goes over still.
             standing.committed = None
 
     async def _enter(self, commit: Commit) -> None:

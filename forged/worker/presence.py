@@ -61,6 +61,11 @@ class Presence:
         standing = self._standing
         return self._rest_at > 0 and (standing.heard_at < self._rest_at or standing.stop_wanted > 0)
 
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether its world was broken off, and the daemon has yet to be told."""
+        return self.trouble is not None or (self.world is not None and self.world.ending is not None)
+
     # Steps.
 
     def begin_step(self) -> None:

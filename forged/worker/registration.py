@@ -24,6 +24,7 @@ from forged.elastic.messages import (
     Joined,
     JoinJob,
     LeaveJob,
+    ReadLeave,
     Receiving,
     ReportPaused,
     ReportReady,
@@ -108,6 +109,11 @@ class Registration:
     async def announce_leave(self, reason: str) -> bool:
         """Say that others have to take over what only this worker has, because it is to go; tells if that is done."""
         leave = await self.say(AnnounceLeave(self.job, self.worker.id, self.incarnation, reason))
+        return leave.may_go
+
+    async def may_leave(self) -> bool:
+        """Whether that is done by now; costs the daemon no decision."""
+        leave = await self.say(ReadLeave(self.job, self.worker.id, self.incarnation))
         return leave.may_go
 
     async def complain(self, generation: int, peer: str, why: str) -> None:

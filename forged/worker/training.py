@@ -111,12 +111,11 @@ class Training:
                 self._give_back_state()
 
     def _begin_step(self, total: int | None) -> int | None:
-        coming = self._run(self.worker.come_to_step, total)
-        if isinstance(coming, Parting):
+        while isinstance(coming := self._run(self.worker.come_to_step, total), Parting):
             # In the script's own thread, where blocking calls do not keep the worker from answering.
             self.worker.leaving.fire(coming.reason)
-            self._run(self.worker.leave, coming.reason)
-            return None
+            if self._run(self.worker.part, coming):
+                return None
         return coming
 
     def _entered(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from random import Random, SystemRandom
@@ -47,11 +46,11 @@ from forged.elastic.model import (
     WorkerMetadata,
     WorkerStatus,
 )
-from forged.errors import ForgedError, RequestRefused
+from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import JobChanged, SettingValue
 from forged.log import Log
 from forged.messages import Gap, Record
-from forged.net.network import Address, Network
+from forged.net.network import Network
 from forged.retry import REJOINING
 from forged.worker import amounts
 from forged.worker.carriers import Carrier, LoopCarrier
@@ -63,10 +62,11 @@ from forged.worker.departure import Departure, Ties
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event
 from forged.worker.exchange import StateExchange
-from forged.worker.farewell import farewell
+from forged.worker.farewell import Farewell, Goodbye, farewell
 from forged.worker.hearing import Hearing
 from forged.worker.heartbeat import Heartbeat
 from forged.worker.mesh import Mesh
+from forged.worker.own_host import own_host
 from forged.worker.own_process import OwnProcess, WorkerProcess
 from forged.worker.passage import Means, Passage
 from forged.worker.peer_tls import PeerTls
@@ -88,7 +88,6 @@ JOB = "default"
 RESHAPING = (RescaleStarted, RescaleSynchronising, RescaleCompleted, RescaleAborted)
 """What may change who needs whom."""
 OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
-LOOPBACK = "127.0.0.1"
 
 
 class Parting(NamedTuple):
@@ -114,7 +113,7 @@ class ElasticWorker:
     """Happens when this worker is where the others are."""
     leaving: Event[str]
     """Happens when this worker is to go, behind its last step: the moment to save something. It waits for subscribers,
-    asynchronous ones too."""
+    asynchronous ones too; and happens again where others have come to need this worker meanwhile."""
 
     def __init__(
         self,
@@ -185,7 +184,7 @@ class ElasticWorker:
             # To the daemon and the others it is another worker, which comes with its state and is not believed it.
             self.incarnation = self._random.randbytes(INCARNATION_BYTES)
         self._standing = Standing(self._worker_id.id)
-        self._departure = Departure(self._standing, self._ties(), self._wake, self._log)
+        self._departure = Departure(self._standing, self._ties(), self._wake, self._random.random, self._log)
         self._presence = Presence(self._standing, counters)
         self._place.counters = counters
         self._place.begin_anew()
@@ -199,7 +198,7 @@ class ElasticWorker:
         self._is_parting = False
         """Whether it has done its last step, and does by itself what remains to be done."""
         self._registered = False
-        self._left = False
+        self._goodbye = Goodbye(self._say_goodbye)
 
     # What it is.
 
@@ -270,7 +269,7 @@ class ElasticWorker:
     @property
     def is_registered(self) -> bool:
         """Whether the world waits for it."""
-        return self._registered and not self._left
+        return self._registered and not self._goodbye.is_begun
 
     @property
     def is_void(self) -> bool:
@@ -390,7 +389,7 @@ class ElasticWorker:
     @asynccontextmanager
     async def _open_door(self, client: ForgedClient) -> AsyncIterator[None]:
         """Let peers come in."""
-        name, host = self._wanted_id.id, self._wanted_id.hostname or _own_host(client.endpoint)
+        name, host = self._wanted_id.id, self._wanted_id.hostname or own_host(client.endpoint)
         mesh = Mesh(
             name,
             self.incarnation,
@@ -421,11 +420,11 @@ class ElasticWorker:
             hearing = self._hearing = self._hearing_of(self._client, self._tasks)
             self._tasks.start_soon(hearing.listen, facts)
             self._learn(await self._join())
+            await self._begin_pulse(self._client, self._line)
         except BaseException:
             facts.close()
             raise
         self._joined_at, self._registered = self._clock.wall(), True
-        self._begin_pulse(self._client)
         self._heartbeat = Heartbeat(self._beat, self._config_now.heartbeat_interval_s)
         self._tasks.start_soon(self._heartbeat.go_on)
         if self._place.consumption is not None:
@@ -433,9 +432,14 @@ class ElasticWorker:
             self._tasks.start_soon(self._usage.keep_telling)
         hearing.begin_to_ask()
 
-    def _begin_pulse(self, client: ForgedClient) -> None:
+    async def _begin_pulse(self, client: ForgedClient, line: Registration) -> None:
         endpoints = [str(address) for address in client.endpoints]
-        self.process.begin_pulse(endpoints, self.job, self._worker_id.id, self.incarnation, self._token)
+        try:
+            self.process.begin_pulse(endpoints, self.job, self._worker_id.id, self.incarnation, client.token)
+        except Unavailable as error:
+            # It is no worker without one, and may register again.
+            await line.leave(error.message, self.step, LEAVE_TIMEOUT_S, done=False, failed=False)
+            raise
 
     def _hearing_of(self, client: ForgedClient, tasks: TaskGroup) -> Hearing:
         return Hearing(
@@ -563,23 +567,36 @@ class ElasticWorker:
         """Tell the daemon that this worker goes, because its script has ended with this error, or with none."""
         end = self._standing.end
         # Whatever the script makes of it: who is wanted no more goes for that reason.
-        reason, failed = farewell(end if isinstance(end, JobEnded | WorkerEvicted) else error)
+        last = farewell(end if isinstance(end, JobEnded | WorkerEvicted) else error)
         with anyio.CancelScope(shield=True):
-            await self.leave(reason, failed=failed)
+            await self.leave(last.reason, failed=last.failed)
 
     async def leave(self, reason: str, *, done: bool = False, failed: bool = False) -> None:
         """Tell the daemon that this worker goes, if that can be told in time."""
-        if self._left or not self._registered or self._line is None or self.process.is_forked:
-            return
-        self._left, self._presence.status = True, WorkerStatus.LEAVING
-        await self._presence.leave()
+        if self._registered and not self.process.is_forked:
+            await self._goodbye.say(Farewell(reason, failed, done))
+
+    async def _say_goodbye(self, last: Farewell) -> None:
+        assert self._line is not None
+        self._presence.status = WorkerStatus.LEAVING
         # That all is done may be known to nobody else, so it is said for as long as the daemon waits for this worker.
-        patience_s = max(LEAVE_TIMEOUT_S, self._config.reconnect_grace_s) if done and self._config else LEAVE_TIMEOUT_S
-        with anyio.move_on_after(patience_s) as scope:
-            if self._usage is not None:
-                await self._usage.tell()
-        left_s = max(LEAVE_TIMEOUT_S, scope.deadline - anyio.current_time())
-        await self._line.leave(reason, self.step, left_s, done=done, failed=failed)
+        grace_s = self._config.reconnect_grace_s if last.done and self._config else 0.0
+        ends_at = anyio.current_time() + max(LEAVE_TIMEOUT_S, grace_s)
+        try:
+            # Who is cancelled says it all the same, unless nobody listens.
+            with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True) as moment:
+                await self._presence.leave()
+                await self._tell_usage()
+            if moment.cancelled_caught:
+                with anyio.move_on_after(ends_at - anyio.current_time()):
+                    await self._tell_usage()
+        finally:
+            left_s = max(LEAVE_TIMEOUT_S, ends_at - anyio.current_time())
+            await self._line.leave(last.reason, self.step, left_s, done=last.done, failed=last.failed)
+
+    async def _tell_usage(self) -> None:
+        if self._usage is not None:
+            await self._usage.tell()
 
     def drain(self, reason: str) -> None:
         """Finish the present step, and go."""
@@ -614,15 +631,21 @@ class ElasticWorker:
 
     async def begin_step(self, total: int | None = None) -> int | None:
         """Wait until a step may begin; returns its number, or None when there are no more."""
-        coming = await self.come_to_step(total)
-        if isinstance(coming, Parting):
+        while isinstance(coming := await self.come_to_step(total), Parting):
             await self.leaving.fire_and_wait(coming.reason)
-            await self.leave(coming.reason)
-            return None
+            if await self.part(coming):
+                return None
         return coming
 
+    async def part(self, parting: Parting) -> bool:
+        """Leave, now that the subscribers of `leaving` are told; false where that took long and others need it now."""
+        self._is_parting = await self._departure.is_sure()
+        if self._is_parting:
+            await self.leave(parting.reason)
+        return self._is_parting
+
     async def come_to_step(self, total: int | None = None) -> int | Parting | None:
-        """Like `begin_step`; but who gets a `Parting` has to tell the subscribers of `leaving`, and to leave."""
+        """Like `begin_step`; but who gets a `Parting` has to tell the subscribers of `leaving`, and to `part`."""
         try:
             return await self._come_to_step(total)
         finally:
@@ -634,12 +657,15 @@ class ElasticWorker:
             await self.register()
         assert self._passage is not None
         assert self._tasks is not None
-        while not self._left:
+        while not self._goodbye.is_begun:
             if self._standing.end is not None:
                 await self._fall_out(self._standing.end)
             if self._standing.completed is not None:
                 await self._come_to_an_end(self._standing.completed)
-            elif self._departure.is_due:
+            elif total is not None and self.step >= total and self._presence.may_step:
+                # Known to the world alone: who is told to go in the last step says so first.
+                await self.leave("the training is done", done=True)
+            elif self._departure.is_due and await self._departure.is_sure():
                 self._is_parting = True
                 # Before the subscribers take their time: no other world is to wait for them.
                 self._beat(self._config_now.heartbeat_interval_s)
@@ -647,8 +673,6 @@ class ElasticWorker:
             elif not self._presence.may_step:
                 self._waiting.begin(self._tasks)
                 await self._passage.come_along()
-            elif total is not None and self.step >= total:
-                await self.leave("the training is done", done=True)
             else:
                 self._presence.begin_step()
                 self._place.begin_step()
@@ -696,7 +720,9 @@ class ElasticWorker:
             holds_data=self._holds_data,
             is_waited_for=lambda: self._presence.is_stepping and self._standing.stop_wanted > 0,
             has_given=lambda: self._mesh is not None and self._mesh.has_given(),
+            is_in_trouble=lambda: self._presence.is_in_trouble,
             has_daemon=lambda: self._client is not None and self._client.connected,
+            announce=self._announce_leave,
             ask=self._ask_to_leave,
         )
 
@@ -708,9 +734,13 @@ class ElasticWorker:
     def _holds_data(self) -> bool:
         return self._is_in_the_world and self._supply is not None and not self._supply.custodian.is_released
 
-    async def _ask_to_leave(self, reason: str) -> bool:
+    async def _announce_leave(self, reason: str) -> bool:
         assert self._line is not None
         return await self._line.announce_leave(reason)
+
+    async def _ask_to_leave(self) -> bool:
+        assert self._line is not None
+        return await self._line.may_leave()
 
     def _prepare_to_leave(self) -> None:
         """Once it is told to go, have others take over what it holds; that has an end."""
@@ -840,18 +870,3 @@ class ElasticWorker:
 
 def _unconnected() -> RequestRefused:
     return RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
-
-
-def _own_host(endpoint: str | None) -> str:
-    """The address of this host that somebody at the daemon's would use."""
-    address = Address.parse(endpoint) if endpoint else Address("unix", path="")
-    if address.scheme == "unix":
-        return LOOPBACK
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # Nothing is sent: the system only says which of its addresses it would use.
-            probe.connect((address.host, address.port))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return LOOPBACK

@@ -152,7 +152,8 @@ class Play:
             for member in self.cluster.members.values():
                 if member.connected and member.id not in silent:
                     marks = 0 if still else int(self.time)
-                    self.cluster.heartbeat(member.id, member.incarnation, 0, marks, self.now)
+                    parting = member.is_parting
+                    self.cluster.heartbeat(member.id, member.incarnation, 0, marks, self.now, parting=parting)
             if self.cluster.due_at() <= self.time:
                 self.tick()
             self.settle()

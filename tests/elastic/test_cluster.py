@@ -967,6 +967,36 @@ def test_others_that_may_be_gone_are_not_relied_upon() -> None:
     assert not keeps(play, "a")
 
 
+def test_nobody_is_relied_upon_in_a_world_that_broke_before_it_has_shown_that_it_lives() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.cluster.drain("a", play.now, "the night")
+    play.complain("a", "b")
+    assert keeps(play, "a"), "b may be dead"
+    play.wait(2.0)
+    assert keeps(play, "a"), "it is asked to stop, and has not answered"
+    play.stop("b", stop=Stop(0, holds_state=True))
+    assert not keeps(play, "a")
+
+
+def test_who_complains_of_a_world_lives() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.cluster.drain("a", play.now, "the night")
+    play.complain("b")
+    assert not keeps(play, "a")
+    assert keeps(play, "b"), "a is to go"
+
+
+def test_where_too_few_are_left_for_another_world_who_is_there_is_relied_upon() -> None:
+    play = formed("a", "b", "c", min_workers=3, failure_tolerance_percentage=100)
+    play.complain("a", "c")
+    play.die("c")
+    assert kinds(play.wait(0.1))[-1] == "JobWaiting"
+    play.cluster.drain("a", play.now, "the night")
+    assert not keeps(play, "a")
+
+
 def test_those_who_are_on_the_way_back_to_another_daemon_may_take_the_state_and_are_not_relied_upon() -> None:
     play = formed("a", "b")
     play.join("c")
@@ -1649,6 +1679,33 @@ def test_a_world_of_those_who_have_done_their_last_step_waits_for_others() -> No
     play.wait(1.0)
     play.join("c")
     assert play.agree().added == ["c"]
+
+
+def test_who_alone_has_the_state_is_not_done_before_somebody_else_has_it() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.cluster.drain("a", play.now, "the night")
+    play.beat("a", parting=True)
+    play.die("b")
+    play.wait(0.2)
+    assert play.cluster.attempt is not None
+    assert play.cluster.attempt.target == ("a", "c"), "who was to stay is dead"
+    play.beat("a", parting=True)
+    assert play.cluster.attempt.target == ("a", "c")
+    assert keeps(play, "a")
+
+
+def test_who_does_not_go_after_all_is_counted_on() -> None:
+    play = formed("a", "b")
+    play.cluster.drain("b", play.now, "the night")
+    play.beat("b", parting=True)
+    assert play.cluster.there == 1
+    play.beat("b")
+    assert play.cluster.there == 2
+    play.cluster.rescale(play.now, "a test")
+    play.wait(0.1)
+    assert play.cluster.attempt is not None
+    assert play.cluster.attempt.target == ("a", "b")
 
 
 def test_an_evicted_worker_has_failed() -> None:

@@ -14,6 +14,7 @@ from forged.auth.model import Principal, Role
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     AbortJob,
+    AnnounceLeave,
     ClusterView,
     DrainWorker,
     EvictWorker,
@@ -26,6 +27,7 @@ from forged.elastic.messages import (
     PauseJob,
     PlanRescale,
     Pulse,
+    ReadLeave,
     ReadTopology,
     ReportDeath,
     ReportTrouble,
@@ -674,6 +676,22 @@ async def test_who_drains_is_told_what_they_may_not_have_meant() -> None:
         await stage.form("a", "b", min_workers=2)
         told = await stage.spine.bus.ask(DrainWorker(JOB, "b"))
         assert told.remarks == ["training will stand still: 1 worker will be left, and min_workers is 2"]
+
+
+@virtual
+async def test_whether_a_worker_may_go_is_read_and_needs_no_room_on_the_disk() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        a, _ = await stage.form("a", "b")
+        announced = AnnounceLeave(JOB, "a", a.incarnation, "the night")
+        assert (await a.ask(announced)).may_go
+        await stage.start("c")
+        await stage.spine.bus.ask(DrainWorker(JOB, "b"))
+        revision = stage.spine.ledger.revision
+        store.commit_error = full()
+        assert not (await a.ask(ReadLeave(JOB, "a", a.incarnation))).may_go
+        assert (await a.ask(ReadLeave(JOB, "a", incarnation("a", 2)))).may_go, "it is nobody"
+        assert stage.spine.ledger.revision == revision
 
 
 @virtual

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from forged.elastic.messages import WorkerJoined, WorkerLeft
 from forged.errors import ForgedError, RequestRefused
 from forged.log import SILENT
 from forged.worker import departure
-from forged.worker.departure import LOOK_INTERVAL_S, Departure, Ties
+from forged.worker.departure import ANSWER_S, LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Departure, Ties
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.standing import Standing
 from tests.client.house import House
@@ -37,9 +38,11 @@ class Scene:
         self.holds_data = True
         self.has_daemon = True
         self.is_waited_for = False
-        self.answers: list[bool | ForgedError] = []
+        self.is_in_trouble = False
+        self.answers: list[bool | ForgedError] = [False]
         """What the daemon says in turn; the last answer holds on. It says nothing without one."""
         self.asked: list[str] = []
+        """What it is told, and then what it is asked."""
         self.visits = 0
         """To so many looks somebody has come."""
         self.wakes: list[float] = []
@@ -48,10 +51,12 @@ class Scene:
             holds_data=lambda: self.holds_data,
             is_waited_for=lambda: self.is_waited_for,
             has_given=self._has_given,
+            is_in_trouble=lambda: self.is_in_trouble,
             has_daemon=lambda: self.has_daemon,
-            ask=self._ask,
+            announce=self._ask,
+            ask=partial(self._ask, "and now?"),
         )
-        self.departure = Departure(self.standing, ties, self._wake, SILENT)
+        self.departure = Departure(self.standing, ties, self._wake, lambda: 0.5, SILENT)
 
     @asynccontextmanager
     async def told_to_go(self) -> AsyncIterator[None]:
@@ -121,8 +126,8 @@ async def test_who_has_the_state_goes_when_the_daemon_says_so() -> None:
 async def test_who_is_kept_for_the_state_asks_again_and_again() -> None:
     scene = Scene()
     scene.holds_data, scene.holds_state, scene.answers = False, True, [False, False, False, True]
-    assert 1.5 <= await scene.drained() < 1.7
-    assert len(scene.asked) == 4
+    assert round(await scene.drained()) == 3 * QUESTION_INTERVAL_S
+    assert scene.asked == ["the spot price", *["and now?"] * 3], "it is said once, and asked for from then on"
 
 
 @virtual
@@ -137,6 +142,66 @@ async def test_who_may_go_and_is_needed_after_all_stays() -> None:
         await anyio.sleep(0.1)
         assert not scene.departure.is_due
     assert len(scene.asked) == 2
+
+
+@virtual
+async def test_who_goes_asks_once_more_in_that_moment() -> None:
+    scene = Scene()
+    scene.holds_data, scene.holds_state, scene.answers = False, True, [True, True, False]
+    async with scene.told_to_go():
+        await anyio.sleep(50)
+        assert (scene.departure.is_due, len(scene.asked)) == (True, 1)
+        assert await scene.departure.is_sure()
+        assert not await scene.departure.is_sure()
+        assert not scene.departure.is_due
+    assert scene.asked == ["the spot price", "and now?", "and now?"]
+
+
+@virtual
+async def test_who_has_nothing_goes_without_a_question() -> None:
+    scene = Scene()
+    scene.holds_data = False
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        assert await scene.departure.is_sure()
+    assert len(scene.asked) == 1
+
+
+@virtual
+async def test_who_gets_no_answer_in_the_moment_of_going_does_not_go() -> None:
+    scene = Scene()
+    scene.holds_data, scene.holds_state, scene.answers = False, True, [True]
+    loop = asyncio.get_running_loop()
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        scene.answers, began_at = [], loop.time()
+        assert not await scene.departure.is_sure()
+        assert loop.time() - began_at == pytest.approx(ANSWER_S)
+        scene.departure._may_go, scene.has_daemon, began_at = True, False, loop.time()
+        assert not await scene.departure.is_sure()
+        assert loop.time() == began_at, "a daemon that is away is waited for in steps"
+        await anyio.sleep(16)
+        assert await scene.departure.is_sure(), "and not for ever"
+
+
+@virtual
+async def test_leave_that_was_given_before_the_world_broke_is_none() -> None:
+    scene = Scene()
+    scene.holds_data, scene.holds_state, scene.answers = False, True, [True]
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        scene.is_in_trouble = True
+        assert not scene.departure.is_due
+        scene.holds_state = False
+        assert scene.departure.is_due, "what it does not have it need not keep"
+
+
+@virtual
+async def test_a_daemon_that_takes_nothing_down_is_waited_for_like_one_that_is_away() -> None:
+    scene = Scene()
+    scene.holds_data, scene.holds_state, scene.answers = False, True, []
+    assert round(await scene.drained()) == 15
+    assert scene.departure.reason == "the spot price; the daemon took nothing down for 15 s"
 
 
 @virtual
@@ -196,11 +261,12 @@ async def test_with_every_change_of_the_world_its_time_begins_anew() -> None:
 @virtual
 async def test_others_have_so_long_to_take_over_what_it_holds() -> None:
     scene = Scene()
+    scene.answers = [True]
     assert round(await scene.drained()) == 60
     assert scene.departure.reason == "the spot price; nobody came for what it holds for 60 s"
     scene.holds_data = False
     assert scene.departure.reason == "the spot price"
-    assert len(scene.wakes) == 1
+    assert len(scene.wakes) == 2
 
 
 @virtual
@@ -303,6 +369,39 @@ class TestHandingOverTheState:
         go_on.set()
         assert await crew.over("a") == [None]
         await self._is_continued_by(crew, "b")
+
+    async def test_who_was_to_stay_may_die_before_the_other_has_gone(self, crew: Crew, client: ForgedClient) -> None:
+        await self._train(crew, client, "a", "b")
+        await self._register(crew, client, "c")
+        await held_in_a_step(crew["b"])
+        a, b = crew["a"].worker, crew["b"].worker
+        a.drain("the spot price")
+        await until(lambda: a._departure.is_due)
+        assert b._mesh is not None
+        for link in list(b._mesh._links):
+            link.abort()
+        await until(lambda: a._presence.world is None)
+        await client.evict_worker(JOB, "b")
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "c")
+
+    async def test_who_was_to_stay_may_die_while_the_other_saves_something(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
+        await self._train(crew, client, "a", "b")
+        await self._register(crew, client, "c")
+        reasons = []
+
+        async def save(reason: str) -> None:
+            reasons.append(reason)
+            if len(reasons) == 1:
+                await client.evict_worker(JOB, "b")
+
+        crew["a"].worker.leaving.subscribe(save)
+        crew["a"].worker.drain("the spot price")
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "c")
+        assert reasons == ["the spot price"] * 2, "what it saved is not the newest any more"
 
     async def test_a_connection_that_breaks_at_the_wrong_moment_changes_nothing(
         self, house: House, tmp_path: Path, client: ForgedClient

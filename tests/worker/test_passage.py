@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,21 +16,23 @@ from forged.elastic.messages import (
     RescaleSynchronising,
     WorkerFailed,
 )
-from forged.elastic.model import (
-    WorkerId,
-)
+from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused, Unavailable
+from forged.log import SILENT
 from forged.worker import exchange
 from forged.worker.agreement import Agreement
 from forged.worker.collectives import World
-from forged.worker.errors import NEWS_DIFFER, WorkerEvicted
+from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted
 from forged.worker.exchange import StateExchange
 from forged.worker.mesh import Mesh
 from forged.worker.passage import Passage
+from forged.worker.place import Place
+from forged.worker.presence import Presence
 from forged.worker.registration import Registration
-from forged.worker.standing import Commit
+from forged.worker.standing import Commit, Standing
 from tests.client.house import House
 from tests.client.proxy import Proxy
+from tests.spine import virtual
 from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
 
 
@@ -180,6 +183,38 @@ class TestAStateThatCannotBeHad:
             await crew.world_of("a", "b")
             await crew.finish("a", "b")
         assert complaints[0] == blamed
+
+
+@virtual
+async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next() -> None:
+    standing = Standing("me")
+    presence = Presence(standing, None)
+    me, hub = WorkerId("me", "host", 1), WorkerId("hub", "host", 2)
+
+    class Nobody:
+        """Nobody comes."""
+
+        async def enter(self, *arguments: Any) -> None:
+            await anyio.sleep_forever()
+
+    means: Any = SimpleNamespace(
+        line=SimpleNamespace(worker=me),
+        mesh=Nobody(),
+        supply=None,
+        departure=SimpleNamespace(is_due=False),
+        rescale_timeout_s=lambda: 0.0,
+        log=SILENT,
+    )
+    passage = Passage(standing, presence, Place(0.0, 0, None, None), means)
+    standing.committed = Commit(1, ClusterTopology(), ClusterTopology((hub, me), 2), 0, 0, 0.0, 0, "")
+
+    async def leave() -> None:
+        standing.end = JobEnded("job_aborted", "the job was aborted")
+        passage.wake()
+
+    presence.leave = leave  # type: ignore[method-assign]
+    with anyio.fail_after(1):
+        await passage.come_along()
 
 
 class TestConnectionsThatBreak:

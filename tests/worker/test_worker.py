@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from forged.elastic.model import (
 from forged.elastic.watch import SCAN_INTERVAL_S
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, ShowJob
+from forged.log import SILENT
 from forged.messages import Gap
 from forged.worker import registration as registrations
 from forged.worker import waiting
@@ -56,6 +57,24 @@ from forged.worker.worker import ElasticWorker
 from tests.client.house import SOON, House
 from tests.telemetry.heard import Heard
 from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, guest, past
+from tests.worker.meshes import until
+
+
+class Pulsing(SharedProcess):
+    """One that notes which pulse was to be begun, or fails to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Unavailable | None = None
+        self.tokens: list[str | None] = []
+
+    def begin_pulse(
+        self, endpoints: Sequence[str], job: str, worker_id: str, incarnation: bytes, token: str | None
+    ) -> None:
+        if self.error is not None:
+            raise self.error
+        self.tokens.append(token)
+
 
 TOPOLOGY = ClusterTopology((WorkerId("a", "host", 1), WorkerId("me", "host", 2), WorkerId("b", "host", 3)), 4, 1.0)
 
@@ -240,6 +259,82 @@ class TestComingAndGoing:
         await worker.disconnect()
         assert await past(client, WorkerFailed) == []
         counters.close()
+
+    async def test_who_has_no_pulse_is_no_worker_and_may_register_again(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        process = Pulsing()
+        process.error = Unavailable("pulse_not_started", "no pulse could be started")
+        worker = ElasticWorker("me", config(), job=JOB, process=process)
+        async with worker.session(house.endpoint):
+            with pytest.raises(Unavailable, match="no pulse"):
+                await worker.begin_step()
+            assert not worker.is_registered
+            assert await client.workers(JOB) == []
+            process.error = None
+            assert await worker.begin_step(1) == 0
+            assert await worker.finish_step()
+            assert await worker.begin_step(1) is None
+        assert [type(fact) for fact in await past(client, WorkerLeft, JobCompleted)] == [
+            WorkerLeft,
+            WorkerLeft,
+            JobCompleted,
+        ]
+
+    @pytest.mark.parametrize(("given", "shown"), [(None, "of the environment"), ("given", "given"), ("", None)])
+    async def test_its_pulse_shows_the_token_that_it_shows(
+        self, given: str | None, shown: str | None, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORGED_TOKEN", "of the environment")
+        process = Pulsing()
+        worker = ElasticWorker("me", config(), job=JOB, process=process, token=given)
+        async with ForgedClient(house.endpoint, token="") as client:
+            line = Registration(client, JOB, worker.worker_id, worker.incarnation, worker._random, SILENT)
+            await worker._begin_pulse(worker._reach(("unix:///nowhere",)), line)
+        assert process.tokens == [shown]
+
+    async def test_who_is_cancelled_in_its_goodbye_says_it_all_the_same(
+        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        leave, leaves = Presence.leave, asyncio.Event()
+
+        async def leave_slowly(presence: Presence) -> None:
+            leaves.set()
+            await asyncio.sleep(0.1)
+            await leave(presence)
+
+        worker = guest("me", config(), job=JOB)
+
+        async def train() -> None:
+            async for _ in worker.steps(3):
+                if worker.step == 2:
+                    monkeypatch.setattr(Presence, "leave", leave_slowly)
+
+        async with worker:
+            await worker.connect(house.endpoint)
+            task = asyncio.create_task(train())
+            await leaves.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        said = await past(client, WorkerLeft, JobCompleted, WorkerFailed)
+        assert said == [WorkerLeft("me", "the training is done"), JobCompleted(3)]
+
+    async def test_who_is_told_to_go_in_the_last_step_says_that_the_training_is_done(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
+        async def drain(step: int) -> None:
+            if step == 4:
+                crew["a"].worker.drain("the night")
+                await until(lambda: crew["a"].worker._departure.is_due)
+
+        crew.total = 5
+        (a,) = crew.make("a")
+        a.before_step = drain
+        crew.start("a")
+        assert await crew.over("a") == [None]
+        said = await past(client, WorkerLeft, JobCompleted)
+        assert said == [WorkerLeft("a", "the training is done"), JobCompleted(5)]
 
     async def test_who_has_left_has_no_rank_and_does_not_resume(self, house: House) -> None:
         worker = guest("me", config(), job=JOB)
