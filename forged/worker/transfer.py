@@ -48,10 +48,11 @@ _FINAL_CODES = frozenset({"state_not_offered", "attempt_over"})
 
 
 class Dialogue:
-    """What one end hears of the other, one message at a time."""
+    """What one end hears of the other, one message at a time; that it is gone, once its last message was taken."""
 
     def __init__(self) -> None:
         self._heard: asyncio.Future[PeerMessage] = asyncio.get_running_loop().create_future()
+        self._end: ForgedError | None = None
 
     def on_message(self, link: PeerLink, message: PeerMessage) -> None:
         """The other end says something."""
@@ -61,17 +62,23 @@ class Dialogue:
 
     def on_end(self, link: PeerLink, error: ForgedError) -> None:
         """The other end is gone."""
+        self._end = error
         if not self._heard.done():
-            self._heard.set_exception(error)
-            self._heard.exception()  # looked at, so that nobody is told it was never retrieved
+            self._fail(error)
 
     async def next(self, timeout_s: float) -> PeerMessage:
         """What the other end says next."""
         with anyio.move_on_after(timeout_s):
             message = await asyncio.shield(self._heard)
             self._heard = asyncio.get_running_loop().create_future()
+            if self._end is not None:
+                self._fail(self._end)
             return message
         raise Unavailable("peer_timeout", f"the other worker said nothing for {timeout_s:g} s", "fetch again")
+
+    def _fail(self, error: ForgedError) -> None:
+        self._heard.set_exception(error)
+        self._heard.exception()  # looked at, so that nobody is told it was never retrieved
 
 
 @dataclass(slots=True, eq=False)

@@ -384,6 +384,25 @@ async def test_a_fetcher_that_does_not_say_what_it_wants_is_let_go(monkeypatch: 
             assert link.lost or link.closing
 
 
+async def test_that_the_source_has_gone_is_heard_also_by_who_was_held_up_before_it_took_the_offer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or it would wait for its turn, for minutes, and all others for it."""
+    monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
+    async with open_meshes(2) as made:
+        source, fetcher = made.meshes
+        with source.offering(1, HEAD, [b"1"]):
+            dialogue = transfer.Dialogue()
+            link = await fetcher._dial_source(made.workers[0], 1, dialogue)
+            async with asyncio.timeout(PATIENCE_S):
+                while not link.lost:
+                    await asyncio.sleep(0.01)
+            assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
+            link.send(StateWanted(0))
+            async with asyncio.timeout(PATIENCE_S):
+                assert await code_of(dialogue.next(transfer.TURN_TIMEOUT_S)) == "peer_timeout"
+
+
 async def test_a_fetcher_that_wants_more_than_there_is_is_refused() -> None:
     async with open_meshes(2) as made:
         with made.meshes[0].offering(1, HEAD, [b"1"]):
