@@ -15,6 +15,8 @@ from tests.simulation.runner import live_through
 
 SEEDS = range(12)
 SEEDS_TO_CATCH = 150
+LIKELY = {"hide_a_followers_gaps": 17, "hide_gaps": 36, "read_before_durable": 63}
+"""Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
 FAULTS_OF_PLUGINS = (
     "all misses",
     "is told plugin_storm",
@@ -54,7 +56,8 @@ def test_the_worlds_meet_the_faults_of_plugins() -> None:
 
 @pytest.mark.parametrize("mutant", sorted(MUTANTS))
 def test_a_planted_bug_is_found(mutant: str) -> None:
-    outcomes = (live_through(seed, mutant) for seed in range(SEEDS_TO_CATCH))
+    seeds = [LIKELY.get(mutant, 0), *range(SEEDS_TO_CATCH)]
+    outcomes = (live_through(seed, mutant) for seed in seeds)
     caught = next((outcome for outcome in outcomes if outcome.error), None)
     assert caught is not None, f"{mutant} survived {SEEDS_TO_CATCH} seeds"
     assert caught.broken, f"{mutant} was noticed by accident, not by an invariant:\n{caught.error}"
