@@ -131,6 +131,9 @@ class Custody:
 
     def looks_again(self, worker: WorkerId, looked_at: Ids, held: Ids) -> Ids:
         """Which copies a worker has to look at before what it holds is heard; what it has said of it is forgotten."""
+        if worker not in self.assignment.workers:
+            here = {one.id for one in (*self.assignment.workers, *self._gathering.members)}
+            self.doubts.take_over(worker.id, held, here)
         self.doubts.looked_at(worker.id, looked_at)
         doubted = self.doubts.among(worker.id, held)
         if doubted.size:

@@ -1,9 +1,9 @@
 """Whose copy of a shard somebody has found to be bad, until who has it has looked at it.
 
 Law: a copy that is in doubt counts for no plan before its holder has looked at it again, whoever hears of the doubt and
-whoever dies meanwhile, the daemon or the holder. What a worker does not say that it holds is no copy. It may have been
-damaged on its way only; then nothing follows but the look. Nothing is forgotten otherwise but what there is no room
-for, and that is said.
+whoever dies meanwhile, the daemon or the holder, and whoever comes into the holder's place. What a worker does not say
+that it holds is no copy. It may have been damaged on its way only; then nothing follows but the look. Nothing is
+forgotten otherwise but what there is no room for, and that is said.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Doubts:
         """By who has the copies."""
         for holder, shard in known:
             self._of.setdefault(holder, set()).add(shard)
+        self._taken_over: set[tuple[str, int]] = set()
+        """The copies that were doubted once because of another's."""
         self._changes: dict[tuple[str, int], bool] = {}
         """Whether a copy is in doubt, where that is not written down yet."""
 
@@ -41,6 +43,14 @@ class Doubts:
         self._of.setdefault(holder, set()).add(shard)
         self._changes[holder, shard] = True
         return True
+
+    def take_over(self, holder: str, held: Indices, here: Collection[str]) -> None:
+        """Doubt what a newcomer holds where a copy of somebody who is gone is in doubt: it may have come into that
+        one's place, under another name."""
+        gone = [shard for other, shards in self._of.items() if other not in here for shard in shards]
+        for shard in np.intersect1d(np.array(gone, np.int64), held).tolist():
+            if (holder, shard) not in self._taken_over and self.add(holder, shard):
+                self._taken_over.add((holder, shard))
 
     def among(self, holder: str, held: Indices) -> Indices:
         """What it has to look at of what it says that it holds, in order, or the first of it."""
