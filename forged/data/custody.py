@@ -131,14 +131,22 @@ class Custody:
 
     def looks_again(self, worker: WorkerId, looked_at: Ids, held: Ids) -> Ids:
         """Which copies a worker has to look at before what it holds is heard; what it has said of it is forgotten."""
-        if worker not in self.assignment.workers:
-            here = {one.id for one in (*self.assignment.workers, *self._gathering.members)}
-            self.doubts.take_over(worker.id, held, here)
         self.doubts.looked_at(worker.id, looked_at)
         doubted = self.doubts.among(worker.id, held)
+        if not doubted.size and not self.is_held_by(worker):
+            doubted = self.doubts.inherited(worker, looked_at, held, self._known())
         if doubted.size:
             self._gathering.partly.pop(worker, None)
         return doubted
+
+    def is_held_by(self, worker: WorkerId) -> bool:
+        """Whether a worker is one of those who hold the data of the committed world."""
+        return worker in self.assignment.workers
+
+    def _known(self) -> set[str]:
+        """Who holds the data, or is about to."""
+        members = () if self.gathering is None else self.gathering.members
+        return {worker.id for worker in (*self.assignment.workers, *members)}
 
     def is_news_that_full(self, worker: WorkerId) -> bool:
         """A worker cannot keep any more than it has. Whether it is to get nothing new for that, as is news.
@@ -352,8 +360,7 @@ class Custody:
         """
         if self.doubts.add(source, shard):
             return 0
-        members = () if self.gathering is None else self.gathering.members
-        forgotten = self.doubts.forget_all_but({worker.id for worker in (*self.assignment.workers, *members)})
+        forgotten = self.doubts.forget_all_but(self._known())
         return forgotten if self.doubts.add(source, shard) else forgotten + 1
 
     def require_shards(self, number: int, named: Sequence[int]) -> None:

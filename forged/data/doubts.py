@@ -14,11 +14,14 @@ import numpy as np
 
 from forged.data.plan import DataRedistributionPlan
 from forged.data.shards import Indices
+from forged.elastic.model import WorkerId
 
 DOUBTED_MAX = 100_000
 """So many copies are remembered at once."""
 ASKED_MAX = 1 << 14
 """So many are asked for in one answer."""
+
+_NOTHING: Indices = np.empty(0, np.int64)
 
 
 class Doubts:
@@ -29,8 +32,8 @@ class Doubts:
         """By who has the copies."""
         for holder, shard in known:
             self._of.setdefault(holder, set()).add(shard)
-        self._taken_over: set[tuple[str, int]] = set()
-        """The copies that were doubted once because of another's."""
+        self._seen: dict[WorkerId, set[int]] = {}
+        """What newcomers have looked at, one of whom may have come into the place of somebody who is gone."""
         self._changes: dict[tuple[str, int], bool] = {}
         """Whether a copy is in doubt, where that is not written down yet."""
 
@@ -44,17 +47,20 @@ class Doubts:
         self._changes[holder, shard] = True
         return True
 
-    def take_over(self, holder: str, held: Indices, here: Collection[str]) -> None:
-        """Doubt what a newcomer holds where a copy of somebody who is gone is in doubt: it may have come into that
-        one's place, under another name."""
-        gone = [shard for other, shards in self._of.items() if other not in here for shard in shards]
-        for shard in np.intersect1d(np.array(gone, np.int64), held).tolist():
-            if (holder, shard) not in self._taken_over and self.add(holder, shard):
-                self._taken_over.add((holder, shard))
-
     def among(self, holder: str, held: Indices) -> Indices:
         """What it has to look at of what it says that it holds, in order, or the first of it."""
-        return np.intersect1d(self._array(holder), held)[:ASKED_MAX]
+        return _common(self._of.get(holder, ()), held)[:ASKED_MAX]
+
+    def inherited(self, newcomer: WorkerId, looked_at: Indices, held: Indices, here: Collection[str]) -> Indices:
+        """What a newcomer has to look at, in order, or the first of it, as it may have come with the shards of somebody
+        who is not here any more; once it has, it is not asked again."""
+        gone = {shard for holder, shards in self._of.items() if holder not in here for shard in shards}
+        if not gone:
+            self._seen.clear()
+            return _NOTHING
+        seen = self._seen.setdefault(newcomer, set())
+        seen.update(gone.intersection(looked_at.tolist()))
+        return _common(gone - seen, held)[:ASKED_MAX]
 
     def looked_at(self, holder: str, shards: Indices) -> None:
         """It has, and offers those no more that were bad."""
@@ -62,8 +68,8 @@ class Doubts:
 
     def keep_only(self, holder: str, held: Indices) -> None:
         """This is all that it holds."""
-        doubted = self._array(holder)
-        self._drop(holder, doubted[~np.isin(doubted, held)].tolist())
+        if doubted := self._of.get(holder):
+            self._drop(holder, doubted.difference(_common(doubted, held).tolist()))
 
     def forget_all_but(self, holders: Collection[str]) -> int:
         """Forget what is known of others; tells of how many copies."""
@@ -84,12 +90,16 @@ class Doubts:
                 if plan.owners[shard] == place or bool((plan.replicas[:, shard] == place).any()):
                     yield worker.id, shard
 
-    def _array(self, holder: str) -> Indices:
-        return np.array(sorted(self._of.get(holder, ())), np.int64)
-
     def _drop(self, holder: str, shards: Iterable[int]) -> None:
         for shard in shards:
             self._of[holder].discard(shard)
             self._changes[holder, shard] = False
         if not self._of.get(holder, True):
             del self._of[holder]
+
+
+def _common(doubted: Collection[int], held: Indices) -> Indices:
+    """Those in both, in order. Much may be held, and hardly ever is anything in doubt."""
+    if not doubted:
+        return _NOTHING
+    return np.intersect1d(np.fromiter(doubted, np.int64, len(doubted)), held)

@@ -173,7 +173,7 @@ class DataService:
         doubted = custody.looks_again(worker, _ids(request.looked_at), held)
         self._append(self._doubts_of(custody))
         if doubted.size:
-            if members.in_background:
+            if members.in_background and custody.is_held_by(worker):
                 # What is bad is dropped, and may be what the worker trains with until it stops.
                 self._stop_to_look(custody, request.attempt, f"{worker.id} has copies that are in doubt")
             return Decision(OfferTaken(doubted.astype("<i8").tobytes()))

@@ -27,11 +27,11 @@ from forged.data.plan import DataRedistributionPlan
 from forged.data.schedule import Source, Wanted
 from forged.data.store import ShardStore
 from forged.data.whole import whole
+from forged.elastic.config import CONCURRENT_TRANSFERS_MAX
 from forged.elastic.model import WorkerId
 from forged.errors import ConfigError, Problem, RequestRefused, Unavailable
 from forged.retry import RetryPolicy
 
-CONCURRENT_TRANSFERS_MAX = 64
 MOVING = RetryPolicy(attempts=6, delay_s=0.1, exponential=True, delay_max_s=2.0, jitter=0.5)
 PROGRESS_INTERVAL_S = 0.5
 Connect = Callable[[WorkerId], Awaitable[Visit]]

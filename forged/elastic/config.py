@@ -19,6 +19,7 @@ from forged.errors import ConfigError, Problem, RequestRefused
 from forged.jobs.model import SettingValue
 
 WHOLE_NUMBER_MAX = 2**31 - 1
+CONCURRENT_TRANSFERS_MAX = 64
 HEARTBEATS_PER_TIMEOUT = 3
 PROBLEMS_CHARS_MAX = 2_000
 UNITS = ("_ms", "_s", "_seconds", "_percentage", "_percent")
@@ -205,7 +206,7 @@ RULES: Mapping[str, Rule] = {
     "min_workers_timeout_ms": _or_none(_whole(0), "no end"),
     "stall_timeout_ms": _whole(1),
     "evict_stalled": _flag(),
-    "max_concurrent_transfers": _whole(1),
+    "max_concurrent_transfers": _whole(1, CONCURRENT_TRANSFERS_MAX),
     "scale_batch_with_world": _flag(),
     "base_world_size": _or_none(_whole(1, WORLD_SIZE_MAX), "that of the first commit"),
     "base_learning_rate": _or_none(_rate(), "that of the first commit"),

@@ -219,7 +219,7 @@ async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatc
 
 
 @virtual
-async def test_what_is_told_again_is_not_written_again() -> None:
+async def test_what_is_told_again_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TroubledStore()
     async with a_data_stage(store) as stage:
         await report(stage, 1, 0, steps(0, 6))
@@ -232,7 +232,7 @@ async def test_what_is_told_again_is_not_written_again() -> None:
             encoded += 1
             return encode()
 
-        log.encode = counted  # type: ignore[method-assign]
+        monkeypatch.setattr(log, "encode", counted)
         await report(stage, 1, 0, steps(0, 6))
         assert encoded == 0
         await report(stage, 1, 0, steps(6, 10))

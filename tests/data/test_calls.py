@@ -112,10 +112,10 @@ class Scene:
         with pytest.raises(OriginSilent):
             await asked
 
-    async def supersede(self, hangs: Callable[[], bool]) -> None:
-        """Ask, and want the shard no more once the call hangs."""
-        asked = self.ask()
-        await until(hangs)
+    async def supersede(self, hung: Callable[[], int]) -> None:
+        """Ask, and want the shard no more once that hangs, too."""
+        asked, before = self.ask(), hung()
+        await until(lambda: hung() > before)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
@@ -460,8 +460,8 @@ class TestCallsThatDoNotEnd:
         origin = Hanging(times=LEFT_PER_SHARD_MAX)
         async with let_go(origin):
             scene = Scene(MemoryShardStore(), origin)
-            for number in range(LEFT_PER_SHARD_MAX):
-                await scene.supersede(lambda number=number: origin.hung > number)  # type: ignore[misc]
+            for _ in range(LEFT_PER_SHARD_MAX):
+                await scene.supersede(lambda: origin.hung)
             bringing = scene.bringing()
             asked = asyncio.ensure_future(scene.calls.ask(bringing))
             await anyio.wait_all_tasks_blocked()
@@ -474,8 +474,8 @@ class TestCallsThatDoNotEnd:
     async def test_but_hang_in_the_store_are_waited_for_as_long_and_then_it_is_the_store_that_is_named(self) -> None:
         store = StuckStore()
         scene = Scene(store, FunctionOrigin(write_bytes))
-        for number in range(LEFT_PER_SHARD_MAX):
-            await scene.supersede(lambda number=number: store.reached > number)  # type: ignore[misc]
+        for _ in range(LEFT_PER_SHARD_MAX):
+            await scene.supersede(lambda: store.reached)
         bringing = scene.bringing()
         asked = asyncio.ensure_future(scene.calls.ask(bringing))
         await anyio.wait_all_tasks_blocked()

@@ -9,7 +9,7 @@ from forged.data.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 
-A, B = WorkerId("a", "h", 1), WorkerId("b", "h", 2)
+A, B, C = WorkerId("a", "h", 1), WorkerId("b", "h", 2), WorkerId("c", "h", 3)
 INCREMENTAL = ElasticTrainingConfig.from_settings({"redistribution_type": "incremental"})
 
 
@@ -54,6 +54,16 @@ def test_those_are_to_be_looked_at_that_are_held_and_others_are_forgotten_when_a
     it.keep_only("a", ids())
     assert it.among("a", ALL).tolist() == []
     assert it.among("b", ALL).tolist() == [3]
+
+
+def test_a_newcomer_looks_once_at_what_is_in_doubt_at_those_who_are_gone() -> None:
+    it = about(("a", 1), ("a", 3), ("b", 2))
+    assert it.inherited(C, ids(), ids(1, 2, 3, 4), {"b"}).tolist() == [1, 3]
+    assert it.inherited(C, ids(1), ids(1, 2, 3, 4), {"b"}).tolist() == [3]
+    assert it.inherited(C, ids(3), ids(1, 2, 3, 4), {"b"}).tolist() == []
+    assert it.inherited(C, ids(), ids(1, 2, 3, 4), {"b"}).tolist() == []
+    assert it.inherited(WorkerId("c", "h", 4), ids(), ALL, {"b"}).tolist() == [1, 3], "another life"
+    assert it.changes().keys() == {("a", 1), ("a", 3), ("b", 2)}, "a's copies stay in doubt, and no others are"
 
 
 def test_what_changes_is_told_once_to_whoever_writes_it_down() -> None:

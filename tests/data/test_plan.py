@@ -144,11 +144,6 @@ def test_the_origin_serves_any_number_at_once() -> None:
     assert plan.estimated_seconds == pytest.approx(1.0)
 
 
-def test_any_number_of_lanes_costs_no_more_memory() -> None:
-    plan = plan_for_one(max_concurrent_transfers=2**31 - 1)
-    assert plan.estimated_seconds == pytest.approx(1.5)
-
-
 def test_where_nothing_travels_it_takes_no_time() -> None:
     plan = redistributor().calculate_plan(spread(0), spread(0), 5, pace=PACE)
     assert (plan.estimated_seconds, list(plan.transfers)) == (0.0, [])

@@ -675,10 +675,12 @@ class TestADaemonThatIsKilled:
             assert (await stage.offer("a", dataset=dataset)).doubted == int64(3)
 
     @virtual
-    async def test_has_who_comes_into_the_place_of_one_with_a_copy_in_doubt_look_at_it_once(self) -> None:
+    @pytest.mark.parametrize("stops", [True, False])
+    async def test_has_who_comes_into_the_place_of_one_with_a_copy_in_doubt_look_at_it_once(self, stops: bool) -> None:
+        """Nobody stops for it: it does not train yet."""
         dataset = DatasetSpec(1_000, 10, 1)
         async with a_data_stage() as stage:
-            await stage.come("a", *range(10), min_workers=1)
+            await stage.come("a", *range(10), min_workers=1, use_synchronous_rescaling=stops)
             await stage.rescale("a", dataset=dataset)
             await stage.come("b")
             await stage.rescale("a", "b", dataset=dataset)
@@ -687,7 +689,9 @@ class TestADaemonThatIsKilled:
             await stage.wait(0.1)
             await stage.rescale("b", dataset=dataset)
             await stage.come("c", *ALL)
-            await stage.stop()
+            if stops:
+                await stage.stop()
+            assert stage.facts(RescaleStarted)[-1].in_background is not stops
             assert not (await stage.offer("b", dataset=dataset)).doubted, "b is where it was"
             assert (await stage.offer("c", dataset=dataset)).doubted == int64(3)
             assert not (await stage.offer("c", dataset=dataset, looked_at=int64(3))).doubted

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.elastic.config import (
+    CONCURRENT_TRANSFERS_MAX,
     DEFAULTS,
     RULES,
     WHOLE_NUMBER_MAX,
@@ -42,7 +43,10 @@ WHOLE = {
     "global_batch_size": 1,
 }
 """The whole numbers, and the least that each may be."""
-MOST = {key: 100 if key == "failure_tolerance_percentage" else WHOLE_NUMBER_MAX for key in WHOLE}
+MOST = dict.fromkeys(WHOLE, WHOLE_NUMBER_MAX) | {
+    "failure_tolerance_percentage": 100,
+    "max_concurrent_transfers": CONCURRENT_TRANSFERS_MAX,
+}
 FLAGS = ["use_synchronous_rescaling", "use_parallel_data_transfer", "evict_stalled", "scale_batch_with_world"]
 CHOICES = {
     "lr_adaptation_strategy": AdaptationStrategy,

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -13,6 +14,7 @@ from forged.retry import RetryPolicy
 from forged.worker import carriers, transfer
 from forged.worker.carriers import Carrier, Channel, LoopCarrier, Parts, SocketCarrier, Verified
 from forged.worker.mesh import Mesh
+from forged.worker.peer import DialledLink
 from forged.worker.peer_messages import PARTS_MAX, StateOffer, StateWanted
 from forged.worker.transfer import Into
 from forged.worker.wires import Conversation
@@ -370,18 +372,24 @@ async def test_too_many_parts_are_refused_before_they_are_offered() -> None:
         assert raised.value.code == "state_too_large"
 
 
-async def test_a_fetcher_that_does_not_say_what_it_wants_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
+@asynccontextmanager
+async def talk() -> AsyncIterator[tuple[transfer.Dialogue, DialledLink]]:
+    """With a source that offers a state of one part."""
     async with open_meshes(2) as made:
         source, fetcher = made.meshes
         with source.offering(1, HEAD, [b"1"]):
             dialogue = transfer.Dialogue()
-            link = await fetcher._dial_source(made.workers[0], 1, dialogue)
-            assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
-            (error,) = await failures(dialogue.next(PATIENCE_S))
-            assert isinstance(error, Unavailable)
-            assert error.code == "peer_timeout"
-            assert link.lost or link.closing
+            yield dialogue, await fetcher._dial_source(made.workers[0], 1, dialogue)
+
+
+async def test_a_fetcher_that_does_not_say_what_it_wants_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
+    async with talk() as (dialogue, link):
+        assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
+        (error,) = await failures(dialogue.next(PATIENCE_S))
+        assert isinstance(error, Unavailable)
+        assert error.code == "peer_timeout"
+        assert link.lost or link.closing
 
 
 async def test_that_the_source_has_gone_is_heard_also_by_who_was_held_up_before_it_took_the_offer(
@@ -389,25 +397,18 @@ async def test_that_the_source_has_gone_is_heard_also_by_who_was_held_up_before_
 ) -> None:
     """Or it would wait for its turn, for minutes, and all others for it."""
     monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
-    async with open_meshes(2) as made:
-        source, fetcher = made.meshes
-        with source.offering(1, HEAD, [b"1"]):
-            dialogue = transfer.Dialogue()
-            link = await fetcher._dial_source(made.workers[0], 1, dialogue)
-            async with asyncio.timeout(PATIENCE_S):
-                while not link.lost:
-                    await asyncio.sleep(0.01)
-            assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
-            link.send(StateWanted(0))
-            async with asyncio.timeout(PATIENCE_S):
-                assert await code_of(dialogue.next(transfer.TURN_TIMEOUT_S)) == "peer_timeout"
+    async with talk() as (dialogue, link):
+        async with asyncio.timeout(PATIENCE_S):
+            while not link.lost:
+                await asyncio.sleep(0.01)
+        assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
+        link.send(StateWanted(0))
+        async with asyncio.timeout(PATIENCE_S):
+            assert await code_of(dialogue.next(transfer.TURN_TIMEOUT_S)) == "peer_timeout"
 
 
 async def test_a_fetcher_that_wants_more_than_there_is_is_refused() -> None:
-    async with open_meshes(2) as made:
-        with made.meshes[0].offering(1, HEAD, [b"1"]):
-            dialogue = transfer.Dialogue()
-            link = await made.meshes[1]._dial_source(made.workers[0], 1, dialogue)
-            await dialogue.next(PATIENCE_S)
-            link.send(StateWanted(2))
-            assert await code_of(dialogue.next(PATIENCE_S)) == "message_unexpected"
+    async with talk() as (dialogue, link):
+        await dialogue.next(PATIENCE_S)
+        link.send(StateWanted(2))
+        assert await code_of(dialogue.next(PATIENCE_S)) == "message_unexpected"
