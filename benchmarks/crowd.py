@@ -14,8 +14,10 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+
+import msgspec
 
 from forged.client import ForgedClient
 from forged.elastic.config import ElasticTrainingConfig
@@ -32,6 +34,8 @@ from forged.elastic.messages import (
 from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused
 from forged.messages import Fact, Gap, UnknownFact
+from forged.net import frames
+from forged.net.messages import SignalMessage, encode
 from forged.worker.standing import FOLLOWED
 
 JOB = "crowd"
@@ -109,9 +113,13 @@ class Worker:
             if error.code != "attempt_over":
                 raise
 
+    def heartbeat(self) -> Heartbeat:
+        """What says that it lives."""
+        return Heartbeat(JOB, self.name, incarnation_of(self.name), self._step)
+
     def beat(self) -> None:
-        """Say that it lives."""
-        self.client.signal(Heartbeat(JOB, self.name, incarnation_of(self.name), self._step))
+        """Say so."""
+        self.client.signal(self.heartbeat())
 
 
 class Crowd:
@@ -135,6 +143,8 @@ class Crowd:
             "beats": self._tell_beats,
             "bytes": self._tell_bytes,
             "bare": self._bare,
+            "knock": self._knock,
+            "rest": self._rest,
         }
         reader = asyncio.StreamReader(LINE_BYTES_MAX)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -178,13 +188,27 @@ class Crowd:
             _tell("committed", generation=generation, at=at)
 
     async def _beat(self) -> None:
-        """A heartbeat of every worker each second, spread over the second as those of strangers are."""
-        due = time.monotonic()
-        while True:
-            self._workers[self._beats % len(self._workers)].beat()
+        """A heartbeat of every worker each second."""
+        async for number in _in_turns(len(self._workers)):
+            self._workers[number].beat()
             self._beats += 1
-            due += HEARTBEAT_INTERVAL_S / len(self._workers)
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+    async def _knock(self, port: str) -> None:
+        """As many connections as there are workers, and on each of them the bytes of a heartbeat each second."""
+        loop, beat = asyncio.get_running_loop(), self._workers[0].heartbeat()
+        message = frames.encode(encode(SignalMessage(type(beat).__name__, msgspec.Raw(encode(beat)))))
+        made = [await loop.create_connection(asyncio.Protocol, HOST, int(port)) for _ in self._numbers]
+
+        async def knock() -> None:
+            async for number in _in_turns(len(made)):
+                made[number][0].write(message)
+
+        self._knocking = self._tasks.create_task(knock())
+        _tell("knocking")
+
+    async def _rest(self) -> None:
+        """Knock no more."""
+        self._knocking.cancel()
 
     async def _tell_beats(self) -> None:
         _tell("beats", total=self._beats)
@@ -240,6 +264,16 @@ async def serve_bare(count: int, length: int) -> None:
         transport.write(message)
     _tell("sent", at=began_at)
     await loop.run_in_executor(None, sys.stdin.readline)
+
+
+async def _in_turns(many: int) -> AsyncIterator[int]:
+    """The number of each of so many once a second for ever, spread over the second as the doings of strangers are."""
+    due = time.monotonic()
+    while True:
+        for number in range(many):
+            yield number
+            due += HEARTBEAT_INTERVAL_S / many
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
 
 
 def _received(descriptor: int) -> int:

@@ -10,7 +10,7 @@ A worker is killed; the time from there until the last of the others has heard t
 taken. It contains the failure window. Half of the survivors are a step behind the others, as it happens, and answer
 twice. Heartbeats go on meanwhile. Bytes are those that the kernel delivered to the workers, from the death to the
 commit. The limit of the machine is an asyncio server that has the same number of connections and sends each of them the
-same number of bytes, once.
+same number of bytes, once; for heartbeats, one that takes the same bytes each second and does nothing with them.
 """
 
 from __future__ import annotations
@@ -71,6 +71,10 @@ class Process:
                 return told
         raise RuntimeError(f"a process of this benchmark ended before it was {event}")
 
+    def cpu_s(self) -> float:
+        """The CPU time that it has used."""
+        return _cpu_s(self._process.pid)
+
     def kill(self) -> None:
         """End it with -9."""
         self._process.kill()
@@ -90,8 +94,8 @@ class Daemon:
             raise RuntimeError("the daemon of this benchmark did not start")
 
     def cpu_s(self) -> float:
-        """The CPU time that it has used in user and system mode, with all its threads."""
-        return time.clock_gettime(~self._process.pid << CLOCK_PID_SHIFT | CPUCLOCK_SCHED)
+        """The CPU time that it has used."""
+        return _cpu_s(self._process.pid)
 
     def resident_bytes(self) -> int:
         """The resident set."""
@@ -104,6 +108,11 @@ class Daemon:
         self._process.communicate()
 
 
+def _cpu_s(pid: int) -> float:
+    """What a process has used in user and system mode, with all its threads."""
+    return time.clock_gettime(~pid << CLOCK_PID_SHIFT | CPUCLOCK_SCHED)
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What so many workers cost."""
@@ -113,6 +122,7 @@ class Load:
     rescale_s: float
     rescale_cpu_s: float
     cpu_percent: float
+    bare_cpu_percent: float
     worker_bytes: float
     rescale_bytes: float
     broadcast_s: float
@@ -151,12 +161,21 @@ class Run:
         forming_s = self._form()
         worker_bytes = (self._daemon.resident_bytes() - nobody_bytes) / self._workers
         cpu_percent = self._beat(beat_s)
+        bare_cpu_percent = self._bare_beat(beat_s)
         rescales = [self._kill_one(name) for name in list(self._victims)]
         times, cpu_times, counts = (statistics.median(column) for column in zip(*rescales, strict=True))
         survivors = self._workers - self._kills
         broadcast_s = statistics.median(self._broadcast(survivors, counts) for _ in range(self._kills))
         return Load(
-            self._workers, forming_s, times, cpu_times, cpu_percent, worker_bytes, counts / survivors, broadcast_s
+            workers=self._workers,
+            forming_s=forming_s,
+            rescale_s=times,
+            rescale_cpu_s=cpu_times,
+            cpu_percent=cpu_percent,
+            bare_cpu_percent=bare_cpu_percent,
+            worker_bytes=worker_bytes,
+            rescale_bytes=counts / survivors,
+            broadcast_s=broadcast_s,
         )
 
     def _form(self) -> float:
@@ -199,6 +218,24 @@ class Run:
         if count < HEARTBEATS_LEAST * self._workers * took_s:
             raise RuntimeError(f"this machine is too slow for {self._workers} heartbeats per second")
         return 100 * used_s / took_s
+
+    def _bare_beat(self, seconds: float) -> float:
+        """What it costs a bare server to take as many bytes from as many connections, in per cent of a core."""
+        server = Process("--bare", self._workers - len(self._victims), 0)
+        try:
+            port = server.hear("listening")["port"]
+            for crowd in self._crowds:
+                crowd.tell("knock", port)
+            server.hear("accepted")
+            for crowd in self._crowds:
+                crowd.hear("knocking")
+            used_s, began_at = server.cpu_s(), time.monotonic()
+            time.sleep(seconds)
+            return 100 * (server.cpu_s() - used_s) / (time.monotonic() - began_at)
+        finally:
+            for crowd in self._crowds:
+                crowd.tell("rest")
+            server.kill()
 
     def _kill_one(self, name: str) -> tuple[float, float, float]:
         """From a death to the world without the dead: seconds, the daemon's CPU seconds, bytes to the survivors."""
@@ -269,6 +306,11 @@ def _figures(load: Load) -> list[Figure]:
             higher_is_better=False,
         ),
         _bounded(f"{who}: daemon's CPU, a heartbeat each per second", "% of a core", load.cpu_percent, CPU_MAX_PERCENT),
+        Figure(
+            f"{who}: daemon's CPU, against a bare server that takes the same bytes",
+            *("% of a core", load.cpu_percent, load.bare_cpu_percent),
+            higher_is_better=False,
+        ),
         Figure(f"{who}: daemon's memory per worker", "KiB", load.worker_bytes / 1024),
         Figure(f"{who}: sent for a rescale, per worker", "bytes", load.rescale_bytes),
     ]

@@ -553,12 +553,12 @@ class Cluster:
 
     def tick(self, now: Moment) -> None:
         """Do what is due."""
+        if not self.over:
+            if self._look_at() <= now.monotonic:
+                self._look(now)
+            self._consider(now)
         if self.over:
             self._forget_gone(now)
-            return
-        if self._look_at() <= now.monotonic:
-            self._look(now)
-        self._consider(now)
 
     def due_at(self) -> float:
         """When to tick again, by the monotonic clock."""
@@ -592,7 +592,8 @@ class Cluster:
         """Look at every member."""
         self._forgive(now)
         steps = self.trains and not self.paused
-        for member, why in self.watch.look(self.members, self.holds, self.config, now.monotonic, steps=steps):
+        world = {member.id for member in self.members.values() if self.holds(member)}
+        for member, why in self.watch.look(self.members, world, self.config, now.monotonic, steps=steps):
             self._fail(member, why, now)
 
     def _forgive(self, now: Moment) -> None:
@@ -829,7 +830,8 @@ class Cluster:
         else:
             waiting = [self.members[worker] for worker in self._busy(attempt, now) if worker in self.members]
             waiting = [member for member in waiting if not self._is_in_a_step(member, attempt, now)]
-            late = holding_up(waiting, self._may_wait, self.config, now.monotonic)
+            bound = {member.id for member in waiting if self._may_wait(member)}
+            late = holding_up(waiting, bound, self.config, now.monotonic)
             if not late:
                 # All are in a step that lasts; or all wait for what none of them can give.
                 attempt.heard_at = now.monotonic

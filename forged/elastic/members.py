@@ -7,7 +7,7 @@ its process against it at once; silence counts only when it has lasted, because 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from forged.elastic.config import HEARTBEATS_PER_TIMEOUT, ElasticTrainingConfig
@@ -84,6 +84,11 @@ class Member:
         """When anything of it was heard last: its library, its pulse, or its registering."""
         return max(self.seen_at, self.heard_at or 0.0, self.pulse_at or 0.0)
 
+    def is_well(self, since: float) -> bool:
+        """Whether nothing speaks against it: it may stay, has a connection, and its library was heard since then."""
+        heard_at = self.heard_at
+        return heard_at is not None and heard_at > since and self.lost_at is None and self.leaving is None
+
     def is_mute(self, since: float) -> bool:
         """Whether its library was not heard since then, which `mute_since` tells; whatever its pulse says."""
         return self.lost_at is not None or max(self.seen_at, self.heard_at or 0.0) < since - self.slack_s
@@ -147,17 +152,16 @@ def mute_since(config: ElasticTrainingConfig, now: float) -> float:
 
 
 def holding_up(
-    waiting: Iterable[Member], holds: Callable[[Member], bool], config: ElasticTrainingConfig, now: float
+    members: Sequence[Member], waiting: Collection[str], config: ElasticTrainingConfig, now: float
 ) -> list[Member]:
     """For whom the others wait: those whose library is silent, or else those who have come least far.
 
-    Whoever is not in the world yet waits for nobody.
+    Whoever is not one of `waiting`, as who is not in the world yet, waits for nobody.
     """
-    members = list(waiting)
-    last = min((member.marks for member in members if holds(member)), default=0)
+    last = min((member.marks for member in members if member.id in waiting), default=0)
     since = mute_since(config, now)
     mute = [member for member in members if member.is_mute(since)]
-    return mute or [member for member in members if not holds(member) or member.marks == last]
+    return mute or [member for member in members if member.marks == last or member.id not in waiting]
 
 
 def death_of(member: Member, config: ElasticTrainingConfig, now: float) -> str | None:

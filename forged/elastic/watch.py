@@ -6,7 +6,7 @@ does not get on; and what is lost is looked for before it counts as dead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import Member, death_of, holding_up, overstays
@@ -49,25 +49,32 @@ class Watch:
     def look(
         self,
         members: Mapping[str, Member],
-        holds: Callable[[Member], bool],
+        world: Collection[str],
         config: ElasticTrainingConfig,
         now: float,
         *,
         steps: bool,
     ) -> Iterator[tuple[Member, str]]:
-        """Look at everybody; yields who has to go, and why. `steps` tells whether anybody can make some now."""
+        """Look at everybody; yields who has to go, and why.
+
+        `world` are those in the committed one, and `steps` tells whether anybody can make some now.
+        """
         self._looked_at, self._soon_at = now, NEVER
-        late = {member.id for member in holding_up(filter(holds, members.values()), holds, config, now)}
-        for member in list(members.values()):
-            death = death_of(member, config, now) or overstays(member, config, now, is_needed=holds(member))
-            if death is not None:
-                yield member, death
-                continue
-            if not member.connected:
-                self.look_for(member, now)
-                self._tell_lost(member, config, now)
-            if holds(member):
-                if not steps or member.id not in late:
+        late = {member.id for member in holding_up([members[one] for one in world], world, config, now)}
+        # Of a thousand nearly all are well, and have to cost next to nothing.
+        lately = now - config.worker_heartbeat_timeout_s
+        for worker_id, member in list(members.items()):
+            is_needed = worker_id in world
+            if not member.is_well(lately):
+                death = death_of(member, config, now) or overstays(member, config, now, is_needed=is_needed)
+                if death is not None:
+                    yield member, death
+                    continue
+                if not member.connected:
+                    self.look_for(member, now)
+                    self._tell_lost(member, config, now)
+            if is_needed:
+                if not steps or worker_id not in late:
                     # Whoever waits for others has come further than they have, and may get on from when they do.
                     member.progress_at = now
                 elif self._stalls(member, config) and config.evict_stalled:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forged.elastic.config import ElasticTrainingConfig
@@ -20,8 +22,8 @@ CONFIG = ElasticTrainingConfig(worker_heartbeat_timeout_ms=10_000, reconnect_gra
 AT = 100.0
 
 
-def member(**more: float | None) -> Member:
-    found = Member(worker_of("a"), incarnation("a"), b"client", 0.0)
+def member(name: str = "a", /, **more: Any) -> Member:
+    found = Member(worker_of(name), incarnation(name), b"client", 0.0)
     found.seen_at = AT
     for field, value in more.items():
         setattr(found, field, value)
@@ -54,15 +56,15 @@ def test_who_has_lost_the_connection_lives_as_long_as_its_pulse() -> None:
 
 
 def test_whoever_is_silent_holds_the_others_up() -> None:
-    silent, late = member(marks=2), member(marks=1, heard_at=AT + 20)
-    waiting = member(marks=2, heard_at=AT + 20)
-    assert holding_up([silent, late, waiting], lambda _: True, CONFIG, AT + 20) == [silent]
+    silent, late = member("a", marks=2), member("b", marks=1, heard_at=AT + 20)
+    waiting = member("c", marks=2, heard_at=AT + 20)
+    assert holding_up([silent, late, waiting], "abc", CONFIG, AT + 20) == [silent]
 
 
 def test_where_all_are_heard_those_hold_the_others_up_who_have_come_least_far() -> None:
-    late, waiting, joiner = member(marks=1), member(marks=2), member()
-    assert holding_up([late, waiting], lambda _: True, CONFIG, AT) == [late]
-    assert holding_up([late, waiting, joiner], lambda one: one is not joiner, CONFIG, AT) == [late, joiner]
+    late, waiting, joiner = member("a", marks=1), member("b", marks=2), member("c")
+    assert holding_up([late, waiting], "ab", CONFIG, AT) == [late]
+    assert holding_up([late, waiting, joiner], "ab", CONFIG, AT) == [late, joiner]
 
 
 def stay(found: Member, now: float, *, is_needed: bool = True) -> str | None:
@@ -228,3 +230,17 @@ def test_a_pulse_speaks_so_often_that_two_of_its_words_may_be_lost(timeout_ms: i
     config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=timeout_ms)
     assert pulse_interval_s(config) == pytest.approx(wanted_s)
     assert PULSE_INTERVAL_S_MIN <= pulse_interval_s(config) <= PULSE_INTERVAL_S
+
+
+@pytest.mark.parametrize(
+    ("known", "is_well"),
+    [
+        ({"heard_at": AT + 1}, True),
+        ({"heard_at": AT}, False),
+        ({}, False),
+        ({"heard_at": AT + 1, "lost_at": AT}, False),
+        ({"heard_at": AT + 1, "leaving": "it wanted to"}, False),
+    ],
+)
+def test_whoever_was_heard_and_may_stay_is_well(known: dict[str, Any], is_well: bool) -> None:
+    assert member(**known).is_well(AT) is is_well
