@@ -8,6 +8,7 @@ PEERS := $(VENV)/peers
 PEERS_READY := $(PEERS)/.ready
 SEEDS ?= 0:200
 KILLS ?= 2000
+DATA_KILLS ?= 200
 CHECKPOINT_KILLS ?= 5000
 
 .PHONY: demo test check bench bench-torch soak wheel clean
@@ -53,7 +54,7 @@ bench-torch: $(PEERS_READY)
 
 # Long runs: thousands of kills and seeds.
 soak: $(READY)
-	FORGED_KILLS=$(KILLS) $(BIN)/pytest tests/processes
+	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(BIN)/pytest tests/processes
 	FORGED_KILLS=$(CHECKPOINT_KILLS) $(BIN)/pytest tests/checkpoint/test_kill.py
 	$(BIN)/python -m tests.simulation --seeds 0:5000 --meet-all
 

@@ -28,7 +28,7 @@ from forged.net import bulk, tls
 
 GIB = 1 << 30
 SIZE_BYTES, ROUNDS = 2 * GIB, 7
-QUICK_SIZE_BYTES, QUICK_ROUNDS = GIB // 4, 3
+QUICK_SIZE_BYTES, QUICK_ROUNDS = GIB // 16, 1
 FILL = os.urandom(1 << 20) * 8
 REFERENCE_BUFFER_BYTES = 1 << 20
 PLAIN_AIM = 0.9

@@ -9,6 +9,7 @@ Bytes that have arrived are handed on also when the connection breaks behind the
 from __future__ import annotations
 
 import asyncio
+import math
 import mmap
 import os
 import select
@@ -134,18 +135,25 @@ class SocketWire:
             count -= self._fill(count, absorb)
 
     def _fill(self, count: int, absorb: Absorb) -> int:
-        """Receive for `HELD_BACK_S` at most; returns how many bytes were handed on."""
-        filled, patient_until = 0, time.monotonic() + HELD_BACK_S
+        """Receive for `HELD_BACK_S` at most behind the first of them; returns how many bytes were handed on."""
+        filled, patient_until = 0, math.inf
         try:
-            while filled < count and (not filled or time.monotonic() < patient_until):
+            # A peer that stands still keeps what it has sent from nobody: after a kill it would have to come again.
+            while filled < count and (not filled or self._has_more(patient_until)):
                 size = self._sock.recv_into(_warm.buffer[filled:count])
                 if not size:
                     raise cut_off()
+                if not filled:
+                    patient_until = time.monotonic() + HELD_BACK_S
                 filled += size
         finally:
             if filled:
                 absorb(_warm.buffer[:filled])
         return filled
+
+    def _has_more(self, patient_until: float) -> bool:
+        patience_s = patient_until - time.monotonic()
+        return patience_s > 0 and _happens(self._sock, select.POLLIN, patience_s)
 
     async def pause(self, seconds: float) -> None:
         """Wait for the time to pass, or for the socket to be shut down."""

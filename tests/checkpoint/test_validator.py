@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
@@ -33,7 +34,8 @@ from tests.checkpoint.shelves import MemoryReader, MemoryStorage
 from tests.checkpoint.writer import write_checkpoint
 
 FLIPS = 10_000
-LOADED_EVERY = 10
+FLIPS_AT_ONCE = 4
+LOADED_EVERY = 3
 W = np.random.default_rng(0).normal(size=(500, 400)).astype(np.float32)
 STATES: list[Any] = [
     {
@@ -104,16 +106,25 @@ class TestDamage:
     def test_ten_thousand_bits_of_the_payload_that_flip_are_all_found_and_none_is_loaded(self) -> None:
         storage, manifest = saved()
         sound = [load_state(storage, manifest, rank=rank, world_size=2).state for rank in range(2)]
+        starts = [Index(manifest).layout(part.rank).starts for part in manifest.parts]
         random = Random(FLIPS)
-        for turn in range(FLIPS):
-            part = random.choice(manifest.parts)
-            offset, bit = random.randrange(part.data_offset, part.size), 1 << random.randrange(8)
-            storage.damage(part.file, offset, bit)
-            (error,) = check(storage).errors
-            assert (error.file, error.rank, bool(error.tensor)) == (part.file, part.rank, True)
+        for turn in range(FLIPS // FLIPS_AT_ONCE):
+            flips, chunks = [], set()
+            for _ in range(FLIPS_AT_ONCE):
+                part = random.choice(manifest.parts)
+                offset = random.randrange(part.data_offset, part.size)
+                flips.append((part.file, offset, 1 << random.randrange(8)))
+                chunks.add((part.rank, bisect_right(starts[part.rank], offset)))
+            for flip in flips:
+                storage.damage(*flip)
+            errors = check(storage).errors
+            assert all(error.tensor and error.rank is not None for error in errors)
+            assert sorted(error.rank or 0 for error in errors) == sorted(rank for rank, _ in chunks)
+            assert len({(error.file, error.tensor, error.chunk) for error in errors}) == len(chunks)
             if turn % LOADED_EVERY == 0:
                 assert loaded_or_refused(storage, manifest, part.rank, sound[part.rank])
-            storage.damage(part.file, offset, bit)
+            for flip in flips:
+                storage.damage(*flip)
         assert check(storage).is_valid
 
     def test_the_tensor_and_the_chunk_are_named(self) -> None:

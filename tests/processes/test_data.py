@@ -32,7 +32,7 @@ from tests.processes.data_trainee import BATCH, SAMPLES, SHARD_BYTES, SHARDS, sa
 from tests.processes.trainee import JOB
 from tests.processes.troupe import Player, Troupe
 
-KILLS = int(os.environ.get("FORGED_DATA_KILLS", "6"))
+KILLS = int(os.environ.get("FORGED_DATA_KILLS", "4"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
 
 

@@ -30,7 +30,7 @@ from forged.messages import Fact, Record
 from tests.processes.trainee import JOB
 from tests.processes.troupe import PATIENCE_S, Troupe, troupe_in
 
-KILLS = int(os.environ.get("FORGED_KILLS", "20"))
+KILLS = int(os.environ.get("FORGED_KILLS", "12"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
 BIG = 4 << 20
 """So many elements take a while on their way."""

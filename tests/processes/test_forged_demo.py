@@ -65,6 +65,14 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
+def the_story_of_the_kill(printed: str) -> list[str]:
+    """The kinds of the facts that the demo quotes."""
+    said = printed.splitlines()
+    told = said[next(at for at, line in enumerate(said, 1) if "$ forgectl story" in line) :]
+    quoted = takewhile(lambda line: line.startswith("   | "), told)
+    return [next(kind for kind in line.split() if kind[0].isupper()) for line in quoted]
+
+
 def test_in_a_pipe_it_is_plain_text_and_all_of_it_is_right(tmp_path: Path) -> None:
     mark = uuid4().hex
     done = run("--workers", "3", MARK_OF_THE_TEST=mark, TMPDIR=str(tmp_path))
@@ -74,13 +82,7 @@ def test_in_a_pipe_it_is_plain_text_and_all_of_it_is_right(tmp_path: Path) -> No
     assert "FAIL" not in done.stdout
     assert processes_with(mark) == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_story_of_the_kill_leads_to_the_new_world() -> None:
-    said = run("--workers", "2").stdout.splitlines()
-    told = said[next(at for at, line in enumerate(said, 1) if "$ forgectl story" in line) :]
-    quoted = takewhile(lambda line: line.startswith("   | "), told)
-    assert [next(kind for kind in line.split() if kind[0].isupper()) for line in quoted] == [
+    assert the_story_of_the_kill(done.stdout) == [
         "WorkerFailed",
         "RescaleStarted",
         "RescaleSynchronising",

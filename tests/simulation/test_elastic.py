@@ -75,6 +75,6 @@ def _traces_in_another_process(seeds: int, hash_seed: int, ballast: int) -> list
 
 
 def test_the_same_seeds_give_the_same_traces_byte_for_byte_in_every_process() -> None:
-    here = [hashlib.sha256("\n".join(live(seed).trace).encode()).hexdigest() for seed in range(8)]
-    assert _traces_in_another_process(8, 1, 0) == here
-    assert _traces_in_another_process(8, 4242, 123_457) == here
+    here = [hashlib.sha256("\n".join(live(seed).trace).encode()).hexdigest() for seed in SEEDS]
+    assert _traces_in_another_process(len(SEEDS), 1, 0) == here
+    assert _traces_in_another_process(len(SEEDS), 4242, 123_457) == here

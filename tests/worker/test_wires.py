@@ -192,6 +192,24 @@ async def test_over_a_slow_connection_bytes_are_handed_on_bit_by_bit(monkeypatch
     assert got == [b"x" * 1000] * 3
 
 
+async def test_bytes_behind_which_nothing_comes_are_handed_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "HELD_BACK_S", SOON_S)
+    monkeypatch.setattr(bulk, "STALL_TIMEOUT_S", 2 * PATIENCE_S)
+    seen = threading.Event()
+
+    def stand_still(far: socket.socket) -> bool:
+        far.sendall(b"x" * 1000)
+        try:
+            return seen.wait(PATIENCE_S)
+        finally:
+            far.shutdown(socket.SHUT_WR)
+
+    async with channel(SocketCarrier()) as (made, far):
+        taking = error_of(made, lambda wire: wire.take(PIECE_BYTES, lambda _: seen.set()))
+        error, is_seen = await asyncio.gather(taking, asyncio.to_thread(stand_still, far))
+    assert (error.code, is_seen) == ("bulk_truncated", True)
+
+
 async def test_bytes_that_do_not_come_are_given_up(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "STALL_TIMEOUT_S", SOON_S)
     async with channel(carrier) as (made, _):

@@ -1220,14 +1220,15 @@ class TestADaemonThatIsAway:
         await absences[0]
 
     async def test_one_that_is_away_when_somebody_goes_learns_it_when_it_is_back(
-        self, house: House, crew: Crew, monkeypatch: pytest.MonkeyPatch
+        self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forged.worker.registration.LEAVE_TIMEOUT_S", 0.05)
-        crew.start("a", "b", "c")
-        await crew.world_of("a", "b", "c")
-        await house.close()
-        crew["a"].worker.drain("without a word")
-        assert await crew.over("a") == [None]
-        await house.open()
-        await crew.world_of("b", "c")
-        await crew.finish("b", "c")
+        async with crew_at(house.endpoint, reconnect_grace_ms=1_000) as crew:
+            crew.start("a", "b", "c")
+            await crew.world_of("a", "b", "c")
+            await house.close()
+            crew["a"].worker.drain("without a word")
+            assert await crew.over("a") == [None]
+            await house.open()
+            await crew.world_of("b", "c")
+            await crew.finish("b", "c")
