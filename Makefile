@@ -31,7 +31,7 @@ check: $(READY)
 
 # All checks, all tests, and the simulation over many seeds.
 test: check
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --meet-all
 
 # Measure, and write benchmarks/RESULTS.md. Peers that are not installed are left out.

@@ -62,8 +62,8 @@ async def train(worker: ElasticWorker, is_enough: Callable[[], bool], gil_s: int
     say(finished=worker.step)
 
 
-async def main() -> None:
-    """Be a worker."""
+async def be_a_worker() -> None:
+    """Train from the beginning to the end."""
     endpoint, name, directory, options = sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
     # As in the other script, so that the two may train together.
     state = {
@@ -79,5 +79,6 @@ async def main() -> None:
         await train(worker, (directory / ENOUGH).exists, options["gil_s"], Due(1, directory / ARMED))
 
 
-if __name__ == "__main__":
-    asyncio.run(main())
+def main() -> None:
+    """Be a worker."""
+    asyncio.run(be_a_worker())

@@ -91,7 +91,3 @@ def main() -> None:
         endpoint, job=JOB, state=state, worker_id=name, config=config, data=data, sampler=sampler_of(mode)
     ) as worker:
         train(worker, data, mode, directory / ENOUGH)
-
-
-if __name__ == "__main__":
-    main()

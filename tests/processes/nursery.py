@@ -1,10 +1,11 @@
-"""Daemons forked from a warm process: one starts in milliseconds, where imports alone take a quarter of a second.
+"""Processes forked from a warm one: a process starts in milliseconds, where imports alone take half a second.
 
 Law: the warm process has one thread and no event loop, so what it forks is as fresh as what a shell starts. It outlives
-none of its daemons: when whoever gives the orders is gone, they are killed.
+none of its children: when whoever gives the orders is gone, they are killed.
 
-Orders and answers are lines of JSON: `{"start": [arguments], "log": path}` is answered with the process id, and
-`{"kill": pid}`, once it is dead, with what it died of, as `subprocess` tells it.
+An order is a line of JSON, `{"module": name, "words": [...]}`, and comes with the descriptors that the child reads
+from, writes to and complains to. It is answered with `{"born": pid}`; whenever a child has ended, `{"ended": pid,
+"code": code}` tells what of, as `subprocess` tells it.
 """
 
 from __future__ import annotations
@@ -12,100 +13,180 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from forged.cli import forged, serve
+from forged.demo.processes import environment
 
-LOADED = serve
-"""What a daemon is made of is loaded once, for all of them."""
+ORDER_BYTES_MAX = 1 << 16
+DESCRIPTORS = 3
+
+
+@dataclass
+class Child:
+    """A process, from the outside."""
+
+    pid: int
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    returncode: int | None = None
+    _saying: asyncio.StreamWriter | None = None
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait(self) -> int:
+        """Wait until it is dead; what it said and nobody has read is gone then. Returns what it died of."""
+        await self._ended.wait()
+        for end in (self.stdin, self._saying):
+            if end is not None:
+                end.close()
+        assert self.returncode is not None
+        return self.returncode
+
+    def end(self, code: int) -> None:
+        """It is dead."""
+        self.returncode = code
+        self._ended.set()
 
 
 class Nursery:
-    """The orders to a warm process."""
+    """The orders to a warm process, which loads some modules before it forks the first child."""
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._children: dict[int, Child] = {}
 
     async def __aenter__(self) -> Self:
-        pipe = asyncio.subprocess.PIPE
-        command = (sys.executable, "-m", __name__)
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        self._orders, theirs = socket.socketpair()
+        command = (sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules)
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, env=environment(), pass_fds=[theirs.fileno()]
+            )
+        reader, self._writer = await asyncio.open_connection(sock=self._orders.dup())
+        self._born: asyncio.Queue[int] = asyncio.Queue()
+        self._told: dict[int, int] = {}
+        self._hearing = asyncio.create_task(self._hear(reader))
+        self._one_at_a_time = asyncio.Lock()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._process.communicate(b"")  # closes its input, and waits
+        # It ends when it hears that there will be no more orders, and tells of those who had to end with it.
+        self._orders.shutdown(socket.SHUT_WR)
+        await self._hearing
+        await asyncio.gather(*(child.wait() for child in self._children.values()))
+        self._writer.close()
+        self._orders.close()
+        await self._process.wait()
 
-    async def start(self, arguments: Sequence[str], log: Path) -> int:
-        """Run `forged` with these arguments; returns its process id."""
-        pid: int = await self._order(start=arguments, log=str(log))
-        return pid
+    @property
+    def pid(self) -> int:
+        """That of the warm process."""
+        return self._process.pid
 
-    async def kill(self, pid: int) -> int:
-        """Kill it with -9, and wait until it is dead; returns what it died of."""
-        status: int = await self._order(kill=pid)
-        return status
+    async def start(self, module: str, *words: str, log: Path) -> Child:
+        """Run the `main` of a module with these words, in a session of its own."""
+        order = json.dumps({"module": module, "words": words}).encode()
+        assert len(order) <= ORDER_BYTES_MAX
+        (ours, read), (heard, said) = socket.socketpair(), socket.socketpair()
+        async with self._one_at_a_time:
+            with read, said, log.open("ab") as complaints:
+                socket.send_fds(self._orders, [order], [read.fileno(), said.fileno(), complaints.fileno()])
+            pid = await self._born.get()
+        _, stdin = await asyncio.open_connection(sock=ours)
+        stdout, saying = await asyncio.open_connection(sock=heard)
+        child = self._children[pid] = Child(pid, stdin, stdout, _saying=saying)
+        if pid in self._told:
+            child.end(self._told.pop(pid))
+        return child
 
-    async def _order(self, **order: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        return json.loads(await self._process.stdout.readline())
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        async for line in reader:
+            told: dict[str, Any] = json.loads(line)
+            if "born" in told:
+                self._born.put_nowait(told["born"])
+            elif (child := self._children.get(told["ended"])) is not None and child.returncode is None:
+                child.end(told["code"])
+            else:
+                self._told[told["ended"]] = told["code"]
+
+
+def serve(orders: socket.socket) -> dict[str, Any] | None:
+    """Do what is ordered until nobody orders any more; in a child, returns what it is to be."""
+    awake, wake = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    living: set[int] = set()
+    poll = select.poll()
+    poll.register(orders, select.POLLIN)
+    poll.register(awake, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if awake in ready:
+            os.read(awake, 512)
+            _bury(living, orders)
+        if orders.fileno() not in ready:
+            continue
+        line, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES_MAX, DESCRIPTORS)
+        if not line:
+            break
+        if (pid := os.fork()) == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _become(descriptors, awake, wake, orders.detach())
+            order: dict[str, Any] = json.loads(line)
+            return order
+        living.add(pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _tell(orders, born=pid)
+    while living:
+        for pid in living:
+            os.kill(pid, signal.SIGKILL)
+        select.select([awake], [], [])
+        os.read(awake, 512)
+        _bury(living, orders)
+    return None
+
+
+def _become(descriptors: list[int], *others: int) -> None:
+    os.setsid()
+    for standard, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, standard)
+    for descriptor in (*descriptors, *others):
+        os.close(descriptor)
+
+
+def _bury(living: set[int], orders: socket.socket) -> None:
+    for pid in list(living):
+        dead, status = os.waitpid(pid, os.WNOHANG)
+        if dead:
+            living.discard(pid)
+            _tell(orders, ended=pid, code=os.waitstatus_to_exitcode(status))
+
+
+def _tell(orders: socket.socket, **what: int) -> None:
+    orders.sendall(json.dumps(what).encode() + b"\n")
 
 
 def main() -> None:
-    """Do what is ordered until nobody orders any more."""
-    living: set[int] = set()
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "start" in order:
-            answer = _fork(order["start"], order["log"])
-            living.add(answer)
-        else:
-            living.discard(order["kill"])
-            answer = _kill(order["kill"])
-        print(answer, flush=True)
-    for pid in living:
-        _kill(pid)
-
-
-def _fork(arguments: Sequence[str], log: str) -> int:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            _become_a_daemon(log)
-            code = forged.main(arguments)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
-
-
-def _become_a_daemon(log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-
-
-def _kill(pid: int) -> int:
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def _warm_up() -> None:
-    """Import what `forged run` imports late."""
-    import forged.daemon
-    import forged.net.sockets
-    import forged.store.sqlite  # noqa: F401
+    """Be the warm process, and in its children whatever was ordered."""
+    descriptor, *modules = sys.argv[1:]
+    for module in modules:
+        import_module(module)
+    order = serve(socket.socket(fileno=int(descriptor)))
+    if order is not None:
+        sys.argv = [order["module"], *order["words"]]
+        sys.exit(import_module(order["module"]).main())
 
 
 if __name__ == "__main__":
-    _warm_up()
     main()

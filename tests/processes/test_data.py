@@ -23,7 +23,6 @@ from forged.data import DirectoryShardStore
 from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.messages import AuditData, DataView, ReadOwners, ShardsLost, ShowData, TransfersPlanned
 from forged.data.store import Stamp
-from forged.demo.processes import command, environment
 from forged.elastic.messages import RescaleCompleted, RescaleStarted, WorkerFailed, WorkerLeft
 from forged.messages import Fact, Record
 from tests.data.wards import filling
@@ -88,18 +87,7 @@ class Drovers(Troupe):
                 "points": [(options["at"], "hold")] if "at" in options else [],
             }
             player = self.players[name] = Herdsman(name, self.directory)
-            with (self.directory / f"{name}.log").open("wb") as log:
-                player.process = await asyncio.create_subprocess_exec(
-                    *command(
-                        "tests.processes.data_trainee", self.endpoint, name, str(self.directory), json.dumps(words)
-                    ),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=log,
-                    env=environment(),
-                    start_new_session=True,
-                )
-            player.hearing = asyncio.create_task(self._hear(player))
+            await self.bear(player, "data_trainee", self.endpoint, name, str(self.directory), json.dumps(words))
 
     async def shown(self) -> DataView:
         async with self.client() as client:

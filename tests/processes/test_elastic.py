@@ -305,7 +305,8 @@ class TestStandingStill:
             await troupe.finish(*survivors)
 
     async def test_where_the_settings_say_so_who_stands_still_has_to_go(self, tmp_path: Path) -> None:
-        async with troupe_in(tmp_path, evict_stalled=True, **IMPATIENT) as troupe, troupe.client() as client:
+        settings = {"evict_stalled": True, **IMPATIENT, "stall_timeout_ms": 2_000}
+        async with troupe_in(tmp_path, **settings) as troupe, troupe.client() as client:
             await troupe.together("a", "b", "c")
             troupe["b"].kill(signal.SIGSTOP)
             await heard(client, WorkerFailed, "b")

@@ -26,6 +26,8 @@ STARTING_S_MAX = 0.1
 ACKNOWLEDGED_PER_LIFE_MAX = 200
 HOST = "127.0.0.2"
 """Not 127.0.0.1, from which the clients connect: one that knocks at a free port would in time connect to itself."""
+MODULES = ("forged.cli.forged", "forged.cli.serve", "forged.daemon", "forged.net.sockets", "forged.store.sqlite")
+"""What a daemon is made of, with what it imports late."""
 CLIENTS = (("unix",), ("tcp",), ("unix", "tcp"), ("tcp", "unix"))
 
 SETTINGS = """
@@ -42,12 +44,12 @@ class Victim:
         settings = directory / "forged.toml"
         settings.write_text(SETTINGS)
         self._places = [f"--config={settings}", f"--data-dir={directory}", f"--socket={directory / 's'}"]
-        self._pid = 0
         self.endpoints = {"unix": f"unix://{directory / 's'}", "tcp": f"{HOST}:0"}
 
     async def start(self) -> None:
         listen = self.endpoints["tcp"].removeprefix("tcp://")
-        self._pid = await self._nursery.start(["run", *self._places, f"--listen={listen}"], self._log)
+        words = ("run", *self._places, f"--listen={listen}")
+        self._daemon = await self._nursery.start("forged.cli.forged", *words, log=self._log)
 
     async def find_its_port(self) -> None:
         """It listens where it happened to; its next lives will listen there too."""
@@ -55,7 +57,8 @@ class Victim:
             (self.endpoints["tcp"],) = (await client.status()).listen
 
     async def kill(self) -> None:
-        status = await self._nursery.kill(self._pid)
+        os.kill(self._daemon.pid, signal.SIGKILL)
+        status = await self._daemon.wait()
         assert status == -signal.SIGKILL, f"it ended by itself, with {status}:\n{self._log.read_text()}"
 
 
@@ -64,7 +67,7 @@ async def test_kill_9_under_load_loses_nothing_and_does_nothing_twice(number: in
     kills = min(KILLS - number * KILLS_PER_STORE, KILLS_PER_STORE)
     print(f"FORGED_KILLS={kills} FORGED_SEED={SEED + number}")
     account = Account(asyncio.Barrier(len(CLIENTS)))
-    async with Nursery() as nursery:
+    async with Nursery(*MODULES) as nursery:
         victim = Victim(nursery, tmp_path)
         await victim.start()
         await victim.find_its_port()

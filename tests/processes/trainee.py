@@ -250,7 +250,3 @@ def main() -> None:
     with join(endpoint, job=JOB, state=state, worker_id=name, config=config) as worker:
         worker.worker.state_synchronized.subscribe(lambda told: say(entered=worker.generation, at=told.current_step))
         train(worker, directory / ENOUGH, options["gil_s"], Due(1, directory / ARMED))
-
-
-if __name__ == "__main__":
-    main()

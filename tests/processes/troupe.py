@@ -15,11 +15,12 @@ from typing import Any
 from uuid import uuid4
 
 from forged.client import ForgedClient
-from forged.demo.processes import DaemonProcess, command, environment, nothing_left_behind
+from forged.demo.processes import DaemonProcess, nothing_left_behind
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
 from forged.messages import Fact, Record
 from tests.client.house import SOON
+from tests.processes.nursery import Child, Nursery
 from tests.processes.trainee import ARMED, ENOUGH, JOB
 
 PATIENCE_S = 60.0
@@ -30,6 +31,7 @@ SOON_ENDING: dict[str, Any] = {
     "max_consecutive_failures": 1_000_000,
 }
 """Settings under which nobody waits for what does not come, and no number of deaths is too large."""
+SCRIPTS = ("tests.processes.trainee", "tests.processes.async_trainee", "tests.processes.data_trainee")
 MARK = "FORGEDS_TROUPE"
 """Told to all processes; not with an underscore behind FORGED, as what begins so is kept from them."""
 
@@ -58,7 +60,7 @@ class Player:
     finished: int | None = None
     child: int | None = None
     """The process that it has forked, if it has."""
-    process: asyncio.subprocess.Process | None = None
+    process: Child | None = None
     hearing: asyncio.Task[None] | None = None
 
     @property
@@ -89,13 +91,11 @@ class Player:
     def let_child_go(self) -> None:
         """The process that it has forked ends."""
         assert self.process is not None
-        assert self.process.stdin is not None
         self.process.stdin.close()
 
     def let_go(self) -> None:
         """It goes on from where it was caught."""
         assert self.process is not None
-        assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
 
     def descriptors(self) -> int:
@@ -122,8 +122,9 @@ class Player:
 class Troupe:
     """All of them, and their daemon."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(self, directory: Path, nursery: Nursery, **settings: Any) -> None:
         self.directory = directory
+        self.nursery = nursery
         self.daemon = DaemonProcess(directory, log=directory / "daemon.log")
         self.settings = SOON_ENDING | settings
         self.players: dict[str, Player] = {}
@@ -162,16 +163,14 @@ class Troupe:
         for name in names:
             words = (self.endpoint, name, str(self.directory), json.dumps(options))
             player = self.players[name] = Player(name, self.directory)
-            with (self.directory / f"{name}.log").open("wb") as log:
-                player.process = await asyncio.create_subprocess_exec(
-                    *command(f"tests.processes.{script}", *words),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=log,
-                    env=environment(),
-                    start_new_session=True,
-                )
-            player.hearing = asyncio.create_task(self._hear(player))
+            await self.bear(player, script, *words)
+
+    async def bear(self, player: Player, script: str, *words: str) -> None:
+        """Have its process begin."""
+        log = self.directory / f"{player.name}.log"
+        log.unlink(missing_ok=True)
+        player.process = await self.nursery.start(f"tests.processes.{script}", *words, log=log)
+        player.hearing = asyncio.create_task(self._hear(player))
 
     async def one_after_the_other(self, *names: str, victim: str, at: str, **options: Any) -> None:
         """Have some train together, ranked as they stand here; the victim will be caught."""
@@ -191,7 +190,6 @@ class Troupe:
 
     async def _hear(self, player: Player) -> None:
         assert player.process is not None
-        assert player.process.stdout is not None
         async for line in player.process.stdout:
             player.take(line)
             await self._notify()
@@ -303,23 +301,26 @@ class Troupe:
 @asynccontextmanager
 async def troupe_in(directory: Path, **settings: Any) -> AsyncIterator[Troupe]:
     """A troupe, of which nothing is left behind: the pulses of the dead go by themselves."""
-    troupe = Troupe(directory, **settings)
     mark = uuid4().hex
     os.environ[MARK] = mark
     with nothing_left_behind():
         try:
-            await troupe.daemon.start()
-            yield troupe
-            ended = [player.name for player in troupe.players.values() if player.code is not None]
-            await _all_over(_pulses(mark, troupe, set(ended)))
+            async with Nursery(*SCRIPTS) as nursery:
+                troupe = Troupe(directory, nursery, **settings)
+                try:
+                    await troupe.daemon.start()
+                    yield troupe
+                    ended = [player.name for player in troupe.players.values() if player.code is not None]
+                    await _all_over(_pulses(mark, troupe, set(ended)))
+                finally:
+                    await troupe.send_home()
         finally:
-            await troupe.send_home()
             del os.environ[MARK]
 
 
 def _pulses(mark: str, troupe: Troupe, ended: set[str]) -> Iterable[int]:
     """Those that are left of who has ended."""
-    theirs = {troupe.daemon.pid, os.getpid()}
+    theirs = {troupe.daemon.pid, troupe.nursery.pid, os.getpid()}
     for player in troupe.players.values():
         if player.name not in ended:
             theirs |= {player.pid, player.pulse, player.child or player.pid}
