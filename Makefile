@@ -15,7 +15,7 @@ CHECKPOINT_KILLS ?= 5000
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 # Train with several processes, kill -9 one of them and the daemon, and prove that nothing was lost or done twice.

@@ -55,7 +55,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("environment")
     venv.create(directory, with_pip=False)
     python = str(directory / "bin" / "python")
-    pip("--python", python, "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), str(wheel))
+    constraints = str(ROOT / "constraints.txt")
+    pip("--python", python, "install", "--quiet", "--no-compile", "--constraint", constraints, str(wheel))
     return directory
 
 

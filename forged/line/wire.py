@@ -40,8 +40,11 @@ _SHAPES: dict[int, tuple[str, tuple[type, ...]]] = {
     FACTS: ("facts", (int, int, int, list)),
     GAP: ("gap", (int, int, int, int, str)),
 }
+_HTTP = ("it speaks HTTP", "daemons are asked on their socket, or where they listen")
 _FOREIGN = {
-    b"HTTP": ("it speaks HTTP", "daemons are asked on their socket, or where they listen"),
+    b"HTTP": _HTTP,
+    # To what it takes for a request of its oldest version, a web server answers with nothing but a page.
+    b"<!DO": _HTTP,
     b"\x15\x03": ("it speaks TLS", "write tls:// before the host"),
 }
 

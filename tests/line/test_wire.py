@@ -66,6 +66,7 @@ class TestHello:
         ("said", "why"),
         [
             (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it speaks HTTP"),
+            (b"<!DOCTYPE HTML>\n<html>", "it speaks HTTP"),
             (b"\x15\x03\x01\0\2\2\x46", "it speaks TLS"),
             (b"SSH-2.0-OpenSSH_9.2\r\n", "announces"),
             (b"\0\0\0\3\x81\x90\x01", "not msgpack"),
