@@ -125,7 +125,8 @@ class Custody:
             return False
         holdings.bytes, holdings.bytes_per_second, holdings.weight = held_bytes, bytes_per_second, weight
         gathering.said[worker] = gathering.partly.pop(worker)
-        self.doubts.keep_only(worker.id, holdings.ids)
+        if self.doubts.concern(worker.id):
+            self.doubts.keep_only(worker.id, holdings.ids)
         # Who said it last may have gone before a plan was made, and says it again.
         return not (gathering.waiting_for or gathering.is_drafted)
 
@@ -134,7 +135,8 @@ class Custody:
         self.doubts.looked_at(worker.id, looked_at)
         doubted = self.doubts.among(worker.id, held)
         if not doubted.size and not self.is_held_by(worker):
-            doubted = self.doubts.inherited(worker, looked_at, held, self._known())
+            here = {member.id for member in self._gathering.members}
+            doubted = self.doubts.inherited(worker, looked_at, held, here)
         if doubted.size:
             self._gathering.partly.pop(worker, None)
         return doubted

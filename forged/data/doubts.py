@@ -58,18 +58,23 @@ class Doubts:
         if not gone:
             self._seen.clear()
             return _NOTHING
-        seen = self._seen.setdefault(newcomer, set())
-        seen.update(gone.intersection(looked_at.tolist()))
-        return _common(gone - seen, held)[:ASKED_MAX]
+        self._seen = {worker: seen for worker, seen in self._seen.items() if worker.id in here}
+        if looked := gone.intersection(looked_at.tolist()):
+            self._seen.setdefault(newcomer, set()).update(looked)
+        return _common(gone - self._seen.get(newcomer, set()), held)[:ASKED_MAX]
 
     def looked_at(self, holder: str, shards: Indices) -> None:
         """It has, and offers those no more that were bad."""
         self._drop(holder, self._of.get(holder, set()).intersection(shards.tolist()))
 
+    def concern(self, holder: str) -> bool:
+        """Whether any of its copies is in doubt."""
+        return holder in self._of
+
     def keep_only(self, holder: str, held: Indices) -> None:
         """This is all that it holds."""
-        if doubted := self._of.get(holder):
-            self._drop(holder, doubted.difference(_common(doubted, held).tolist()))
+        doubted = self._of.get(holder, set())
+        self._drop(holder, doubted.difference(_common(doubted, held).tolist()))
 
     def forget_all_but(self, holders: Collection[str]) -> int:
         """Forget what is known of others; tells of how many copies."""

@@ -85,7 +85,7 @@ class DataRedistributor:
             columns=_transfers(roster, before, copies, [(owners, moving), *_made(kept, placed)]),
             weights=share,
             pace=pace,
-            lanes=self._config.max_concurrent_transfers if self._config.use_parallel_data_transfer else 1,
+            lanes=self._config.transfers_at_once,
         )
 
     def validate_redistribution(

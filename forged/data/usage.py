@@ -60,12 +60,11 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
     def between(self, first: int, end: int) -> Run | None:
         """The part of it in the steps from `first` up to `end`, if there is any."""
-        if self.step >= end or self.end_step <= first:
+        first, end = max(first, self.step), min(end, self.end_step)
+        if first >= end:
             return None
-        skipped = max(0, first - self.step)
-        count = min(self.end_step, end) - self.step - skipped
-        start = self.start + skipped * self.size
-        return msgspec.structs.replace(self, step=self.step + skipped, start=start, count=count)
+        start = self.start + (first - self.step) * self.size
+        return msgspec.structs.replace(self, step=first, start=start, count=end - first)
 
 
 def runs_of(used: Iterable[tuple[int, Sequence[Use]]]) -> list[Run]:

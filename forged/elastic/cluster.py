@@ -114,6 +114,8 @@ class Cluster:
         """Who of the world has said that it cannot go on in it, and so lives."""
         self._must_stop = False
         """Whether all stop for the next world, whatever the settings say: this one cannot go on, or is not to."""
+        self._somebody_died = False
+        """Whether one of the world has failed since it was committed."""
 
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
         """Go by these settings from now on; the workers do so when they have heard of them."""
@@ -275,7 +277,7 @@ class Cluster:
         """It has done its last step, and may take its time to save what it has: the next world is without it, unless
         it has to stay."""
         self.drain(member.id, now, "it wanted to")
-        if self.keeps_the_state(member):
+        if self.members.get(member.id) is not member or self.keeps_the_state(member):
             return
         member.is_parting = True
         self._outsiders[member.id] = member
@@ -288,6 +290,15 @@ class Cluster:
         member.is_parting = False
         if self.holds(member):
             self._outsiders.pop(member.id, None)
+
+    def _count_anew(self) -> None:
+        """Whoever was to stay may be gone since somebody parted, or somebody have come to whom it can give the state."""
+        world = (self.members.known(name, incarnation) for name, incarnation in self.world.items())
+        for parting in [member for member in world if member is not None and member.is_parting]:
+            # What keeps one of them keeps those who follow it, or it alone: many may be told to go at once.
+            if not self.keeps_the_state(parting):
+                return
+            self._count_on(parting)
 
     def pulse(
         self,
@@ -467,11 +478,13 @@ class Cluster:
 
     def _hand_over(self, now: Moment) -> None:
         """Where all of the world are to go, have those who wait to be taken in take over what they have, in time."""
-        first = next(self._present(), None)
         # Asked whenever somebody joins: where one of the world stays, as nearly always, that is all that is looked at.
-        if first is None or self.over or any(member.leaving is None for member in self._present()):
+        if self.over or any(member.leaving is None for member in self._present()):
             return
-        joining = self.joining()
+        self._count_anew()
+        first, joining = next(self._present(), None), self.joining()
+        if first is None:
+            return
         is_under_way = self.attempt is not None and set(joining) <= set(self.attempt.target)
         if joining and not is_under_way:
             self._want(f"{first.id} is to go: {first.leaving}", now)
@@ -481,7 +494,12 @@ class Cluster:
         self._wanted_at = now.monotonic
         self._because(why)
 
-    def keeps_the_state(self, member: Member) -> bool:
+    def may_go(self, member: Member) -> bool:
+        """Whether it may take what it has along. When one has died, others may have who have not shown that they live:
+        a host, or what feeds a row of them, goes with all that is on it."""
+        return not self.keeps_the_state(member, doubting=self._somebody_died)
+
+    def keeps_the_state(self, member: Member, *, doubting: bool = False) -> bool:
         """Whether nobody else who stays is known to have the state, and somebody could take it from this member."""
         if self.over or not self.holds(member):
             return False
@@ -490,7 +508,7 @@ class Cluster:
         others = {name for name, one in self.members.items() if one.leaving is None and not is_lost(one)} - {member.id}
         holders = (self.state_holders or self.world.keys()) & there
         # Others may take from it who are on the way back to this daemon; that they have what it has, nobody knows yet.
-        relied_upon = (holders & others) - self._unaccounted()
+        relied_upon = (holders & others) - self._unaccounted(doubting=doubting)
         if not others or any(self._is_here(name) for name in relied_upon):
             return False
         # In a full world, one of those who are to go waits for the others to make room.
@@ -502,12 +520,12 @@ class Cluster:
         """Whether a member has a connection, so that its state is there to be had."""
         return self.members[name].connected
 
-    def _unaccounted(self) -> set[str]:
+    def _unaccounted(self, *, doubting: bool) -> set[str]:
         """Who of a world that is in trouble has not shown since that it lives: that one of them died may not be known.
 
         Where too few are left for another world, nobody is asked to show it.
         """
-        if not self._must_stop or (self._hole_at is None and self.attempt is None):
+        if not (self._must_stop or doubting) or (self._hole_at is None and self.attempt is None):
             return set()
         answered = self.attempt.stops if self.attempt is not None else {}
         return self.world.keys() - answered.keys() - self._complainers
@@ -619,6 +637,7 @@ class Cluster:
             return
         if self.rescale_at() > now.monotonic:
             return
+        self._count_anew()
         staying, joining = self._staying(), self.joining()
         if len(staying) + len(joining) < self.config.min_workers:
             self._wait(len(staying) + len(joining), now)
@@ -784,7 +803,7 @@ class Cluster:
             self._complaints.clear()
         reason = "; ".join([attempt.reason, *self._beginning(attempt, known_step)])
         self.attempt, self.why = None, []
-        self._must_stop = False
+        self._must_stop = self._somebody_died = False
         self._troubles.clear()
         self._complainers.clear()
         for member in members:
@@ -915,6 +934,7 @@ class Cluster:
     def _fail(self, member: Member, reason: str, now: Moment, *, is_wanted: bool = False) -> None:
         rank = self.topology.rank_of(member.worker) if self.holds(member) else -1
         self._drop(member)
+        self._somebody_died |= rank >= 0 and not is_wanted
         self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
@@ -1007,10 +1027,6 @@ class Cluster:
         self._complaints.forget(member.id)
         self.watch.forget(member)
         self.out.members.add(member.id)
-        # The one who is gone may have been the last of those who were to stay.
-        for parting in [one for one in self._outsiders.values() if one.is_parting]:
-            if self.keeps_the_state(parting):
-                self._count_on(parting)
 
     def _answering(self, worker_id: str, incarnation: bytes, number: int) -> tuple[Attempt, Member]:
         attempt = self.attempt

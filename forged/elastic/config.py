@@ -100,6 +100,11 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {key: getattr(self, key) for key in self.__struct_fields__}
 
     @property
+    def transfers_at_once(self) -> int:
+        """How many transfers of training data run at once."""
+        return min(self.max_concurrent_transfers, CONCURRENT_TRANSFERS_MAX) if self.use_parallel_data_transfer else 1
+
+    @property
     def rescale_timeout_s(self) -> float:
         """`rescale_timeout_ms` in seconds."""
         return self.rescale_timeout_ms / 1000
@@ -206,7 +211,7 @@ RULES: Mapping[str, Rule] = {
     "min_workers_timeout_ms": _or_none(_whole(0), "no end"),
     "stall_timeout_ms": _whole(1),
     "evict_stalled": _flag(),
-    "max_concurrent_transfers": _whole(1, CONCURRENT_TRANSFERS_MAX),
+    "max_concurrent_transfers": _whole(1),
     "scale_batch_with_world": _flag(),
     "base_world_size": _or_none(_whole(1, WORLD_SIZE_MAX), "that of the first commit"),
     "base_learning_rate": _or_none(_rate(), "that of the first commit"),

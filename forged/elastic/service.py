@@ -313,22 +313,22 @@ class ElasticService:
         cluster.require_same(request.common)
         cluster.join(newcomer, now)
         cluster.agree(request.common)
+        if (member := cluster.members.get(worker.id)) is None:
+            # Its client has gone, and somebody had said before that it does not reach it.
+            self._settle(cluster)
+            raise _gone(request)
         self._by_client[call.client][cluster.job, worker.id] = None
         if len(self._by_client[call.client]) > WORKERS_PER_CLIENT:
             self._workers_of(call.client)
         fence = self._bus.desk.fence_of(cluster.job) or Fence(self._bus.ledger.term, cluster.generation)
-        return self._decide(cluster, _joined(cluster, cluster.members[worker.id], fence))
+        return self._decide(cluster, _joined(cluster, member, fence))
 
     def _require_known(self, request: JoinJob) -> None:
         """Refuse who has registered before and was put out since."""
         cluster = self._get(request.job)
         member = cluster.members.get(request.worker.id)
         if not cluster.over and (member is None or member.incarnation != request.incarnation):
-            raise RequestRefused(
-                "worker_gone",
-                f"worker {request.worker.id} of job {request.job} counts as dead or has left",
-                "start another",
-            )
+            raise _gone(request)
 
     async def _settings(self, request: JoinJob, call: Call) -> dict[str, Any]:
         """The settings of the job, which is created if need be."""
@@ -406,12 +406,12 @@ class ElasticService:
         if member is None:
             return self._decide(cluster, Leave(may_go=True))
         cluster.drain(request.worker_id, self._now(), request.reason or "it wanted to")
-        return self._decide(cluster, Leave(may_go=not cluster.keeps_the_state(member)))
+        return self._decide(cluster, Leave(may_go=cluster.may_go(member)))
 
     def _may_leave(self, request: ReadLeave, call: Call) -> Leave:
         cluster = self._get(request.job)
         member = cluster.members.known(request.worker_id, request.incarnation)
-        return Leave(may_go=member is None or not cluster.keeps_the_state(member))
+        return Leave(may_go=member is None or cluster.may_go(member))
 
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
@@ -624,6 +624,11 @@ def _runs(facts: list[Fact]) -> Iterator[tuple[Fact, ...]]:
         run.append(fact)
     if run:
         yield tuple(run)
+
+
+def _gone(request: JoinJob) -> RequestRefused:
+    who = f"worker {request.worker.id} of job {request.job}"
+    return RequestRefused("worker_gone", f"{who} counts as dead or has left", "start another")
 
 
 def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:

@@ -74,7 +74,8 @@ class Watch:
                     self.look_for(member, now)
                     self._tell_lost(member, config, now)
             if is_needed:
-                if not steps or worker_id not in late:
+                # Whoever has done its last step may take its time to save what it has.
+                if not steps or member.is_parting or worker_id not in late:
                     # Whoever waits for others has come further than they have, and may get on from when they do.
                     member.progress_at = now
                 elif self._stalls(member, config) and config.evict_stalled:

@@ -238,6 +238,16 @@ def test_a_late_report_of_a_void_step_is_void() -> None:
     assert log.audit(0).complete
 
 
+def test_a_late_report_of_what_was_told_and_became_void_changes_nothing() -> None:
+    """Others of its world told of more steps than count, before the training went back behind them."""
+    log = log_of((1, [Run(0, 0, 0, 1, 8)]))
+    log.rewind(2, 3)
+    before = log.encode()
+    log.report(1, [Run(0, 0, 0, 1, 12)])
+    assert log.encode() == before
+    assert UsageLog.decode(before).audit(0).used == 3
+
+
 def test_of_two_ways_back_the_further_one_counts_for_whoever_was_before_both() -> None:
     log = UsageLog(SAMPLES)
     log.rewind(3, 5)

@@ -697,6 +697,26 @@ class TestADaemonThatIsKilled:
             assert not (await stage.offer("c", dataset=dataset, looked_at=int64(3))).doubted
 
     @virtual
+    async def test_has_who_takes_the_place_of_one_with_a_copy_in_doubt_at_once_look_at_it(self) -> None:
+        """The one who is gone is of the world still that is committed."""
+        dataset = DatasetSpec(1_000, 10, 1)
+        async with a_data_stage() as stage:
+            await stage.come("a", *range(10), min_workers=1)
+            await stage.rescale("a", dataset=dataset)
+            await stage.come("b")
+            await stage.rescale("a", "b", dataset=dataset)
+            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.come("c", *ALL)
+            await stage.spine.bus.ask(EvictWorker(JOB, "a"))
+            await stage.wait(0.2)
+            await stage.stop()
+            attempt = stage.service.clusters[JOB].attempt
+            assert attempt is not None
+            assert set(attempt.target) == {"b", "c"}
+            assert not (await stage.offer("b", dataset=dataset)).doubted
+            assert (await stage.offer("c", dataset=dataset)).doubted == int64(3)
+
+    @virtual
     async def test_before_the_plan_is_kept_begins_anew(self) -> None:
         store = TroubledStore()
         async with a_data_stage(store) as stage:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.attempt import Stage, Stop
-from forged.elastic.members import MARKS_PER_WORLD, PULSE_INTERVAL_S
+from forged.elastic.cluster import Cluster
+from forged.elastic.members import MARKS_PER_WORLD, PULSE_INTERVAL_S, Member
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
@@ -1693,6 +1694,66 @@ def test_who_alone_has_the_state_is_not_done_before_somebody_else_has_it() -> No
     play.beat("a", parting=True)
     assert play.cluster.attempt.target == ("a", "c")
     assert keeps(play, "a")
+
+
+@pytest.mark.parametrize("others", [(), ("q",)], ids=["alone", "with one that dies"])
+def test_who_saves_what_it_alone_has_is_counted_on_when_somebody_comes(others: tuple[str, ...]) -> None:
+    play = formed("p", *others)
+    play.cluster.drain("p", play.now, "the night")
+    play.beat("p", step=500, parting=True)
+    play.die(*others)
+    play.wait(0.2)
+    play.join("j")
+    play.wait(0.2)
+    assert play.cluster.attempt is not None
+    assert play.cluster.attempt.target == ("p", "j")
+    play.beat("p", step=500, parting=True)
+    assert play.agree(500).step == 500
+    assert play.world == ["p", "j"]
+
+
+def test_that_many_go_at_once_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, names = [], [f"w{number}" for number in range(50)]
+    play = formed(*names, max_workers=100)
+    keeps_the_state = Cluster.keeps_the_state
+
+    def counted(cluster: Cluster, member: Member, *, doubting: bool = False) -> bool:
+        asked.append(member.id)
+        return keeps_the_state(cluster, member, doubting=doubting)
+
+    monkeypatch.setattr(Cluster, "keeps_the_state", counted)
+    play.beat(*names, parting=True)
+    for name in names:
+        play.leave(name)
+    assert len(asked) <= 2 * len(names)
+
+
+def test_who_is_put_out_while_it_parts_is_nobody_in_the_next_world() -> None:
+    play = formed("a", "b", "c", rescale_timeout_ms=5_000)
+    play.die("c")
+    play.wait(0.2)
+    play.stop("a", stop=Stop(5, True))
+    play.time += 5.01
+    play.beat("b", parting=True)
+    assert "b" not in play.cluster.members
+    assert play.cluster.there == 1
+
+
+def test_when_one_has_died_nobody_is_relied_upon_who_has_not_shown_that_it_lives() -> None:
+    play = formed("a", "b", "p")
+    play.cluster.drain("p", play.now, "the night")
+    p = play.cluster.members["p"]
+    assert play.cluster.may_go(p)
+    play.die("a")
+    assert not play.cluster.may_go(p)
+    play.wait(0.2)
+    assert not play.cluster.may_go(p), "b may have gone with a"
+    play.stop("b", stop=Stop(5, True))
+    assert play.cluster.may_go(p)
+    play.leave("p")
+    play.wait(0.2)
+    play.agree(5)
+    assert play.world == ["b"]
 
 
 def test_who_does_not_go_after_all_is_counted_on() -> None:

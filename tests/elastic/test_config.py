@@ -43,10 +43,7 @@ WHOLE = {
     "global_batch_size": 1,
 }
 """The whole numbers, and the least that each may be."""
-MOST = dict.fromkeys(WHOLE, WHOLE_NUMBER_MAX) | {
-    "failure_tolerance_percentage": 100,
-    "max_concurrent_transfers": CONCURRENT_TRANSFERS_MAX,
-}
+MOST = dict.fromkeys(WHOLE, WHOLE_NUMBER_MAX) | {"failure_tolerance_percentage": 100}
 FLAGS = ["use_synchronous_rescaling", "use_parallel_data_transfer", "evict_stalled", "scale_batch_with_world"]
 CHOICES = {
     "lr_adaptation_strategy": AdaptationStrategy,
@@ -103,6 +100,12 @@ def test_our_settings_have_their_defaults() -> None:
     assert (config.min_workers_timeout_ms, config.stall_timeout_ms, config.evict_stalled) == (600_000, 60_000, False)
     assert (config.max_concurrent_transfers, config.scale_batch_with_world) == (4, False)
     assert (config.base_world_size, config.base_learning_rate, config.global_batch_size) == (None, None, None)
+
+
+@pytest.mark.parametrize(("count", "is_parallel", "at_once"), [(4, True, 4), (1_000, True, 64), (4, False, 1)])
+def test_so_many_transfers_run_at_once(count: int, is_parallel: bool, at_once: int) -> None:
+    config = ElasticTrainingConfig(max_concurrent_transfers=count, use_parallel_data_transfer=is_parallel)
+    assert config.transfers_at_once == at_once <= CONCURRENT_TRANSFERS_MAX
 
 
 def test_the_defaults_are_valid() -> None:

@@ -117,3 +117,11 @@ def test_who_is_held_up_while_its_pulse_lives_is_told_with_that_and_without_a_de
     look(Watch(out), lost, now=10.5)
     reason = "its connection is gone; its pulse lives (heard 0.2 s ago), so it is held up"
     assert out.facts == [WorkerLost("a", reason, None)]
+
+
+def test_who_has_done_its_last_step_does_not_stall_while_it_saves() -> None:
+    out = Outbox()
+    saves, waits = member("a", marks=2, told_at=60.0), member("b", marks=3, told_at=60.0)
+    saves.is_parting = True
+    assert look(Watch(out), saves, waits, now=60.0, evict=True) == []
+    assert out.facts == []

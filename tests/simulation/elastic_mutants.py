@@ -263,7 +263,7 @@ def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
 @contextmanager
 def keep_nobody_for_the_state() -> Iterator[None]:
     """Who is told to go may go, whoever waits for what only it has."""
-    with patch.object(Cluster, "keeps_the_state", lambda self, member: False):
+    with patch.object(Cluster, "keeps_the_state", lambda self, member, **how: False):
         yield
 
 

@@ -385,6 +385,27 @@ class TestHandingOverTheState:
         assert await crew.over("a") == [None]
         await self._is_continued_by(crew, "c")
 
+    async def test_who_comes_while_the_only_one_saves_something_gets_it(
+        self, house: House, crew: Crew, client: ForgedClient
+    ) -> None:
+        await self._train(crew, client, "a")
+        saves, saved = asyncio.Event(), asyncio.Event()
+
+        async def save(reason: str) -> None:
+            saves.set()
+            await saved.wait()
+
+        crew["a"].worker.leaving.subscribe(save)
+        crew["a"].worker.drain("the night")
+        await saves.wait()
+        cluster = house.daemon.elastic.clusters[JOB]
+        await until(lambda: cluster.members["a"].is_parting)
+        await self._register(crew, client, "b")
+        assert not cluster.members["a"].is_parting
+        saved.set()
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "b")
+
     async def test_who_was_to_stay_may_die_while_the_other_saves_something(
         self, crew: Crew, client: ForgedClient
     ) -> None:
