@@ -292,7 +292,7 @@ class Cluster:
             self._outsiders.pop(member.id, None)
 
     def _count_anew(self) -> None:
-        """Whoever was to stay may be gone since somebody parted, or somebody have come to whom it can give the state."""
+        """Who was to stay may be gone since somebody parted, or somebody be here now who can take the state from it."""
         world = (self.members.known(name, incarnation) for name, incarnation in self.world.items())
         for parting in [member for member in world if member is not None and member.is_parting]:
             # What keeps one of them keeps those who follow it, or it alone: many may be told to go at once.

@@ -145,27 +145,34 @@ class Departure:
         return QUESTION_INTERVAL_S * (0.5 + self._random())
 
     async def _wait(self, settings: Callable[[], ElasticTrainingConfig]) -> None:
-        """Let the waiting have an end."""
+        """Let the waiting have an end; who is here still when somebody comes after all waits for that one."""
         alone_s = 0.0
         while True:
-            config = settings()
-            if _lasts(alone_s, config.reconnect_grace_s) or _lasts(self._unwanted_s, config.leave_timeout_s):
-                break
+            self._why = self._lack(alone_s, settings())
+            if bool(self._why) != self.is_overdue:
+                self._turn_overdue()
             await anyio.sleep(LOOK_INTERVAL_S)
             # A daemon that cannot write has nobody come either.
             alone_s = 0.0 if self._ties.has_daemon() and self._is_announced else alone_s + LOOK_INTERVAL_S
             is_wanted = self._ties.has_given() or self._ties.is_waited_for()
             self._unwanted_s = 0.0 if is_wanted else self._unwanted_s + LOOK_INTERVAL_S
+
+    def _lack(self, alone_s: float, config: ElasticTrainingConfig) -> str:
+        """What it has waited for in vain, for as long as it may; empty if for nothing."""
         if _lasts(alone_s, config.reconnect_grace_s):
             lack = "the daemon took nothing down" if self._ties.has_daemon() else "there was no daemon"
-            self._why = f"{lack} for {config.reconnect_grace_s:g} s"
-        else:
-            self._why = f"nobody came for what it holds for {config.leave_timeout_s:g} s"
-        self.is_overdue = True
-        self._answered.set()
-        if self._is_needed():
-            self._log.warning("goes with what others may need", why=self._why)
-        self._wake()
+            return f"{lack} for {config.reconnect_grace_s:g} s"
+        if _lasts(self._unwanted_s, config.leave_timeout_s):
+            return f"nobody came for what it holds for {config.leave_timeout_s:g} s"
+        return ""
+
+    def _turn_overdue(self) -> None:
+        self.is_overdue = not self.is_overdue
+        if self.is_overdue:
+            self._answered.set()
+            if self._is_needed():
+                self._log.warning("goes with what others may need", why=self._why)
+            self._wake()
 
 
 def _lasts(seconds: float, limit_s: float) -> bool:

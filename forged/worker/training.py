@@ -114,7 +114,7 @@ class Training:
         while isinstance(coming := self._run(self.worker.come_to_step, total), Parting):
             # In the script's own thread, where blocking calls do not keep the worker from answering.
             self.worker.leaving.fire(coming.reason)
-            if self._run(self.worker.part, coming):
+            if self._run(self.worker.part):
                 return None
         return coming
 

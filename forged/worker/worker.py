@@ -633,15 +633,15 @@ class ElasticWorker:
         """Wait until a step may begin; returns its number, or None when there are no more."""
         while isinstance(coming := await self.come_to_step(total), Parting):
             await self.leaving.fire_and_wait(coming.reason)
-            if await self.part(coming):
+            if await self.part():
                 return None
         return coming
 
-    async def part(self, parting: Parting) -> bool:
+    async def part(self) -> bool:
         """Leave, now that the subscribers of `leaving` are told; false where that took long and others need it now."""
         self._is_parting = await self._departure.is_sure()
         if self._is_parting:
-            await self.leave(parting.reason)
+            await self.leave(self._departure.reason)
         return self._is_parting
 
     async def come_to_step(self, total: int | None = None) -> int | Parting | None:
@@ -718,13 +718,17 @@ class ElasticWorker:
         return Ties(
             holds_state=lambda: self._is_in_the_world and self.step > 0,
             holds_data=self._holds_data,
-            is_waited_for=lambda: self._presence.is_stepping and self._standing.stop_wanted > 0,
+            is_waited_for=self._is_waited_for,
             has_given=lambda: self._mesh is not None and self._mesh.has_given(),
             is_in_trouble=lambda: self._presence.is_in_trouble,
             has_daemon=lambda: self._client is not None and self._client.connected,
             announce=self._announce_leave,
             ask=self._ask_to_leave,
         )
+
+    def _is_waited_for(self) -> bool:
+        """Whether others want it to stop, and it is in a long step, or still saves something before it goes."""
+        return (self._presence.is_stepping or self._is_parting) and self._standing.stop_wanted > 0
 
     @property
     def _is_in_the_world(self) -> bool:

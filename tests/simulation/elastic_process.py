@@ -35,6 +35,8 @@ from tests.simulation.stage import ENDPOINT
 REPORT_S_MAX = 60.0
 MUTE_S = 300.0
 """For how long somebody hangs who registers and never becomes ready."""
+SAVING_S = (0.0, 0.0, 0.5, 8.0)
+"""For how long who is to go may save something before it does."""
 ENDS_IN_ORDER = frozenset(
     {"worker_evicted", "job_aborted", "job_completed", "worker_exists", "job_over", "worker_undecided"}
 )
@@ -199,9 +201,14 @@ class Process:
             sampler=None if data is None else data.sampler(),
         )
         self.worker.state_synchronized.subscribe(self._enter)
+        self.worker.leaving.subscribe(self._save)
         self.trainee = Trainee(job.name, name, host, self.worker.incarnation)
         if self.disk is not None and given is not None:
             world.oracle.data.moves_in(self.trainee, self.disk, given.weight)
+
+    async def _save(self, reason: str) -> None:
+        """Some take their time before they go."""
+        await anyio.sleep(Random(self.worker.incarnation).choice(SAVING_S))
 
     @property
     def alive(self) -> bool:

@@ -131,6 +131,21 @@ async def test_who_is_kept_for_the_state_asks_again_and_again() -> None:
 
 
 @virtual
+async def test_who_waits_for_nobody_any_more_and_is_here_when_somebody_comes_stays() -> None:
+    scene = Scene()
+    scene.config = ElasticTrainingConfig(leave_timeout_ms=500)
+    scene.holds_data, scene.holds_state = False, True
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        assert scene.departure.is_due
+        assert scene.departure.reason == "the spot price; nobody came for what it holds for 0.5 s"
+        scene.is_waited_for = True
+        await anyio.sleep(1)
+        assert not await scene.departure.is_sure()
+        assert scene.departure.reason == "the spot price"
+
+
+@virtual
 async def test_who_may_go_and_is_needed_after_all_stays() -> None:
     scene = Scene()
     scene.holds_data, scene.holds_state, scene.answers = False, True, [True, False]
