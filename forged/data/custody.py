@@ -145,11 +145,6 @@ class Custody:
         """Whether a worker is one of those who hold the data of the committed world."""
         return worker in self.assignment.workers
 
-    def _known(self) -> set[str]:
-        """Who holds the data, or is about to."""
-        members = () if self.gathering is None else self.gathering.members
-        return {worker.id for worker in (*self.assignment.workers, *members)}
-
     def is_news_that_full(self, worker: WorkerId) -> bool:
         """A worker cannot keep any more than it has. Whether it is to get nothing new for that, as is news.
 
@@ -362,7 +357,8 @@ class Custody:
         """
         if self.doubts.add(source, shard):
             return 0
-        forgotten = self.doubts.forget_all_but(self._known())
+        members = () if self.gathering is None else self.gathering.members
+        forgotten = self.doubts.forget_all_but({worker.id for worker in (*self.assignment.workers, *members)})
         return forgotten if self.doubts.add(source, shard) else forgotten + 1
 
     def require_shards(self, number: int, named: Sequence[int]) -> None:

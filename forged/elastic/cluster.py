@@ -482,9 +482,10 @@ class Cluster:
         if self.over or any(member.leaving is None for member in self._present()):
             return
         self._count_anew()
-        first, joining = next(self._present(), None), self.joining()
+        first = next(self._present(), None)
         if first is None:
             return
+        joining = self.joining()
         is_under_way = self.attempt is not None and set(joining) <= set(self.attempt.target)
         if joining and not is_under_way:
             self._want(f"{first.id} is to go: {first.leaving}", now)

@@ -626,6 +626,15 @@ class TestProgress:
             assert await refused(stage.crew["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))) == "attempt_over"
 
 
+async def doubted_by_b(stage: DataStage, dataset: DatasetSpec, **settings: Any) -> None:
+    """Have two in a world, of whom one says that the other's copy of shard 3 is bad."""
+    await stage.come("a", *range(10), min_workers=1, **settings)
+    await stage.rescale("a", dataset=dataset)
+    await stage.come("b")
+    await stage.rescale("a", "b", dataset=dataset)
+    await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+
+
 class TestADaemonThatIsKilled:
     async def _again(self, store: TroubledStore) -> TroubledStore:
         return TroubledStore(store.memory)
@@ -659,11 +668,7 @@ class TestADaemonThatIsKilled:
         dataset = DatasetSpec(1_000, 10, 1)
         store = TroubledStore()
         async with a_data_stage(store) as stage:
-            await stage.come("a", *range(10), min_workers=1)
-            await stage.rescale("a", dataset=dataset)
-            await stage.come("b")
-            await stage.rescale("a", "b", dataset=dataset)
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await doubted_by_b(stage, dataset)
             await stage.spine.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.1)
             await stage.rescale("b", dataset=dataset)
@@ -680,11 +685,7 @@ class TestADaemonThatIsKilled:
         """Nobody stops for it: it does not train yet."""
         dataset = DatasetSpec(1_000, 10, 1)
         async with a_data_stage() as stage:
-            await stage.come("a", *range(10), min_workers=1, use_synchronous_rescaling=stops)
-            await stage.rescale("a", dataset=dataset)
-            await stage.come("b")
-            await stage.rescale("a", "b", dataset=dataset)
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await doubted_by_b(stage, dataset, use_synchronous_rescaling=stops)
             await stage.spine.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.1)
             await stage.rescale("b", dataset=dataset)
@@ -701,11 +702,7 @@ class TestADaemonThatIsKilled:
         """The one who is gone is of the world still that is committed."""
         dataset = DatasetSpec(1_000, 10, 1)
         async with a_data_stage() as stage:
-            await stage.come("a", *range(10), min_workers=1)
-            await stage.rescale("a", dataset=dataset)
-            await stage.come("b")
-            await stage.rescale("a", "b", dataset=dataset)
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await doubted_by_b(stage, dataset)
             await stage.come("c", *ALL)
             await stage.spine.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.2)

@@ -101,6 +101,7 @@ class Nursery:
             with read, said, log.open("ab") as complaints:
                 socket.send_fds(self._orders, [order], [read.fileno(), said.fileno(), complaints.fileno()])
             pid = await self._born.get()
+            assert pid, "the warm process is gone, and says above why"
         _, stdin = await asyncio.open_connection(sock=ours)
         stdout, saying = await asyncio.open_connection(sock=heard)
         child = self._children[pid] = Child(pid, stdin, stdout, _saying=saying)
@@ -117,6 +118,11 @@ class Nursery:
                 child.end(told["code"])
             else:
                 self._told[told["ended"]] = told["code"]
+        # The warm process has ended, as it was told to or before: nobody waits for what it does not say any more.
+        self._born.put_nowait(0)
+        for child in self._children.values():
+            if child.returncode is None:
+                child.end(-signal.SIGKILL)
 
 
 def serve(orders: socket.socket) -> dict[str, Any] | None:
