@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -110,14 +111,15 @@ class Nursery:
         return child
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
-        async for line in reader:
-            told: dict[str, Any] = json.loads(line)
-            if "born" in told:
-                self._born.put_nowait(told["born"])
-            elif (child := self._children.get(told["ended"])) is not None and child.returncode is None:
-                child.end(told["code"])
-            else:
-                self._told[told["ended"]] = told["code"]
+        with suppress(ConnectionError):
+            async for line in reader:
+                told: dict[str, Any] = json.loads(line)
+                if "born" in told:
+                    self._born.put_nowait(told["born"])
+                elif (child := self._children.get(told["ended"])) is not None and child.returncode is None:
+                    child.end(told["code"])
+                else:
+                    self._told[told["ended"]] = told["code"]
         # The warm process has ended, as it was told to or before: nobody waits for what it does not say any more.
         self._born.put_nowait(0)
         for child in self._children.values():
