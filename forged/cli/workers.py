@@ -404,6 +404,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         " {in_background}",
         ", with {added}",
         ", without {removed}",
+        " (but with {leaving} until it holds)",
         ": {reason}",
     ),
     "RescaleSynchronising": (

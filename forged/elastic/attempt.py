@@ -1,10 +1,12 @@
 """One attempt at agreeing on a new world.
 
 Law: an attempt has a fixed set of members, and every one of them has to answer: first that it has stopped and where,
-then, if its state is another one, that it has the source's. What anybody has committed is not taken back, so the source
-is at the highest committed step. A step that some have finished and nobody has committed counts only if nobody is left
-who has not finished it; otherwise it is done again, by those too who had finished. An attempt for which nobody stops
-waits for one answer alone, of those who hold training data: that they hold what they will have to.
+then, if its state is another one and it is to stay, that it has the source's. Who is to go answers like the others, and
+may be the source: what it has is taken over, where it is needed, before the world without it holds. What anybody has
+committed is not taken back, so the source is at the highest committed step. A step that some have finished and nobody
+has committed counts only if nobody is left who has not finished it; otherwise it is done again, by those too who had
+finished. An attempt for which nobody stops waits for one answer alone, of those who hold training data: that they hold
+what they will have to.
 """
 
 from __future__ import annotations
@@ -58,11 +60,13 @@ class Attempt:
     number: int
     type: RescaleType
     target: tuple[str, ...]
-    """The ids of the members in the order of the ranks that they will have."""
+    """The ids of those who are to be in it, in the order of the ranks that they will have."""
     added: tuple[str, ...]
     removed: tuple[str, ...]
     reason: str
     began_at: float
+    leavers: tuple[str, ...] = ()
+    """Who of the world before is to go, and so takes part until another holds: what it has, nobody else may have."""
     heard_at: float = 0.0
     """When one of those that are waited for made some progress last."""
     stage: Stage = Stage.PAUSING
@@ -84,12 +88,17 @@ class Attempt:
     """Who does not have the source's state yet, or its training data."""
     started_id: int = 0
     """The id of the fact that it was begun."""
+    members: tuple[str, ...] = field(init=False)
+    """Who has to answer: those to come in the order of ranks, then those to go."""
+
+    def __post_init__(self) -> None:
+        self.members = self.target + self.leavers
 
     @property
     def waiting_for(self) -> list[str]:
-        """Who has not answered, in the order of ranks."""
-        missing = set(self.target) - self.stops.keys() if self.stage is Stage.PAUSING else self.behind
-        return [worker for worker in self.target if worker in missing]
+        """Who has not answered, in their order."""
+        missing = set(self.members) - self.stops.keys() if self.stage is Stage.PAUSING else self.behind
+        return [worker for worker in self.members if worker in missing]
 
     @property
     def in_background(self) -> bool:
@@ -99,7 +108,7 @@ class Attempt:
     @property
     def stopped(self) -> bool:
         """Whether all have stopped."""
-        return len(self.stops) == len(self.target)
+        return len(self.stops) == len(self.members)
 
     def receive(self, worker_id: str, received: tuple[int, int]) -> bool:
         """So much has come to a worker; tells whether that is more than before."""
@@ -112,22 +121,22 @@ class Attempt:
 
     def settle(self, with_data: Collection[str] = ()) -> None:
         """Choose the source, now that all have stopped. Those `with_data` have to see to that, too."""
-        self.source = choose_source(self.target, self.stops, frozenset(self.added))
+        self.source = choose_source(self.members, self.stops, frozenset(self.added))
         self.step = self.stops[self.source].position
-        self.takers = frozenset(_behind(self.stops, self.source))
+        self.takers = frozenset(_behind(self.stops, self.source)).difference(self.leavers)
         self.behind = {*self.takers, *with_data}
         self.stage = Stage.SYNCHRONISING
 
 
-def choose_source(target: tuple[str, ...], stops: Mapping[str, Stop], added: Collection[str] = ()) -> str:
+def choose_source(members: tuple[str, ...], stops: Mapping[str, Stop], added: Collection[str] = ()) -> str:
     """Whose state the others take. Where nobody has one yet, it is what the one begins with who is furthest.
 
     What `added` workers bring along counts only where nobody is left of the world before.
     """
-    holders = [worker for worker in target if stops[worker].holds_state]
+    holders = [worker for worker in members if stops[worker].holds_state]
     if not holders:
         # Scripts may have brought something back; `max` keeps the lowest rank of several.
-        return max(target, key=lambda worker: stops[worker].position)
+        return max(members, key=lambda worker: stops[worker].position)
     holders = [worker for worker in holders if worker not in added] or holders
     committed = max(stops[worker].step for worker in holders)
     exact = (worker for worker in holders if stops[worker].position == committed)

@@ -9,7 +9,7 @@ enough to go on after a crash; the rest comes back as evidence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 from forged.elastic.attempt import Attempt, Stage, Stop, brought_along
@@ -105,17 +105,17 @@ class Cluster:
         self._resumed_at = -NEVER
         """Since when this daemon has the job."""
         self._outsiders: dict[str, Member] = {}
-        """The members that are not in the world, or have done their last step in it, the first to come first."""
+        """The members that are not in the world, the first to come first."""
+        self._leavers: dict[str, Member] = {}
+        """Those of the world that are to go, the first to be told first."""
+        self._retained: dict[str, Member] = {}
+        """Who has gone out of the world before with its state, while not all of this one are known to have that."""
         self._complaints = Complaints()
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
         """Those of the reasons that only tell of what some other one explains."""
-        self._complainers: set[str] = set()
-        """Who of the world has said that it cannot go on in it, and so lives."""
         self._must_stop = False
         """Whether all stop for the next world, whatever the settings say: this one cannot go on, or is not to."""
-        self._somebody_died = False
-        """Whether one of the world has failed since it was committed."""
 
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
         """Go by these settings from now on; the workers do so when they have heard of them."""
@@ -147,7 +147,7 @@ class Cluster:
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
         self._must_stop = bool(self.why)
         self._resumed_at = now.monotonic
-        self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
+        self._sort_members()
         if self.why and self.phase is Phase.RUNNING:
             self._hole_at = now.monotonic
         if self.phase is Phase.WAITING:
@@ -191,7 +191,6 @@ class Cluster:
         self.out.cluster = self.out.cluster or not self.known
         self._put_member(newcomer)
         self.out.say(WorkerJoined(newcomer.worker))
-        self._hand_over(now)
         self._consider(now)
 
     def leave(self, worker_id: str, incarnation: bytes, now: Moment, *, reason: str, done: bool, step: int) -> None:
@@ -268,37 +267,7 @@ class Cluster:
         if member is not None:
             member.beat(now.monotonic, every_s, self.config)
             self._progress(member, step, now, marks)
-            if parting and not (member.is_parting or self.over):
-                self._part(member, now)
-            elif member.is_parting and not parting:
-                self._count_on(member)
-
-    def _part(self, member: Member, now: Moment) -> None:
-        """It has done its last step, and may take its time to save what it has: the next world is without it, unless
-        it has to stay."""
-        self.drain(member.id, now, "it wanted to")
-        if self.members.get(member.id) is not member or self.keeps_the_state(member):
-            return
-        member.is_parting = True
-        self._outsiders[member.id] = member
-        if self.attempt is not None and self._is_needed(member):
-            self._hole(f"{member.id} is on its way out: {member.leaving}", now)
-        self._consider(now)
-
-    def _count_on(self, member: Member) -> None:
-        """It is not on its way out any more, or must not be."""
-        member.is_parting = False
-        if self.holds(member):
-            self._outsiders.pop(member.id, None)
-
-    def _count_anew(self) -> None:
-        """Who was to stay may be gone since somebody parted, or somebody be here now who can take the state from it."""
-        world = (self.members.known(name, incarnation) for name, incarnation in self.world.items())
-        for parting in [member for member in world if member is not None and member.is_parting]:
-            # What keeps one of them keeps those who follow it, or it alone: many may be told to go at once.
-            if not self.keeps_the_state(parting):
-                return
-            self._count_on(parting)
+            member.is_parting = parting
 
     def pulse(
         self,
@@ -386,15 +355,13 @@ class Cluster:
         """Who is in the attempt, for one of its members."""
         number = 0 if self.attempt is None else self.attempt.number
         attempt, asking = self._answering(worker_id, incarnation, number)
-        there = [self.members[worker] for worker in attempt.target if worker in self.members]
+        there = (self.members[worker] for worker in attempt.members if worker in self.members)
         members = [member for member in there if member.with_data]
-        staying = [member.worker for member in members if member.leaving is None]
-        leaving = [member.worker for member in members if member.leaving is not None]
-        target = staying or leaving
+        leaving = tuple(member.worker for member in members if member.is_expected_to_go)
         return AttemptMembers(
             attempt.number,
-            tuple(target),
-            tuple(leaving),
+            tuple(member.worker for member in members if not member.is_expected_to_go) or leaving,
+            leaving,
             self.settings,
             attempt.in_background,
             self.generation,
@@ -426,7 +393,6 @@ class Cluster:
         if not self._complain(member, peer, now) and self.trains:
             trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
             self._troubles.add(trouble)
-            self._complainers.add(worker_id)
             self._must_stop = True
             # If its host is gone, the daemon's own connection tells so in a moment; asking it now would hide that.
             self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.holds(other) else 0.0)
@@ -447,14 +413,14 @@ class Cluster:
 
     def _alone_has_the_state(self, member: Member) -> bool:
         """Whether the state may be gone with it: such a one is given its whole grace, whatever others say of it."""
-        return self.state_holders & self._staying() == {member.id}
+        return self.state_holders & self._present_ids() == {member.id}
 
     def _settle_quarrel(self, now: Moment) -> None:
         """Part those who will not work together in any world."""
         worlds = self._complaints.worlds
         rank_of = list(self.world).index
         worst = self._complaints.worst(rank_of) if worlds >= QUARRELS_MAX else None
-        if worst is not None and not (self.state_holders & self._staying()) - {worst}:
+        if worst is not None and not (self.state_holders & self._present_ids()) - {worst}:
             # Nobody else is known to have the state: of those who may not, the worst goes.
             worst = self._complaints.worst(rank_of, self.world.keys() - self.state_holders) or worst
         if worst is not None:
@@ -470,66 +436,25 @@ class Cluster:
             member.leaving, member.leaving_at = in_words(reason, WISH), now.monotonic
             self._put_member(member)
             self.out.say(WorkerDraining(worker_id, member.leaving))
-            if member.with_data and self._is_needed(member) and not self.over:
-                # Its shards have to go to others before it goes.
-                self._want(f"{worker_id} is to go: {member.leaving}", now)
-            self._hand_over(now)
+            if self.holds(member):
+                self._leavers[worker_id] = member
+            elif self._is_needed(member):
+                # It was about to be taken in.
+                self._wanted_at = now.monotonic + self.config.failure_window_s
             self._consider(now)
 
-    def _hand_over(self, now: Moment) -> None:
-        """Where all of the world are to go, have those who wait to be taken in take over what they have, in time."""
-        # Asked whenever somebody joins: where one of the world stays, as nearly always, that is all that is looked at.
-        if self.over or any(member.leaving is None for member in self._present()):
-            return
-        self._count_anew()
-        first = next(self._present(), None)
-        if first is None:
-            return
-        joining = self.joining()
-        is_under_way = self.attempt is not None and set(joining) <= set(self.attempt.target)
-        if joining and not is_under_way:
-            self._want(f"{first.id} is to go: {first.leaving}", now)
-
-    def _want(self, why: str, now: Moment) -> None:
-        """Somebody has a reason not to wait for others."""
-        self._wanted_at = now.monotonic
-        self._because(why)
-
     def may_go(self, member: Member) -> bool:
-        """Whether it may take what it has along. When one has died, others may have who have not shown that they live:
-        a host, or what feeds a row of them, goes with all that is on it."""
-        return not self.keeps_the_state(member, doubting=self._somebody_died)
-
-    def keeps_the_state(self, member: Member, *, doubting: bool = False) -> bool:
-        """Whether nobody else who stays is known to have the state, and somebody could take it from this member."""
-        if self.over or not self.holds(member):
+        """Whether one that is to go may do so now: it is in no world any more, or is of no use to the next one."""
+        if self.over or not (self.holds(member) or member.id in self._retained):
+            return True
+        if self.attempt is not None or member.id in self._retained or not self._needs_leavers:
             return False
-        # Many may ask this that were told to go at once: nothing here looks at one of the world after the other.
-        there = self.members.keys() - self._outsiders.keys()
-        others = {name for name, one in self.members.items() if one.leaving is None and not is_lost(one)} - {member.id}
-        holders = (self.state_holders or self.world.keys()) & there
-        # Others may take from it who are on the way back to this daemon; that they have what it has, nobody knows yet.
-        relied_upon = (holders & others) - self._unaccounted(doubting=doubting)
-        if not others or any(self._is_here(name) for name in relied_upon):
-            return False
-        # In a full world, one of those who are to go waits for the others to make room.
-        first = next((name for name in self.world if name in holders and self._is_here(name)), member.id)
-        has_room = self.there < self.config.max_workers or (self.there > 1 and member.id == first)
-        return has_room or not others.isdisjoint(there)
-
-    def _is_here(self, name: str) -> bool:
-        """Whether a member has a connection, so that its state is there to be had."""
-        return self.members[name].connected
-
-    def _unaccounted(self, *, doubting: bool) -> set[str]:
-        """Who of a world that is in trouble has not shown since that it lives: that one of them died may not be known.
-
-        Where too few are left for another world, nobody is asked to show it.
-        """
-        if not (self._must_stop or doubting) or (self._hole_at is None and self.attempt is None):
-            return set()
-        answered = self.attempt.stops if self.attempt is not None else {}
-        return self.world.keys() - answered.keys() - self._complainers
+        if self.remaining == 0 and next(self.waiting(), None) is None:
+            return True
+        # Too few are there by now. What it alone has is kept for when there are more.
+        staying = (other for other in self._present() if other.leaving is None)
+        state_is_kept = any(one.connected and one.id in self.state_holders for one in staying)
+        return state_is_kept and (member.is_expected_to_go or not member.with_data)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
@@ -565,7 +490,8 @@ class Cluster:
         if not self.members:
             raise RequestRefused("workers_none", f"job {self.job} has no workers", "start some")
         self._must_stop |= stops
-        self._want(in_words(reason, WISH), now)
+        self._wanted_at = now.monotonic
+        self._because(in_words(reason, WISH))
         self._consider(now)
 
     # Time.
@@ -638,10 +564,10 @@ class Cluster:
             return
         if self.rescale_at() > now.monotonic:
             return
-        self._count_anew()
         staying, joining = self._staying(), self.joining()
-        if len(staying) + len(joining) < self.config.min_workers:
-            self._wait(len(staying) + len(joining), now)
+        size = self._size_with(joining)
+        if size < self.config.min_workers:
+            self._wait(size, now)
         else:
             self._begin(staying, joining, now)
 
@@ -652,48 +578,88 @@ class Cluster:
         if self._wanted_at is not None:
             return self._wanted_at
         if self.attempt is not None:
-            return NEVER
+            return self._relief_at()
         if self.phase is Phase.RESCALING:
             # A daemon died over an attempt. It starts again when all are back, or have failed.
             is_whole = all(member.connected for member in self.members.values())
             return -NEVER if is_whole else self._resumed_at + self.config.reconnect_grace_s
-        return self.growth_at()
+        return min(self.growth_at(), self._relief_at())
 
     def growth_at(self) -> float:
         """When those who wait are taken in."""
         if self.phase is not Phase.WAITING and next(self.waiting(), None) is None:
             return NEVER
-        there, joining = self.there, self.joining()
-        if there + len(joining) < self.config.min_workers:
+        joining = self.joining()
+        size = self._size_with(joining)
+        if size < self.config.min_workers:
             return NEVER
         if self.phase is Phase.WAITING:
             return -NEVER
         if not joining:
             return NEVER
-        if there + len(joining) >= self.config.max_workers:
+        if size >= self.config.max_workers:
             return -NEVER
         # Since when nobody has joined any more.
         return max(self.members[worker].seen_at for worker in joining) + self.config.stability_window_s
 
-    def _staying(self) -> set[str]:
-        """Who is in the world and can be in the next one."""
-        return {member.id for member in self._present()}
+    def _relief_at(self) -> float:
+        """When a world is formed because somebody is to go. Others may be told so in the window."""
+        first = self._to_be_relieved()
+        return NEVER if first is None else first.leaving_at + self.config.failure_window_s
+
+    def _to_be_relieved(self) -> Member | None:
+        """The first of those who are to go, if there can be a world without it.
+
+        Where there are too few, it is one for which there can be a world in which others take over what it has.
+        """
+        if not self._leavers:
+            return None
+        if not self._needs_leavers:
+            relieved = () if self.attempt is None else self.attempt.leavers
+            return next((member for name, member in self._leavers.items() if name not in relieved), None)
+        news = (member for member in self._leavers.values() if not member.is_expected_to_go)
+        if self.remaining:
+            return next((member for member in news if member.with_data), None)
+        joining = self.joining()
+        return next(news, None) if self._size_with(joining) >= self.config.min_workers else None
 
     def _present(self) -> Iterator[Member]:
-        """Those members themselves, in the order of their ranks."""
+        """Who of the world is there, in the order of their ranks."""
         for name, incarnation in self.world.items():
             member = self.members.known(name, incarnation)
-            if member is not None and not member.is_parting:
+            if member is not None:
                 yield member
 
-    def staying(self) -> list[str]:
-        """Who of them is not to go."""
-        return [name for name in self._staying() if self.members[name].leaving is None]
+    def _present_ids(self) -> set[str]:
+        return {member.id for member in self._present()}
+
+    def _staying(self) -> set[str]:
+        """Who of them is in the next world."""
+        needs_leavers = self._needs_leavers
+        return {member.id for member in self._present() if member.leaving is None or needs_leavers}
 
     @property
     def there(self) -> int:
-        """How many they are."""
+        """How many of the world are there."""
         return len(self.members) - len(self._outsiders)
+
+    @property
+    def remaining(self) -> int:
+        """How many of them are not to go."""
+        return self.there - len(self._leavers)
+
+    @property
+    def _needs_leavers(self) -> bool:
+        """Whether there are too few for a world but for those who are to go."""
+        if not self._leavers:
+            return False
+        room, missing = self.config.max_workers - self.remaining, self.config.min_workers - self.remaining
+        return sum(1 for _ in islice(self.waiting(), max(0, min(room, missing)))) < missing
+
+    @property
+    def _counted(self) -> int:
+        """How many of the world are in the next one."""
+        return self.there if self._needs_leavers else self.remaining
 
     def waiting(self) -> Iterator[Member]:
         """Who wants to be in the next world, the first to come first."""
@@ -701,21 +667,30 @@ class Cluster:
             if member.lost_at is None and member.leaving is None:
                 yield member
 
+    def _size_with(self, joining: Collection[str]) -> int:
+        """How large the next world is, with these. Nobody needs one of those alone who are to go."""
+        return self._counted + len(joining) if self.remaining or joining else 0
+
     def joining(self) -> list[str]:
         """Who of them finds room."""
-        room = self.config.max_workers - self.there
+        room = self.config.max_workers - self._counted
         return [member.id for member in islice(self.waiting(), max(0, room))]
 
     def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
         """Start an attempt."""
-        if self.world and not staying:
+        present = {member.id: member for member in self._present()}
+        if not self.state_holders & present.keys():
+            present |= self._retained
+        if self.world and not present:
             self._because(
                 f"nobody of world {self.generation} is left, so what the first of the others has is the state"
             )
-        elif self.world and not (self.config.use_synchronous_rescaling or self.state_holders & staying):
+        elif self.world and not (self.config.use_synchronous_rescaling or self.state_holders & present.keys()):
             # Others may have come into this world and never have met who had the state.
             self._because(f"nobody who is left of world {self.generation} is known to have the state")
-        reason = "; ".join([*self.why, *joined(joining)]) or self.reason
+        leavers = tuple(name for name in present if name not in staying)
+        going = (_is_to_go(present[name]) for name in leavers[:REASONS_MAX])
+        reason = "; ".join(dict.fromkeys([*self.why, *going, *joined(joining)])) or self.reason
         goes_on = self._can_go_on(staying)
         if self.attempt is not None:
             self.out.say(RescaleAborted(self.attempt.number, reason))
@@ -723,13 +698,14 @@ class Cluster:
         self._go_on(cause, reason)
         target = assign_ranks(list(self.world), staying, joining)
         removed = tuple(worker for worker in self.world if worker not in staying)
-        with_data = self._with_data(target)
+        with_data = self._with_data((*target, *leavers))
         in_background = bool(with_data) and goes_on
         self.attempts += 1
-        self.attempt = Attempt(
+        attempt = self.attempt = Attempt(
             number=self.attempts,
             type=_type(len(self.world), len(target)),
             target=target,
+            leavers=leavers,
             added=tuple(joining),
             removed=removed,
             reason=reason,
@@ -739,18 +715,30 @@ class Cluster:
             behind=set(with_data) if in_background else set(),
         )
         self._hole_at = self._wanted_at = self._waiting_at = None
-        attempt = self.attempt
-        added = list(attempt.added)
+        self._expect_leavers()
         self.out.say(
-            RescaleStarted(attempt.number, attempt.type, len(target), added, list(removed), reason, in_background)
+            RescaleStarted(
+                attempt=attempt.number,
+                type=attempt.type,
+                world_size=len(target),
+                added=list(attempt.added),
+                removed=list(removed),
+                reason=reason,
+                in_background=in_background,
+                leaving=list(leavers),
+            )
         )
         # Where nobody is known to train all say with which step, rate and batch they begin: that may be anew.
         if self.state_holders & staying and not (self.config.use_synchronous_rescaling or with_data):
             self._commit(attempt, now)
 
+    def _expect_leavers(self, *, to_go: bool = True) -> None:
+        for member in self._leavers.values():
+            member.is_expected_to_go = to_go
+
     def _can_go_on(self, staying: set[str]) -> bool:
-        """Whether the world may train, as it is, until another one holds."""
-        is_whole = bool(staying) and len(staying) == len(self.world)
+        """Whether the world may train, as it is, until another one holds, where somebody has its state."""
+        is_whole = bool(self.state_holders & staying) and self.there == len(self.world)
         return is_whole and self.trains and not (self._must_stop or self.config.use_synchronous_rescaling)
 
     def _with_data(self, target: Iterable[str]) -> list[str]:
@@ -759,7 +747,7 @@ class Cluster:
 
     def _synchronise(self, attempt: Attempt, now: Moment) -> None:
         """All have stopped: settle whose state holds."""
-        attempt.settle(self._with_data(attempt.target))
+        attempt.settle(self._with_data(attempt.members))
         if not attempt.behind:
             self._commit(attempt, now)
             return
@@ -784,8 +772,13 @@ class Cluster:
         self.topology = topology
         self.world = {member.id: member.incarnation for member in members}
         there = attempt.target if attempt.source else self.state_holders.difference(attempt.removed)
-        self.state_holders = frozenset(there)
-        self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
+        had_it, self.state_holders = self.state_holders, frozenset(there)
+        if self.state_holders.issuperset(attempt.target):
+            self._retained.clear()
+        else:
+            gone = (self.members.get(name) for name in had_it.difference(attempt.target))
+            self._retained |= {member.id: member for member in gone if member is not None}
+        self._sort_members()
         known_step = self.state.current_step
         if attempt.source:
             self.state = state_at(self.state, attempt.stops[attempt.source], now.wall)
@@ -804,9 +797,8 @@ class Cluster:
             self._complaints.clear()
         reason = "; ".join([attempt.reason, *self._beginning(attempt, known_step)])
         self.attempt, self.why = None, []
-        self._must_stop = self._somebody_died = False
+        self._must_stop = False
         self._troubles.clear()
-        self._complainers.clear()
         for member in members:
             self.watch.recovered(member, self.state.current_step)
             member.step, member.progress_at = self.state.current_step, now.monotonic
@@ -873,7 +865,7 @@ class Cluster:
             if member is source or member.is_mute(since) or not {member.id, source.id} <= self.state_holders:
                 continue
             pair = member.id, source.id
-            if self._complaints.between(*pair) and self._complaints.worst(attempt.target.index, pair) == source.id:
+            if self._complaints.between(*pair) and self._complaints.worst(attempt.members.index, pair) == source.id:
                 return member.id
         return ""
 
@@ -904,6 +896,7 @@ class Cluster:
         if self.attempt is not None:
             self.out.say(RescaleAborted(self.attempt.number, "too few workers are left"))
             self.attempt = None
+        self._expect_leavers(to_go=False)
         if self.phase is not Phase.WAITING:
             self._go_on(Cause.TOO_FEW, too_few(there, self.config.min_workers))
             self.out.say(JobWaiting(there, self.config.min_workers))
@@ -935,7 +928,6 @@ class Cluster:
     def _fail(self, member: Member, reason: str, now: Moment, *, is_wanted: bool = False) -> None:
         rank = self.topology.rank_of(member.worker) if self.holds(member) else -1
         self._drop(member)
-        self._somebody_died |= rank >= 0 and not is_wanted
         self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
@@ -949,7 +941,7 @@ class Cluster:
 
     def _is_needed(self, member: Member) -> bool:
         """Whether the world, or the attempt at one, cannot go on without it."""
-        return self.holds(member) if self.attempt is None else member.id in self.attempt.target
+        return self.holds(member) if self.attempt is None else member.id in self.attempt.members
 
     def _hole(self, why: str, now: Moment, *, is_told: bool = False, later_s: float = 0.0) -> None:
         """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window.
@@ -981,6 +973,7 @@ class Cluster:
         if is_witness and len(self.state_holders) < len(self.world) and self._has_met(member):
             # Nobody goes on in a world before all of it have the state.
             self.state_holders, self.out.world = frozenset(self.world), True
+            self._retained.clear()
         if step > self.state.current_step and self.holds(member) and self.trains:
             self._stepped(self._witnesses.hear(member.id, step, len(self.world)), now)
 
@@ -1022,9 +1015,17 @@ class Cluster:
     def _put_member(self, member: Member) -> None:
         self.out.members.add(member.id)
 
+    def _sort_members(self) -> None:
+        """Tell apart who is in the committed world, who of it is to go, and who is not in it."""
+        world = [member for member in self.members.values() if self.holds(member)]
+        self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
+        self._leavers = {member.id: member for member in world if member.leaving is not None}
+
     def _drop(self, member: Member) -> None:
         self.members.strike(member)
         self._outsiders.pop(member.id, None)
+        self._leavers.pop(member.id, None)
+        self._retained.pop(member.id, None)
         self._complaints.forget(member.id)
         self.watch.forget(member)
         self.out.members.add(member.id)
@@ -1032,7 +1033,7 @@ class Cluster:
     def _answering(self, worker_id: str, incarnation: bytes, number: int) -> tuple[Attempt, Member]:
         attempt = self.attempt
         member = self.members.known(worker_id, incarnation)
-        if attempt is None or attempt.number != number or worker_id not in attempt.target or member is None:
+        if attempt is None or attempt.number != number or worker_id not in attempt.members or member is None:
             present = "there is none now" if attempt is None else f"attempt {attempt.number} is under way"
             raise RequestRefused("attempt_over", f"attempt {number} is over; {present}", "go by the newest")
         return attempt, member
@@ -1056,6 +1057,10 @@ class Cluster:
             f"the connection of worker {known.id} is lost, and nothing says yet that it died",
             "try again in a moment, or take another id",
         )
+
+
+def _is_to_go(member: Member) -> str:
+    return f"{member.id} is to go: {member.leaving}"
 
 
 def _type(before: int, after: int) -> RescaleType:

@@ -69,6 +69,8 @@ class Member:
     """When it said last how far it is."""
     progress_at: float = 0.0
     stalled: bool = False
+    is_expected_to_go: bool = False
+    """Whether the world, or the attempt at one, was formed by who knew that it is to go."""
     is_parting: bool = False
     """Whether it has done its last step. It may take its time to save what it has, and no world waits for it."""
 

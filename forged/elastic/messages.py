@@ -109,6 +109,8 @@ class RescaleStarted(Fact, frozen=True):
     removed: list[str]
     reason: str
     in_background: bool = False
+    leaving: list[str] = []  # noqa: RUF012 - msgspec copies it
+    """Who of those removed is there, and takes part until the new world holds."""
 
 
 class RescaleSynchronising(Fact, frozen=True):
@@ -217,6 +219,8 @@ class Joined(msgspec.Struct, frozen=True):
     """What was settled in the attempt, once it was."""
     in_background: bool = False
     """Whether nobody stops for the attempt."""
+    goes: bool = False
+    """Whether the attempt is at a world without this worker, which takes part because it is there."""
 
 
 class JoinJob(Request[Joined], frozen=True):
@@ -242,8 +246,18 @@ class JoinJob(Request[Joined], frozen=True):
     """What all workers of the job have to have in common; None: it does not say."""
 
 
-class LeaveJob(Request[Nothing], frozen=True):
-    """Go: in good order, because the training is `done`, or because the worker `failed`. Unknown workers: no error."""
+class Leave(msgspec.Struct, frozen=True):
+    """Whether a worker that is to go may do so."""
+
+    may_go: bool
+    """False while it is in the committed world and others can form the next one, which has all that it has."""
+
+
+class LeaveJob(Request[Leave], frozen=True):
+    """Go: in good order, because the training is `done`, or because the worker `failed`. Unknown workers: no error.
+
+    Who goes only `if_it_may` stays where it is when the answer is no.
+    """
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -254,6 +268,7 @@ class LeaveJob(Request[Nothing], frozen=True):
     done: bool = False
     failed: bool = False
     step: int = 0
+    if_it_may: bool = False
 
 
 class ReportPaused(Request[Nothing], frozen=True):
@@ -313,15 +328,8 @@ class ReportDeath(Request[Nothing], frozen=True):
     reason: str = ""
 
 
-class Leave(msgspec.Struct, frozen=True):
-    """Whether a worker that is to go may do so, as far as the state of the training goes."""
-
-    may_go: bool
-    """False while nobody who stays is known to have the state, and somebody could take it."""
-
-
 class AnnounceLeave(Request[Leave], frozen=True):
-    """A worker is to go: others have to take over what only it has, before it leaves."""
+    """A worker is to go: others form a world without it, in which all is that it has."""
 
     needs: ClassVar[Role] = Role.WORKER
 

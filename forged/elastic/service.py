@@ -336,11 +336,13 @@ class ElasticService:
         job = await self._bus.ask(CreateJob(request.job, request.settings or {}), ours)
         return dict(job.settings)
 
-    def _leave(self, request: LeaveJob, call: Call) -> Decision[Nothing]:
+    def _leave(self, request: LeaveJob, call: Call) -> Decision[Leave]:
         _check_number("step", request.step, STEP_MAX)
         cluster = self.clusters.get(request.job)
         if cluster is None:
-            return Decision(Nothing())
+            return Decision(Leave(may_go=True))
+        if request.if_it_may and not _may_go(cluster, request):
+            return Decision(Leave(may_go=False))
         now = self._now()
         if request.failed:
             cluster.died(request.worker_id, request.incarnation, now, request.reason or "it said so")
@@ -353,7 +355,7 @@ class ElasticService:
                 done=request.done,
                 step=request.step,
             )
-        return self._decide(cluster, Nothing())
+        return self._decide(cluster, Leave(may_go=True))
 
     def _paused(self, request: ReportPaused, call: Call) -> Decision[Nothing]:
         cluster = self._get(request.job)
@@ -402,16 +404,12 @@ class ElasticService:
 
     def _announce(self, request: AnnounceLeave, call: Call) -> Decision[Leave]:
         cluster = self._get(request.job)
-        member = cluster.members.known(request.worker_id, request.incarnation)
-        if member is None:
-            return self._decide(cluster, Leave(may_go=True))
-        cluster.drain(request.worker_id, self._now(), request.reason or "it wanted to")
-        return self._decide(cluster, Leave(may_go=cluster.may_go(member)))
+        if cluster.members.known(request.worker_id, request.incarnation) is not None:
+            cluster.drain(request.worker_id, self._now(), request.reason or "it wanted to")
+        return self._decide(cluster, Leave(may_go=_may_go(cluster, request)))
 
     def _may_leave(self, request: ReadLeave, call: Call) -> Leave:
-        cluster = self._get(request.job)
-        member = cluster.members.known(request.worker_id, request.incarnation)
-        return Leave(may_go=member is None or cluster.may_go(member))
+        return Leave(may_go=_may_go(self._get(request.job), request))
 
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
@@ -633,7 +631,7 @@ def _gone(request: JoinJob) -> RequestRefused:
 
 def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
     # Who is not in the attempt has nothing to do in it, and is to take nobody's state.
-    attempt = cluster.attempt if cluster.attempt and member.id in cluster.attempt.target else None
+    attempt = cluster.attempt if cluster.attempt and member.id in cluster.attempt.members else None
     return Joined(
         generation=cluster.generation,
         fence=fence,
@@ -648,7 +646,13 @@ def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
         leaving=member.leaving,
         synchronising=cluster.synchronising if attempt else None,
         in_background=attempt is not None and attempt.in_background,
+        goes=attempt is not None and member.id in attempt.leavers,
     )
+
+
+def _may_go(cluster: Cluster, request: LeaveJob | AnnounceLeave | ReadLeave) -> bool:
+    member = cluster.members.known(request.worker_id, request.incarnation)
+    return member is None or cluster.may_go(member)
 
 
 def _is_countable(step: int, marks: int) -> bool:

@@ -47,8 +47,8 @@ def _reasons(cluster: Cluster, now: float) -> Iterator[str]:
         yield from _stalled(cluster, now)
         yield from _silent(cluster, now)
         yield from _outside(cluster, now)
-    elif cluster.there + len(cluster.joining()) < cluster.config.min_workers:
-        yield _too_few(cluster, cluster.there + len(cluster.joining()), now)
+    elif cluster.remaining + len(cluster.joining()) < cluster.config.min_workers:
+        yield _too_few(cluster, cluster.remaining + len(cluster.joining()), now)
     else:
         yield from _outside(cluster, now)
 
@@ -109,7 +109,7 @@ def _last_word(member: Member) -> float:
 def _outside(cluster: Cluster, now: float) -> Iterator[str]:
     """Who waits to be taken in."""
     config, joining = cluster.config, cluster.joining()
-    if joining and cluster.there + len(joining) < config.min_workers:
+    if joining and cluster.remaining + len(joining) < config.min_workers:
         yield _too_few(cluster, len(joining), now)
     elif joining:
         left_s = cluster.growth_at() - now
@@ -126,7 +126,7 @@ def _surplus(cluster: Cluster, surplus: int) -> Iterator[str]:
 
 def _too_few(cluster: Cluster, waiting: int, now: float) -> str:
     needed = cluster.config.min_workers
-    missing = needed - cluster.there - len(cluster.joining())
+    missing = needed - cluster.remaining - len(cluster.joining())
     who = f"{_wait(waiting)} for {missing} more" if waiting else "no worker is there"
     left_s = cluster.alone_at() - now
     end = f"; given up in {_left(left_s)}" if left_s < math.inf else ""

@@ -123,7 +123,7 @@ def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
     if cluster.holds(member) and not cluster.over and left < needed:
         stay = f"{counted(left, 'worker')} will be left, and min_workers is {needed}"
         remarks.append(f"training will stand still: {stay}")
-    if cluster.holds(member) and not cluster.over and not (cluster.staying() or cluster.joining()):
+    if cluster.holds(member) and not cluster.over and not (cluster.remaining or cluster.joining()):
         with_it = "the state of the training goes with it: nobody is left to take it"
         remarks.append(f"{with_it}; have the script save a checkpoint first, or start another worker")
     if member.stalled:

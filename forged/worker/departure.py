@@ -1,9 +1,8 @@
 """When a worker that was told to go may go.
 
-Law: what only this worker has is kept for the others for as long as they come for it, and as long as there is a daemon
-that has them come, but for a grace; then it goes all the same. Whether the state is such a thing, the daemon knows: it
-is asked, asked again when the world may have changed since, and once more in the moment of going: who was to stay may
-be dead by then. Nobody waits without end.
+Law: a worker leaves a world when the next one holds without it, or when nobody could form one. The daemon knows which,
+and settles it in the moment of going: who is needed by then stays. Nobody waits without end: where there is no daemon,
+or nobody comes for what only this worker has, it goes all the same after a grace.
 """
 
 from __future__ import annotations
@@ -24,29 +23,25 @@ LOOK_INTERVAL_S = 0.5
 """How often it is looked whether anybody comes."""
 QUESTION_INTERVAL_S = 3.0
 """How often, about, the daemon is asked again by who has to stay: what changes that is nearly always told."""
-ANSWER_S = 5.0
-"""For how long a worker that wants to go has others wait for it until the daemon has answered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ties:
     """What keeps a worker where it is."""
 
-    holds_state: Callable[[], bool]
-    """Whether it is in the world, with steps behind it."""
-    holds_data: Callable[[], bool]
-    """Whether others have yet to take over shards."""
+    is_bound: Callable[[], bool]
+    """Whether it is in the world that was committed last, has yet to go out of the one before, or is asked for more."""
     is_waited_for: Callable[[], bool]
-    """Whether the others wait for it to end its step, so that nobody can come yet."""
+    """Whether the others have yet to stop, so that nobody can come for anything."""
     has_given: Callable[[], bool]
     """Whether anybody has taken something lately."""
-    is_in_trouble: Callable[[], bool]
-    """Whether its world was broken off, as the daemon has yet to hear."""
     has_daemon: Callable[[], bool]
     announce: Callable[[str], Awaitable[bool]]
-    """Tells the daemon that it is to go, and why; returns whether it may as far as the state goes."""
+    """Tells the daemon that it is to go, and why; returns whether it may at once."""
     ask: Callable[[], Awaitable[bool]]
     """Asks whether it may by now."""
+    leave: Callable[[], Awaitable[bool]]
+    """Goes, unless it is needed; returns whether it has gone."""
 
 
 class Departure:
@@ -61,7 +56,7 @@ class Departure:
         self._is_announced = False
         """Whether the daemon has it on record that this worker is to go."""
         self._changed = anyio.Event()
-        self._answered = anyio.Event()
+        self._going: anyio.CancelScope | None = None
         self._unwanted_s = 0.0
         """For how long nobody has come who could."""
         self._why = ""
@@ -75,30 +70,27 @@ class Departure:
     @property
     def is_due(self) -> bool:
         """Whether the worker is to go, and nobody is waited for."""
-        return self._standing.draining is not None and (self.is_overdue or not self._is_needed())
+        return self._standing.draining is not None and (self.is_overdue or not self._has_to_stay())
 
     @property
     def reason(self) -> str:
         """Why it goes, and why it did not wait."""
         wish = self._standing.draining or ""
-        return f"{wish}; {self._why}" if self._why and self._is_needed() else wish
+        return f"{wish}; {self._why}" if self._why and self._has_to_stay() else wish
 
-    def _is_needed(self) -> bool:
-        ties = self._ties
-        may_go = self._may_go and not ties.is_in_trouble()
-        return ties.holds_data() or (ties.holds_state() and not may_go)
+    def _has_to_stay(self) -> bool:
+        return self._ties.is_bound() and not self._may_go
 
-    async def is_sure(self) -> bool:
-        """Whether it is due still, in the moment of going.
-
-        Where the daemon does not say so it stays for now: it waits for a daemon no longer than anybody does.
-        """
-        if self.is_due and not self.is_overdue and self._ties.holds_state():
-            self._doubt()
-            if self._ties.has_daemon():
-                with anyio.move_on_after(ANSWER_S):
-                    await self._answered.wait()
-        return self.is_due
+    async def leave(self) -> bool:
+        """Go, unless others have come to need this worker; who waits for nobody any more just goes."""
+        if self.is_overdue:
+            return True
+        with anyio.CancelScope() as self._going:
+            self._may_go = await self._answer_to(self._ties.leave)
+        self._going = None
+        if not self._may_go:
+            self._ask_again()
+        return self._may_go or self.is_overdue
 
     def begin(self, settings: Callable[[], ElasticTrainingConfig], tasks: TaskGroup) -> None:
         """Prepare to go, if the worker was told to; by the settings at any time."""
@@ -109,17 +101,16 @@ class Departure:
 
     def reconsider(self) -> None:
         """The world changes: who was not needed may be, and somebody may come."""
-        self._unwanted_s = 0.0
-        self._doubt()
+        self._unwanted_s, self._may_go = 0.0, False
+        self._ask_again()
 
-    def _doubt(self) -> None:
-        """Ask again: the last answer counts no more."""
-        self._may_go, self._answered = False, anyio.Event()
+    def _ask_again(self) -> None:
+        """The last answer counts no more."""
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
     async def _ask_for_leave(self, wish: str) -> None:
-        """Have others come, and be told when nobody has to any more; for ever, because that changes."""
+        """Have others form a world without it, and hear whether it may go at once; for ever, because that changes."""
         question: Callable[[], Awaitable[bool]] = partial(self._ties.announce, wish)
         while True:
             changed = self._changed
@@ -128,7 +119,6 @@ class Departure:
             # What follows from it was decided with the answer, and is told before it.
             if not changed.is_set():
                 self._may_go = may_go
-                self._answered.set()
                 self._wake()
                 with anyio.move_on_after(None if may_go else self._pause_s()):
                     await changed.wait()
@@ -169,8 +159,9 @@ class Departure:
     def _turn_overdue(self) -> None:
         self.is_overdue = not self.is_overdue
         if self.is_overdue:
-            self._answered.set()
-            if self._is_needed():
+            if self._going is not None:
+                self._going.cancel()
+            if self._has_to_stay():
                 self._log.warning("goes with what others may need", why=self._why)
             self._wake()
 

@@ -77,20 +77,28 @@ class Passage:
             if not makes_sense():
                 scope.cancel()
 
-    async def come_along(self) -> None:
-        """Do the next thing that leads to a world, or wait for news."""
+    async def rest(self) -> None:
+        """Wait for news."""
+        self._news.clear()
+        await self._news.wait()
+
+    async def come_along(self, *, takes: bool = True) -> None:
+        """Do the next thing that leads to a world, or wait for news. Unless it `takes`, its state stays what it is."""
         self._news.clear()
         standing, presence = self._standing, self._presence
         if presence.world is not None and presence.world.ending is not None:
             self._see_the_end(presence.world.ending.error())
         elif standing.outdated:
             await self._news.wait()
-        elif standing.committed is not None:
+        elif standing.committed is not None and (takes or self._takes_nothing_from(standing.committed)):
             await self._cross(standing.committed)
         elif presence.trouble is not None:
             await self._undertake(partial(self._complain, presence.trouble))
         elif standing.synchronising is not None and standing.synchronising.attempt == self._settled:
-            await self._synchronise(standing.synchronising)
+            if takes or not self._is_taker(standing.synchronising):
+                await self._synchronise(standing.synchronising)
+            else:
+                await self._news.wait()
         elif standing.rescaling and standing.attempt > self._settled:
             await self._report(standing.attempt)
         else:
@@ -123,8 +131,7 @@ class Passage:
     async def _until(self, over: Callable[[], bool]) -> None:
         """Wait for the news with which something is over."""
         while not over():
-            self._news.clear()
-            await self._news.wait()
+            await self.rest()
 
     async def _complain(self, trouble: Trouble) -> None:
         """Say that the world is no more."""
@@ -163,16 +170,12 @@ class Passage:
     async def _give_or_take(self, settled: RescaleSynchronising, still: Callable[[], bool]) -> None:
         """Give the state to others, or take it from the source, as it was settled; then see to the training data."""
         supply, departure, attempt = self._with.supply, self._with.departure, settled.attempt
-        # Who goes gives its state away first: nobody else may have it.
-        is_source = settled.source.id == self._with.line.worker.id
-        with self._offering(attempt) if is_source else nullcontext():
-            if not (is_source or (self._place.holds_state and self._place.stop.position == settled.step)):
+        with self._offering(attempt) if self._is_source(settled) else nullcontext():
+            if self._is_taker(settled):
                 await self._undertake(partial(self._take, settled), still)
             if supply is not None and still():
                 await self._undertake(partial(supply.take, attempt), still)
-            # Where no step is committed all have what there is to be given.
-            keeps = is_source and settled.step > 0
-            await self._until(lambda: not still() or (departure.is_overdue if keeps else departure.is_due))
+            await self._until(lambda: not still() or departure.is_overdue)
 
     async def _take(self, settled: RescaleSynchronising) -> None:
         """Become what the source is."""
@@ -180,6 +183,20 @@ class Passage:
         self._place.become(settled.step)
         if self._with.supply is None:
             await self._with.line.ready(settled.attempt)
+
+    def _is_source(self, settled: RescaleSynchronising) -> bool:
+        return settled.source.id == self._with.line.worker.id
+
+    def _is_taker(self, settled: RescaleSynchronising) -> bool:
+        return not (self._is_source(settled) or self._standing.goes or self._is_at(settled.step))
+
+    def _takes_nothing_from(self, commit: Commit) -> bool:
+        """Whether the others of a world cannot have another state than this worker, or it is not in that one."""
+        return self._with.line.worker not in commit.topology or self._is_at(commit.step)
+
+    def _is_at(self, step: int | None) -> bool:
+        """Whether its state is the one behind so many steps."""
+        return self._place.holds_state and self._place.stop.position == step
 
     def _offering(self, attempt: int) -> AbstractContextManager[None]:
         offering = self._with.exchange.offering(attempt)
@@ -200,13 +217,15 @@ class Passage:
         def holds() -> bool:
             return standing.committed is commit and not (standing.rescaling or standing.lost)
 
+        is_member = self._with.line.worker in commit.topology
         if commit.attempt and commit.attempt == self._answered:
             # Another world may be told of under this attempt, if its own was missed.
             self._answered = 0
-            self._place.adopt(commit)
+            if is_member or self._is_at(commit.step):
+                self._place.adopt(commit)
         await self._presence.leave()
         self._presence.trouble = None
-        if holds() and self._with.line.worker in commit.topology:
+        if holds() and is_member:
             await self._undertake(partial(self._enter, commit), holds)
         if standing.committed is commit and not self._with.departure.is_due:
             # Who is due and has to stay after all goes over still.

@@ -87,9 +87,9 @@ class Presence:
             raise StepAborted(error.message) from error
 
     async def end_step(self, step: int) -> bool:
-        """Tell the others that the step is done; returns whether it counts."""
+        """Tell the others that the step is done, unless it was broken off; returns whether it counts."""
         self.is_stepping = False
-        if self.world is None:
+        if self.world is None or self.is_void:
             return False
         try:
             verdict = await self.world.end_step(step, stop_wanted=self._standing.stop_wanted)
@@ -131,6 +131,15 @@ class Presence:
         world, self.world = self.world, None
         if world is not None:
             await world.leave()
+
+    async def part(self) -> World | None:
+        """Go out of the world for good; returns it if this worker was alone in it, and so keeps it to itself."""
+        world = self.world
+        if world is None or world.size > 1 or world.ending is not None:
+            await self.leave()
+            return None
+        self.world = None
+        return world
 
 
 def peer_of(error: ForgedError) -> str:

@@ -107,13 +107,18 @@ class Registration:
         return await self._report(ReportReady(self.job, self.worker.id, self.incarnation, attempt))
 
     async def announce_leave(self, reason: str) -> bool:
-        """Say that others have to take over what only this worker has, because it is to go; tells if that is done."""
+        """Say that this worker is to go, so that others form a world without it; tells whether it may go at once."""
         leave = await self.say(AnnounceLeave(self.job, self.worker.id, self.incarnation, reason))
         return leave.may_go
 
     async def may_leave(self) -> bool:
-        """Whether that is done by now; costs the daemon no decision."""
+        """Whether it may by now; costs the daemon no decision."""
         leave = await self.say(ReadLeave(self.job, self.worker.id, self.incarnation))
+        return leave.may_go
+
+    async def leave_if_it_may(self, reason: str, step: int) -> bool:
+        """Go, unless the others need this worker; tells whether it has gone."""
+        leave = await self.say(LeaveJob(self.job, self.worker.id, self.incarnation, reason, step=step, if_it_may=True))
         return leave.may_go
 
     async def complain(self, generation: int, peer: str, why: str) -> None:

@@ -78,6 +78,10 @@ class Standing:
     """The id of the newest fact that asks for a stop."""
     attempt: int = 0
     """The newest attempt that this worker is to take part in; 0 before the first."""
+    is_under_way: bool = False
+    """Whether it has not come to its end."""
+    goes: bool = False
+    """Whether that is at a world without this worker, which has nothing to take any more."""
     rescaling: bool = False
     """Whether another world is wanted than the one that was committed last, and training stops for it."""
     moving: int = 0
@@ -127,7 +131,7 @@ class Standing:
             case RescaleSynchronising() if fact.attempt == self.attempt:
                 self.synchronising = fact
             case RescaleAborted() | JobWaiting():
-                self.synchronising, self.moving = None, 0
+                self.synchronising, self.moving, self.is_under_way = None, 0, False
             case RescaleCompleted():
                 self._completed(fact, record.id)
             case WorkerFailed() | WorkerLeft():
@@ -157,13 +161,14 @@ class Standing:
         before = self.topology
         is_newer = joined.topology.epoch > before.epoch
         rescaling, moving = self._under_way(joined)
+        self.is_under_way = joined.attempt > 0 or (self.is_under_way and self._attempt_told)
         if is_newer:
             self._hold(joined.topology, self.asked_at)
             self.rescaling = rescaling
         if joined.is_member and (is_newer or (is_new and joined.topology.epoch == before.epoch)):
             self.committed = _commit_of(joined, before, self.attempt)
         if joined.attempt > self.attempt:
-            self.attempt, self.rescaling = joined.attempt, rescaling
+            self.attempt, self.goes, self.rescaling = joined.attempt, joined.goes, rescaling
         self.moving = moving
         if joined.synchronising is not None and joined.synchronising.attempt == self.attempt:
             self.synchronising = joined.synchronising
@@ -209,15 +214,17 @@ class Standing:
 
     def _started(self, fact: RescaleStarted, fact_id: int) -> None:
         self.synchronising, self.moving = None, 0
-        is_wanted = self.worker_id in fact.added or (self.has(self.worker_id) and self.worker_id not in fact.removed)
-        if not is_wanted:
+        gone = set(fact.removed).difference(fact.leaving)
+        is_wanted = self.has(self.worker_id) and self.worker_id not in gone
+        if not (is_wanted or self.worker_id in fact.added or self.worker_id in fact.leaving):
             return
-        self.attempt, self._attempt_told = fact.attempt, True
+        self.attempt, self.goes, self._attempt_told = fact.attempt, self.worker_id in fact.leaving, True
+        self.is_under_way = True
         if fact.in_background:
             self.moving = fact.attempt
             return
         self.asked_at, self.rescaling = fact_id, True
-        self.lost = next((worker for worker in fact.removed if worker != self.worker_id), self.lost)
+        self.lost = next((worker for worker in fact.removed if worker in gone - {self.worker_id}), self.lost)
 
     def _completed(self, fact: RescaleCompleted, fact_id: int) -> None:
         self._epoch_told = fact.delta.epoch
@@ -243,7 +250,7 @@ class Standing:
 
     def _hold(self, topology: ClusterTopology, asked_at: int) -> None:
         self.topology, self.asked_at = topology, asked_at
-        self.rescaling, self.lost, self.synchronising, self.moving = False, "", None, 0
+        self.rescaling, self.lost, self.synchronising, self.moving, self.is_under_way = False, "", None, 0, False
 
     def _gone(self, fact: WorkerFailed | WorkerLeft) -> None:
         if fact.worker_id != self.worker_id:

@@ -113,7 +113,8 @@ class Training:
     def _begin_step(self, total: int | None) -> int | None:
         while isinstance(coming := self._run(self.worker.come_to_step, total), Parting):
             # In the script's own thread, where blocking calls do not keep the worker from answering.
-            self.worker.leaving.fire(coming.reason)
+            if coming.is_news:
+                self.worker.leaving.fire(coming.reason)
             if self._run(self.worker.part):
                 return None
         return coming

@@ -30,12 +30,16 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import pulse_interval_s
 from forged.elastic.messages import (
     INCARNATION_BYTES,
+    JobWaiting,
     Joined,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
     RescaleSynchronising,
     ShowCluster,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerLeft,
 )
 from forged.elastic.model import (
     RANK_NONE,
@@ -85,15 +89,29 @@ from forged.worker.waiting import Waiting
 R = TypeVar("R")
 
 JOB = "default"
-RESHAPING = (RescaleStarted, RescaleSynchronising, RescaleCompleted, RescaleAborted)
+RESHAPING = (
+    RescaleStarted,
+    RescaleSynchronising,
+    RescaleCompleted,
+    RescaleAborted,
+    JobWaiting,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerLeft,
+)
 """What may change who needs whom."""
 OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
+
+
+NEVER_SAVED = -1
 
 
 class Parting(NamedTuple):
     """The last step is done, and the worker is to go."""
 
     reason: str
+    is_news: bool
+    """Whether the subscribers of `leaving` have yet to be told of this step."""
 
 
 class ElasticWorker:
@@ -113,7 +131,8 @@ class ElasticWorker:
     """Happens when this worker is where the others are."""
     leaving: Event[str]
     """Happens when this worker is to go, behind its last step: the moment to save something. It waits for subscribers,
-    asynchronous ones too; and happens again where others have come to need this worker meanwhile."""
+    asynchronous ones too. Where others have come to need this worker meanwhile, so that it has done further steps, it
+    happens again."""
 
     def __init__(
         self,
@@ -197,6 +216,12 @@ class ElasticWorker:
         self._waiting = Waiting(self._what_stands_still, self._log)
         self._is_parting = False
         """Whether it has done its last step, and does by itself what remains to be done."""
+        self._alone: World | None = None
+        """The world in which it was last and alone: the script may still meet itself while it saves something."""
+        self._serving: anyio.CancelScope | None = None
+        """In which the worker does its part for the others while the script does that."""
+        self._saved_step = NEVER_SAVED
+        """How many steps were committed when it was last told that it is to go."""
         self._registered = False
         self._goodbye = Goodbye(self._say_goodbye)
 
@@ -632,14 +657,41 @@ class ElasticWorker:
     async def begin_step(self, total: int | None = None) -> int | None:
         """Wait until a step may begin; returns its number, or None when there are no more."""
         while isinstance(coming := await self.come_to_step(total), Parting):
-            await self.leaving.fire_and_wait(coming.reason)
+            if coming.is_news:
+                await self.leaving.fire_and_wait(coming.reason)
             if await self.part():
                 return None
         return coming
 
+    async def _begin_to_part(self) -> Parting:
+        """Leave the script to itself, and the others to theirs: they go on without this worker."""
+        assert self._tasks is not None
+        self._is_parting, self._serving = True, anyio.CancelScope()
+        self._beat(self._config_now.heartbeat_interval_s)
+        self._alone = await self._presence.part()
+        self._tasks.start_soon(self._serve, self._serving)
+        is_news, self._saved_step = self.step != self._saved_step, self.step
+        return Parting(self._departure.reason, is_news)
+
+    async def _serve(self, scope: anyio.CancelScope) -> None:
+        """Give others what this worker has, should they come to need it; it takes nothing any more."""
+        assert self._passage is not None
+        with scope:
+            while self._standing.end is None and self._standing.completed is None:
+                if self._departure.is_due:
+                    await self._passage.rest()
+                    continue
+                try:
+                    await self._passage.come_along(takes=False)
+                except ForgedError as error:
+                    self._log.warning("gives nothing to others any more", why=str(error))
+                    return
+
     async def part(self) -> bool:
         """Leave, now that the subscribers of `leaving` are told; false where that took long and others need it now."""
-        self._is_parting = await self._departure.is_sure()
+        if self._serving is not None:
+            self._serving.cancel()
+        self._is_parting = await self._departure.leave()
         if self._is_parting:
             await self.leave(self._departure.reason)
         return self._is_parting
@@ -665,11 +717,8 @@ class ElasticWorker:
             elif total is not None and self.step >= total and self._presence.may_step:
                 # Known to the world alone: who is told to go in the last step says so first.
                 await self.leave("the training is done", done=True)
-            elif self._departure.is_due and await self._departure.is_sure():
-                self._is_parting = True
-                # Before the subscribers take their time: no other world is to wait for them.
-                self._beat(self._config_now.heartbeat_interval_s)
-                return Parting(self._departure.reason)
+            elif self._departure.is_due:
+                return await self._begin_to_part()
             elif not self._presence.may_step:
                 self._waiting.begin(self._tasks)
                 await self._passage.come_along()
@@ -693,10 +742,9 @@ class ElasticWorker:
     async def finish_step(self) -> bool:
         """Tell the others that the step is done; returns whether it counts."""
         self.process.check()
-        if self._presence.is_void:
-            return False
-        self._presence.mark()
-        self._place.finish_step()
+        if not self._presence.is_void:
+            self._presence.mark()
+            self._place.finish_step()
         if not await self._presence.end_step(self.step):
             return False
         self._place.count_step()
@@ -716,27 +764,24 @@ class ElasticWorker:
 
     def _ties(self) -> Ties:
         return Ties(
-            holds_state=lambda: self._is_in_the_world and self.step > 0,
-            holds_data=self._holds_data,
+            is_bound=self._is_bound,
             is_waited_for=self._is_waited_for,
             has_given=lambda: self._mesh is not None and self._mesh.has_given(),
-            is_in_trouble=lambda: self._presence.is_in_trouble,
             has_daemon=lambda: self._client is not None and self._client.connected,
             announce=self._announce_leave,
             ask=self._ask_to_leave,
+            leave=self._leave_if_it_may,
         )
 
+    def _is_bound(self) -> bool:
+        standing = self._standing
+        takes_part = standing.is_under_way and standing.goes
+        return takes_part or self._worker_id in standing.topology or standing.committed is not None
+
     def _is_waited_for(self) -> bool:
-        """Whether others want it to stop, and it is in a long step, or still saves something before it goes."""
-        return (self._presence.is_stepping or self._is_parting) and self._standing.stop_wanted > 0
-
-    @property
-    def _is_in_the_world(self) -> bool:
-        """Whether it is in the world that was committed last, where it may have yet to come."""
-        return self._worker_id in self._standing.topology
-
-    def _holds_data(self) -> bool:
-        return self._is_in_the_world and self._supply is not None and not self._supply.custodian.is_released
+        standing = self._standing
+        is_stopping = standing.is_under_way and standing.synchronising is None and not standing.moving
+        return is_stopping or (self._presence.is_stepping and standing.stop_wanted > 0)
 
     async def _announce_leave(self, reason: str) -> bool:
         assert self._line is not None
@@ -745,6 +790,11 @@ class ElasticWorker:
     async def _ask_to_leave(self) -> bool:
         assert self._line is not None
         return await self._line.may_leave()
+
+    async def _leave_if_it_may(self) -> bool:
+        assert self._line is not None
+        await self._tell_usage()
+        return await self._line.leave_if_it_may(self._departure.reason, self.step)
 
     def _prepare_to_leave(self) -> None:
         """Once it is told to go, have others take over what it holds; that has an end."""
@@ -786,20 +836,26 @@ class ElasticWorker:
         self.process.check()
         if not self.is_connected:
             raise _unconnected()
-        world = self._presence.world
-        if self._is_parting and (world is None or world.size > 1):
+        if not self._is_parting:
+            return await self._presence.together(act)
+        if self._alone is None:
             raise RequestRefused(
                 "worker_leaving",
                 "this worker is on its way out, and the others do not meet it any more",
                 "save what it has by itself, without the other workers",
             )
-        return await self._presence.together(act)
+        return await act(self._alone)
 
     # What a rescale consists of, for this worker; the events are fired here.
 
     async def _arrive(self, event: RescalingEvent, state: GlobalTrainingState) -> None:
         await self.on_rescaling_event(event)
         await self.synchronize_state(state)
+        # The first mark of a world: all of it have met, and have the state.
+        self._presence.mark()
+        if not self._config_now.use_synchronous_rescaling:
+            # The daemon learns so from nobody else.
+            self._beat(self._config_now.heartbeat_interval_s)
 
     async def on_rescaling_event(self, event: RescalingEvent) -> None:
         """Go over into the world of a rescale, and tell the subscribers."""

@@ -31,9 +31,11 @@ from forged.data.messages import (
 )
 from forged.elastic.messages import (
     AbortJob,
+    AnnounceLeave,
     DrainWorker,
     EvictWorker,
     JobAborted,
+    ReadLeave,
     Receiving,
     ReportReady,
     RescaleCompleted,
@@ -1251,17 +1253,21 @@ class TestAWorkerThatIsToGo:
             assert stage.held == {"a": set(ALL), "b": set()}
 
     @virtual
-    async def test_when_everybody_is_needs_nobody_to_take_over(self) -> None:
+    async def test_gives_it_to_who_is_to_go_behind_it_and_nobody_gives_it_to_nobody(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
-            for name in "ab":
-                await stage.spine.bus.ask(DrainWorker(JOB, name))
-            assert stage.attempt == 3
+            a, b = stage.crew["a"], stage.crew["b"]
+            for one in (a, b):
+                await one.ask(AnnounceLeave(JOB, one.name, one.incarnation, "the night"))
+            assert stage.attempt == 2, "where all are to go, no other is wanted"
             await stage.offer_all()
-            assert [(await stage.part(name)).is_released for name in "ab"] == [True, True]
+            assert [(await stage.part(name)).is_released for name in "ab"] == [True, False]
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
-            assert stage.owners() == stage.held == {"a": set(range(5)), "b": set(range(5, 10))}
+            assert stage.owners() == {"b": ALL}
+            for one in (a, b):
+                assert (await one.ask(ReadLeave(JOB, one.name, one.incarnation))).may_go
+            assert not stage.attempt
 
     @virtual
     async def test_and_was_told_so_while_it_joined_is_given_nothing(self) -> None:

@@ -209,7 +209,7 @@ class Play:
         """All members of the attempt stop behind a step and take the state, if they have to."""
         attempt = self.cluster.attempt
         assert attempt is not None
-        for name in attempt.target:
+        for name in attempt.members:
             holds = name in self.cluster.world and name not in attempt.added
             self.stop(name, stop=Stop(step if holds else 0, holds, **more))  # type: ignore[arg-type]
         for name in attempt.waiting_for if attempt.stage is Stage.SYNCHRONISING else ():

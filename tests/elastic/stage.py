@@ -14,6 +14,7 @@ from forged.elastic.messages import (
     Heartbeat,
     Joined,
     JoinJob,
+    Leave,
     LeaveJob,
     ReportPaused,
     ReportReady,
@@ -77,7 +78,7 @@ class Crew:
         self.stage.service.arrived(self.client)
         return await self.ask(JoinJob(self.job, worker_of(self.name), self.incarnation, settings=settings, **more))
 
-    async def leave(self, **more: Any) -> Nothing:
+    async def leave(self, **more: Any) -> Leave:
         return await self.ask(LeaveJob(self.job, self.name, self.incarnation, **more))
 
     async def stop(self, attempt: int, step: int = 0, *, holds_state: bool = True, **more: Any) -> Nothing:
@@ -151,7 +152,7 @@ class Stage:
         """All members of the present attempt answer what it asks them."""
         attempt = self.service.clusters[JOB].attempt
         assert attempt is not None
-        for name in attempt.target:
+        for name in attempt.members:
             await self.crew[name].stop(attempt.number, step, holds_state=name not in attempt.added)
         for name in attempt.waiting_for:
             await self.crew[name].ready(attempt.number)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.attempt import Stage, Stop
-from forged.elastic.cluster import Cluster
-from forged.elastic.members import MARKS_PER_WORLD, PULSE_INTERVAL_S, Member
+from forged.elastic.members import MARKS_PER_WORLD, PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
@@ -18,7 +17,6 @@ from forged.elastic.messages import (
     RescaleCompleted,
     RescaleStarted,
     RescaleSynchronising,
-    WorkerDraining,
     WorkerFailed,
     WorkerJoined,
     WorkerLeft,
@@ -896,184 +894,6 @@ def test_who_alone_is_known_to_have_the_state_stays_whoever_complains(quarrel: s
     assert "b" in play.cluster.members
 
 
-def test_who_alone_has_the_state_gives_it_to_those_who_wait_before_it_goes() -> None:
-    play = formed("a")
-    play.join("b")
-    play.cluster.drain("a", play.now, "its host is needed")
-    (_, started) = play.news()
-    assert isinstance(started, RescaleStarted)
-    assert (started.added, started.reason) == (["b"], "a is to go: its host is needed; b joined")
-
-
-def test_who_goes_and_leaves_others_with_the_state_makes_nobody_hurry() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    play.news()
-    play.cluster.drain("a", play.now, "its host is needed")
-    assert kinds(play.news()) == ["WorkerDraining"]
-    play.cluster.drain("b", play.now, "its host is needed")
-    assert kinds(play.news()) == ["WorkerDraining", "RescaleStarted"]
-
-
-def test_who_joins_when_all_others_are_to_go_is_taken_in_at_once() -> None:
-    play = formed("a")
-    play.cluster.drain("a", play.now, "its host is needed")
-    play.news()
-    assert kinds(play.join("b")) == ["WorkerJoined", "RescaleStarted"]
-
-
-def test_a_rescale_that_takes_all_in_already_is_not_begun_again_for_who_is_to_go() -> None:
-    play = formed("a")
-    play.join("b")
-    play.wait(WINDOW_S)
-    play.stop("a", stop=Stop(30, holds_state=True))
-    play.stop("b", stop=Stop(0, holds_state=False))
-    play.news()
-    play.cluster.drain("a", play.now, "its host is needed")
-    assert kinds(play.news()) == ["WorkerDraining"]
-
-
-def keeps(play: Play, name: str) -> bool:
-    return play.cluster.keeps_the_state(play.cluster.members[name])
-
-
-def test_who_alone_has_the_state_is_kept_as_long_as_somebody_could_take_it() -> None:
-    play = formed("a", max_workers=2)
-    assert not keeps(play, "a"), "nobody is there"
-    play.join("b")
-    assert keeps(play, "a")
-    play.cluster.drain("b", play.now, "it is not wanted after all")
-    assert not keeps(play, "a")
-
-
-def test_who_is_not_the_last_with_the_state_may_go() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    assert not keeps(play, "a")
-    assert not keeps(play, "c"), "it has nothing"
-    play.cluster.drain("b", play.now, "the night")
-    assert keeps(play, "a")
-    play.cluster.drain("a", play.now, "the night")
-    assert (keeps(play, "a"), keeps(play, "b")) == (True, True)
-    play.agree()
-    assert (keeps(play, "a"), keeps(play, "b")) == (False, False), "c has it, too"
-
-
-def test_others_that_may_be_gone_are_not_relied_upon() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    play.lose("b")
-    assert keeps(play, "a")
-    play.come_back("b")
-    assert not keeps(play, "a")
-
-
-def test_nobody_is_relied_upon_in_a_world_that_broke_before_it_has_shown_that_it_lives() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    play.cluster.drain("a", play.now, "the night")
-    play.complain("a", "b")
-    assert keeps(play, "a"), "b may be dead"
-    play.wait(2.0)
-    assert keeps(play, "a"), "it is asked to stop, and has not answered"
-    play.stop("b", stop=Stop(0, holds_state=True))
-    assert not keeps(play, "a")
-
-
-def test_who_complains_of_a_world_lives() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    play.cluster.drain("a", play.now, "the night")
-    play.complain("b")
-    assert not keeps(play, "a")
-    assert keeps(play, "b"), "a is to go"
-
-
-def test_where_too_few_are_left_for_another_world_who_is_there_is_relied_upon() -> None:
-    play = formed("a", "b", "c", min_workers=3, failure_tolerance_percentage=100)
-    play.complain("a", "c")
-    play.die("c")
-    assert kinds(play.wait(0.1))[-1] == "JobWaiting"
-    play.cluster.drain("a", play.now, "the night")
-    assert not keeps(play, "a")
-
-
-def test_those_who_are_on_the_way_back_to_another_daemon_may_take_the_state_and_are_not_relied_upon() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    play.restart()
-    play.come_back("a")
-    assert keeps(play, "a"), "nobody knows whether b is still there"
-    play.come_back("b")
-    assert not keeps(play, "a")
-    play.cluster.drain("b", play.now, "the night")
-    assert keeps(play, "a"), "for c, which is on the way back, too"
-
-
-def test_who_does_not_come_back_to_another_daemon_is_waited_for_no_longer_than_its_grace() -> None:
-    play = formed("a", "b")
-    play.restart()
-    play.come_back("a")
-    assert keeps(play, "a")
-    play.wait(16.0)
-    assert not keeps(play, "a"), "nobody is there who could take it"
-
-
-def test_a_full_world_can_hand_over_to_nobody() -> None:
-    play = Play(max_workers=1)
-    play.join("a")
-    play.agree()
-    play.join("b")
-    play.cluster.drain("a", play.now, "its host is needed")
-    assert not keeps(play, "a")
-
-
-def test_in_a_full_world_the_others_make_room_for_who_takes_over() -> None:
-    play = Play(max_workers=2)
-    play.join("a", "b")
-    play.agree()
-    play.join("c")
-    for name in "ab":
-        play.cluster.drain(name, play.now, "the night")
-    assert (keeps(play, "a"), keeps(play, "b")) == (True, False)
-    play.leave("b")
-    assert keeps(play, "a")
-    play.wait(0.1)
-    play.agree()
-    assert play.world == ["a", "c"]
-
-
-def test_in_a_full_world_nobody_makes_room_for_one_that_is_lost() -> None:
-    play = Play(max_workers=2)
-    play.join("a", "b")
-    play.agree()
-    play.join("c")
-    play.lose("a")
-    play.cluster.drain("b", play.now, "the night")
-    assert keeps(play, "b")
-    play.cluster.drain("a", play.now, "the night")
-    assert keeps(play, "b")
-    play.come_back("a")
-    assert (keeps(play, "a"), keeps(play, "b")) == (True, False)
-
-
-def test_in_a_world_that_has_not_met_who_has_the_state_is_kept() -> None:
-    play = formed("a", use_synchronous_rescaling=False)
-    play.join("b")
-    play.wait(WINDOW_S)
-    assert (play.world, play.cluster.state_holders) == (["a", "b"], frozenset("a"))
-    assert keeps(play, "a")
-    play.beat("a", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
-    assert not keeps(play, "a")
-
-
-def test_when_the_training_is_over_nobody_is_kept() -> None:
-    play = formed("a")
-    play.join("b")
-    play.cluster.abort(play.now, "enough")
-    assert not keeps(play, "a")
-
-
 def test_who_alone_has_the_state_is_not_put_out_at_once_over_a_word_and_a_lost_connection() -> None:
     play = formed("a", use_synchronous_rescaling=False, **PATIENT)
     play.join("b")
@@ -1170,14 +990,6 @@ class TestWhoIsToldToGoAndDoesNot:
             play.wait(3.3, silent="a")
             play.beat("a")
         assert self.failed(play) == []
-
-    def test_is_given_as_a_reason_once(self) -> None:
-        play = formed("a")
-        for member in play.cluster.members.values():
-            member.with_data = True
-        play.cluster.drain("a", play.now, "its host is needed")
-        play.cluster.rescale(play.now, "a is to go: its host is needed")
-        assert play.last(RescaleStarted).reason == "a is to go: its host is needed"
 
 
 def test_a_timeout_of_nothing_lets_a_rescale_take_as_long_as_it_does() -> None:
@@ -1599,27 +1411,6 @@ def test_who_is_not_in_the_world_cannot_complete_the_job() -> None:
     assert (play.cluster.phase, play.cluster.state.current_step) == (Phase.RUNNING, 0)
 
 
-def test_a_drained_worker_is_told_to_go_and_is_taken_in_no_more() -> None:
-    play = formed("a", "b")
-    play.cluster.drain("b", play.now, "maintenance")
-    assert play.news() == [WorkerDraining("b", "maintenance")]
-    play.cluster.drain("b", play.now, "again")
-    assert play.news() == []
-    assert play.world == ["a", "b"]
-    play.leave("b", reason="maintenance")
-    play.wait(0.1)
-    play.agree()
-    assert play.world == ["a"]
-
-
-def test_a_joiner_that_is_drained_is_not_taken_in() -> None:
-    play = formed("a")
-    play.join("b")
-    play.cluster.drain("b", play.now, "maintenance")
-    play.news()
-    assert play.wait(100.0) == []
-
-
 def test_evictions_are_no_failures_that_abort_a_job() -> None:
     play = formed("a", "b", "c", "d", max_consecutive_failures=1, failure_tolerance_percentage=0)
     for name in "bcd":
@@ -1642,131 +1433,6 @@ def test_who_was_told_to_go_and_does_not_answer_fails_and_counts_towards_no_limi
     assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == ["c", "b"]
     assert play.cluster.phase is Phase.RESCALING
     assert play.agree(5).removed == ["b", "c"]
-
-
-def test_a_world_is_formed_without_who_has_done_its_last_step() -> None:
-    play = formed("a", "b", "c", rescale_timeout_ms=5_000, leave_timeout_ms=20_000)
-    play.cluster.drain("b", play.now, "the night")
-    assert kinds(play.beat("b", parting=True)) == ["WorkerDraining"], "nobody wants another world"
-    play.die("c")
-    play.wait(0.2)
-    assert play.agree().removed == ["b", "c"]
-    assert (play.world, play.cluster.there) == (["a"], 1)
-    play.news()
-    assert play.wait(60.0) == [], "it may take its time"
-    assert kinds(play.leave("b")) == ["WorkerLeft"]
-
-
-def test_an_attempt_begins_anew_without_who_has_done_its_last_step() -> None:
-    play = formed("a", "b", "c")
-    play.die("c")
-    play.wait(0.2)
-    play.beat("b", parting=True)
-    play.wait(0.2)
-    assert play.cluster.attempt is not None
-    assert play.cluster.attempt.target == ("a",)
-    assert "b is on its way out: it wanted to" in play.cluster.attempt.reason
-    play.beat("b", parting=True)
-    assert play.leave("b")[1:] == []
-    assert play.agree().removed == ["b", "c"], "that it has gone now changes nothing"
-
-
-def test_a_world_of_those_who_have_done_their_last_step_waits_for_others() -> None:
-    play = formed("a", "b")
-    play.beat("a", "b", parting=True)
-    play.leave("a")
-    assert kinds(play.wait(1.0))[-1:] == ["JobWaiting"]
-    assert kinds(play.die("b")) == ["WorkerFailed"]
-    play.wait(1.0)
-    play.join("c")
-    assert play.agree().added == ["c"]
-
-
-def test_who_alone_has_the_state_is_not_done_before_somebody_else_has_it() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    play.cluster.drain("a", play.now, "the night")
-    play.beat("a", parting=True)
-    play.die("b")
-    play.wait(0.2)
-    assert play.cluster.attempt is not None
-    assert play.cluster.attempt.target == ("a", "c"), "who was to stay is dead"
-    play.beat("a", parting=True)
-    assert play.cluster.attempt.target == ("a", "c")
-    assert keeps(play, "a")
-
-
-@pytest.mark.parametrize("others", [(), ("q",)], ids=["alone", "with one that dies"])
-def test_who_saves_what_it_alone_has_is_counted_on_when_somebody_comes(others: tuple[str, ...]) -> None:
-    play = formed("p", *others)
-    play.cluster.drain("p", play.now, "the night")
-    play.beat("p", step=500, parting=True)
-    play.die(*others)
-    play.wait(0.2)
-    play.join("j")
-    play.wait(0.2)
-    assert play.cluster.attempt is not None
-    assert play.cluster.attempt.target == ("p", "j")
-    play.beat("p", step=500, parting=True)
-    assert play.agree(500).step == 500
-    assert play.world == ["p", "j"]
-
-
-def test_that_many_go_at_once_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, names = [], [f"w{number}" for number in range(50)]
-    play = formed(*names, max_workers=100)
-    keeps_the_state = Cluster.keeps_the_state
-
-    def counted(cluster: Cluster, member: Member, *, doubting: bool = False) -> bool:
-        asked.append(member.id)
-        return keeps_the_state(cluster, member, doubting=doubting)
-
-    monkeypatch.setattr(Cluster, "keeps_the_state", counted)
-    play.beat(*names, parting=True)
-    for name in names:
-        play.leave(name)
-    assert len(asked) <= 2 * len(names)
-
-
-def test_who_is_put_out_while_it_parts_is_nobody_in_the_next_world() -> None:
-    play = formed("a", "b", "c", rescale_timeout_ms=5_000)
-    play.die("c")
-    play.wait(0.2)
-    play.stop("a", stop=Stop(5, True))
-    play.time += 5.01
-    play.beat("b", parting=True)
-    assert "b" not in play.cluster.members
-    assert play.cluster.there == 1
-
-
-def test_when_one_has_died_nobody_is_relied_upon_who_has_not_shown_that_it_lives() -> None:
-    play = formed("a", "b", "p")
-    play.cluster.drain("p", play.now, "the night")
-    p = play.cluster.members["p"]
-    assert play.cluster.may_go(p)
-    play.die("a")
-    assert not play.cluster.may_go(p)
-    play.wait(0.2)
-    assert not play.cluster.may_go(p), "b may have gone with a"
-    play.stop("b", stop=Stop(5, True))
-    assert play.cluster.may_go(p)
-    play.leave("p")
-    play.wait(0.2)
-    play.agree(5)
-    assert play.world == ["b"]
-
-
-def test_who_does_not_go_after_all_is_counted_on() -> None:
-    play = formed("a", "b")
-    play.cluster.drain("b", play.now, "the night")
-    play.beat("b", parting=True)
-    assert play.cluster.there == 1
-    play.beat("b")
-    assert play.cluster.there == 2
-    play.cluster.rescale(play.now, "a test")
-    play.wait(0.1)
-    assert play.cluster.attempt is not None
-    assert play.cluster.attempt.target == ("a", "b")
 
 
 def test_an_evicted_worker_has_failed() -> None:

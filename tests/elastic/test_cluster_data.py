@@ -33,13 +33,14 @@ def join(play: Play, *names: str, with_data: bool = True) -> None:
         play.settle()
 
 
-def formed(*names: str, **settings: SettingValue) -> Play:
-    """A world in which all hold data."""
+def formed(*names: str, least: int = 0, **settings: SettingValue) -> Play:
+    """A world in which all hold data; `least` are needed from then on, or all of them."""
     play = Play(**{**SOON, "min_workers": len(names), **settings})
     join(play, *names)
     play.wait(0.1)
     play.agree()
     play.news()
+    play.cluster.configure({**play.cluster.settings, "min_workers": least or len(names)})
     return play
 
 
@@ -107,7 +108,7 @@ class TestACommit:
 
 def trains_on(*names: str, **settings: SettingValue) -> Play:
     """A world in which all hold data, and nobody stops for a rescale; some of them may go."""
-    play = formed(*names, use_synchronous_rescaling=False, **settings)
+    play = formed(*names, use_synchronous_rescaling=False)
     play.cluster.configure({**play.cluster.settings, "min_workers": 1, **settings})
     return play
 
@@ -311,16 +312,12 @@ class TestTheMembersOfAnAttempt:
         play.wait(0.1)
         assert members(play, "c") == (["a", "c"], [])
 
-    def test_are_told_apart_from_those_who_go(self) -> None:
-        play = formed("a", "b", "c")
+    @pytest.mark.parametrize("least", [1, 3], ids=["enough stay", "too few stay"])
+    def test_are_told_apart_from_those_who_go_however_few_stay(self, least: int) -> None:
+        play = formed("a", "b", "c", least=least)
         play.cluster.drain("b", play.now, "")
+        play.wait(0.1)
         assert members(play, "a") == (["a", "c"], ["b"])
-
-    def test_are_those_who_go_if_nobody_stays(self) -> None:
-        play = formed("a", "b")
-        play.cluster.drain("a", play.now, "")
-        play.cluster.drain("b", play.now, "")
-        assert members(play, "b") == (["a", "b"], ["a", "b"])
 
     @pytest.mark.parametrize("name", ["a", "z"])
     def test_are_told_to_members_of_the_present_one_only(self, name: str) -> None:
@@ -332,10 +329,50 @@ class TestTheMembersOfAnAttempt:
 
 class TestWhoIsToGo:
     def test_has_its_data_taken_over_at_once(self) -> None:
-        play = formed("a", "b")
+        play = formed("a", "b", least=1)
+        b = play.cluster.members["b"]
         play.cluster.drain("b", play.now, "the spot price")
+        play.wait(0.1)
         assert play.last(RescaleStarted).reason == "b is to go: the spot price"
-        assert play.cluster.world.keys() == {"a", "b"}
+        stop(play, "a", "b")
+        play.ready("a")
+        assert play.world == ["a", "b"]
+        assert not play.cluster.may_go(b), "it has said nothing of its own shards"
+        play.ready("b")
+        assert play.world == ["a"]
+        assert play.cluster.may_go(b)
+
+    def test_from_too_few_has_its_data_taken_over_and_goes_then(self) -> None:
+        play = formed("a", "b")
+        b = play.cluster.members["b"]
+        play.cluster.drain("b", play.now, "the spot price")
+        assert not play.cluster.may_go(b)
+        play.wait(0.1)
+        play.agree()
+        assert play.world == ["a", "b"]
+        assert play.cluster.may_go(b)
+        attempts = play.cluster.attempts
+        play.wait(600.0)
+        assert play.cluster.attempts == attempts, "once is enough"
+
+    def test_has_others_go_on_meanwhile_where_nobody_stops(self) -> None:
+        play = formed("a", "b", least=1, use_synchronous_rescaling=False)
+        play.cluster.drain("b", play.now, "the spot price")
+        play.wait(0.1)
+        started = play.last(RescaleStarted)
+        assert (started.in_background, started.removed, started.leaving) == (True, ["b"], ["b"])
+        play.ready("a", "b")
+        assert play.world == ["a"]
+
+    def test_with_the_only_state_has_the_others_stop(self) -> None:
+        play = formed("b", use_synchronous_rescaling=False)
+        join(play, "a")
+        play.cluster.drain("b", play.now, "the spot price")
+        play.wait(0.1)
+        assert not play.last(RescaleStarted).in_background
+        play.agree(7)
+        assert play.last(RescaleSynchronising).source.id == "b"
+        assert (play.world, play.cluster.state.current_step) == (["a"], 7)
 
     def test_is_not_waited_for_anew_when_told_twice(self) -> None:
         play = formed("a", "b")
@@ -344,12 +381,14 @@ class TestWhoIsToGo:
         play.cluster.drain("b", play.now, "")
         assert play.cluster.attempts == number
 
-    def test_and_takes_part_in_an_attempt_makes_it_begin_anew(self) -> None:
-        play = formed("a", "b")
+    @pytest.mark.parametrize("least", [1, 2], ids=["enough stay", "too few stay"])
+    def test_and_takes_part_in_an_attempt_makes_it_begin_anew(self, least: int) -> None:
+        play = formed("a", "b", least=least)
         play.cluster.rescale(play.now, "a wish")
         stop(play, "a", "b")
         number = play.cluster.attempts
         play.cluster.drain("b", play.now, "")
+        play.wait(0.1)
         assert play.cluster.attempts == number + 1
 
     def test_and_was_about_to_be_taken_in_is_left_out(self) -> None:
@@ -363,21 +402,23 @@ class TestWhoIsToGo:
         assert (attempt.number, attempt.target) == (number + 1, ("a",))
 
     def test_is_remembered_by_the_next_daemon(self) -> None:
-        play = formed("a", "b")
+        play = formed("a", "b", least=1)
         play.cluster.drain("b", play.now, "")
         play.restart()
         play.come_back("a", "b")
         play.wait(0.1)
         assert members(play, "a") == (["a"], ["b"])
 
-    def test_without_data_goes_by_itself(self) -> None:
-        play = Play(**SOON)
-        join(play, "a", with_data=False)
+    def test_from_too_few_and_has_no_data_goes_by_itself(self) -> None:
+        play = Play(**SOON, min_workers=2)
+        join(play, "a", "b", with_data=False)
         play.wait(0.1)
         play.agree()
         number = play.cluster.attempts
         play.cluster.drain("a", play.now, "")
+        play.wait(1.0)
         assert (play.cluster.attempts, play.cluster.attempt) == (number, None)
+        assert play.cluster.may_go(play.cluster.members["a"])
 
 
 class TestSilence:

@@ -186,6 +186,19 @@ class Histories(RuleBasedStateMachine):
             if self.settle():
                 process.alive = process.connected = False
 
+    @rule(name=st.sampled_from(NAMES))
+    def leave_if_it_may(self, name: str) -> None:
+        """What a worker does that was told to go."""
+        process, member = self.living(name), self.cluster.members.get(name)
+        if process is None or member is None or not (self.is_member(process) and process.connected):
+            return
+        if member.leaving is None or not self.cluster.may_go(member):
+            return
+        others = [one for one in self.cluster.members.values() if one is not member and one.leaving is None]
+        if not self.cluster.over and self.cluster.holds(member) and others:
+            assert self.cluster.state_holders & {one.id for one in others}, "it takes the only state along"
+        self.leave(name, done=False)
+
     @rule(name=st.sampled_from(NAMES), told=st.booleans())
     def kill(self, name: str, told: bool) -> None:
         """Its process ends; the pulse says so, or only the connection breaks."""
@@ -229,7 +242,7 @@ class Histories(RuleBasedStateMachine):
         """Do the next thing that an attempt wants of a worker."""
         process = self.living(name)
         attempt = self.cluster.attempt
-        if process is None or attempt is None or name not in attempt.target or not process.connected:
+        if process is None or attempt is None or name not in attempt.members or not process.connected:
             return
         if not self.is_member(process):
             return
@@ -469,7 +482,7 @@ class Histories(RuleBasedStateMachine):
             process = self.processes[name]
             assert process.answered == fact.attempt or process.name == self.answering(fact.attempt)
         assert fact.step is not None
-        if any(self.processes[name].brought for name in new):
+        if any(self.processes[name].brought for name in (*new, *started.leaving)):
             assert fact.step >= self.committed, "what was committed is not taken back"
         # Where nobody is left who has it, there is nothing to go on from.
         self.committed = fact.step
@@ -496,7 +509,7 @@ class Histories(RuleBasedStateMachine):
         assert cluster.over == self.told.over
         assert (cluster.phase is Phase.RESCALING) or cluster.attempt is None
         if cluster.attempt is not None:
-            missing = set(cluster.attempt.target) - cluster.members.keys()
+            missing = set(cluster.attempt.members) - cluster.members.keys()
             assert not missing or cluster._is_doomed, "an attempt waits for somebody who is not there"
         if self.phase is Phase.RUNNING and cluster.attempt is None:
             gone = set(cluster.world) - {member.id for member in cluster.members.values() if cluster.holds(member)}
@@ -546,12 +559,15 @@ class Histories(RuleBasedStateMachine):
         alive = [process for process in self.processes.values() if process.alive and self.is_member(process)]
         if len(alive) != len(cluster.members):
             return False
-        willing = sum(cluster.holds(member) or member.leaving is None for member in cluster.members.values())
+        willing = sum(member.leaving is None for member in cluster.members.values())
         enough = willing >= cluster.config.min_workers
         if self.phase is Phase.RUNNING:
             taken_in = sum(process.world == cluster.generation for process in alive)
             full = len(cluster.world) >= cluster.config.max_workers
-            return taken_in == len(cluster.world) and (willing == taken_in or full or not enough)
+            is_whole = taken_in == len(cluster.world)
+            # Who is to go is let go of, if there are enough others.
+            is_settled = cluster.remaining == cluster.there and (willing == taken_in or full)
+            return is_whole and (is_settled or not enough)
         return self.phase in {Phase.FORMING, Phase.WAITING} and not enough
 
     # Small things.

@@ -22,6 +22,7 @@ from forged.elastic.messages import (
     JobCompleted,
     JobWaiting,
     JoinJob,
+    Leave,
     ListClusters,
     ListWorkers,
     PauseJob,
@@ -682,16 +683,26 @@ async def test_who_drains_is_told_what_they_may_not_have_meant() -> None:
 async def test_whether_a_worker_may_go_is_read_and_needs_no_room_on_the_disk() -> None:
     store = TroubledStore()
     async with a_stage(store) as stage:
-        a, _ = await stage.form("a", "b")
-        announced = AnnounceLeave(JOB, "a", a.incarnation, "the night")
-        assert (await a.ask(announced)).may_go
-        await stage.start("c")
-        await stage.spine.bus.ask(DrainWorker(JOB, "b"))
+        a, b = await stage.form("a", "b")
+        assert not (await a.ask(AnnounceLeave(JOB, "a", a.incarnation, "the night"))).may_go, "b has yet to stop"
+        assert (await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))).may_go, "nobody is to stay"
         revision = stage.spine.ledger.revision
         store.commit_error = full()
-        assert not (await a.ask(ReadLeave(JOB, "a", a.incarnation))).may_go
+        assert (await a.ask(ReadLeave(JOB, "a", a.incarnation))).may_go
         assert (await a.ask(ReadLeave(JOB, "a", incarnation("a", 2)))).may_go, "it is nobody"
         assert stage.spine.ledger.revision == revision
+
+
+@virtual
+async def test_who_is_needed_in_the_moment_of_going_stays() -> None:
+    async with a_stage() as stage:
+        (a,) = await stage.form("a")
+        await stage.spine.bus.ask(DrainWorker(JOB, "a"))
+        await stage.start("b")
+        assert await a.leave(if_it_may=True) == Leave(may_go=False)
+        assert "WorkerLeft" not in stage.told()
+        assert await a.leave() == Leave(may_go=True)
+        assert stage.told()[-1] == "WorkerLeft"
 
 
 @virtual
@@ -993,8 +1004,9 @@ async def test_a_job_that_nobody_has_joined_is_not_trained() -> None:
 async def test_going_from_a_job_that_is_not_there_is_no_error() -> None:
     async with a_stage() as stage:
         a = stage.worker("a")
-        assert await a.leave() == Nothing()
-        assert await a.leave(failed=True) == Nothing()
+        assert await a.leave() == Leave(may_go=True)
+        assert await a.leave(if_it_may=True) == Leave(may_go=True)
+        assert await a.leave(failed=True) == Leave(may_go=True)
         assert await a.ask(ReportDeath(JOB, "a", a.incarnation)) == Nothing()
         a.beat()
         stage.spine.bus.signal(Pulse(JOB, "a", a.incarnation), Call(OPERATOR, "a test"))
@@ -1030,7 +1042,7 @@ async def test_what_an_operator_asks_for_is_done() -> None:
         await stage.wait(0.1)
         assert (await ask(PlanRescale(JOB, 4))).new_world_size == 4
         await stage.agree()
-        assert (await ask(ReadTopology(JOB))).world_size == 2
+        assert (await ask(ReadTopology(JOB))).world_size == 1, "neither who goes nor who was put out is in it"
         await ask(AbortJob(JOB, "enough"))
         assert (await ask(ShowCluster(JOB))).phase is Phase.ABORTED
         assert stage.told()[-2:] == ["RescaleCompleted", "JobAborted"]

@@ -189,7 +189,7 @@ class ElasticOracle:
         self._go_on(truth, Cause.RESCALE_RESTARTED if restarted else Cause.RESCALE_STARTED, fact)
         truth.attempt, truth.in_attempt, truth.synchronising = fact.attempt, True, False
         truth.in_background, truth.began_at = fact.in_background, self._now()
-        if fact.in_background and (truth.stops_to_rescale or fact.removed):
+        if fact.in_background and (truth.stops_to_rescale or set(fact.removed) - set(fact.leaving)):
             self.breach(Promise.HISTORY, f"nobody is to stop for attempt {fact.attempt} of {truth.job}: {fact}")
         truth.added, truth.source = tuple(fact.added), ""
         truth.waiting_since = None

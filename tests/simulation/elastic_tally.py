@@ -41,6 +41,7 @@ MUST_HAPPEN = (
     "a worker is suspended within an attempt",
     "the daemon is suspended",
     "a script hangs",
+    "a script hangs when a rescale is wanted",
     "a wall clock jumps",
     "a heartbeat lies",
     "somebody talks on who is gone",

@@ -116,6 +116,7 @@ class Trouble:
             self._suspend_daemon,
             self._jump,
             partial(self._lie, operator),
+            partial(self._hold_up_a_rescale, operator),
         ]
         if not self._steady:
             deeds += [self._fill_shards] if self._disks() else []
@@ -248,6 +249,13 @@ class Trouble:
         if (process := self._pick()) is not None:
             process.hold(self._random.uniform(*HELD_S))
             self._world.met["a script hangs"] += 1
+
+    def _hold_up_a_rescale(self, operator: ForgedClient) -> None:
+        """One script hangs, and all others wait for it to come to the end of its step."""
+        if (process := self._pick()) is not None:
+            process.hold(self._random.uniform(*HELD_S))
+            self._world.start(partial(self._rescale, operator, process.job.name))
+            self._world.met["a script hangs when a rescale is wanted"] += 1
 
     def _suspend(self) -> None:
         if (process := self._pick()) is not None:
@@ -384,6 +392,9 @@ class Trouble:
             for trainee in self._world.oracle.trainees:
                 trainee.evicted |= (trainee.job, trainee.name) == (job.name, name)
         await self.want(operator, request)
+
+    async def _rescale(self, operator: ForgedClient, job: str) -> None:
+        await self.want(operator, RescaleJob(job))
 
     async def _relieve(self, job: str) -> None:
         """Tell all of a world to go, because others are there."""

@@ -44,6 +44,7 @@ from forged.worker.registration import Registration
 from tests.client.house import SOON, House
 from tests.data.wards import LaggingStore, filling
 from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
+from tests.worker.meshes import until
 
 SAMPLES, SHARDS, BATCH, SEED = 120, 12, 7, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
@@ -586,6 +587,7 @@ class TestTheBackground:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
+            await until(lambda: house.daemon.elastic.clusters[JOB].state_holders == {"a", "b"})
             async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
                 ranch.crew["a"].worker.drain("the spot price")
                 await soon(reached)

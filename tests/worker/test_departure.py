@@ -16,7 +16,7 @@ from forged.elastic.messages import WorkerJoined, WorkerLeft
 from forged.errors import ForgedError, RequestRefused
 from forged.log import SILENT
 from forged.worker import departure
-from forged.worker.departure import ANSWER_S, LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Departure, Ties
+from forged.worker.departure import LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Departure, Ties
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.standing import Standing
 from tests.client.house import House
@@ -34,11 +34,9 @@ class Scene:
     def __init__(self) -> None:
         self.standing = Standing("me")
         self.config = CONFIG
-        self.holds_state = False
-        self.holds_data = True
+        self.is_bound = True
         self.has_daemon = True
         self.is_waited_for = False
-        self.is_in_trouble = False
         self.answers: list[bool | ForgedError] = [False]
         """What the daemon says in turn; the last answer holds on. It says nothing without one."""
         self.asked: list[str] = []
@@ -47,14 +45,13 @@ class Scene:
         """To so many looks somebody has come."""
         self.wakes: list[float] = []
         ties = Ties(
-            holds_state=lambda: self.holds_state,
-            holds_data=lambda: self.holds_data,
+            is_bound=lambda: self.is_bound,
             is_waited_for=lambda: self.is_waited_for,
             has_given=self._has_given,
-            is_in_trouble=lambda: self.is_in_trouble,
             has_daemon=lambda: self.has_daemon,
             announce=self._ask,
             ask=partial(self._ask, "and now?"),
+            leave=partial(self._ask, "good bye?"),
         )
         self.departure = Departure(self.standing, ties, self._wake, lambda: 0.5, SILENT)
 
@@ -104,28 +101,28 @@ async def test_who_may_stay_is_not_due_and_asks_nobody() -> None:
     assert (scene.departure.is_due, scene.departure.is_overdue, scene.wakes, scene.asked) == (False, False, [], [])
 
 
-def test_who_is_told_to_go_is_due_when_it_holds_nothing() -> None:
+def test_who_is_told_to_go_is_due_when_it_is_in_no_world() -> None:
     scene = Scene()
     scene.standing.draining = "the spot price"
     assert not scene.departure.is_due
-    scene.holds_data = False
+    scene.is_bound = False
     assert scene.departure.is_due
     assert scene.departure.reason == "the spot price"
 
 
 @virtual
-async def test_who_has_the_state_goes_when_the_daemon_says_so() -> None:
+async def test_who_is_in_a_world_goes_when_the_daemon_says_so() -> None:
     scene = Scene()
-    scene.holds_data, scene.holds_state, scene.answers = False, True, [True]
+    scene.answers = [True]
     assert await scene.drained() < 1
     assert scene.asked == ["the spot price"]
     assert scene.departure.reason == "the spot price"
 
 
 @virtual
-async def test_who_is_kept_for_the_state_asks_again_and_again() -> None:
+async def test_who_is_kept_asks_again_and_again() -> None:
     scene = Scene()
-    scene.holds_data, scene.holds_state, scene.answers = False, True, [False, False, False, True]
+    scene.answers = [False, False, False, True]
     assert round(await scene.drained()) == 3 * QUESTION_INTERVAL_S
     assert scene.asked == ["the spot price", *["and now?"] * 3], "it is said once, and asked for from then on"
 
@@ -134,21 +131,30 @@ async def test_who_is_kept_for_the_state_asks_again_and_again() -> None:
 async def test_who_waits_for_nobody_any_more_and_is_here_when_somebody_comes_stays() -> None:
     scene = Scene()
     scene.config = ElasticTrainingConfig(leave_timeout_ms=500)
-    scene.holds_data, scene.holds_state = False, True
     async with scene.told_to_go():
         await anyio.sleep(1)
         assert scene.departure.is_due
         assert scene.departure.reason == "the spot price; nobody came for what it holds for 0.5 s"
         scene.is_waited_for = True
         await anyio.sleep(1)
-        assert not await scene.departure.is_sure()
+        assert not await scene.departure.leave()
         assert scene.departure.reason == "the spot price"
+
+
+@virtual
+async def test_who_waits_for_nobody_any_more_asks_nobody_whether_it_may_go() -> None:
+    scene = Scene()
+    scene.config = ElasticTrainingConfig(leave_timeout_ms=500)
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        assert await scene.departure.leave()
+    assert "good bye?" not in scene.asked
 
 
 @virtual
 async def test_who_may_go_and_is_needed_after_all_stays() -> None:
     scene = Scene()
-    scene.holds_data, scene.holds_state, scene.answers = False, True, [True, False]
+    scene.answers = [True, False]
     async with scene.told_to_go():
         await anyio.sleep(0.1)
         assert scene.departure.is_due
@@ -160,61 +166,45 @@ async def test_who_may_go_and_is_needed_after_all_stays() -> None:
 
 
 @virtual
-async def test_who_goes_asks_once_more_in_that_moment() -> None:
+async def test_whether_it_goes_is_settled_in_that_moment() -> None:
     scene = Scene()
-    scene.holds_data, scene.holds_state, scene.answers = False, True, [True, True, False]
+    scene.answers = [True, True]
     async with scene.told_to_go():
         await anyio.sleep(50)
         assert (scene.departure.is_due, len(scene.asked)) == (True, 1)
-        assert await scene.departure.is_sure()
-        assert not await scene.departure.is_sure()
-        assert not scene.departure.is_due
-    assert scene.asked == ["the spot price", "and now?", "and now?"]
+        assert await scene.departure.leave()
+    assert scene.asked == ["the spot price", "good bye?"]
 
 
 @virtual
-async def test_who_has_nothing_goes_without_a_question() -> None:
+async def test_who_is_needed_in_the_moment_of_going_stays_and_asks_again() -> None:
     scene = Scene()
-    scene.holds_data = False
+    scene.answers = [True, False, False, True]
     async with scene.told_to_go():
-        await anyio.sleep(1)
-        assert await scene.departure.is_sure()
-    assert len(scene.asked) == 1
+        await anyio.sleep(50)
+        assert not await scene.departure.leave()
+        assert not scene.departure.is_due
+        await anyio.sleep(2 * QUESTION_INTERVAL_S)
+        assert scene.departure.is_due
+    assert scene.asked == ["the spot price", "good bye?", "and now?", "and now?"]
 
 
 @virtual
-async def test_who_gets_no_answer_in_the_moment_of_going_does_not_go() -> None:
+async def test_who_gets_no_answer_in_the_moment_of_going_waits_no_longer_than_for_any_daemon() -> None:
     scene = Scene()
-    scene.holds_data, scene.holds_state, scene.answers = False, True, [True]
+    scene.answers = [True]
     loop = asyncio.get_running_loop()
     async with scene.told_to_go():
         await anyio.sleep(1)
-        scene.answers, began_at = [], loop.time()
-        assert not await scene.departure.is_sure()
-        assert loop.time() - began_at == pytest.approx(ANSWER_S)
-        scene.departure._may_go, scene.has_daemon, began_at = True, False, loop.time()
-        assert not await scene.departure.is_sure()
-        assert loop.time() == began_at, "a daemon that is away is waited for in steps"
-        await anyio.sleep(16)
-        assert await scene.departure.is_sure(), "and not for ever"
-
-
-@virtual
-async def test_leave_that_was_given_before_the_world_broke_is_none() -> None:
-    scene = Scene()
-    scene.holds_data, scene.holds_state, scene.answers = False, True, [True]
-    async with scene.told_to_go():
-        await anyio.sleep(1)
-        scene.is_in_trouble = True
-        assert not scene.departure.is_due
-        scene.holds_state = False
-        assert scene.departure.is_due, "what it does not have it need not keep"
+        scene.answers, scene.has_daemon, began_at = [], False, loop.time()
+        assert await scene.departure.leave()
+        assert loop.time() - began_at == pytest.approx(15, abs=1)
 
 
 @virtual
 async def test_a_daemon_that_takes_nothing_down_is_waited_for_like_one_that_is_away() -> None:
     scene = Scene()
-    scene.holds_data, scene.holds_state, scene.answers = False, True, []
+    scene.answers = []
     assert round(await scene.drained()) == 15
     assert scene.departure.reason == "the spot price; the daemon took nothing down for 15 s"
 
@@ -222,7 +212,7 @@ async def test_a_daemon_that_takes_nothing_down_is_waited_for_like_one_that_is_a
 @virtual
 async def test_an_answer_that_is_older_than_the_change_does_not_count() -> None:
     scene = Scene()
-    scene.holds_data, scene.holds_state, scene.answers = False, True, [True, False]
+    scene.answers = [True, False]
     async with scene.told_to_go():
         await anyio.sleep(0.005)
         scene.departure.reconsider()
@@ -234,15 +224,8 @@ async def test_an_answer_that_is_older_than_the_change_does_not_count() -> None:
 @virtual
 async def test_who_is_refused_an_answer_is_not_kept() -> None:
     scene = Scene()
-    scene.holds_data, scene.holds_state, scene.answers = False, True, [RequestRefused("job_unknown", "no such job")]
+    scene.answers = [RequestRefused("job_unknown", "no such job")]
     assert await scene.drained() < 1
-
-
-@virtual
-async def test_who_holds_data_stays_though_it_may_go_as_far_as_the_state_goes() -> None:
-    scene = Scene()
-    scene.holds_state, scene.answers = True, [True]
-    assert round(await scene.drained()) == 60
 
 
 @virtual
@@ -276,12 +259,10 @@ async def test_with_every_change_of_the_world_its_time_begins_anew() -> None:
 @virtual
 async def test_others_have_so_long_to_take_over_what_it_holds() -> None:
     scene = Scene()
-    scene.answers = [True]
     assert round(await scene.drained()) == 60
     assert scene.departure.reason == "the spot price; nobody came for what it holds for 60 s"
-    scene.holds_data = False
+    scene.is_bound = False
     assert scene.departure.reason == "the spot price"
-    assert len(scene.wakes) == 2
 
 
 @virtual
@@ -385,13 +366,16 @@ class TestHandingOverTheState:
         assert await crew.over("a") == [None]
         await self._is_continued_by(crew, "b")
 
-    async def test_who_was_to_stay_may_die_before_the_other_has_gone(self, crew: Crew, client: ForgedClient) -> None:
+    async def test_who_was_to_stay_may_die_before_the_other_has_gone(
+        self, house: House, crew: Crew, client: ForgedClient
+    ) -> None:
         await self._train(crew, client, "a", "b")
         await self._register(crew, client, "c")
         await held_in_a_step(crew["b"])
         a, b = crew["a"].worker, crew["b"].worker
         a.drain("the spot price")
-        await until(lambda: a._departure.is_due)
+        cluster = house.daemon.elastic.clusters[JOB]
+        await until(lambda: cluster.members["a"].leaving is not None)
         assert b._mesh is not None
         for link in list(b._mesh._links):
             link.abort()
@@ -413,10 +397,10 @@ class TestHandingOverTheState:
         crew["a"].worker.leaving.subscribe(save)
         crew["a"].worker.drain("the night")
         await saves.wait()
-        cluster = house.daemon.elastic.clusters[JOB]
-        await until(lambda: cluster.members["a"].is_parting)
         await self._register(crew, client, "b")
-        assert not cluster.members["a"].is_parting
+        cluster = house.daemon.elastic.clusters[JOB]
+        await until(lambda: "b" in cluster.world)
+        assert "a" in cluster.members, "it gives away what it has while it saves"
         saved.set()
         assert await crew.over("a") == [None]
         await self._is_continued_by(crew, "b")
@@ -430,14 +414,13 @@ class TestHandingOverTheState:
 
         async def save(reason: str) -> None:
             reasons.append(reason)
-            if len(reasons) == 1:
-                await client.evict_worker(JOB, "b")
+            await client.evict_worker(JOB, "b")
 
         crew["a"].worker.leaving.subscribe(save)
         crew["a"].worker.drain("the spot price")
         assert await crew.over("a") == [None]
         await self._is_continued_by(crew, "c")
-        assert reasons == ["the spot price"] * 2, "what it saved is not the newest any more"
+        assert reasons == ["the spot price"], "what it saved is the newest"
 
     async def test_a_connection_that_breaks_at_the_wrong_moment_changes_nothing(
         self, house: House, tmp_path: Path, client: ForgedClient

@@ -1,0 +1,426 @@
+"""What becomes of who is to go: it leaves a world when the next one holds without it, or is of no use to one."""
+
+from __future__ import annotations
+
+from forged.elastic.attempt import Stop
+from forged.elastic.members import MARKS_PER_WORLD
+from forged.elastic.messages import (
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleStarted,
+    RescaleSynchronising,
+    WorkerDraining,
+    WorkerFailed,
+)
+from forged.elastic.phases import Phase
+from forged.jobs.model import SettingValue
+from tests.elastic.play import Play, formed, kinds
+
+WISH = "the night"
+SOON_S = 0.1
+"""A little longer than others may follow who are told to go."""
+ALL_MAY_FAIL: dict[str, SettingValue] = {"failure_tolerance_percentage": 100, "max_consecutive_failures": 1_000}
+
+
+def of_size(least: int, *names: str, **settings: SettingValue) -> Play:
+    """A world of which so many are needed."""
+    play = Play(min_workers=least, **settings)
+    play.form(*names)
+    return play
+
+
+def drain(play: Play, *names: str) -> None:
+    for name in names:
+        play.cluster.drain(name, play.now, WISH)
+
+
+def may_go(play: Play, name: str) -> bool:
+    return play.cluster.may_go(play.cluster.members[name])
+
+
+def failed(play: Play) -> list[str]:
+    return [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)]
+
+
+# The next world is without it.
+
+
+def test_the_others_form_a_world_without_who_is_to_go() -> None:
+    play = formed("a", "b", "c")
+    drain(play, "b")
+    assert play.news() == [WorkerDraining("b", WISH)]
+    (started,) = play.wait(SOON_S)
+    assert isinstance(started, RescaleStarted)
+    assert (started.world_size, started.removed, started.leaving) == (2, ["b"], ["b"])
+    assert started.reason == "b is to go: the night"
+    completed = play.agree(5)
+    assert (play.world, completed.removed, completed.step) == (["a", "c"], ["b"], 5)
+    assert "b" in play.cluster.members, "it may take its time to save what it has"
+    play.news()
+    assert kinds(play.leave("b")) == ["WorkerLeft"]
+    assert play.wait(10.0) == []
+
+
+def test_who_is_told_to_go_twice_is_so_once() -> None:
+    play = formed("a", "b")
+    drain(play, "b", "b")
+    assert kinds(play.news()) == ["WorkerDraining"]
+
+
+def test_those_who_are_told_to_go_at_once_are_let_go_of_together() -> None:
+    play = formed("a", "b", "c", "d", "e")
+    drain(play, "b")
+    play.wait(SOON_S / 4)
+    drain(play, "c", "d")
+    play.wait(SOON_S)
+    play.agree()
+    assert (play.world, play.cluster.generation) == (["a", "e"], 2)
+
+
+def test_who_waits_takes_the_rank_of_who_is_to_go() -> None:
+    play = formed("a", "b", "c")
+    play.join("d")
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.agree()
+    assert play.world == ["d", "b", "c"]
+
+
+def test_who_waits_finds_room_in_a_full_world_in_which_somebody_is_to_go() -> None:
+    play = Play(max_workers=1)
+    play.join("a")
+    play.agree(0)
+    play.join("b")
+    drain(play, "a")
+    play.wait(SOON_S)
+    assert play.agree(7).step == 7
+    assert play.world == ["b"]
+
+
+def test_a_joiner_that_is_to_go_is_not_taken_in() -> None:
+    play = formed("a")
+    play.join("b")
+    drain(play, "b")
+    play.news()
+    assert play.wait(100.0) == []
+
+
+def test_a_joiner_that_is_to_go_while_it_is_taken_in_is_left_out() -> None:
+    play = formed("a")
+    play.join("b", "c")
+    play.wait(30.0)
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.agree()
+    assert play.world == ["a", "c"]
+
+
+def test_the_next_daemon_forms_the_world_without_it() -> None:
+    play = formed("a", "b")
+    drain(play, "b")
+    play.restart()
+    play.come_back("a", "b")
+    play.wait(SOON_S)
+    play.agree()
+    assert play.world == ["a"]
+
+
+def test_without_synchronising_the_next_world_holds_at_once() -> None:
+    play = formed("a", "b", use_synchronous_rescaling=False)
+    drain(play, "b")
+    started, completed = play.wait(SOON_S)[-2:]
+    assert isinstance(started, RescaleStarted)
+    assert isinstance(completed, RescaleCompleted)
+    assert (started.leaving, completed.step, play.world) == (["b"], None, ["a"])
+
+
+# It takes part until then.
+
+
+def test_the_state_of_who_is_to_go_is_taken_over() -> None:
+    play = formed("a", "b")
+    play.join("c", "d")
+    drain(play, "a", "b")
+    play.wait(SOON_S)
+    play.stop("a", stop=Stop(7, holds_state=True))
+    play.stop("b", stop=Stop(8, holds_state=True))
+    play.stop("c", "d", stop=Stop(0, holds_state=False))
+    settled = play.last(RescaleSynchronising)
+    assert (settled.source.id, settled.step, settled.behind) == ("b", 8, 2)
+    play.ready("c", "d")
+    assert play.last(RescaleCompleted).step == 8
+    assert play.world == ["c", "d"]
+
+
+def test_without_synchronising_those_who_alone_have_the_state_are_asked_for_it() -> None:
+    play = formed("a", use_synchronous_rescaling=False)
+    play.join("b")
+    drain(play, "a")
+    play.wait(SOON_S)
+    assert play.agree(9).step == 9
+    assert (play.world, play.cluster.state_holders) == (["b"], frozenset("b"))
+
+
+def test_nobody_goes_on_before_who_is_to_go_has_said_where_it_has_stopped() -> None:
+    play = formed("a", "b")
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.stop("a", stop=Stop(5, holds_state=True, finished=True))
+    assert play.world == ["a", "b"]
+    play.stop("b", stop=Stop(6, holds_state=True))
+    assert play.last(RescaleCompleted).step == 6
+
+
+def test_of_two_with_the_same_state_who_stays_gives_it() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.agree(5)
+    assert play.last(RescaleSynchronising).source.id == "b"
+
+
+def test_who_is_to_go_and_is_behind_takes_nothing() -> None:
+    play = formed("a", "b")
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.stop("b", stop=Stop(5, holds_state=True))
+    play.stop("a", stop=Stop(6, holds_state=True))
+    assert play.world == ["a"]
+
+
+def test_who_is_to_go_and_dies_is_done_without_and_counts_towards_no_limit() -> None:
+    play = formed("a", "b", "c", failure_tolerance_percentage=0, max_consecutive_failures=1)
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.die("b")
+    play.wait(SOON_S)
+    play.agree()
+    assert (play.world, play.cluster.failures.in_world) == (["a", "c"], 0)
+
+
+def test_who_is_to_go_and_does_not_answer_fails() -> None:
+    play = formed("a", "b", rescale_timeout_ms=5_000)
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.stop("a", stop=Stop(5, holds_state=True))
+    play.wait(8.0)
+    assert failed(play) == ["b"]
+    play.agree(5)
+    assert play.world == ["a"]
+
+
+def test_that_its_connection_is_lost_does_not_end_who_is_to_go() -> None:
+    play = formed("a", "b")
+    drain(play, "b")
+    play.lose("b")
+    play.wait(SOON_S)
+    play.come_back("b")
+    play.agree()
+    assert (play.world, failed(play)) == (["a"], [])
+
+
+def test_who_has_gone_out_of_a_world_is_kept_until_all_of_the_next_one_have_the_state() -> None:
+    play = formed("a", "b", use_synchronous_rescaling=False)
+    play.join("c")
+    drain(play, "a")
+    play.wait(SOON_S)
+    assert (play.world, play.cluster.state_holders) == (["c", "b"], frozenset("b"))
+    assert not may_go(play, "a"), "c has nothing yet, and b may die"
+    play.beat("b", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
+    assert may_go(play, "a")
+
+
+def test_who_has_gone_out_of_a_world_is_asked_for_the_state_when_nobody_else_has_it() -> None:
+    play = formed("a", "b", use_synchronous_rescaling=False)
+    play.join("c")
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.die("b")
+    play.wait(SOON_S)
+    started = play.last(RescaleStarted)
+    assert (started.leaving, started.removed) == (["a"], ["b"])
+    play.stop("a", stop=Stop(9, holds_state=True))
+    play.stop("c", stop=Stop(0, holds_state=False))
+    play.ready("c")
+    assert play.last(RescaleCompleted).step == 9
+    assert (play.world, may_go(play, "a")) == (["c"], True)
+
+
+# When it is told while a world is formed.
+
+
+def test_an_attempt_begins_anew_without_who_is_to_go() -> None:
+    play = formed("a", "b", "c")
+    play.die("c")
+    play.wait(0.2)
+    play.stop("a", stop=Stop(5, holds_state=True))
+    drain(play, "b")
+    aborted, started = play.wait(SOON_S)[-2:]
+    assert isinstance(aborted, RescaleAborted)
+    assert isinstance(started, RescaleStarted)
+    assert (started.leaving, started.removed) == (["b"], ["b", "c"])
+    assert not may_go(play, "b")
+    assert play.agree(5).removed == ["b", "c"]
+    assert may_go(play, "b")
+
+
+def test_an_attempt_that_needs_who_is_to_go_comes_to_its_end() -> None:
+    play = of_size(2, "a", "b", **ALL_MAY_FAIL)
+    play.die("b")
+    play.wait(SOON_S)
+    play.join("c")
+    assert play.cluster.attempt is not None
+    drain(play, "a")
+    play.wait(1.0)
+    assert not may_go(play, "a"), "it is the only one that has the state"
+    assert play.agree(5).step == 5
+    assert play.world == ["a", "c"]
+    assert may_go(play, "a")
+    play.leave("a")
+    assert kinds(play.wait(SOON_S)) == ["JobWaiting"]
+    assert play.cluster.state_holders & play.cluster.members.keys() == {"c"}
+
+
+def test_when_others_come_an_attempt_does_without_who_is_to_go() -> None:
+    play = of_size(2, "a", "b", **ALL_MAY_FAIL)
+    play.die("b")
+    play.wait(SOON_S)
+    play.join("c")
+    drain(play, "a")
+    play.wait(1.0)
+    play.join("d")
+    play.wait(SOON_S)
+    play.agree(5)
+    assert play.world == ["c", "d"]
+
+
+# When nobody can form a world without it.
+
+
+def test_where_nobody_else_is_who_is_to_go_may_go_at_once() -> None:
+    play = formed("a", "b")
+    drain(play, "a", "b")
+    assert (may_go(play, "a"), may_go(play, "b")) == (True, True)
+    assert play.wait(10.0)[2:] == []
+
+
+def test_who_comes_while_all_others_are_to_go_is_given_what_they_have() -> None:
+    play = formed("a", "b")
+    drain(play, "a", "b")
+    play.wait(10.0)
+    assert "RescaleStarted" in kinds(play.join("c"))
+    assert (may_go(play, "a"), may_go(play, "b")) == (False, False)
+    assert play.agree(11).step == 11
+    assert play.world == ["c"]
+    assert may_go(play, "a")
+    assert may_go(play, "b")
+
+
+def test_where_too_few_would_be_left_those_who_come_are_given_the_state_all_the_same() -> None:
+    play = of_size(2, "a", "b", **ALL_MAY_FAIL)
+    play.die("b")
+    play.wait(SOON_S)
+    drain(play, "a")
+    play.join("c")
+    play.wait(SOON_S)
+    assert play.agree(11).step == 11
+    assert (play.world, may_go(play, "a")) == (["a", "c"], True)
+
+
+def test_who_alone_has_the_state_waits_for_so_many_that_they_can_take_it() -> None:
+    play = of_size(3, "a", "b", "c", **ALL_MAY_FAIL)
+    play.die("b", "c")
+    play.wait(SOON_S)
+    drain(play, "a")
+    assert may_go(play, "a"), "nobody is there who might wait for anything"
+    play.join("d")
+    assert not may_go(play, "a")
+    play.join("e")
+    play.wait(SOON_S)
+    play.agree()
+    assert play.world == ["a", "d", "e"]
+
+
+def test_where_too_few_stay_and_have_the_state_who_is_to_go_may_go() -> None:
+    play = of_size(3, "a", "b", "c")
+    drain(play, "b")
+    assert may_go(play, "b")
+    assert play.wait(1.0)[1:] == [], "the others train on until it has gone"
+    play.leave("b")
+    assert kinds(play.wait(SOON_S)) == ["JobWaiting"]
+
+
+def test_where_too_few_stay_and_none_is_there_with_the_state_who_has_it_stays() -> None:
+    play = of_size(3, "a", "b", "c")
+    drain(play, "b")
+    play.lose("a", "c")
+    assert not may_go(play, "b")
+    play.come_back("c")
+    assert may_go(play, "b")
+
+
+def test_where_too_few_stay_and_more_come_who_is_to_go_is_let_go_of() -> None:
+    play = of_size(3, "a", "b", "c")
+    drain(play, "b")
+    play.wait(1.0)
+    play.join("d")
+    play.wait(SOON_S)
+    play.agree()
+    assert play.world == ["a", "d", "c"]
+
+
+def test_when_the_training_is_over_nobody_is_kept() -> None:
+    play = formed("a", "b")
+    drain(play, "a")
+    play.cluster.abort(play.now, "enough")
+    assert may_go(play, "a")
+
+
+def test_who_is_in_no_world_may_go() -> None:
+    play = formed("a")
+    play.join("b")
+    drain(play, "b")
+    assert may_go(play, "b")
+
+
+def test_all_who_are_to_go_may_go_when_their_attempt_has_come_to_nothing() -> None:
+    play = formed("a")
+    play.join("b")
+    drain(play, "a")
+    play.wait(SOON_S)
+    assert not may_go(play, "a")
+    play.leave("b")
+    assert kinds(play.wait(SOON_S))[-1] == "JobWaiting"
+    assert (may_go(play, "a"), play.cluster.phase) == (True, Phase.WAITING)
+
+
+# How many it may be.
+
+
+def test_a_thousand_who_are_to_go_make_one_world() -> None:
+    names = [f"w{number}" for number in range(1_000)]
+    play = formed(*names)
+    drain(play, *names[1:])
+    play.wait(SOON_S)
+    play.agree()
+    assert (play.world, play.cluster.generation) == (["w0"], 2)
+
+
+def test_who_saves_for_long_behind_its_last_world_is_not_put_out() -> None:
+    play = formed("a", "b", leave_timeout_ms=20_000)
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.agree()
+    play.beat("b", parting=True)
+    play.wait(600.0)
+    assert failed(play) == []
+
+
+def test_who_does_not_go_though_it_is_in_no_world_any_more_is_put_out() -> None:
+    play = formed("a", "b", leave_timeout_ms=20_000)
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.agree()
+    play.wait(25.0)
+    assert failed(play) == ["b"]
