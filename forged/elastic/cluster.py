@@ -8,8 +8,7 @@ enough to go on after a crash; the rest comes back as evidence.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from forged.elastic.attempt import Attempt, Stage, Stop, brought_along
@@ -17,7 +16,8 @@ from forged.elastic.common import Common, require_same
 from forged.elastic.complaints import Complaints
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failures import Failures
-from forged.elastic.members import MARKS_PER_WORLD, Member, holding_up, mute_since
+from forged.elastic.lineup import Lineup
+from forged.elastic.members import MARKS_PER_WORLD, Member
 from forged.elastic.messages import (
     AttemptMembers,
     JobAborted,
@@ -35,9 +35,10 @@ from forged.elastic.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescaleType
+from forged.elastic.model import GlobalTrainingState, RescaleType
 from forged.elastic.outbox import Moment, Outbox
 from forged.elastic.pace import Base, paces
+from forged.elastic.patience import keeping_others
 from forged.elastic.phases import OVER, Cause, Phase, following
 from forged.elastic.progress import Witnesses, state_at, state_behind
 from forged.elastic.ranks import assign_ranks
@@ -50,9 +51,6 @@ from forged.messages import Fact
 
 EVIDENCE_WAIT_S = 1.0
 """How long a worker's word that it does not reach another waits for what bears it out."""
-RESTING_S = 5.0
-"""How long a worker's word that it waits for others holds at least; it says so every second."""
-NEVER_SAID = -math.inf
 QUARRELS_MAX = 3
 """So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
 WISH = "an operator's wish"
@@ -73,11 +71,6 @@ class Cluster:
         self.paused = False
         self.paused_because = ""
         """Why it rests, or rested last."""
-        self.topology = ClusterTopology()
-        self.world: dict[str, bytes] = {}
-        """The incarnations of those in the committed world, in the order of their ranks."""
-        self.state_holders: frozenset[str] = frozenset()
-        """Who of them is known to have the state: they are there since all have said where they are, or have met."""
         self.state = GlobalTrainingState()
         self.attempts = 0
         self.failures = Failures()
@@ -90,7 +83,7 @@ class Cluster:
         """What all workers have to have in common; None while none has said it."""
         self.cause = 0
         """The id of the fact that the next rescale, or what is left of this one, follows from."""
-        self.members = Roster(job)
+        self.lineup = Lineup(job, self.config)
         self.attempt: Attempt | None = None
         self.out = Outbox()
         self.watch = Watch(self.out)
@@ -104,12 +97,6 @@ class Cluster:
         """Since when there are too few workers."""
         self._resumed_at = -NEVER
         """Since when this daemon has the job."""
-        self._outsiders: dict[str, Member] = {}
-        """The members that are not in the world, the first to come first."""
-        self._leavers: dict[str, Member] = {}
-        """Those of the world that are to go, the first to be told first."""
-        self._retained: dict[str, Member] = {}
-        """Who has gone out of the world before with its state, while not all of this one are known to have that."""
         self._complaints = Complaints()
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
@@ -120,14 +107,20 @@ class Cluster:
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
         """Go by these settings from now on; the workers do so when they have heard of them."""
         before, self.config = self.config, ElasticTrainingConfig.from_settings(settings)
+        self.lineup.config = self.config
         self.settings = dict(settings)
         for member in self.members.values():
             member.reconsider(before, self.config)
 
     @property
+    def members(self) -> Roster:
+        """Who has registered."""
+        return self.lineup.members
+
+    @property
     def generation(self) -> int:
         """The number of the committed world."""
-        return self.topology.epoch
+        return self.lineup.topology.epoch
 
     @property
     def over(self) -> bool:
@@ -142,12 +135,12 @@ class Cluster:
     def resume_from_store(self, now: Moment) -> None:
         """Go on where another daemon, or this one before its store failed, has left off."""
         known = self.members.known
-        missing = [worker for worker, incarnation in self.world.items() if known(worker, incarnation) is None]
+        missing = [worker for worker, incarnation in self.lineup.world.items() if known(worker, incarnation) is None]
         if missing and not (self.why or self.over):
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
         self._must_stop = bool(self.why)
         self._resumed_at = now.monotonic
-        self._sort_members()
+        self.lineup.sort()
         if self.why and self.phase is Phase.RUNNING:
             self._hole_at = now.monotonic
         if self.phase is Phase.WAITING:
@@ -184,10 +177,9 @@ class Cluster:
         if not self.members:
             self.watch.begin_anew()
         newcomer.seen_at = newcomer.progress_at = now.monotonic
-        self.members.enter(newcomer)
+        self.lineup.enter(newcomer)
         if not newcomer.connected:
             self.watch.lose(newcomer, now.monotonic)
-        self._outsiders[newcomer.id] = newcomer
         self.out.cluster = self.out.cluster or not self.known
         self._put_member(newcomer)
         self.out.say(WorkerJoined(newcomer.worker))
@@ -202,7 +194,7 @@ class Cluster:
         self._drop(member)
         reason = in_words(reason, "the training is done" if done else "it wanted to")
         self.out.say(WorkerLeft(worker_id, reason))
-        if done and self.holds(member) and not self.over:
+        if done and self.lineup.holds(member) and not self.over:
             # Whoever says that all is done has done the last step together with the others.
             self.state = state_behind(self.state, step or self.state.current_step, now.wall)
             self.out.trigger()
@@ -331,7 +323,7 @@ class Cluster:
         member.heard_at = now.monotonic
         self._progress(member, stop.step, now)
         if attempt.stage is Stage.PAUSING:
-            if self.holds(member) and not attempt.is_at_step_end:
+            if self.lineup.holds(member) and not attempt.is_at_step_end:
                 # The others are at the end of the same step.
                 attempt.is_at_step_end, attempt.heard_at = True, now.monotonic
             attempt.stops[worker_id] = stop
@@ -365,19 +357,11 @@ class Cluster:
             self.settings,
             attempt.in_background,
             self.generation,
-            self.has_room(attempt),
-            self.left_out(attempt),
+            self.lineup.has_room_beside(attempt.target),
+            self.lineup.left_out(attempt.target),
             attempt.started_id,
             asking.joined_id,
         )
-
-    def has_room(self, attempt: Attempt) -> bool:
-        """Whether an attempt could have more members."""
-        return len(attempt.target) < self.config.max_workers
-
-    def left_out(self, attempt: Attempt) -> int:
-        """How many wait that are not in an attempt."""
-        return sum(member.id not in attempt.target for member in self.waiting())
 
     @property
     def _is_doomed(self) -> bool:
@@ -387,7 +371,7 @@ class Cluster:
     def trouble(self, worker_id: str, incarnation: bytes, generation: int, now: Moment, *, peer: str, why: str) -> None:
         """A worker cannot go on with its world. Trouble in an older world is over."""
         member = self.members.known(worker_id, incarnation)
-        if member is None or not self.holds(member) or generation != self.generation or self.over:
+        if member is None or not self.lineup.holds(member) or generation != self.generation or self.over:
             return
         other = self.members.get(peer)
         if not self._complain(member, peer, now) and self.trains:
@@ -395,16 +379,16 @@ class Cluster:
             self._troubles.add(trouble)
             self._must_stop = True
             # If its host is gone, the daemon's own connection tells so in a moment; asking it now would hide that.
-            self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.holds(other) else 0.0)
+            self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.lineup.holds(other) else 0.0)
             self._settle_quarrel(now)
         self._consider(now)
 
     def _complain(self, member: Member, peer: str, now: Moment) -> bool:
         """One of the world says that it does not reach another; tells whether that one failed over it."""
         other = self.members.get(peer)
-        if other is None or not self.holds(member):
+        if other is None or not self.lineup.holds(member):
             return False
-        if other is not member and self.holds(other):
+        if other is not member and self.lineup.holds(other):
             self._complaints.add(member.id, peer, self.generation)
         if is_lost(other) and not self._alone_has_the_state(other):
             self._fail(other, f"neither the daemon nor {member.id} reaches it", now)
@@ -413,16 +397,16 @@ class Cluster:
 
     def _alone_has_the_state(self, member: Member) -> bool:
         """Whether the state may be gone with it: such a one is given its whole grace, whatever others say of it."""
-        return self.state_holders & self._present_ids() == {member.id}
+        return self.lineup.holders_there() == {member.id}
 
     def _settle_quarrel(self, now: Moment) -> None:
         """Part those who will not work together in any world."""
         worlds = self._complaints.worlds
-        rank_of = list(self.world).index
+        rank_of = list(self.lineup.world).index
         worst = self._complaints.worst(rank_of) if worlds >= QUARRELS_MAX else None
-        if worst is not None and not (self.state_holders & self._present_ids()) - {worst}:
+        if worst is not None and not self.lineup.holders_there() - {worst}:
             # Nobody else is known to have the state: of those who may not, the worst goes.
-            worst = self._complaints.worst(rank_of, self.world.keys() - self.state_holders) or worst
+            worst = self._complaints.worst(rank_of, self.lineup.world.keys() - self.lineup.state_holders) or worst
         if worst is not None:
             self._fail(self.members[worst], f"{worlds} worlds in a row could not work with it in them", now)
             self._complaints.clear()
@@ -436,25 +420,15 @@ class Cluster:
             member.leaving, member.leaving_at = in_words(reason, WISH), now.monotonic
             self._put_member(member)
             self.out.say(WorkerDraining(worker_id, member.leaving))
-            if self.holds(member):
-                self._leavers[worker_id] = member
-            elif self._is_needed(member):
+            self.lineup.send_away(member)
+            if self._is_needed(member) and not self.lineup.holds(member):
                 # It was about to be taken in.
                 self._wanted_at = now.monotonic + self.config.failure_window_s
             self._consider(now)
 
     def may_go(self, member: Member) -> bool:
-        """Whether one that is to go may do so now: it is in no world any more, or is of no use to the next one."""
-        if self.over or not (self.holds(member) or member.id in self._retained):
-            return True
-        if self.attempt is not None or member.id in self._retained or not self._needs_leavers:
-            return False
-        if self.remaining == 0 and next(self.waiting(), None) is None:
-            return True
-        # Too few are there by now. What it alone has is kept for when there are more.
-        staying = (other for other in self._present() if other.leaving is None)
-        state_is_kept = any(one.connected and one.id in self.state_holders for one in staying)
-        return state_is_kept and (member.is_expected_to_go or not member.with_data)
+        """Whether one that is to go may do so now."""
+        return self.over or self.lineup.may_go(member, is_under_way=self.attempt is not None)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
@@ -537,7 +511,7 @@ class Cluster:
         """Look at every member."""
         self._forgive(now)
         steps = self.trains and not self.paused
-        world = {member.id for member in self.members.values() if self.holds(member)}
+        world = {member.id for member in self.members.values() if self.lineup.holds(member)}
         for member, why in self.watch.look(self.members, world, self.config, now.monotonic, steps=steps):
             self._fail(member, why, now)
 
@@ -564,8 +538,8 @@ class Cluster:
             return
         if self.rescale_at() > now.monotonic:
             return
-        staying, joining = self._staying(), self.joining()
-        size = self._size_with(joining)
+        staying, joining = self.lineup.staying(), self.lineup.joining()
+        size = self.lineup.size_with(joining)
         if size < self.config.min_workers:
             self._wait(size, now)
         else:
@@ -587,10 +561,10 @@ class Cluster:
 
     def growth_at(self) -> float:
         """When those who wait are taken in."""
-        if self.phase is not Phase.WAITING and next(self.waiting(), None) is None:
+        if self.phase is not Phase.WAITING and next(self.lineup.waiting(), None) is None:
             return NEVER
-        joining = self.joining()
-        size = self._size_with(joining)
+        joining = self.lineup.joining()
+        size = self.lineup.size_with(joining)
         if size < self.config.min_workers:
             return NEVER
         if self.phase is Phase.WAITING:
@@ -604,88 +578,17 @@ class Cluster:
 
     def _relief_at(self) -> float:
         """When a world is formed because somebody is to go. Others may be told so in the window."""
-        first = self._to_be_relieved()
+        first = self.lineup.to_be_relieved(() if self.attempt is None else self.attempt.leavers)
         return NEVER if first is None else first.leaving_at + self.config.failure_window_s
-
-    def _to_be_relieved(self) -> Member | None:
-        """The first of those who are to go, if there can be a world without it.
-
-        Where there are too few, it is one for which there can be a world in which others take over what it has.
-        """
-        if not self._leavers:
-            return None
-        if not self._needs_leavers:
-            relieved = () if self.attempt is None else self.attempt.leavers
-            return next((member for name, member in self._leavers.items() if name not in relieved), None)
-        news = (member for member in self._leavers.values() if not member.is_expected_to_go)
-        if self.remaining:
-            return next((member for member in news if member.with_data), None)
-        joining = self.joining()
-        return next(news, None) if self._size_with(joining) >= self.config.min_workers else None
-
-    def _present(self) -> Iterator[Member]:
-        """Who of the world is there, in the order of their ranks."""
-        for name, incarnation in self.world.items():
-            member = self.members.known(name, incarnation)
-            if member is not None:
-                yield member
-
-    def _present_ids(self) -> set[str]:
-        return {member.id for member in self._present()}
-
-    def _staying(self) -> set[str]:
-        """Who of them is in the next world."""
-        needs_leavers = self._needs_leavers
-        return {member.id for member in self._present() if member.leaving is None or needs_leavers}
-
-    @property
-    def there(self) -> int:
-        """How many of the world are there."""
-        return len(self.members) - len(self._outsiders)
-
-    @property
-    def remaining(self) -> int:
-        """How many of them are not to go."""
-        return self.there - len(self._leavers)
-
-    @property
-    def _needs_leavers(self) -> bool:
-        """Whether there are too few for a world but for those who are to go."""
-        if not self._leavers:
-            return False
-        room, missing = self.config.max_workers - self.remaining, self.config.min_workers - self.remaining
-        return sum(1 for _ in islice(self.waiting(), max(0, min(room, missing)))) < missing
-
-    @property
-    def _counted(self) -> int:
-        """How many of the world are in the next one."""
-        return self.there if self._needs_leavers else self.remaining
-
-    def waiting(self) -> Iterator[Member]:
-        """Who wants to be in the next world, the first to come first."""
-        for member in self._outsiders.values():
-            if member.lost_at is None and member.leaving is None:
-                yield member
-
-    def _size_with(self, joining: Collection[str]) -> int:
-        """How large the next world is, with these. Nobody needs one of those alone who are to go."""
-        return self._counted + len(joining) if self.remaining or joining else 0
-
-    def joining(self) -> list[str]:
-        """Who of them finds room."""
-        room = self.config.max_workers - self._counted
-        return [member.id for member in islice(self.waiting(), max(0, room))]
 
     def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
         """Start an attempt."""
-        present = {member.id: member for member in self._present()}
-        if not self.state_holders & present.keys():
-            present |= self._retained
-        if self.world and not present:
+        world, present = self.lineup.world, self.lineup.givers()
+        if world and not present:
             self._because(
                 f"nobody of world {self.generation} is left, so what the first of the others has is the state"
             )
-        elif self.world and not (self.config.use_synchronous_rescaling or self.state_holders & present.keys()):
+        elif world and not (self.config.use_synchronous_rescaling or self.lineup.state_holders & present.keys()):
             # Others may have come into this world and never have met who had the state.
             self._because(f"nobody who is left of world {self.generation} is known to have the state")
         leavers = tuple(name for name in present if name not in staying)
@@ -696,14 +599,14 @@ class Cluster:
             self.out.say(RescaleAborted(self.attempt.number, reason))
         cause = Cause.RESCALE_RESTARTED if self.phase is Phase.RESCALING else Cause.RESCALE_STARTED
         self._go_on(cause, reason)
-        target = assign_ranks(list(self.world), staying, joining)
-        removed = tuple(worker for worker in self.world if worker not in staying)
+        target = assign_ranks(list(world), staying, joining)
+        removed = tuple(worker for worker in world if worker not in staying)
         with_data = self._with_data((*target, *leavers))
         in_background = bool(with_data) and goes_on
         self.attempts += 1
         attempt = self.attempt = Attempt(
             number=self.attempts,
-            type=_type(len(self.world), len(target)),
+            type=_type(len(world), len(target)),
             target=target,
             leavers=leavers,
             added=tuple(joining),
@@ -715,7 +618,7 @@ class Cluster:
             behind=set(with_data) if in_background else set(),
         )
         self._hole_at = self._wanted_at = self._waiting_at = None
-        self._expect_leavers()
+        self.lineup.expect_leavers(to_go=True)
         self.out.say(
             RescaleStarted(
                 attempt=attempt.number,
@@ -729,16 +632,12 @@ class Cluster:
             )
         )
         # Where nobody is known to train all say with which step, rate and batch they begin: that may be anew.
-        if self.state_holders & staying and not (self.config.use_synchronous_rescaling or with_data):
+        if self.lineup.state_holders & staying and not (self.config.use_synchronous_rescaling or with_data):
             self._commit(attempt, now)
-
-    def _expect_leavers(self, *, to_go: bool = True) -> None:
-        for member in self._leavers.values():
-            member.is_expected_to_go = to_go
 
     def _can_go_on(self, staying: set[str]) -> bool:
         """Whether the world may train, as it is, until another one holds, where somebody has its state."""
-        is_whole = bool(self.state_holders & staying) and self.there == len(self.world)
+        is_whole = bool(self.lineup.state_holders & staying) and self.lineup.is_whole
         return is_whole and self.trains and not (self._must_stop or self.config.use_synchronous_rescaling)
 
     def _with_data(self, target: Iterable[str]) -> list[str]:
@@ -766,19 +665,9 @@ class Cluster:
 
     def _commit(self, attempt: Attempt, now: Moment) -> None:
         """Let the new world hold."""
-        members = [self.members[worker] for worker in attempt.target]
-        topology = ClusterTopology(tuple(member.worker for member in members), self.generation + 1, now.wall)
-        delta = self.topology.delta_to(topology)
-        self.topology = topology
-        self.world = {member.id: member.incarnation for member in members}
-        there = attempt.target if attempt.source else self.state_holders.difference(attempt.removed)
-        had_it, self.state_holders = self.state_holders, frozenset(there)
-        if self.state_holders.issuperset(attempt.target):
-            self._retained.clear()
-        else:
-            gone = (self.members.get(name) for name in had_it.difference(attempt.target))
-            self._retained |= {member.id: member for member in gone if member is not None}
-        self._sort_members()
+        before, has_stopped = self.lineup.topology, bool(attempt.source)
+        self.lineup.commit(attempt.target, attempt.removed, now.wall, all_have_stopped=has_stopped)
+        members = list(self.lineup.present())
         known_step = self.state.current_step
         if attempt.source:
             self.state = state_at(self.state, attempt.stops[attempt.source], now.wall)
@@ -808,7 +697,7 @@ class Cluster:
             RescaleCompleted(
                 attempt=attempt.number,
                 type=attempt.type,
-                delta=delta,
+                delta=before.delta_to(self.lineup.topology),
                 step=self.state.current_step if attempt.source else None,
                 epoch=self.state.current_epoch if attempt.source else None,
                 learning_rate=rate,
@@ -836,57 +725,11 @@ class Cluster:
 
     def _give_up_silent(self, attempt: Attempt, now: Moment) -> None:
         """Fail those for whom an attempt has waited too long."""
-        source = self.members.get(attempt.source)
-        if source is not None and source.is_mute(mute_since(self.config, now.monotonic)):
-            late = [source]
-        else:
-            waiting = [self.members[worker] for worker in self._busy(attempt, now) if worker in self.members]
-            waiting = [member for member in waiting if not self._is_in_a_step(member, attempt, now)]
-            bound = {member.id for member in waiting if self._may_wait(member)}
-            late = holding_up(waiting, bound, self.config, now.monotonic)
-            if not late:
-                # All are in a step that lasts; or all wait for what none of them can give.
-                attempt.heard_at = now.monotonic
-        within = f"in attempt {attempt.number} within {self.config.rescale_timeout_s:g} s"
-        if source is not None and (kept := self._kept_from(source, late, attempt, now)):
-            self._fail(source, f"{kept} did not get the state from it {within}", now)
-            return
-        for member in late:
-            why, trouble = f"it did not answer {within}", attempt.troubles.get(member.id)
-            self._fail(member, f"{why}: {trouble}" if trouble else why, now)
-
-    def _kept_from(self, source: Member, late: Iterable[Member], attempt: Attempt, now: Moment) -> str:
-        """Which of them does not come by the state through no fault of its own; empty for none.
-
-        Newcomers do not count: what a member of the world has may be nowhere else.
-        """
-        since = mute_since(self.config, now.monotonic)
-        for member in late:
-            if member is source or member.is_mute(since) or not {member.id, source.id} <= self.state_holders:
-                continue
-            pair = member.id, source.id
-            if self._complaints.between(*pair) and self._complaints.worst(attempt.members.index, pair) == source.id:
-                return member.id
-        return ""
-
-    def _may_wait(self, member: Member) -> bool:
-        """Whether it may have to wait for others of its world: not for data that it fetches while it trains."""
-        return self.holds(member) and not self.trains
-
-    def _is_in_a_step(self, member: Member, attempt: Attempt, now: Moment) -> bool:
-        """Whether it may come to the end of a long step: nobody of its world has come there yet, and it is heard.
-
-        Its pulse speaks for a library that cannot: who is held up holds up a step like any other.
-        """
-        is_mute = member.is_mute(mute_since(self.config, now.monotonic)) and not member.has_pulse(now.monotonic)
-        is_heard = self.holds(member) and not is_mute
-        is_late = self.config.evict_stalled and now.monotonic - attempt.began_at >= self.config.stall_timeout_s
-        return attempt.stage is Stage.PAUSING and is_heard and not (attempt.is_at_step_end or is_late)
-
-    def _busy(self, attempt: Attempt, now: Moment) -> list[str]:
-        """Who has something to do in the attempt, and does not wait for others."""
-        since = now.monotonic - max(RESTING_S, self.config.rescale_timeout_s)
-        return [worker for worker in attempt.waiting_for if attempt.resting.get(worker, NEVER_SAID) < since]
+        late = list(keeping_others(attempt, self.lineup, self._complaints, now.monotonic, trains=self.trains))
+        if not late:
+            attempt.heard_at = now.monotonic
+        for member, why in late:
+            self._fail(member, why, now)
 
     def _wait(self, there: int, now: Moment) -> None:
         """Rest until there are enough workers."""
@@ -896,7 +739,7 @@ class Cluster:
         if self.attempt is not None:
             self.out.say(RescaleAborted(self.attempt.number, "too few workers are left"))
             self.attempt = None
-        self._expect_leavers(to_go=False)
+        self.lineup.expect_leavers(to_go=False)
         if self.phase is not Phase.WAITING:
             self._go_on(Cause.TOO_FEW, too_few(there, self.config.min_workers))
             self.out.say(JobWaiting(there, self.config.min_workers))
@@ -914,26 +757,26 @@ class Cluster:
     def _see_whether_short(self, now: Moment) -> None:
         needed = self.config.min_workers
         # The first few will do: this is asked whenever somebody joins.
-        if not self.members or sum(1 for _ in islice(self.waiting(), needed)) >= needed:
+        if not self.members or sum(1 for _ in islice(self.lineup.waiting(), needed)) >= needed:
             self._waiting_at = None
         elif self._waiting_at is None:
             self._waiting_at = now.monotonic
 
     def _too_many_failures(self, now: Moment) -> bool:
-        why = self.failures.too_many(len(self.world), self.config)
+        why = self.failures.too_many(len(self.lineup.world), self.config)
         if why is not None:
             self.abort(now, why)
         return self.over
 
     def _fail(self, member: Member, reason: str, now: Moment, *, is_wanted: bool = False) -> None:
-        rank = self.topology.rank_of(member.worker) if self.holds(member) else -1
+        rank = self.lineup.topology.rank_of(member.worker) if self.lineup.holds(member) else -1
         self._drop(member)
         self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
         if rank >= 0 and not is_wanted and member.leaving is None:
             self.failures.count(self.state.current_step)
-            if self.failures.too_many(len(self.world), self.config) is not None:
+            if self.failures.too_many(len(self.lineup.world), self.config) is not None:
                 # Of several failures, the one that is too many is what the job's end follows from.
                 self.out.trigger()
         if self._is_needed(member):
@@ -941,7 +784,7 @@ class Cluster:
 
     def _is_needed(self, member: Member) -> bool:
         """Whether the world, or the attempt at one, cannot go on without it."""
-        return self.holds(member) if self.attempt is None else member.id in self.attempt.members
+        return self.lineup.holds(member) if self.attempt is None else member.id in self.attempt.members
 
     def _hole(self, why: str, now: Moment, *, is_told: bool = False, later_s: float = 0.0) -> None:
         """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window.
@@ -969,18 +812,18 @@ class Cluster:
             return
         self.watch.recovered(member, step)
         # Who has it is believed that all have met; who may not have it would speak for itself.
-        is_witness = member.id in self.state_holders or not self.state_holders
-        if is_witness and len(self.state_holders) < len(self.world) and self._has_met(member):
+        is_witness = member.id in self.lineup.state_holders or not self.lineup.state_holders
+        if is_witness and len(self.lineup.state_holders) < len(self.lineup.world) and self._has_met(member):
             # Nobody goes on in a world before all of it have the state.
-            self.state_holders, self.out.world = frozenset(self.world), True
-            self._retained.clear()
-        if step > self.state.current_step and self.holds(member) and self.trains:
-            self._stepped(self._witnesses.hear(member.id, step, len(self.world)), now)
+            self.lineup.have_met()
+            self.out.world = True
+        if step > self.state.current_step and self.lineup.holds(member) and self.trains:
+            self._stepped(self._witnesses.hear(member.id, step, len(self.lineup.world)), now)
 
     def _has_met(self, member: Member) -> bool:
         """Whether it has come to where workers meet in the committed world."""
         first = self.generation * MARKS_PER_WORLD
-        return self.holds(member) and first < member.marks < first + MARKS_PER_WORLD
+        return self.lineup.holds(member) and first < member.marks < first + MARKS_PER_WORLD
 
     def _stepped(self, step: int, now: Moment) -> None:
         """So many steps are known to be committed."""
@@ -1008,24 +851,11 @@ class Cluster:
         self.out.cluster = True
         self.out.say(fact)
 
-    def holds(self, member: Member) -> bool:
-        """Whether it is in the committed world."""
-        return self.world.get(member.id) == member.incarnation
-
     def _put_member(self, member: Member) -> None:
         self.out.members.add(member.id)
 
-    def _sort_members(self) -> None:
-        """Tell apart who is in the committed world, who of it is to go, and who is not in it."""
-        world = [member for member in self.members.values() if self.holds(member)]
-        self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
-        self._leavers = {member.id: member for member in world if member.leaving is not None}
-
     def _drop(self, member: Member) -> None:
-        self.members.strike(member)
-        self._outsiders.pop(member.id, None)
-        self._leavers.pop(member.id, None)
-        self._retained.pop(member.id, None)
+        self.lineup.strike(member)
         self._complaints.forget(member.id)
         self.watch.forget(member)
         self.out.members.add(member.id)

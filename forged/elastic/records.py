@@ -89,9 +89,9 @@ def writes(cluster: Cluster) -> dict[str, bytes | None]:
     if out.world:
         found[prefix + WORLD] = _encode(
             WorldRecord(
-                topology=cluster.topology,
-                incarnations=tuple(cluster.world.values()),
-                state_holders=tuple(sorted(cluster.state_holders)),
+                topology=cluster.lineup.topology,
+                incarnations=tuple(cluster.lineup.world.values()),
+                state_holders=tuple(sorted(cluster.lineup.state_holders)),
             )
         )
     for worker in out.members:
@@ -120,7 +120,7 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Clu
     for member in members:
         member.slack_s = slack_s
     # Who came first is taken in first, also behind a restart.
-    cluster.members = Roster(job, sorted(members, key=lambda member: member.joined_at))
+    cluster.lineup.members = Roster(job, sorted(members, key=lambda member: member.joined_at))
     cluster.resume_from_store(now)
     return cluster
 
@@ -156,10 +156,10 @@ def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
 
 
 def _take_world(cluster: Cluster, record: WorldRecord) -> None:
-    cluster.topology = record.topology
+    cluster.lineup.topology = record.topology
     ids = (worker.id for worker in record.topology.workers)
-    cluster.world = dict(zip(ids, record.incarnations, strict=True))
-    cluster.state_holders = frozenset(record.state_holders)
+    cluster.lineup.world = dict(zip(ids, record.incarnations, strict=True))
+    cluster.lineup.state_holders = frozenset(record.state_holders)
 
 
 def _member_record(member: Member) -> MemberRecord:

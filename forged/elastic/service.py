@@ -397,7 +397,7 @@ class ElasticService:
         return self._decide(cluster, Nothing())
 
     def _topology(self, request: ReadTopology, call: Call) -> ClusterTopology:
-        return self._get(request.job).topology
+        return self._get(request.job).lineup.topology
 
     def _attempt(self, request: ReadAttempt, call: Call) -> AttemptMembers:
         return self._get(request.job).attempt_members(request.worker_id, request.incarnation)
@@ -639,10 +639,10 @@ def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
         paused=cluster.paused,
         attempt=attempt.number if attempt else 0,
         peer_key=cluster.key,
-        topology=cluster.topology,
+        topology=cluster.lineup.topology,
         state=cluster.state,
         settings=cluster.settings,
-        is_member=cluster.holds(member),
+        is_member=cluster.lineup.holds(member),
         leaving=member.leaving,
         synchronising=cluster.synchronising if attempt else None,
         in_background=attempt is not None and attempt.in_background,

@@ -37,8 +37,8 @@ def _reasons(cluster: Cluster, now: float) -> Iterator[str]:
     if cluster.attempt is not None:
         yield _attempt(cluster.attempt, now)
         yield from _troubles(cluster.attempt)
-        if not cluster.has_room(cluster.attempt):
-            yield from _surplus(cluster, cluster.left_out(cluster.attempt))
+        if not cluster.lineup.has_room_beside(cluster.attempt.target):
+            yield from _surplus(cluster, cluster.lineup.left_out(cluster.attempt.target))
         yield from _stalled(cluster, now) if cluster.trains else ()
         yield from _silent(cluster, now)
     elif cluster.phase is Phase.RESCALING:
@@ -47,8 +47,8 @@ def _reasons(cluster: Cluster, now: float) -> Iterator[str]:
         yield from _stalled(cluster, now)
         yield from _silent(cluster, now)
         yield from _outside(cluster, now)
-    elif cluster.remaining + len(cluster.joining()) < cluster.config.min_workers:
-        yield _too_few(cluster, cluster.remaining + len(cluster.joining()), now)
+    elif cluster.lineup.remaining + len(cluster.lineup.joining()) < cluster.config.min_workers:
+        yield _too_few(cluster, cluster.lineup.remaining + len(cluster.lineup.joining()), now)
     else:
         yield from _outside(cluster, now)
 
@@ -92,7 +92,7 @@ def _silent(cluster: Cluster, now: float) -> Iterator[str]:
     if cluster.paused:
         return
     since = mute_since(cluster.config, now)
-    members = (member for member in cluster.members.values() if cluster.holds(member) and not member.stalled)
+    members = (member for member in cluster.members.values() if cluster.lineup.holds(member) and not member.stalled)
     silent = [member for member in members if member.is_mute(since) and member.has_pulse(now)]
     if cluster.trains and silent:
         yield f"no step for {_seconds(now - max(member.progress_at for member in silent))}"
@@ -108,14 +108,14 @@ def _last_word(member: Member) -> float:
 
 def _outside(cluster: Cluster, now: float) -> Iterator[str]:
     """Who waits to be taken in."""
-    config, joining = cluster.config, cluster.joining()
-    if joining and cluster.remaining + len(joining) < config.min_workers:
+    config, joining = cluster.config, cluster.lineup.joining()
+    if joining and cluster.lineup.remaining + len(joining) < config.min_workers:
         yield _too_few(cluster, len(joining), now)
     elif joining:
         left_s = cluster.growth_at() - now
         more = f" ({_left(left_s)} more)" if 0.0 < left_s < math.inf else ""
         yield f"{_wait(len(joining))} until nobody has joined for {config.stability_window_s:g} s{more}"
-    yield from _surplus(cluster, sum(1 for _ in cluster.waiting()) - len(joining))
+    yield from _surplus(cluster, sum(1 for _ in cluster.lineup.waiting()) - len(joining))
 
 
 def _surplus(cluster: Cluster, surplus: int) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _surplus(cluster: Cluster, surplus: int) -> Iterator[str]:
 
 def _too_few(cluster: Cluster, waiting: int, now: float) -> str:
     needed = cluster.config.min_workers
-    missing = needed - cluster.remaining - len(cluster.joining())
+    missing = needed - cluster.lineup.remaining - len(cluster.lineup.joining())
     who = f"{_wait(waiting)} for {missing} more" if waiting else "no worker is there"
     left_s = cluster.alone_at() - now
     end = f"; given up in {_left(left_s)}" if left_s < math.inf else ""

@@ -42,18 +42,18 @@ def worker_view(cluster: Cluster, member: Member, now: float) -> WorkerView:
 
 def rank_of(cluster: Cluster, member: Member) -> int:
     """Its rank in the committed world; -1 for who is not in it."""
-    return cluster.topology.rank_of(member.worker) if cluster.holds(member) else RANK_NONE
+    return cluster.lineup.topology.rank_of(member.worker) if cluster.lineup.holds(member) else RANK_NONE
 
 
 def status_of(cluster: Cluster, member: Member) -> WorkerStatus:
     """What it is doing."""
     if member.leaving is not None:
         return WorkerStatus.LEAVING
-    if cluster.trains and cluster.holds(member):
+    if cluster.trains and cluster.lineup.holds(member):
         return WorkerStatus.ACTIVE
     if cluster.attempt is not None and member.id in cluster.attempt.target:
         return WorkerStatus.RESCALING
-    if not cluster.holds(member):
+    if not cluster.lineup.holds(member):
         return WorkerStatus.JOINING
     # Between two worlds, or in one of which too few are left, nobody trains.
     return WorkerStatus.ACTIVE if cluster.over else WorkerStatus.RESCALING
@@ -66,8 +66,8 @@ def cluster_view(cluster: Cluster, now: float) -> ClusterView:
         phase=cluster.phase,
         paused=cluster.paused,
         generation=cluster.generation,
-        world_size=cluster.there,
-        joining=len(cluster.members) - cluster.there,
+        world_size=cluster.lineup.there,
+        joining=len(cluster.members) - cluster.lineup.there,
         state=cluster.state,
         failures=cluster.failures.in_world,
         reason=cluster.reason,
@@ -95,8 +95,8 @@ def plan(cluster: Cluster, size: int) -> RescalePlan:
     """What a rescale to so many workers would do; workers that are not there yet are called `new-1` and so on."""
     if not 1 <= size <= PLANNED_MAX:
         raise RequestRefused("plan_invalid", f"workers = {size}", f"give 1 to {PLANNED_MAX}")
-    old = list(cluster.world)
-    there = [member.id for member in cluster.members.values() if not cluster.holds(member)]
+    old = list(cluster.lineup.world)
+    there = [member.id for member in cluster.members.values() if not cluster.lineup.holds(member)]
     missing = max(0, size - len(old) - len(there))
     joining = [*there, *(f"new-{number + 1}" for number in range(missing))][: max(0, size - len(old))]
     # The highest ranks go first, so that nobody else has to move.
@@ -120,10 +120,10 @@ def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
     member, needed = cluster.members.require(worker_id), cluster.config.min_workers
     remarks = []
     left = sum(1 for other in cluster.members.values() if other.leaving is None)
-    if cluster.holds(member) and not cluster.over and left < needed:
+    if cluster.lineup.holds(member) and not cluster.over and left < needed:
         stay = f"{counted(left, 'worker')} will be left, and min_workers is {needed}"
         remarks.append(f"training will stand still: {stay}")
-    if cluster.holds(member) and not cluster.over and not (cluster.remaining or cluster.joining()):
+    if cluster.lineup.holds(member) and not cluster.over and not (cluster.lineup.remaining or cluster.lineup.joining()):
         with_it = "the state of the training goes with it: nobody is left to take it"
         remarks.append(f"{with_it}; have the script save a checkpoint first, or start another worker")
     if member.stalled:

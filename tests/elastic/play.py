@@ -59,7 +59,7 @@ class Play:
     @property
     def world(self) -> list[str]:
         """The committed world in the order of ranks."""
-        return [worker.id for worker in self.cluster.topology.workers]
+        return [worker.id for worker in self.cluster.lineup.topology.workers]
 
     # What happens.
 
@@ -210,7 +210,7 @@ class Play:
         attempt = self.cluster.attempt
         assert attempt is not None
         for name in attempt.members:
-            holds = name in self.cluster.world and name not in attempt.added
+            holds = name in self.cluster.lineup.world and name not in attempt.added
             self.stop(name, stop=Stop(step if holds else 0, holds, **more))  # type: ignore[arg-type]
         for name in attempt.waiting_for if attempt.stage is Stage.SYNCHRONISING else ():
             self.ready(name)

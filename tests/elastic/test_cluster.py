@@ -201,7 +201,7 @@ def test_an_id_that_returns_on_another_host_is_at_its_new_address() -> None:
     play.cluster.join(there, play.now)
     play.wait(0.1)
     play.agree()
-    assert str(play.cluster.topology.workers[1]) == "b@elsewhere:9999"
+    assert str(play.cluster.lineup.topology.workers[1]) == "b@elsewhere:9999"
 
 
 def test_the_same_process_may_register_again() -> None:
@@ -873,7 +873,7 @@ def test_who_alone_is_known_to_have_the_state_stays_whoever_complains(quarrel: s
     play.join("c")
     play.die("a")
     play.wait(0.1)
-    assert (play.world, play.cluster.state_holders) == (["c", "b"], frozenset("b"))
+    assert (play.world, play.cluster.lineup.state_holders) == (["c", "b"], frozenset("b"))
     if quarrel == "in three worlds":
         for _ in range(2):
             play.complain("b", "c")
@@ -1078,15 +1078,15 @@ def test_who_has_met_the_others_has_the_state() -> None:
     play.join("b")
     play.wait(WINDOW_S)
     play.beat("a", marks=2 * MARKS_PER_WORLD)
-    assert play.cluster.state_holders == {"a"}, "it may wait there for the others"
+    assert play.cluster.lineup.state_holders == {"a"}, "it may wait there for the others"
     play.beat("b", marks=MARKS_PER_WORLD + 9)
-    assert play.cluster.state_holders == {"a"}, "it is on its way from the world before"
+    assert play.cluster.lineup.state_holders == {"a"}, "it is on its way from the world before"
     play.beat("b", marks=2 * MARKS_PER_WORLD + 1)
-    assert play.cluster.state_holders == {"a"}, "who may not have it cannot vouch for itself"
+    assert play.cluster.lineup.state_holders == {"a"}, "who may not have it cannot vouch for itself"
     play.beat("a", marks=2 * MARKS_PER_WORLD + 1)
     play.restart()
     play.come_back("a", "b")
-    assert play.cluster.state_holders == {"a", "b"}
+    assert play.cluster.lineup.state_holders == {"a", "b"}
     play.die("a")
     assert kinds(play.wait(0.1)) == ["RescaleStarted", "RescaleCompleted"]
     assert (play.world, play.last(RescaleCompleted).step) == (["b"], None)

@@ -195,8 +195,8 @@ class Histories(RuleBasedStateMachine):
         if member.leaving is None or not self.cluster.may_go(member):
             return
         others = [one for one in self.cluster.members.values() if one is not member and one.leaving is None]
-        if not self.cluster.over and self.cluster.holds(member) and others:
-            assert self.cluster.state_holders & {one.id for one in others}, "it takes the only state along"
+        if not self.cluster.over and self.cluster.lineup.holds(member) and others:
+            assert self.cluster.lineup.state_holders & {one.id for one in others}, "it takes the only state along"
         self.leave(name, done=False)
 
     @rule(name=st.sampled_from(NAMES), told=st.booleans())
@@ -282,7 +282,7 @@ class Histories(RuleBasedStateMachine):
     @rule(heard=st.sets(st.sampled_from(NAMES)), finished=st.booleans())
     def train(self, heard: set[str], finished: bool) -> None:
         """All finish a step, and these hear that it is committed; or one does not finish it, and nobody hears that."""
-        world = [self.processes.get(worker.id) for worker in self.cluster.topology.workers]
+        world = [self.processes.get(worker.id) for worker in self.cluster.lineup.topology.workers]
         members = [process for process in world if process is not None]
         able = all(self.trains(process) for process in members) and len(members) == len(world)
         if not able or not members or self.phase is not Phase.RUNNING or self.cluster.paused:
@@ -503,17 +503,16 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "cluster"):
             return
         cluster = self.cluster
-        assert cluster.topology.workers == self.told.topology.workers
+        assert cluster.lineup.topology.workers == self.told.topology.workers
         assert cluster.generation == self.told.topology.epoch == len(self.told.worlds)
-        assert list(cluster.world) == [worker.id for worker in cluster.topology.workers]
+        assert list(cluster.lineup.world) == [worker.id for worker in cluster.lineup.topology.workers]
         assert cluster.over == self.told.over
         assert (cluster.phase is Phase.RESCALING) or cluster.attempt is None
         if cluster.attempt is not None:
             missing = set(cluster.attempt.members) - cluster.members.keys()
             assert not missing or cluster._is_doomed, "an attempt waits for somebody who is not there"
         if self.phase is Phase.RUNNING and cluster.attempt is None:
-            gone = set(cluster.world) - {member.id for member in cluster.members.values() if cluster.holds(member)}
-            assert not gone or cluster._is_doomed, "a world trains on without somebody"
+            assert cluster.lineup.is_whole or cluster._is_doomed, "a world trains on without somebody"
 
     @invariant()
     def what_is_stored_is_what_is(self) -> None:
@@ -522,10 +521,11 @@ class Histories(RuleBasedStateMachine):
         other = restored(JOB, sorted(self.stored.items()), self.now)
         assert other is not None
         ours = self.cluster
-        for name in ("settings", "key", "phase", "paused", "topology", "world", "attempts", "failures", "why", "base"):
+        for name in ("settings", "key", "phase", "paused", "attempts", "failures", "why", "base"):
             assert getattr(other, name) == getattr(ours, name), name
+        assert (other.lineup.topology, other.lineup.world) == (ours.lineup.topology, ours.lineup.world)
         assert (other.reason, other.members.keys()) == (ours.reason, ours.members.keys())
-        assert list(other.world) == list(ours.world)
+        assert list(other.lineup.world) == list(ours.lineup.world)
         for member in ours.members.values():
             twin = other.members[member.id]
             for field_name in ("worker", "incarnation", "client", "joined_at", "leaving", "attributes"):
@@ -563,10 +563,10 @@ class Histories(RuleBasedStateMachine):
         enough = willing >= cluster.config.min_workers
         if self.phase is Phase.RUNNING:
             taken_in = sum(process.world == cluster.generation for process in alive)
-            full = len(cluster.world) >= cluster.config.max_workers
-            is_whole = taken_in == len(cluster.world)
+            full = len(cluster.lineup.world) >= cluster.config.max_workers
+            is_whole = taken_in == len(cluster.lineup.world)
             # Who is to go is let go of, if there are enough others.
-            is_settled = cluster.remaining == cluster.there and (willing == taken_in or full)
+            is_settled = cluster.lineup.remaining == cluster.lineup.there and (willing == taken_in or full)
             return is_whole and (is_settled or not enough)
         return self.phase in {Phase.FORMING, Phase.WAITING} and not enough
 

@@ -158,7 +158,7 @@ def test_without_synchronising_those_who_alone_have_the_state_are_asked_for_it()
     drain(play, "a")
     play.wait(SOON_S)
     assert play.agree(9).step == 9
-    assert (play.world, play.cluster.state_holders) == (["b"], frozenset("b"))
+    assert (play.world, play.cluster.lineup.state_holders) == (["b"], frozenset("b"))
 
 
 def test_nobody_goes_on_before_who_is_to_go_has_said_where_it_has_stopped() -> None:
@@ -225,7 +225,7 @@ def test_who_has_gone_out_of_a_world_is_kept_until_all_of_the_next_one_have_the_
     play.join("c")
     drain(play, "a")
     play.wait(SOON_S)
-    assert (play.world, play.cluster.state_holders) == (["c", "b"], frozenset("b"))
+    assert (play.world, play.cluster.lineup.state_holders) == (["c", "b"], frozenset("b"))
     assert not may_go(play, "a"), "c has nothing yet, and b may die"
     play.beat("b", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
     assert may_go(play, "a")
@@ -279,7 +279,7 @@ def test_an_attempt_that_needs_who_is_to_go_comes_to_its_end() -> None:
     assert may_go(play, "a")
     play.leave("a")
     assert kinds(play.wait(SOON_S)) == ["JobWaiting"]
-    assert play.cluster.state_holders & play.cluster.members.keys() == {"c"}
+    assert play.cluster.lineup.state_holders & play.cluster.members.keys() == {"c"}
 
 
 def test_when_others_come_an_attempt_does_without_who_is_to_go() -> None:

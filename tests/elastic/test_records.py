@@ -63,12 +63,24 @@ def test_what_comes_back_is_what_was_there() -> None:
     before, known = play.cluster, dict(play.cluster.members)
     play.restart()
     after = play.cluster
-    for name in ("settings", "key", "phase", "paused", "topology", "world", "state", "attempts", "failures"):
+    for name in (
+        "settings",
+        "key",
+        "phase",
+        "paused",
+        "state",
+        "attempts",
+        "failures",
+        "base",
+        "reason",
+        "why",
+        "common",
+    ):
         assert getattr(after, name) == getattr(before, name), name
-    for name in ("base", "reason", "why", "state_holders", "common"):
-        assert getattr(after, name) == getattr(before, name), name
-    assert after.state_holders == {"a", "b", "c"}
-    assert list(after.world) == ["c", "a", "b"]
+    for name in ("topology", "world", "state_holders"):
+        assert getattr(after.lineup, name) == getattr(before.lineup, name), name
+    assert after.lineup.state_holders == {"a", "b", "c"}
+    assert list(after.lineup.world) == ["c", "a", "b"]
     assert after.members["b"].leaving == "maintenance"
     for name, member in after.members.items():
         assert (member.worker, member.incarnation, member.client) == (
@@ -94,7 +106,7 @@ def test_entries_come_in_any_order() -> None:
     for entries in (sorted(play.stored.items()), sorted(play.stored.items(), reverse=True)):
         found = restored(JOB, entries, play.now)
         assert found is not None
-        assert list(found.world) == ["a", "b"]
+        assert list(found.lineup.world) == ["a", "b"]
 
 
 def test_what_is_left_of_a_job_that_was_removed_is_no_cluster() -> None:
@@ -108,7 +120,7 @@ def test_a_job_without_a_world_has_none_afterwards() -> None:
     play = Play()
     play.join("a")
     play.restart()
-    assert (play.cluster.phase, play.cluster.world, play.cluster.generation) == (Phase.FORMING, {}, 0)
+    assert (play.cluster.phase, play.cluster.lineup.world, play.cluster.generation) == (Phase.FORMING, {}, 0)
     assert play.cluster.members["a"].worker == worker_of("a")
 
 

@@ -67,7 +67,7 @@ async def keys(store: Store) -> list[str]:
 
 
 def world(stage: Stage) -> list[str]:
-    return [worker.id for worker in stage.service.clusters[JOB].topology.workers]
+    return [worker.id for worker in stage.service.clusters[JOB].lineup.topology.workers]
 
 
 # What follows from what.

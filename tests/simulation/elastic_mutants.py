@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from forged.elastic import attempt, cluster, records, watch
+from forged.elastic import attempt, cluster, patience, records, watch
 from forged.elastic.attempt import Attempt, Stop
 from forged.elastic.cluster import Cluster
+from forged.elastic.lineup import Lineup
 from forged.elastic.members import Member, death_of
 from forged.elastic.phases import Phase
 from forged.elastic.progress import Witnesses
@@ -233,10 +234,10 @@ def fail_whoever_has_not_answered() -> Iterator[None]:
     def everybody(waiting: Iterable[Member], *what: Any) -> list[Member]:
         return list(waiting)
 
-    def hurried(self: Cluster, member: Member, attempt: Attempt, now: Any) -> bool:
+    def hurried(*what: Any) -> bool:
         return False
 
-    with patch.object(cluster, "holding_up", everybody), patch.object(Cluster, "_is_in_a_step", hurried):
+    with patch.object(patience, "holding_up", everybody), patch.object(patience, "_is_in_a_step", hurried):
         yield
 
 
@@ -256,7 +257,7 @@ def count_evictions() -> Iterator[None]:
 def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
     """Nobody is asked who is left of a world, though all may have come into it without ever having met the others."""
     everybody = property(lambda self: frozenset(self.world), lambda self, holders: None)
-    with patch.object(Cluster, "state_holders", everybody, create=True):
+    with patch.object(Lineup, "state_holders", everybody, create=True):
         yield
 
 

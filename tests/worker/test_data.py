@@ -587,7 +587,7 @@ class TestTheBackground:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
-            await until(lambda: house.daemon.elastic.clusters[JOB].state_holders == {"a", "b"})
+            await until(lambda: house.daemon.elastic.clusters[JOB].lineup.state_holders == {"a", "b"})
             async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
                 ranch.crew["a"].worker.drain("the spot price")
                 await soon(reached)

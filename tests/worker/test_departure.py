@@ -399,7 +399,7 @@ class TestHandingOverTheState:
         await saves.wait()
         await self._register(crew, client, "b")
         cluster = house.daemon.elastic.clusters[JOB]
-        await until(lambda: "b" in cluster.world)
+        await until(lambda: "b" in cluster.lineup.world)
         assert "a" in cluster.members, "it gives away what it has while it saves"
         saved.set()
         assert await crew.over("a") == [None]

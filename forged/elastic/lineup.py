@@ -1,0 +1,193 @@
+"""Who is in the world of a job, who waits to be, who is to go, and who has the state of the training.
+
+Law: nobody who is to go is counted on where there are enough without it. What may be nowhere else is kept: who alone is
+known to have the state goes when others have it, or when nobody is there who could take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.members import Member
+from forged.elastic.model import ClusterTopology
+from forged.elastic.roster import Roster
+
+
+class Lineup:
+    """The members of one job by what they are to its world; the settings are those of the job at any time."""
+
+    def __init__(self, job: str, config: ElasticTrainingConfig) -> None:
+        self.config = config
+        self.members = Roster(job)
+        self.topology = ClusterTopology()
+        self.world: dict[str, bytes] = {}
+        """The incarnations of those in the committed world, in the order of their ranks."""
+        self.state_holders: frozenset[str] = frozenset()
+        """Who of them is known to have the state: they are there since all have said where they are, or have met."""
+        self._outsiders: dict[str, Member] = {}
+        """The members that are not in the world, the first to come first."""
+        self._leavers: dict[str, Member] = {}
+        """Those of the world that are to go, the first to be told first."""
+        self._retained: dict[str, Member] = {}
+        """Who has gone out of the world before with its state, while not all of this one are known to have that."""
+
+    def holds(self, member: Member) -> bool:
+        """Whether it is in the committed world."""
+        return self.world.get(member.id) == member.incarnation
+
+    # Who comes and goes.
+
+    def sort(self) -> None:
+        """Tell apart who is in the committed world, who of it is to go, and who is not in it."""
+        self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
+        self._leavers = {member.id: member for member in self.present() if member.leaving is not None}
+
+    def enter(self, newcomer: Member) -> None:
+        """Somebody registers."""
+        self.members.enter(newcomer)
+        self._outsiders[newcomer.id] = newcomer
+
+    def send_away(self, member: Member) -> None:
+        """Somebody is to go."""
+        if self.holds(member):
+            self._leavers[member.id] = member
+
+    def strike(self, member: Member) -> None:
+        """Somebody is gone."""
+        self.members.strike(member)
+        for group in (self._outsiders, self._leavers, self._retained):
+            group.pop(member.id, None)
+
+    def commit(self, target: Sequence[str], removed: Collection[str], now: float, *, all_have_stopped: bool) -> None:
+        """Another world holds; where `all_have_stopped` for it, all of it have the state."""
+        workers = [self.members[name] for name in target]
+        self.topology = ClusterTopology(tuple(one.worker for one in workers), self.topology.epoch + 1, now)
+        self.world = {one.id: one.incarnation for one in workers}
+        had_it = self.state_holders
+        self.state_holders = frozenset(target) if all_have_stopped else had_it.difference(removed)
+        if self.state_holders.issuperset(target):
+            self._retained.clear()
+        else:
+            gone = (self.members.get(name) for name in had_it.difference(target))
+            self._retained |= {member.id: member for member in gone if member is not None}
+        self.sort()
+
+    def have_met(self) -> None:
+        """All of the world have met, and so have the state."""
+        self.state_holders = frozenset(self.world)
+        self._retained.clear()
+
+    # Who is there.
+
+    def present(self) -> Iterator[Member]:
+        """Who of the world is there, in the order of their ranks."""
+        for name, incarnation in self.world.items():
+            member = self.members.known(name, incarnation)
+            if member is not None:
+                yield member
+
+    @property
+    def there(self) -> int:
+        """How many they are."""
+        return len(self.members) - len(self._outsiders)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the world are there."""
+        return self.there == len(self.world)
+
+    @property
+    def remaining(self) -> int:
+        """How many of them are not to go."""
+        return self.there - len(self._leavers)
+
+    def waiting(self) -> Iterator[Member]:
+        """Who wants to be in the next world, the first to come first."""
+        for member in self._outsiders.values():
+            if member.lost_at is None and member.leaving is None:
+                yield member
+
+    # The next world.
+
+    def staying(self) -> set[str]:
+        """Who of the world is in the next one."""
+        needs_leavers = self.needs_leavers
+        return {member.id for member in self.present() if member.leaving is None or needs_leavers}
+
+    def joining(self) -> list[str]:
+        """Who comes into it: those who wait and find room."""
+        room = self.config.max_workers - self._counted
+        return [member.id for member in islice(self.waiting(), max(0, room))]
+
+    def size_with(self, joining: Collection[str]) -> int:
+        """How large it is, with these. Nobody needs one of those alone who are to go."""
+        return self._counted + len(joining) if self.remaining or joining else 0
+
+    @property
+    def needs_leavers(self) -> bool:
+        """Whether there are too few for it but for those who are to go."""
+        if not self._leavers:
+            return False
+        room, missing = self.config.max_workers - self.remaining, self.config.min_workers - self.remaining
+        return sum(1 for _ in islice(self.waiting(), max(0, min(room, missing)))) < missing
+
+    @property
+    def _counted(self) -> int:
+        return self.there if self.needs_leavers else self.remaining
+
+    # Who is to go.
+
+    def to_be_relieved(self, relieved: Collection[str]) -> Member | None:
+        """The first of those who are to go, if there can be a world without it and it is not `relieved` in an attempt.
+
+        Where there are too few, it is one for which there can be a world in which others take over what it has.
+        """
+        if not self._leavers:
+            return None
+        if not self.needs_leavers:
+            return next((member for name, member in self._leavers.items() if name not in relieved), None)
+        news = (member for member in self._leavers.values() if not member.is_expected_to_go)
+        if self.remaining:
+            return next((member for member in news if member.with_data), None)
+        return next(news, None) if self.size_with(self.joining()) >= self.config.min_workers else None
+
+    def expect_leavers(self, *, to_go: bool) -> None:
+        """An attempt begins with the knowledge that they are to go, or comes to nothing."""
+        for member in self._leavers.values():
+            member.is_expected_to_go = to_go
+
+    def may_go(self, member: Member, *, is_under_way: bool) -> bool:
+        """Whether one that is to go is of no use to the next world; an attempt that `is_under_way` needs all."""
+        if member.id in self._retained:
+            return False
+        if not self.holds(member):
+            return True
+        if is_under_way or not self.needs_leavers:
+            return False
+        if self.remaining == 0 and next(self.waiting(), None) is None:
+            return True
+        # Too few are there by now. What it alone has is kept for when there are more.
+        staying = (other for other in self.present() if other.leaving is None)
+        state_is_kept = any(one.connected and one.id in self.state_holders for one in staying)
+        return state_is_kept and (member.is_expected_to_go or not member.with_data)
+
+    # Who has the state.
+
+    def givers(self) -> dict[str, Member]:
+        """Whose state may be that of the next world."""
+        present = {member.id: member for member in self.present()}
+        return present if self.state_holders & present.keys() else present | self._retained
+
+    def holders_there(self) -> set[str]:
+        """Who of the world is there, and known to have the state."""
+        return {member.id for member in self.present() if member.id in self.state_holders}
+
+    def has_room_beside(self, target: Collection[str]) -> bool:
+        """Whether a world of these could have more members."""
+        return len(target) < self.config.max_workers
+
+    def left_out(self, target: Collection[str]) -> int:
+        """How many wait that are not in a world of these."""
+        return sum(member.id not in target for member in self.waiting())
