@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/peers
 PEERS_READY := $(PEERS)/.ready
+# What tests import again and again, also where the environment says otherwise, is compiled once.
+export PYTHONDONTWRITEBYTECODE :=
+
 SEEDS ?= 0:200
 KILLS ?= 2000
 DATA_KILLS ?= 200
