@@ -25,6 +25,8 @@ from forged.worker.worker import ElasticWorker
 JOB = "run"
 PRIME = 2_147_483_647
 PATIENCE_S = 30.0
+COMPUTING_S = 0.002
+"""What a step takes besides its collective: who trains while others wait for something leaves them the processor."""
 _CHAINS = [0]
 _GROWING = threading.Lock()
 
@@ -103,8 +105,7 @@ class Trainer:
             if await self.worker.finish_step():
                 self.places.append(place)
                 await self.crew.moved()
-            # Whoever trains alone in its world waits for nobody, and lets others have their turn.
-            await asyncio.sleep(0)
+            await asyncio.sleep(COMPUTING_S)
 
     async def _exchange(self, step: int) -> None:
         if self.before_exchange is not None:
