@@ -1,0 +1,22 @@
+"""What the processes of a demonstration leave behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from forged.demo.processes import nothing_left_behind
+
+WAITS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+
+
+def test_who_has_come_since_is_ended_and_who_was_there_before_is_not() -> None:
+    with subprocess.Popen(WAITS) as before:
+        with nothing_left_behind():
+            since = subprocess.Popen(WAITS)
+        assert not Path(f"/proc/{since.pid}").exists()
+        assert before.poll() is None
+        before.kill()
+    # It was waited for already.
+    since.wait()
