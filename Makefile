@@ -6,10 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/peers
 PEERS_READY := $(PEERS)/.ready
+# What tests import again and again, also where the environment says otherwise, is compiled once.
+export PYTHONDONTWRITEBYTECODE :=
+
 SEEDS ?= 0:200
 KILLS ?= 2000
 DATA_KILLS ?= 200
 CHECKPOINT_KILLS ?= 5000
+PATIENT := $(BIN)/pytest -o faulthandler_timeout=0
 
 .PHONY: demo test check bench bench-torch soak wheel clean
 
@@ -52,10 +56,11 @@ bench-torch: $(PEERS_READY)
 	$(BIN)/python -m benchmarks.join
 	for which in save stall load reshard small; do $(BIN)/python -m benchmarks.ckpt_$$which || exit; done
 
-# Long runs: thousands of kills and seeds.
+# Long runs: thousands of kills and seeds, and what the tests try a share of, whole. There a test may take long.
 soak: $(READY)
-	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(BIN)/pytest tests/processes
-	FORGED_KILLS=$(CHECKPOINT_KILLS) $(BIN)/pytest tests/checkpoint/test_kill.py
+	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(PATIENT) tests/processes
+	FORGED_KILLS=$(CHECKPOINT_KILLS) $(PATIENT) tests/checkpoint/test_kill.py
+	FORGED_WHOLE=1 $(PATIENT) $$(grep -l --include='test_*.py' -r 'tests\.sweeps' tests)
 	$(BIN)/python -m tests.simulation --seeds 0:5000 --meet-all
 
 # Build dist/forged-*.whl, which carries the commands, the units, the settings and the plugins.

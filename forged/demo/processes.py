@@ -165,18 +165,19 @@ async def forgectl(socket: Path, *words: str) -> str:
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Be the one to whom the children of children fall when those die, and kill at the end whatever is there still."""
+    """Be the one to whom the children of children fall when those die, and kill at the end all who have come since."""
+    others = _children()
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        _end_the_rest()
+        _end_the_rest(others)
         prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _end_the_rest() -> None:
-    while children := _children():
+def _end_the_rest(others: set[int]) -> None:
+    while children := _children() - others:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -184,12 +185,12 @@ def _end_the_rest() -> None:
                 os.waitpid(pid, 0)
 
 
-def _children() -> list[int]:
-    found: list[int] = []
+def _children() -> set[int]:
+    found: set[int] = set()
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
         # A thread may end while it is looked at; its children are another's then.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += map(int, (task / "children").read_text().split())
+            found |= {*map(int, (task / "children").read_text().split())}
     return found
 
 

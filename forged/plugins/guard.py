@@ -168,7 +168,14 @@ class AlarmGuard:
 
 _GUARDS_OWN = frozenset(
     method.__code__
-    for method in (AlarmGuard.run, AlarmGuard.outside, AlarmGuard._enter, AlarmGuard._leave, AlarmGuard._set)
+    for method in (
+        AlarmGuard.run,
+        AlarmGuard.outside,
+        AlarmGuard._enter,
+        AlarmGuard._leave,
+        AlarmGuard._set,
+        AlarmGuard._ring,
+    )
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any, get_args
 
 import numpy as np
@@ -35,6 +35,7 @@ from tests.checkpoint.trials import (
     operations,
 )
 from tests.checkpoint.troubles import Act, NthFails, Trouble, troubled
+from tests.sweeps import share
 
 FOREGROUND = [world for world in WORLDS[:5] if not world.in_background]
 DONE = [(world, deed) for world in FOREGROUND for deed in (SAVE, DELETE)] + [(World(), CONVERT)]
@@ -45,6 +46,10 @@ NUMBERS = {
     "EINTR": errno.EINTR,
     "ETIMEDOUT": errno.ETIMEDOUT,
 }
+WAYS = [way for way in product(NUMBERS.values(), get_args(Lasting)) if way[0] != SHORT]
+TURNS = 4
+"""So each operation is refused once, with all of its kind, and with all behind it, each time with another error."""
+PASSING = [errno.EIO, errno.EINTR, errno.ETIMEDOUT]
 
 
 @pytest.mark.parametrize("lasting", get_args(Lasting))
@@ -53,7 +58,14 @@ NUMBERS = {
 def test_whatever_is_refused_nothing_is_half_there_and_nothing_left_behind(
     world: World, number: int, lasting: Lasting, deed: Deed
 ) -> None:
-    assert list(islice(after_refusals(world, before(world), deed, number, lasting), 5)) == []
+    image = before(world)
+    names = operations(world, image, deed)
+    moments = (
+        [moment for moment, name in enumerate(names) if name == "write"]
+        if number == SHORT
+        else share(len(names), WAYS.index((number, lasting)), TURNS)
+    )
+    assert list(islice(after_refusals(world, image, deed, number, lasting, moments=moments), 5)) == []
 
 
 def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_ever() -> None:
@@ -63,11 +75,11 @@ def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_e
 
 
 @pytest.mark.parametrize("deed", [SAVE, DELETE], ids=["save", "delete"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ETIMEDOUT], ids=["EIO", "EINTR", "ETIMEDOUT"])
+@pytest.mark.parametrize("number", PASSING, ids=["EIO", "EINTR", "ETIMEDOUT"])
 @pytest.mark.parametrize("world", [World(retries=2), World(2, in_background=True, retries=2)], ids=str)
 def test_what_passes_is_waited_out(world: World, number: int, deed: Deed) -> None:
     image = before(world)
-    for first in range(1, operations(world, image, deed)):
+    for first in share(len(operations(world, image, deed)), PASSING.index(number), len(PASSING), first=1):
         is_synced = False
         refuse = failing_from(first, number, "once")
 
@@ -123,7 +135,7 @@ def test_an_operation_that_takes_too_long_ends_it_in_time(
 ) -> None:
     image = before(world)
     found: list[str] = []
-    for first in range(operations(world, image, deed)):
+    for first in range(len(operations(world, image, deed))):
         clock = Clock()
         monkeypatch.setattr(checkpoint, "Halt", partial(Halt, monotonic=clock))
 

@@ -23,7 +23,7 @@ from forged.checkpoint.ports import Storage
 from tests.checkpoint.history import Expectation, clear_away, load_all, same
 from tests.checkpoint.victims import saved_state
 
-KILLS = int(os.environ.get("FORGED_KILLS", "150"))
+KILLS = int(os.environ.get("FORGED_KILLS", "100"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
 KILLS_PER_DIRECTORY = 50
 NOTES_MAX = 12

@@ -121,17 +121,16 @@ def before(world: World) -> Image:
     return memory.image
 
 
-def operations(world: World, image: Image, deed: Deed) -> int:
-    """How many operations a deed takes."""
-    count = 0
+def operations(world: World, image: Image, deed: Deed) -> list[str]:
+    """The names of the operations that a deed takes."""
+    names: dict[int, str] = {}
 
-    def counted(number: int, name: str, act: Act) -> Any:
-        nonlocal count
-        count = max(count, number + 1)
+    def noted(number: int, name: str, act: Act) -> Any:
+        names[number] = name
         return act()
 
-    deed.act(world.history(world.disk(image), counted))
-    return count
+    deed.act(world.history(world.disk(image), noted))
+    return [names[number] for number in range(len(names))]
 
 
 # Power cuts.
@@ -216,9 +215,11 @@ def dying_at(first: int) -> Trouble:
     return trouble
 
 
-def after_refusals(world: World, image: Image, deed: Deed, number: int, lasting: Lasting) -> Iterator[str]:
+def after_refusals(
+    world: World, image: Image, deed: Deed, number: int, lasting: Lasting, *, moments: Collection[int] | None = None
+) -> Iterator[str]:
     """What is wrong when one operation after the other is the one that is refused."""
-    for first in range(operations(world, image, deed)):
+    for first in moments if moments is not None else range(len(operations(world, image, deed))):
         memory = world.disk(image)
         for wrong in _after(world, memory, deed, failing_from(first, number, lasting), is_once=lasting == "once"):
             yield f"{deed.name} in {world}, operation {first} refused with {number} {lasting}: {wrong}"
@@ -273,7 +274,7 @@ def after_kills(
     """What is wrong when a process dies at one operation after the other, another one does the same again, and then,
     at any moment of that, the power is cut."""
     finder = finder or Finder(world.size)
-    for first in moments if moments is not None else range(operations(world, image, deed)):
+    for first in moments if moments is not None else range(len(operations(world, image, deed))):
         memory = world.disk(image)
         _outcome(lambda: deed.act(world.history(memory, dying_at(first))))  # noqa: B023
         after = f"{deed.name} in {world}, killed at operation {first}"
@@ -322,7 +323,7 @@ def meetings(world: World, first: Deed, other: Callable[[History], object]) -> I
     """Something else is done as a whole, by another process, before one operation of a deed after the other."""
     image = before(world)
     stranger = world._replace(options=(*world.options, ("seed", 1)))
-    for moment in range(1, operations(world, image, first)):
+    for moment in range(1, len(operations(world, image, first))):
         memory = world.disk(image)
         errors: list[BaseException | None] = []
 

@@ -495,10 +495,15 @@ def damaged(chunks: list[bytes]) -> list[list[bytes]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def chunks() -> list[bytes]:
+    return large_log().encode()
+
+
 @pytest.mark.parametrize("number", range(12))
-def test_chunks_that_are_not_those_of_a_log_are_refused(number: int) -> None:
+def test_chunks_that_are_not_those_of_a_log_are_refused(chunks: list[bytes], number: int) -> None:
     with pytest.raises(PeerError, match="cannot be read") as caught:
-        UsageLog.decode(damaged(large_log().encode())[number])
+        UsageLog.decode(damaged(chunks)[number])
     assert caught.value.code == "usage_invalid"
 
 

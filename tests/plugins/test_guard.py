@@ -19,6 +19,7 @@ import pytest
 from forged.log import Log
 from forged.plugins.guard import (
     CANCELLATIONS_MAX,
+    SOON_S,
     AlarmGuard,
     OutsideLog,
     PluginBlocked,
@@ -263,6 +264,26 @@ def test_an_alarm_at_the_very_end_is_the_plugins_or_nobodys(guard: AlarmGuard) -
             outcomes["done"] += 1
         assert guard._limits == []
     assert min(outcomes.values()) > 0, outcomes
+
+
+def test_an_alarm_that_comes_while_another_is_put_off_is_put_off_too(
+    guard: AlarmGuard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow machine the next one comes before the guard is done with the first."""
+    put_off: list[float] = []
+
+    def set_and_ring_once(which: int, seconds: float, interval: float = 0.0) -> None:
+        put_off.append(seconds)
+        if len(put_off) == 1:
+            guard._ring(signal.SIGALRM, sys._getframe(1))
+
+    def ring_at_the_guards_own_work() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr("signal.setitimer", set_and_ring_once)
+            guard._ring(signal.SIGALRM, sys._getframe(2))
+
+    assert guard.run(LONG_S, ring_at_the_guards_own_work) is None
+    assert put_off == [SOON_S, SOON_S]
 
 
 def test_an_alarm_at_the_edge_of_the_daemons_code_does_not_hit_it(guard: AlarmGuard) -> None:

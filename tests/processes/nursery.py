@@ -5,7 +5,8 @@ none of its children: when whoever gives the orders is gone, they are killed.
 
 An order is a line of JSON, `{"module": name, "words": [...]}`, and comes with the descriptors that the child reads
 from, writes to and complains to. It is answered with `{"born": pid}`; whenever a child has ended, `{"ended": pid,
-"code": code}` tells what of, as `subprocess` tells it.
+"code": code}` tells what of, as `subprocess` tells it. Whatever comes without descriptors ends all who live; `{"over":
+true}` is the last that is said of them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +31,10 @@ from forged.demo.processes import environment
 
 ORDER_BYTES_MAX = 1 << 16
 DESCRIPTORS = 3
+DAEMON = ("forged.cli.forged", "forged.cli.serve", "forged.daemon", "forged.net.sockets", "forged.store.sqlite")
+"""What a daemon is made of, with what it imports late."""
+ENOUGH = b"{}\n"
+"""The order that ends all who live."""
 
 
 @dataclass
@@ -56,21 +63,39 @@ class Child:
         self._ended.set()
 
 
-class Nursery:
-    """The orders to a warm process, which loads some modules before it forks the first child."""
+@dataclass(frozen=True)
+class WarmProcess:
+    """A process that has loaded some modules, and forks what it is told to."""
 
-    def __init__(self, *modules: str) -> None:
-        self._modules = modules
+    pid: int
+    orders: socket.socket
+
+
+@contextmanager
+def warm_process(*modules: str) -> Iterator[WarmProcess]:
+    """Have one that loads these, until the end of the block."""
+    ours, theirs = socket.socketpair()
+    command = (sys.executable, "-m", __name__, str(theirs.fileno()), *modules)
+    with ours:
+        with theirs:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment(), pass_fds=[theirs.fileno()])
+        with process:
+            try:
+                yield WarmProcess(process.pid, ours)
+            finally:
+                # It ends when it hears that there will be no more orders.
+                ours.shutdown(socket.SHUT_WR)
+
+
+class Nursery:
+    """The orders to a warm process from one event loop; who is born there does not outlive it."""
+
+    def __init__(self, warm: WarmProcess) -> None:
+        self.warm = warm
         self._children: dict[int, Child] = {}
 
     async def __aenter__(self) -> Self:
-        self._orders, theirs = socket.socketpair()
-        command = (sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules)
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, env=environment(), pass_fds=[theirs.fileno()]
-            )
-        reader, self._writer = await asyncio.open_connection(sock=self._orders.dup())
+        reader, self._writer = await asyncio.open_connection(sock=self.warm.orders.dup())
         self._born: asyncio.Queue[int] = asyncio.Queue()
         self._told: dict[int, int] = {}
         self._hearing = asyncio.create_task(self._hear(reader))
@@ -80,18 +105,11 @@ class Nursery:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # It ends when it hears that there will be no more orders, and tells of those who had to end with it.
-        self._orders.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionError):
+            self.warm.orders.sendall(ENOUGH)
         await self._hearing
         await asyncio.gather(*(child.wait() for child in self._children.values()))
         self._writer.close()
-        self._orders.close()
-        await self._process.wait()
-
-    @property
-    def pid(self) -> int:
-        """That of the warm process."""
-        return self._process.pid
 
     async def start(self, module: str, *words: str, log: Path) -> Child:
         """Run the `main` of a module with these words, in a session of its own."""
@@ -100,7 +118,7 @@ class Nursery:
         (ours, read), (heard, said) = socket.socketpair(), socket.socketpair()
         async with self._one_at_a_time:
             with read, said, log.open("ab") as complaints:
-                socket.send_fds(self._orders, [order], [read.fileno(), said.fileno(), complaints.fileno()])
+                socket.send_fds(self.warm.orders, [order], [read.fileno(), said.fileno(), complaints.fileno()])
             pid = await self._born.get()
             assert pid, "the warm process is gone, and says above why"
         _, stdin = await asyncio.open_connection(sock=ours)
@@ -114,13 +132,15 @@ class Nursery:
         with suppress(ConnectionError):
             async for line in reader:
                 told: dict[str, Any] = json.loads(line)
+                if "over" in told:
+                    return
                 if "born" in told:
                     self._born.put_nowait(told["born"])
                 elif (child := self._children.get(told["ended"])) is not None and child.returncode is None:
                     child.end(told["code"])
                 else:
                     self._told[told["ended"]] = told["code"]
-        # The warm process has ended, as it was told to or before: nobody waits for what it does not say any more.
+        # The warm process is gone: nobody waits for what it does not say any more.
         self._born.put_nowait(0)
         for child in self._children.values():
             if child.returncode is None:
@@ -144,8 +164,12 @@ def serve(orders: socket.socket) -> dict[str, Any] | None:
         if orders.fileno() not in ready:
             continue
         line, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES_MAX, DESCRIPTORS)
-        if not line:
-            break
+        if not descriptors:
+            _end_all(living, orders)
+            if not line:
+                return None
+            _tell(orders, over=True)
+            continue
         if (pid := os.fork()) == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -156,13 +180,15 @@ def serve(orders: socket.socket) -> dict[str, Any] | None:
         for descriptor in descriptors:
             os.close(descriptor)
         _tell(orders, born=pid)
+
+
+def _end_all(living: set[int], orders: socket.socket) -> None:
+    for pid in living:
+        os.kill(pid, signal.SIGKILL)
     while living:
-        for pid in living:
-            os.kill(pid, signal.SIGKILL)
-        select.select([awake], [], [])
-        os.read(awake, 512)
-        _bury(living, orders)
-    return None
+        # Nobody may be there any more to hear of it.
+        with suppress(ConnectionError):
+            _bury(living, orders, 0)
 
 
 def _become(descriptors: list[int], *others: int) -> None:
@@ -173,9 +199,9 @@ def _become(descriptors: list[int], *others: int) -> None:
         os.close(descriptor)
 
 
-def _bury(living: set[int], orders: socket.socket) -> None:
+def _bury(living: set[int], orders: socket.socket, how: int = os.WNOHANG) -> None:
     for pid in list(living):
-        dead, status = os.waitpid(pid, os.WNOHANG)
+        dead, status = os.waitpid(pid, how)
         if dead:
             living.discard(pid)
             _tell(orders, ended=pid, code=os.waitstatus_to_exitcode(status))

@@ -28,6 +28,7 @@ from forged.messages import Fact, Record
 from tests.data.wards import filling
 from tests.processes import troupe as troupes
 from tests.processes.data_trainee import BATCH, SAMPLES, SHARD_BYTES, SHARDS, sampler_of
+from tests.processes.nursery import WarmProcess
 from tests.processes.trainee import JOB
 from tests.processes.troupe import Player, Troupe
 
@@ -148,12 +149,18 @@ class Drovers(Troupe):
 
 
 @asynccontextmanager
-async def drovers_in(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, *, mode: str = "shared", has_origin: bool = False, **settings: Any
+async def drovers_on(
+    stage: WarmProcess,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    mode: str = "shared",
+    has_origin: bool = False,
+    **settings: Any,
 ) -> AsyncIterator[Drovers]:
     monkeypatch.setattr(troupes, "Troupe", Drovers)
     settings = {"redistribution_type": "incremental", **settings}
-    async with troupes.troupe_in(directory, **settings) as troupe:
+    async with troupes.troupe_on(stage, directory, **settings) as troupe:
         assert isinstance(troupe, Drovers)
         troupe.mode, troupe.has_origin = mode, has_origin
         yield troupe
@@ -162,11 +169,11 @@ async def drovers_in(
 @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
 async def test_deaths_at_random_cost_no_shard_and_no_sample(
-    mode: str, synchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, synchronous: bool, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print(f"FORGED_DATA_KILLS={KILLS} FORGED_SEED={SEED}")
     random = Random(SEED)
-    async with drovers_in(tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=synchronous) as troupe:
+    async with drovers_on(stage, tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=synchronous) as troupe:
         places = {f"w{number}": f"w{number}" for number in range(3)}
         troupe.give_all("w0")
         await troupe.together("w0")
@@ -200,9 +207,9 @@ async def test_deaths_at_random_cost_no_shard_and_no_sample(
 
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
 async def test_training_goes_on_while_one_that_joins_fetches_slowly(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_in(tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=False) as troupe:
+    async with drovers_on(stage, tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=False) as troupe:
         troupe.give_all("a")
         await troupe.together("a")
         await troupe.start("b")
@@ -227,9 +234,9 @@ async def test_training_goes_on_while_one_that_joins_fetches_slowly(
 
 @pytest.mark.parametrize("victim", ["a", "b", "c"], ids=["hub", "member", "joiner"])
 async def test_who_dies_while_data_moves_and_training_goes_on_costs_no_shard_and_no_sample(
-    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    victim: str, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_in(tmp_path, monkeypatch, mode="sharded", use_synchronous_rescaling=False) as troupe:
+    async with drovers_on(stage, tmp_path, monkeypatch, mode="sharded", use_synchronous_rescaling=False) as troupe:
         troupe.give_all("a")
         await troupe.together("a")
         await troupe.start("b")
@@ -255,9 +262,9 @@ async def test_who_dies_while_data_moves_and_training_goes_on_costs_no_shard_and
 
 @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
 async def test_a_worker_that_is_told_to_go_leaves_its_only_copies_with_the_others(
-    synchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    synchronous: bool, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_in(tmp_path, monkeypatch, use_synchronous_rescaling=synchronous) as troupe:
+    async with drovers_on(stage, tmp_path, monkeypatch, use_synchronous_rescaling=synchronous) as troupe:
         troupe.replication = 0
         troupe.give_all("a")
         await troupe.together("a")
@@ -277,9 +284,9 @@ async def test_a_worker_that_is_told_to_go_leaves_its_only_copies_with_the_other
 
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
 async def test_who_should_hold_more_does_so_until_somebody_of_another_weight_takes_over(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_in(tmp_path, monkeypatch, mode=mode) as troupe:
+    async with drovers_on(stage, tmp_path, monkeypatch, mode=mode) as troupe:
 
         async def owned() -> dict[str, int]:
             async with asyncio.timeout(troupes.PATIENCE_S):
@@ -310,9 +317,9 @@ async def test_who_should_hold_more_does_so_until_somebody_of_another_weight_tak
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("names", ["a", "ab"], ids=["alone", "two"])
 async def test_whoever_is_told_to_go_ends_though_its_origin_hangs(
-    names: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: str, number: signal.Signals, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_in(tmp_path, monkeypatch, has_origin=True, min_workers=len(names)) as troupe:
+    async with drovers_on(stage, tmp_path, monkeypatch, has_origin=True, min_workers=len(names)) as troupe:
         await troupe.start(*names, origin_hangs=True)
         await troupe.until(lambda: all(troupe[name].held for name in names))
         for name in names:

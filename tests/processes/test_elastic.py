@@ -27,19 +27,20 @@ from forged.elastic.messages import (
 )
 from forged.jobs.model import ChangeJob, ShowJob
 from forged.messages import Fact, Record
+from tests.processes.nursery import WarmProcess
 from tests.processes.trainee import JOB
-from tests.processes.troupe import PATIENCE_S, Troupe, troupe_in
+from tests.processes.troupe import PATIENCE_S, Troupe, troupe_on
 
 KILLS = int(os.environ.get("FORGED_KILLS", "12"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
-BIG = 4 << 20
+BIG = 1 << 20
 """So many elements take a while on their way."""
 IMPATIENT = {"worker_heartbeat_timeout_ms": 1500, "stall_timeout_ms": 500}
 
 
 @pytest.fixture
-async def troupe(tmp_path: Path) -> AsyncIterator[Troupe]:
-    async with troupe_in(tmp_path) as troupe:
+async def troupe(stage: WarmProcess, tmp_path: Path) -> AsyncIterator[Troupe]:
+    async with troupe_on(stage, tmp_path) as troupe:
         yield troupe
 
 
@@ -53,9 +54,11 @@ async def heard(client: ForgedClient, kind: type[Fact], worker: str) -> None:
 
 class TestDeaths:
     @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
-    async def test_at_random_moments_they_cost_no_step_and_repeat_none(self, synchronous: bool, tmp_path: Path) -> None:
+    async def test_at_random_moments_they_cost_no_step_and_repeat_none(
+        self, synchronous: bool, stage: WarmProcess, tmp_path: Path
+    ) -> None:
         print(f"FORGED_KILLS={KILLS} FORGED_SEED={SEED}")
-        async with troupe_in(tmp_path, use_synchronous_rescaling=synchronous) as troupe:
+        async with troupe_on(stage, tmp_path, use_synchronous_rescaling=synchronous) as troupe:
             await self._at_random_moments(troupe, Random(SEED))
 
     async def _at_random_moments(self, troupe: Troupe, random: Random) -> None:
@@ -162,8 +165,10 @@ class TestTheDeathOfAll:
         assert (told.step, troupe["c"].entered[-1], troupe["c"].steps[0].step) == (0, (told.delta.epoch, 0), 0)
         assert "nobody of world" in told.reason
 
-    async def test_where_that_is_more_than_is_tolerated_the_job_is_given_up(self, tmp_path: Path) -> None:
-        async with troupe_in(tmp_path, failure_tolerance_percentage=20) as troupe:
+    async def test_where_that_is_more_than_is_tolerated_the_job_is_given_up(
+        self, stage: WarmProcess, tmp_path: Path
+    ) -> None:
+        async with troupe_on(stage, tmp_path, failure_tolerance_percentage=20) as troupe:
             await troupe.together("a", "b", "c")
             async with troupe.client() as client, client.facts(JobAborted, jobs=[JOB]) as facts:
                 for name in "abc":
@@ -232,9 +237,11 @@ class TestADaemonThatIsKilled:
 
 class TestStandingStill:
     @pytest.mark.parametrize("way", ["stopped", "holding the GIL"])
-    async def test_for_longer_than_the_timeouts_is_told_and_is_no_death(self, way: str, tmp_path: Path) -> None:
+    async def test_for_longer_than_the_timeouts_is_told_and_is_no_death(
+        self, way: str, stage: WarmProcess, tmp_path: Path
+    ) -> None:
         """The pulse speaks for who cannot."""
-        async with troupe_in(tmp_path, **IMPATIENT) as troupe, troupe.client() as client:
+        async with troupe_on(stage, tmp_path, **IMPATIENT) as troupe, troupe.client() as client:
             await troupe.start("a", "c")
             await troupe.start("b", gil_s=3 if way == "holding the GIL" else 0)
             await troupe.world_of("a", "b", "c")
@@ -252,9 +259,11 @@ class TestStandingStill:
             assert len({troupe[name].steps[-1].generation for name in "abc"}) == 1
             await troupe.finish("a", "b", "c")
 
-    async def test_for_longer_than_a_timeout_that_was_made_short_meanwhile_is_no_death(self, tmp_path: Path) -> None:
+    async def test_for_longer_than_a_timeout_that_was_made_short_meanwhile_is_no_death(
+        self, stage: WarmProcess, tmp_path: Path
+    ) -> None:
         """Neither for who has yet to hear of it, nor for whom its pulse has to speak more often then."""
-        async with troupe_in(tmp_path, stall_timeout_ms=500) as troupe, troupe.client() as client:
+        async with troupe_on(stage, tmp_path, stall_timeout_ms=500) as troupe, troupe.client() as client:
             await troupe.start("a", "c")
             await troupe.start("b", gil_s=2)
             await troupe.world_of("a", "b", "c")
@@ -285,9 +294,9 @@ class TestStandingStill:
 
     @pytest.mark.parametrize("victim", ["a", "b"], ids=["hub", "member"])
     async def test_with_its_pulse_for_longer_than_the_timeout_it_counts_as_dead_and_is_told_so_later(
-        self, victim: str, tmp_path: Path
+        self, victim: str, stage: WarmProcess, tmp_path: Path
     ) -> None:
-        async with troupe_in(tmp_path, **IMPATIENT) as troupe, troupe.client() as client:
+        async with troupe_on(stage, tmp_path, **IMPATIENT) as troupe, troupe.client() as client:
             await troupe.together("a", "b", "c")
             pulse = troupe[victim].pulse
             os.kill(pulse, signal.SIGSTOP)
@@ -304,9 +313,11 @@ class TestStandingStill:
             assert failed.reason.startswith("neither its library nor its pulse was heard for")
             await troupe.finish(*survivors)
 
-    async def test_where_the_settings_say_so_who_stands_still_has_to_go(self, tmp_path: Path) -> None:
+    async def test_where_the_settings_say_so_who_stands_still_has_to_go(
+        self, stage: WarmProcess, tmp_path: Path
+    ) -> None:
         settings = {"evict_stalled": True, **IMPATIENT, "stall_timeout_ms": 2_000}
-        async with troupe_in(tmp_path, **settings) as troupe, troupe.client() as client:
+        async with troupe_on(stage, tmp_path, **settings) as troupe, troupe.client() as client:
             await troupe.together("a", "b", "c")
             troupe["b"].kill(signal.SIGSTOP)
             await heard(client, WorkerFailed, "b")
@@ -325,8 +336,10 @@ class TestAScriptWithAnEventLoop:
         await troupe.start("b", script="async_trainee", **options)
         await troupe.world_of("a", "b")
 
-    async def test_that_holds_the_gil_for_longer_than_the_timeout_has_not_failed(self, tmp_path: Path) -> None:
-        async with troupe_in(tmp_path, **IMPATIENT) as troupe, troupe.client() as client:
+    async def test_that_holds_the_gil_for_longer_than_the_timeout_has_not_failed(
+        self, stage: WarmProcess, tmp_path: Path
+    ) -> None:
+        async with troupe_on(stage, tmp_path, **IMPATIENT) as troupe, troupe.client() as client:
             await self._together(troupe, gil_s=3)
             troupe.arm()
             await heard(client, WorkerStalled, "b")

@@ -17,7 +17,7 @@ from forged.client import EARLIEST, ForgedClient
 from forged.messages import Gap, Record
 from forged.status.model import DaemonStarted
 from tests.processes.load import SOON, Account, Loader, names
-from tests.processes.nursery import Nursery
+from tests.processes.nursery import DAEMON, Nursery, WarmProcess, warm_process
 
 KILLS = int(os.environ.get("FORGED_KILLS", "100"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
@@ -26,8 +26,6 @@ STARTING_S_MAX = 0.1
 ACKNOWLEDGED_PER_LIFE_MAX = 200
 HOST = "127.0.0.2"
 """Not 127.0.0.1, from which the clients connect: one that knocks at a free port would in time connect to itself."""
-MODULES = ("forged.cli.forged", "forged.cli.serve", "forged.daemon", "forged.net.sockets", "forged.store.sqlite")
-"""What a daemon is made of, with what it imports late."""
 CLIENTS = (("unix",), ("tcp",), ("unix", "tcp"), ("tcp", "unix"))
 
 SETTINGS = """
@@ -67,8 +65,17 @@ async def test_kill_9_under_load_loses_nothing_and_does_nothing_twice(number: in
     kills = min(KILLS - number * KILLS_PER_STORE, KILLS_PER_STORE)
     print(f"FORGED_KILLS={kills} FORGED_SEED={SEED + number}")
     account = Account(asyncio.Barrier(len(CLIENTS)))
-    async with Nursery(*MODULES) as nursery:
-        victim = Victim(nursery, tmp_path)
+    with warm_process(*DAEMON) as warm:
+        loaders, journal = await _under_load(warm, tmp_path, account, Random(SEED + number), kills)
+    _check(account, loaders, journal, kills)
+
+
+async def _under_load(
+    warm: WarmProcess, directory: Path, account: Account, random: Random, kills: int
+) -> tuple[list[Loader], list[Record | Gap]]:
+    """Those who have asked it for much, and all that it has told in the end."""
+    async with Nursery(warm) as nursery:
+        victim = Victim(nursery, directory)
         await victim.start()
         await victim.find_its_port()
         loaders = [
@@ -77,12 +84,12 @@ async def test_kill_9_under_load_loses_nothing_and_does_nothing_twice(number: in
         async with asyncio.TaskGroup() as tasks:
             for loader in loaders:
                 tasks.create_task(loader.run())
-            await _kill_often(victim, account, Random(SEED + number), kills)
+            await _kill_often(victim, account, random, kills)
             account.over = True
         async with ForgedClient(victim.endpoints["unix"]) as client:
             journal = [item async for item in client.past_facts(since=EARLIEST)]
         await victim.kill()
-    _check(account, loaders, journal, kills)
+    return loaders, journal
 
 
 async def _kill_often(victim: Victim, account: Account, random: Random, kills: int) -> None:

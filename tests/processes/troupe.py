@@ -7,20 +7,20 @@ import json
 import os
 import select
 import signal
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from forged.client import ForgedClient
-from forged.demo.processes import DaemonProcess, nothing_left_behind
+from forged.demo.processes import LISTEN, last_words, nothing_left_behind
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
 from forged.messages import Fact, Record
 from tests.client.house import SOON
-from tests.processes.nursery import Child, Nursery
+from tests.processes.nursery import DAEMON, Child, Nursery, WarmProcess, warm_process
 from tests.processes.trainee import ARMED, ENOUGH, JOB
 
 PATIENCE_S = 60.0
@@ -119,13 +119,40 @@ class Player:
         return f"{self.name}: exit code {self.code}, entered {self.entered[-3:]}, {last}, {self.said[-2000:]}"
 
 
+class Daemon:
+    """`forged run` in a directory."""
+
+    def __init__(self, directory: Path, nursery: Nursery) -> None:
+        self.socket = directory / "forged.sock"
+        self._log = directory / "daemon.log"
+        places = ("--data-dir", str(directory), "--socket", str(self.socket), "--listen", LISTEN)
+        self._words = ("run", *places, "--log-level", "error")
+        self._nursery = nursery
+        self._process: Child | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Have it begin, and wait until it is ready."""
+        self._process = await self._nursery.start("forged.cli.forged", *self._words, log=self._log)
+        assert b"is ready" in await self._process.stdout.readline(), last_words(self._log)
+
+    async def kill(self) -> None:
+        assert self._process is not None
+        os.kill(self.pid, signal.SIGKILL)
+        await self._process.wait()
+
+
 class Troupe:
     """All of them, and their daemon."""
 
     def __init__(self, directory: Path, nursery: Nursery, **settings: Any) -> None:
         self.directory = directory
         self.nursery = nursery
-        self.daemon = DaemonProcess(directory, log=directory / "daemon.log")
+        self.daemon = Daemon(directory, nursery)
         self.settings = SOON_ENDING | settings
         self.players: dict[str, Player] = {}
         self._moved = asyncio.Condition()
@@ -289,44 +316,52 @@ class Troupe:
         assert sorted(worlds) == list(range(len(worlds))), "a step is missing"
 
     async def send_home(self) -> None:
-        for player in self.players.values():
-            if player.process is not None and player.code is None:
-                player.kill(signal.SIGCONT)
-                player.kill()
+        """Whoever is there still ends with the nursery; what they said before is heard."""
         hearing = [player.hearing for player in self.players.values() if player.hearing is not None]
         await asyncio.gather(*hearing)
-        await self.daemon.stop()
+
+
+@contextmanager
+def stage() -> Iterator[WarmProcess]:
+    """Where troupes play one after the other, and of which nothing is left behind."""
+    os.environ[MARK] = uuid4().hex
+    try:
+        with nothing_left_behind(), warm_process(*SCRIPTS, *DAEMON) as warm:
+            yield warm
+    finally:
+        del os.environ[MARK]
 
 
 @asynccontextmanager
-async def troupe_in(directory: Path, **settings: Any) -> AsyncIterator[Troupe]:
-    """A troupe, of which nothing is left behind: the pulses of the dead go by themselves."""
-    mark = uuid4().hex
-    os.environ[MARK] = mark
-    with nothing_left_behind():
-        try:
-            async with Nursery(*SCRIPTS) as nursery:
-                troupe = Troupe(directory, nursery, **settings)
-                try:
-                    await troupe.daemon.start()
-                    yield troupe
-                    ended = [player.name for player in troupe.players.values() if player.code is not None]
-                    await _all_over(_pulses(mark, troupe, set(ended)))
-                finally:
-                    await troupe.send_home()
-        finally:
-            del os.environ[MARK]
+async def troupe_on(stage: WarmProcess, directory: Path, **settings: Any) -> AsyncIterator[Troupe]:
+    """A troupe, of which nobody is left in the end: the pulses of the dead go by themselves."""
+    before, nursery = set(_marked()), Nursery(stage)
+    troupe = Troupe(directory, nursery, **settings)
+    try:
+        async with nursery:
+            await troupe.daemon.start()
+            yield troupe
+            ended = {player.name for player in troupe.players.values() if player.code is not None}
+            await _all_over(set(_marked()) - before - _living(troupe, ended))
+    finally:
+        await troupe.send_home()
 
 
-def _pulses(mark: str, troupe: Troupe, ended: set[str]) -> Iterable[int]:
-    """Those that are left of who has ended."""
-    theirs = {troupe.daemon.pid, troupe.nursery.pid, os.getpid()}
+def _living(troupe: Troupe, ended: set[str]) -> set[int]:
+    """The processes that may be there while these have ended."""
+    living = {troupe.daemon.pid}
     for player in troupe.players.values():
         if player.name not in ended:
-            theirs |= {player.pid, player.pulse, player.child or player.pid}
+            living |= {player.pid, player.pulse, player.child or player.pid}
+    return living
+
+
+def _marked() -> Iterator[int]:
+    """The processes on this stage."""
+    mark = f"{MARK}={os.environ[MARK]}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if int(process.name) not in theirs and f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
+            if mark in (process / "environ").read_bytes():
                 yield int(process.name)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue

@@ -23,9 +23,10 @@ from forged.store.sqlite_connection import connect
 from forged.store.sqlite_database import LOG_PAGES
 from forged.store.sqlite_file import Opening, ensure
 from tests.store.disk import Disk, Medium, Operation, connect_through
+from tests.sweeps import WHOLE
 
 BATCHES = 60
-CRASHES = 600
+CRASHES = 600 if WHOLE else 200
 FREQUENT_CHECKPOINTS = {f"PRAGMA wal_autocheckpoint = {LOG_PAGES}": "PRAGMA wal_autocheckpoint = 40"}
 
 

@@ -7,6 +7,7 @@ done twice shows at once, in every worker.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ from forged.worker.worker import ElasticWorker
 JOB = "run"
 PRIME = 2_147_483_647
 PATIENCE_S = 30.0
+COMPUTING_S = 0.002
+"""What a step takes besides its collective: who trains while others wait for something leaves them the processor."""
+_CHAINS = [0]
+_GROWING = threading.Lock()
 
 
 def config(**settings: Any) -> ElasticTrainingConfig:
@@ -38,11 +43,11 @@ def advance(chain: int, step: int) -> int:
 
 
 def chain_behind(steps: int) -> int:
-    """The state behind so many steps."""
-    chain = 0
-    for step in range(steps):
-        chain = advance(chain, step)
-    return chain
+    """The state behind so many steps; workers ask before each of theirs, some of them in threads of their own."""
+    with _GROWING:
+        while len(_CHAINS) <= steps:
+            _CHAINS.append(advance(_CHAINS[-1], len(_CHAINS) - 1))
+    return _CHAINS[steps]
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,7 @@ class Trainer:
             if await self.worker.finish_step():
                 self.places.append(place)
                 await self.crew.moved()
-            # Whoever trains alone in its world waits for nobody, and lets others have their turn.
-            await asyncio.sleep(0)
+            await asyncio.sleep(COMPUTING_S)
 
     async def _exchange(self, step: int) -> None:
         if self.before_exchange is not None:
@@ -172,7 +176,8 @@ class Crew:
             if ids != set(names) or any(other != topologies[0] for other in topologies):
                 return False
             generation = self[names[0]].worker.generation
-            return all(sum(place.generation == generation for place in self[name].places) >= steps for name in names)
+            last = [[place.generation for place in self[name].places[-steps:]] for name in names]
+            return all(generations == [generation] * steps for generations in last)
 
         await self.until(together)
 
