@@ -84,6 +84,8 @@ class Attempt:
     """Why those do not get on who say so."""
     takers: frozenset[str] = frozenset()
     """Who takes the source's state."""
+    spare: frozenset[str] = frozenset()
+    """Who of those to go is of no more use: it has no training data, and somebody who stays has the state."""
     behind: set[str] = field(default_factory=set)
     """Who does not have the source's state yet, or its training data."""
     started_id: int = 0
@@ -125,6 +127,8 @@ class Attempt:
         self.step = self.stops[self.source].position
         self.takers = frozenset(_behind(self.stops, self.source)).difference(self.leavers)
         self.behind = {*self.takers, *with_data}
+        is_kept = not self.takers.issuperset(self.target)
+        self.spare = frozenset(self.leavers).difference(with_data, {self.source}) if is_kept else frozenset()
         self.stage = Stage.SYNCHRONISING
 
 

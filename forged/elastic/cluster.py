@@ -428,7 +428,9 @@ class Cluster:
 
     def may_go(self, member: Member) -> bool:
         """Whether one that is to go may do so now."""
-        return self.over or self.lineup.may_go(member, is_under_way=self.attempt is not None)
+        attempt = self.attempt
+        is_spare = attempt is not None and member.id in attempt.spare and not self._is_doomed
+        return self.over or is_spare or self.lineup.may_go(member, is_under_way=attempt is not None)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
@@ -784,7 +786,10 @@ class Cluster:
 
     def _is_needed(self, member: Member) -> bool:
         """Whether the world, or the attempt at one, cannot go on without it."""
-        return self.lineup.holds(member) if self.attempt is None else member.id in self.attempt.members
+        attempt = self.attempt
+        if attempt is None:
+            return self.lineup.holds(member)
+        return member.id in attempt.members and member.id not in attempt.spare
 
     def _hole(self, why: str, now: Moment, *, is_told: bool = False, later_s: float = 0.0) -> None:
         """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window.

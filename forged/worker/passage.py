@@ -175,7 +175,7 @@ class Passage:
                 await self._undertake(partial(self._take, settled), still)
             if supply is not None and still():
                 await self._undertake(partial(supply.take, attempt), still)
-            await self._until(lambda: not still() or departure.is_overdue)
+            await self._until(lambda: not still() or departure.is_due)
 
     async def _take(self, settled: RescaleSynchronising) -> None:
         """Become what the source is."""

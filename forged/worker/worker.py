@@ -218,8 +218,8 @@ class ElasticWorker:
         """Whether it has done its last step, and does by itself what remains to be done."""
         self._alone: World | None = None
         """The world in which it was last and alone: the script may still meet itself while it saves something."""
-        self._serving: anyio.CancelScope | None = None
-        """In which the worker does its part for the others while the script does that."""
+        self._serving: tuple[anyio.CancelScope, anyio.Event] | None = None
+        """In which the worker does its part for the others while the script does that, and when that has ended."""
         self._saved_step = NEVER_SAVED
         """How many steps were committed when it was last told that it is to go."""
         self._registered = False
@@ -666,32 +666,38 @@ class ElasticWorker:
     async def _begin_to_part(self) -> Parting:
         """Leave the script to itself, and the others to theirs: they go on without this worker."""
         assert self._tasks is not None
-        self._is_parting, self._serving = True, anyio.CancelScope()
+        self._is_parting, self._serving = True, (anyio.CancelScope(), anyio.Event())
         self._beat(self._config_now.heartbeat_interval_s)
         self._alone = await self._presence.part()
-        self._tasks.start_soon(self._serve, self._serving)
+        self._tasks.start_soon(self._serve, *self._serving)
         is_news, self._saved_step = self.step != self._saved_step, self.step
         return Parting(self._departure.reason, is_news)
 
-    async def _serve(self, scope: anyio.CancelScope) -> None:
+    async def _serve(self, scope: anyio.CancelScope, ended: anyio.Event) -> None:
         """Give others what this worker has, should they come to need it; it takes nothing any more."""
+        try:
+            with scope:
+                await self._serve_while_needed()
+        except ForgedError as error:
+            self._log.warning("gives nothing to others any more", why=str(error))
+        finally:
+            ended.set()
+
+    async def _serve_while_needed(self) -> None:
         assert self._passage is not None
-        with scope:
-            while self._standing.end is None and self._standing.completed is None:
-                if self._departure.is_due:
-                    await self._passage.rest()
-                    continue
-                try:
-                    await self._passage.come_along(takes=False)
-                except ForgedError as error:
-                    self._log.warning("gives nothing to others any more", why=str(error))
-                    return
+        while self._standing.end is None and self._standing.completed is None:
+            if self._departure.is_due:
+                await self._passage.rest()
+            else:
+                await self._passage.come_along(takes=False)
 
     async def part(self) -> bool:
         """Leave, now that the subscribers of `leaving` are told; false where that took long and others need it now."""
-        if self._serving is not None:
-            self._serving.cancel()
         self._is_parting = await self._departure.leave()
+        if self._serving is not None:
+            scope, ended = self._serving
+            scope.cancel()
+            await ended.wait()
         if self._is_parting:
             await self.leave(self._departure.reason)
         return self._is_parting

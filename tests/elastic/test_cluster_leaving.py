@@ -180,6 +180,50 @@ def test_of_two_with_the_same_state_who_stays_gives_it() -> None:
     assert play.last(RescaleSynchronising).source.id == "b"
 
 
+def test_who_is_of_no_use_any_more_need_not_wait_until_others_have_taken_what_they_need() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("b", stop=Stop(5, holds_state=True))
+    assert not may_go(play, "b"), "a may be dead"
+    play.stop("a", stop=Stop(5, holds_state=True))
+    assert may_go(play, "b")
+    play.leave("b")
+    play.wait(SOON_S)
+    play.ready("c")
+    assert (play.world, play.cluster.attempts) == (["a", "c"], 2), "that it went has disturbed nobody"
+
+
+def test_who_was_of_no_use_any_more_is_when_the_one_fails_who_was_to_stay() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("a", "b", stop=Stop(5, holds_state=True))
+    play.die("a")
+    assert not may_go(play, "b"), "c has nothing yet"
+    play.wait(SOON_S)
+    assert play.agree(5).step == 5
+    assert (play.world, may_go(play, "b")) == (["c"], True)
+
+
+def test_where_none_who_stays_has_the_state_all_who_have_it_wait_until_it_is_taken() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    drain(play, "a", "b")
+    play.wait(SOON_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("a", "b", stop=Stop(5, holds_state=True))
+    assert (may_go(play, "a"), may_go(play, "b")) == (False, False)
+    play.die("a")
+    play.wait(SOON_S)
+    play.agree(5)
+    assert (play.world, play.cluster.state.current_step) == (["c"], 5)
+
+
 def test_who_is_to_go_and_is_behind_takes_nothing() -> None:
     play = formed("a", "b")
     drain(play, "b")
