@@ -474,8 +474,7 @@ class DataService:
         custody = self.custodies.get(job)
         if custody is not None:
             return custody
-        if self._bus.desk.fence_of(job) is None:
-            raise RequestRefused("job_unknown", f"there is no job {job[:80]!r}", "see `forgectl jobs ls`")
+        self._bus.desk.require_job(job)
         raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
 
     def _owners(self, request: ReadOwners, call: Call) -> OwnersPage:
