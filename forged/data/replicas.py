@@ -10,7 +10,7 @@ others hold already is taken before anything is sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -155,28 +155,23 @@ class _Layout:
     def level(self, shares: Counts) -> None:
         """Move copies from who has more than its share to who has less, over others where it must be."""
         patience = iter(range(LOOKED_AT_MAX))
-        while True:
-            loads = self.loads
-            way = self._way(np.flatnonzero(loads > shares), loads < shares, patience)
-            if not way:
-                return
-            for move in way:
-                self.placed[move.row, move.shard] = move.towards
+        while (move := self._last_move(shares, patience)) is not None:
+            # Whose copy it was is short of one now, and nearer to who has too many.
+            self.placed[move.row, move.shard] = move.towards
 
-    def _way(self, begin: Places, is_short: Mask, patience: Iterator[int]) -> list[_Move]:
-        """The fewest moves by which one more comes to who is short, and one less is with one of those at the beginning;
-        none where there is no way."""
-        came: dict[int, _Move | None] = dict.fromkeys(begin.tolist())
-        queue = deque(came if is_short.any() else ())
+    def _last_move(self, shares: Counts, patience: Iterator[int]) -> _Move | None:
+        """Of the fewest moves that lead from who has too many to who has too few, the one at the end."""
+        loads = self.loads
+        known = dict.fromkeys(np.flatnonzero(loads > shares).tolist())
+        queue = deque(known if (loads < shares).any() else ())
         while queue and next(patience, None) is not None:
             for move in self._moves(queue.popleft()):
-                if move.towards in came:
-                    continue
-                came[move.towards] = move
-                if is_short[move.towards]:
-                    return list(_traced(came, move.towards))
-                queue.append(move.towards)
-        return []
+                if loads[move.towards] < shares[move.towards]:
+                    return move
+                if move.towards not in known:
+                    known[move.towards] = None
+                    queue.append(move.towards)
+        return None
 
     def _moves(self, rank: int) -> Iterator[_Move]:
         """To each other worker that may have one of this one's copies; one that is new here, if there is one."""
@@ -189,7 +184,7 @@ class _Layout:
             may &= self._groups != self._groups[holders][:, np.newaxis]
         for towards in np.flatnonzero(may.any(axis=0)).tolist():
             first = int(may[:, towards].argmax())
-            yield _Move(int(rows[first]), int(ids[first]), rank, towards)
+            yield _Move(int(rows[first]), int(ids[first]), towards)
 
     def _holders(self, number: int, ids: Places) -> Column:
         """Who has these shards, as far as they are in the rows before this one."""
@@ -209,14 +204,7 @@ class _Layout:
 class _Move(NamedTuple):
     row: int
     shard: int
-    source: int
     towards: int
-
-
-def _traced(came: Mapping[int, _Move | None], rank: int) -> Iterator[_Move]:
-    while (move := came[rank]) is not None:
-        yield move
-        rank = move.source
 
 
 def _fits(who: Column, groups: Column, taken: Column) -> Mask:
