@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from forged.data import DataRedistributionPlan, Dataset
+from forged.data import DataRedistributionPlan, Dataset, SourceKind
 from forged.data.validation import NAMED_MAX
 from forged.elastic import ClusterTopology
 from forged.elastic.model import WorkerId
@@ -176,6 +176,12 @@ def test_transfers_out_of_order_are_told() -> None:
         with_transfers("destinations", {0: -1}),
         with_transfers("copies", {0: 2}),
         with_transfers("kinds", {0: 3}),
+        replace(PLAN, columns=replace(PLAN.columns, kinds=PLAN.columns.kinds.astype(np.int8) - len(SourceKind))),
+        replace(PLAN, world_size=len(PLAN.workers) + 1),
+        replace(PLAN, world_size=-1),
+        replace(PLAN, weights=(1, 2)),
+        replace(PLAN, weights=(0, 0, 0)),
+        replace(PLAN, weights=(3, -1, 1)),
         replace(PLAN, dataset=Dataset(13, 13)),
         replace(PLAN, owners=PLAN.owners[:-1]),
         replace(PLAN, replicas=PLAN.replicas[:, :-1]),
