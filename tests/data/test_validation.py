@@ -23,6 +23,8 @@ PLAN = PLANS.calculate_plan(
 )
 """Owners 0, 1 and the one who leaves, 3, before; some shards have a further copy."""
 
+BELOW_ALL_KINDS: Any = PLAN.columns.kinds.astype(np.int8) - len(SourceKind)
+
 
 def errors(
     plan: DataRedistributionPlan, topology: ClusterTopology = NEW, leaving: Collection[WorkerId] = (at(3, 3),)
@@ -176,7 +178,7 @@ def test_transfers_out_of_order_are_told() -> None:
         with_transfers("destinations", {0: -1}),
         with_transfers("copies", {0: 2}),
         with_transfers("kinds", {0: 3}),
-        replace(PLAN, columns=replace(PLAN.columns, kinds=PLAN.columns.kinds.astype(np.int8) - len(SourceKind))),
+        replace(PLAN, columns=replace(PLAN.columns, kinds=BELOW_ALL_KINDS)),
         replace(PLAN, world_size=len(PLAN.workers) + 1),
         replace(PLAN, world_size=-1),
         replace(PLAN, weights=(1, 2)),
