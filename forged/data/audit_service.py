@@ -13,13 +13,13 @@ from collections.abc import Mapping
 
 from forged.bus import Bus
 from forged.data.audit import EpochAudit, UsageLog
-from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict
+from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict, UsageTaken
 from forged.elastic.messages import RescaleCompleted
 from forged.errors import PeerError, RequestRefused, describe
 from forged.jobs.model import JobRemoved
 from forged.ledger import read_all
 from forged.log import SILENT, Log
-from forged.messages import Call, Decision, Nothing, Record
+from forged.messages import Call, Decision, Record
 from forged.store.port import Store
 
 OWNER = "usage"
@@ -69,10 +69,10 @@ class AuditService:
             self._log.error("what the steps of a job have used cannot be read", job=job, why=describe(error))
             self._unreadable[job] = [f"{PREFIX}{job}/{number}" for number in chunks]
 
-    def _report(self, request: ReportUsage, call: Call) -> Decision[Nothing]:
+    def _report(self, request: ReportUsage, call: Call) -> Decision[UsageTaken]:
         self._desk.require_job(request.job)
         if request.job in self._unreadable:
-            return Decision(Nothing())
+            return Decision(UsageTaken())
         log = self.logs.get(request.job) or UsageLog(request.samples)
         if log.samples != request.samples:
             raise RequestRefused(
@@ -85,7 +85,8 @@ class AuditService:
         if log.rows > ROWS_MAX:
             log.settle(log.told(request.generation))
         self.logs[request.job] = log
-        return Decision(Nothing(), writes=self._writes(request.job, log), job=request.job)
+        taken = UsageTaken(log.told(request.generation))
+        return Decision(taken, writes=self._writes(request.job, log), job=request.job)
 
     def _writes(self, job: str, log: UsageLog) -> dict[str, bytes | None]:
         """The chunks that are others than those in the store."""

@@ -212,9 +212,16 @@ class ReportCorruptShard(Request[Nothing], frozen=True):
     shard: Natural
 
 
-class ReportUsage(Request[Nothing], frozen=True):
+class UsageTaken(msgspec.Struct, frozen=True):
+    """What was told is kept."""
+
+    known_to: Natural = 0
+    """Up to this step it is known what the world has used."""
+
+
+class ReportUsage(Request[UsageTaken], frozen=True):
     """What the committed steps of a world have used of a dataset of so many samples. What is known is not counted
-    again, so any member may say it."""
+    again, so any member may say it; who says nothing hears what is known."""
 
     needs: ClassVar[Role] = Role.WORKER
 

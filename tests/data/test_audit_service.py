@@ -70,6 +70,16 @@ async def test_what_is_reported_again_changes_nothing() -> None:
 
 
 @virtual
+async def test_who_says_nothing_hears_what_is_known() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 6))
+        for generation, known_to in ((1, 6), (2, 0)):
+            taken = await stage.spine.bus.ask(ReportUsage(JOB, "b", generation, 0, SAMPLES, []))
+            assert taken.known_to == known_to
+        assert (await audit(stage)).used == 0, "a world that begins at 0 makes void what was before"
+
+
+@virtual
 async def test_who_reports_otherwise_than_others_is_told() -> None:
     async with a_data_stage() as stage:
         await report(stage, 1, 0, steps(0, 10))
