@@ -22,6 +22,7 @@ from forged.data.custody import Custody, Ids
 from forged.data.gathering import Assignment, Draft, Finished, Gathering, Lack
 from forged.data.messages import (
     NAMED_MAX,
+    CopiesDiffer,
     CorruptShardFound,
     DatasetDefined,
     DataView,
@@ -157,7 +158,7 @@ class DataService:
     # What workers say.
 
     async def _offer(self, request: OfferShards, call: Call) -> Decision[OfferTaken]:
-        held = _ids(request.held)
+        held, marks = _ids(request.held), _ids(request.marks).view(np.uint64) if request.marks else None
         self._sweep()
         members = await self._members(request)
         custody = self._custody(request, members)
@@ -178,7 +179,7 @@ class DataService:
                 self._stop_to_look(custody, request.attempt, f"{worker.id} has copies that are in doubt")
             return Decision(OfferTaken(doubted.astype("<i8").tobytes()))
         is_complete = custody.offer(
-            worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight
+            worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight, marks
         )
         self._append(self._doubts_of(custody))
         if not is_complete or custody.gathering is None:
@@ -235,6 +236,14 @@ class DataService:
             return ()
         custody.settle(gathering, draft)
         gathering.began_at = self._clock.monotonic()
+        if gathering.outvoted:
+            if gathering.replaced and members.in_background:
+                # What is replaced is what some train with until they stop.
+                gathering.plan, gathering.is_left = None, True
+                why = f"workers hold something else than others of {counted(gathering.differing.size, 'shard')}"
+                self._submit(RescaleJob(custody.job, why, stops=True))
+                return ()
+            self._tell_differing(custody.job, gathering)
         if gathering.lost.number:
             gathering.plan = None
             if members.in_background:
@@ -252,6 +261,12 @@ class DataService:
         """Nobody trains on without them."""
         gathering.is_left = True
         self._submit(RescaleJob(job, f"nobody has {gathering.lack.number} of the shards any more", stops=True))
+
+    def _tell_differing(self, job: str, gathering: Gathering) -> None:
+        shards, workers = gathering.differing, [worker.id for worker in gathering.outvoted]
+        differ = CopiesDiffer(gathering.attempt, shards.size, shards[:NAMED_MAX].tolist(), workers[:NAMED_MAX])
+        decision = Decision(None, (differ,), job=job, generation=gathering.generation, cause=gathering.cause)
+        self._bus.ledger.append(decision, origin=OWNER)
 
     def _tell_lost(self, job: str, gathering: Gathering, lack: Lack) -> None:
         by = list(lack.last_held_by)

@@ -23,6 +23,7 @@ from anyio import to_thread
 
 from forged.clock import Clock
 from forged.data.custody import SHARDS_LOST
+from forged.data.disputes import MARK_BYTES, mark_of
 from forged.data.messages import (
     NAMED_MAX,
     OfferShards,
@@ -54,7 +55,7 @@ from forged.worker.registration import Registration
 R = TypeVar("R")
 
 PIECE_BYTES = 1 << 20
-OFFER_SHARDS_MAX = 1 << 17
+OFFER_SHARDS_MAX = 1 << 16
 """So many shards are named in one message."""
 ORIGIN = -1
 ATTEMPTS_KEPT_MAX = 4
@@ -84,6 +85,8 @@ class Part:
     keep: frozenset[int]
     owned: frozenset[int]
     is_released: bool
+    replaced: frozenset[int]
+    """Of which others hold something else."""
 
 
 class Custodian:
@@ -157,6 +160,8 @@ class Custodian:
         self._pauses = FETCHING.delays(self._random)
         self._starved_tries = 0
         """How many tries in a row have brought all but what no worker has and the origin does not give."""
+        self._replaced: set[int] = set()
+        """What was dropped because others hold something else, and is not dropped once more."""
         self._said_lost: ReportLostShards | None = None
         self._has_said_unkept = False
         self._trouble = ""
@@ -183,6 +188,7 @@ class Custodian:
             await self._offer(attempt, beside=beside)
             self._has_offered = True
         part = await self._part(attempt)
+        await self._drop_replaced(part.replaced)
         report = await self._fetch(attempt, part.wanted)
         self._arrived += report.bytes
         if report.moved:
@@ -196,6 +202,11 @@ class Custodian:
         self._holds[attempt] = part
         for older in sorted(self._holds)[:-ATTEMPTS_KEPT_MAX]:
             del self._holds[older]
+
+    async def _drop_replaced(self, replaced: frozenset[int]) -> None:
+        for shard in sorted(replaced - self._replaced):
+            await self._run(partial(self._data.store.drop, shard))
+            self._replaced.add(shard)
 
     async def _fetch(self, attempt: int, wanted: list[Wanted]) -> TransferReport:
         """Have it moved here, and say of bad copies as soon as they are found: others may be about to take them."""
@@ -317,9 +328,7 @@ class Custodian:
 
     async def _say_what_is_held(self, attempt: int, looked_at: bytes) -> list[int]:
         """Returns which copies are in doubt, so that it has to be said anew."""
-        held: dict[int, Stamp] = dict(await self._run(self._data.store.held))
-        ids = np.array(sorted(shard for shard in held if shard < self._data.shards), "<i8")
-        size = sum(held[shard].size for shard in ids.tolist())
+        ids, size, marks = await self._run(partial(_told_of, self._data.store, self._data.shards))
         starts = range(0, max(1, ids.size), OFFER_SHARDS_MAX)
         for start in starts:
             taken = await self._line.say(
@@ -335,6 +344,7 @@ class Custodian:
                     self._manager.bandwidth.overall_bytes_per_s or 0.0,
                     self._data.weight,
                     looked_at if start == starts[0] else b"",
+                    marks[start * MARK_BYTES : (start + OFFER_SHARDS_MAX) * MARK_BYTES],
                 )
             )
             if taken.doubted:
@@ -360,7 +370,9 @@ class Custodian:
                 wanted = [one for page in pages for one in self._wanted(page)]
                 keep = np.concatenate([np.frombuffer(page.keep, "<i8") for page in pages])
                 is_owned = np.concatenate([np.frombuffer(page.owned, np.bool_) for page in pages])
-                return Part(wanted, frozenset(keep.tolist()), frozenset(keep[is_owned].tolist()), pages[0].is_released)
+                replaced = np.frombuffer(b"".join(page.replaced for page in pages), "<i8")
+                kept, owned = frozenset(keep.tolist()), frozenset(keep[is_owned].tolist())
+                return Part(wanted, kept, owned, pages[0].is_released, frozenset(replaced.tolist()))
 
     async def _pages(self, attempt: int) -> Sequence[TransferPart]:
         pages: list[TransferPart] = []
@@ -534,6 +546,14 @@ def _is_sound(opened: OpenShard) -> Generator[bool, None, bool]:
         # What the disk does not give any more is no copy.
         return False
     return opened.stamp == Stamp(size, checksum.digest())
+
+
+def _told_of(store: ShardStore, shards: int) -> tuple[Indices, int, bytes]:
+    """Which shards are held, how many bytes they are, and what each of them is."""
+    held: dict[int, Stamp] = dict(store.held())
+    ids = sorted(shard for shard in held if shard < shards)
+    marks = b"".join(mark_of(held[shard].checksum) for shard in ids)
+    return np.array(ids, "<i8"), sum(held[shard].size for shard in ids), marks
 
 
 def _keep_only(store: ShardStore, keep: Container[int]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO, cast
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
@@ -227,6 +228,25 @@ class TestTakingPart:
         offers = it.line.told(OfferShards)
         assert [offer.held for offer in offers] == [int64(0, 1), int64(2, 3), int64(4)]
         assert [offer.more for offer in offers] == [True, True, False]
+
+    async def test_is_to_say_what_each_copy_is_with_each_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(custodians, "OFFER_SHARDS_MAX", 2)
+        it = Scene(filled(0, 1, 2))
+        await it.take_part(1, part(keep=()))
+        checksums = [Stamp.of(content(shard)).checksum[:8] for shard in range(3)]
+        said = [offer.marks for offer in it.line.told(OfferShards)]
+        assert said == [checksums[0] + checksums[1], checksums[2]]
+
+    async def test_is_to_drop_what_others_hold_otherwise_before_it_is_fetched_and_once(self) -> None:
+        it = Scene(filled(0, 1, 2))
+        it.store.drop(1)
+        it.store.put(1, [b"something else"])
+        given = msgspec.structs.replace(part(1, keep=(0, 1, 2)), replaced=int64(1))
+        await it.take_part(1, given)
+        assert it.store.held()[1] == Stamp.of(content(1))
+        assert it.brought == [1]
+        await it.take_part(1, given)
+        assert it.brought == [1], "what has come is not dropped when it is tried once more"
 
     async def test_is_to_say_how_much_it_should_hold_with_each_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(custodians, "OFFER_SHARDS_MAX", 2)
