@@ -61,7 +61,7 @@ class UsageReport:
             rank = topology.rank_of(self._line.worker)
             if rank == 0 or now - told_at >= OTHERS_INTERVAL_S:
                 told_at, self._turns = now, self._turns + 1
-                rounds = -(-topology.world_size // COMPARED_MAX)
+                rounds = max(1, -(-topology.world_size // COMPARED_MAX))
                 await self.tell(is_compared=rank == 0 or (rank + self._turns) % rounds == 0)
 
     async def tell(self, *, is_compared: bool = True) -> None:

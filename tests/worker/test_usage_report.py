@@ -88,6 +88,17 @@ async def test_the_others_tell_now_and_then() -> None:
     assert scene.told() == [(4, 0, STEPS)]
 
 
+@virtual
+async def test_who_is_in_no_world_yet_tells_like_one_of_the_others() -> None:
+    scene = Scene(OTHER)
+    scene.topology = ClusterTopology()
+    scene.make_steps()
+    async with task_group() as tasks:
+        tasks.start_soon(scene.report.keep_telling)
+        await anyio.sleep(OTHERS_INTERVAL_S + 2 * INTERVAL_S)
+    assert scene.told() == [(4, 0, STEPS)]
+
+
 def crowd(before: int) -> ClusterTopology:
     """Many more than can be compared at once, of whom so many are before the other."""
     others = [WorkerId(f"w{number}", "host", number) for number in range(2, 3 * COMPARED_MAX)]
