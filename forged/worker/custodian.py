@@ -164,6 +164,8 @@ class Custodian:
         """What was dropped because others hold something else, and is not dropped once more."""
         self._said_lost: ReportLostShards | None = None
         self._has_said_unkept = False
+        self._is_full = False
+        """Whether the last try has brought what could not be kept: then it is this worker that is waited for."""
         self._trouble = ""
         """Why the last try has failed; empty where none has."""
         self._stored_since: float | None = None
@@ -354,9 +356,10 @@ class Custodian:
     async def _part(self, attempt: int) -> Part:
         """What this worker is told, as soon as all have said what they hold."""
         lack: str | None = None
+        is_planned = self._planned >= attempt
         while True:
-            self._tell(waits=True, trouble=lack)
-            if self._planned < attempt:
+            if not is_planned:
+                self._tell(waits=True, trouble=lack)
                 with anyio.move_on_after(ASK_AGAIN_S):
                     await self._news.wait()
             try:
@@ -364,8 +367,10 @@ class Custodian:
             except RequestRefused as error:
                 if error.code not in PENDING:
                     raise
-                lack = error.message if error.code == SHARDS_LOST else None
+                is_planned, lack = False, error.message if error.code == SHARDS_LOST else None
             else:
+                # Who tries again waits for nobody: it has all that it needs to get on, and is waited for.
+                self._planned = max(self._planned, attempt)
                 self._tell(waits=self._is_starved)
                 wanted = [one for page in pages for one in self._wanted(page)]
                 keep = np.concatenate([np.frombuffer(page.keep, "<i8") for page in pages])
@@ -424,6 +429,7 @@ class Custodian:
     async def _tell_unkept(self, attempt: int, report: TransferReport) -> None:
         """Have others take what does not fit here, once: whoever was put out for it would take along what it has."""
         unkept = sum(one.is_own_fault for one in report.missing)
+        self._is_full = unkept > 0
         if unkept and not self._has_said_unkept:
             line, self._has_said_unkept = self._line, True
             await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, unkept=unkept))
@@ -503,7 +509,7 @@ class Custodian:
             0,
             transfers,
             arrived or self._arrived,
-            waits,
+            waits and not self._is_full,
             (self._trouble if trouble is None else trouble)[:TROUBLE_CHARS_MAX],
         )
         self._signal(said)

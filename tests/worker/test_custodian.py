@@ -269,6 +269,16 @@ class TestTakingPart:
         assert not any(waiting[5:])
         assert {signal.attempt for signal in it.signals} == {1}
 
+    async def test_is_to_wait_for_nobody_when_it_is_known_what_to_fetch_and_that_does_not_come(self) -> None:
+        it = Scene()
+        it.tries_once()
+        from_other = msgspec.structs.replace(part(2, keep=(2,)), sources=np.array([1], "<i4").tobytes())
+        for _ in range(2):
+            it.signals.clear()
+            with pytest.raises(Unavailable):
+                await it.take_part(1, from_other)
+        assert not any(signal.waits for signal in it.signals)
+
     async def test_is_to_say_what_nobody_has_while_it_waits_for_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(custodians, "ASK_AGAIN_S", 0.001)
         it = Scene()
@@ -412,6 +422,20 @@ class TestTheOwners:
 
 
 class TestAFullStore:
+    async def test_is_why_others_wait_for_this_worker_which_never_says_that_it_waits_for_them(self) -> None:
+        """Whoever says so now and then would never be late, however long the others have waited."""
+        it = Scene(MemoryShardStore(bytes_max=10))
+        it.tries_once()
+        with pytest.raises(StoreFailed):
+            await it.take_part(1, part(2, 4, keep=(2, 4)))
+        it.signals.clear()
+        for _ in range(3):
+            with pytest.raises(StoreFailed):
+                await it.take_part(1, part(2, 4, keep=(2, 4)))
+        assert it.signals
+        assert not any(signal.waits for signal in it.signals)
+        assert not it.waits(UnderWay(2, None, 0, None, origin_silent_s=1.0))
+
     async def test_is_told_once_in_an_attempt(self) -> None:
         it = Scene(MemoryShardStore(bytes_max=10))
         it.tries_once()
