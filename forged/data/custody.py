@@ -433,7 +433,8 @@ class Custody:
         known = {worker.id: worker for worker in assignment.workers}
         if len(set(names)) < len(names):
             raise RequestRefused("workers_invalid", "a worker is named twice", "name each of them once")
-        target = tuple(known.get(name) or WorkerId(name, "unknown", 0) for name in names)
+        # Nobody knows where others will be: none of them near to anybody.
+        target = tuple(known.get(name) or WorkerId(name, f"host of {name}", 0) for name in names)
         plan = DataRedistributor(config, replication=self.dataset.replication).calculate_plan(
             ClusterTopology(assignment.workers),
             ClusterTopology(target),
