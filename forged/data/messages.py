@@ -327,6 +327,8 @@ class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
     """Who had them in the last world, and is not there."""
     aborted: bool = False
     """Whether the job was given up meanwhile, so that nothing is waited for."""
+    planned: bool = True
+    """Whether it is settled what has to travel."""
     workers: list[WorkerTransfers]
 
 

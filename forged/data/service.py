@@ -518,6 +518,7 @@ class DataService:
             lost_because=lack.reason,
             last_held_by=list(lack.last_held_by),
             aborted=gathering.is_aborted,
+            planned=gathering.plan is not None,
             workers=workers,
         )
 

@@ -359,8 +359,9 @@ class TestAPlan:
             assert await refused(stage.part("a")) == "plan_pending"
             assert stage.facts(TransfersPlanned) == []
             shown = await stage.spine.bus.ask(ShowTransfers(JOB))
-            assert (shown.running, shown.waiting_for) == (True, ["b"])
+            assert (shown.running, shown.waiting_for, shown.planned) == (True, ["b"], False)
             await stage.offer("b")
+            assert (await stage.spine.bus.ask(ShowTransfers(JOB))).planned
             (planned,) = stage.facts(TransfersPlanned)
             assert (planned.attempt, planned.totals.transfers, planned.totals.from_owners) == (1, 5, 5)
 
