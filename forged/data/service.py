@@ -47,6 +47,7 @@ from forged.data.messages import (
 )
 from forged.data.records import (
     PREFIX,
+    Restored,
     dataset_write,
     doubt_writes,
     holders_write,
@@ -68,7 +69,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.model import LostDataPolicy
 from forged.elastic.words import counted
-from forged.errors import RequestRefused
+from forged.errors import PeerError, RequestRefused
 from forged.ids import check_name
 from forged.jobs.model import JobRemoved, ShowJob
 from forged.ledger import read_all
@@ -137,7 +138,7 @@ class DataService:
             entries[job_of(entry.key)].append((entry.key, entry.value))
         self._clear()
         for job, found in entries.items():
-            known = restored(job, found)
+            known = self._restored(job, found)
             if known is None:
                 self._remains.update(dict.fromkeys(key for key, _ in found))
                 continue
@@ -146,6 +147,14 @@ class DataService:
             self._heard[job] = known.custody.assignment.generation
             if known.attempt:
                 self._committed[job] = known.attempt
+
+    def _restored(self, job: str, entries: list[tuple[str, bytes]]) -> Restored | None:
+        """What comes back of a job. What cannot be read is in nobody's way: workers say anew what they hold."""
+        try:
+            return restored(job, entries)
+        except PeerError as error:
+            self._log.error("what is known of a job's data is forgotten", job=job, why=error.message)
+            return None
 
     def _clear(self) -> None:
         self.custodies.clear()

@@ -47,6 +47,7 @@ from forged.elastic.messages import (
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import CreateJob, RemoveJob
 from forged.messages import Call, Decision, Record
+from forged.store.port import Transaction
 from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
 from tests.elastic.play import JOB
 from tests.spine import OPERATOR, virtual
@@ -163,6 +164,23 @@ class TestCopiesThatDiffer:
             await stage.stop()
             assert await refused(stage.offer("a", marks=int64(1))) == "holdings_invalid"
             assert await refused(stage.offer("a", marks=b"1")) == "holdings_invalid"
+
+
+class TestWhatCannotBeRead:
+    @virtual
+    async def test_is_forgotten_and_what_workers_hold_is_heard_anew(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await formed(stage)
+            (piece,) = [key for key in await keys_in(store) if "/piece/" in key]
+        await store.memory.commit([Transaction(store.memory.revision + 1, {f"data/{piece}": b"?"})])
+        async with a_data_stage(TroubledStore(store.memory)) as stage:
+            assert await refused(stage.spine.bus.ask(ShowData(JOB))) == "job_without_data"
+            stage.held |= {"a": set(range(5)), "b": set(range(5, 10))}
+            await stage.come_again("a", "b")
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.rescale("a", "b")
+            assert union(stage.owners().values()) == ALL
 
 
 class TestADataset:
