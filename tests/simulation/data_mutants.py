@@ -70,7 +70,8 @@ def believe_what_was_held_once() -> Iterator[None]:
         if worker.id in names:
             held = np.union1d(held, np.flatnonzero(self.assignment.owners == names.index(worker.id)))
         # What the copies are that it has not is not known.
-        return offer(self, worker, held, *what[:-1], marks=None)
+        *others, _marks = what
+        return offer(self, worker, held, *others)
 
     with patch.object(Custody, "offer", trusting):
         yield
@@ -99,7 +100,8 @@ def call_lost_what_nobody_owns() -> Iterator[None]:
         if self.assignment.generation:
             held = held[np.isin(self.assignment.owners[held], places)]
         # What the copies are is not said of those that are not offered.
-        return offer(self, worker, held, *what[:-1], marks=None)
+        *others, _marks = what
+        return offer(self, worker, held, *others)
 
     with patch.object(Custody, "offer", forgetful):
         yield
