@@ -227,7 +227,8 @@ def _part(
     roster: Roster, before: Column, copies: Column, destinations: Column, ids: Places, copy: int
 ) -> TransferColumns:
     """The transfers by which these shards come to their destinations, without those that are there already."""
-    for row in (before, *copies):
+    # Who becomes the owner was not the owner before.
+    for row in (before, *copies) if copy else copies:
         ids = ids[row[ids] != destinations[ids]]
     held = np.empty((copies.shape[0] + 1, ids.size), np.int32)
     held[0], held[1:] = before[ids], copies[:, ids]
