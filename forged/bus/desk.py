@@ -57,6 +57,11 @@ class Desk:
         self.in_flight = 0
         """Requests whose handlers are awaiting something."""
 
+    def require_job(self, job: str) -> None:
+        """Refuse what is said or asked about a job that is not there."""
+        if self.fence_of(job) is None:
+            raise RequestRefused("job_unknown", f"there is no job {job[:80]!r}", "see `forgectl jobs ls`")
+
     def open(self, ledger: Ledger) -> None:
         """Requests may come from now on."""
         self._ledger = ledger

@@ -87,7 +87,11 @@ def _show(options: Options) -> int:
 
 def _show_view(view: Row) -> None:
     lost = count_in(view, "lost")
-    left_out = {"workers"} if lost else {"workers", "lost", *LOST_COLUMNS}
+    left_out = {"workers"}
+    if not lost:
+        left_out |= {"lost", *LOST_COLUMNS}
+    if not count_in(view, "differing"):
+        left_out |= {"differing", "differing_shards"}
     whole = {key: value for key, value in view.items() if key not in left_out}
     show.pairs(whole | {"dataset": dataset_in_words(view.get("dataset"))})
     if lost and (by := answers.list_in(view, "last_held_by")):
@@ -302,6 +306,11 @@ CLAUSES: Mapping[str, tuple[str, ...]] = {
         ", such as {shards}",
         " ({reason})",
         "; {last_held_by}",
+    ),
+    "CopiesDiffer": (
+        "attempt {attempt}: the copies of {count} differ",
+        ", such as {shards}",
+        "; something else than the others have {workers}",
     ),
     "CorruptShardFound": ("{worker_id} has a damaged copy of shard {shard}", ", as {found_by} has found"),
 }

@@ -29,7 +29,7 @@ BAR_WIDTH = 24
 NAME_WIDTH_MAX = 24
 LINES_BESIDE_WORKERS = 2
 """That of all together, and the one where the cursor stands."""
-PROGRESS = ("attempt", "running", "waiting_for", "lost", "done", "bytes")
+PROGRESS = ("attempt", "running", "waiting_for", "planned", "lost", "done", "bytes")
 NOT_YET = frozenset({"transfers_none", "job_without_data", "job_unknown"})
 """What may be otherwise in a moment, for who follows."""
 
@@ -130,8 +130,12 @@ def _block(view: Row, workers_max: int = sys.maxsize) -> list[str]:
 
 def _workers(view: Row) -> Sequence[Row]:
     """Before all have said what they hold, and that is all there is, nobody knows what each of them needs."""
-    is_planned = not (answers.list_in(view, "waiting_for") or count_in(view, "lost"))
-    return answers.rows_in(view, "workers") if is_planned else []
+    return answers.rows_in(view, "workers") if _is_planned(view) else []
+
+
+def _is_planned(view: Row) -> bool:
+    is_settled = view.get("planned", True) or not _runs(view)
+    return bool(is_settled and not (answers.list_in(view, "waiting_for") or count_in(view, "lost")))
 
 
 def _worker(worker: Row, width: int) -> str:
@@ -158,6 +162,8 @@ def in_short(view: Row) -> str:
         by = answers.list_in(view, "last_held_by")
         fix = f"; {brought_back_by(by)}" if by else ""
         return f"{begin}: nobody has {_lost(view, lost)}; waits for a worker that does{fix}"
+    if not _is_planned(view):
+        return f"{begin}: all have said what they hold; what has to travel is being planned"
     done, moved, elapsed_s = count_in(view, "done"), count_in(view, "bytes"), _seconds(view, "elapsed_s")
     estimated_s = _seconds(totals, "estimated_s")
     if not _runs(view):

@@ -1,22 +1,25 @@
 """The proof that each sample was used once, on the bus.
 
 Law: what workers report is kept before it is acknowledged, so they may forget it. What they report again changes
-nothing. When a world begins behind fewer steps than were reported, what was used behind them is void.
+nothing. When a world begins behind fewer steps than were reported, what was used behind them is void. A log that cannot
+be read proves nothing ever more, and is in the way of nothing else: it stays as it is until its job is removed, whoever
+asks for a proof is told so, and workers need keep nothing for it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from forged.bus import Bus
 from forged.data.audit import EpochAudit, UsageLog
-from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict
+from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict, UsageTaken
 from forged.elastic.messages import RescaleCompleted
-from forged.errors import RequestRefused
+from forged.errors import PeerError, RequestRefused, describe
 from forged.jobs.model import JobRemoved
 from forged.ledger import read_all
 from forged.log import SILENT, Log
-from forged.messages import Call, Decision, Nothing, Record
+from forged.messages import Call, Decision, Record
 from forged.store.port import Store
 
 OWNER = "usage"
@@ -36,7 +39,10 @@ class AuditService:
         """What the store holds of each."""
         self._kept: dict[str, int] = {}
         """Which revision of each that is."""
+        self._unreadable: dict[str, list[str]] = {}
+        """Under which keys the logs lie that cannot be read."""
         self._log = log
+        self._desk = bus.desk
         bus.serve(ReportUsage, self._report, owner=OWNER)
         bus.serve(AuditData, self._audit, owner=OWNER)
         bus.on(RescaleCompleted, self._committed, name="usage.commits", durable=True)
@@ -47,15 +53,26 @@ class AuditService:
         self.logs.clear()
         self._chunks.clear()
         self._kept.clear()
-        found: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
+        self._unreadable.clear()
+        found: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
         for entry in await read_all(store, PREFIX):
             job, _, number = entry.key.removeprefix(PREFIX).rpartition("/")
-            found[job][int(number)] = entry.value
+            found[job][number] = entry.value
         for job, chunks in found.items():
-            self._chunks[job] = [chunks[number] for number in sorted(chunks)]
-            self.logs[job] = UsageLog.decode(self._chunks[job])
+            self._take_over(job, chunks)
 
-    def _report(self, request: ReportUsage, call: Call) -> Decision[Nothing]:
+    def _take_over(self, job: str, chunks: Mapping[str, bytes]) -> None:
+        try:
+            in_order = [chunks[str(number)] for number in range(len(chunks))]
+            self.logs[job], self._chunks[job] = UsageLog.decode(in_order), in_order
+        except (KeyError, PeerError) as error:
+            self._log.error("what the steps of a job have used cannot be read", job=job, why=describe(error))
+            self._unreadable[job] = [f"{PREFIX}{job}/{number}" for number in chunks]
+
+    def _report(self, request: ReportUsage, call: Call) -> Decision[UsageTaken]:
+        self._desk.require_job(request.job)
+        if request.job in self._unreadable:
+            return Decision(UsageTaken())
         log = self.logs.get(request.job) or UsageLog(request.samples)
         if log.samples != request.samples:
             raise RequestRefused(
@@ -68,7 +85,8 @@ class AuditService:
         if log.rows > ROWS_MAX:
             log.settle(log.told(request.generation))
         self.logs[request.job] = log
-        return Decision(Nothing(), writes=self._writes(request.job, log), job=request.job)
+        taken = UsageTaken(log.told(request.generation))
+        return Decision(taken, writes=self._writes(request.job, log), job=request.job)
 
     def _writes(self, job: str, log: UsageLog) -> dict[str, bytes | None]:
         """The chunks that are others than those in the store."""
@@ -100,6 +118,8 @@ class AuditService:
         return Decision(None, writes=self._writes(record.job, log))
 
     def _removed(self, record: Record) -> Decision[None] | None:
+        if unreadable := self._unreadable.pop(record.job, None):
+            return Decision(None, writes=dict.fromkeys(unreadable))
         if self.logs.pop(record.job, None) is None:
             return None
         self._kept.pop(record.job, None)
@@ -107,11 +127,18 @@ class AuditService:
         return Decision(None, writes={f"{PREFIX}{record.job}/{number}": None for number in range(len(chunks))})
 
     def _audit(self, request: AuditData, call: Call) -> AuditView:
+        self._desk.require_job(request.job)
+        if request.job in self._unreadable:
+            raise RequestRefused(
+                "usage_unreadable",
+                f"what the steps of job {request.job} have used cannot be read, so nothing is proven of it",
+                "see the daemon's log; a backup may have it",
+            )
         log = self.logs.get(request.job)
         if log is None:
             raise RequestRefused(
                 "usage_none",
-                f"no step of job {request.job[:80]!r} was reported yet",
+                f"no step of job {request.job} was reported yet",
                 "give its workers a sampler, and wait for its first steps",
             )
         epochs = log.epochs

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column, Counts, count
+from forged.data.disputes import Marks, outvoted
 from forged.data.doubts import Doubts
 from forged.data.gathering import NOTHING, Assignment, Draft, Finished, Gathering, Holdings, Lack
 from forged.data.messages import (
@@ -108,7 +109,14 @@ class Custody:
             self.gathering = Gathering(attempt, target, leaving, began_at=now, cause=cause, generation=generation)
 
     def offer(
-        self, worker: WorkerId, held: Ids, more: bool, held_bytes: int, bytes_per_second: float, weight: float = 1.0
+        self,
+        worker: WorkerId,
+        held: Ids,
+        more: bool,
+        held_bytes: int,
+        bytes_per_second: float,
+        weight: float = 1.0,
+        marks: Marks | None = None,
     ) -> bool:
         """A worker says what it holds; tells whether all have now, so that a plan can be made."""
         check_weight(weight)
@@ -119,8 +127,12 @@ class Custody:
             raise RequestRefused(
                 "holdings_invalid", f"held names what is none of {self.dataset.shards} shards", "see the dataset"
             )
+        if marks is not None and marks.size != held.size:
+            raise RequestRefused(
+                "holdings_invalid", f"{marks.size} marks are told of {held.size} shards", "tell one of each, or none"
+            )
         holdings = gathering.partly.setdefault(worker, Holdings())
-        holdings.add(held, self.dataset.shards)
+        holdings.add(held, self.dataset.shards, marks)
         if more:
             return False
         holdings.bytes, holdings.bytes_per_second, holdings.weight = held_bytes, bytes_per_second, weight
@@ -184,10 +196,15 @@ class Custody:
         """What has to travel, now that all have said what they hold. Changes nothing, so a thread may do it."""
         present = ClusterTopology(gathering.members)
         said = dict(gathering.said)
-        held = {worker: said[worker].ids for worker in present.workers}
+        copies = {worker: said[worker].copies for worker in present.workers}
+        held = {worker: ids for worker, (ids, _) in copies.items()}
         bytes_per_sample = self._measured_size(said, held)
         pace = _pace_of((one.bytes_per_second for one in said.values()), bytes_per_sample) or self._pace
         owners = self._owners_now(held)
+        others = _outvoted(copies, owners)
+        if others and self.dataset.has_origin:
+            held |= {worker: np.setdiff1d(held[worker], ids) for worker, ids in others.items()}
+            owners = self._owners_now(held)
         weights = {worker: one.weight for worker, one in said.items() if one.weight != 1.0}
         redistributor = DataRedistributor(config, replication=self.dataset.replication)
         plan = redistributor.calculate_plan(
@@ -208,9 +225,8 @@ class Custody:
             plan.copy_assignments.ids(worker)
         lost = self._lost(plan)
         totals = _totals(plan, bytes_per_sample)
-        return Draft(
-            plan, totals, bytes_per_sample, pace, int(lost.size), _first(lost), self.last_holders(lost, held), weights
-        )
+        by = self.last_holders(lost, held)
+        return Draft(plan, totals, bytes_per_sample, pace, int(lost.size), _first(lost), by, weights, others)
 
     def _weights_where_full(
         self, gathering: Gathering, config: ElasticTrainingConfig, weights: Mapping[WorkerId, float], owners: Column
@@ -231,6 +247,9 @@ class Custody:
     def settle(self, gathering: Gathering, draft: Draft) -> None:
         """Let members fetch what was drafted."""
         gathering.plan, gathering.totals, gathering.is_drafted = draft.plan, draft.totals, True
+        gathering.outvoted = draft.outvoted
+        # What is bad at those who hold what counts would be nowhere.
+        gathering.replaced = draft.outvoted if self.dataset.has_origin else {}
         gathering.lost = Lack(draft.lost, draft.lost_shards, last_held_by=draft.lost_by)
         self._bytes_per_sample, self._pace = draft.bytes_per_sample, draft.pace
 
@@ -302,6 +321,7 @@ class Custody:
             (plan.owners[keep[after:until]] == plan.workers.index(worker)).astype(np.uint8).tobytes(),
             until < max(rows.size, keep.size),
             any(worker.id == worker_id for worker in gathering.leaving),
+            np.intersect1d(shards, gathering.replaced.get(worker, NOTHING)).astype("<i8").tobytes(),
         )
 
     def _sources(self, plan: DataRedistributionPlan, rows: npt.NDArray[np.intp]) -> Column:
@@ -413,7 +433,8 @@ class Custody:
         known = {worker.id: worker for worker in assignment.workers}
         if len(set(names)) < len(names):
             raise RequestRefused("workers_invalid", "a worker is named twice", "name each of them once")
-        target = tuple(known.get(name) or WorkerId(name, "unknown", 0) for name in names)
+        # Nobody knows where others will be: none of them near to anybody.
+        target = tuple(known.get(name) or WorkerId(name, f"host of {name}", 0) for name in names)
         plan = DataRedistributor(config, replication=self.dataset.replication).calculate_plan(
             ClusterTopology(assignment.workers),
             ClusterTopology(target),
@@ -432,6 +453,7 @@ class Custody:
         assignment = self.assignment
         held = list(self._held(assignment))
         lack = Lack() if self.gathering is None else self.gathering.lack
+        differing = NOTHING if self.gathering is None else self.gathering.differing
         return DataView(
             job=self.job,
             dataset=self.dataset,
@@ -441,6 +463,8 @@ class Custody:
             lost_shards=list(lack.shards),
             lost_because=lack.reason,
             last_held_by=list(lack.last_held_by),
+            differing=int(differing.size),
+            differing_shards=list(_first(differing)),
         )
 
     def _held(self, assignment: Assignment) -> Iterator[HeldView]:
@@ -465,6 +489,18 @@ class Custody:
         return OwnersPage(
             self.assignment.generation, self.assignment.workers, owners.tobytes(), until < self.dataset.shards
         )
+
+
+def _outvoted(copies: Mapping[WorkerId, tuple[Ids, Marks]], owners: Column) -> dict[WorkerId, Ids]:
+    """The shards of which somebody holds something else than most of those who hold one."""
+    sizes = [ids.size for ids, _ in copies.values()]
+    ids = np.concatenate([NOTHING, *(ids for ids, _ in copies.values())])
+    marks = np.concatenate([NOTHING.view(np.uint64), *(marks for _, marks in copies.values())])
+    lost = outvoted(ids, marks, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), owners)
+    if not lost.any():
+        return {}
+    parts = np.split(np.flatnonzero(lost), np.searchsorted(np.flatnonzero(lost), np.cumsum(sizes)[:-1]))
+    return {worker: ids[part] for worker, part in zip(copies, parts, strict=True) if part.size}
 
 
 def _over(attempt: int) -> RequestRefused:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forged.data.columns import NOBODY, Column
+from forged.data.disputes import Marks
 from forged.data.messages import NAMED_MAX, TransferTotals
 from forged.data.model import TransferPace
 from forged.data.plan import DataRedistributionPlan
@@ -44,6 +45,8 @@ class Holdings:
     """What one worker has said that it holds, in parts."""
 
     parts: list[Indices] = field(default_factory=list)
+    marks: list[Marks] = field(default_factory=list)
+    """What the copies in each part are said to be."""
     bytes: int = 0
     bytes_per_second: float = 0.0
     weight: float = 1.0
@@ -51,15 +54,28 @@ class Holdings:
     @property
     def ids(self) -> Indices:
         """All of it, each shard once, in their order."""
-        return _in_order(self.parts[0] if len(self.parts) == 1 else np.concatenate([NOTHING, *self.parts]))
+        return self.copies[0]
 
-    def add(self, part: Indices, shards: int) -> None:
+    @property
+    def copies(self) -> tuple[Indices, Marks]:
+        """The same, and what each of them is said to be."""
+        ids = self.parts[0] if len(self.parts) == 1 else np.concatenate([NOTHING, *self.parts])
+        marks = self.marks[0] if len(self.marks) == 1 else np.concatenate([NOTHING.view(np.uint64), *self.marks])
+        if bool(np.all(ids[1:] > ids[:-1])):
+            return ids, marks
+        # What was said last of a shard is so.
+        in_order, places = np.unique(ids[::-1], return_index=True)
+        return in_order, marks[::-1][places]
+
+    def add(self, part: Indices, shards: int, marks: Marks | None = None) -> None:
         """Another part, of which some may have been said before: what is kept grows no further than with the shards."""
         if not part.size:
             return
         self.parts.append(part)
+        self.marks.append(np.zeros(part.size, np.uint64) if marks is None else marks)
         if sum(one.size for one in self.parts) > 2 * shards:
-            self.parts = [self.ids]
+            ids, said = self.copies
+            self.parts, self.marks = [ids], [said]
 
 
 class Finished(NamedTuple):
@@ -96,6 +112,8 @@ class Draft:
     """Who had them in the last world, and is not there."""
     weights: Mapping[WorkerId, float]
     """How much of the data each should hold, in proportion; 1 for who is not named."""
+    outvoted: Mapping[WorkerId, Indices] = field(default_factory=dict)
+    """The shards of which a worker holds something else than most others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +144,10 @@ class Gathering:
     """When it was settled what has to travel."""
     took_s: float | None = None
     """How long it took until all had it; None while some have not."""
+    outvoted: Mapping[WorkerId, Indices] = field(default_factory=dict)
+    """The shards of which a worker holds something else than most others."""
+    replaced: Mapping[WorkerId, Indices] = field(default_factory=dict)
+    """Those that it drops, to fetch what most others hold, where it is to hold them."""
     bad_copies: set[tuple[str, int]] = field(default_factory=set)
     """Whose copy of which shard was found to be bad."""
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -162,11 +184,11 @@ class Gathering:
         return Lack(number, tuple(shards[:NAMED_MAX]), reason, tuple(by)[:NAMED_MAX])
 
     @property
+    def differing(self) -> Indices:
+        """The shards of which workers hold something else than others, in their order."""
+        return np.unique(np.concatenate([NOTHING, *self.outvoted.values()]))
+
+    @property
     def is_over(self) -> bool:
         """Whether everybody has what it needs."""
         return self.plan is not None and len(self.finished) == len(self.target)
-
-
-def _in_order(ids: Indices) -> Indices:
-    """Each of them once, in their order, as they mostly are already."""
-    return ids if bool(np.all(ids[1:] > ids[:-1])) else np.unique(ids)

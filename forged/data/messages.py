@@ -87,6 +87,19 @@ class ShardsLost(Fact, frozen=True):
     """Who had them in the last world, and is not there: started again with its directory, it brings them back."""
 
 
+class CopiesDiffer(Fact, frozen=True):
+    """Some workers hold something else than others under the same numbers. Where there is an origin, what most of them
+    hold counts, and the others fetch that; elsewhere nothing is done about it. The first few are named."""
+
+    level: ClassVar[str] = "warning"
+
+    attempt: int
+    count: int
+    shards: list[int]
+    workers: list[str]
+    """Who holds something else than most, or than the owner."""
+
+
 class CorruptShardFound(Fact, frozen=True):
     """A worker's copy of a shard is not what it was when it was put there."""
 
@@ -127,6 +140,8 @@ class OfferShards(Request[OfferTaken], frozen=True):
     """How much of the data it should hold, in proportion to the others: a finite number above 0."""
     looked_at: bytes = b""
     """The shards of which the copies were in doubt and were verified again, whether they were bad or not, as int64."""
+    marks: bytes = b""
+    """For each of `held` the first 8 bytes of its checksum; empty where they are not told."""
 
 
 class TransferPart(msgspec.Struct, frozen=True):
@@ -147,6 +162,8 @@ class TransferPart(msgspec.Struct, frozen=True):
     """Whether there is more behind this part."""
     is_released: bool
     """Whether the worker is to go behind the commit, and leaves nothing that others could take over."""
+    replaced: bytes = b""
+    """Those of `shards` of which it holds something else than others, as int64: it drops that before."""
 
 
 class ReadTransfers(Request[TransferPart], frozen=True):
@@ -212,9 +229,16 @@ class ReportCorruptShard(Request[Nothing], frozen=True):
     shard: Natural
 
 
-class ReportUsage(Request[Nothing], frozen=True):
+class UsageTaken(msgspec.Struct, frozen=True):
+    """What was told is kept."""
+
+    known_to: Natural = 0
+    """Up to this step it is known what the world has used."""
+
+
+class ReportUsage(Request[UsageTaken], frozen=True):
     """What the committed steps of a world have used of a dataset of so many samples. What is known is not counted
-    again, so any member may say it."""
+    again, so any member may say it; who says nothing hears what is known."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -255,6 +279,10 @@ class DataView(msgspec.Struct, frozen=True, kw_only=True):
     lost_because: str = ""
     last_held_by: list[str] = []
     """Who had them in the last world, and is not there."""
+    differing: int = 0
+    """Of how many shards workers held something else than others, when they said last what they hold."""
+    differing_shards: list[int] = []
+    """The first of them."""
 
 
 class ShowData(Request[DataView], frozen=True):
@@ -299,6 +327,8 @@ class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
     """Who had them in the last world, and is not there."""
     aborted: bool = False
     """Whether the job was given up meanwhile, so that nothing is waited for."""
+    planned: bool = True
+    """Whether it is settled what has to travel."""
     workers: list[WorkerTransfers]
 
 

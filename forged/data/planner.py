@@ -73,7 +73,7 @@ class DataRedistributor:
         copies = read_replicas(roster, before, replicas)
         share = read_weights(weights, new.workers)
         owners, moving = self._owners(roster, before, copies, share)
-        kept, placed = self._replicas(roster, before, copies, owners, share)
+        placed = self._replicas(roster, before, copies, owners, share)
         return DataRedistributionPlan(
             dataset=dataset,
             workers=roster.workers,
@@ -82,7 +82,7 @@ class DataRedistributor:
             replicas_before=copies,
             owners=owners,
             replicas=placed,
-            columns=_transfers(roster, before, copies, [(owners, moving), *_made(kept, placed)]),
+            columns=_transfers(roster, before, copies, [(owners, moving), *_placed(placed)]),
             weights=share,
             pace=pace,
             lanes=self._config.transfers_at_once,
@@ -111,15 +111,12 @@ class DataRedistributor:
             return owners, np.flatnonzero(before != owners)
         return _least_moved(roster, before, copies, shares)
 
-    def _replicas(
-        self, roster: Roster, before: Column, copies: Column, owners: Column, weights: Weights
-    ) -> tuple[Column, Column]:
-        """The further copies that stay, and all that there should be."""
+    def _replicas(self, roster: Roster, before: Column, copies: Column, owners: Column, weights: Weights) -> Column:
+        """The further copies that there should be."""
         wanted = min(self._replication, max(0, roster.world - 1))
         hosts = roster.hosts[: roster.world]
         held = [np.where(row < roster.world, row, NOBODY) for row in (before, *copies)] if wanted else []
-        kept = keep_replicas(held, owners, hosts, wanted)
-        return kept, place_replicas(kept, owners, hosts, weights)
+        return place_replicas(keep_replicas(held, owners, hosts, wanted), held, owners, hosts, weights)
 
 
 def check_replication(replication: object) -> int:
@@ -211,9 +208,9 @@ def _seat(receivers: Column, wanted: Column, keys: Column, places: Counts) -> No
     places -= np.bincount(receivers[ids], minlength=places.size)
 
 
-def _made(kept: Column, placed: Column) -> Iterator[tuple[Column, Places]]:
-    """Each row of further copies, and for which shards it names somebody who must be sent one."""
-    return ((row, np.flatnonzero(row != there)) for row, there in zip(placed, kept, strict=True))
+def _placed(replicas: Column) -> Iterator[tuple[Column, Places]]:
+    """Each row of further copies, and all shards: who has one already is sent none."""
+    return ((row, np.arange(row.size)) for row in replicas)
 
 
 def _transfers(
@@ -229,8 +226,9 @@ def _transfers(
 def _part(
     roster: Roster, before: Column, copies: Column, destinations: Column, ids: Places, copy: int
 ) -> TransferColumns:
-    """The transfers by which these shards come to their destinations, without those that are there as a copy."""
-    for row in copies:
+    """The transfers by which these shards come to their destinations, without those that are there already."""
+    # Who becomes the owner was not the owner before.
+    for row in (before, *copies) if copy else copies:
         ids = ids[row[ids] != destinations[ids]]
     held = np.empty((copies.shape[0] + 1, ids.size), np.int32)
     held[0], held[1:] = before[ids], copies[:, ids]

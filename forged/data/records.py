@@ -2,6 +2,7 @@
 
 Law: a column is cut into pieces that fit into the store, and what names them is written with or after the last of them
 and deleted before the first. A plan whose attempt was not committed is nothing. A piece that nothing names is deleted.
+What does not say of each shard who has it is an error, and not believed in part.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 import numpy as np
 
-from forged.data.columns import Column
+from forged.data.columns import NOBODY, Column
 from forged.data.custody import Custody
 from forged.data.doubts import Doubts
 from forged.data.gathering import Assignment
 from forged.data.messages import DatasetSpec
 from forged.elastic.model import WorkerId
+from forged.errors import PeerError, RequestRefused, describe
 
 PREFIX = "data/"
 DATASET, HOLDERS, PIECE, DOUBTED = "dataset", "holders", "piece", "doubted"
@@ -112,6 +114,13 @@ class Restored(msgspec.Struct, frozen=True):
 
 def restored(job: str, entries: Iterable[tuple[str, bytes]]) -> Restored | None:
     """What these entries were written for; None where they are left of a job that is no more."""
+    try:
+        return _restored(job, entries)
+    except (msgspec.MsgspecError, KeyError, ValueError, RequestRefused) as error:
+        raise PeerError("data_unreadable", f"what is kept of a job's data cannot be read: {describe(error)}") from error
+
+
+def _restored(job: str, entries: Iterable[tuple[str, bytes]]) -> Restored | None:
     found = {key.removeprefix(f"{PREFIX}{job}/"): value for key, value in entries}
     if DATASET not in found:
         return None
@@ -146,4 +155,7 @@ def _assignment(record: HoldersRecord, found: Mapping[str, bytes]) -> Assignment
 def _column(record: HoldersRecord, row: int, kind: str, found: Mapping[str, bytes]) -> Column:
     pieces = range(-(-record.shards // PIECE_SHARDS))
     parts = [np.frombuffer(found[f"{PIECE}/{record.attempt}/{row}/{number}"], kind) for number in pieces]
-    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
+    column = np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
+    if column.size != record.shards or not ((column >= NOBODY) & (column < len(record.workers))).all():
+        raise ValueError(f"row {row} of attempt {record.attempt} does not say who has each of {record.shards} shards")
+    return column

@@ -22,6 +22,7 @@ from forged.data.custody import Custody, Ids
 from forged.data.gathering import Assignment, Draft, Finished, Gathering, Lack
 from forged.data.messages import (
     NAMED_MAX,
+    CopiesDiffer,
     CorruptShardFound,
     DatasetDefined,
     DataView,
@@ -46,6 +47,7 @@ from forged.data.messages import (
 )
 from forged.data.records import (
     PREFIX,
+    Restored,
     dataset_write,
     doubt_writes,
     holders_write,
@@ -67,7 +69,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.model import LostDataPolicy
 from forged.elastic.words import counted
-from forged.errors import RequestRefused
+from forged.errors import PeerError, RequestRefused
 from forged.ids import check_name
 from forged.jobs.model import JobRemoved, ShowJob
 from forged.ledger import read_all
@@ -136,7 +138,7 @@ class DataService:
             entries[job_of(entry.key)].append((entry.key, entry.value))
         self._clear()
         for job, found in entries.items():
-            known = restored(job, found)
+            known = self._restored(job, found)
             if known is None:
                 self._remains.update(dict.fromkeys(key for key, _ in found))
                 continue
@@ -145,6 +147,14 @@ class DataService:
             self._heard[job] = known.custody.assignment.generation
             if known.attempt:
                 self._committed[job] = known.attempt
+
+    def _restored(self, job: str, entries: list[tuple[str, bytes]]) -> Restored | None:
+        """What comes back of a job. What cannot be read is in nobody's way: workers say anew what they hold."""
+        try:
+            return restored(job, entries)
+        except PeerError as error:
+            self._log.error("what is known of a job's data is forgotten", job=job, why=error.message)
+            return None
 
     def _clear(self) -> None:
         self.custodies.clear()
@@ -157,7 +167,7 @@ class DataService:
     # What workers say.
 
     async def _offer(self, request: OfferShards, call: Call) -> Decision[OfferTaken]:
-        held = _ids(request.held)
+        held, marks = _ids(request.held), _ids(request.marks).view(np.uint64) if request.marks else None
         self._sweep()
         members = await self._members(request)
         custody = self._custody(request, members)
@@ -178,7 +188,7 @@ class DataService:
                 self._stop_to_look(custody, request.attempt, f"{worker.id} has copies that are in doubt")
             return Decision(OfferTaken(doubted.astype("<i8").tobytes()))
         is_complete = custody.offer(
-            worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight
+            worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight, marks
         )
         self._append(self._doubts_of(custody))
         if not is_complete or custody.gathering is None:
@@ -235,6 +245,14 @@ class DataService:
             return ()
         custody.settle(gathering, draft)
         gathering.began_at = self._clock.monotonic()
+        if gathering.outvoted:
+            if gathering.replaced and members.in_background:
+                # What is replaced is what some train with until they stop.
+                gathering.plan, gathering.is_left = None, True
+                why = f"workers hold something else than others of {counted(gathering.differing.size, 'shard')}"
+                self._submit(RescaleJob(custody.job, why, stops=True))
+                return ()
+            self._tell_differing(custody.job, gathering)
         if gathering.lost.number:
             gathering.plan = None
             if members.in_background:
@@ -252,6 +270,12 @@ class DataService:
         """Nobody trains on without them."""
         gathering.is_left = True
         self._submit(RescaleJob(job, f"nobody has {gathering.lack.number} of the shards any more", stops=True))
+
+    def _tell_differing(self, job: str, gathering: Gathering) -> None:
+        shards, workers = gathering.differing, [worker.id for worker in gathering.outvoted]
+        differ = CopiesDiffer(gathering.attempt, shards.size, shards[:NAMED_MAX].tolist(), workers[:NAMED_MAX])
+        decision = Decision(None, (differ,), job=job, generation=gathering.generation, cause=gathering.cause)
+        self._bus.ledger.append(decision, origin=OWNER)
 
     def _tell_lost(self, job: str, gathering: Gathering, lack: Lack) -> None:
         by = list(lack.last_held_by)
@@ -474,8 +498,7 @@ class DataService:
         custody = self.custodies.get(job)
         if custody is not None:
             return custody
-        if self._bus.desk.fence_of(job) is None:
-            raise RequestRefused("job_unknown", f"there is no job {job[:80]!r}", "see `forgectl jobs ls`")
+        self._bus.desk.require_job(job)
         raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
 
     def _owners(self, request: ReadOwners, call: Call) -> OwnersPage:
@@ -504,6 +527,7 @@ class DataService:
             lost_because=lack.reason,
             last_held_by=list(lack.last_held_by),
             aborted=gathering.is_aborted,
+            planned=gathering.plan is not None,
             workers=workers,
         )
 

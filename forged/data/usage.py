@@ -131,18 +131,21 @@ class UsageTable:
         return len(self._columns[0])
 
     def add(self, runs: Iterable[Run]) -> None:
-        """Take in what `compressed` made of some steps."""
+        """Take in what `compressed` made of some steps, so that none of these goes on where another one ends."""
         tips: dict[tuple[int, bool], int] = {}
+        rows: list[tuple[int, ...]] = []
         for run in runs:
             number = self._tips.get((run.start, run.dropped))
             if number is not None and self._goes_on(number, run):
                 self._columns[3][number] += run.count
             else:
-                number = len(self)
-                self._append((run.step, run.start, run.size, run.count, run.dropped))
+                number = len(self) + len(rows)
+                rows.append((run.step, run.start, run.size, run.count, run.dropped))
             tips[(run.end, run.dropped)] = number
             self._first_step = min(self._first_step, run.step)
             self._end_step = max(self._end_step, run.end_step)
+        for column, values in zip(self._columns, zip(*rows, strict=True), strict=False):
+            column.extend(values)
         self._tips = tips
 
     def rewind(self, step: int) -> None:
@@ -199,10 +202,6 @@ class UsageTable:
     def extend(self, columns: Column) -> None:
         """Take in rows as `columns` has given them."""
         self._replace(np.concatenate([self.columns(), columns], axis=1))
-
-    def _append(self, row: tuple[int, ...]) -> None:
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
 
     def _goes_on(self, number: int, run: Run) -> bool:
         step, start, size, count, _ = (column[number] for column in self._columns)

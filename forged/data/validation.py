@@ -70,7 +70,9 @@ def _wrong_shape(plan: DataRedistributionPlan) -> Iterator[str]:
 def _wrong_workers(
     topology: ClusterTopology, plan: DataRedistributionPlan, leaving: Collection[WorkerId]
 ) -> Iterator[str]:
-    planned = dict.fromkeys(plan.workers[: plan.world_size])
+    planned = dict.fromkeys(plan.workers[: max(0, plan.world_size)])
+    if len(planned) != plan.world_size:
+        yield f"there are {len(planned)} workers for a world of {plan.world_size}"
     yield from (f"{one} gets shards and is not in the topology" for one in planned if one not in topology)
     yield from (f"{one} is in the topology and not in the plan" for one in topology.workers if one not in planned)
     if len(set(plan.workers)) != len(plan.workers):
@@ -84,6 +86,9 @@ def _wrong_workers(
     for one in plan.workers[plan.world_size :]:
         if one not in alive:
             yield f"{one} is to serve shards, and is neither in the topology nor leaving"
+    weights = (1,) * plan.world_size if plan.weights is None else plan.weights
+    if len(weights) != plan.world_size or any(weight < 0 for weight in weights) or sum(weights) < min(1, len(weights)):
+        yield f"the weights {plan.weights} are not those of {plan.world_size} workers"
 
 
 def _wrong_numbers(plan: DataRedistributionPlan) -> Iterator[str]:
@@ -102,7 +107,7 @@ def _wrong_numbers(plan: DataRedistributionPlan) -> Iterator[str]:
         if beyond(column, NOBODY, most).any():
             yield f"{name} has a number that is no worker's"
     rows = beyond(columns.shards, 0, plan.total_shards) | beyond(columns.destinations, 0, world)
-    rows |= beyond(columns.copies, 0, plan.replicas.shape[0] + 1) | (columns.kinds >= len(KINDS))
+    rows |= beyond(columns.copies, 0, plan.replicas.shape[0] + 1) | beyond(columns.kinds, 0, len(KINDS))
     yield from _named(
         np.flatnonzero(rows), lambda row: f"transfer {row} is of no shard, to nobody, or no copy, or from no kind"
     )

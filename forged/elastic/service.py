@@ -570,8 +570,7 @@ class ElasticService:
         cluster = self.clusters.get(job)
         if cluster is not None:
             return cluster
-        if self._bus.desk.fence_of(job) is None:
-            raise RequestRefused("job_unknown", f"there is no job {job[:80]!r}", "see `forgectl jobs ls`")
+        self._bus.desk.require_job(job)
         raise RequestRefused("job_untrained", f"no worker has joined job {job[:80]!r} yet", "start some")
 
     def _now(self) -> Moment:

@@ -102,12 +102,16 @@ class Consumption:
             for runs in noted.parts():
                 yield generation, noted.begins_at, runs
 
-    def told(self, generation: int, runs: Sequence[Run]) -> None:
-        """The daemon has these."""
+    def worlds(self) -> list[tuple[int, int]]:
+        """Of which there is something that the daemon may not have: the generation, and where it began."""
+        return [(generation, noted.begins_at) for generation, noted in sorted(self._noted.items()) if noted.runs]
+
+    def known(self, generation: int, step: int) -> None:
+        """The daemon has what this world has used up to there."""
         noted = self._noted.get(generation)
         if noted is None:
             return
-        noted.forget_before(max(run.end_step for run in runs))
+        noted.forget_before(step)
         if not noted.rows and generation != self._generation:
             del self._noted[generation]
 

@@ -23,6 +23,7 @@ from anyio import to_thread
 
 from forged.clock import Clock
 from forged.data.custody import SHARDS_LOST
+from forged.data.disputes import MARK_BYTES, mark_of
 from forged.data.messages import (
     NAMED_MAX,
     OfferShards,
@@ -54,7 +55,7 @@ from forged.worker.registration import Registration
 R = TypeVar("R")
 
 PIECE_BYTES = 1 << 20
-OFFER_SHARDS_MAX = 1 << 17
+OFFER_SHARDS_MAX = 1 << 16
 """So many shards are named in one message."""
 ORIGIN = -1
 ATTEMPTS_KEPT_MAX = 4
@@ -84,6 +85,8 @@ class Part:
     keep: frozenset[int]
     owned: frozenset[int]
     is_released: bool
+    replaced: frozenset[int]
+    """Of which others hold something else."""
 
 
 class Custodian:
@@ -157,8 +160,12 @@ class Custodian:
         self._pauses = FETCHING.delays(self._random)
         self._starved_tries = 0
         """How many tries in a row have brought all but what no worker has and the origin does not give."""
+        self._replaced: set[int] = set()
+        """What was dropped because others hold something else, and is not dropped once more."""
         self._said_lost: ReportLostShards | None = None
         self._has_said_unkept = False
+        self._is_full = False
+        """Whether the last try has brought what could not be kept: then it is this worker that is waited for."""
         self._trouble = ""
         """Why the last try has failed; empty where none has."""
         self._stored_since: float | None = None
@@ -183,6 +190,7 @@ class Custodian:
             await self._offer(attempt, beside=beside)
             self._has_offered = True
         part = await self._part(attempt)
+        await self._drop_replaced(part.replaced)
         report = await self._fetch(attempt, part.wanted)
         self._arrived += report.bytes
         if report.moved:
@@ -196,6 +204,11 @@ class Custodian:
         self._holds[attempt] = part
         for older in sorted(self._holds)[:-ATTEMPTS_KEPT_MAX]:
             del self._holds[older]
+
+    async def _drop_replaced(self, replaced: frozenset[int]) -> None:
+        for shard in sorted(replaced - self._replaced):
+            await self._run(partial(self._data.store.drop, shard))
+            self._replaced.add(shard)
 
     async def _fetch(self, attempt: int, wanted: list[Wanted]) -> TransferReport:
         """Have it moved here, and say of bad copies as soon as they are found: others may be about to take them."""
@@ -317,9 +330,7 @@ class Custodian:
 
     async def _say_what_is_held(self, attempt: int, looked_at: bytes) -> list[int]:
         """Returns which copies are in doubt, so that it has to be said anew."""
-        held: dict[int, Stamp] = dict(await self._run(self._data.store.held))
-        ids = np.array(sorted(shard for shard in held if shard < self._data.shards), "<i8")
-        size = sum(held[shard].size for shard in ids.tolist())
+        ids, size, marks = await self._run(partial(_told_of, self._data.store, self._data.shards))
         starts = range(0, max(1, ids.size), OFFER_SHARDS_MAX)
         for start in starts:
             taken = await self._line.say(
@@ -335,6 +346,7 @@ class Custodian:
                     self._manager.bandwidth.overall_bytes_per_s or 0.0,
                     self._data.weight,
                     looked_at if start == starts[0] else b"",
+                    marks[start * MARK_BYTES : (start + OFFER_SHARDS_MAX) * MARK_BYTES],
                 )
             )
             if taken.doubted:
@@ -344,9 +356,10 @@ class Custodian:
     async def _part(self, attempt: int) -> Part:
         """What this worker is told, as soon as all have said what they hold."""
         lack: str | None = None
+        is_planned = self._planned >= attempt
         while True:
-            self._tell(waits=True, trouble=lack)
-            if self._planned < attempt:
+            if not is_planned:
+                self._tell(waits=True, trouble=lack)
                 with anyio.move_on_after(ASK_AGAIN_S):
                     await self._news.wait()
             try:
@@ -354,13 +367,17 @@ class Custodian:
             except RequestRefused as error:
                 if error.code not in PENDING:
                     raise
-                lack = error.message if error.code == SHARDS_LOST else None
+                is_planned, lack = False, error.message if error.code == SHARDS_LOST else None
             else:
+                # Who tries again waits for nobody: it has all that it needs to get on, and is waited for.
+                self._planned = max(self._planned, attempt)
                 self._tell(waits=self._is_starved)
                 wanted = [one for page in pages for one in self._wanted(page)]
                 keep = np.concatenate([np.frombuffer(page.keep, "<i8") for page in pages])
                 is_owned = np.concatenate([np.frombuffer(page.owned, np.bool_) for page in pages])
-                return Part(wanted, frozenset(keep.tolist()), frozenset(keep[is_owned].tolist()), pages[0].is_released)
+                replaced = np.frombuffer(b"".join(page.replaced for page in pages), "<i8")
+                kept, owned = frozenset(keep.tolist()), frozenset(keep[is_owned].tolist())
+                return Part(wanted, kept, owned, pages[0].is_released, frozenset(replaced.tolist()))
 
     async def _pages(self, attempt: int) -> Sequence[TransferPart]:
         pages: list[TransferPart] = []
@@ -412,6 +429,7 @@ class Custodian:
     async def _tell_unkept(self, attempt: int, report: TransferReport) -> None:
         """Have others take what does not fit here, once: whoever was put out for it would take along what it has."""
         unkept = sum(one.is_own_fault for one in report.missing)
+        self._is_full = unkept > 0
         if unkept and not self._has_said_unkept:
             line, self._has_said_unkept = self._line, True
             await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, unkept=unkept))
@@ -491,7 +509,7 @@ class Custodian:
             0,
             transfers,
             arrived or self._arrived,
-            waits,
+            waits and not self._is_full,
             (self._trouble if trouble is None else trouble)[:TROUBLE_CHARS_MAX],
         )
         self._signal(said)
@@ -534,6 +552,14 @@ def _is_sound(opened: OpenShard) -> Generator[bool, None, bool]:
         # What the disk does not give any more is no copy.
         return False
     return opened.stamp == Stamp(size, checksum.digest())
+
+
+def _told_of(store: ShardStore, shards: int) -> tuple[Indices, int, bytes]:
+    """Which shards are held, how many bytes they are, and what each of them is."""
+    held: dict[int, Stamp] = dict(store.held())
+    ids = sorted(shard for shard in held if shard < shards)
+    marks = b"".join(mark_of(held[shard].checksum) for shard in ids)
+    return np.array(ids, "<i8"), sum(held[shard].size for shard in ids), marks
 
 
 def _keep_only(store: ShardStore, keep: Container[int]) -> None:

@@ -104,6 +104,17 @@ class TestShow:
         assert "weight" not in daemon.run("data show --job run", capsys)[1]
         assert daemon.told("data show --job run", capsys) == answers["ShowData"]
 
+    def test_that_copies_differ_is_told_where_they_do(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowData"] = VIEW | {"differing": 2, "differing_shards": [3, 4]}
+        assert [line.split() for line in daemon.run("data show --job run", capsys)[1].splitlines()[3:5]] == [
+            ["differing", "2"],
+            ["differing_shards", "3,", "4"],
+        ]
+        answers["ShowData"] = VIEW | {"differing": 0, "differing_shards": []}
+        assert "differing" not in daemon.run("data show --job run", capsys)[1]
+
     def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("data show --job run", capsys) == VIEW
         assert daemon.asked == [("ShowData", {"job": "run"})]
@@ -357,6 +368,11 @@ class TestFactsInWords:
                 {"attempt": 2, "count": 2, "shards": [3, 4], "last_held_by": ["w3", "w4"]},
                 "attempt 2: 2 shards can be had from nobody any more, such as 3, 4; "
                 "last with w3, w4: start them again, each with its directory",
+            ),
+            (
+                "CopiesDiffer",
+                {"attempt": 2, "count": 1, "shards": [3], "workers": ["w1"]},
+                "attempt 2: the copies of 1 shard differ, such as 3; something else than the others have w1",
             ),
             (
                 "CorruptShardFound",

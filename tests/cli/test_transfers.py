@@ -97,6 +97,13 @@ class TestOnce:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == "attempt 3: waits for e to say what they hold\n"
 
+    def test_that_it_is_being_planned_is_told_and_not_that_nothing_travels(
+        self, tmp_path: Path, capsys: Caught
+    ) -> None:
+        with pretending(tmp_path, Life(GATHERING | {"waiting_for": [], "planned": False})) as daemon:
+            said = "attempt 3: all have said what they hold; what has to travel is being planned\n"
+            assert daemon.run("transfers --job run", capsys) == (0, said, "")
+
     def test_shards_that_nobody_has_are_named(self, tmp_path: Path, capsys: Caught) -> None:
         with pretending(tmp_path, Life(LOST)) as daemon:
             said = daemon.run("transfers --job run", capsys)[1]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from forged.elastic.messages import RescaleCompleted
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, RemoveJob
 from forged.ledger import read_all
-from forged.store.port import Store
+from forged.store.port import Store, Transaction
 from tests.data.stage import DataStage, a_data_stage
 from tests.elastic.play import JOB
 from tests.spine import virtual
@@ -23,6 +24,8 @@ BEARING: dict[str, Any] = {"failure_tolerance_percentage": 100, "min_workers_tim
 
 
 async def report(stage: DataStage, generation: int, begins_at: int, *runs: Run, samples: int = SAMPLES) -> None:
+    if stage.spine.bus.desk.fence_of(JOB) is None:
+        await stage.spine.bus.ask(CreateJob(JOB, {}))
     await stage.spine.bus.ask(ReportUsage(JOB, "a", generation, begins_at, samples, list(runs)))
 
 
@@ -64,6 +67,16 @@ async def test_what_is_reported_again_changes_nothing() -> None:
         await report(stage, 1, 0, steps(3, 10))
         found = await audit(stage)
         assert (found.complete, found.repeated) == (True, [])
+
+
+@virtual
+async def test_who_says_nothing_hears_what_is_known() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 6))
+        for generation, known_to in ((1, 6), (2, 0)):
+            taken = await stage.spine.bus.ask(ReportUsage(JOB, "b", generation, 0, SAMPLES, []))
+            assert taken.known_to == known_to
+        assert (await audit(stage)).used == 0, "a world that begins at 0 makes void what was before"
 
 
 @virtual
@@ -184,7 +197,52 @@ async def test_of_a_job_that_is_removed_nothing_is_left() -> None:
         await stage.spine.bus.ask(RemoveJob(JOB))
         await stage.spine.settle()
         assert await keys(store) == []
-        assert await refused(audit(stage)) == "usage_none"
+        assert await refused(audit(stage)) == "job_unknown"
+
+
+@virtual
+async def test_what_is_told_of_a_job_that_is_gone_is_refused_and_stands_in_the_way_of_no_later_one() -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await stage.spine.bus.ask(CreateJob(JOB, {}))
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        late = ReportUsage(JOB, "a", 7, 0, 50, [steps(0, 5)])
+        assert await refused(stage.spine.bus.ask(late)) == "job_unknown"
+        assert await keys(store) == []
+        await report(stage, 1, 0, steps(0, 10))
+        assert (await audit(stage)).complete
+
+
+BROKEN_LOGS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
+    "no log": lambda chunk: {"0": b"\xc1"},
+    "cut off": lambda chunk: {"0": chunk[:-1]},
+    "its beginning gone": lambda chunk: {"1": chunk},
+    "a strange key": lambda chunk: {"0": chunk, "x": chunk},
+}
+
+
+@virtual
+@pytest.mark.parametrize("broken", BROKEN_LOGS)
+async def test_a_log_that_cannot_be_read_is_told_to_who_asks_and_is_in_the_way_of_nothing_else(broken: str) -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await stage.spine.bus.ask(CreateJob("other", {}))
+        await stage.spine.bus.ask(ReportUsage("other", "a", 1, 0, SAMPLES, [steps(0, 10)]))
+        await report(stage, 1, 0, steps(0, 8))
+    (chunk,) = [entry.value for entry in await read_all(store.memory, "usage/run/")]
+    found = {f"usage/run/{number}": value for number, value in BROKEN_LOGS[broken](chunk).items()}
+    gone = [] if "usage/run/0" in found else ["usage/run/0"]
+    await store.memory.commit([Transaction(store.memory.revision + 1, found, gone)])
+    async with a_data_stage(TroubledStore(store.memory)) as stage:
+        assert (await stage.spine.bus.ask(AuditData("other", 0))).complete
+        assert await refused(audit(stage)) == "usage_unreadable"
+        await report(stage, 1, 0, steps(8, 10))
+        assert {entry.key: entry.value for entry in await read_all(store.memory, "usage/run/")} == found
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.spine.settle()
+        assert await keys(store.memory) == ["usage/other/0"]
+        await report(stage, 1, 0, steps(0, 10))
+        assert (await audit(stage)).complete
 
 
 @virtual

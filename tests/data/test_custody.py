@@ -327,6 +327,16 @@ def test_what_would_travel_is_told_without_doing_anything() -> None:
     assert it.gathering is first
 
 
+def test_who_is_not_there_yet_is_taken_to_be_on_a_host_of_its_own() -> None:
+    """On one host they would have fewer of the further copies than they will."""
+    it = custody(12, replication=1)
+    first = settled(it, 1, {"a": ids(*range(12))})
+    assert first.plan is not None
+    it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
+    # Each of them owns four, and has further copies of four.
+    assert it.preview(["a", "new-1", "new-2"], CONFIG).transfers == 16
+
+
 def test_samples_are_counted_by_owner() -> None:
     it = custody(3, samples=10)
     first = settled(it, 1, {"a": ids(0, 2), "b": ids(1)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data import DataRedistributionPlan, DataRedistributor, DataTransfer, SourceKind
-from forged.data.columns import NOBODY
 from forged.data.planner import REPLICATION_MAX, WINDOW_MIN
 from forged.data.shards import SHARDS_DEFAULT_MAX
 from forged.elastic import ClusterTopology, ElasticTrainingConfig, RedistributionType, WorkerId
@@ -113,7 +113,7 @@ def test_earlier_shards_come_first_and_further_copies_after_every_owner(change: 
 
 @UNTIMED
 @given(changes())
-def test_there_are_as_many_further_copies_as_can_be_and_none_travels_in_vain(change: Change) -> None:
+def test_there_are_as_many_further_copies_as_can_be_and_none_travels_to_who_has_it(change: Change) -> None:
     plan, holders = change.plan(), living(change)
     owners = owners_of(plan)
     wanted = min(change.replication, change.new.world_size - 1)
@@ -121,11 +121,20 @@ def test_there_are_as_many_further_copies_as_can_be_and_none_travels_in_vain(cha
     for worker, shards in plan.replica_assignments.items():
         for copy in shards:
             copies[copy.shard_id].add(worker)
-    made = [transfer.shard.shard_id for transfer in plan.transfers if transfer.priority <= 0]
+    made = [(one.shard.shard_id, one.destination_worker) for one in plan.transfers if one.priority <= 0]
+    assert len(made) == len(set(made))
     for shard, owner in owners.items():
-        there = {one for one in holders[shard] if one in change.new} - {owner}
         assert len(copies[shard] - {owner}) == wanted
-        assert made.count(shard) == max(0, wanted - len(there))
+        assert {towards for one, towards in made if one == shard} == copies[shard] - set(holders[shard])
+
+
+@UNTIMED
+@given(changes())
+def test_everybody_on_a_host_of_its_own_has_as_many_further_copies_as_others_or_one_more(change: Change) -> None:
+    old, new = (spread(*(int(one.id[1:]) for one in known.workers)) for known in (change.old, change.new))
+    plan = replace(change, old=old, new=new, weights=None, leaving=()).plan()
+    copies = plan.replica_assignments.counts
+    assert copies.max() - copies.min() <= 1
 
 
 @UNTIMED
@@ -271,9 +280,9 @@ def test_the_old_owner_becomes_a_further_copy_before_another_is_made() -> None:
     plan = redistributor(replication=1).calculate_plan(
         spread(0, 1), spread(0, 1, 2), 3, current=[0, 0, 0], replicas=[[1, 1, 1]]
     )
-    assert len(plan.transfers) == 1
-    assert owners_of(plan)[2] != at(0, 0)
-    assert (plan.replicas != NOBODY).all()
+    # What the first has owned, and what the second has a copy of, are the copies of the others' shards.
+    assert sorted(plan.replicas[0].tolist()) == [0, 1, 2]
+    assert [transfer.destination_worker for transfer in plan.transfers] == [at(2, 2)] * 2
 
 
 def test_one_worker_can_have_no_further_copies_and_needs_none() -> None:

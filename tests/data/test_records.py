@@ -12,6 +12,7 @@ from forged.data.gathering import Assignment
 from forged.data.messages import DatasetSpec
 from forged.data.records import dataset_write, doubt_writes, holders_write, job_of, keys_of, piece_writes, restored
 from forged.elastic.model import WorkerId
+from forged.errors import PeerError
 
 JOB = "run"
 DATASET = DatasetSpec(100, 10, 1)
@@ -147,6 +148,34 @@ def test_copies_that_are_in_doubt_come_back() -> None:
     doubts = found.custody.doubts
     assert [doubts.among(name, np.arange(10)).tolist() for name in ("a", "a.b-1", "c")] == [[3], [9], []]
     assert found.remains == []
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"data/run/dataset": b"\xc1"},
+        {"data/run/holders/4": b"\xc1"},
+        {"data/run/piece/4/1/0": b""},
+        {"data/run/piece/4/1/0": bytes(18)},
+        {"data/run/piece/4/0/0": np.full(10, 3, "<i2").tobytes()},
+        {"data/run/piece/4/0/0": np.full(10, -2, "<i2").tobytes()},
+        {"data/run/doubted/a/x": b""},
+    ],
+)
+def test_what_does_not_say_of_each_shard_who_has_it_is_an_error(broken: dict[str, bytes]) -> None:
+    entries = defined() | written(4, assignment(2))
+    assert broken.keys() <= entries.keys() or "doubted" in str(broken)
+    assert restored(JOB, entries.items()) is not None
+    with pytest.raises(PeerError) as error:
+        restored(JOB, (entries | broken).items())
+    assert error.value.code == "data_unreadable"
+
+
+def test_a_piece_that_is_missing_is_an_error() -> None:
+    entries = defined() | written(4, assignment(2))
+    del entries["data/run/piece/4/1/0"]
+    with pytest.raises(PeerError):
+        restored(JOB, entries.items())
 
 
 def test_a_doubt_about_what_is_no_shard_of_the_dataset_is_left_over() -> None:

@@ -14,6 +14,7 @@ from forged.data import doubts
 from forged.data.custody import SHARDS_LOST
 from forged.data.gathering import Draft
 from forged.data.messages import (
+    CopiesDiffer,
     CorruptShardFound,
     DatasetDefined,
     DatasetSpec,
@@ -48,6 +49,7 @@ from forged.elastic.messages import (
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import CreateJob, RemoveJob
 from forged.messages import Call, Decision, Record
+from forged.store.port import Transaction
 from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
 from tests.elastic.play import JOB
 from tests.spine import OPERATOR, virtual
@@ -72,6 +74,115 @@ async def refused(act: Awaitable[Any]) -> str:
     with pytest.raises(RequestRefused) as error:
         await act
     return error.value.code
+
+
+def marks(stage: DataStage, name: str, **others: int) -> bytes:
+    """What a worker says that its copies are: 1, but for those shards of which it holds something else."""
+    return int64(*(others.get(f"shard_{shard}", 1) for shard in sorted(stage.held[name])))
+
+
+class TestCopiesThatDiffer:
+    COPIED = DatasetSpec(1_000, 10, 1, has_origin=True)
+
+    async def held_twice(self, stage: DataStage, dataset: DatasetSpec, **settings: Any) -> None:
+        """A world of two, who hold all and do not agree on the shards 3 and 4; a owns the first five."""
+        await stage.come("a", *ALL, min_workers=2, **settings)
+        await stage.come("b", *ALL)
+        await stage.rescale("a", "b", dataset=dataset)
+
+    async def offer_others(self, stage: DataStage, dataset: DatasetSpec) -> None:
+        await stage.stop()
+        await stage.offer("a", dataset=dataset, marks=marks(stage, "a"))
+        await stage.offer("b", dataset=dataset, marks=marks(stage, "b", shard_3=2, shard_4=3))
+
+    @virtual
+    async def test_are_told_and_who_holds_something_else_than_the_owner_fetches_that(self) -> None:
+        async with a_data_stage() as stage:
+            await self.held_twice(stage, self.COPIED)
+            owned = sorted(stage.owners()["a"])[:2]
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.stop()
+            await stage.offer("a", dataset=self.COPIED, marks=marks(stage, "a"))
+            differing = {f"shard_{shard}": 2 for shard in owned}
+            await stage.offer("b", dataset=self.COPIED, marks=marks(stage, "b", **differing))
+            assert stage.facts(CopiesDiffer) == [CopiesDiffer(2, 2, owned, ["b"])]
+            view = await stage.spine.bus.ask(ShowData(JOB))
+            assert (view.differing, view.differing_shards) == (2, owned)
+            part = await stage.part("b")
+            assert part.shards == part.replaced == int64(*owned)
+            assert np.frombuffer(part.sources, "<i4").reshape(2, -1)[:, 0].tolist() == [0, 0]
+            assert (await stage.part("a")).shards == b""
+            await stage.fetch("a", "b")
+            await stage.commit("a", "b")
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.stop()
+            for name in "ab":
+                await stage.offer(name, dataset=self.COPIED, marks=marks(stage, name))
+            assert len(stage.facts(CopiesDiffer)) == 1
+            assert (await stage.spine.bus.ask(ShowData(JOB))).differing == 0
+
+    @virtual
+    async def test_are_told_and_nothing_is_done_where_what_is_dropped_could_not_be_had_again(self) -> None:
+        dataset = DatasetSpec(1_000, 10, 1)
+        async with a_data_stage() as stage:
+            await self.held_twice(stage, dataset)
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await self.offer_others(stage, dataset)
+            (differ,) = stage.facts(CopiesDiffer)
+            assert (differ.count, differ.shards) == (2, [3, 4])
+            for name in "ab":
+                part = await stage.part(name)
+                assert part.shards == part.replaced == b""
+
+    @virtual
+    async def test_have_all_stop_before_somebody_drops_what_it_may_train_with(self) -> None:
+        async with a_data_stage() as stage:
+            await self.held_twice(stage, self.COPIED, use_synchronous_rescaling=False)
+            await stage.come("c")
+            assert stage.facts(RescaleStarted)[-1].in_background
+            await stage.offer("c", dataset=self.COPIED)
+            await stage.offer("a", dataset=self.COPIED, marks=marks(stage, "a"))
+            await stage.offer("b", dataset=self.COPIED, marks=marks(stage, "b", shard_3=2, shard_4=3))
+            await stage.wait(0.1)
+            started = stage.facts(RescaleStarted)[-1]
+            assert not started.in_background
+            assert "workers hold something else than others of 2 shards" in started.reason
+            assert stage.facts(CopiesDiffer) == []
+
+    @virtual
+    async def test_are_not_looked_for_where_a_worker_does_not_say_what_it_holds(self) -> None:
+        async with a_data_stage() as stage:
+            await self.held_twice(stage, self.COPIED)
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.stop()
+            await stage.offer("a", dataset=self.COPIED)
+            await stage.offer("b", dataset=self.COPIED, marks=marks(stage, "b"))
+            assert stage.facts(CopiesDiffer) == []
+
+    @virtual
+    async def test_are_named_by_a_mark_for_each_shard_or_by_none(self) -> None:
+        async with a_data_stage() as stage:
+            await stage.come("a", *ALL)
+            await stage.stop()
+            assert await refused(stage.offer("a", marks=int64(1))) == "holdings_invalid"
+            assert await refused(stage.offer("a", marks=b"1")) == "holdings_invalid"
+
+
+class TestWhatCannotBeRead:
+    @virtual
+    async def test_is_forgotten_and_what_workers_hold_is_heard_anew(self) -> None:
+        store = TroubledStore()
+        async with a_data_stage(store) as stage:
+            await formed(stage)
+            (piece,) = [key for key in await keys_in(store) if "/piece/" in key]
+        await store.memory.commit([Transaction(store.memory.revision + 1, {f"data/{piece}": b"?"})])
+        async with a_data_stage(TroubledStore(store.memory)) as stage:
+            assert await refused(stage.spine.bus.ask(ShowData(JOB))) == "job_without_data"
+            stage.held |= {"a": set(range(5)), "b": set(range(5, 10))}
+            await stage.come_again("a", "b")
+            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.rescale("a", "b")
+            assert union(stage.owners().values()) == ALL
 
 
 class TestADataset:
@@ -268,8 +379,9 @@ class TestAPlan:
             assert await refused(stage.part("a")) == "plan_pending"
             assert stage.facts(TransfersPlanned) == []
             shown = await stage.spine.bus.ask(ShowTransfers(JOB))
-            assert (shown.running, shown.waiting_for) == (True, ["b"])
+            assert (shown.running, shown.waiting_for, shown.planned) == (True, ["b"], False)
             await stage.offer("b")
+            assert (await stage.spine.bus.ask(ShowTransfers(JOB))).planned
             (planned,) = stage.facts(TransfersPlanned)
             assert (planned.attempt, planned.totals.transfers, planned.totals.from_owners) == (1, 5, 5)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from forged.data import DataRedistributionPlan, Dataset
+from forged.data import DataRedistributionPlan, Dataset, SourceKind
 from forged.data.validation import NAMED_MAX
 from forged.elastic import ClusterTopology
 from forged.elastic.model import WorkerId
@@ -22,6 +22,8 @@ PLAN = PLANS.calculate_plan(
     spread(0, 1, 3), NEW, 24, shards=12, replicas=[[1, 0, 0, -1, -1, -1, 1, 0, 1, -1, -1, -1]], leaving=[at(3, 3)]
 )
 """Owners 0, 1 and the one who leaves, 3, before; some shards have a further copy."""
+
+BELOW_ALL_KINDS: Any = PLAN.columns.kinds.astype(np.int8) - len(SourceKind)
 
 
 def errors(
@@ -176,6 +178,12 @@ def test_transfers_out_of_order_are_told() -> None:
         with_transfers("destinations", {0: -1}),
         with_transfers("copies", {0: 2}),
         with_transfers("kinds", {0: 3}),
+        replace(PLAN, columns=replace(PLAN.columns, kinds=BELOW_ALL_KINDS)),
+        replace(PLAN, world_size=len(PLAN.workers) + 1),
+        replace(PLAN, world_size=-1),
+        replace(PLAN, weights=(1, 2)),
+        replace(PLAN, weights=(0, 0, 0)),
+        replace(PLAN, weights=(3, -1, 1)),
         replace(PLAN, dataset=Dataset(13, 13)),
         replace(PLAN, owners=PLAN.owners[:-1]),
         replace(PLAN, replicas=PLAN.replicas[:, :-1]),

@@ -69,7 +69,9 @@ def believe_what_was_held_once() -> Iterator[None]:
         names = [known.id for known in self.assignment.workers]
         if worker.id in names:
             held = np.union1d(held, np.flatnonzero(self.assignment.owners == names.index(worker.id)))
-        return offer(self, worker, held, *what)
+        # What the copies are that it has not is not known.
+        *others, _marks = what
+        return offer(self, worker, held, *others)
 
     with patch.object(Custody, "offer", trusting):
         yield
@@ -81,7 +83,7 @@ def weigh_all_alike() -> Iterator[None]:
     offer = Custody.offer
 
     def deaf(self: Custody, worker: WorkerId, held: Ids, *what: Any) -> bool:
-        *others, _ = what
+        *others, _weight, _marks = what
         return offer(self, worker, held, *others)
 
     with patch.object(Custody, "offer", deaf):
@@ -97,7 +99,9 @@ def call_lost_what_nobody_owns() -> Iterator[None]:
         places = [place for place, known in enumerate(self.assignment.workers) if known == worker]
         if self.assignment.generation:
             held = held[np.isin(self.assignment.owners[held], places)]
-        return offer(self, worker, held, *what)
+        # What the copies are is not said of those that are not offered.
+        *others, _marks = what
+        return offer(self, worker, held, *others)
 
     with patch.object(Custody, "offer", forgetful):
         yield

@@ -27,7 +27,7 @@ def tell(it: Consumption, log: UsageLog) -> None:
     for generation, begins_at, runs in list(it.unspoken()):
         log.rewind(generation, begins_at)
         log.report(generation, runs)
-        it.told(generation, runs)
+        it.known(generation, max(run.end_step for run in runs))
 
 
 def test_a_step_is_noted_when_it_counts_and_not_before() -> None:
@@ -84,7 +84,7 @@ def test_what_comes_while_the_daemon_is_told_is_told_later() -> None:
     train(it, 0, 4)
     ((generation, _, runs),) = it.unspoken()
     train(it, 4, 6)
-    it.told(generation, runs)
+    it.known(generation, max(run.end_step for run in runs))
     ((_, _, (run,)),) = it.unspoken()
     assert (run.step, run.count) == (4, 2)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO, cast
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
@@ -228,6 +229,25 @@ class TestTakingPart:
         assert [offer.held for offer in offers] == [int64(0, 1), int64(2, 3), int64(4)]
         assert [offer.more for offer in offers] == [True, True, False]
 
+    async def test_is_to_say_what_each_copy_is_with_each_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(custodians, "OFFER_SHARDS_MAX", 2)
+        it = Scene(filled(0, 1, 2))
+        await it.take_part(1, part(keep=()))
+        checksums = [Stamp.of(content(shard)).checksum[:8] for shard in range(3)]
+        said = [offer.marks for offer in it.line.told(OfferShards)]
+        assert said == [checksums[0] + checksums[1], checksums[2]]
+
+    async def test_is_to_drop_what_others_hold_otherwise_before_it_is_fetched_and_once(self) -> None:
+        it = Scene(filled(0, 1, 2))
+        it.store.drop(1)
+        it.store.put(1, [b"something else"])
+        given = msgspec.structs.replace(part(1, keep=(0, 1, 2)), replaced=int64(1))
+        await it.take_part(1, given)
+        assert it.store.held()[1] == Stamp.of(content(1))
+        assert it.brought == [1]
+        await it.take_part(1, given)
+        assert it.brought == [1], "what has come is not dropped when it is tried once more"
+
     async def test_is_to_say_how_much_it_should_hold_with_each_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(custodians, "OFFER_SHARDS_MAX", 2)
         it = Scene(filled(0, 1, 2), weight=2.5)
@@ -248,6 +268,16 @@ class TestTakingPart:
         assert waiting[:5] == [True] * 4 + [False]
         assert not any(waiting[5:])
         assert {signal.attempt for signal in it.signals} == {1}
+
+    async def test_is_to_wait_for_nobody_when_it_is_known_what_to_fetch_and_that_does_not_come(self) -> None:
+        it = Scene()
+        it.tries_once()
+        from_other = msgspec.structs.replace(part(2, keep=(2,)), sources=np.array([1], "<i4").tobytes())
+        for _ in range(2):
+            it.signals.clear()
+            with pytest.raises(Unavailable):
+                await it.take_part(1, from_other)
+        assert not any(signal.waits for signal in it.signals)
 
     async def test_is_to_say_what_nobody_has_while_it_waits_for_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(custodians, "ASK_AGAIN_S", 0.001)
@@ -392,6 +422,20 @@ class TestTheOwners:
 
 
 class TestAFullStore:
+    async def test_is_why_others_wait_for_this_worker_which_never_says_that_it_waits_for_them(self) -> None:
+        """Whoever says so now and then would never be late, however long the others have waited."""
+        it = Scene(MemoryShardStore(bytes_max=10))
+        it.tries_once()
+        with pytest.raises(StoreFailed):
+            await it.take_part(1, part(2, 4, keep=(2, 4)))
+        it.signals.clear()
+        for _ in range(3):
+            with pytest.raises(StoreFailed):
+                await it.take_part(1, part(2, 4, keep=(2, 4)))
+        assert it.signals
+        assert not any(signal.waits for signal in it.signals)
+        assert not it.waits(UnderWay(2, None, 0, None, origin_silent_s=1.0))
+
     async def test_is_told_once_in_an_attempt(self) -> None:
         it = Scene(MemoryShardStore(bytes_max=10))
         it.tries_once()

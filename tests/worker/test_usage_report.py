@@ -5,14 +5,15 @@ from typing import Any, cast
 
 import anyio
 
-from forged.data.messages import ReportUsage
+from forged.data.messages import ReportUsage, UsageTaken
 from forged.data.sampler import ElasticSampler
+from forged.data.usage import Run
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 from forged.log import SILENT
 from forged.worker.place import Place
 from forged.worker.registration import Registration
-from forged.worker.usage_report import INTERVAL_S, OTHERS_INTERVAL_S, UsageReport
+from forged.worker.usage_report import COMPARED_MAX, INTERVAL_S, OTHERS_INTERVAL_S, UsageReport
 from tests.simulation.loop import VirtualClock
 from tests.spine import task_group, virtual
 
@@ -29,6 +30,7 @@ class Scene:
         self.worker = worker
         self.said: list[ReportUsage] = []
         self.refuses = False
+        self.known_to = 0
         self.topology = ClusterTopology((FIRST, OTHER), 4)
         self.place = Place(0.1, 0, ElasticSampler(samples, 10, 1), None)
         assert self.place.consumption is not None
@@ -43,10 +45,11 @@ class Scene:
             SILENT,
         )
 
-    async def say(self, request: Any) -> None:
+    async def say(self, request: Any) -> UsageTaken:
         if self.refuses:
             raise RequestRefused("usage_full", "not now")
         self.said.append(request)
+        return UsageTaken(self.known_to)
 
     def make_steps(self) -> None:
         for _ in range(STEPS):
@@ -83,6 +86,55 @@ async def test_the_others_tell_now_and_then() -> None:
         assert scene.said == []
         await anyio.sleep(3 * INTERVAL_S)
     assert scene.told() == [(4, 0, STEPS)]
+
+
+@virtual
+async def test_who_is_in_no_world_yet_tells_like_one_of_the_others() -> None:
+    scene = Scene(OTHER)
+    scene.topology = ClusterTopology()
+    scene.make_steps()
+    async with task_group() as tasks:
+        tasks.start_soon(scene.report.keep_telling)
+        await anyio.sleep(OTHERS_INTERVAL_S + 2 * INTERVAL_S)
+    assert scene.told() == [(4, 0, STEPS)]
+
+
+def crowd(before: int) -> ClusterTopology:
+    """Many more than can be compared at once, of whom so many are before the other."""
+    others = [WorkerId(f"w{number}", "host", number) for number in range(2, 3 * COMPARED_MAX)]
+    return ClusterTopology((FIRST, *others[:before], OTHER, *others[before:]), 4)
+
+
+@virtual
+async def test_of_many_others_each_asks_what_is_known_and_tells_the_rest() -> None:
+    scene = Scene(OTHER)
+    scene.topology = crowd(2)
+    scene.make_steps()
+    scene.known_to = STEPS - 1
+    async with task_group() as tasks:
+        tasks.start_soon(scene.report.keep_telling)
+        await anyio.sleep(OTHERS_INTERVAL_S + 3 * INTERVAL_S)
+        assert [said.runs for said in scene.said] == [[], [Run(STEPS - 1, 0, 10 * (STEPS - 1), 10)]]
+        scene.known_to = 2 * STEPS
+        scene.make_steps()
+        await anyio.sleep(OTHERS_INTERVAL_S)
+        assert [said.runs for said in scene.said[2:]] == [[]]
+
+
+@virtual
+async def test_of_many_others_some_tell_all_the_same_and_each_has_its_turn() -> None:
+    turns = []
+    for before in range(6):
+        scene = Scene(OTHER)
+        scene.topology = crowd(before)
+        async with task_group() as tasks:
+            tasks.start_soon(scene.report.keep_telling)
+            for turn in range(3):
+                scene.make_steps()
+                scene.known_to = (turn + 1) * STEPS
+                await anyio.sleep(OTHERS_INTERVAL_S + INTERVAL_S)
+        turns.append([number for number, said in enumerate(scene.said) if said.runs])
+    assert sorted(turns) == [[0], [0], [1], [1], [2], [2]]
 
 
 @virtual
