@@ -50,7 +50,8 @@ class ModeratingSelector(BaseSelector):
         """When those that rest woke the process."""
         self._look_at: float | None = None
         """When those that rest are heard again; None while they wake the process."""
-        self._awake.register(self._resting.fileno(), EVENT_READ)
+        self._resting_fd = self._resting.fileno()
+        self._awake.register(self._resting_fd, EVENT_READ)
 
     def register(self, fileobj: FileDescriptorLike, events: int, data: Any = None) -> SelectorKey:
         # Whoever closed a descriptor and left it here is told so by its next owner, as by any other selector.
@@ -89,9 +90,8 @@ class ModeratingSelector(BaseSelector):
 
     def _drop_resting(self, ready: Ready) -> bool:
         """Whether those that rest are what woke the process, which nobody else has to know."""
-        resting_fd = self._resting.fileno()
         for index, (key, _) in enumerate(ready):
-            if key.fd == resting_fd:
+            if key.fd == self._resting_fd:
                 del ready[index]
                 return True
         return False
@@ -101,7 +101,7 @@ class ModeratingSelector(BaseSelector):
         wakes = self._wakes
         wakes.append(now)
         if len(wakes) == WAKES_MAX and now - wakes[0] < WAKES_WITHIN_S:
-            self._awake.unregister(self._resting.fileno())
+            self._awake.unregister(self._resting_fd)
             self._look_at = now + HOLD_S
         return self._spoken(now)
 
@@ -113,7 +113,7 @@ class ModeratingSelector(BaseSelector):
         else:
             self._wakes.clear()
             self._look_at = None
-            self._awake.register(self._resting.fileno(), EVENT_READ)
+            self._awake.register(self._resting_fd, EVENT_READ)
         return spoken
 
     def _spoken(self, now: float) -> Ready:
