@@ -53,6 +53,14 @@ class EchoText(Request[Echoed], frozen=True):
     number: int
 
 
+def _serve(name: str, directory: str) -> None:
+    # Each on the event loop that it has in earnest.
+    from forged.cli.serve import event_loop
+
+    with asyncio.Runner(loop_factory=event_loop if name == "ours" else None) as runner:
+        runner.run(_SERVERS[name](directory))
+
+
 # Ours.
 
 
@@ -266,6 +274,6 @@ def _has_grpc() -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        asyncio.run(_SERVERS[sys.argv[2]](sys.argv[3]))
+        _serve(*sys.argv[2:])
     else:
         main("rpc", _measure)

@@ -1,8 +1,7 @@
 """Signals: what was so a moment ago.
 
 Law: of signals with the same job and key only the latest waits, and of those only so many; a handler that is slow sees
-fewer, newer ones. What comes right behind a turn waits a moment for others. Nothing is recorded and a failure is only
-counted.
+fewer, newer ones. Nothing is recorded and a failure is only counted.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from forged.messages import Call, Signal
 
 KEYS_MAX = 10_000
 """How many signals may wait for one handler; beyond that the key that was new longest ago is let go."""
-
-GATHERING_S = 0.01
-"""Behind a turn, what comes in so short a time waits for the next one, so that many workers are heard in few turns."""
 
 SignalHandler = Callable[[Any, Call], Awaitable[None] | None]
 
@@ -58,13 +54,15 @@ class SignalSlot:
     async def run(self) -> None:
         """Hand signals to the handler for ever."""
         while True:
-            if not self._latest:
+            if self._latest:
+                # They came while a handler was at work, or because of it, and others have their turns, too.
+                await asyncio.sleep(0)
+            else:
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
             taken, self._latest = self._latest, {}
             for signal, call in taken.values():
                 await self._handle(signal, call)
-            await asyncio.sleep(GATHERING_S)
 
     async def _handle(self, signal: Signal, call: Call) -> None:
         started = self._now()

@@ -32,6 +32,7 @@ from forged.config import Config, Settings
 from forged.config.service import SettingsPort
 from forged.daemon import STOP_BEYOND_DRAIN_S, Daemon, Ports
 from forged.errors import ConfigError
+from forged.net.moderation import ModeratingSelector
 from forged.net.sockets import SystemNetwork
 from forged.plugins.guard import AlarmGuard
 from forged.plugins.loader import find
@@ -103,8 +104,8 @@ class Process:
         with contextlib.suppress(ValueError, OSError):
             faulthandler.enable()
         try:
-            with exclusive(Path(self._config.data_dir)):
-                asyncio.run(self._serve())
+            with exclusive(Path(self._config.data_dir)), asyncio.Runner(loop_factory=event_loop) as runner:
+                runner.run(self._serve())
         finally:
             self._logs.close()
 
@@ -213,6 +214,11 @@ class Process:
 
     async def _status(self, daemon: Daemon) -> str:
         return await look(partial(daemon.bus.ask, ReadStatus()))
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The daemon's, in which the many who say one word each are heard together."""
+    return asyncio.SelectorEventLoop(ModeratingSelector(time.monotonic))
 
 
 def server_tls(config: Config) -> ssl.SSLContext | None:

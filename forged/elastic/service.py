@@ -529,6 +529,10 @@ class ElasticService:
     def _decide(self, cluster: Cluster, reply: R) -> Decision[R]:
         """What has come out of a call, as a decision; what does not fit into one goes before it."""
         self._send_probes(cluster)
+        if not cluster.out:
+            # As for nearly every answer to an attempt, of which each worker gives two.
+            self._wake()
+            return self._decision(cluster, reply, (), {}, [])
         changed, out = writes(cluster), cluster.out.take()
         cluster.known = cluster.known or bool(changed)
         for key in changed:

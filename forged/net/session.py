@@ -96,6 +96,7 @@ class Session(Connection):
         self._peer_of = peer_of
         self._token: str | None = None
         self._origin = ""
+        self._signalling: Call | None = None
         self._streams = OutgoingStreams(house.journal)
         self._answers: list[tuple[int, Pending]] = []
         """What is answered and waits until the client reads; it counts as in flight."""
@@ -328,7 +329,11 @@ class Session(Connection):
         # As for requests: with `ANY_JOB` its handler looks at the sender's jobs itself.
         if cls.job_field != ANY_JOB and not self.principal.may(cls.needs, signal.about):
             return
-        self.house.bus.signal(signal, Call(self.principal, self._origin, client=self.client))
+        call = self._signalling
+        if call is None or call.principal is not self.principal:
+            # The same for all signals, of which many come and which cost little besides.
+            call = self._signalling = Call(self.principal, self._origin, client=self.client)
+        self.house.bus.signal(signal, call)
 
     def _bye(self, message: Bye) -> None:
         self.house.bus.ledger.replies.acknowledge(self.client, message.acknowledged)
