@@ -92,9 +92,15 @@ class Attempt:
     """The id of the fact that it was begun."""
     members: tuple[str, ...] = field(init=False)
     """Who has to answer: those to come in the order of ranks, then those to go."""
+    _names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.members = self.target + self.leavers
+        self._names = frozenset(self.members)
+
+    def __contains__(self, worker_id: object) -> bool:
+        """Whether it is one of them; a thousand answer in one attempt."""
+        return worker_id in self._names
 
     @property
     def waiting_for(self) -> list[str]:

@@ -789,7 +789,7 @@ class Cluster:
         attempt = self.attempt
         if attempt is None:
             return self.lineup.holds(member)
-        return member.id in attempt.members and member.id not in attempt.spare
+        return member.id in attempt and member.id not in attempt.spare
 
     def _hole(self, why: str, now: Moment, *, is_told: bool = False, later_s: float = 0.0) -> None:
         """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window.
@@ -868,7 +868,7 @@ class Cluster:
     def _answering(self, worker_id: str, incarnation: bytes, number: int) -> tuple[Attempt, Member]:
         attempt = self.attempt
         member = self.members.known(worker_id, incarnation)
-        if attempt is None or attempt.number != number or worker_id not in attempt.members or member is None:
+        if attempt is None or attempt.number != number or worker_id not in attempt or member is None:
             present = "there is none now" if attempt is None else f"attempt {attempt.number} is under way"
             raise RequestRefused("attempt_over", f"attempt {number} is over; {present}", "go by the newest")
         return attempt, member

@@ -634,7 +634,7 @@ def _gone(request: JoinJob) -> RequestRefused:
 
 def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
     # Who is not in the attempt has nothing to do in it, and is to take nobody's state.
-    attempt = cluster.attempt if cluster.attempt and member.id in cluster.attempt.members else None
+    attempt = cluster.attempt if cluster.attempt and member.id in cluster.attempt else None
     return Joined(
         generation=cluster.generation,
         fence=fence,

@@ -68,9 +68,10 @@ class TestNotStopping:
             )
 
     async def test_where_the_last_goes_who_was_known_to_have_the_state_the_others_say_where_they_are(
-        self, house: House, client: ForgedClient
+        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Nobody says by a heartbeat that all have met.
+        monkeypatch.setattr(Registration, "beat", lambda *_, **__: None)
         settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
         async with crew_at(house.endpoint, **settings) as crew:
             crew.start("a")
