@@ -404,7 +404,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         " {in_background}",
         ", with {added}",
         ", without {removed}",
-        " (but with {leaving} until it holds)",
+        ", letting {leaving} go",
         ": {reason}",
     ),
     "RescaleSynchronising": (
