@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 STILL_S = 0.02
 """Who says nothing for so long may rest."""
-WAKES_MAX = 20
-WAKES_WITHIN_S = 0.1
-"""Those who rest may wake the process so often within such a time."""
+WAKES_MAX = 250
+WAKES_WITHIN_S = 1.0
+"""Those who rest may wake the process so often within such a time. What a few say to each other in a hurry is less."""
 HOLD_S = 0.01
 """How long they wait at most when they have woken it more often."""
 WORTH = 2
