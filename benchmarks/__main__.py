@@ -1,4 +1,4 @@
-"""Runs every benchmark and writes benchmarks/RESULTS.md."""
+"""Runs every benchmark, or those that are named, and writes their rows into benchmarks/RESULTS.md."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ BENCHMARKS = (
 )
 WITH_HOSTS = ("gone_host",)
 """Those that need network namespaces, and with them root; left out where there are none."""
+ALL = (*BENCHMARKS, *WITH_HOSTS)
 RESULTS = Path(__file__).parent / "RESULTS.md"
 HEADER = """# Results
 
-Written by `make bench`. Every figure stands beside a reference that was measured in the same run, taking turns with
-ours; a larger ratio is always better. What was not there to be compared with has no ratio.
+Written by `make bench`, or by `python -m benchmarks NAME`. Every figure stands beside a reference that was measured in
+the same run, taking turns with ours; a larger ratio is always better. What was not there to be compared with has none.
 
 Machine: {machine}.
 
@@ -67,24 +68,38 @@ def _row(benchmark: str, figure: dict[str, Any]) -> str:
     return f"| `{benchmark}` | {figure['name']} | {figure['unit']} | {' | '.join(numbers)} | {met} |\n"
 
 
+def _measured(benchmark: str, *, quick: bool) -> list[str]:
+    """Run one, in a process of its own; returns its rows."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--json", *(["--quick"] if quick else [])]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return [_row(benchmark, figure) for figure in json.loads(output)["figures"]]
+
+
+def replaced(page: str, header: str, rows: dict[str, list[str]]) -> str:
+    """The page with these rows instead of those of the same benchmarks, in the order in which they are run."""
+    kept = {name: [line for line in page.splitlines(keepends=True) if line.startswith(f"| `{name}` |")] for name in ALL}
+    return header + "".join(line for name in ALL for line in rows.get(name, kept[name]))
+
+
 def main() -> None:
-    """Run them one after the other, each in a process of its own."""
+    """Run them one after the other."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("--quick", action="store_true", help="less work, and nothing is written")
+    parser.add_argument("only", nargs="*", metavar="NAME", help=f"only these, of {', '.join(ALL)}")
     options = parser.parse_args()
-    text = HEADER.format(machine=_machine())
+    if unknown := [name for name in options.only if name not in ALL]:
+        parser.error(f"there is no benchmark {unknown[0]!r}")
     why = hosts.why_not()
     if why:
         sys.stderr.write(f"without {', '.join(WITH_HOSTS)}: {why}\n")
-    for benchmark in (*BENCHMARKS, *(() if why else WITH_HOSTS)):
-        command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--json", *(["--quick"] if options.quick else [])]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        figures = json.loads(output)["figures"]
-        rows = [_row(benchmark, figure) for figure in figures]
-        sys.stdout.writelines(rows)
-        text += "".join(rows)
+    rows: dict[str, list[str]] = {}
+    for name in ALL:
+        if name in (options.only or ALL) and not (why and name in WITH_HOSTS):
+            rows[name] = _measured(name, quick=options.quick)
+            sys.stdout.writelines(rows[name])
+            sys.stdout.flush()
     if not options.quick:
-        RESULTS.write_text(text)
+        RESULTS.write_text(replaced(RESULTS.read_text(), HEADER.format(machine=_machine()), rows))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS
+from benchmarks.__main__ import BENCHMARKS, replaced
 from benchmarks.harness import Figure, interleaved
 
 KEYS = {"name", "unit", "ours", "reference", "ratio", "aim", "met"}
@@ -47,3 +47,9 @@ def test_subjects_take_turns_and_every_other_round_goes_backwards() -> None:
     medians = interleaved(2, {"a": lambda: subject("a", 1.0), "b": lambda: subject("b", 2.0)})
     assert order == ["a", "b", "b", "a"]
     assert medians == {"a": 1.0, "b": 2.0}
+
+
+def test_rows_that_are_measured_anew_stand_where_the_old_ones_did() -> None:
+    page = "# Old\n\n| `bus` | a |\n| `plan` | b |\n| `plan` | c |\n| `gone_host` | d |\n"
+    new = replaced(page, "# New\n\n", {"plan": ["| `plan` | e |\n"], "rpc": ["| `rpc` | f |\n"]})
+    assert new == "# New\n\n| `bus` | a |\n| `rpc` | f |\n| `plan` | e |\n| `gone_host` | d |\n"
