@@ -53,6 +53,8 @@ class Departure:
         self.is_overdue = False
         """Whether it waits for nobody any more."""
         self._may_go = False
+        self._is_kept = False
+        """Whether the daemon has kept it in the moment of going."""
         self._is_announced = False
         """Whether the daemon has it on record that this worker is to go."""
         self._changed = anyio.Event()
@@ -79,7 +81,7 @@ class Departure:
         return f"{wish}; {self._why}" if self._why and self._has_to_stay() else wish
 
     def _has_to_stay(self) -> bool:
-        return self._ties.is_bound() and not self._may_go
+        return (self._is_kept or self._ties.is_bound()) and not self._may_go
 
     async def leave(self) -> bool:
         """Go, unless others have come to need this worker; who waits for nobody any more just goes."""
@@ -87,6 +89,7 @@ class Departure:
             return True
         with anyio.CancelScope() as self._going:
             self._may_go = await self._answer_to(self._ties.leave)
+            self._is_kept = not self._may_go
         self._going = None
         if not self._may_go:
             self._ask_again()
@@ -142,8 +145,9 @@ class Departure:
             if bool(self._why) != self.is_overdue:
                 self._turn_overdue()
             await anyio.sleep(LOOK_INTERVAL_S)
-            # A daemon that cannot write has nobody come either.
-            alone_s = 0.0 if self._ties.has_daemon() and self._is_announced else alone_s + LOOK_INTERVAL_S
+            # A daemon that cannot write has nobody come either, nor takes down that somebody goes.
+            is_heard = self._ties.has_daemon() and self._is_announced and self._going is None
+            alone_s = 0.0 if is_heard else alone_s + LOOK_INTERVAL_S
             is_wanted = self._ties.has_given() or self._ties.is_waited_for()
             self._unwanted_s = 0.0 if is_wanted else self._unwanted_s + LOOK_INTERVAL_S
 

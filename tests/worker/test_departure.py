@@ -190,6 +190,33 @@ async def test_who_is_needed_in_the_moment_of_going_stays_and_asks_again() -> No
 
 
 @virtual
+async def test_who_is_kept_in_the_moment_of_going_is_not_due_at_once_because_it_is_in_no_world() -> None:
+    scene = Scene()
+    scene.is_bound, scene.answers = False, [False]
+    async with scene.told_to_go():
+        assert scene.departure.is_due
+        assert not await scene.departure.leave()
+        await anyio.sleep(50)
+        assert not scene.departure.is_due
+        scene.answers = [True]
+        await anyio.sleep(2 * QUESTION_INTERVAL_S)
+        assert scene.departure.is_due
+    assert scene.asked.count("good bye?") == 1
+
+
+@virtual
+async def test_a_daemon_that_does_not_take_down_that_it_goes_is_waited_for_no_longer_than_for_any() -> None:
+    scene = Scene()
+    scene.answers = [True]
+    loop = asyncio.get_running_loop()
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        scene.answers, began_at = [], loop.time()
+        assert await scene.departure.leave()
+        assert loop.time() - began_at == pytest.approx(15, abs=1)
+
+
+@virtual
 async def test_who_gets_no_answer_in_the_moment_of_going_waits_no_longer_than_for_any_daemon() -> None:
     scene = Scene()
     scene.answers = [True]
