@@ -429,8 +429,14 @@ class Cluster:
     def may_go(self, member: Member) -> bool:
         """Whether one that is to go may do so now."""
         attempt = self.attempt
-        is_spare = attempt is not None and member.id in attempt.spare and not self._is_doomed
+        is_spare = attempt is not None and self._is_spare(member, attempt)
         return self.over or is_spare or self.lineup.may_go(member, is_under_way=attempt is not None)
+
+    def _is_spare(self, member: Member, attempt: Attempt) -> bool:
+        """Whether the attempt has no use for it any more, and one can be reached whose state is kept."""
+        if member.id not in attempt.spare or self._is_doomed:
+            return False
+        return any(name in self.members and self.members[name].connected for name in attempt.keepers)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
@@ -514,7 +520,8 @@ class Cluster:
         self._forgive(now)
         steps = self.trains and not self.paused
         world = {member.id for member in self.members.values() if self.lineup.holds(member)}
-        for member, why in self.watch.look(self.members, world, self.config, now.monotonic, steps=steps):
+        kept = self.lineup.retained
+        for member, why in self.watch.look(self.members, world, kept, self.config, now.monotonic, steps=steps):
             self._fail(member, why, now)
 
     def _forgive(self, now: Moment) -> None:
@@ -580,7 +587,7 @@ class Cluster:
 
     def _relief_at(self) -> float:
         """When a world is formed because somebody is to go. Others may be told so in the window."""
-        first = self.lineup.to_be_relieved(() if self.attempt is None else self.attempt.leavers)
+        first = self.lineup.to_be_relieved(() if self.attempt is None else self.attempt.relieved)
         return NEVER if first is None else first.leaving_at + self.config.failure_window_s
 
     def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
@@ -690,6 +697,9 @@ class Cluster:
         self.attempt, self.why = None, []
         self._must_stop = False
         self._troubles.clear()
+        for leaver in filter(None, map(self.members.get, attempt.leavers)):
+            # Until now the others have kept it.
+            leaver.leaving_at = now.monotonic
         for member in members:
             self.watch.recovered(member, self.state.current_step)
             member.step, member.progress_at = self.state.current_step, now.monotonic

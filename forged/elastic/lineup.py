@@ -1,12 +1,13 @@
 """Who is in the world of a job, who waits to be, who is to go, and who has the state of the training.
 
-Law: nobody who is to go is counted on where there are enough without it. What may be nowhere else is kept: who alone is
-known to have the state goes when others have it, or when nobody is there who could take it.
+Law: of those who are to go no more are counted on than are missing without them. What may be nowhere else is kept: who
+alone is known to have the state goes when others have it, or when nobody is there, nor on the way back, who could take
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from forged.elastic.config import ElasticTrainingConfig
@@ -31,7 +32,6 @@ class Lineup:
         self._leavers: dict[str, Member] = {}
         """Those of the world that are to go, the first to be told first."""
         self._retained: dict[str, Member] = {}
-        """Who has gone out of the world before with its state, while not all of this one are known to have that."""
 
     def holds(self, member: Member) -> bool:
         """Whether it is in the committed world."""
@@ -71,8 +71,12 @@ class Lineup:
             self._retained.clear()
         else:
             gone = (self.members.get(name) for name in had_it.difference(target))
-            self._retained |= {member.id: member for member in gone if member is not None}
+            self.retain(member for member in gone if member is not None)
         self.sort()
+
+    def retain(self, members: Iterable[Member]) -> None:
+        """These have gone out of the world with what nobody in it may have."""
+        self._retained.update((member.id, member) for member in members)
 
     def have_met(self) -> None:
         """All of the world have met, and so have the state."""
@@ -113,8 +117,7 @@ class Lineup:
 
     def staying(self) -> set[str]:
         """Who of the world is in the next one."""
-        needs_leavers = self.needs_leavers
-        return {member.id for member in self.present() if member.leaving is None or needs_leavers}
+        return {member.id for member in self.present() if member.leaving is None}.union(self._needed())
 
     def joining(self) -> list[str]:
         """Who comes into it: those who wait and find room."""
@@ -126,32 +129,39 @@ class Lineup:
         return self._counted + len(joining) if self.remaining or joining else 0
 
     @property
-    def needs_leavers(self) -> bool:
-        """Whether there are too few for it but for those who are to go."""
-        if not self._leavers:
-            return False
-        room, missing = self.config.max_workers - self.remaining, self.config.min_workers - self.remaining
-        return sum(1 for _ in islice(self.waiting(), max(0, min(room, missing)))) < missing
+    def _counted(self) -> int:
+        return self.remaining + self._needed_number
 
     @property
-    def _counted(self) -> int:
-        return self.there if self.needs_leavers else self.remaining
+    def _needed_number(self) -> int:
+        """How many of those who are to go are needed, because there are too few without them."""
+        if not self._leavers:
+            return 0
+        room, missing = self.config.max_workers - self.remaining, self.config.min_workers - self.remaining
+        waiting = sum(1 for _ in islice(self.waiting(), max(0, min(room, missing))))
+        return min(max(0, missing - waiting), len(self._leavers))
+
+    def _needed(self) -> Iterator[str]:
+        """Which: the last to be told."""
+        return islice(reversed(self._leavers), self._needed_number)
 
     # Who is to go.
 
     def to_be_relieved(self, relieved: Collection[str]) -> Member | None:
         """The first of those who are to go, if there can be a world without it and it is not `relieved` in an attempt.
 
-        Where there are too few, it is one for which there can be a world in which others take over what it has.
+        Where it is needed, it is one for which there can be a world in which others take over what it has.
         """
-        if not self._leavers:
+        if not (self._leavers and (self.remaining or next(self.waiting(), None))):
             return None
-        if not self.needs_leavers:
-            return next((member for name, member in self._leavers.items() if name not in relieved), None)
-        news = (member for member in self._leavers.values() if not member.is_expected_to_go)
-        if self.remaining:
-            return next((member for member in news if member.with_data), None)
-        return next(news, None) if self.size_with(self.joining()) >= self.config.min_workers else None
+        dispensable = islice(self._leavers.values(), len(self._leavers) - self._needed_number)
+        first = next((member for member in dispensable if member.id not in relieved), None)
+        if first is not None:
+            return first
+        needed = (self._leavers[name] for name in self._needed())
+        news = (one for one in needed if not one.is_expected_to_go and (one.with_data or not self.remaining))
+        first = next(news, None)
+        return first if first is not None and self.size_with(self.joining()) >= self.config.min_workers else None
 
     def expect_leavers(self, *, to_go: bool) -> None:
         """An attempt begins with the knowledge that they are to go, or comes to nothing."""
@@ -164,16 +174,27 @@ class Lineup:
             return False
         if not self.holds(member):
             return True
-        if is_under_way or not self.needs_leavers:
+        if is_under_way:
             return False
-        if self.remaining == 0 and next(self.waiting(), None) is None:
+        if self.remaining == 0 and not self._is_anybody_outside:
             return True
         # Too few are there by now. What it alone has is kept for when there are more.
+        if member.id not in self._needed() or (member.with_data and not member.is_expected_to_go):
+            return False
         staying = (other for other in self.present() if other.leaving is None)
-        state_is_kept = any(one.connected and one.id in self.state_holders for one in staying)
-        return state_is_kept and (member.is_expected_to_go or not member.with_data)
+        return any(one.connected and one.id in self.state_holders for one in staying)
+
+    @property
+    def _is_anybody_outside(self) -> bool:
+        """Whether anybody wants to be taken in, be it one whose connection is lost and may come back."""
+        return any(member.leaving is None for member in self._outsiders.values())
 
     # Who has the state.
+
+    @property
+    def retained(self) -> Mapping[str, Member]:
+        """Who has gone out of the world before with its state, while not all of this one are known to have that."""
+        return self._retained
 
     def givers(self) -> dict[str, Member]:
         """Whose state may be that of the next world."""
