@@ -420,6 +420,8 @@ class Cluster:
             member.leaving, member.leaving_at = in_words(reason, WISH), now.monotonic
             self._put_member(member)
             self.out.say(WorkerDraining(worker_id, member.leaving))
+            if self._is_needed(member) and self._hole_at is None and self._relief_at() == NEVER:
+                self.out.trigger()
             self.lineup.send_away(member)
             if self._is_needed(member) and not self.lineup.holds(member):
                 # It was about to be taken in.

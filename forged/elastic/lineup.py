@@ -107,11 +107,18 @@ class Lineup:
         """How many of them are not to go."""
         return self.there - len(self._leavers)
 
+    @property
+    def leavers(self) -> Collection[str]:
+        """Who of the world is to go, the first to be told first."""
+        return self._leavers.keys()
+
+    def newcomers(self) -> Iterator[Member]:
+        """Who wants to be in the next world, the first to come first; some may have lost their connection."""
+        return (member for member in self._outsiders.values() if member.leaving is None)
+
     def waiting(self) -> Iterator[Member]:
-        """Who wants to be in the next world, the first to come first."""
-        for member in self._outsiders.values():
-            if member.lost_at is None and member.leaving is None:
-                yield member
+        """Those of them who can be taken in."""
+        return (member for member in self.newcomers() if member.lost_at is None)
 
     # The next world.
 
@@ -176,18 +183,13 @@ class Lineup:
             return True
         if is_under_way:
             return False
-        if self.remaining == 0 and not self._is_anybody_outside:
+        if self.remaining == 0 and next(self.newcomers(), None) is None:
             return True
         # Too few are there by now. What it alone has is kept for when there are more.
         if member.id not in self._needed() or (member.with_data and not member.is_expected_to_go):
             return False
         staying = (other for other in self.present() if other.leaving is None)
         return any(one.connected and one.id in self.state_holders for one in staying)
-
-    @property
-    def _is_anybody_outside(self) -> bool:
-        """Whether anybody wants to be taken in, be it one whose connection is lost and may come back."""
-        return any(member.leaving is None for member in self._outsiders.values())
 
     # Who has the state.
 
