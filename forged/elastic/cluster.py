@@ -436,9 +436,8 @@ class Cluster:
 
     def _is_spare(self, member: Member, attempt: Attempt) -> bool:
         """Whether the attempt has no use for it any more, and one can be reached whose state is kept."""
-        if member.id not in attempt.spare or self._is_doomed:
-            return False
-        return any(name in self.members and self.members[name].connected for name in attempt.keepers)
+        keepers = filter(None, map(self.members.get, attempt.keepers))
+        return member.id in attempt.spare and any(keeper.connected for keeper in keepers)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""

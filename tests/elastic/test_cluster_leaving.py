@@ -237,6 +237,18 @@ def test_who_was_of_no_use_any_more_is_while_the_one_who_was_to_stay_is_lost() -
     assert may_go(play, "b")
 
 
+def test_who_gives_its_state_stays_though_a_newcomer_has_it_already() -> None:
+    play = formed("a")
+    play.join("c", "d")
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.stop("c", stop=Stop(5, holds_state=True))
+    play.stop("d", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=Stop(5, holds_state=True))
+    assert play.last(RescaleSynchronising).source.id == "a"
+    assert not may_go(play, "a"), "d has been told to take it there"
+
+
 def test_who_is_to_go_and_is_behind_takes_nothing() -> None:
     play = formed("a", "b")
     drain(play, "b")
@@ -302,6 +314,20 @@ def test_who_has_gone_out_of_a_world_is_asked_for_the_state_when_nobody_else_has
     play.ready("c")
     assert play.last(RescaleCompleted).step == 9
     assert (play.world, may_go(play, "a")) == (["c"], True)
+
+
+def test_who_has_gone_out_of_a_world_and_died_is_asked_for_nothing() -> None:
+    play = formed("a", "b", use_synchronous_rescaling=False)
+    play.join("c")
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.die("a")
+    assert play.wait(1.0) == [], "no world needs it"
+    play.die("b")
+    play.wait(SOON_S)
+    assert play.last(RescaleStarted).leaving == []
+    play.agree(0)
+    assert play.world == ["c"]
 
 
 def test_the_next_daemon_keeps_who_has_gone_out_of_a_world_that_may_not_have_the_state() -> None:
@@ -446,6 +472,41 @@ def test_where_too_few_stay_and_none_is_there_with_the_state_who_has_it_stays() 
     assert not may_go(play, "b")
     play.come_back("c")
     assert may_go(play, "b")
+
+
+def test_where_too_few_stay_who_have_yet_to_meet_who_is_to_go_stays_until_they_have() -> None:
+    play = of_size(2, "a", "b", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
+    play.die("b")
+    play.join("c")
+    play.wait(SOON_S)
+    assert play.cluster.generation == 2, "nobody has stopped for it"
+    drain(play, "a")
+    assert not may_go(play, "a")
+    play.beat("a", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
+    assert may_go(play, "a")
+
+
+def test_where_too_few_stay_who_holds_data_goes_when_that_has_been_taken_over() -> None:
+    play = of_size(2, "a", "b")
+    for member in play.cluster.members.values():
+        member.with_data = True
+    drain(play, "b")
+    assert not may_go(play, "b")
+    play.wait(SOON_S)
+    play.agree(5)
+    assert (play.world, may_go(play, "b")) == (["a", "b"], True)
+
+
+def test_who_holds_data_stays_when_it_could_not_be_taken_over_because_too_few_were_left() -> None:
+    play = of_size(3, "a", "b", "c", **ALL_MAY_FAIL)
+    for member in play.cluster.members.values():
+        member.with_data = True
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.die("c")
+    play.wait(SOON_S)
+    assert play.cluster.phase is Phase.WAITING
+    assert not may_go(play, "b")
 
 
 def test_where_too_few_stay_and_more_come_who_is_to_go_is_let_go_of() -> None:
