@@ -102,10 +102,15 @@ class Departure:
             tasks.start_soon(self._ask_for_leave, self._standing.draining)
             tasks.start_soon(self._wait, settings)
 
-    def reconsider(self) -> None:
-        """The world changes: who was not needed may be, and somebody may come."""
-        self._unwanted_s, self._may_go = 0.0, False
-        self._ask_again()
+    def reconsider(self, *, is_needed_anew: bool) -> None:
+        """Who needs whom changes, and somebody may come; others may need this worker that did not, or only fewer do.
+
+        Many may go one after the other. Who may go already does not ask at each of them: it is settled when it goes.
+        """
+        self._unwanted_s = 0.0
+        self._may_go = self._may_go and not is_needed_anew
+        if not self._may_go:
+            self._ask_again()
 
     def _ask_again(self) -> None:
         """The last answer counts no more."""
@@ -117,14 +122,16 @@ class Departure:
         question: Callable[[], Awaitable[bool]] = partial(self._ties.announce, wish)
         while True:
             changed = self._changed
-            may_go = await self._answer_to(question)
-            self._is_announced, question = True, self._ties.ask
-            # What follows from it was decided with the answer, and is told before it.
-            if not changed.is_set():
+            if self._has_to_stay() or not self._is_announced:
+                may_go = await self._answer_to(question)
+                self._is_announced, question = True, self._ties.ask
+                # What follows from it was decided with the answer, and is told before it.
+                if changed.is_set():
+                    continue
                 self._may_go = may_go
                 self._wake()
-                with anyio.move_on_after(None if may_go else self._pause_s()):
-                    await changed.wait()
+            with anyio.move_on_after(None if self._may_go else self._pause_s()):
+                await changed.wait()
 
     async def _answer_to(self, question: Callable[[], Awaitable[bool]]) -> bool:
         try:

@@ -89,17 +89,10 @@ from forged.worker.waiting import Waiting
 R = TypeVar("R")
 
 JOB = "default"
-RESHAPING = (
-    RescaleStarted,
-    RescaleSynchronising,
-    RescaleCompleted,
-    RescaleAborted,
-    JobWaiting,
-    WorkerDraining,
-    WorkerFailed,
-    WorkerLeft,
-)
-"""What may change who needs whom."""
+RESHAPING = (RescaleStarted, RescaleCompleted)
+"""What may make others need a worker."""
+RELEASING = (RescaleSynchronising, RescaleAborted, JobWaiting, WorkerDraining, WorkerFailed, WorkerLeft)
+"""What may end that."""
 OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
 
 
@@ -905,7 +898,9 @@ class ElasticWorker:
             self._go_by(item.fact.settings)
         self._prepare_to_leave()
         if isinstance(item, Gap) or isinstance(item.fact, RESHAPING):
-            self._departure.reconsider()
+            self._departure.reconsider(is_needed_anew=True)
+        elif isinstance(item.fact, RELEASING):
+            self._departure.reconsider(is_needed_anew=False)
         if isinstance(item, Record) and self._supply is not None:
             self._supply.hear(item.fact)
         self._see_to_data()

@@ -158,7 +158,7 @@ async def test_who_may_go_and_is_needed_after_all_stays() -> None:
     async with scene.told_to_go():
         await anyio.sleep(0.1)
         assert scene.departure.is_due
-        scene.departure.reconsider()
+        scene.departure.reconsider(is_needed_anew=True)
         assert not scene.departure.is_due, "until the daemon has been asked again"
         await anyio.sleep(0.1)
         assert not scene.departure.is_due
@@ -242,10 +242,50 @@ async def test_an_answer_that_is_older_than_the_change_does_not_count() -> None:
     scene.answers = [True, False]
     async with scene.told_to_go():
         await anyio.sleep(0.005)
-        scene.departure.reconsider()
+        scene.departure.reconsider(is_needed_anew=True)
         await anyio.sleep(0.1)
         assert not scene.departure.is_due
     assert len(scene.asked) == 2
+
+
+@virtual
+async def test_who_may_go_does_not_ask_at_everybody_else_who_goes() -> None:
+    scene = Scene()
+    scene.answers = [True]
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        for _ in range(100):
+            scene.departure.reconsider(is_needed_anew=False)
+            await anyio.sleep(1)
+        assert scene.departure.is_due
+    assert len(scene.asked) == 1
+
+
+@virtual
+async def test_who_is_in_no_world_any_more_asks_nobody_while_it_saves() -> None:
+    scene = Scene()
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        scene.is_bound, asked = False, len(scene.asked)
+        for _ in range(100):
+            scene.departure.reconsider(is_needed_anew=False)
+            await anyio.sleep(1)
+        assert len(scene.asked) == asked
+        scene.is_bound = True
+        await anyio.sleep(2 * QUESTION_INTERVAL_S)
+        assert len(scene.asked) > asked, "nobody has told it that it is needed"
+
+
+@virtual
+async def test_who_has_to_stay_asks_when_fewer_may_need_it() -> None:
+    scene = Scene()
+    scene.answers = [False, True]
+    async with scene.told_to_go():
+        await anyio.sleep(0.1)
+        assert not scene.departure.is_due
+        scene.departure.reconsider(is_needed_anew=False)
+        await anyio.sleep(0.1)
+        assert scene.departure.is_due
 
 
 @virtual
@@ -276,7 +316,7 @@ async def test_with_every_change_of_the_world_its_time_begins_anew() -> None:
     async def change() -> None:
         for _ in range(10):
             await anyio.sleep(50)
-            scene.departure.reconsider()
+            scene.departure.reconsider(is_needed_anew=True)
 
     async with task_group() as tasks:
         tasks.start_soon(change)
