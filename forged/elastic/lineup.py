@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import Member
@@ -124,33 +124,36 @@ class Lineup:
 
     def staying(self) -> set[str]:
         """Who of the world is in the next one."""
-        return {member.id for member in self.present() if member.leaving is None}.union(self._needed())
+        return {member.id for member in self._stayers()} | self._needed()
 
     def joining(self) -> list[str]:
         """Who comes into it: those who wait and find room."""
-        room = self.config.max_workers - self._counted
+        room = self.config.max_workers - self.remaining - len(self._needed())
         return [member.id for member in islice(self.waiting(), max(0, room))]
 
     def size_with(self, joining: Collection[str]) -> int:
         """How large it is, with these. Nobody needs one of those alone who are to go."""
-        return self._counted + len(joining) if self.remaining or joining else 0
+        return self.remaining + len(self._needed()) + len(joining) if self.remaining or joining else 0
 
-    @property
-    def _counted(self) -> int:
-        return self.remaining + self._needed_number
+    def _stayers(self) -> Iterator[Member]:
+        return (member for member in self.present() if member.leaving is None)
 
-    @property
-    def _needed_number(self) -> int:
-        """How many of those who are to go are needed, because there are too few without them."""
-        if not self._leavers:
-            return 0
-        room, missing = self.config.max_workers - self.remaining, self.config.min_workers - self.remaining
-        waiting = sum(1 for _ in islice(self.waiting(), max(0, min(room, missing))))
-        return min(max(0, missing - waiting), len(self._leavers))
+    def _needed(self) -> set[str]:
+        """Who of those who are to go is, because there are too few without them: the last to be told."""
+        missing = self.config.min_workers - self.remaining
+        if not self._leavers or missing <= 0:
+            return set()
+        waiting = sum(1 for _ in islice(self.waiting(), missing))
+        return set(islice(self._usable(), missing - waiting))
 
-    def _needed(self) -> Iterator[str]:
-        """Which: the last to be told."""
-        return islice(reversed(self._leavers), self._needed_number)
+    def _usable(self) -> Iterator[str]:
+        """Who of them can be needed, the last to be told first. Who makes no more steps is for its state alone."""
+        is_kept = self._is_state_kept()
+        return (name for name, member in reversed(self._leavers.items()) if not (is_kept and member.is_parting))
+
+    def _is_state_kept(self) -> bool:
+        """Whether somebody stays and can be reached who is known to have the state."""
+        return any(member.connected and member.id in self.state_holders for member in self._stayers())
 
     # Who is to go.
 
@@ -161,14 +164,20 @@ class Lineup:
         """
         if not (self._leavers and (self.remaining or next(self.waiting(), None))):
             return None
-        dispensable = islice(self._leavers.values(), len(self._leavers) - self._needed_number)
-        first = next((member for member in dispensable if member.id not in relieved), None)
-        if first is not None:
-            return first
-        needed = (self._leavers[name] for name in self._needed())
-        news = (one for one in needed if not one.is_expected_to_go and (one.with_data or not self.remaining))
-        first = next(news, None)
-        return first if first is not None and self.size_with(self.joining()) >= self.config.min_workers else None
+        needed = self._needed()
+        dispensable = (one for name, one in self._leavers.items() if name not in needed and name not in relieved)
+        news = (one for name, one in self._leavers.items() if name in needed and self._has_news(one))
+        first = next(chain(dispensable, news), None)
+        return first if first is not None and self._can_form else None
+
+    def _has_news(self, member: Member) -> bool:
+        """Whether nobody has been told to take over what it has, and somebody may have to."""
+        return not member.is_expected_to_go and (member.with_data or not self.remaining)
+
+    @property
+    def _can_form(self) -> bool:
+        """Whether there are enough for a world."""
+        return self.size_with(self.joining()) >= self.config.min_workers
 
     def expect_leavers(self, *, to_go: bool) -> None:
         """An attempt begins with the knowledge that they are to go, or comes to nothing."""
@@ -185,11 +194,10 @@ class Lineup:
             return False
         if self.remaining == 0 and next(self.newcomers(), None) is None:
             return True
-        # Too few are there by now. What it alone has is kept for when there are more.
-        if member.id not in self._needed() or (member.with_data and not member.is_expected_to_go):
+        if member.id not in self._needed() and self._can_form:
             return False
-        staying = (other for other in self.present() if other.leaving is None)
-        return any(one.connected and one.id in self.state_holders for one in staying)
+        # Too few are there by now. What it alone has is kept for when there are more.
+        return self._is_state_kept() and (member.is_expected_to_go or not member.with_data)
 
     # Who has the state.
 

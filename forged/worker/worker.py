@@ -492,6 +492,9 @@ class ElasticWorker:
 
     async def _learn_what_was_missed(self) -> None:
         self._learn(await self._join(again=True))
+        if self._is_parting:
+            # It may be another daemon, which counts on this worker otherwise.
+            self._beat(self._config_now.heartbeat_interval_s)
 
     def _learn(self, joined: Joined) -> None:
         """Take what the daemon has told of the job."""
@@ -693,6 +696,8 @@ class ElasticWorker:
             await ended.wait()
         if self._is_parting:
             await self.leave(self._departure.reason)
+        else:
+            self._beat(self._config_now.heartbeat_interval_s)
         return self._is_parting
 
     async def come_to_step(self, total: int | None = None) -> int | Parting | None:

@@ -465,6 +465,32 @@ def test_where_too_few_stay_and_have_the_state_who_is_to_go_may_go() -> None:
     assert kinds(play.wait(SOON_S)) == ["JobWaiting"]
 
 
+def test_where_too_few_stay_nobody_counts_on_who_makes_no_more_steps() -> None:
+    play = of_size(3, "a", "b", "c")
+    drain(play, "b")
+    play.beat("b", parting=True)
+    play.complain("a", why="b left the world in good order")
+    assert kinds(play.wait(SOON_S)) == ["JobWaiting"]
+    assert may_go(play, "b")
+    play.join("d")
+    assert play.agree(5).step == 5
+    assert play.world == ["a", "d", "c"]
+
+
+def test_who_makes_no_more_steps_is_counted_on_for_its_state() -> None:
+    play = of_size(2, "a", "b", **ALL_MAY_FAIL)
+    drain(play, "a")
+    play.die("b")
+    play.wait(SOON_S)
+    play.beat("a", parting=True)
+    play.join("c")
+    play.wait(SOON_S)
+    assert play.agree(5).step == 5
+    assert (play.world, may_go(play, "a")) == (["a", "c"], True)
+    play.complain("c", why="a does not enter the world")
+    assert kinds(play.wait(SOON_S)) == ["JobWaiting"], "another world with it would be like this one"
+
+
 def test_where_too_few_stay_and_none_is_there_with_the_state_who_has_it_stays() -> None:
     play = of_size(3, "a", "b", "c")
     drain(play, "b")
