@@ -604,7 +604,7 @@ class Cluster:
         leavers = tuple(name for name in present if name not in staying)
         going = (_is_to_go(present[name]) for name in leavers[:REASONS_MAX])
         reason = "; ".join(dict.fromkeys([*self.why, *going, *joined(joining)])) or self.reason
-        goes_on = self._can_go_on(staying)
+        goes_on = self._can_go_on
         if self.attempt is not None:
             self.out.say(RescaleAborted(self.attempt.number, reason))
         cause = Cause.RESCALE_RESTARTED if self.phase is Phase.RESCALING else Cause.RESCALE_STARTED
@@ -642,12 +642,13 @@ class Cluster:
             )
         )
         # Where nobody is known to train all say with which step, rate and batch they begin: that may be anew.
-        if self.lineup.state_holders & staying and not (self.config.use_synchronous_rescaling or with_data):
+        if self.lineup.keeps_state() and not (self.config.use_synchronous_rescaling or with_data):
             self._commit(attempt, now)
 
-    def _can_go_on(self, staying: set[str]) -> bool:
+    @property
+    def _can_go_on(self) -> bool:
         """Whether the world may train, as it is, until another one holds, where somebody has its state."""
-        is_whole = bool(self.lineup.state_holders & staying) and self.lineup.is_whole
+        is_whole = self.lineup.keeps_state() and self.lineup.is_whole
         return is_whole and self.trains and not (self._must_stop or self.config.use_synchronous_rescaling)
 
     def _with_data(self, target: Iterable[str]) -> list[str]:

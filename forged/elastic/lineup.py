@@ -211,6 +211,10 @@ class Lineup:
         present = {member.id: member for member in self.present()}
         return present if self.state_holders & present.keys() else present | self._retained
 
+    def keeps_state(self) -> bool:
+        """Whether somebody stays who is known to have the state."""
+        return any(member.id in self.state_holders for member in self._stayers())
+
     def holders_there(self) -> set[str]:
         """Who of the world is there, and known to have the state."""
         return {member.id for member in self.present() if member.id in self.state_holders}

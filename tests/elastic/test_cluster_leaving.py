@@ -491,6 +491,17 @@ def test_who_makes_no_more_steps_is_counted_on_for_its_state() -> None:
     assert kinds(play.wait(SOON_S)) == ["JobWaiting"], "another world with it would be like this one"
 
 
+def test_without_synchronising_too_who_is_counted_on_for_its_state_is_asked_for_it() -> None:
+    play = of_size(2, "a", "b", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
+    drain(play, "a")
+    play.die("b")
+    play.wait(SOON_S)
+    play.join("c")
+    play.wait(SOON_S)
+    assert play.agree(5).step == 5, "it may be saving something, and enters no world meanwhile"
+    assert may_go(play, "a")
+
+
 def test_where_too_few_stay_and_none_is_there_with_the_state_who_has_it_stays() -> None:
     play = of_size(3, "a", "b", "c")
     drain(play, "b")
