@@ -84,18 +84,22 @@ class Attempt:
     """Why those do not get on who say so."""
     takers: frozenset[str] = frozenset()
     """Who takes the source's state."""
+    keepers: frozenset[str] = frozenset()
+    """Who of those who stay has the state."""
     spare: frozenset[str] = frozenset()
     """Who of those to go is of no more use: it has no training data, and somebody who stays has the state."""
     behind: set[str] = field(default_factory=set)
     """Who does not have the source's state yet, or its training data."""
     started_id: int = 0
     """The id of the fact that it was begun."""
+    relieved: frozenset[str] = field(init=False)
+    """The leavers, to be asked for one by one."""
     members: tuple[str, ...] = field(init=False)
     """Who has to answer: those to come in the order of ranks, then those to go."""
     _names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.members = self.target + self.leavers
+        self.members, self.relieved = self.target + self.leavers, frozenset(self.leavers)
         self._names = frozenset(self.members)
 
     def __contains__(self, worker_id: object) -> bool:
@@ -133,8 +137,8 @@ class Attempt:
         self.step = self.stops[self.source].position
         self.takers = frozenset(_behind(self.stops, self.source)).difference(self.leavers)
         self.behind = {*self.takers, *with_data}
-        is_kept = not self.takers.issuperset(self.target)
-        self.spare = frozenset(self.leavers).difference(with_data, {self.source}) if is_kept else frozenset()
+        self.keepers = frozenset(self.target).difference(self.takers)
+        self.spare = self.relieved.difference(with_data, {self.source}) if self.keepers else frozenset()
         self.stage = Stage.SYNCHRONISING
 
 

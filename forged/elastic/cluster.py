@@ -420,6 +420,8 @@ class Cluster:
             member.leaving, member.leaving_at = in_words(reason, WISH), now.monotonic
             self._put_member(member)
             self.out.say(WorkerDraining(worker_id, member.leaving))
+            if self._is_needed(member) and self._hole_at is None and self._relief_at() == NEVER:
+                self.out.trigger()
             self.lineup.send_away(member)
             if self._is_needed(member) and not self.lineup.holds(member):
                 # It was about to be taken in.
@@ -429,8 +431,13 @@ class Cluster:
     def may_go(self, member: Member) -> bool:
         """Whether one that is to go may do so now."""
         attempt = self.attempt
-        is_spare = attempt is not None and member.id in attempt.spare and not self._is_doomed
+        is_spare = attempt is not None and self._is_spare(member, attempt)
         return self.over or is_spare or self.lineup.may_go(member, is_under_way=attempt is not None)
+
+    def _is_spare(self, member: Member, attempt: Attempt) -> bool:
+        """Whether the attempt has no use for it any more, and one can be reached whose state is kept."""
+        keepers = filter(None, map(self.members.get, attempt.keepers))
+        return member.id in attempt.spare and any(keeper.connected for keeper in keepers)
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
@@ -514,7 +521,8 @@ class Cluster:
         self._forgive(now)
         steps = self.trains and not self.paused
         world = {member.id for member in self.members.values() if self.lineup.holds(member)}
-        for member, why in self.watch.look(self.members, world, self.config, now.monotonic, steps=steps):
+        kept = self.lineup.retained
+        for member, why in self.watch.look(self.members, world, kept, self.config, now.monotonic, steps=steps):
             self._fail(member, why, now)
 
     def _forgive(self, now: Moment) -> None:
@@ -580,7 +588,7 @@ class Cluster:
 
     def _relief_at(self) -> float:
         """When a world is formed because somebody is to go. Others may be told so in the window."""
-        first = self.lineup.to_be_relieved(() if self.attempt is None else self.attempt.leavers)
+        first = self.lineup.to_be_relieved(() if self.attempt is None else self.attempt.relieved)
         return NEVER if first is None else first.leaving_at + self.config.failure_window_s
 
     def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
@@ -596,7 +604,7 @@ class Cluster:
         leavers = tuple(name for name in present if name not in staying)
         going = (_is_to_go(present[name]) for name in leavers[:REASONS_MAX])
         reason = "; ".join(dict.fromkeys([*self.why, *going, *joined(joining)])) or self.reason
-        goes_on = self._can_go_on(staying)
+        goes_on = self._can_go_on
         if self.attempt is not None:
             self.out.say(RescaleAborted(self.attempt.number, reason))
         cause = Cause.RESCALE_RESTARTED if self.phase is Phase.RESCALING else Cause.RESCALE_STARTED
@@ -634,12 +642,13 @@ class Cluster:
             )
         )
         # Where nobody is known to train all say with which step, rate and batch they begin: that may be anew.
-        if self.lineup.state_holders & staying and not (self.config.use_synchronous_rescaling or with_data):
+        if self.lineup.keeps_state() and not (self.config.use_synchronous_rescaling or with_data):
             self._commit(attempt, now)
 
-    def _can_go_on(self, staying: set[str]) -> bool:
+    @property
+    def _can_go_on(self) -> bool:
         """Whether the world may train, as it is, until another one holds, where somebody has its state."""
-        is_whole = bool(self.lineup.state_holders & staying) and self.lineup.is_whole
+        is_whole = self.lineup.keeps_state() and self.lineup.is_whole
         return is_whole and self.trains and not (self._must_stop or self.config.use_synchronous_rescaling)
 
     def _with_data(self, target: Iterable[str]) -> list[str]:
@@ -690,6 +699,9 @@ class Cluster:
         self.attempt, self.why = None, []
         self._must_stop = False
         self._troubles.clear()
+        for leaver in filter(None, map(self.members.get, attempt.leavers)):
+            # Until now the others have kept it.
+            leaver.leaving_at = now.monotonic
         for member in members:
             self.watch.recovered(member, self.state.current_step)
             member.step, member.progress_at = self.state.current_step, now.monotonic

@@ -1,13 +1,14 @@
 """Who is in the world of a job, who waits to be, who is to go, and who has the state of the training.
 
-Law: nobody who is to go is counted on where there are enough without it. What may be nowhere else is kept: who alone is
-known to have the state goes when others have it, or when nobody is there who could take it.
+Law: of those who are to go no more are counted on than are missing without them. What may be nowhere else is kept: who
+alone is known to have the state goes when others have it, or when nobody is there, nor on the way back, who could take
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import Member
@@ -31,7 +32,6 @@ class Lineup:
         self._leavers: dict[str, Member] = {}
         """Those of the world that are to go, the first to be told first."""
         self._retained: dict[str, Member] = {}
-        """Who has gone out of the world before with its state, while not all of this one are known to have that."""
 
     def holds(self, member: Member) -> bool:
         """Whether it is in the committed world."""
@@ -71,8 +71,12 @@ class Lineup:
             self._retained.clear()
         else:
             gone = (self.members.get(name) for name in had_it.difference(target))
-            self._retained |= {member.id: member for member in gone if member is not None}
+            self.retain(member for member in gone if member is not None)
         self.sort()
+
+    def retain(self, members: Iterable[Member]) -> None:
+        """These have gone out of the world with what nobody in it may have."""
+        self._retained.update((member.id, member) for member in members)
 
     def have_met(self) -> None:
         """All of the world have met, and so have the state."""
@@ -103,55 +107,77 @@ class Lineup:
         """How many of them are not to go."""
         return self.there - len(self._leavers)
 
+    @property
+    def leavers(self) -> Collection[str]:
+        """Who of the world is to go, the first to be told first."""
+        return self._leavers.keys()
+
+    def newcomers(self) -> Iterator[Member]:
+        """Who wants to be in the next world, the first to come first; some may have lost their connection."""
+        return (member for member in self._outsiders.values() if member.leaving is None)
+
     def waiting(self) -> Iterator[Member]:
-        """Who wants to be in the next world, the first to come first."""
-        for member in self._outsiders.values():
-            if member.lost_at is None and member.leaving is None:
-                yield member
+        """Those of them who can be taken in."""
+        return (member for member in self.newcomers() if member.lost_at is None)
 
     # The next world.
 
     def staying(self) -> set[str]:
         """Who of the world is in the next one."""
-        needs_leavers = self.needs_leavers
-        return {member.id for member in self.present() if member.leaving is None or needs_leavers}
+        return {member.id for member in self._stayers()} | self._needed()
 
     def joining(self) -> list[str]:
         """Who comes into it: those who wait and find room."""
-        room = self.config.max_workers - self._counted
+        room = self.config.max_workers - self.remaining - len(self._needed())
         return [member.id for member in islice(self.waiting(), max(0, room))]
 
     def size_with(self, joining: Collection[str]) -> int:
         """How large it is, with these. Nobody needs one of those alone who are to go."""
-        return self._counted + len(joining) if self.remaining or joining else 0
+        return self.remaining + len(self._needed()) + len(joining) if self.remaining or joining else 0
 
-    @property
-    def needs_leavers(self) -> bool:
-        """Whether there are too few for it but for those who are to go."""
-        if not self._leavers:
-            return False
-        room, missing = self.config.max_workers - self.remaining, self.config.min_workers - self.remaining
-        return sum(1 for _ in islice(self.waiting(), max(0, min(room, missing)))) < missing
+    def _stayers(self) -> Iterator[Member]:
+        return (member for member in self.present() if member.leaving is None)
 
-    @property
-    def _counted(self) -> int:
-        return self.there if self.needs_leavers else self.remaining
+    def _needed(self) -> set[str]:
+        """Who of those who are to go is, because there are too few without them: the last to be told."""
+        missing = self.config.min_workers - self.remaining
+        if not self._leavers or missing <= 0:
+            return set()
+        waiting = sum(1 for _ in islice(self.waiting(), missing))
+        return set(islice(self._usable(), missing - waiting))
+
+    def _usable(self) -> Iterator[str]:
+        """Who of them can be needed, the last to be told first. Who makes no more steps is for its state alone."""
+        is_kept = self._is_state_kept()
+        return (name for name, member in reversed(self._leavers.items()) if not (is_kept and member.is_parting))
+
+    def _is_state_kept(self) -> bool:
+        """Whether somebody stays and can be reached who is known to have the state."""
+        return any(member.connected and member.id in self.state_holders for member in self._stayers())
 
     # Who is to go.
 
     def to_be_relieved(self, relieved: Collection[str]) -> Member | None:
         """The first of those who are to go, if there can be a world without it and it is not `relieved` in an attempt.
 
-        Where there are too few, it is one for which there can be a world in which others take over what it has.
+        Where it is needed, it is one for which there can be a world in which others take over what it has.
         """
-        if not self._leavers:
+        if not (self._leavers and (self.remaining or next(self.waiting(), None))):
             return None
-        if not self.needs_leavers:
-            return next((member for name, member in self._leavers.items() if name not in relieved), None)
-        news = (member for member in self._leavers.values() if not member.is_expected_to_go)
-        if self.remaining:
-            return next((member for member in news if member.with_data), None)
-        return next(news, None) if self.size_with(self.joining()) >= self.config.min_workers else None
+        needed = self._needed()
+        dispensable = (one for name, one in self._leavers.items() if name not in needed and name not in relieved)
+        news = (one for name, one in self._leavers.items() if name in needed and self._has_news(one))
+        first = next(chain(dispensable, news), None)
+        return first if first is not None and self._can_form else None
+
+    def _has_news(self, member: Member) -> bool:
+        """Whether nobody has been told to take over what it has, and somebody may have to."""
+        return not member.is_expected_to_go and (member.with_data or not self.remaining)
+
+    @property
+    def _can_form(self) -> bool:
+        """Whether there are enough for a world."""
+        return self.size_with(self.joining()) >= self.config.min_workers
 
     def expect_leavers(self, *, to_go: bool) -> None:
         """An attempt begins with the knowledge that they are to go, or comes to nothing."""
@@ -164,21 +190,30 @@ class Lineup:
             return False
         if not self.holds(member):
             return True
-        if is_under_way or not self.needs_leavers:
+        if is_under_way:
             return False
-        if self.remaining == 0 and next(self.waiting(), None) is None:
+        if self.remaining == 0 and next(self.newcomers(), None) is None:
             return True
+        if member.id not in self._needed() and self._can_form:
+            return False
         # Too few are there by now. What it alone has is kept for when there are more.
-        staying = (other for other in self.present() if other.leaving is None)
-        state_is_kept = any(one.connected and one.id in self.state_holders for one in staying)
-        return state_is_kept and (member.is_expected_to_go or not member.with_data)
+        return self._is_state_kept() and (member.is_expected_to_go or not member.with_data)
 
     # Who has the state.
+
+    @property
+    def retained(self) -> Mapping[str, Member]:
+        """Who has gone out of the world before with its state, while not all of this one are known to have that."""
+        return self._retained
 
     def givers(self) -> dict[str, Member]:
         """Whose state may be that of the next world."""
         present = {member.id: member for member in self.present()}
         return present if self.state_holders & present.keys() else present | self._retained
+
+    def keeps_state(self) -> bool:
+        """Whether somebody stays who is known to have the state."""
+        return any(member.id in self.state_holders for member in self._stayers())
 
     def holders_there(self) -> set[str]:
         """Who of the world is there, and known to have the state."""

@@ -52,6 +52,8 @@ class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
     topology: ClusterTopology
     incarnations: tuple[bytes, ...]
     state_holders: tuple[str, ...] = ()
+    retained: dict[str, bytes] = {}
+    """The incarnations of those who have gone out of the world before, and are kept for what they have."""
 
 
 class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +94,7 @@ def writes(cluster: Cluster) -> dict[str, bytes | None]:
                 topology=cluster.lineup.topology,
                 incarnations=tuple(cluster.lineup.world.values()),
                 state_holders=tuple(sorted(cluster.lineup.state_holders)),
+                retained={name: member.incarnation for name, member in cluster.lineup.retained.items()},
             )
         )
     for worker in out.members:
@@ -104,6 +107,7 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Clu
     """The cluster that these entries were written for; all members have yet to come back. None where it is no more."""
     cluster = Cluster(job, {})
     members: list[Member] = []
+    world: WorldRecord | None = None
     slack_s = 0.0
     for key, value in entries:
         kind = key.removeprefix(f"{PREFIX}{job}/").partition("/")[0]
@@ -112,7 +116,7 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Clu
             _take_cluster(cluster, record)
             slack_s = record.slack_s
         elif kind == WORLD:
-            _take_world(cluster, _decode_world(value))
+            world = _decode_world(value)
         else:
             members.append(_member(_decode_member(value), now))
     if not cluster.known:
@@ -121,6 +125,8 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Clu
         member.slack_s = slack_s
     # Who came first is taken in first, also behind a restart.
     cluster.lineup.members = Roster(job, sorted(members, key=lambda member: member.joined_at))
+    if world is not None:
+        _take_world(cluster, world)
     cluster.resume_from_store(now)
     return cluster
 
@@ -160,6 +166,8 @@ def _take_world(cluster: Cluster, record: WorldRecord) -> None:
     ids = (worker.id for worker in record.topology.workers)
     cluster.lineup.world = dict(zip(ids, record.incarnations, strict=True))
     cluster.lineup.state_holders = frozenset(record.state_holders)
+    retained = (cluster.members.known(name, incarnation) for name, incarnation in record.retained.items())
+    cluster.lineup.retain(member for member in retained if member is not None)
 
 
 def _member_record(member: Member) -> MemberRecord:

@@ -649,7 +649,7 @@ def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
         leaving=member.leaving,
         synchronising=cluster.synchronising if attempt else None,
         in_background=attempt is not None and attempt.in_background,
-        goes=attempt is not None and member.id in attempt.leavers,
+        goes=attempt is not None and member.id in attempt.relieved,
     )
 
 

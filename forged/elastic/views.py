@@ -67,7 +67,7 @@ def cluster_view(cluster: Cluster, now: float) -> ClusterView:
         paused=cluster.paused,
         generation=cluster.generation,
         world_size=cluster.lineup.there,
-        joining=len(cluster.members) - cluster.lineup.there,
+        joining=sum(1 for _ in cluster.lineup.newcomers()),
         state=cluster.state,
         failures=cluster.failures.in_world,
         reason=cluster.reason,
@@ -95,12 +95,13 @@ def plan(cluster: Cluster, size: int) -> RescalePlan:
     """What a rescale to so many workers would do; workers that are not there yet are called `new-1` and so on."""
     if not 1 <= size <= PLANNED_MAX:
         raise RequestRefused("plan_invalid", f"workers = {size}", f"give 1 to {PLANNED_MAX}")
-    old = list(cluster.lineup.world)
-    there = [member.id for member in cluster.members.values() if not cluster.lineup.holds(member)]
-    missing = max(0, size - len(old) - len(there))
-    joining = [*there, *(f"new-{number + 1}" for number in range(missing))][: max(0, size - len(old))]
+    old, leavers = list(cluster.lineup.world), cluster.lineup.leavers
+    staying = [worker for worker in old if worker not in leavers]
+    there = [member.id for member in cluster.lineup.newcomers()]
+    missing = max(0, size - len(staying) - len(there))
+    joining = [*there, *(f"new-{number + 1}" for number in range(missing))][: max(0, size - len(staying))]
     # The highest ranks go first, so that nobody else has to move.
-    new = assign_ranks(old, set(old[:size]), joining)
+    new = assign_ranks(old, set(staying[:size]), joining)
     rate, batch = cluster.paces(size)
     return RescalePlan(
         world_size=len(old),

@@ -50,6 +50,7 @@ class Watch:
         self,
         members: Mapping[str, Member],
         world: Collection[str],
+        kept: Collection[str],
         config: ElasticTrainingConfig,
         now: float,
         *,
@@ -57,15 +58,17 @@ class Watch:
     ) -> Iterator[tuple[Member, str]]:
         """Look at everybody; yields who has to go, and why.
 
-        `world` are those in the committed one, and `steps` tells whether anybody can make some now.
+        `world` are those in the committed one, `kept` those who may be needed though they are in none any more, and
+        `steps` tells whether anybody can make some now.
         """
         self._looked_at, self._soon_at = now, NEVER
         late = {member.id for member in holding_up([members[one] for one in world], world, config, now)}
         # Of a thousand nearly all are well, and have to cost next to nothing.
         lately = now - config.worker_heartbeat_timeout_s
         for worker_id, member in list(members.items()):
-            is_needed = worker_id in world
+            is_in_world = worker_id in world
             if not member.is_well(lately):
+                is_needed = is_in_world or worker_id in kept
                 death = death_of(member, config, now) or overstays(member, config, now, is_needed=is_needed)
                 if death is not None:
                     yield member, death
@@ -73,7 +76,7 @@ class Watch:
                 if not member.connected:
                     self.look_for(member, now)
                     self._tell_lost(member, config, now)
-            if is_needed:
+            if is_in_world:
                 # Whoever has done its last step may take its time to save what it has.
                 if not steps or member.is_parting or worker_id not in late:
                     # Whoever waits for others has come further than they have, and may get on from when they do.

@@ -53,6 +53,8 @@ class Departure:
         self.is_overdue = False
         """Whether it waits for nobody any more."""
         self._may_go = False
+        self._is_kept = False
+        """Whether the daemon has kept it in the moment of going."""
         self._is_announced = False
         """Whether the daemon has it on record that this worker is to go."""
         self._changed = anyio.Event()
@@ -79,7 +81,7 @@ class Departure:
         return f"{wish}; {self._why}" if self._why and self._has_to_stay() else wish
 
     def _has_to_stay(self) -> bool:
-        return self._ties.is_bound() and not self._may_go
+        return (self._is_kept or self._ties.is_bound()) and not self._may_go
 
     async def leave(self) -> bool:
         """Go, unless others have come to need this worker; who waits for nobody any more just goes."""
@@ -87,6 +89,7 @@ class Departure:
             return True
         with anyio.CancelScope() as self._going:
             self._may_go = await self._answer_to(self._ties.leave)
+            self._is_kept = not self._may_go
         self._going = None
         if not self._may_go:
             self._ask_again()
@@ -99,10 +102,15 @@ class Departure:
             tasks.start_soon(self._ask_for_leave, self._standing.draining)
             tasks.start_soon(self._wait, settings)
 
-    def reconsider(self) -> None:
-        """The world changes: who was not needed may be, and somebody may come."""
-        self._unwanted_s, self._may_go = 0.0, False
-        self._ask_again()
+    def reconsider(self, *, is_needed_anew: bool) -> None:
+        """Who needs whom changes, and somebody may come; others may need this worker that did not, or only fewer do.
+
+        Many may go one after the other. Who may go already does not ask at each of them: it is settled when it goes.
+        """
+        self._unwanted_s = 0.0
+        self._may_go = self._may_go and not is_needed_anew
+        if not self._may_go:
+            self._ask_again()
 
     def _ask_again(self) -> None:
         """The last answer counts no more."""
@@ -114,14 +122,16 @@ class Departure:
         question: Callable[[], Awaitable[bool]] = partial(self._ties.announce, wish)
         while True:
             changed = self._changed
-            may_go = await self._answer_to(question)
-            self._is_announced, question = True, self._ties.ask
-            # What follows from it was decided with the answer, and is told before it.
-            if not changed.is_set():
+            if self._has_to_stay() or not self._is_announced:
+                may_go = await self._answer_to(question)
+                self._is_announced, question = True, self._ties.ask
+                # What follows from it was decided with the answer, and is told before it.
+                if changed.is_set():
+                    continue
                 self._may_go = may_go
                 self._wake()
-                with anyio.move_on_after(None if may_go else self._pause_s()):
-                    await changed.wait()
+            with anyio.move_on_after(None if self._may_go else self._pause_s()):
+                await changed.wait()
 
     async def _answer_to(self, question: Callable[[], Awaitable[bool]]) -> bool:
         try:
@@ -142,8 +152,9 @@ class Departure:
             if bool(self._why) != self.is_overdue:
                 self._turn_overdue()
             await anyio.sleep(LOOK_INTERVAL_S)
-            # A daemon that cannot write has nobody come either.
-            alone_s = 0.0 if self._ties.has_daemon() and self._is_announced else alone_s + LOOK_INTERVAL_S
+            # A daemon that cannot write has nobody come either, nor takes down that somebody goes.
+            is_heard = self._ties.has_daemon() and self._is_announced and self._going is None
+            alone_s = 0.0 if is_heard else alone_s + LOOK_INTERVAL_S
             is_wanted = self._ties.has_given() or self._ties.is_waited_for()
             self._unwanted_s = 0.0 if is_wanted else self._unwanted_s + LOOK_INTERVAL_S
 

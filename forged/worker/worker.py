@@ -89,17 +89,10 @@ from forged.worker.waiting import Waiting
 R = TypeVar("R")
 
 JOB = "default"
-RESHAPING = (
-    RescaleStarted,
-    RescaleSynchronising,
-    RescaleCompleted,
-    RescaleAborted,
-    JobWaiting,
-    WorkerDraining,
-    WorkerFailed,
-    WorkerLeft,
-)
-"""What may change who needs whom."""
+RESHAPING = (RescaleStarted, RescaleCompleted)
+"""What may make others need a worker."""
+RELEASING = (RescaleSynchronising, RescaleAborted, JobWaiting, WorkerDraining, WorkerFailed, WorkerLeft)
+"""What may end that."""
 OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
 
 
@@ -499,6 +492,9 @@ class ElasticWorker:
 
     async def _learn_what_was_missed(self) -> None:
         self._learn(await self._join(again=True))
+        if self._is_parting:
+            # It may be another daemon, which counts on this worker otherwise.
+            self._beat(self._config_now.heartbeat_interval_s)
 
     def _learn(self, joined: Joined) -> None:
         """Take what the daemon has told of the job."""
@@ -700,6 +696,8 @@ class ElasticWorker:
             await ended.wait()
         if self._is_parting:
             await self.leave(self._departure.reason)
+        else:
+            self._beat(self._config_now.heartbeat_interval_s)
         return self._is_parting
 
     async def come_to_step(self, total: int | None = None) -> int | Parting | None:
@@ -905,7 +903,9 @@ class ElasticWorker:
             self._go_by(item.fact.settings)
         self._prepare_to_leave()
         if isinstance(item, Gap) or isinstance(item.fact, RESHAPING):
-            self._departure.reconsider()
+            self._departure.reconsider(is_needed_anew=True)
+        elif isinstance(item.fact, RELEASING):
+            self._departure.reconsider(is_needed_anew=False)
         if isinstance(item, Record) and self._supply is not None:
             self._supply.hear(item.fact)
         self._see_to_data()

@@ -224,6 +224,31 @@ def test_where_none_who_stays_has_the_state_all_who_have_it_wait_until_it_is_tak
     assert (play.world, play.cluster.state.current_step) == (["c"], 5)
 
 
+def test_who_was_of_no_use_any_more_is_while_the_one_who_was_to_stay_is_lost() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("a", "b", stop=Stop(5, holds_state=True))
+    play.lose("a")
+    assert not may_go(play, "b"), "a may be dead, and c has nothing yet"
+    play.come_back("a")
+    assert may_go(play, "b")
+
+
+def test_who_gives_its_state_stays_though_a_newcomer_has_it_already() -> None:
+    play = formed("a")
+    play.join("c", "d")
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.stop("c", stop=Stop(5, holds_state=True))
+    play.stop("d", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=Stop(5, holds_state=True))
+    assert play.last(RescaleSynchronising).source.id == "a"
+    assert not may_go(play, "a"), "d has been told to take it there"
+
+
 def test_who_is_to_go_and_is_behind_takes_nothing() -> None:
     play = formed("a", "b")
     drain(play, "b")
@@ -291,6 +316,42 @@ def test_who_has_gone_out_of_a_world_is_asked_for_the_state_when_nobody_else_has
     assert (play.world, may_go(play, "a")) == (["c"], True)
 
 
+def test_who_has_gone_out_of_a_world_and_died_is_asked_for_nothing() -> None:
+    play = formed("a", "b", use_synchronous_rescaling=False)
+    play.join("c")
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.die("a")
+    assert play.wait(1.0) == [], "no world needs it"
+    play.die("b")
+    play.wait(SOON_S)
+    assert play.last(RescaleStarted).leaving == []
+    play.agree(0)
+    assert play.world == ["c"]
+
+
+def test_the_next_daemon_keeps_who_has_gone_out_of_a_world_that_may_not_have_the_state() -> None:
+    play = formed("a", "b", use_synchronous_rescaling=False)
+    play.join("c")
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.restart()
+    play.come_back("a", "b", "c")
+    assert not may_go(play, "a")
+    play.beat("b", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
+    assert may_go(play, "a")
+    play.restart()
+    assert may_go(play, "a"), "it is not kept once more"
+
+
+def test_who_is_kept_behind_its_last_world_is_not_put_out() -> None:
+    play = formed("a", "b", use_synchronous_rescaling=False, leave_timeout_ms=20_000)
+    play.join("c")
+    drain(play, "a")
+    play.wait(60.0)
+    assert (may_go(play, "a"), failed(play)) == (False, [])
+
+
 # When it is told while a world is formed.
 
 
@@ -337,6 +398,15 @@ def test_when_others_come_an_attempt_does_without_who_is_to_go() -> None:
     play.wait(SOON_S)
     play.agree(5)
     assert play.world == ["c", "d"]
+
+
+def test_what_an_attempt_lasts_is_not_held_against_who_is_to_go() -> None:
+    play = formed("a", "b", leave_timeout_ms=20_000, rescale_timeout_ms=0)
+    drain(play, "b")
+    play.wait(30.0)
+    play.agree(5)
+    play.wait(1.0)
+    assert failed(play) == [], "it has just heard that it may go"
 
 
 # When nobody can form a world without it.
@@ -395,6 +465,43 @@ def test_where_too_few_stay_and_have_the_state_who_is_to_go_may_go() -> None:
     assert kinds(play.wait(SOON_S)) == ["JobWaiting"]
 
 
+def test_where_too_few_stay_nobody_counts_on_who_makes_no_more_steps() -> None:
+    play = of_size(3, "a", "b", "c")
+    drain(play, "b")
+    play.beat("b", parting=True)
+    play.complain("a", why="b left the world in good order")
+    assert kinds(play.wait(SOON_S)) == ["JobWaiting"]
+    assert may_go(play, "b")
+    play.join("d")
+    assert play.agree(5).step == 5
+    assert play.world == ["a", "d", "c"]
+
+
+def test_who_makes_no_more_steps_is_counted_on_for_its_state() -> None:
+    play = of_size(2, "a", "b", **ALL_MAY_FAIL)
+    drain(play, "a")
+    play.die("b")
+    play.wait(SOON_S)
+    play.beat("a", parting=True)
+    play.join("c")
+    play.wait(SOON_S)
+    assert play.agree(5).step == 5
+    assert (play.world, may_go(play, "a")) == (["a", "c"], True)
+    play.complain("c", why="a does not enter the world")
+    assert kinds(play.wait(SOON_S)) == ["JobWaiting"], "another world with it would be like this one"
+
+
+def test_without_synchronising_too_who_is_counted_on_for_its_state_is_asked_for_it() -> None:
+    play = of_size(2, "a", "b", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
+    drain(play, "a")
+    play.die("b")
+    play.wait(SOON_S)
+    play.join("c")
+    play.wait(SOON_S)
+    assert play.agree(5).step == 5, "it may be saving something, and enters no world meanwhile"
+    assert may_go(play, "a")
+
+
 def test_where_too_few_stay_and_none_is_there_with_the_state_who_has_it_stays() -> None:
     play = of_size(3, "a", "b", "c")
     drain(play, "b")
@@ -402,6 +509,41 @@ def test_where_too_few_stay_and_none_is_there_with_the_state_who_has_it_stays() 
     assert not may_go(play, "b")
     play.come_back("c")
     assert may_go(play, "b")
+
+
+def test_where_too_few_stay_who_have_yet_to_meet_who_is_to_go_stays_until_they_have() -> None:
+    play = of_size(2, "a", "b", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
+    play.die("b")
+    play.join("c")
+    play.wait(SOON_S)
+    assert play.cluster.generation == 2, "nobody has stopped for it"
+    drain(play, "a")
+    assert not may_go(play, "a")
+    play.beat("a", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
+    assert may_go(play, "a")
+
+
+def test_where_too_few_stay_who_holds_data_goes_when_that_has_been_taken_over() -> None:
+    play = of_size(2, "a", "b")
+    for member in play.cluster.members.values():
+        member.with_data = True
+    drain(play, "b")
+    assert not may_go(play, "b")
+    play.wait(SOON_S)
+    play.agree(5)
+    assert (play.world, may_go(play, "b")) == (["a", "b"], True)
+
+
+def test_who_holds_data_stays_when_it_could_not_be_taken_over_because_too_few_were_left() -> None:
+    play = of_size(3, "a", "b", "c", **ALL_MAY_FAIL)
+    for member in play.cluster.members.values():
+        member.with_data = True
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.die("c")
+    play.wait(SOON_S)
+    assert play.cluster.phase is Phase.WAITING
+    assert not may_go(play, "b")
 
 
 def test_where_too_few_stay_and_more_come_who_is_to_go_is_let_go_of() -> None:
@@ -412,6 +554,64 @@ def test_where_too_few_stay_and_more_come_who_is_to_go_is_let_go_of() -> None:
     play.wait(SOON_S)
     play.agree()
     assert play.world == ["a", "d", "c"]
+
+
+def test_of_several_who_are_to_go_no_more_stay_than_are_missing() -> None:
+    play = of_size(3, "a", "b", "c", "d")
+    drain(play, "b", "c", "d")
+    play.join("e")
+    play.wait(SOON_S)
+    play.agree(5)
+    assert play.world == ["a", "e", "d"]
+    assert [may_go(play, name) for name in "bcd"] == [True, True, True]
+
+
+def test_who_comes_while_all_of_a_full_world_are_to_go_is_given_the_state() -> None:
+    play = Play(min_workers=3, max_workers=3)
+    play.join("a", "b", "c")
+    play.agree(0)
+    drain(play, "a", "b", "c")
+    play.join("d")
+    play.wait(SOON_S)
+    assert not any(may_go(play, name) for name in "abc")
+    assert play.agree(5).step == 5
+    assert "d" in play.world
+    assert [may_go(play, name) for name in "abc"] == [True, True, True]
+
+
+def test_who_holds_data_and_is_to_go_while_too_few_are_there_does_not_keep_the_daemon_busy() -> None:
+    play = of_size(3, "a", "b", "c", **ALL_MAY_FAIL)
+    for member in play.cluster.members.values():
+        member.with_data = True
+    play.die("c")
+    play.wait(SOON_S)
+    drain(play, "b")
+    play.wait(1.0)
+    assert play.cluster.due_at() > play.time
+    assert play.cluster.phase is Phase.WAITING
+
+
+def test_who_alone_has_the_state_waits_for_who_is_on_the_way_back() -> None:
+    play = formed("a")
+    play.join("b")
+    drain(play, "a")
+    play.restart()
+    play.come_back("a")
+    assert not may_go(play, "a"), "b has lost its connection with the daemon before"
+    play.come_back("b")
+    play.wait(SOON_S)
+    play.agree(5)
+    assert (play.world, may_go(play, "a")) == (["b"], True)
+
+
+def test_who_alone_has_the_state_does_not_wait_for_who_does_not_come_back() -> None:
+    play = formed("a")
+    play.join("b")
+    drain(play, "a")
+    play.restart()
+    play.come_back("a")
+    play.wait(play.cluster.config.reconnect_grace_s + 1.0)
+    assert may_go(play, "a")
 
 
 def test_when_the_training_is_over_nobody_is_kept() -> None:

@@ -100,6 +100,17 @@ async def test_a_rescale_follows_from_the_failure_that_made_it_necessary() -> No
 
 
 @virtual
+async def test_a_rescale_follows_from_the_first_word_that_somebody_is_to_go() -> None:
+    async with a_stage() as stage:
+        _, b, c = await stage.form("a", "b", "c", **PATIENT)
+        await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))
+        await c.ask(AnnounceLeave(JOB, "c", c.incarnation, "the night"))
+        await stage.wait(0.1)
+        assert stage.cause(RescaleStarted) == "WorkerDraining b"
+        assert stage.facts(RescaleStarted)[-1].leaving == ["b", "c"]
+
+
+@virtual
 async def test_an_attempt_that_has_to_begin_again_follows_from_what_broke_it() -> None:
     async with a_stage() as stage:
         _, b, c, _ = await stage.form("a", "b", "c", "d", **PATIENT)

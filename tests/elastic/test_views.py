@@ -104,6 +104,27 @@ def test_a_plan_names_who_would_have_which_rank_and_moves_nobody() -> None:
     assert plan(play.cluster, 5).remarks == ["1 worker has yet to join"]
 
 
+def test_who_is_to_go_is_in_no_planned_world() -> None:
+    play = formed("a", "b", "c")
+    play.join("d")
+    play.cluster.drain("a", play.now, "a test")
+    planned = plan(play.cluster, 3)
+    assert {one.id: one.new_rank for one in planned.workers} == {"d": 0, "b": 1, "c": 2, "a": -1}
+    play.wait(1.0)
+    play.agree()
+    assert "a" in play.cluster.members
+    assert [one.id for one in plan(play.cluster, 4).workers] == ["d", "b", "c", "new-1"]
+
+
+def test_who_saves_behind_its_last_world_does_not_join() -> None:
+    play = formed("a", "b")
+    play.cluster.drain("a", play.now, "a test")
+    play.wait(1.0)
+    play.agree()
+    view = cluster_view(play.cluster, play.time)
+    assert (view.world_size, view.joining) == (1, 0)
+
+
 def test_a_plan_for_a_job_that_is_over_says_so() -> None:
     play = formed("a")
     play.cluster.abort(play.now, "enough")

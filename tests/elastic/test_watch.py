@@ -17,7 +17,7 @@ def member(name: str, *, marks: int = 0, told_at: float = 0.0, progress_at: floa
 def look(watch: Watch, *members: Member, now: float, steps: bool = True, evict: bool = False) -> list[tuple[str, str]]:
     config = ElasticTrainingConfig(stall_timeout_ms=5_000, evict_stalled=evict)
     known = {one.id: one for one in members}
-    return [(one.id, why) for one, why in watch.look(known, known, config, now, steps=steps)]
+    return [(one.id, why) for one, why in watch.look(known, known, (), config, now, steps=steps)]
 
 
 def test_it_looks_again_and_again() -> None:

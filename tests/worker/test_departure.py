@@ -158,7 +158,7 @@ async def test_who_may_go_and_is_needed_after_all_stays() -> None:
     async with scene.told_to_go():
         await anyio.sleep(0.1)
         assert scene.departure.is_due
-        scene.departure.reconsider()
+        scene.departure.reconsider(is_needed_anew=True)
         assert not scene.departure.is_due, "until the daemon has been asked again"
         await anyio.sleep(0.1)
         assert not scene.departure.is_due
@@ -190,6 +190,33 @@ async def test_who_is_needed_in_the_moment_of_going_stays_and_asks_again() -> No
 
 
 @virtual
+async def test_who_is_kept_in_the_moment_of_going_is_not_due_at_once_because_it_is_in_no_world() -> None:
+    scene = Scene()
+    scene.is_bound, scene.answers = False, [False]
+    async with scene.told_to_go():
+        assert scene.departure.is_due
+        assert not await scene.departure.leave()
+        await anyio.sleep(50)
+        assert not scene.departure.is_due
+        scene.answers = [True]
+        await anyio.sleep(2 * QUESTION_INTERVAL_S)
+        assert scene.departure.is_due
+    assert scene.asked.count("good bye?") == 1
+
+
+@virtual
+async def test_a_daemon_that_does_not_take_down_that_it_goes_is_waited_for_no_longer_than_for_any() -> None:
+    scene = Scene()
+    scene.answers = [True]
+    loop = asyncio.get_running_loop()
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        scene.answers, began_at = [], loop.time()
+        assert await scene.departure.leave()
+        assert loop.time() - began_at == pytest.approx(15, abs=1)
+
+
+@virtual
 async def test_who_gets_no_answer_in_the_moment_of_going_waits_no_longer_than_for_any_daemon() -> None:
     scene = Scene()
     scene.answers = [True]
@@ -215,10 +242,50 @@ async def test_an_answer_that_is_older_than_the_change_does_not_count() -> None:
     scene.answers = [True, False]
     async with scene.told_to_go():
         await anyio.sleep(0.005)
-        scene.departure.reconsider()
+        scene.departure.reconsider(is_needed_anew=True)
         await anyio.sleep(0.1)
         assert not scene.departure.is_due
     assert len(scene.asked) == 2
+
+
+@virtual
+async def test_who_may_go_does_not_ask_at_everybody_else_who_goes() -> None:
+    scene = Scene()
+    scene.answers = [True]
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        for _ in range(100):
+            scene.departure.reconsider(is_needed_anew=False)
+            await anyio.sleep(1)
+        assert scene.departure.is_due
+    assert len(scene.asked) == 1
+
+
+@virtual
+async def test_who_is_in_no_world_any_more_asks_nobody_while_it_saves() -> None:
+    scene = Scene()
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        scene.is_bound, asked = False, len(scene.asked)
+        for _ in range(100):
+            scene.departure.reconsider(is_needed_anew=False)
+            await anyio.sleep(1)
+        assert len(scene.asked) == asked
+        scene.is_bound = True
+        await anyio.sleep(2 * QUESTION_INTERVAL_S)
+        assert len(scene.asked) > asked, "nobody has told it that it is needed"
+
+
+@virtual
+async def test_who_has_to_stay_asks_when_fewer_may_need_it() -> None:
+    scene = Scene()
+    scene.answers = [False, True]
+    async with scene.told_to_go():
+        await anyio.sleep(0.1)
+        assert not scene.departure.is_due
+        scene.departure.reconsider(is_needed_anew=False)
+        await anyio.sleep(0.1)
+        assert scene.departure.is_due
 
 
 @virtual
@@ -249,7 +316,7 @@ async def test_with_every_change_of_the_world_its_time_begins_anew() -> None:
     async def change() -> None:
         for _ in range(10):
             await anyio.sleep(50)
-            scene.departure.reconsider()
+            scene.departure.reconsider(is_needed_anew=True)
 
     async with task_group() as tasks:
         tasks.start_soon(change)

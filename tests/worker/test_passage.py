@@ -30,6 +30,7 @@ from forged.worker.place import Place
 from forged.worker.presence import Presence
 from forged.worker.registration import Registration
 from forged.worker.standing import Commit, Standing
+from forged.worker.worker import ElasticWorker
 from tests.client.house import House
 from tests.client.proxy import Proxy
 from tests.spine import virtual
@@ -70,8 +71,8 @@ class TestNotStopping:
     async def test_where_the_last_goes_who_was_known_to_have_the_state_the_others_say_where_they_are(
         self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # Nobody says by a heartbeat that all have met.
-        monkeypatch.setattr(Registration, "beat", lambda *_, **__: None)
+        # Nobody says that all have met.
+        monkeypatch.setattr(ElasticWorker, "_beat", lambda worker, every_s: None)
         settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
         async with crew_at(house.endpoint, **settings) as crew:
             crew.start("a")
