@@ -1,8 +1,9 @@
 """Law: whatever happens to a job, in whatever order, and whenever the daemon dies over it, what it says stays true.
 
-Workers here are honest but mortal: they stop, take the state and commit steps as a worker's library does, and they die,
-lose their connections, or lie about nothing. The daemon loses what it had not stored. After every event everything that
-was ever said is checked again, and at the end, when nothing more goes wrong, the job has to come to rest.
+Workers here are honest but mortal: they stop, meet, take the state and commit steps as a worker's library does, some
+hold training data, those who are told to go do when they may, and they die, lose their connections, or lie about
+nothing. The daemon loses what it had not stored. After every event everything that was ever said is checked again, and
+at the end, when nothing more goes wrong, the job has to come to rest.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forged.elastic.attempt import Stage, Stop
+from forged.elastic.attempt import Stage, Stop, choose_source
 from forged.elastic.cluster import Cluster
+from forged.elastic.members import MARKS_PER_WORLD, Member
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
@@ -56,8 +58,8 @@ class Process:
     """The generation of the world that it is in; 0 for none."""
     answered: int = 0
     """The last attempt that it has said to have stopped for."""
-    brought: bool = False
-    """Whether it said then that it holds a state."""
+    parting: bool = False
+    """Whether it makes no more steps."""
 
     @property
     def incarnation(self) -> bytes:
@@ -98,6 +100,9 @@ class Histories(RuleBasedStateMachine):
         self.told = Told()
         self.committed = 0
         """The highest step that anybody was told to be committed."""
+        self.met = 0
+        """The last world of which all have met, and so have the state."""
+        self.with_data: set[str] = set()
         self.lives = dict.fromkeys(NAMES, 0)
         self.store_fails = False
 
@@ -109,13 +114,26 @@ class Histories(RuleBasedStateMachine):
         evict=st.booleans(),
         waits=st.sampled_from([None, 60_000]),
         window=st.sampled_from([0, 50]),
+        with_data=st.sampled_from([[], [], NAMES, NAMES[::2]]),
+        synchronous=st.booleans(),
     )
     def begin(
-        self, least: int, most: int, failures: int, tolerance: int, evict: bool, waits: int | None, window: int
+        self,
+        least: int,
+        most: int,
+        failures: int,
+        tolerance: int,
+        evict: bool,
+        waits: int | None,
+        window: int,
+        with_data: list[str],
+        synchronous: bool,
     ) -> None:
+        self.with_data = set(with_data)
         self.cluster = Cluster(
             JOB,
             {
+                "use_synchronous_rescaling": synchronous,
                 "min_workers": least,
                 "max_workers": most,
                 "max_consecutive_failures": failures,
@@ -147,16 +165,21 @@ class Histories(RuleBasedStateMachine):
         known = self.cluster.members.get(name)
         was_over = self.cluster.over
         life = self.lives[name] + 1
-        code = refused(lambda: self.cluster.join(newcomer(name, life, self.time), self.now))
+        code = refused(lambda: self.cluster.join(self.newcomer(name, life), self.now))
         if was_over:
             assert code == "job_over"
         elif known is not None:
             assert code == ("worker_exists" if known.connected else "worker_undecided")
         else:
             assert code == ""
+            # It may be in a world at once.
+            before, self.processes[name] = self.processes.get(name), Process(name, life)
             if self.settle():
                 self.lives[name] = life
-                self.processes[name] = Process(name, life)
+            elif before is None:
+                del self.processes[name]
+            else:
+                self.processes[name] = before
 
     @rule(names=st.sets(st.sampled_from(NAMES), min_size=2))
     def start_several_and_let_them_train(self, names: set[str]) -> None:
@@ -172,7 +195,7 @@ class Histories(RuleBasedStateMachine):
         if process is None or not self.is_member(process) or not process.connected or self.cluster.over:
             return
         before = list(self.cluster.members)
-        self.cluster.join(newcomer(name, process.life, self.time), self.now)
+        self.cluster.join(self.newcomer(name, process.life), self.now)
         assert list(self.cluster.members) == before
         assert not [fact for fact in self.cluster.out.facts if isinstance(fact, WorkerJoined)]
         self.settle()
@@ -194,10 +217,20 @@ class Histories(RuleBasedStateMachine):
             return
         if member.leaving is None or not self.cluster.may_go(member):
             return
-        others = [one for one in self.cluster.members.values() if one is not member and one.leaving is None]
-        if not self.cluster.over and self.cluster.lineup.holds(member) and others:
-            assert self.cluster.lineup.state_holders & {one.id for one in others}, "it takes the only state along"
+        others = [one for one in self.cluster.members.values() if one is not member]
+        if not self.cluster.over and self.has_all(process) and any(one.leaving is None for one in others):
+            reached = [self.processes[one.id] for one in others if one.connected]
+            assert any(self.has_all(other) for other in reached), "it takes the only state along"
         self.leave(name, done=False)
+
+    @rule(name=st.sampled_from(NAMES))
+    def part(self, name: str) -> None:
+        """One that was told to go, and may, saves what it has first."""
+        process, member = self.living(name), self.cluster.members.get(name)
+        if process is None or member is None or not (self.is_member(process) and process.connected):
+            return
+        process.parting = member.leaving is not None and self.cluster.may_go(member)
+        self.beat(name, by_pulse=False)
 
     @rule(name=st.sampled_from(NAMES), told=st.booleans())
     def kill(self, name: str, told: bool) -> None:
@@ -246,22 +279,32 @@ class Histories(RuleBasedStateMachine):
             return
         if not self.is_member(process):
             return
-        if process.answered < attempt.number:
-            process.brought = process.holds_state
+        if process.answered < attempt.number and attempt.stage is Stage.PAUSING:
             stop = Stop(process.step, process.holds_state, process.holds_state and process.finished, 0, 0.1, 32)
             self.cluster.stopped(name, process.incarnation, attempt.number, stop, self.now)
             if self.settle():
                 process.answered = attempt.number
                 process.world = process.world if self.cluster.attempt is None else 0
-        elif attempt.stage is Stage.SYNCHRONISING and name in attempt.behind:
-            source = self.processes[attempt.source]
-            if not source.alive:
-                return
+        elif attempt.stage is not Stage.PAUSING and name in attempt.behind:
             before = process.step, process.finished, process.holds_state
-            process.step, process.finished, process.holds_state = attempt.step, False, True
+            if name in attempt.takers:
+                if not self.processes[attempt.source].alive:
+                    return
+                process.step, process.finished, process.holds_state = attempt.step, False, True
             self.cluster.ready(name, process.incarnation, attempt.number, self.now)
             if not self.settle():
                 process.step, process.finished, process.holds_state = before
+
+    @rule()
+    def meet(self) -> None:
+        """All of a world for which nobody has stopped meet, and agree on whose state holds."""
+        world = [self.processes.get(worker.id) for worker in self.cluster.lineup.topology.workers]
+        members = [process for process in world if process is not None and self.may_meet(process)]
+        if not members or len(members) < len(world) or self.met == self.cluster.generation:
+            return
+        if self.phase is Phase.RUNNING:
+            stops = {one.name: Stop(one.step, one.holds_state, one.holds_state and one.finished) for one in members}
+            self.take_up(stops[choose_source(tuple(stops), stops)].position, tuple(stops))
 
     @rule()
     def answer_all(self) -> None:
@@ -285,6 +328,7 @@ class Histories(RuleBasedStateMachine):
         world = [self.processes.get(worker.id) for worker in self.cluster.lineup.topology.workers]
         members = [process for process in world if process is not None]
         able = all(self.trains(process) for process in members) and len(members) == len(world)
+        able = able and self.met == self.cluster.generation
         if not able or not members or self.phase is not Phase.RUNNING or self.cluster.paused:
             return
         if not finished:
@@ -306,9 +350,9 @@ class Histories(RuleBasedStateMachine):
         if process is None:
             return
         if by_pulse:
-            self.cluster.pulse(name, process.incarnation, process.step, process.step, 1.0, self.now)
+            self.cluster.pulse(name, process.incarnation, process.step, self.marks(process), 1.0, self.now)
         elif process.connected:
-            self.cluster.heartbeat(name, process.incarnation, process.step, process.step, self.now)
+            self.say_how_far(process)
         self.settle()
 
     @rule(name=st.sampled_from(NAMES), peer=st.sampled_from([*NAMES, ""]), back=st.integers(0, 1))
@@ -480,17 +524,24 @@ class Histories(RuleBasedStateMachine):
         assert sizes.get(fact.type, len(new) == len(old))
         for name in new:
             process = self.processes[name]
-            assert process.answered == fact.attempt or process.name == self.answering(fact.attempt)
-        assert fact.step is not None
-        if any(self.processes[name].brought for name in (*new, *started.leaving)):
-            assert fact.step >= self.committed, "what was committed is not taken back"
-        # Where nobody is left who has it, there is nothing to go on from.
-        self.committed = fact.step
+            has_answered = process.answered == fact.attempt or process.name == self.answering(fact.attempt)
+            assert has_answered or fact.step is None
         for name in new:
-            process = self.processes[name]
-            process.step, process.finished, process.holds_state = fact.step, False, True
-            process.world, process.answered = told.topology.epoch, fact.attempt
+            self.processes[name].world, self.processes[name].answered = told.topology.epoch, fact.attempt
+        if fact.step is not None:
+            self.take_up(fact.step, new)
         told.attempt = None
+
+    def take_up(self, step: int, world: tuple[str, ...]) -> None:
+        """All of a world have the state behind that step."""
+        if step < self.committed:
+            lost = [one.name for one in self.processes.values() if one.connected and self.has_all(one)]
+            assert not lost, f"{lost} had what was committed, and it is taken back"
+        # Where nobody is left who has it, there is nothing to go on from.
+        self.committed, self.met = step, self.told.topology.epoch
+        for name in world:
+            process = self.processes[name]
+            process.step, process.finished, process.holds_state = step, False, True
 
     def answering(self, number: int) -> str:
         """Who is just answering an attempt, by which it has succeeded."""
@@ -549,6 +600,9 @@ class Histories(RuleBasedStateMachine):
             for name in NAMES:
                 self.mend_connection(name)
             self.answer_all()
+            self.meet()
+            for name in NAMES:
+                self.leave_if_it_may(name)
             self.pass_time(0.5)
         assert self.at_rest(), f"{self.phase} for ever: {self.cluster.reason}"
 
@@ -561,13 +615,14 @@ class Histories(RuleBasedStateMachine):
             return False
         willing = sum(member.leaving is None for member in cluster.members.values())
         enough = willing >= cluster.config.min_workers
+        if enough and willing < len(cluster.members):
+            # Who is to go has gone, if there are enough others.
+            return False
         if self.phase is Phase.RUNNING:
             taken_in = sum(process.world == cluster.generation for process in alive)
             full = len(cluster.lineup.world) >= cluster.config.max_workers
             is_whole = taken_in == len(cluster.lineup.world)
-            # Who is to go is let go of, if there are enough others.
-            is_settled = cluster.lineup.remaining == cluster.lineup.there and (willing == taken_in or full)
-            return is_whole and (is_settled or not enough)
+            return is_whole and (willing == taken_in or full or not enough)
         return self.phase in {Phase.FORMING, Phase.WAITING} and not enough
 
     # Small things.
@@ -587,7 +642,7 @@ class Histories(RuleBasedStateMachine):
     def hear_all(self) -> None:
         for process in self.processes.values():
             if process.alive and process.connected:
-                self.cluster.heartbeat(process.name, process.incarnation, process.step, process.step, self.now)
+                self.say_how_far(process)
         self.settle()
 
     def reload(self) -> None:
@@ -596,6 +651,35 @@ class Histories(RuleBasedStateMachine):
         self.cluster = found or Cluster(JOB, self.cluster.settings)
         for process in self.processes.values():
             process.connected = False
+
+    def newcomer(self, name: str, life: int) -> Member:
+        member = newcomer(name, life, self.time)
+        member.with_data = name in self.with_data
+        return member
+
+    def say_how_far(self, process: Process) -> None:
+        """A heartbeat."""
+        self.cluster.heartbeat(
+            process.name,
+            process.incarnation,
+            process.step,
+            self.marks(process),
+            self.now,
+            parting=process.parting,
+        )
+
+    def marks(self, process: Process) -> int:
+        has_met = process.world > 0 and process.world == self.met
+        return process.world * MARKS_PER_WORLD + (1 + process.step if has_met else 0)
+
+    def has_all(self, process: Process) -> bool:
+        """Whether it can give others all that is committed."""
+        steps = process.step + process.finished
+        return process.alive and self.is_member(process) and process.holds_state and steps >= self.committed > 0
+
+    def may_meet(self, process: Process) -> bool:
+        is_there = process.alive and self.is_member(process) and process.world == self.cluster.generation
+        return is_there and not process.parting
 
     def living(self, name: str) -> Process | None:
         process = self.processes.get(name)
@@ -606,12 +690,7 @@ class Histories(RuleBasedStateMachine):
         return member is not None and member.incarnation == process.incarnation
 
     def trains(self, process: Process) -> bool:
-        return (
-            process.alive
-            and process.world == self.cluster.generation
-            and not process.finished
-            and self.is_member(process)
-        )
+        return self.may_meet(process) and not process.finished
 
 
 TestHistories = Histories.TestCase
