@@ -30,12 +30,13 @@ from forged.log import Log
 from forged.worker.blocking_transfers import BlockingTransfers
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
+from forged.worker.parting import Parting
 from forged.worker.peer_tls import PeerTls
 from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.state import copy_of
 from forged.worker.step import Step
 from forged.worker.termination import heeding_sigterm
-from forged.worker.worker import JOB, ElasticWorker, Parting
+from forged.worker.worker import JOB, ElasticWorker
 
 R = TypeVar("R")
 

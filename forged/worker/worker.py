@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from random import Random, SystemRandom
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -72,6 +72,7 @@ from forged.worker.heartbeat import Heartbeat
 from forged.worker.mesh import Mesh
 from forged.worker.own_host import own_host
 from forged.worker.own_process import OwnProcess, WorkerProcess
+from forged.worker.parting import Parting, Withdrawal
 from forged.worker.passage import Means, Passage
 from forged.worker.peer_tls import PeerTls
 from forged.worker.place import Place
@@ -94,17 +95,6 @@ RESHAPING = (RescaleStarted, RescaleCompleted)
 RELEASING = (RescaleSynchronising, RescaleAborted, JobWaiting, WorkerDraining, WorkerFailed, WorkerLeft)
 """What may end that."""
 OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
-
-
-NEVER_SAVED = -1
-
-
-class Parting(NamedTuple):
-    """The last step is done, and the worker is to go."""
-
-    reason: str
-    is_news: bool
-    """Whether the subscribers of `leaving` have yet to be told of this step."""
 
 
 class ElasticWorker:
@@ -198,6 +188,7 @@ class ElasticWorker:
         self._standing = Standing(self._worker_id.id)
         self._departure = Departure(self._standing, self._ties(), self._wake, self._random.random, self._log)
         self._presence = Presence(self._standing, counters)
+        self._withdrawal = Withdrawal(self._standing, self._presence, self._departure, self._beat_now, self._log)
         self._place.counters = counters
         self._place.begin_anew()
         self._hearing: Hearing | None = None
@@ -207,14 +198,6 @@ class ElasticWorker:
         self._term = 0
         self._usage: UsageReport | None = None
         self._waiting = Waiting(self._what_stands_still, self._log)
-        self._is_parting = False
-        """Whether it has done its last step, and does by itself what remains to be done."""
-        self._alone: World | None = None
-        """The world in which it was last and alone: the script may still meet itself while it saves something."""
-        self._serving: tuple[anyio.CancelScope, anyio.Event] | None = None
-        """In which the worker does its part for the others while the script does that, and when that has ended."""
-        self._saved_step = NEVER_SAVED
-        """How many steps were committed when it was last told that it is to go."""
         self._registered = False
         self._goodbye = Goodbye(self._say_goodbye)
 
@@ -492,9 +475,9 @@ class ElasticWorker:
 
     async def _learn_what_was_missed(self) -> None:
         self._learn(await self._join(again=True))
-        if self._is_parting:
+        if self._withdrawal.is_under_way:
             # It may be another daemon, which counts on this worker otherwise.
-            self._beat(self._config_now.heartbeat_interval_s)
+            self._beat_now()
 
     def _learn(self, joined: Joined) -> None:
         """Take what the daemon has told of the job."""
@@ -659,46 +642,12 @@ class ElasticWorker:
                 return None
         return coming
 
-    async def _begin_to_part(self) -> Parting:
-        """Leave the script to itself, and the others to theirs: they go on without this worker."""
-        assert self._tasks is not None
-        self._is_parting, self._serving = True, (anyio.CancelScope(), anyio.Event())
-        self._beat(self._config_now.heartbeat_interval_s)
-        self._alone = await self._presence.part()
-        self._tasks.start_soon(self._serve, *self._serving)
-        is_news, self._saved_step = self.step != self._saved_step, self.step
-        return Parting(self._departure.reason, is_news)
-
-    async def _serve(self, scope: anyio.CancelScope, ended: anyio.Event) -> None:
-        """Give others what this worker has, should they come to need it; it takes nothing any more."""
-        try:
-            with scope:
-                await self._serve_while_needed()
-        except ForgedError as error:
-            self._log.warning("gives nothing to others any more", why=str(error))
-        finally:
-            ended.set()
-
-    async def _serve_while_needed(self) -> None:
-        assert self._passage is not None
-        while self._standing.end is None and self._standing.completed is None:
-            if self._departure.is_due:
-                await self._passage.rest()
-            else:
-                await self._passage.come_along(takes=False)
-
     async def part(self) -> bool:
         """Leave, now that the subscribers of `leaving` are told; false where that took long and others need it now."""
-        self._is_parting = await self._departure.leave()
-        if self._serving is not None:
-            scope, ended = self._serving
-            scope.cancel()
-            await ended.wait()
-        if self._is_parting:
+        goes = await self._withdrawal.end()
+        if goes:
             await self.leave(self._departure.reason)
-        else:
-            self._beat(self._config_now.heartbeat_interval_s)
-        return self._is_parting
+        return goes
 
     async def come_to_step(self, total: int | None = None) -> int | Parting | None:
         """Like `begin_step`; but who gets a `Parting` has to tell the subscribers of `leaving`, and to `part`."""
@@ -722,7 +671,7 @@ class ElasticWorker:
                 # Known to the world alone: who is told to go in the last step says so first.
                 await self.leave("the training is done", done=True)
             elif self._departure.is_due:
-                return await self._begin_to_part()
+                return await self._withdrawal.begin(self.step, self._passage, self._tasks)
             elif not self._presence.may_step:
                 self._waiting.begin(self._tasks)
                 await self._passage.come_along()
@@ -840,15 +789,15 @@ class ElasticWorker:
         self.process.check()
         if not self.is_connected:
             raise _unconnected()
-        if not self._is_parting:
+        if not self._withdrawal.is_under_way:
             return await self._presence.together(act)
-        if self._alone is None:
+        if self._withdrawal.alone is None:
             raise RequestRefused(
                 "worker_leaving",
                 "this worker is on its way out, and the others do not meet it any more",
                 "save what it has by itself, without the other workers",
             )
-        return await act(self._alone)
+        return await act(self._withdrawal.alone)
 
     # What a rescale consists of, for this worker; the events are fired here.
 
@@ -859,7 +808,7 @@ class ElasticWorker:
         self._presence.mark()
         if not self._config_now.use_synchronous_rescaling:
             # The daemon learns so from nobody else.
-            self._beat(self._config_now.heartbeat_interval_s)
+            self._beat_now()
 
     async def on_rescaling_event(self, event: RescalingEvent) -> None:
         """Go over into the world of a rescale, and tell the subscribers."""
@@ -917,11 +866,14 @@ class ElasticWorker:
         if self._supply is not None:
             self._supply.follow(self._standing.moving)
 
+    def _beat_now(self) -> None:
+        self._beat(self._config_now.heartbeat_interval_s)
+
     def _beat(self, every_s: float) -> None:
         """Say that this worker lives."""
         # The session may be over before this hears of it.
         if self._line is not None:
-            self._line.beat(self.step, self._presence.marks, every_s, parting=self._is_parting)
+            self._line.beat(self.step, self._presence.marks, every_s, parting=self._withdrawal.is_under_way)
             self._heartbeat_at = self._clock.wall()
 
     def _wake(self) -> None:

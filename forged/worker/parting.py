@@ -1,0 +1,90 @@
+"""What a worker does while its script saves something, before it goes.
+
+Law: who has made its last step takes nothing any more, and gives what others come to need. It is the daemon that lets
+it go, in the moment of going; who is kept does as before, and is told of its going again only behind further steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import anyio
+from anyio.abc import TaskGroup
+
+from forged.errors import ForgedError
+from forged.log import Log
+from forged.worker.collectives import World
+from forged.worker.departure import Departure
+from forged.worker.passage import Passage
+from forged.worker.presence import Presence
+from forged.worker.standing import Standing
+
+NEVER = -1
+
+
+class Parting(NamedTuple):
+    """The last step is done, and the worker is to go."""
+
+    reason: str
+    is_news: bool
+    """Whether the subscribers of `leaving` have yet to be told of this step."""
+
+
+class Withdrawal:
+    """One worker's way out; `beat` says at once that it lives, and whether it is on it."""
+
+    def __init__(
+        self, standing: Standing, presence: Presence, departure: Departure, beat: Callable[[], None], log: Log
+    ) -> None:
+        self.is_under_way = False
+        """Whether the worker has done its last step, and does by itself what remains to be done."""
+        self.alone: World | None = None
+        """The world in which it was last and alone: the script may still meet itself while it saves something."""
+        self._told_at = NEVER
+        """How many steps were committed when the script was told last."""
+        self._serving: tuple[anyio.CancelScope, anyio.Event] | None = None
+        """In which it does its part for the others, and when that has ended."""
+        self._standing = standing
+        self._presence = presence
+        self._departure = departure
+        self._beat = beat
+        self._log = log
+
+    async def begin(self, step: int, passage: Passage, tasks: TaskGroup) -> Parting:
+        """Leave the script to itself, and the others to theirs: they go on without this worker."""
+        self.is_under_way, self._serving = True, (anyio.CancelScope(), anyio.Event())
+        self._beat()
+        self.alone = await self._presence.part()
+        tasks.start_soon(self._serve, passage, *self._serving)
+        is_news, self._told_at = step != self._told_at, step
+        return Parting(self._departure.reason, is_news)
+
+    async def end(self) -> bool:
+        """Go, now that the script is done; false where others have come to need this worker."""
+        self.is_under_way = await self._departure.leave()
+        if self._serving is not None:
+            scope, ended = self._serving
+            scope.cancel()
+            await ended.wait()
+        if not self.is_under_way:
+            self._beat()
+        return self.is_under_way
+
+    async def _serve(self, passage: Passage, scope: anyio.CancelScope, ended: anyio.Event) -> None:
+        """Give others what this worker has, should they come to need it."""
+        try:
+            with scope:
+                await self._serve_while_needed(passage)
+        except ForgedError as error:
+            self._log.warning("gives nothing to others any more", why=str(error))
+        finally:
+            ended.set()
+
+    async def _serve_while_needed(self, passage: Passage) -> None:
+        standing = self._standing
+        while standing.end is None and standing.completed is None:
+            if self._departure.is_due:
+                await passage.rest()
+            else:
+                await passage.come_along(takes=False)
