@@ -187,6 +187,8 @@ class Histories(RuleBasedStateMachine):
             self.start_a_worker(name)
         self.pass_time(self.cluster.config.stability_window_s)
         self.answer_all()
+        self.meet()
+        self.train(set(NAMES), finished=True)
 
     @rule(name=st.sampled_from(NAMES))
     def say_hello_again(self, name: str) -> None:
@@ -399,6 +401,19 @@ class Histories(RuleBasedStateMachine):
         is_known = name in self.cluster.members
         assert refused(lambda: act(name, self.now, reason)) == ("" if is_known else "worker_unknown")
         self.settle()
+
+    @rule(names=st.sets(st.sampled_from(NAMES)), joins=st.sampled_from([*NAMES, None]), answers=st.booleans())
+    def send_several_away(self, names: set[str], joins: str | None, answers: bool) -> None:
+        """They are told to go, somebody may come to take their place, and they try to go."""
+        for name in sorted(names & self.cluster.members.keys()):
+            self.send_away(name, evict=False, reason="the night")
+        if joins is not None and joins not in self.cluster.members:
+            self.start_a_worker(joins)
+        self.pass_time(1.0)
+        for name in sorted(names):
+            if answers:
+                self.answer_all()
+            self.leave_if_it_may(name)
 
     @rule(what=st.sampled_from(["pause", "resume", "rescale"]), reason=st.sampled_from(["", "a test"]))
     def want(self, what: str, reason: str) -> None:
