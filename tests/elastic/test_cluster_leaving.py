@@ -34,6 +34,17 @@ def drain(play: Play, *names: str) -> None:
         play.cluster.drain(name, play.now, WISH)
 
 
+def with_a_spare() -> Play:
+    """An attempt in which `c` has yet to take what `a` has, who stays, and `b`, who is to go."""
+    play = formed("a", "b")
+    play.join("c")
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("a", "b", stop=Stop(5, holds_state=True))
+    return play
+
+
 def may_go(play: Play, name: str) -> bool:
     return play.cluster.may_go(play.cluster.members[name])
 
@@ -197,12 +208,7 @@ def test_who_is_of_no_use_any_more_need_not_wait_until_others_have_taken_what_th
 
 
 def test_who_was_of_no_use_any_more_is_when_the_one_fails_who_was_to_stay() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    drain(play, "b")
-    play.wait(SOON_S)
-    play.stop("c", stop=Stop(0, holds_state=False))
-    play.stop("a", "b", stop=Stop(5, holds_state=True))
+    play = with_a_spare()
     play.die("a")
     assert not may_go(play, "b"), "c has nothing yet"
     play.wait(SOON_S)
@@ -225,12 +231,7 @@ def test_where_none_who_stays_has_the_state_all_who_have_it_wait_until_it_is_tak
 
 
 def test_who_was_of_no_use_any_more_is_while_the_one_who_was_to_stay_is_lost() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    drain(play, "b")
-    play.wait(SOON_S)
-    play.stop("c", stop=Stop(0, holds_state=False))
-    play.stop("a", "b", stop=Stop(5, holds_state=True))
+    play = with_a_spare()
     play.lose("a")
     assert not may_go(play, "b"), "a may be dead, and c has nothing yet"
     play.come_back("a")
