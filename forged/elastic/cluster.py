@@ -642,13 +642,13 @@ class Cluster:
             )
         )
         # Where nobody is known to train all say with which step, rate and batch they begin: that may be anew.
-        if self.lineup.keeps_state() and not (self.config.use_synchronous_rescaling or with_data):
+        if self.lineup.is_state_kept() and not (self.config.use_synchronous_rescaling or with_data):
             self._commit(attempt, now)
 
     @property
     def _can_go_on(self) -> bool:
         """Whether the world may train, as it is, until another one holds, where somebody has its state."""
-        is_whole = self.lineup.keeps_state() and self.lineup.is_whole
+        is_whole = self.lineup.is_state_kept() and self.lineup.is_whole
         return is_whole and self.trains and not (self._must_stop or self.config.use_synchronous_rescaling)
 
     def _with_data(self, target: Iterable[str]) -> list[str]:

@@ -31,7 +31,8 @@ class Lineup:
         """The members that are not in the world, the first to come first."""
         self._leavers: dict[str, Member] = {}
         """Those of the world that are to go, the first to be told first."""
-        self._retained: dict[str, Member] = {}
+        self._former: dict[str, Member] = {}
+        """Who has gone out of a world with its state, and is still there."""
 
     def holds(self, member: Member) -> bool:
         """Whether it is in the committed world."""
@@ -57,31 +58,26 @@ class Lineup:
     def strike(self, member: Member) -> None:
         """Somebody is gone."""
         self.members.strike(member)
-        for group in (self._outsiders, self._leavers, self._retained):
+        for group in (self._outsiders, self._leavers, self._former):
             group.pop(member.id, None)
 
     def commit(self, target: Sequence[str], removed: Collection[str], now: float, *, all_have_stopped: bool) -> None:
         """Another world holds; where `all_have_stopped` for it, all of it have the state."""
         workers = [self.members[name] for name in target]
         self.topology = ClusterTopology(tuple(one.worker for one in workers), self.topology.epoch + 1, now)
+        had_it = [member for member in self.present() if member.id in self.state_holders]
         self.world = {one.id: one.incarnation for one in workers}
-        had_it = self.state_holders
-        self.state_holders = frozenset(target) if all_have_stopped else had_it.difference(removed)
-        if self.state_holders.issuperset(target):
-            self._retained.clear()
-        else:
-            gone = (self.members.get(name) for name in had_it.difference(target))
-            self.retain(member for member in gone if member is not None)
+        self.state_holders = frozenset(target) if all_have_stopped else self.state_holders.difference(removed)
+        self.dismiss(member for member in had_it if not self.holds(member))
         self.sort()
 
-    def retain(self, members: Iterable[Member]) -> None:
-        """These have gone out of the world with what nobody in it may have."""
-        self._retained.update((member.id, member) for member in members)
+    def dismiss(self, members: Iterable[Member]) -> None:
+        """These have gone out of the world with its state."""
+        self._former.update((member.id, member) for member in members)
 
     def have_met(self) -> None:
         """All of the world have met, and so have the state."""
         self.state_holders = frozenset(self.world)
-        self._retained.clear()
 
     # Who is there.
 
@@ -148,10 +144,10 @@ class Lineup:
 
     def _usable(self) -> Iterator[str]:
         """Who of them can be needed, the last to be told first. Who makes no more steps is for its state alone."""
-        is_kept = self._is_state_kept()
+        is_kept = self.is_state_kept()
         return (name for name, member in reversed(self._leavers.items()) if not (is_kept and member.is_parting))
 
-    def _is_state_kept(self) -> bool:
+    def is_state_kept(self) -> bool:
         """Whether somebody stays and can be reached who is known to have the state."""
         return any(member.connected and member.id in self.state_holders for member in self._stayers())
 
@@ -186,7 +182,7 @@ class Lineup:
 
     def may_go(self, member: Member, *, is_under_way: bool) -> bool:
         """Whether one that is to go is of no use to the next world; an attempt that `is_under_way` needs all."""
-        if member.id in self._retained:
+        if member.id in self.retained:
             return False
         if not self.holds(member):
             return True
@@ -197,23 +193,24 @@ class Lineup:
         if member.id not in self._needed() and self._can_form:
             return False
         # Too few are there by now. What it alone has is kept for when there are more.
-        return self._is_state_kept() and (member.is_expected_to_go or not member.with_data)
+        return self.is_state_kept() and (member.is_expected_to_go or not member.with_data)
 
     # Who has the state.
 
     @property
+    def former(self) -> Mapping[str, Member]:
+        """Who has gone out of a world with its state, and is still there."""
+        return self._former
+
+    @property
     def retained(self) -> Mapping[str, Member]:
-        """Who has gone out of the world before with its state, while not all of this one are known to have that."""
-        return self._retained
+        """Who of them must stay, while not all of the world are known to have the state."""
+        return {} if self.state_holders.issuperset(self.world) else self._former
 
     def givers(self) -> dict[str, Member]:
-        """Whose state may be that of the next world."""
+        """Whose state may be that of the next world; where nobody of this one has it, what is left of those before."""
         present = {member.id: member for member in self.present()}
-        return present if self.state_holders & present.keys() else present | self._retained
-
-    def keeps_state(self) -> bool:
-        """Whether somebody stays who is known to have the state."""
-        return any(member.id in self.state_holders for member in self._stayers())
+        return present if self.state_holders & present.keys() else present | self._former
 
     def holders_there(self) -> set[str]:
         """Who of the world is there, and known to have the state."""

@@ -52,7 +52,7 @@ class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
     topology: ClusterTopology
     incarnations: tuple[bytes, ...]
     state_holders: tuple[str, ...] = ()
-    retained: dict[str, bytes] = {}
+    former: dict[str, bytes] = {}
     """The incarnations of those who have gone out of the world before, and are kept for what they have."""
 
 
@@ -94,7 +94,7 @@ def writes(cluster: Cluster) -> dict[str, bytes | None]:
                 topology=cluster.lineup.topology,
                 incarnations=tuple(cluster.lineup.world.values()),
                 state_holders=tuple(sorted(cluster.lineup.state_holders)),
-                retained={name: member.incarnation for name, member in cluster.lineup.retained.items()},
+                former={name: member.incarnation for name, member in cluster.lineup.former.items()},
             )
         )
     for worker in out.members:
@@ -166,8 +166,8 @@ def _take_world(cluster: Cluster, record: WorldRecord) -> None:
     ids = (worker.id for worker in record.topology.workers)
     cluster.lineup.world = dict(zip(ids, record.incarnations, strict=True))
     cluster.lineup.state_holders = frozenset(record.state_holders)
-    retained = (cluster.members.known(name, incarnation) for name, incarnation in record.retained.items())
-    cluster.lineup.retain(member for member in retained if member is not None)
+    former = (cluster.members.known(name, incarnation) for name, incarnation in record.former.items())
+    cluster.lineup.dismiss(member for member in former if member is not None)
 
 
 def _member_record(member: Member) -> MemberRecord:
