@@ -29,6 +29,9 @@ CHUNKS_MAX = 100
 ROWS_MAX = 100_000
 """Of more rows it is forgotten which step has used what: a training that goes back behind them proves less."""
 
+BEGUN_MAX = 64
+"""So many worlds of a job are remembered before it tells of any usage."""
+
 
 class AuditService:
     """Owns the logs of all jobs."""
@@ -41,6 +44,8 @@ class AuditService:
         """Which revision of each that is."""
         self._unreadable: dict[str, list[str]] = {}
         """Under which keys the logs lie that cannot be read."""
+        self._begun: dict[str, list[tuple[int, int]]] = {}
+        """Which worlds have begun behind which steps, of jobs that have told of no usage yet; both ascend."""
         self._log = log
         self._desk = bus.desk
         bus.serve(ReportUsage, self._report, owner=OWNER)
@@ -54,6 +59,7 @@ class AuditService:
         self._chunks.clear()
         self._kept.clear()
         self._unreadable.clear()
+        self._begun.clear()
         found: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
         for entry in await read_all(store, PREFIX):
             job, _, number = entry.key.removeprefix(PREFIX).rpartition("/")
@@ -73,7 +79,7 @@ class AuditService:
         self._desk.require_job(request.job)
         if request.job in self._unreadable:
             return Decision(UsageTaken())
-        log = self.logs.get(request.job) or UsageLog(request.samples)
+        log = self.logs.get(request.job) or self._new_log(request)
         if log.samples != request.samples:
             raise RequestRefused(
                 "dataset_differs",
@@ -87,6 +93,13 @@ class AuditService:
         self.logs[request.job] = log
         taken = UsageTaken(log.told(request.generation))
         return Decision(taken, writes=self._writes(request.job, log), job=request.job)
+
+    def _new_log(self, request: ReportUsage) -> UsageLog:
+        """A log that knows of the worlds so far: what is told first may be void by now."""
+        log = UsageLog(request.samples)
+        for generation, step in self._begun.pop(request.job, ()):
+            log.rewind(generation, step)
+        return log
 
     def _writes(self, job: str, log: UsageLog) -> dict[str, bytes | None]:
         """The chunks that are others than those in the store."""
@@ -112,12 +125,18 @@ class AuditService:
         """Another world holds, and may die before it reports. Where the fact does not say behind which step it begins,
         somebody in it has the state, and it goes on from there."""
         fact, log = record.fact, self.logs.get(record.job)
-        if log is None or not isinstance(fact, RescaleCompleted) or fact.step is None:
+        if not isinstance(fact, RescaleCompleted) or fact.step is None:
+            return None
+        if log is None:
+            # Of those before it, the ones that began behind fewer steps make more void than it does.
+            before = [begun for begun in self._begun.get(record.job, ()) if begun[1] < fact.step]
+            self._begun[record.job] = [*before, (fact.delta.epoch, fact.step)][-BEGUN_MAX:]
             return None
         self._go_back(record.job, log, fact.delta.epoch, fact.step)
         return Decision(None, writes=self._writes(record.job, log))
 
     def _removed(self, record: Record) -> Decision[None] | None:
+        self._begun.pop(record.job, None)
         if unreadable := self._unreadable.pop(record.job, None):
             return Decision(None, writes=dict.fromkeys(unreadable))
         if self.logs.pop(record.job, None) is None:

@@ -705,6 +705,10 @@ class ElasticWorker:
 
     async def _come_to_an_end(self, step: int) -> None:
         """Others say that the training is done."""
+        if self._has_gone_out:
+            # The others may have done again, with other shares, what it had finished.
+            await self.leave(self._departure.reason)
+            return
         if self._place.has_finished and step > self.step:
             # They know that all have finished it.
             self._place.count_step()
@@ -714,6 +718,12 @@ class ElasticWorker:
         why = "the training was done before this worker was taken in"
         await self.leave(why)
         await self._fall_out(JobEnded("job_completed", why, "take the result from a worker that was there"))
+
+    @property
+    def _has_gone_out(self) -> bool:
+        """Whether it was told to go, and the world goes on without it."""
+        standing = self._standing
+        return standing.draining is not None and self._place.holds_state and self._worker_id not in standing.topology
 
     def _ties(self) -> Ties:
         return Ties(

@@ -9,7 +9,7 @@ from forged.data import audit as module
 from forged.data import audit_service
 from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict
 from forged.data.usage import Run
-from forged.elastic.messages import RescaleCompleted
+from forged.elastic.messages import RescaleCompleted, RescaleJob
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, RemoveJob
 from forged.ledger import read_all
@@ -148,6 +148,25 @@ async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_wher
         assert (await audit(stage)).missing == [(0, 100)]
         await report(stage, 1, 0, steps(0, 5))
         assert (await audit(stage)).missing == [(0, 100)], "what is told late of the world before is void as well"
+
+
+@virtual
+async def test_what_a_world_tells_that_was_void_before_anybody_had_told_anything_is_not_believed() -> None:
+    async with a_data_stage() as stage:
+        (a,) = await stage.form("a", **BEARING)
+        (b,) = await stage.start("b")
+        await a.leave(failed=True)
+        await stage.wait(1.0)
+        await stage.agree()
+        generation = stage.facts(RescaleCompleted)[-1].delta.epoch
+        await report(stage, generation - 1, 0, steps(0, 2))
+        await stage.spine.bus.ask(RescaleJob(JOB))
+        await b.stop(stage.attempt, 1, holds_state=True)
+        await stage.spine.settle()
+        await report(stage, generation, 0, steps(0, 1))
+        await report(stage, generation + 1, 1, steps(1, 10))
+        found = await audit(stage)
+        assert (found.used, found.repeated, found.complete) == (100, [], True)
 
 
 @virtual
