@@ -157,7 +157,7 @@ class AuditService:
         if log is None:
             raise RequestRefused(
                 "usage_none",
-                f"no step of job {request.job} was reported yet",
+                f"no step of job {request.job!r} was reported yet",
                 "give its workers a sampler, and wait for its first steps",
             )
         epochs = log.epochs

@@ -127,6 +127,10 @@ class Custodian:
         """Whether this worker may go, because nobody needs what it holds any more."""
         self._bad_copies: list[BadCopy] = []
         """Of which nobody was told yet."""
+        self._bad_found = 0
+        """How many copies were found to be bad."""
+        self._moved = (0, 0)
+        """How many transfers were done, and how many bytes had come, as was told last."""
         self._found = anyio.Event()
         """Another one was."""
         self._doubted: set[int] = set()
@@ -467,6 +471,8 @@ class Custodian:
                 said = ReportCorruptShard(self._line.job, self._line.worker.id, copy.source.id, copy.shard_id)
                 await self._line.say(said)
             self._bad_copies.pop(0)
+            self._bad_found += 1
+            self._tell(*self._moved)
         self._found = anyio.Event()
 
     def _find_bad(self, copy: BadCopy) -> None:
@@ -477,7 +483,8 @@ class Custodian:
         """Say how far it is, whether that is up to the origin alone, and if that is silent."""
         waits = self._is_up_to_origin(progress.under_way)
         trouble = "; before: ".join(filter(None, (_silence(progress.under_way), self._trouble)))
-        self._tell(progress.done, self._arrived + progress.bytes_moved, waits=waits, trouble=trouble)
+        self._moved = progress.done, self._arrived + progress.bytes_moved
+        self._tell(*self._moved, waits=waits, trouble=trouble)
 
     def _is_up_to_origin(self, under_way: Sequence[UnderWay]) -> bool:
         """Whether nothing else is waited for: not, where this worker alone may not reach who has it.
@@ -507,7 +514,8 @@ class Custodian:
             line.incarnation,
             self._attempt,
             0,
-            transfers,
+            # To know that a copy is bad is to have got on, too.
+            transfers + self._bad_found,
             arrived or self._arrived,
             waits and not self._is_full,
             (self._trouble if trouble is None else trouble)[:TROUBLE_CHARS_MAX],
