@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -37,6 +38,9 @@ from forged.checkpoint.shelf import read_manifest
 from forged.checkpoint.tree import LeafType
 
 T = TypeVar("T")
+
+WAKE_INTERVAL_S = 0.2
+"""How late an interrupt may be heard."""
 
 
 class BlockingCheckpoint:
@@ -182,4 +186,20 @@ def run(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
-    return await call()
+    with _waking(asyncio.get_running_loop()):
+        return await call()
+
+
+@contextmanager
+def _waking(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Wake the loop now and then: an interrupt that comes right before it begins to wait is heard then."""
+    timers: list[asyncio.TimerHandle] = []
+
+    def wake() -> None:
+        timers[:] = [loop.call_later(WAKE_INTERVAL_S, wake)]
+
+    wake()
+    try:
+        yield
+    finally:
+        timers[0].cancel()

@@ -496,6 +496,15 @@ class TestDoubt:
         said = [(said.source, said.shard) for said in it.line.told(ReportCorruptShard)]
         assert said == [(OTHER.id, 1)]
 
+    async def test_gets_the_worker_on_which_is_told_at_once(self) -> None:
+        it = Scene()
+        it.custodian._find_bad(BadCopy(1, OTHER, "shard_corrupt", ""))
+        it.custodian._find_bad(BadCopy(2, OTHER, "shard_corrupt", ""))
+        await it.take_part(1, part(2, keep=(2,)))
+        told = [signal.transfers for signal in it.signals]
+        assert {1, 2} <= set(told)
+        assert told == sorted(told), "what it has got on with is not taken back"
+
     async def test_that_could_not_be_told_is_told_before_the_worker_says_that_it_is_done(self) -> None:
         it = Scene()
         it.line.errors = [Unavailable("store_failed", "the daemon's disk is full", "")]
