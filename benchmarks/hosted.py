@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -47,9 +47,16 @@ class Worker:
         """Its steps in a world, the one that led into it left out."""
         return [step for step in self.steps if step["generation"] == generation][1:]
 
-    def _listen(self) -> None:
+    def _lines(self) -> Iterator[str]:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
+        try:
+            yield from self.process.stdout
+        except ValueError:
+            # The end of the cluster has closed it.
+            return
+
+    def _listen(self) -> None:
+        for line in self._lines():
             said = json.loads(line)
             with self._moved:
                 if "ended" in said:
