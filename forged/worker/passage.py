@@ -90,8 +90,11 @@ class Passage:
             self._see_the_end(presence.world.ending.error())
         elif standing.outdated:
             await self._news.wait()
-        elif standing.committed is not None and (takes or self._takes_nothing_from(standing.committed)):
-            await self._cross(standing.committed)
+        elif standing.committed is not None:
+            if takes or self._takes_nothing_from(standing.committed):
+                await self._cross(standing.committed)
+            else:
+                await self._news.wait()
         elif presence.trouble is not None:
             await self._undertake(partial(self._complain, presence.trouble))
         elif standing.synchronising is not None and standing.synchronising.attempt == self._settled:
@@ -191,7 +194,9 @@ class Passage:
         return not (self._is_source(settled) or self._standing.goes or self._is_at(settled.step))
 
     def _takes_nothing_from(self, commit: Commit) -> bool:
-        """Whether the others of a world cannot have another state than this worker, or it is not in that one."""
+        """Whether the others of a world cannot have another state than this worker, or it does not enter that one."""
+        if self._standing.rescaling or self._standing.lost:
+            return True
         return self._with.line.worker not in commit.topology or self._is_at(commit.step)
 
     def _is_at(self, step: int | None) -> bool:
