@@ -1,10 +1,15 @@
-"""Living through one world, and saying what became of it."""
+"""Living through one world, and saying what became of it.
+
+Law: whatever becomes of a world is told with its seed. A loop that never yields keeps virtual time, and everything that
+watches it, from having its turn: that is broken off by the processor time that the world takes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -12,8 +17,14 @@ from typing import Any
 from tests.simulation import data_mutants, elastic, elastic_mutants, mutants, world
 from tests.simulation.oracle import Broken
 
+CPU_S_MAX = 60.0
+"""What a world may take; one takes less than a second."""
 OF_TRAINING = {**elastic_mutants.MUTANTS, **data_mutants.MUTANTS}
 MUTANTS = {**mutants.MUTANTS, **OF_TRAINING}
+
+
+class Endless(SystemExit):
+    """A world goes on for ever: a loop somewhere in it never yields. No task may take this for its own affair."""
 
 
 class Kind(StrEnum):
@@ -58,9 +69,9 @@ def live_through(seed: int, mutant: str | None = None, kind: Kind = Kind.SERVICE
     """Simulate one seed, with a deliberate bug if one is named."""
     worlds: list[Any] = []
     try:
-        with MUTANTS[mutant]() if mutant else contextlib.nullcontext():
+        with MUTANTS[mutant]() if mutant else contextlib.nullcontext(), _ended():
             lived = SIMULATE[kind](seed, worlds.append)
-    except Exception:  # noqa: BLE001 - whatever it is, it is what this program is looking for
+    except (Exception, Endless):  # noqa: BLE001 - whatever it is, it is what this program is looking for
         error = traceback.format_exc(limit=-12)
         return Outcome(seed, kind, error, _promise(error), worlds[0].trace if worlds else ())
     return Outcome(seed, kind, "", "", lived.trace, len(lived.oracle.facts), lived.starts, getattr(lived, "met", {}))
@@ -70,6 +81,22 @@ def live(mutant: str | None, world: tuple[int, Kind]) -> Outcome:
     """The same, with the arguments as they are handed to other processes."""
     seed, kind = world
     return live_through(seed, mutant, kind)
+
+
+@contextlib.contextmanager
+def _ended() -> Iterator[None]:
+    """Break off what takes far more of the processor than a world does; what comes behind it, too."""
+
+    def end(*_: object) -> None:
+        raise Endless(f"it has taken {CPU_S_MAX:g} s of the processor: something in it loops and never yields")
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, CPU_S_MAX, CPU_S_MAX)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def command(outcome: Outcome, mutant: str | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,25 +11,28 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forged.client import ForgedClient
+from forged.clock import SystemClock
 from forged.elastic.messages import (
     RescaleCompleted,
     RescaleSynchronising,
     WorkerFailed,
 )
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.errors import RequestRefused, Unavailable
+from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.worker import exchange
 from forged.worker.agreement import Agreement
 from forged.worker.collectives import World
 from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted
 from forged.worker.exchange import StateExchange
-from forged.worker.mesh import Mesh
-from forged.worker.passage import Passage
+from forged.worker.mesh import Mesh, WorldIncomplete
+from forged.worker.passage import Means, Passage
 from forged.worker.place import Place
-from forged.worker.presence import Presence
+from forged.worker.presence import Presence, Trouble
 from forged.worker.registration import Registration
 from forged.worker.standing import Commit, Standing
 from forged.worker.worker import ElasticWorker
@@ -187,11 +192,116 @@ class TestAStateThatCannotBeHad:
         assert complaints[0] == blamed
 
 
+ME, HUB = WorkerId("me", "host", 1), WorkerId("hub", "host", 2)
+WORLDS = (
+    ClusterTopology((HUB, ME), 2),
+    ClusterTopology((ME, HUB), 2),
+    ClusterTopology((ME,), 2),
+    ClusterTopology((HUB,), 2),
+)
+UNDERTAKINGS_MAX = 8
+"""So many things at most are done one after the other before a worker waits for news."""
+
+
+class Willing:
+    """All that a passage needs of others works at once, or fails at once."""
+
+    def __init__(self, failure: ForgedError | None) -> None:
+        self.failure = failure
+        self.worker = ME
+        self.names = ("me",)
+        self.rank, self.size, self.generation = 0, 1, 2
+        self.ending = None
+
+    async def stopped(self, *_: object) -> bool:
+        return True
+
+    async def leave(self) -> None: ...
+
+    async def complain(self, *_: object) -> None: ...
+
+    async def enter(self, *_: object) -> Willing:
+        self._fail()
+        return self
+
+    async def all_gather(self, value: bytes) -> list[bytes]:
+        return [value]
+
+    def _fail(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    take = fetch = ready = settle = arrive = complain
+
+    @contextmanager
+    def offering(self, _attempt: int) -> Iterator[None]:
+        yield
+
+
+@st.composite
+def standings(draw: st.DrawFn) -> Standing:
+    """What a worker may have heard."""
+    step, number = st.sampled_from([0, 1]), st.integers(1, 2)
+    standing = Standing("me", topology=draw(st.sampled_from(WORLDS)), attempt=draw(st.integers(0, 2)))
+    standing.rescaling, standing.goes, standing.outdated = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    standing.lost = draw(st.sampled_from(["", "hub"]))
+    if draw(st.booleans()):
+        standing.synchronising = RescaleSynchronising(draw(number), draw(st.sampled_from([ME, HUB])), draw(step), 1)
+    if draw(st.booleans()):
+        behind = draw(st.one_of(st.none(), step))
+        standing.committed = Commit(
+            draw(number), ClusterTopology(), draw(st.sampled_from(WORLDS)), behind, 0, 0.0, 0, ""
+        )
+    return standing
+
+
+@given(
+    standings(),
+    st.booleans(),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from([None, Unavailable("unreachable", "nobody answers"), WorldIncomplete("nobody comes", "hub")]),
+    st.booleans(),
+)
+def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
+    standing: Standing, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, in_trouble: bool
+) -> None:
+    """Who goes on for ever without waiting lets nothing else have its turn, what it would wait for included."""
+    others: Any = Willing(failure)
+    means = Means(
+        line=others,
+        mesh=others,
+        exchange=others,
+        supply=None,
+        departure=SimpleNamespace(is_due=False),  # type: ignore[arg-type]
+        rescale_timeout_s=lambda: 1.0,
+        arrive=others.arrive,
+        clock=SystemClock(),
+        log=SILENT,
+    )
+    presence, place = Presence(standing, None), Place(0.0, 0, None, None)
+    place.holds_state = holds_state
+    presence.trouble = Trouble(2, "hub", "nobody answers") if in_trouble else None
+    passage = Passage(standing, presence, place, means)
+    passage._settled = settled
+    done = 0
+
+    @virtual
+    async def go() -> None:
+        nonlocal done
+        with anyio.move_on_after(0.1):
+            while True:
+                await passage.come_along(takes=takes)
+                done += 1
+                assert done < UNDERTAKINGS_MAX, "it goes on and on"
+
+    go()
+
+
 @virtual
 async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next() -> None:
     standing = Standing("me")
     presence = Presence(standing, None)
-    me, hub = WorkerId("me", "host", 1), WorkerId("hub", "host", 2)
 
     class Nobody:
         """Nobody comes."""
@@ -200,7 +310,7 @@ async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next()
             await anyio.sleep_forever()
 
     means: Any = SimpleNamespace(
-        line=SimpleNamespace(worker=me),
+        line=SimpleNamespace(worker=ME),
         mesh=Nobody(),
         supply=None,
         departure=SimpleNamespace(is_due=False),
@@ -208,7 +318,7 @@ async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next()
         log=SILENT,
     )
     passage = Passage(standing, presence, Place(0.0, 0, None, None), means)
-    standing.committed = Commit(1, ClusterTopology(), ClusterTopology((hub, me), 2), 0, 0, 0.0, 0, "")
+    standing.committed = Commit(1, ClusterTopology(), ClusterTopology((HUB, ME), 2), 0, 0, 0.0, 0, "")
 
     async def leave() -> None:
         standing.end = JobEnded("job_aborted", "the job was aborted")

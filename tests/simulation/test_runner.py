@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from tests.simulation import runner
+from tests.simulation.loop import run
+from tests.simulation.runner import Kind, live_through
+
+
+def loops(seed: int, _watch: Callable[[Any], None]) -> None:
+    """A world in which somebody asks and asks, and takes whatever comes for an answer."""
+
+    async def ask() -> None:
+        while True:
+            try:
+                anyio.current_time()
+            except Exception:  # noqa: BLE001 - it is what this is about
+                continue
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+
+    run(main, seed)
+
+
+def test_a_world_that_loops_without_end_is_told_with_its_seed_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "CPU_S_MAX", 0.2)
+    monkeypatch.setitem(runner.SIMULATE, Kind.ELASTIC, loops)
+    outcome = live_through(7, kind=Kind.ELASTIC)
+    assert outcome.seed == 7
+    assert "loops and never yields" in outcome.error
+    assert "in ask" in outcome.error
