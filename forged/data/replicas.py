@@ -73,10 +73,12 @@ def fair_shares(kept: Column, owners: Column, hosts: Column, weights: Weights) -
     open_ranks = ranks
     while open_ranks.size:
         left = wanted * shards - int(shares.sum())
-        shares[open_ranks] = _divided(left, open_ranks, loads, weights)
-        sums = np.bincount(groups, shares, minlength=most.size)
-        full = np.flatnonzero((sums > most) & np.isin(np.arange(most.size), groups[open_ranks]))
-        if not full.size:
+        full = _overfull(left, open_ranks, groups, most, weights)
+        if not full:
+            shares[open_ranks] = _divided(left, open_ranks, loads, weights)
+            sums = np.bincount(groups, shares, minlength=most.size)
+            full = [group for group in set(groups[open_ranks].tolist()) if sums[group] > most[group]]
+        if not full:
             break
         for group in full:
             inside = np.flatnonzero(groups == group)
@@ -84,6 +86,18 @@ def fair_shares(kept: Column, owners: Column, hosts: Column, weights: Weights) -
         open_ranks = open_ranks[~np.isin(groups[open_ranks], full)]
         shares[open_ranks] = 0
     return shares
+
+
+def _overfull(total: int, ranks: Column, groups: Column, most: Counts, weights: Weights) -> list[int]:
+    """Which of their groups may not have what is theirs, whoever of them gets what is rounded up."""
+    own = [1] * ranks.size if weights is None else [weights[rank] for rank in ranks]
+    if not any(own):
+        own = [1] * ranks.size
+    heft: dict[int, int] = {}
+    for group, weight in zip(groups[ranks].tolist(), own, strict=True):
+        heft[group] = heft.get(group, 0) + weight
+    unit = sum(own)
+    return [group for group, weight in heft.items() if total * weight > int(most[group]) * unit]
 
 
 def _divided(total: int, ranks: Places | Column, loads: Counts, weights: Weights) -> Counts:

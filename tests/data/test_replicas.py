@@ -177,3 +177,12 @@ def test_where_a_host_has_fewer_workers_they_have_more_of_the_copies() -> None:
     owners = np.resize(np.arange(4, dtype=np.int32), 1_200)
     placed = placed_of((owners, [], hosts, 1))
     assert count(placed, 4).tolist() == [100, 100, 100, 900]
+
+
+def test_what_was_placed_by_these_weights_stays_where_a_host_has_less_room_than_its_workers_have_weight() -> None:
+    """Whether there is room for all does not follow from who is given the one more."""
+    hosts, owners = np.array([0, 1, 2, 2, 0], np.int32), np.array([3, 4], np.int32)
+    weights, held = (0, 0, 1, 15, 10), [np.array([0, 2], np.int32)]
+    placed = place_replicas(keep_replicas(held, owners, hosts, 1), held, owners, hosts, weights)
+    kept = keep_replicas([*placed], owners, hosts, 1)
+    assert placed.tolist() == place_replicas(kept, [*placed], owners, hosts, weights).tolist() == [[4, 2]]
