@@ -35,7 +35,13 @@ class Withdrawal:
     """One worker's way out; `beat` says at once that it lives, and whether it is on it."""
 
     def __init__(
-        self, standing: Standing, presence: Presence, departure: Departure, beat: Callable[[], None], log: Log
+        self,
+        standing: Standing,
+        presence: Presence,
+        departure: Departure,
+        beat: Callable[[], None],
+        tasks: TaskGroup,
+        log: Log,
     ) -> None:
         self.is_under_way = False
         """Whether the worker has done its last step, and does by itself what remains to be done."""
@@ -49,14 +55,15 @@ class Withdrawal:
         self._presence = presence
         self._departure = departure
         self._beat = beat
+        self._tasks = tasks
         self._log = log
 
-    async def begin(self, step: int, passage: Passage, tasks: TaskGroup) -> Parting:
+    async def begin(self, step: int, passage: Passage) -> Parting:
         """Leave the script to itself, and the others to theirs: they go on without this worker."""
         self.is_under_way, self._serving = True, (anyio.CancelScope(), anyio.Event())
         self._beat()
         self.alone = await self._presence.part()
-        tasks.start_soon(self._serve, passage, *self._serving)
+        self._tasks.start_soon(self._serve, passage, *self._serving)
         is_news, self._told_at = step != self._told_at, step
         return Parting(self._departure.reason, is_news)
 

@@ -32,8 +32,9 @@ class Trouble(NamedTuple):
 class Presence:
     """One worker's part in the world; `counters` show the pulse how far it has come."""
 
-    def __init__(self, standing: Standing, counters: Counters | None) -> None:
+    def __init__(self, standing: Standing, counters: Counters | None, now: float = 0.0) -> None:
         self.status = WorkerStatus.JOINING
+        self.joined_at = self.heartbeat_at = now
         self.topology = ClusterTopology()
         """The world that it has entered last."""
         self.world: World | None = None

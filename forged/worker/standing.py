@@ -72,6 +72,8 @@ class Standing:
     worker_id: str
     topology: ClusterTopology = field(default_factory=ClusterTopology)
     """The world that was committed last."""
+    term: int = 0
+    """The term of the daemon that has answered last; 0 before."""
     heard_at: int = 0
     """The id of the newest fact that was heard."""
     asked_at: int = 0
@@ -149,7 +151,7 @@ class Standing:
 
     def catch_up(self, joined: Joined) -> None:
         """Take what the daemon has told all at once."""
-        is_new, self.known = self._is_new, True
+        is_new, self.known, self.term = self._is_new, True, joined.fence.term
         self.outdated = self._is_doubtful or joined.topology.epoch < self._epoch_told
         self._is_new, self._is_doubtful = is_new and self.outdated, False
         if not self._pause_told:

@@ -28,16 +28,17 @@ def pauses() -> Iterator[float]:
 class Waiting:
     """Watches one worker's waiting; `ask` tells in words what stands still, and why."""
 
-    def __init__(self, ask: Callable[[], Awaitable[str]], log: Log) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[str]], tasks: TaskGroup, log: Log) -> None:
         self._ask = ask
+        self._tasks = tasks
         self._log = log
         self._scope: anyio.CancelScope | None = None
 
-    def begin(self, tasks: TaskGroup) -> None:
+    def begin(self) -> None:
         """It waits, or still does."""
         if self._scope is None:
             self._scope = anyio.CancelScope()
-            tasks.start_soon(self._tell, self._scope)
+            self._tasks.start_soon(self._tell, self._scope)
 
     def end(self) -> None:
         """It waits no more."""

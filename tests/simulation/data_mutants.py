@@ -24,9 +24,9 @@ from forged.elastic.cluster import Cluster
 from forged.elastic.model import WorkerId
 from forged.worker.consumption import Consumption
 from forged.worker.custodian import Custodian
+from forged.worker.membership import Membership
 from forged.worker.standing import Standing
 from forged.worker.usage_report import UsageReport
-from forged.worker.worker import ElasticWorker
 from tests.simulation.data_oracle import DataPromise
 
 Mutant = Callable[[], Any]
@@ -110,7 +110,7 @@ def call_lost_what_nobody_owns() -> Iterator[None]:
 @contextmanager
 def leave_the_sampler_behind() -> Iterator[None]:
     """The state goes from worker to worker, and how far the data is used does not."""
-    with patch.object(ElasticWorker, "_whole_state", property(lambda self: self.state)):
+    with patch.object(Membership, "_whole_state", property(lambda self: self._state())):
         yield
 
 

@@ -414,5 +414,5 @@ def simulate(seed: int, watch: Callable[[ElasticWorld], None] = lambda world: No
         return world
 
     # What a worker knows of its process is not of the seed.
-    with patch("forged.worker.worker.os", SimpleNamespace(getpid=lambda: 1)):
+    with patch("forged.worker.membership.os", SimpleNamespace(getpid=lambda: 1)):
         return run(main, seed)

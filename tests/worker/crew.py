@@ -19,6 +19,7 @@ from forged.client import ForgedClient
 from forged.elastic.config import ElasticTrainingConfig
 from forged.messages import Fact, Record
 from forged.worker.errors import StepAborted
+from forged.worker.membership import Membership
 from forged.worker.own_process import SharedProcess
 from forged.worker.worker import ElasticWorker
 
@@ -68,11 +69,11 @@ def guest(name: str, config: ElasticTrainingConfig | None = None, **options: Any
 class Trainer:
     """A training script and its worker."""
 
-    def __init__(self, crew: Crew, name: str, **options: Any) -> None:
+    def __init__(self, crew: Crew, name: str, *, job: str = JOB, **options: Any) -> None:
         self.crew = crew
         self.name = name
         self.state = {"chain": np.zeros(1, np.int64), "ballast": np.zeros(10_000)}
-        self.worker = guest(name, crew.config, job=JOB, state=self.state, **options)
+        self.worker = guest(name, crew.config, job=job, state=self.state, **options)
         self.places: list[Place] = []
         """Where its steps were that counted."""
         self.rescales: list[Any] = []
@@ -84,6 +85,11 @@ class Trainer:
     @property
     def chain(self) -> int:
         return int(self.state["chain"][0])
+
+    @property
+    def member(self) -> Membership:
+        """What its worker is made of while it is connected."""
+        return self.worker._member
 
     async def run(self) -> None:
         """Train until there is nothing more to do."""

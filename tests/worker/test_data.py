@@ -316,8 +316,7 @@ class TestAWorld:
             ranch.start("a", "b")
             store = MemoryShardStore()
             data = TrainingData(50, 5, store, origin=ORIGIN)
-            (other,) = ranch.crew.make("z", data=data)
-            other.worker.job = "other"
+            ranch.crew.make("z", job="other", data=data)
             ranch.crew.start("z")
             await ranch.crew.world_of("a", "b")
             await ranch.crew.world_of("z")
@@ -496,7 +495,7 @@ class TestWhoIsToGo:
                 ranch.start("b")
                 await soon(reached)
                 ranch.crew["b"].worker.drain("a change of mind")
-                ranch.crew["b"].worker._wake()
+                ranch.crew["b"].member.wake()
             await ranch.crew.over("b")
             await ranch.crew.world_of("a")
             await ranch.check_holdings("a")

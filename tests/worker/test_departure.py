@@ -439,11 +439,10 @@ class TestHandingOverTheState:
         await self._train(crew, client, "a", "b")
         await self._register(crew, client, "c")
         await held_in_a_step(crew["b"])
-        a, b = crew["a"].worker, crew["b"].worker
+        a, b = crew["a"].worker, crew["b"].member
         a.drain("the spot price")
         cluster = house.daemon.elastic.clusters[JOB]
         await until(lambda: cluster.members["a"].leaving is not None)
-        assert b._mesh is not None
         for link in list(b._mesh._links):
             link.abort()
         await until(lambda: a._presence.world is None)
@@ -500,7 +499,7 @@ class TestHandingOverTheState:
             go_on = await held_in_a_step(crew["a"])
             a = crew["a"].worker
             proxy.cut()
-            while a._client is not None and a._client.connected:
+            while crew["a"].member._client.connected:
                 await asyncio.sleep(0)
             a.drain("it was told to end, by SIGTERM")
             go_on.set()
@@ -511,21 +510,21 @@ class TestHandingOverTheState:
     async def test_a_step_that_lasts_longer_than_anybody_is_waited_for_is_not_held_against_it(
         self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        looks = 0
+        has_given = Mesh.has_given
+
+        def look(mesh: Mesh) -> bool:
+            nonlocal looks
+            looks += 1
+            return has_given(mesh)
+
+        monkeypatch.setattr(Mesh, "has_given", look)
         monkeypatch.setattr(departure, "LOOK_INTERVAL_S", 0.01)
         async with crew_at(house.endpoint, stability_window_ms=600_000, leave_timeout_ms=200) as crew:
             await self._train(crew, client, "a")
             await self._register(crew, client, "b")
             go_on = await held_in_a_step(crew["a"])
             await client.drain_worker(JOB, "a")
-            looks = 0
-            has_given = Mesh.has_given
-
-            def look(mesh: Mesh) -> bool:
-                nonlocal looks
-                looks += 1
-                return has_given(mesh)
-
-            monkeypatch.setattr(Mesh, "has_given", look)
             # So many looks take twice as long as anybody is waited for.
             await until(lambda: looks > 40)
             go_on.set()
@@ -549,7 +548,7 @@ class TestHandingOverTheState:
         enter, failed = Mesh.enter, asyncio.Event()
 
         async def fail_once(mesh: Mesh, *arguments: Any) -> Any:
-            if mesh is crew["a"].worker._mesh and not failed.is_set():
+            if mesh is crew["a"].member._mesh and not failed.is_set():
                 failed.set()
                 raise WorldIncomplete("a packet was lost", "b")
             return await enter(mesh, *arguments)

@@ -29,13 +29,13 @@ from forged.worker.agreement import Agreement
 from forged.worker.collectives import World
 from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted
 from forged.worker.exchange import StateExchange
+from forged.worker.membership import Membership
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.passage import Means, Passage
 from forged.worker.place import Place
 from forged.worker.presence import Presence, Trouble
 from forged.worker.registration import Registration
 from forged.worker.standing import Commit, Standing
-from forged.worker.worker import ElasticWorker
 from tests.client.house import House
 from tests.client.proxy import Proxy
 from tests.spine import virtual
@@ -77,7 +77,7 @@ class TestNotStopping:
         self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Nobody says that all have met.
-        monkeypatch.setattr(ElasticWorker, "_beat", lambda worker, every_s: None)
+        monkeypatch.setattr(Membership, "_beat", lambda member, every_s: None)
         settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
         async with crew_at(house.endpoint, **settings) as crew:
             crew.start("a")
@@ -118,7 +118,7 @@ class TestNotStopping:
 
             async def agree_late(passage: Passage, world: World, commit: Commit) -> Agreement:
                 agreement = await agree(passage, world, commit)
-                if passage is crew["a"].worker._passage and not late:
+                if passage is crew["a"].member.passage and not late:
                     late.append(commit.topology.epoch)
                     with anyio.CancelScope(shield=True):
                         await client.rescale_job(JOB)
@@ -142,7 +142,7 @@ class TestNotStopping:
             cross = Passage._cross
 
             async def another_attempt(passage: Passage, commit: Commit) -> None:
-                if passage is crew["c"].worker._passage:
+                if passage is crew["c"].member.passage:
                     passage._standing.committed = commit = replace(commit, attempt=1)
                 await cross(passage, commit)
 
@@ -350,7 +350,7 @@ class TestConnectionsThatBreak:
         crew.start("a", "b", "c")
         await crew.world_of("a", "b", "c")
         for _ in range(3):
-            mesh = crew["b"].worker._mesh
+            mesh = crew["b"].member._mesh
             assert mesh is not None
             async with crew.rescaled("a", "b", "c"):
                 for link in list(mesh._links):
@@ -368,7 +368,7 @@ class TestWorkersThatHaveNotHeardTheSame:
         refused: list[int] = []
 
         async def refuse_once(mesh: Mesh, generation: int, *arguments: Any, **options: Any) -> Any:
-            if not refused and mesh is crew["b"].worker._mesh:
+            if not refused and mesh is crew["b"].member._mesh:
                 refused.append(generation)
                 raise RequestRefused(code, "it has other news")
             return await enter(mesh, generation, *arguments, **options)

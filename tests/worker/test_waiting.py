@@ -19,10 +19,10 @@ async def because() -> str:
 @virtual
 async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_grow() -> None:
     log = Heard()
-    waiting = Waiting(because, log)
     async with task_group() as tasks:
+        waiting = Waiting(because, tasks, log)
         for _ in range(9):
-            waiting.begin(tasks)
+            waiting.begin()
             await anyio.sleep(10.0)
     said = log.of("this worker waits")
     assert [fields["for_s"] for fields in said] == [10, 30, 70]
@@ -33,10 +33,10 @@ async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_gr
 @virtual
 async def test_what_passes_in_a_moment_is_not_told() -> None:
     log = Heard()
-    waiting = Waiting(because, log)
     async with task_group() as tasks:
+        waiting = Waiting(because, tasks, log)
         for _ in range(9):
-            waiting.begin(tasks)
+            waiting.begin()
             await anyio.sleep(9.0)
             waiting.end()
             waiting.end()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from forged.client import ForgedClient
+from forged.client.link import Link
 from forged.data.memory import MemoryShardStore
 from forged.data.planner import DataRedistributor
 from forged.data.shards import Dataset
@@ -40,7 +41,6 @@ from forged.elastic.model import (
 from forged.elastic.watch import SCAN_INTERVAL_S
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, ShowJob
-from forged.log import SILENT
 from forged.messages import Gap
 from forged.worker import registration as registrations
 from forged.worker import waiting
@@ -49,6 +49,7 @@ from forged.worker.collectives import CollectiveMismatch
 from forged.worker.counters import Counters
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.exchange import StateExchange
+from forged.worker.mesh import Mesh
 from forged.worker.own_process import SharedProcess
 from forged.worker.passage import Passage
 from forged.worker.presence import Presence
@@ -74,6 +75,11 @@ class Pulsing(SharedProcess):
         if self.error is not None:
             raise self.error
         self.tokens.append(token)
+
+
+def anonymously(link: Callable[..., Link], *parts: Any) -> Link:
+    """The link that is made of these parts, but for the token."""
+    return link(*parts[:-1], None)
 
 
 TOPOLOGY = ClusterTopology((WorkerId("a", "host", 1), WorkerId("me", "host", 2), WorkerId("b", "host", 3)), 4, 1.0)
@@ -288,9 +294,10 @@ class TestComingAndGoing:
         monkeypatch.setenv("FORGED_TOKEN", "of the environment")
         process = Pulsing()
         worker = ElasticWorker("me", config(), job=JOB, process=process, token=given)
-        async with ForgedClient(house.endpoint, token="") as client:
-            line = Registration(client, JOB, worker.worker_id, worker.incarnation, worker._random, SILENT)
-            await worker._begin_pulse(worker._reach(("unix:///nowhere",)), line)
+        # The daemon knows no tokens, and takes whoever comes without one.
+        monkeypatch.setattr("forged.client.client.Link", partial(anonymously, Link))
+        async with worker.session(house.endpoint):
+            await worker.register()
         assert process.tokens == [shown]
 
     async def test_who_is_cancelled_in_its_goodbye_says_it_all_the_same(
@@ -326,7 +333,7 @@ class TestComingAndGoing:
         async def drain(step: int) -> None:
             if step == 4:
                 crew["a"].worker.drain("the night")
-                await until(lambda: crew["a"].worker._departure.is_due)
+                await until(lambda: crew["a"].member.departure.is_due)
 
         crew.total = 5
         (a,) = crew.make("a")
@@ -424,7 +431,7 @@ class TestComingAndGoing:
         await crew.world_of("a")
         async with guest("b", None, job=JOB) as worker:
             await worker.connect(house.endpoint)
-            assert worker._config == crew.config
+            assert worker._member.config == crew.config
 
     async def test_a_script_that_fails_says_so(self, house: House, client: ForgedClient) -> None:
         async def script() -> None:
@@ -856,7 +863,7 @@ class TestLeaving:
             crew.start("a")
             await crew.world_of("a", steps=5)
             worker = crew["a"].worker
-            passage = worker._passage
+            passage = crew["a"].member.passage
             go_on = getattr(passage, moment)
 
             async def drain_first(*arguments: Any) -> None:
@@ -877,9 +884,9 @@ class TestLeaving:
         open_door = worker._open_door
 
         @asynccontextmanager
-        async def drain_behind(client: ForgedClient) -> AsyncIterator[None]:
-            async with open_door(client):
-                yield
+        async def drain_behind(client: ForgedClient) -> AsyncIterator[Mesh]:
+            async with open_door(client) as mesh:
+                yield mesh
                 worker.drain("SIGTERM")
 
         monkeypatch.setattr(worker, "_open_door", drain_behind)
@@ -936,9 +943,8 @@ class TestLeaving:
         monkeypatch.setattr(StateExchange, "fetch", slowly)
         crew.start("b")
         await held.wait()
-        a = crew["a"].worker
+        a = crew["a"].member
         heard_at = a._standing.heard_at
-        assert a._hearing is not None
         a._hearing.hear(Gap(heard_at + 1, heard_at + 2, "the journal has moved on"))
         go.set()
         await crew.world_of("a", "b")
@@ -961,7 +967,7 @@ class TestLeaving:
 
         monkeypatch.setattr(Registration, "say", later)
         monkeypatch.setattr(registrations, "LEAVE_TIMEOUT_S", 0.01)
-        monkeypatch.setattr(workers, "LEAVE_TIMEOUT_S", 0.01)
+        monkeypatch.setattr("forged.worker.membership.LEAVE_TIMEOUT_S", 0.01)
         async with crew_at(house.endpoint) as crew:
             crew.total = 3
             crew.start("a")
