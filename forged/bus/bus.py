@@ -324,6 +324,11 @@ class Bus:
             decision, cause=record.id, origin=f"handler {mailbox.name}", cursor=(mailbox.name, record.id)
         )
 
+    def break_off(self, owner: str, error: BaseException) -> None:
+        """A service broke in what nobody had asked it for: it is told, and what it did to its state is undone."""
+        self._tell_broken(owner, error)
+        self._taint()
+
     def _taint(self) -> None:
         self.ledger.taint(Unavailable("reloading", "state is being read anew from the store", "try again"))
 

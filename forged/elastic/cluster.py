@@ -53,6 +53,8 @@ EVIDENCE_WAIT_S = 1.0
 """How long a worker's word that it does not reach another waits for what bears it out."""
 QUARRELS_MAX = 3
 """So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
+SPOILT_PAUSE_S_MAX = 64.0
+"""For how much longer newcomers wait at most, since others have died while they were being taken in."""
 WISH = "an operator's wish"
 
 
@@ -103,6 +105,8 @@ class Cluster:
         """Those of the reasons that only tell of what some other one explains."""
         self._must_stop = False
         """Whether all stop for the next world, whatever the settings say: this one cannot go on, or is not to."""
+        self._spoilt = 0
+        """How many attempts have lost newcomers, and nobody else, since somebody was taken in."""
 
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
         """Go by these settings from now on; the workers do so when they have heard of them."""
@@ -259,7 +263,9 @@ class Cluster:
         if member is not None:
             member.beat(now.monotonic, every_s, self.config)
             self._progress(member, step, now, marks)
-            member.is_parting = parting
+            if member.is_parting != parting:
+                member.is_parting = parting
+                self._put_member(member)
 
     def pulse(
         self,
@@ -349,10 +355,11 @@ class Cluster:
         attempt, asking = self._answering(worker_id, incarnation, number)
         there = (self.members[worker] for worker in attempt.members if worker in self.members)
         members = [member for member in there if member.with_data]
-        leaving = tuple(member.worker for member in members if member.is_expected_to_go)
+        going = {member.id for member in members if member.is_expected_to_go or member.id in attempt.relieved}
+        leaving = tuple(member.worker for member in members if member.id in going)
         return AttemptMembers(
             attempt.number,
-            tuple(member.worker for member in members if not member.is_expected_to_go) or leaving,
+            tuple(member.worker for member in members if member.id not in going) or leaving,
             leaving,
             self.settings,
             attempt.in_background,
@@ -374,6 +381,9 @@ class Cluster:
         if member is None or not self.lineup.holds(member) or generation != self.generation or self.over:
             return
         other = self.members.get(peer)
+        if self.trains and not self._is_explained and (other in (None, member) or not self.lineup.holds(other)):
+            # Of a world that comes to nothing again and again somebody has to go, if only who says so.
+            self._complaints.add(worker_id, worker_id, generation)
         if not self._complain(member, peer, now) and self.trains:
             trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
             self._troubles.add(trouble)
@@ -402,11 +412,12 @@ class Cluster:
     def _settle_quarrel(self, now: Moment) -> None:
         """Part those who will not work together in any world."""
         worlds = self._complaints.worlds
-        rank_of = list(self.lineup.world).index
-        worst = self._complaints.worst(rank_of) if worlds >= QUARRELS_MAX else None
+        ranks = {worker: rank for rank, worker in enumerate(self.lineup.world)}
+        worst = self._complaints.worst(ranks) if worlds >= QUARRELS_MAX else None
         if worst is not None and not self.lineup.holders_there() - {worst}:
             # Nobody else is known to have the state: of those who may not, the worst goes.
-            worst = self._complaints.worst(rank_of, self.lineup.world.keys() - self.lineup.state_holders) or worst
+            others = {worker: rank for worker, rank in ranks.items() if worker not in self.lineup.state_holders}
+            worst = self._complaints.worst(others) or worst
         if worst is not None:
             self._fail(self.members[worst], f"{worlds} worlds in a row could not work with it in them", now)
             self._complaints.clear()
@@ -431,8 +442,11 @@ class Cluster:
     def may_go(self, member: Member) -> bool:
         """Whether one that is to go may do so now."""
         attempt = self.attempt
-        is_spare = attempt is not None and self._is_spare(member, attempt)
-        return self.over or is_spare or self.lineup.may_go(member, is_under_way=attempt is not None)
+        if self.over:
+            return True
+        if attempt is not None and member.id in attempt.relieved:
+            return self._is_spare(member, attempt)
+        return self.lineup.may_go(member, is_under_way=attempt is not None)
 
     def _is_spare(self, member: Member, attempt: Attempt) -> bool:
         """Whether the attempt has no use for it any more, and one can be reached whose state is kept."""
@@ -459,6 +473,8 @@ class Cluster:
             self.paused, self.reason = False, in_words(reason, WISH)
             for member in self.members.values():
                 member.progress_at = now.monotonic
+            if self._waiting_at is not None:
+                self._waiting_at = now.monotonic
             self._changed(JobResumed(self.reason))
 
     def abort(self, now: Moment, reason: str) -> None:
@@ -505,7 +521,10 @@ class Cluster:
 
     def alone_at(self) -> float:
         """When there have been too few workers for too long."""
-        return NEVER if self._waiting_at is None else self._waiting_at + self.config.min_workers_timeout_s
+        # Who lays a job to rest does not want it given up for resting.
+        if self._waiting_at is None or self.paused:
+            return NEVER
+        return self._waiting_at + self.config.min_workers_timeout_s
 
     def _gone_at(self, member: Member) -> float:
         return NEVER if member.lost_at is None else member.lost_at + self.config.reconnect_grace_s
@@ -532,6 +551,9 @@ class Cluster:
             return
         for member in self.members.values():
             member.forgive(late_s, now.monotonic)
+        self._resumed_at = min(self._resumed_at + late_s, now.monotonic)
+        if self._waiting_at is not None:
+            self._waiting_at = min(self._waiting_at + late_s, now.monotonic)
         if self.attempt is not None:
             self.attempt.began_at = min(self.attempt.began_at + late_s, now.monotonic)
             self.attempt.heard_at = min(self.attempt.heard_at + late_s, now.monotonic)
@@ -548,12 +570,23 @@ class Cluster:
             return
         if self.rescale_at() > now.monotonic:
             return
-        staying, joining = self.lineup.staying(), self.lineup.joining()
+        staying, joining = self.lineup.staying(), self._take_in(now)
         size = self.lineup.size_with(joining)
         if size < self.config.min_workers:
             self._wait(size, now)
         else:
             self._begin(staying, joining, now)
+
+    def _take_in(self, now: Moment) -> list[str]:
+        """Who comes into the next world: all who wait. Where the last attempt has lost nobody but newcomers, those it
+        has left; the others wait for their time, so that no two who die of it in turn keep the world from training."""
+        joining, attempt = self.lineup.joining(), self.attempt
+        if attempt is None or self._hole_at is None or not self.lineup.world or not self.lineup.is_whole:
+            return joining
+        self._spoilt += 1
+        left = [one for one in joining if one in attempt.added]
+        is_enough = self.lineup.size_with(left) >= self.config.min_workers
+        return left if is_enough and self.growth_at() > now.monotonic else joining
 
     def rescale_at(self) -> float:
         """When a rescale is due, if nothing happens before."""
@@ -581,10 +614,12 @@ class Cluster:
             return -NEVER
         if not joining:
             return NEVER
-        if size >= self.config.max_workers:
+        if size >= self.config.max_workers and not self._spoilt:
             return -NEVER
         # Since when nobody has joined any more.
-        return max(self.members[worker].seen_at for worker in joining) + self.config.stability_window_s
+        joined_at = max(self.members[worker].seen_at for worker in joining)
+        pause_s = min(2.0**self._spoilt, SPOILT_PAUSE_S_MAX) if self._spoilt else 0.0
+        return joined_at + self.config.stability_window_s + pause_s
 
     def _relief_at(self) -> float:
         """When a world is formed because somebody is to go. Others may be told so in the window."""
@@ -699,6 +734,7 @@ class Cluster:
         self.attempt, self.why = None, []
         self._must_stop = False
         self._troubles.clear()
+        self._spoilt = 0 if attempt.added else self._spoilt
         for leaver in filter(None, map(self.members.get, attempt.leavers)):
             # Until now the others have kept it.
             leaver.leaving_at = now.monotonic
@@ -803,13 +839,19 @@ class Cluster:
             return self.lineup.holds(member)
         return member.id in attempt and member.id not in attempt.spare
 
+    @property
+    def _is_explained(self) -> bool:
+        """Whether somebody is missing, as a fact tells."""
+        return self._hole_is_told and self._hole_at is not None
+
     def _hole(self, why: str, now: Moment, *, is_told: bool = False, later_s: float = 0.0) -> None:
         """Somebody is missing, as the fact that was said last tells or none does; others may follow in the window.
 
         That begins `later_s` later, if nothing else makes it begin before.
         """
-        was_told = self._hole_is_told and self._hole_at is not None
+        was_told = self._is_explained
         if is_told:
+            self._complaints.explain(self.generation)
             self.why = [reason for reason in self.why if reason not in self._troubles]
         if is_told or not was_told:
             self._because(why)

@@ -7,7 +7,7 @@ over it: then whoever most others are at odds with has to go, and the higher ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 
 class Complaints:
@@ -23,8 +23,16 @@ class Complaints:
         return len(set().union(*self._generations.values()))
 
     def add(self, reporter: str, peer: str, generation: int) -> None:
-        """The one does not reach the other."""
+        """The one does not reach the other; or cannot go on and names nobody, where they are the same."""
         self._generations.setdefault((reporter, peer), set()).add(generation)
+
+    def explain(self, generation: int) -> None:
+        """Somebody has gone, over whom those could not go on who have named nobody."""
+        for pair, worlds in list(self._generations.items()):
+            if len(set(pair)) == 1:
+                worlds.discard(generation)
+                if not worlds:
+                    del self._generations[pair]
 
     def withdraw(self, reporter: str, peer: str) -> None:
         """The one reaches the other after all."""
@@ -33,19 +41,19 @@ class Complaints:
     def about(self, peer: str, generation: int) -> str:
         """Who does not reach it in this world; empty where everybody does."""
         said = self._generations.items()
-        return next((who for (who, whom), worlds in said if whom == peer and generation in worlds), "")
+        return next((who for (who, whom), worlds in said if who != whom == peer and generation in worlds), "")
 
     def between(self, one: str, other: str) -> bool:
         """Whether one of the two has named the other."""
         return (one, other) in self._generations or (other, one) in self._generations
 
-    def worst(self, rank_of: Callable[[str], int], among: Collection[str] | None = None) -> str | None:
-        """Whom, of these, most others are at odds with; None where none of them was named."""
+    def worst(self, ranks: Mapping[str, int]) -> str | None:
+        """Whom, of these with their ranks, most others are at odds with; None where none of them was named."""
         others: dict[str, set[str]] = {}
         for one, other in self._pairs():
-            if among is None or one in among:
+            if one in ranks:
                 others.setdefault(one, set()).add(other)
-        return max(others, key=lambda worker: (len(others[worker]), rank_of(worker)), default=None)
+        return max(others, key=lambda worker: (len(others[worker]), ranks[worker]), default=None)
 
     def forget(self, worker: str) -> None:
         """Drop what it said, and what was said of it."""

@@ -7,7 +7,6 @@ settings hold those that differ from the defaults, under their names; a job may 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +18,7 @@ from forged.errors import ConfigError, Problem, RequestRefused
 from forged.jobs.model import SettingValue
 
 WHOLE_NUMBER_MAX = 2**31 - 1
+LEARNING_RATE_MAX = 1e100
 CONCURRENT_TRANSFERS_MAX = 64
 HEARTBEATS_PER_TIMEOUT = 3
 PROBLEMS_CHARS_MAX = 2_000
@@ -174,9 +174,9 @@ def _whole(low: int, high: int = WHOLE_NUMBER_MAX) -> Rule:
 
 def _rate() -> Rule:
     def accepts(value: object) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value <= sys.float_info.max
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value <= LEARNING_RATE_MAX
 
-    return Rule(accepts, "a finite number more than 0")
+    return Rule(accepts, f"a number more than 0, {LEARNING_RATE_MAX:g} at most")
 
 
 def _flag() -> Rule:

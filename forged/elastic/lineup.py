@@ -43,7 +43,8 @@ class Lineup:
     def sort(self) -> None:
         """Tell apart who is in the committed world, who of it is to go, and who is not in it."""
         self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
-        self._leavers = {member.id: member for member in self.present() if member.leaving is not None}
+        leavers = (member for member in self.present() if member.leaving is not None)
+        self._leavers = {member.id: member for member in sorted(leavers, key=lambda leaver: leaver.leaving_at)}
 
     def enter(self, newcomer: Member) -> None:
         """Somebody registers."""
@@ -143,8 +144,9 @@ class Lineup:
         return set(islice(self._usable(), missing - waiting))
 
     def _usable(self) -> Iterator[str]:
-        """Who of them can be needed, the last to be told first. Who makes no more steps is for its state alone."""
-        is_kept = self.is_state_kept()
+        """Who of them can be needed, the last to be told first. Who makes no more steps is for its state alone, where
+        nobody who stays has it; one of those may be on the way back."""
+        is_kept = any(member.id in self.state_holders for member in self._stayers())
         return (name for name, member in reversed(self._leavers.items()) if not (is_kept and member.is_parting))
 
     def is_state_kept(self) -> bool:
@@ -204,13 +206,23 @@ class Lineup:
 
     @property
     def retained(self) -> Mapping[str, Member]:
-        """Who of them must stay, while not all of the world are known to have the state."""
-        return {} if self.state_holders.issuperset(self.world) else self._former
+        """Who of them must stay: while not all of the world are known to have the state, or nobody of it can be reached
+        who has, and somebody is there or comes who may need it."""
+        if not self._former:
+            return {}
+        is_needed = any(self._stayers()) or any(self.newcomers())
+        is_safe = self.state_holders.issuperset(self.world) and (self._has_holder or not is_needed)
+        return {} if is_safe else self._former
 
     def givers(self) -> dict[str, Member]:
         """Whose state may be that of the next world; where nobody of this one has it, what is left of those before."""
         present = {member.id: member for member in self.present()}
         return present if self.state_holders & present.keys() else present | self._former
+
+    @property
+    def _has_holder(self) -> bool:
+        """Whether somebody of the world can be reached who is known to have the state."""
+        return any(member.connected and member.id in self.state_holders for member in self.present())
 
     def holders_there(self) -> set[str]:
         """Who of the world is there, and known to have the state."""

@@ -45,6 +45,8 @@ class Member:
     """Whether it holds training data, for which others may have to come before it goes."""
     leaving: str | None = None
     """Why it is to go; None while it may stay."""
+    is_parting: bool = False
+    """Whether it has done its last step. It may take its time to save what it has, and no world waits for it."""
 
     leaving_at: float = 0.0
     """Since when, as far as this daemon knows; like all times below by the monotonic clock."""
@@ -71,8 +73,6 @@ class Member:
     stalled: bool = False
     is_expected_to_go: bool = False
     """Whether the world, or the attempt at one, was formed by who knew that it is to go."""
-    is_parting: bool = False
-    """Whether it has done its last step. It may take its time to save what it has, and no world waits for it."""
 
     @property
     def id(self) -> str:

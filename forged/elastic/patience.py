@@ -55,8 +55,8 @@ def _kept_from(
     for member in late:
         if member is source or member.is_mute(since) or not {member.id, source.id} <= lineup.state_holders:
             continue
-        pair = member.id, source.id
-        if complaints.between(*pair) and complaints.worst(attempt.members.index, pair) == source.id:
+        ranks = {one.id: attempt.members.index(one.id) for one in (member, source)}
+        if complaints.between(*ranks) and complaints.worst(ranks) == source.id:
             return member.id
     return ""
 

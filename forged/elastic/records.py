@@ -69,6 +69,7 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     attributes: dict[str, str]
     leaving: str | None
     with_data: bool = False
+    is_parting: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -22,7 +22,7 @@ from forged.clock import Clock
 from forged.elastic.attempt import RECEIVED_BYTES_MIN, Stop
 from forged.elastic.cluster import Cluster
 from forged.elastic.common import check_common
-from forged.elastic.config import require_trainable
+from forged.elastic.config import LEARNING_RATE_MAX, require_trainable
 from forged.elastic.members import Member
 from forged.elastic.messages import (
     INCARNATION_BYTES,
@@ -96,8 +96,9 @@ WORKERS_PER_CLIENT = 64
 """With more, those that a client spoke for once are looked through."""
 STEP_MAX = 2**53
 BATCH_MAX = 2**31 - 1
-LEARNING_RATE_MAX = 1e100
-"""Beyond these, nobody trains, and the world's size times the number could not be written any more."""
+"""Beyond these, and `LEARNING_RATE_MAX`, nobody trains, and the world's size times the number could not be written."""
+BREAKS_MAX = 3
+"""So often in a row something may break in a job by itself before that is given up."""
 
 AskWhether = Callable[[WorkerId], Awaitable[bool]]
 """Whether an address refuses connections; false where it accepts one, and where nothing can be said."""
@@ -127,6 +128,8 @@ class ElasticService:
         self._connected: set[bytes] = set()
         self._remains: dict[str, None] = {}
         """Keys of what is no more, which are deleted by and by."""
+        self._breaks: dict[str, int] = {}
+        """How often in a row something broke in a job by itself."""
         self._probing: set[Probe] = set()
         self._probe_slots = anyio.Semaphore(PROBES_MAX)
         self._tasks: TaskGroup | None = None
@@ -255,14 +258,32 @@ class ElasticService:
     def _tick(self) -> None:
         now = self._now()
         for cluster in self.clusters.values():
-            if cluster.due_at() <= now.monotonic or cluster.out:
-                cluster.tick(now)
-                self._settle(cluster)
+            if (cluster.due_at() <= now.monotonic or cluster.out) and not self._goes_on(cluster, now):
+                return
         if self._remains:
             keys = list(islice(self._remains, PART_MAX))
             self._bus.ledger.append(Decision(None, writes=dict.fromkeys(keys)), origin=OWNER)
             for key in keys:
                 del self._remains[key]
+
+    def _goes_on(self, cluster: Cluster, now: Moment) -> bool:
+        """Do what is due in one job. Where that breaks, by a mistake in the code, all state is read anew; a job in
+        which it does so again and again is given up, and the others go on."""
+        breaks = self._breaks.get(cluster.job, 0)
+        try:
+            if breaks < BREAKS_MAX:
+                cluster.tick(now)
+            else:
+                cluster.abort(now, f"what decides for it broke {breaks} times in a row, which is a bug: see the log")
+            self._settle(cluster)
+        except Exception as error:
+            if breaks > BREAKS_MAX:
+                raise
+            self._breaks[cluster.job] = breaks + 1
+            self._bus.break_off(f"job {cluster.job} in {OWNER}", error)
+            return False
+        self._breaks.pop(cluster.job, None)
+        return True
 
     async def _probe(self, job: str, probe: Probe) -> None:
         try:

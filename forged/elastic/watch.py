@@ -62,6 +62,7 @@ class Watch:
         `steps` tells whether anybody can make some now.
         """
         self._looked_at, self._soon_at = now, NEVER
+        # Where nobody has come further, nobody waits for anybody: they are in the same long step.
         late = {member.id for member in holding_up([members[one] for one in world], world, config, now)}
         # Of a thousand nearly all are well, and have to cost next to nothing.
         lately = now - config.worker_heartbeat_timeout_s
@@ -81,7 +82,7 @@ class Watch:
                 if not steps or member.is_parting or worker_id not in late:
                     # Whoever waits for others has come further than they have, and may get on from when they do.
                     member.progress_at = now
-                elif self._stalls(member, config) and config.evict_stalled:
+                elif self._stalls(member, config) and config.evict_stalled and len(late) < len(world):
                     yield member, f"it lives and made no progress for {member.told_at - member.progress_at:.1f} s"
 
     def lose(self, member: Member, now: float) -> None:
@@ -119,11 +120,10 @@ class Watch:
     def _stalls(self, member: Member, config: ElasticTrainingConfig) -> bool:
         # Who is not heard may make some.
         still_s = member.told_at - member.progress_at
-        if member.stalled or still_s < config.stall_timeout_s:
-            return False
-        member.stalled = True
-        self.out.say(WorkerStalled(member.id, member.step, round(still_s, 1)))
-        return True
+        if not member.stalled and still_s >= config.stall_timeout_s:
+            member.stalled = True
+            self.out.say(WorkerStalled(member.id, member.step, round(still_s, 1)))
+        return member.stalled
 
     def _tell_lost(self, member: Member, config: ElasticTrainingConfig, now: float) -> None:
         if member.id not in self._lost_told and is_lost(member):

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, describe
 from forged.worker import arrays
-from forged.worker.collectives import ABORTED, Ending, World, aborted
+from forged.worker.collectives import Ending, World, aborted
 from forged.worker.hub import Collected, Hub, receives
 from forged.worker.peer import AcceptedLink, PeerLink, frame_of
 from forged.worker.peer_messages import (
@@ -189,10 +189,10 @@ class HubSide:
         elif collected.brought_bytes > APART_BYTES:
             self._tasks.start_soon(self._reduce_apart, collected)
         else:
-            self._told_of(collected, _reduced(collected))
+            self._told_of(collected, _reduced(collected, self._world.names[0]))
 
     async def _reduce_apart(self, collected: Collected) -> None:
-        self._told_of(collected, await to_thread.run_sync(_reduced, collected))
+        self._told_of(collected, await to_thread.run_sync(_reduced, collected, self._world.names[0]))
 
     def _told_of(self, collected: Collected, outcome: Result | Ending) -> None:
         if isinstance(outcome, Ending):
@@ -292,10 +292,10 @@ async def gone(links: Iterable[PeerLink]) -> None:
         await asyncio.wait(over, timeout=LEAVE_TIMEOUT_S)
 
 
-def _reduced(collected: Collected) -> Result | Ending:
+def _reduced(collected: Collected, hub: str) -> Result | Ending:
     assert collected.call.operation is not None
     try:
         value = arrays.reduce(collected.call.operation, collected.brought)
     except Exception as error:  # noqa: BLE001 - memory may not suffice; whatever it is, all ranks must be told
-        return Ending(ABORTED, f"{collected.call} #{collected.number} could not be computed: {describe(error)}")
+        return aborted(f"{collected.call} #{collected.number} could not be computed: {describe(error)}", hub)
     return Result(collected.number, (value,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.attempt import Stage, Stop
+from forged.elastic.cluster import QUARRELS_MAX
 from forged.elastic.members import MARKS_PER_WORLD, PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobAborted,
@@ -28,6 +29,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import RescaleType, WorkerId
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
+from forged.elastic.watch import NEVER
 from forged.elastic.words import REASON_CHARS_MAX, REASONS_MAX
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from tests.elastic.play import BEGINNING_S, WALL_S, WINDOW_S, Play, formed, incarnation, kinds, newcomer, worker_of
@@ -1821,3 +1823,142 @@ def test_generations_and_attempts_go_on_where_they_were() -> None:
         play.cluster.rescale(play.now, "a test")
         completed = play.agree()
         assert (completed.attempt, completed.delta.base_epoch, completed.delta.epoch) == (number, number - 1, number)
+
+
+# Newcomers that die of being taken in.
+
+
+def _crash_in_turn(play: Play, for_s: float) -> float:
+    """Two newcomers die in every attempt, one after the other, and come back; for how long the others stood still."""
+    lives, asked, stood_s = {"x": 1, "y": 1}, {"x": 0, "y": 0}, 0.0
+    dies_at, back_at = dict.fromkeys("xy", NEVER), dict.fromkeys("xy", NEVER)
+    play.join("x", "y")
+    end = play.time + for_s
+    while play.time < end:
+        play.wait(0.1)
+        attempt = play.cluster.attempt
+        stood_s += 0.1 if attempt else 0.0
+        if attempt is not None and attempt.stage is Stage.PAUSING:
+            play.stop(*(name for name in "abc" if name not in attempt.stops), stop=Stop(1, holds_state=True))
+        attempt = play.cluster.attempt
+        for name in lives:
+            if attempt is not None and name in attempt and asked[name] != attempt.number:
+                asked[name], dies_at[name] = attempt.number, play.time + (3.0 if name == "x" else 5.0)
+            if play.time >= dies_at[name]:
+                dies_at[name], back_at[name] = NEVER, play.time + 1.0
+                play.die(name, life=lives[name])
+            if play.time >= back_at[name]:
+                back_at[name], lives[name] = NEVER, lives[name] + 1
+                play.join(name, life=lives[name])
+    return stood_s
+
+
+@pytest.mark.parametrize("window_ms", [0, 1_000, 30_000])
+def test_newcomers_that_die_in_turn_while_they_are_taken_in_do_not_keep_the_others_from_training(
+    window_ms: int,
+) -> None:
+    play = formed("a", "b", "c", stability_window_ms=window_ms)
+    assert _crash_in_turn(play, 1_200.0) < 240.0
+    assert play.cluster.phase is not Phase.ABORTED
+
+
+def test_where_a_newcomer_dies_in_an_attempt_the_others_in_it_come_in_and_who_came_later_waits() -> None:
+    play = formed("a")
+    play.join("b", "x")
+    play.wait(31.0)
+    play.join("y")
+    play.die("x")
+    play.wait(0.1)
+    assert play.last(RescaleStarted).added == ["b"]
+    play.agree(3)
+    assert play.world == ["a", "b"]
+    play.wait(31.0, still=True)
+    play.agree(4)
+    assert play.world == ["a", "b", "y"]
+
+
+def test_where_a_member_dies_too_whoever_waits_takes_its_place() -> None:
+    play = formed("a", "b")
+    play.join("x")
+    play.wait(31.0)
+    play.join("y")
+    play.die("x", "b")
+    play.wait(0.1)
+    assert play.last(RescaleStarted).added == ["y"]
+
+
+# Worlds that come to nothing.
+
+
+def test_of_worlds_that_come_to_nothing_and_nobody_says_over_whom_who_says_so_goes() -> None:
+    play = formed("a", "b", "c")
+    for _ in range(QUARRELS_MAX):
+        assert "b" in play.world
+        play.complain("b", why="it has no memory for it")
+        play.wait(0.1)
+        play.agree(0)
+    assert play.world == ["a", "c"]
+    assert play.last(WorkerFailed).reason == "3 worlds in a row could not work with it in them"
+
+
+def test_who_cannot_go_on_because_others_went_is_not_put_out_for_that() -> None:
+    play = formed("a", "b", "c", "d", "e", failure_tolerance_percentage=100, max_consecutive_failures=100)
+    for name in "bcd":
+        play.complain("a", why=f"{name} left the world in good order")
+        play.leave(name)
+        play.wait(0.1)
+        play.agree(0)
+    assert play.world == ["a", "e"]
+
+
+def test_what_was_said_of_who_is_in_no_world_any_more_counts_no_more() -> None:
+    play = formed("a", "b", "x", failure_tolerance_percentage=100)
+    for _ in range(2):
+        play.complain("a", "x")
+        play.wait(1.2)
+        play.agree(0)
+    play.cluster.drain("x", play.now, "the night")
+    play.wait(0.1)
+    play.agree(0)
+    assert (play.world, "x" in play.cluster.members) == (["a", "b"], True)
+    play.complain("a", "b")
+    play.wait(1.2)
+    assert play.cluster.phase is Phase.RESCALING
+
+
+# Time in which nobody listened, or nobody was to train.
+
+
+def test_a_job_that_waits_is_not_given_up_for_the_time_in_which_the_daemon_did_not_get_its_turn() -> None:
+    play = formed("a", "b", min_workers=2)
+    play.die("b")
+    play.wait(1.0)
+    play.sleep(3_000.0)
+    assert not play.cluster.over
+    play.wait(700.0)
+    assert play.cluster.over
+
+
+def test_a_job_that_was_laid_to_rest_is_not_given_up_for_too_few_workers() -> None:
+    play = formed("a", "b", min_workers=2)
+    play.cluster.pause(play.now, "maintenance")
+    play.die("b")
+    play.wait(3_000.0)
+    play.cluster.resume(play.now, "")
+    play.wait(590.0)
+    assert not play.cluster.over
+    play.wait(11.0)
+    assert play.cluster.over
+
+
+def test_who_is_stalled_already_goes_when_the_policy_becomes_so() -> None:
+    play = formed("a", "b", stall_timeout_ms=5_000)
+    first = play.cluster.generation * MARKS_PER_WORLD
+    for second in range(1, 10):
+        play.beat("a", marks=first + second)
+        play.beat("b", marks=first + 1)
+        play.wait(1.0, still=True)
+    assert "WorkerStalled" in kinds(play.facts)
+    play.cluster.configure({**play.cluster.settings, "evict_stalled": True})
+    play.wait(1.0, still=True)
+    assert play.last(WorkerFailed).worker_id == "b"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from forged.elastic.attempt import Stop
 from forged.elastic.members import MARKS_PER_WORLD
 from forged.elastic.messages import (
@@ -14,7 +16,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.phases import Phase
 from forged.jobs.model import SettingValue
-from tests.elastic.play import Play, formed, kinds
+from tests.elastic.play import Play, formed, incarnation, kinds
 
 WISH = "the night"
 SOON_S = 0.1
@@ -342,6 +344,8 @@ def test_the_next_daemon_keeps_who_has_gone_out_of_a_world_that_may_not_have_the
     play.beat("b", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
     assert may_go(play, "a")
     play.restart()
+    assert not may_go(play, "a"), "while nobody can be reached who has the state"
+    play.come_back("a", "b", "c")
     assert may_go(play, "a"), "it is not kept once more"
 
 
@@ -669,3 +673,98 @@ def test_who_does_not_go_though_it_is_in_no_world_any_more_is_put_out() -> None:
     play.agree()
     play.wait(25.0)
     assert failed(play) == ["b"]
+
+
+# Who saves behind its last world, while that comes to its end.
+
+
+@pytest.mark.parametrize("how", ["fails", "leaves"])
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_who_saves_behind_its_last_world_is_kept_for_whoever_comes_when_nobody_of_that_is_left(
+    how: str, synchronous: bool
+) -> None:
+    play = formed("a", "b", use_synchronous_rescaling=synchronous, **ALL_MAY_FAIL)
+    drain(play, "a")
+    play.wait(SOON_S)
+    if synchronous:
+        play.agree(5)
+    play.beat("b", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
+    play.beat("a", parting=True)
+    assert may_go(play, "a")
+    play.join("c")
+    play.die("b") if how == "fails" else play.leave("b")
+    assert not may_go(play, "a"), "before the attempt at a world with the newcomer"
+    play.wait(SOON_S)
+    assert play.last(RescaleStarted).leaving == ["a"]
+    assert not may_go(play, "a"), "while it is asked where it is"
+    play.stop("a", stop=Stop(5, holds_state=True))
+    play.stop("c", stop=Stop(0, holds_state=False))
+    assert play.last(RescaleSynchronising).source.id == "a"
+    assert not may_go(play, "a"), "while it gives what it has"
+    play.ready("c")
+    assert (play.world, play.last(RescaleCompleted).step) == (["c"], 5)
+    assert may_go(play, "a")
+
+
+def test_nobody_is_kept_for_those_who_have_gone_again() -> None:
+    play = formed("a", "b", **ALL_MAY_FAIL)
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.agree(5)
+    play.beat("a", parting=True)
+    play.join("c")
+    play.die("b")
+    play.leave("c")
+    assert may_go(play, "a")
+
+
+def test_who_has_gone_out_takes_over_no_data_though_the_daemon_was_another_one_then() -> None:
+    play = formed("a", "b", "c", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
+    for member in play.cluster.members.values():
+        member.with_data = True
+        play.cluster.out.members.add(member.id)
+    drain(play, "a")
+    play.wait(SOON_S)
+    play.ready("a", "b", "c")
+    assert sorted(play.world) == ["b", "c"]
+    play.restart()
+    play.come_back("a", "b", "c")
+    play.cluster.lineup.state_holders = frozenset("b")
+    play.die("b")
+    play.wait(SOON_S)
+    assert play.last(RescaleStarted).leaving == ["a"]
+    seen = play.cluster.attempt_members("c", incarnation("c"))
+    assert [worker.id for worker in seen.target] == ["c"]
+    assert [worker.id for worker in seen.leaving] == ["a"]
+
+
+@pytest.mark.parametrize("what", ["restarts", "blinks"])
+def test_a_job_that_waits_forms_no_world_with_who_makes_no_more_steps_where_the_other_is_on_its_way_back(
+    what: str,
+) -> None:
+    play = of_size(2, "a", "b")
+    drain(play, "b")
+    play.beat("b", parting=True)
+    play.complain("a", why="b left the world in good order")
+    play.wait(SOON_S)
+    assert play.cluster.phase is Phase.WAITING
+    play.restart() if what == "restarts" else play.lose("a")
+    play.tick()
+    assert play.cluster.phase is Phase.WAITING
+    play.come_back(*("ab" if what == "restarts" else "a"))
+    play.beat("b", parting=True)
+    play.tick()
+    assert play.cluster.phase is Phase.WAITING
+
+
+def test_the_last_who_were_told_stay_also_behind_another_world() -> None:
+    play = of_size(2, "a", "b", "c")
+    drain(play, "c")
+    play.time += SOON_S / 2
+    drain(play, "a")
+    play.time += SOON_S / 2
+    drain(play, "b")
+    play.wait(SOON_S)
+    play.agree(5)
+    assert play.world == ["a", "b"]
+    assert list(play.cluster.lineup.leavers) == ["a", "b"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from forged.elastic.config import (
     CONCURRENT_TRANSFERS_MAX,
     DEFAULTS,
+    LEARNING_RATE_MAX,
     RULES,
     WHOLE_NUMBER_MAX,
     ElasticTrainingConfig,
@@ -62,7 +62,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     **{key: whole(key) for key in WHOLE},
     **{key: st.booleans() for key in FLAGS},
     **{key: st.sampled_from(enum) for key, enum in CHOICES.items()},
-    "base_learning_rate": st.none() | st.floats(0, sys.float_info.max, exclude_min=True) | st.integers(1, 2**53),
+    "base_learning_rate": st.none() | st.floats(0, LEARNING_RATE_MAX, exclude_min=True) | st.integers(1, 2**53),
 }
 CONFIGS = (
     st.fixed_dictionaries({}, optional=VALUES)
@@ -210,7 +210,7 @@ def test_what_is_no_choice_is_wrong(key: str, value: Any) -> None:
     assert wrong(**{key: value}) == {key: f"one of {', '.join(CHOICES[key])}"}
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -0.1, math.nan, math.inf, True, "0.1", *HUGE, []])
+@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.1e100, math.nan, math.inf, True, "0.1", *HUGE, []])
 def test_what_is_no_rate_is_wrong(value: Any) -> None:
     assert list(wrong(base_learning_rate=value)) == ["base_learning_rate"]
 

@@ -11,6 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from forged.auth.model import Principal, Role
+from forged.elastic.cluster import Cluster
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     AbortJob,
@@ -45,9 +46,10 @@ from forged.elastic.messages import (
     WorkerLeft,
     WorkerLost,
 )
+from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
 from forged.elastic.records import PREFIX
-from forged.elastic.service import ATTRIBUTES_MAX, PART_MAX, PROBES_MAX
+from forged.elastic.service import ATTRIBUTES_MAX, BREAKS_MAX, PART_MAX, PROBES_MAX
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, CreateJob, ListJobs, RemoveJob, SettingValue, ShowJob
 from forged.ledger import read_all
@@ -1116,3 +1118,53 @@ async def test_who_is_refused_has_changed_nothing() -> None:
         assert isinstance(stage.crew["a"], Crew)
         assert not stage.records(WorkerLeft)
         assert len(stage.records(WorkerJoined)) == 1
+
+
+# A mistake in the code.
+
+
+@virtual
+async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    tick = Cluster.tick
+
+    def breaks(cluster: Cluster, now: Moment) -> None:
+        if cluster.job == JOB and not cluster.over:
+            raise ZeroDivisionError("no")
+        tick(cluster, now)
+
+    async with a_stage() as stage:
+        await stage.form("a")
+        other = stage.worker("o", job="other")
+        await other.join()
+        stage.spine.bus.on_broken = lambda owner, error: told.append(f"{owner}: {error}")
+        monkeypatch.setattr(Cluster, "tick", breaks)
+        await stage.wait(60.0)
+        assert told == [f"job {JOB} in elastic: no"] * BREAKS_MAX
+        assert stage.service.clusters[JOB].phase is Phase.ABORTED
+        assert stage.service.clusters[JOB].reason.startswith("what decides for it broke 3 times in a row")
+        assert stage.service.clusters["other"].phase is Phase.RESCALING
+
+
+@virtual
+async def test_what_breaks_once_is_done_again_with_what_the_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks = [True]
+    tick = Cluster.tick
+
+    def breaks_once(cluster: Cluster, now: Moment) -> None:
+        if breaks and cluster.members.get("b"):
+            breaks.clear()
+            cluster.lineup.world.clear()
+            raise ZeroDivisionError("no")
+        tick(cluster, now)
+
+    async with a_stage() as stage:
+        await stage.form("a")
+        monkeypatch.setattr(Cluster, "tick", breaks_once)
+        b = stage.worker("b")
+        await b.join()
+        await stage.wait(31.0)
+        await stage.agree()
+        assert (breaks, world(stage)) == ([], ["a", "b"])

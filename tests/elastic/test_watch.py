@@ -67,8 +67,18 @@ def test_where_nobody_can_make_steps_nobody_stalls() -> None:
 
 
 def test_who_stalls_goes_by_policy_only() -> None:
-    ((name, why),) = look(Watch(Outbox()), member("a", told_at=6.0), now=6.0, evict=True)
-    assert (name, why) == ("a", "it lives and made no progress for 6.0 s")
+    waits, stalls = member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0)
+    assert look(Watch(Outbox()), waits, stalls, now=6.0) == []
+    assert look(Watch(Outbox()), waits, stalls, now=6.5, evict=True) == [
+        ("b", "it lives and made no progress for 6.0 s")
+    ], "also where the policy has changed since"
+
+
+def test_where_nobody_has_come_further_all_are_told_and_nobody_goes() -> None:
+    """They are in the same long step, and who puts out all of them puts out the state."""
+    out = Outbox()
+    assert look(Watch(out), member("a", told_at=6.0), member("b", told_at=6.0), now=6.0, evict=True) == []
+    assert out.facts == [WorkerStalled("a", 0, 6.0), WorkerStalled("b", 0, 6.0)]
 
 
 def test_who_is_lost_is_told_once_and_asked_for_at_its_address_now_and_then() -> None:

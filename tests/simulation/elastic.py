@@ -36,7 +36,7 @@ from tests.simulation.elastic_process import Job, Process
 from tests.simulation.elastic_tally import Tally
 from tests.simulation.elastic_trouble import Trouble
 from tests.simulation.elastic_truth import Promise, Trainee, Truth, broken
-from tests.simulation.loop import VirtualClock, VirtualLoop, run
+from tests.simulation.loop import SimulationError, VirtualClock, VirtualLoop, run
 from tests.simulation.network import HostNetwork
 from tests.simulation.stage import ENDPOINT, SERVER, SOCKET, Stage
 
@@ -134,9 +134,14 @@ class ElasticWorld(Stage):
             silence_max_s=6.0,
         )
 
+    def _tell_broken(self, owner: str, error: BaseException) -> None:
+        """Nothing breaks that is no mistake in the code."""
+        raise SimulationError(f"{owner} broke") from error
+
     def extend(self, daemon: Daemon) -> None:
         """Look at what it loads, at what it is told and at what becomes of it."""
         daemon.ledger.join(Reader(self.oracle))
+        daemon.bus.on_broken = self._tell_broken
 
         async def stopped(request: Any, call: Call, proceed: Proceed) -> Any:
             self.oracle.stopped(request)

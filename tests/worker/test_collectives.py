@@ -205,6 +205,18 @@ async def test_an_abort_by_the_hub_reaches_all() -> None:
             assert (error.message, error.peer) == ("enough", "w9")
 
 
+@pytest.mark.parametrize("count", [3, 200_000], ids=["at once", "in a thread"])
+async def test_what_the_hub_cannot_compute_is_held_against_it(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("there is no room")
+
+    monkeypatch.setattr("forged.worker.arrays.reduce", fail)
+    async with open_world(3) as worlds:
+        for error in await failures(*(world.all_reduce(np.zeros(count)) for world in worlds)):
+            assert isinstance(error, CollectiveAborted)
+            assert (error.peer, "there is no room" in error.message) == (worlds[0].names[0], True)
+
+
 @pytest.mark.parametrize("late", [0, 2])
 async def test_a_call_that_takes_too_long_ends_the_world_for_all(late: int) -> None:
     async with open_world(3) as worlds:

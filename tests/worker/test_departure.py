@@ -471,6 +471,34 @@ class TestHandingOverTheState:
         assert await crew.over("a") == [None]
         await self._is_continued_by(crew, "b")
 
+    @pytest.mark.parametrize("how", ["is put out", "goes"])
+    @pytest.mark.parametrize("synchronous", [True, False])
+    async def test_who_comes_when_the_world_behind_that_has_ended_gets_it_from_who_saves_something_still(
+        self, how: str, synchronous: bool, house: House, client: ForgedClient
+    ) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=synchronous) as crew:
+            await self._train(crew, client, "a", "b")
+            saves, saved = asyncio.Event(), asyncio.Event()
+
+            async def save(reason: str) -> None:
+                saves.set()
+                await saved.wait()
+
+            crew["a"].worker.leaving.subscribe(save)
+            crew["a"].worker.drain("the spot price")
+            await saves.wait()
+            await crew.world_of("b")
+            if how == "goes":
+                crew["b"].worker.drain("the spot price, too")
+            else:
+                await client.evict_worker(JOB, "b", "it is bad")
+            await crew.over("b")
+            crew.start("c")
+            await crew.world_of("c")
+            saved.set()
+            assert await crew.over("a") == [None]
+            await self._is_continued_by(crew, "c")
+
     async def test_who_was_to_stay_may_die_while_the_other_saves_something(
         self, crew: Crew, client: ForgedClient
     ) -> None:
