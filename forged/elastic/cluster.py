@@ -8,7 +8,7 @@ enough to go on after a crash; the rest comes back as evidence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 from forged.elastic.attempt import Attempt, Stage, Stop, brought_along
@@ -75,6 +75,8 @@ class Cluster:
         """Why it rests, or rested last."""
         self.state = GlobalTrainingState()
         self.attempts = 0
+        self.told_over = 0
+        """The newest attempt that was given up because a daemon died over it."""
         self.failures = Failures()
         self.base = Base()
         self.reason = ""
@@ -105,6 +107,8 @@ class Cluster:
         """Those of the reasons that only tell of what some other one explains."""
         self._must_stop = False
         """Whether all stop for the next world, whatever the settings say: this one cannot go on, or is not to."""
+        self._furthest = 0
+        """How far the training was told to be since it trains no more: that may be lost with those who say so."""
         self._spoilt = 0
         """How many attempts have lost newcomers, and nobody else, since somebody was taken in."""
 
@@ -140,6 +144,12 @@ class Cluster:
         """Go on where another daemon, or this one before its store failed, has left off."""
         known = self.members.known
         missing = [worker for worker, incarnation in self.lineup.world.items() if known(worker, incarnation) is None]
+        for member in self.lineup.present():
+            # So far they were at least.
+            member.step = self.state.current_step
+        if self.phase is Phase.RESCALING and self.told_over < self.attempts:
+            self.told_over = self.attempts
+            self._changed(RescaleAborted(self.attempts, "the daemon has begun anew"))
         if missing and not (self.why or self.over):
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
         self._must_stop = bool(self.why)
@@ -195,6 +205,7 @@ class Cluster:
         if member is None:
             return
         self._progress(member, step, now)
+        self._take_word(member, step)
         self._drop(member)
         reason = in_words(reason, "the training is done" if done else "it wanted to")
         self.out.say(WorkerLeft(worker_id, reason))
@@ -223,11 +234,9 @@ class Cluster:
             self._drop(member)
             return
         member.lost_at = now.monotonic
-        reporter = self._complaints.about(worker_id, self.generation)
-        if reporter and not self._alone_has_the_state(member):
-            self._fail(member, f"neither the daemon nor {reporter} reaches it", now)
-        else:
-            self.watch.lose(member, now.monotonic)
+        if reporter := self.members.get(self._complaints.about(worker_id, self.generation)):
+            self._doubt(member, reporter, now)
+        self.watch.lose(member, now.monotonic)
         self._consider(now)
 
     def returned(self, worker_id: str, now: Moment) -> None:
@@ -242,7 +251,7 @@ class Cluster:
         """Take what came of a probe; only a refusal proves something."""
         member = self.members.known(worker_id, incarnation)
         if refused and member is not None and not member.connected:
-            self._fail(member, f"nobody listens at {member.worker.hostname}:{member.worker.port} any more", now)
+            self._fail_unseen(member, f"nobody listens at {member.worker.hostname}:{member.worker.port} any more", now)
             self._consider(now)
 
     # Word of progress. Called for every heartbeat, so it costs next to nothing.
@@ -315,8 +324,7 @@ class Cluster:
         else:
             attempt.troubles.pop(worker_id, None)
         if unreached and unreached == attempt.source:
-            if self._complain(member, unreached, now):
-                self._consider(now)
+            self._complain(member, unreached, now)
         elif received[0]:
             # It has reached the source since.
             self._complaints.withdraw(worker_id, attempt.source)
@@ -328,6 +336,7 @@ class Cluster:
         attempt, member = self._answering(worker_id, incarnation, number)
         member.heard_at = now.monotonic
         self._progress(member, stop.step, now)
+        self._take_word(member, stop.step)
         if attempt.stage is Stage.PAUSING:
             if self.lineup.holds(member) and not attempt.is_at_step_end:
                 # The others are at the end of the same step.
@@ -384,7 +393,8 @@ class Cluster:
         if self.trains and not self._is_explained and (other in (None, member) or not self.lineup.holds(other)):
             # Of a world that comes to nothing again and again somebody has to go, if only who says so.
             self._complaints.add(worker_id, worker_id, generation)
-        if not self._complain(member, peer, now) and self.trains:
+        self._complain(member, peer, now)
+        if self.trains:
             trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
             self._troubles.add(trouble)
             self._must_stop = True
@@ -393,17 +403,20 @@ class Cluster:
             self._settle_quarrel(now)
         self._consider(now)
 
-    def _complain(self, member: Member, peer: str, now: Moment) -> bool:
-        """One of the world says that it does not reach another; tells whether that one failed over it."""
+    def _complain(self, member: Member, peer: str, now: Moment) -> None:
+        """One of the world says that it does not reach another."""
         other = self.members.get(peer)
         if other is None or not self.lineup.holds(member):
-            return False
+            return
         if other is not member and self.lineup.holds(other):
             self._complaints.add(member.id, peer, self.generation)
-        if is_lost(other) and not self._alone_has_the_state(other):
-            self._fail(other, f"neither the daemon nor {member.id} reaches it", now)
-            return True
-        return False
+        self._doubt(other, member, now)
+
+    def _doubt(self, member: Member, reporter: Member, now: Moment) -> None:
+        """Another does not reach this one; if the daemon does not either, it may be dead."""
+        is_witness = self.watch.is_steady(reporter, now.monotonic)
+        if is_lost(member) and is_witness and not self._alone_has_the_state(member):
+            self.watch.doubt(member, reporter.id, now.monotonic)
 
     def _alone_has_the_state(self, member: Member) -> bool:
         """Whether the state may be gone with it: such a one is given its whole grace, whatever others say of it."""
@@ -455,7 +468,7 @@ class Cluster:
 
     def evict(self, worker_id: str, now: Moment, reason: str) -> None:
         """Count a worker as dead; that is somebody's will, and says nothing of how the training fares."""
-        self._fail(self.members.require(worker_id), f"evicted: {in_words(reason, WISH)}", now, is_wanted=True)
+        self._fail(self.members.require(worker_id), f"evicted: {in_words(reason, WISH)}", now, is_uncounted=True)
         self._consider(now)
 
     def pause(self, now: Moment, reason: str) -> None:
@@ -481,7 +494,7 @@ class Cluster:
         """Give the training up."""
         if self.phase is not Phase.ABORTED:
             reason = in_words(reason, WISH)
-            self._end(Cause.ABORTED, reason, JobAborted(reason, self.state.current_step))
+            self._end(Cause.ABORTED, reason, JobAborted(reason, self.step))
 
     def rescale(self, now: Moment, reason: str, *, stops: bool = False) -> None:
         """Agree on a new world now; `stops` tells that nobody is to train until it holds."""
@@ -538,11 +551,19 @@ class Cluster:
     def _look(self, now: Moment) -> None:
         """Look at every member."""
         self._forgive(now)
-        steps = self.trains and not self.paused
         world = {member.id for member in self.members.values() if self.lineup.holds(member)}
         kept = self.lineup.retained
-        for member, why in self.watch.look(self.members, world, kept, self.config, now.monotonic, steps=steps):
-            self._fail(member, why, now)
+        stepping = self._stepping(world)
+        for member, why in self.watch.look(self.members, world, kept, self.config, now.monotonic, stepping=stepping):
+            self._fail_unseen(member, why, now)
+
+    def _stepping(self, world: Collection[str]) -> Collection[str]:
+        """Who of the world may be in a step: all while it trains, and in an attempt those who have yet to stop."""
+        if self.paused:
+            return ()
+        if self.trains:
+            return world
+        return self.attempt.waiting_for if self.attempt is not None and self.attempt.stage is Stage.PAUSING else ()
 
     def _forgive(self, now: Moment) -> None:
         """Hold nothing against anybody that has piled up while this process did not get its turn."""
@@ -551,6 +572,7 @@ class Cluster:
             return
         for member in self.members.values():
             member.forgive(late_s, now.monotonic)
+        self.watch.forgive(now.monotonic)
         self._resumed_at = min(self._resumed_at + late_s, now.monotonic)
         if self._waiting_at is not None:
             self._waiting_at = min(self._waiting_at + late_s, now.monotonic)
@@ -714,7 +736,7 @@ class Cluster:
         before, has_stopped = self.lineup.topology, bool(attempt.source)
         self.lineup.commit(attempt.target, attempt.removed, now.wall, all_have_stopped=has_stopped)
         members = list(self.lineup.present())
-        known_step = self.state.current_step
+        known_step, told_step, self._furthest = self.state.current_step, self.step, 0
         if attempt.source:
             self.state = state_at(self.state, attempt.stops[attempt.source], now.wall)
         if not self.base.world:
@@ -730,7 +752,7 @@ class Cluster:
         if self.state.current_step > known_step:
             # The world before has come to something, as is only known now that all have said where they are.
             self._complaints.clear()
-        reason = "; ".join([attempt.reason, *self._beginning(attempt, known_step)])
+        reason = "; ".join([attempt.reason, *self._beginning(attempt, told_step)])
         self.attempt, self.why = None, []
         self._must_stop = False
         self._troubles.clear()
@@ -764,7 +786,7 @@ class Cluster:
         if attempt.source and (brought := brought_along(attempt.source, attempt.stops)):
             yield brought
         lost = known_step - self.state.current_step
-        if lost > 0:
+        if attempt.source and lost > 0:
             why = "nobody who had them is left"
             self.out.say(ProgressLost(lost, self.state.current_step, why))
             yield f"{counted(lost, 'committed step')} {is_or_are(lost)} lost: {why}"
@@ -818,13 +840,20 @@ class Cluster:
             self.abort(now, why)
         return self.over
 
-    def _fail(self, member: Member, reason: str, now: Moment, *, is_wanted: bool = False) -> None:
+    def _fail_unseen(self, member: Member, reason: str, now: Moment) -> None:
+        """Let one fail of which nothing is known but that it is not there. Who was not seen since this daemon has begun
+        may have left in good order when there was none, and nobody can tell."""
+        if member.is_awaited:
+            reason += "; it went while there was no daemon, which counts towards no limit"
+        self._fail(member, reason, now, is_uncounted=member.is_awaited)
+
+    def _fail(self, member: Member, reason: str, now: Moment, *, is_uncounted: bool = False) -> None:
         rank = self.lineup.topology.rank_of(member.worker) if self.lineup.holds(member) else -1
         self._drop(member)
         self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
-        if rank >= 0 and not is_wanted and member.leaving is None:
+        if rank >= 0 and not is_uncounted and member.leaving is None:
             self.failures.count(self.state.current_step)
             if self.failures.too_many(len(self.lineup.world), self.config) is not None:
                 # Of several failures, the one that is too many is what the job's end follows from.
@@ -876,8 +905,22 @@ class Cluster:
             # Nobody goes on in a world before all of it have the state.
             self.lineup.have_met()
             self.out.world = True
-        if step > self.state.current_step and self.lineup.holds(member) and self.trains:
-            self._stepped(self._witnesses.hear(member.id, step, len(self.lineup.world)), now)
+        if step <= self.state.current_step or not self.lineup.holds(member):
+            return
+        borne_out = self._witnesses.hear(member.id, step, len(self.lineup.world))
+        if self.trains:
+            self._stepped(borne_out, now)
+        self._furthest = max(self._furthest, borne_out)
+
+    def _take_word(self, member: Member, step: int) -> None:
+        """One that has stopped, or goes, says how far the training is; with nobody else left it is lost."""
+        if self.lineup.holds(member):
+            self._furthest = max(self._furthest, step)
+
+    @property
+    def step(self) -> int:
+        """How many steps are known to be committed, by whatever was said of it."""
+        return max(self.state.current_step, self._furthest)
 
     def _has_met(self, member: Member) -> bool:
         """Whether it has come to where workers meet in the committed world."""
@@ -940,7 +983,7 @@ class Cluster:
             raise RequestRefused(
                 "worker_exists", f"worker {known.id} of job {self.job} is alive", "give this one another id"
             )
-        self.watch.look_for(known, now.monotonic)
+        self.watch.probe(known, now.monotonic)
         raise Unavailable(
             "worker_undecided",
             f"the connection of worker {known.id} is lost, and nothing says yet that it died",

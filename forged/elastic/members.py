@@ -56,6 +56,10 @@ class Member:
     """When it registered with, or was loaded by, this daemon."""
     lost_at: float | None = None
     """Since when it has no connection; None while it has one."""
+    is_awaited: bool = False
+    """Whether it was there before this daemon, and was not seen since."""
+    returned_at: float = -math.inf
+    """When it had one again last."""
     heard_at: float | None = None
     pulse_at: float | None = None
     cpu_s: float | None = None

@@ -44,6 +44,8 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     slack_s: float = 0.0
     """The most that any worker may be silent for longer than the settings say."""
     common: Common | None = None
+    told_over: int = 0
+    cause: int = 0
 
 
 class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +90,7 @@ def writes(cluster: Cluster) -> dict[str, bytes | None]:
     out, prefix = cluster.out, f"{PREFIX}{cluster.job}/"
     found: dict[str, bytes | None] = {}
     if out.cluster or out.world:
-        found[prefix + CLUSTER] = _encode(_cluster_record(cluster))
+        found |= anew(cluster)
     if out.world:
         found[prefix + WORLD] = _encode(
             WorldRecord(
@@ -102,6 +104,11 @@ def writes(cluster: Cluster) -> dict[str, bytes | None]:
         member = cluster.members.get(worker)
         found[f"{prefix}{MEMBER}/{worker}"] = None if member is None else _encode(_member_record(member))
     return found
+
+
+def anew(cluster: Cluster) -> dict[str, bytes | None]:
+    """What is kept of it besides its members and its world."""
+    return {f"{PREFIX}{cluster.job}/{CLUSTER}": _encode(_cluster_record(cluster))}
 
 
 def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Cluster | None:
@@ -149,6 +156,8 @@ def _cluster_record(cluster: Cluster) -> ClusterRecord:
         why=cluster.why,
         slack_s=max((member.slack_s for member in cluster.members.values()), default=0.0),
         common=cluster.common,
+        told_over=cluster.told_over,
+        cause=cluster.cause,
     )
 
 
@@ -159,7 +168,7 @@ def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
     cluster.paused_because, cluster.attempts = record.paused_because, record.attempts
     cluster.failures = Failures(record.failures, record.failures_in_a_row, record.failed_at_step)
     cluster.base, cluster.reason, cluster.why = Base(*record.base), record.reason, record.why
-    cluster.common = record.common
+    cluster.common, cluster.told_over, cluster.cause = record.common, record.told_over, record.cause
 
 
 def _take_world(cluster: Cluster, record: WorldRecord) -> None:
@@ -178,4 +187,5 @@ def _member_record(member: Member) -> MemberRecord:
 def _member(record: MemberRecord, now: Moment) -> Member:
     member = Member(**msgspec.structs.asdict(record))
     member.seen_at = member.lost_at = member.progress_at = now.monotonic
+    member.is_awaited = True
     return member

@@ -71,7 +71,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.model import ClusterTopology, WorkerId, check_worker
 from forged.elastic.outbox import Moment, Probe
-from forged.elastic.records import PREFIX, job_of, restored, writes
+from forged.elastic.records import PREFIX, anew, job_of, restored, writes
 from forged.elastic.views import cluster_view, drain_remarks, plan, worker_view
 from forged.elastic.watch import NEVER
 from forged.errors import RequestRefused
@@ -186,7 +186,7 @@ class ElasticService:
             for member in cluster.members.values():
                 self._by_client[member.client][cluster.job, member.id] = None
                 if member.client in self._connected:
-                    member.lost_at = None
+                    member.lost_at, member.is_awaited = None, False
         self._wake()
 
     def generation(self, job: str) -> int:
@@ -567,8 +567,11 @@ class ElasticService:
     def _decision(
         self, cluster: Cluster, reply: R, facts: tuple[Fact, ...], keys: dict[str, bytes | None], triggers: list[Fact]
     ) -> Decision[R]:
-        cause = _cause(cluster, facts)
+        cause, before = _cause(cluster, facts), cluster.cause
         self._remember_causes(cluster, facts, triggers)
+        if cluster.cause != before:
+            # Behind a restart, too, what is left of the rescale follows from it.
+            keys |= {key: record for key, record in anew(cluster).items() if key in keys}
         return Decision(reply, facts, keys, cluster.job, cluster.generation, cause)
 
     def _remember_causes(self, cluster: Cluster, facts: tuple[Fact, ...], triggers: list[Fact]) -> None:

@@ -1,12 +1,14 @@
 """A look at every worker, again and again: who is gone, who is lost, who does not get on.
 
 Law: who was not heard because nobody listened has nothing held against it. Whoever waits for others is not the one that
-does not get on; and what is lost is looked for before it counts as dead.
+does not get on; and what is lost is looked for before it counts as dead. What another says of one that is lost counts
+where its own way to the daemon was good all along, and after a moment: a network that pauses for all takes no life.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import Member, death_of, holding_up, overstays
@@ -20,7 +22,22 @@ LOST_S = 0.25
 LATE_S = 0.25
 """A look that comes so much too late says more of this process than of the workers."""
 PROBE_INTERVAL_S = 1.0
+AWAITED_S = 2.0
+"""Who was there before this daemon has so long to come back, or to have its pulse tell why not, before it is probed."""
+STEADY_S = 5.0
+"""For so long a worker's connection, and this process, must have been well for its word about another to count."""
+CONFIRMED_S = 0.15
+"""For so long whom neither reaches may come back."""
+CONFIRMED_AMONG_SEVERAL_S = 3.0
+"""The same where several hosts are lost at once, which says more of the network than of them."""
 NEVER = float("inf")
+
+
+class _Doubt(NamedTuple):
+    """Another does not reach one that is lost."""
+
+    reporter: str
+    at: float
 
 
 class Watch:
@@ -30,8 +47,11 @@ class Watch:
         self.out = out
         self._looked_at: float | None = None
         self._soon_at = NEVER
+        self._well_since = -NEVER
+        """Since when this process has had its turn."""
         self._lost_told: set[str] = set()
         self._probed_at: dict[str, float] = {}
+        self._doubts: dict[str, _Doubt] = {}
 
     def begin_anew(self) -> None:
         """Nobody was there to be looked at."""
@@ -46,6 +66,11 @@ class Watch:
         late_s = 0.0 if self._looked_at is None else now - self._looked_at - SCAN_INTERVAL_S
         return late_s if late_s >= LATE_S else 0.0
 
+    def forgive(self, now: float) -> None:
+        """Nobody has listened until now: whatever speaks against anybody may be over, and its end not heard yet."""
+        self._well_since = now
+        self._doubts.clear()
+
     def look(
         self,
         members: Mapping[str, Member],
@@ -54,14 +79,16 @@ class Watch:
         config: ElasticTrainingConfig,
         now: float,
         *,
-        steps: bool,
+        stepping: Collection[str],
     ) -> Iterator[tuple[Member, str]]:
         """Look at everybody; yields who has to go, and why.
 
         `world` are those in the committed one, `kept` those who may be needed though they are in none any more, and
-        `steps` tells whether anybody can make some now.
+        `stepping` those who may be in a step now.
         """
         self._looked_at, self._soon_at = now, NEVER
+        is_among_several = self._doubts and len({one.worker.hostname for one in members.values() if is_lost(one)}) > 1
+        confirmed_s = CONFIRMED_AMONG_SEVERAL_S if is_among_several else CONFIRMED_S
         # Where nobody has come further, nobody waits for anybody: they are in the same long step.
         late = {member.id for member in holding_up([members[one] for one in world], world, config, now)}
         # Of a thousand nearly all are well, and have to cost next to nothing.
@@ -71,6 +98,7 @@ class Watch:
             if not member.is_well(lately):
                 is_needed = is_in_world or worker_id in kept
                 death = death_of(member, config, now) or overstays(member, config, now, is_needed=is_needed)
+                death = death or self._confirmed(member, now, confirmed_s)
                 if death is not None:
                     yield member, death
                     continue
@@ -79,7 +107,7 @@ class Watch:
                     self._tell_lost(member, config, now)
             if is_in_world:
                 # Whoever has done its last step may take its time to save what it has.
-                if not steps or member.is_parting or worker_id not in late:
+                if worker_id not in stepping or member.is_parting or worker_id not in late:
                     # Whoever waits for others has come further than they have, and may get on from when they do.
                     member.progress_at = now
                 elif self._stalls(member, config) and config.evict_stalled and len(late) < len(world):
@@ -90,8 +118,34 @@ class Watch:
         self._soon_at = min(self._soon_at, now + LOST_S)
         self.look_for(member, now)
 
+    def is_steady(self, member: Member, now: float) -> bool:
+        """Whether nothing but the other is to blame where this one does not reach another."""
+        since = max(member.returned_at, self._well_since)
+        return member.connected and not self.late_s(now) and now - since >= STEADY_S
+
+    def doubt(self, member: Member, reporter: str, now: float) -> None:
+        """Another does not reach one that is lost. It has a moment to come back."""
+        self._doubts.setdefault(member.id, _Doubt(reporter, now))
+        self._soon_at = min(self._soon_at, now + CONFIRMED_S)
+
+    def _confirmed(self, member: Member, now: float, after_s: float) -> str | None:
+        """Why one that is lost counts as dead, because another does not reach it either; None while it does not."""
+        doubt = self._doubts.get(member.id)
+        if doubt is None or member.connected:
+            return None
+        if now >= doubt.at + after_s:
+            return f"neither the daemon nor {doubt.reporter} reaches it"
+        self._soon_at = min(self._soon_at, doubt.at + after_s)
+        return None
+
     def look_for(self, member: Member, now: float) -> None:
-        """Have a lost worker's address probed, unless a pulse would tell of its death."""
+        """Have a lost worker's address probed. Who was there before this daemon may be on its way back."""
+        if member.is_awaited and now - member.seen_at < AWAITED_S:
+            return
+        self.probe(member, now)
+
+    def probe(self, member: Member, now: float) -> None:
+        """See whether anybody listens at its address, unless a pulse would tell of its death."""
         last = self._probed_at.get(member.id, -PROBE_INTERVAL_S)
         if not member.has_pulse(now) and now - last >= PROBE_INTERVAL_S:
             self._probed_at[member.id] = now
@@ -101,7 +155,8 @@ class Watch:
         """A worker that was lost has a connection again."""
         assert member.lost_at is not None
         after_s = now - member.lost_at
-        member.lost_at, member.heard_at = None, now
+        member.lost_at, member.is_awaited, member.heard_at, member.returned_at = None, False, now, now
+        self._doubts.pop(member.id, None)
         if member.id in self._lost_told:
             self._lost_told.discard(member.id)
             self.out.say(WorkerReturned(member.id, round(after_s, 3)))
@@ -116,6 +171,7 @@ class Watch:
         """It is a member no more."""
         self._lost_told.discard(member.id)
         self._probed_at.pop(member.id, None)
+        self._doubts.pop(member.id, None)
 
     def _stalls(self, member: Member, config: ElasticTrainingConfig) -> bool:
         # Who is not heard may make some.
@@ -135,7 +191,7 @@ def _lost(member: Member, config: ElasticTrainingConfig, now: float) -> WorkerLo
     assert member.lost_at is not None
     if member.pulse_at is not None and member.has_pulse(now):
         heard_s = now - member.pulse_at
-        reason = f"its connection is gone; its pulse lives (heard {heard_s:.1f} s ago), so it is held up"
+        reason = f"its connection is gone; its pulse was heard {heard_s:.1f} s ago"
         return WorkerLost(member.id, reason, None)
     grace_s = member.lost_at + config.reconnect_grace_s - now
     return WorkerLost(member.id, "its connection is gone", round(grace_s, 3))

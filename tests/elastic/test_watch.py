@@ -3,8 +3,19 @@ from __future__ import annotations
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import PULSE_INTERVAL_S, Member
 from forged.elastic.messages import WorkerLost, WorkerReturned, WorkerStalled
+from forged.elastic.model import WorkerId
 from forged.elastic.outbox import Outbox
-from forged.elastic.watch import LATE_S, LOST_S, PROBE_INTERVAL_S, SCAN_INTERVAL_S, Watch
+from forged.elastic.watch import (
+    AWAITED_S,
+    CONFIRMED_AMONG_SEVERAL_S,
+    CONFIRMED_S,
+    LATE_S,
+    LOST_S,
+    PROBE_INTERVAL_S,
+    SCAN_INTERVAL_S,
+    STEADY_S,
+    Watch,
+)
 from tests.elastic.play import newcomer
 
 
@@ -17,7 +28,8 @@ def member(name: str, *, marks: int = 0, told_at: float = 0.0, progress_at: floa
 def look(watch: Watch, *members: Member, now: float, steps: bool = True, evict: bool = False) -> list[tuple[str, str]]:
     config = ElasticTrainingConfig(stall_timeout_ms=5_000, evict_stalled=evict)
     known = {one.id: one for one in members}
-    return [(one.id, why) for one, why in watch.look(known, known, (), config, now, steps=steps)]
+    stepping = known if steps else ()
+    return [(one.id, why) for one, why in watch.look(known, known, (), config, now, stepping=stepping)]
 
 
 def test_it_looks_again_and_again() -> None:
@@ -125,7 +137,7 @@ def test_who_is_held_up_while_its_pulse_lives_is_told_with_that_and_without_a_de
     lost = member("a")
     lost.lost_at, lost.pulse_at = 10.0, 10.25
     look(Watch(out), lost, now=10.5)
-    reason = "its connection is gone; its pulse lives (heard 0.2 s ago), so it is held up"
+    reason = "its connection is gone; its pulse was heard 0.2 s ago"
     assert out.facts == [WorkerLost("a", reason, None)]
 
 
@@ -135,3 +147,70 @@ def test_who_has_done_its_last_step_does_not_stall_while_it_saves() -> None:
     saves.is_parting = True
     assert look(Watch(out), saves, waits, now=60.0, evict=True) == []
     assert out.facts == []
+
+
+def lost_on(host: str, name: str) -> Member:
+    found = member(name, told_at=9.0, progress_at=9.0)
+    found.worker = WorkerId(name, host, 7000)
+    found.lost_at = 9.5
+    return found
+
+
+def test_whom_another_does_not_reach_either_has_a_moment_to_come_back() -> None:
+    watch, lost = Watch(Outbox()), lost_on("h1", "a")
+    watch.doubt(lost, "b", 10.0)
+    watch.doubt(lost, "c", 10.1)
+    assert watch.due_at() <= 10.0 + CONFIRMED_S
+    assert look(watch, lost, now=10.1) == []
+    assert watch.due_at() == 10.0 + CONFIRMED_S
+    assert look(watch, lost, now=10.0 + CONFIRMED_S) == [("a", "neither the daemon nor b reaches it")]
+
+
+def test_who_comes_back_in_that_moment_is_doubted_no_more() -> None:
+    watch, lost = Watch(Outbox()), lost_on("h1", "a")
+    watch.doubt(lost, "b", 10.0)
+    watch.found(lost, 10.1)
+    lost.lost_at = 10.2
+    assert look(watch, lost, now=11.0) == []
+
+
+def test_where_several_hosts_are_lost_they_have_longer_for_that() -> None:
+    watch, one, other = Watch(Outbox()), lost_on("h1", "a"), lost_on("h2", "b")
+    watch.doubt(one, "c", 10.0)
+    assert look(watch, one, other, now=10.0 + CONFIRMED_AMONG_SEVERAL_S - 0.1) == []
+    assert watch.due_at() == 10.0 + CONFIRMED_AMONG_SEVERAL_S
+    assert look(watch, one, other, now=10.0 + CONFIRMED_AMONG_SEVERAL_S)[0][0] == "a"
+
+
+def test_the_word_of_one_that_was_away_itself_a_moment_ago_proves_nothing() -> None:
+    watch, witness = Watch(Outbox()), member("a", told_at=10.0)
+    look(watch, witness, now=10.0)
+    assert watch.is_steady(witness, 10.0)
+    witness.lost_at = 10.1
+    assert not watch.is_steady(witness, 10.2)
+    watch.found(witness, 10.3)
+    look(watch, witness, now=15.2)
+    assert not watch.is_steady(witness, 15.2)
+    assert watch.is_steady(witness, 10.3 + STEADY_S)
+
+
+def test_nor_does_any_word_while_nobody_has_listened_or_a_moment_after() -> None:
+    watch, witness, lost = Watch(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
+    look(watch, witness, lost, now=10.0)
+    watch.doubt(lost, "a", 10.0)
+    assert not watch.is_steady(witness, 14.0)
+    watch.forgive(14.0)
+    assert look(watch, witness, lost, now=14.0) == []
+    assert not watch.is_steady(witness, 14.1)
+    assert look(watch, witness, lost, now=14.2) == []
+
+
+def test_who_was_there_before_this_daemon_is_not_looked_for_at_once() -> None:
+    out = Outbox()
+    watch, awaited = Watch(out), lost_on("h1", "a")
+    awaited.seen_at = awaited.lost_at = 9.5
+    awaited.is_awaited = True
+    look(watch, awaited, now=9.5 + AWAITED_S - 0.1)
+    assert out.probes == []
+    look(watch, awaited, now=9.5 + AWAITED_S)
+    assert [probe.worker.id for probe in out.probes] == ["a"]

@@ -79,6 +79,8 @@ class Evidence:
         if reason.startswith("neither the daemon nor") and self._was_held(trainee):
             # Who does not answer either of them need not be out of reach.
             return None
+        if reason.startswith("neither the daemon nor") and self._disturbances.is_but_a_pause(trainee.host):
+            return "all of the network paused, for whoever said so too"
         if self._was_good(trainee.host):
             return f"its network is good for {self._disturbances.good_for_s(trainee.host):.1f} s"
         bad_s = self._disturbances.bad_for_s(trainee.host)

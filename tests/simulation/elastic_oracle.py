@@ -157,6 +157,7 @@ class ElasticOracle:
         if fact.rank != rank:
             self.breach(Promise.ONE_OWNER, f"{worker} failed at rank {fact.rank}, and has rank {rank}")
         is_wanted = fact.reason.startswith("evicted: ") or worker in truth.told_to_go
+        is_wanted = is_wanted or fact.reason.endswith("which counts towards no limit")
         if fact.rank >= 0 and truth.phase not in OVER and not is_wanted:
             truth.failures += 1
             truth.failed_behind.append(truth.steps_committed)
@@ -200,7 +201,8 @@ class ElasticOracle:
 
     @take.register
     def _rescale_aborted(self, fact: RescaleAborted, truth: Truth) -> None:
-        self._must_be_attempt(fact.attempt, truth, fact)
+        if fact.reason != "the daemon has begun anew":
+            self._must_be_attempt(fact.attempt, truth, fact)
         truth.in_attempt = truth.synchronising = truth.in_background = False
 
     @take.register

@@ -35,6 +35,7 @@ MUST_HAPPEN = (
     "workers are parted, some reach the daemon",
     "workers are parted, none reach the daemon",
     "some do not reach the daemon",
+    "the whole network pauses",
     "a transfer is slow",
     "a host is gone",
     "a worker is suspended",

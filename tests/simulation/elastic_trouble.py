@@ -38,7 +38,7 @@ from forged.errors import RequestRefused, Unavailable
 from forged.messages import Fact, Request
 from tests.simulation.data import FULL_S, Disk
 from tests.simulation.elastic_process import Job, Process
-from tests.simulation.elastic_truth import WAITS_S, Promise, broken
+from tests.simulation.elastic_truth import PAUSE, WAITS_S, Promise, broken
 from tests.simulation.stage import SERVER
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ CLOCK_JUMP_S = 1e5
 FLAPS_S = (3.0, 8.0)
 FLAP_LIVES_S = (0.0, 1.0)
 SLOW_BYTES_PER_S = (10_000, 60_000)
+PAUSES_S = (0.5, 12.0)
 ROTS = 0.3
 """How often a disk spoils a shard when something else happens."""
 LIE_STEPS = 10**6
@@ -120,7 +121,7 @@ class Trouble:
         ]
         if not self._steady:
             deeds += [self._fill_shards] if self._disks() else []
-            deeds += [self._cut_off, self._part, self._part, self._heal, self._heal, self._fill]
+            deeds += [self._cut_off, self._part, self._part, self._heal, self._heal, self._fill, self._pause_all]
         if self._grim:
             deeds += [self._kill, self._kill, self._kill_both, self._lose_host, self._kill_all, self._kill_first]
             deeds += [self._flap]
@@ -204,9 +205,19 @@ class Trouble:
         world.oracle.disturbances.begin("partition", world.hosts)
         world.met[f"workers are parted, {reach} reach the daemon"] += 1
 
+    def _pause_all(self) -> None:
+        """A switch restarts: nothing passes between any two hosts for a while, and nobody dies of that."""
+        world = self._world
+        for number, host in enumerate(world.hosts):
+            world.network.partition([host], [SERVER, *world.hosts[number + 1 :]])
+        world.oracle.disturbances.begin(PAUSE, world.hosts)
+        world.met["the whole network pauses"] += 1
+        world.loop.call_later(self._random.uniform(*PAUSES_S), self._heal, context=world.network.links.context.copy())
+
     def _heal(self) -> None:
         self._world.heal()
         self._world.oracle.disturbances.end("partition")
+        self._world.oracle.disturbances.end(PAUSE)
 
     def _slow_down(self) -> None:
         """Between workers little passes in this world."""

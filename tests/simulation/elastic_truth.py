@@ -216,6 +216,10 @@ class Truth:
         return self.chain[steps]
 
 
+PAUSE = "pause"
+"""What is wrong where nothing passes between any two hosts."""
+
+
 class Disturbances:
     """Since when the network of a host, and the daemon behind it, are good or bad, and for what causes."""
 
@@ -225,9 +229,12 @@ class Disturbances:
         """By host and cause."""
         self._began: dict[str, float] = {}
         self._causes: defaultdict[str, set[str]] = defaultdict(set)
+        self._paused_at = -math.inf
 
     def begin(self, cause: str, hosts: Iterable[str]) -> None:
         """From now on something is wrong for these."""
+        if cause == PAUSE:
+            self._paused_at = self._now()
         for host in hosts:
             if self.good_for_s(host) > SETTLED_AFTER_S:
                 self._began[host] = self._now()
@@ -250,6 +257,13 @@ class Disturbances:
             return 0.0
         ended = (at for cause, at in self._ended[host].items() if cause not in but_for)
         return self._now() - max(ended, default=-math.inf)
+
+    def is_but_a_pause(self, host: str) -> bool:
+        """Whether nothing is wrong, or was a moment ago, but that all of the network paused."""
+        ended_at = self._ended[host].get(PAUSE, -math.inf)
+        is_pausing = PAUSE in self._causes[host] or self._now() - ended_at <= QUIET_S
+        paused_s = self._now() - self._paused_at
+        return is_pausing and self.quiet_for_s(host, frozenset({PAUSE})) > paused_s + QUIET_S
 
     def bad_for_s(self, host: str) -> float:
         """How long ago it began not to be good, but for short breaks."""
