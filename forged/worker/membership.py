@@ -401,7 +401,14 @@ class Membership:
                     await self._tell_usage()
         finally:
             left_s = max(LEAVE_TIMEOUT_S, ends_at - anyio.current_time())
-            await self._line.leave(last.reason, self._place.step, left_s, done=last.done, failed=last.failed)
+            is_said = False
+            try:
+                is_said = await self._line.leave(
+                    last.reason, self._place.step, left_s, done=last.done, failed=last.failed
+                )
+            finally:
+                if not is_said:
+                    self._profile.process.bequeath({**last._asdict(), "step": self._place.step})
 
     async def _tell_usage(self) -> None:
         if self._usage is not None:

@@ -8,10 +8,10 @@ the process is not the end of one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from random import SystemRandom
-from typing import Protocol
+from typing import Any, Protocol
 
 from forged.clock import SystemClock
 from forged.log import Log
@@ -47,6 +47,10 @@ class WorkerProcess(Protocol):
 
     def look_after_pulse(self) -> None:
         """Start another if it has ended; to be called now and then."""
+        ...
+
+    def bequeath(self, words: Mapping[str, Any]) -> None:
+        """Leave it to the pulse to tell with what the worker has left, as soon as there is a daemon."""
         ...
 
 
@@ -96,6 +100,10 @@ class OwnProcess:
         if self.heart is not None:
             self.heart.look()
 
+    def bequeath(self, words: Mapping[str, Any]) -> None:
+        if self.heart is not None:
+            self.heart.pulse.bequeath(words)
+
     def _end_pulse(self) -> None:
         heart, self.heart = self.heart, None
         if heart is not None:
@@ -125,4 +133,7 @@ class SharedProcess:
         return
 
     def look_after_pulse(self) -> None:
+        return
+
+    def bequeath(self, words: Mapping[str, Any]) -> None:
         return

@@ -15,10 +15,10 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgpack
 
@@ -35,6 +35,8 @@ REPLACING = RetryPolicy(attempts=None, delay_s=1.0, exponential=True, delay_max_
 """For pulses that end: to start one costs about as much as to start Python."""
 FLAGS = "-sSP"
 """No directories but those that are named: to look for packages costs more than all the rest."""
+_bequeathed: list[subprocess.Popen[bytes]] = []
+"""Those that have something to tell yet; who has ended is asked how, now and then, so that it goes."""
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from forged.worker.pulse_process import main; main()"
 
 
@@ -65,6 +67,7 @@ class Pulse:
 
         TLS goes by the environment: `$FORGED_CA`, `$FORGED_CERTIFICATE`, `$FORGED_KEY`.
         """
+        _bequeathed[:] = [process for process in _bequeathed if process.poll() is None]
         with _not_started():
             heard, control = os.pipe()
             try:
@@ -100,8 +103,9 @@ class Pulse:
         return not self._guard.forked and self._process.poll() is None
 
     def close(self) -> None:
-        """This process speaks for itself again, or leaves. Nothing is said; in forked children nothing happens."""
-        if self._guard.forked:
+        """This process speaks for itself again, or leaves. Nothing is said; in forked children nothing happens, nor to
+        one that has yet to tell what was left to it."""
+        if self._guard.forked or self._process in _bequeathed:
             return
         if self._control >= 0:
             os.close(self._control)
@@ -109,6 +113,19 @@ class Pulse:
         self._guard.close()
         self._process.kill()
         self._process.wait()
+
+    def bequeath(self, words: Mapping[str, Any]) -> None:
+        """Have the daemon told with what this process has left, as soon as there is one; then the pulse goes by itself.
+
+        In forked children nothing happens, nor where it has ended already.
+        """
+        if self._guard.forked or self._control < 0 or not self.alive:
+            return
+        self._order(msgpack.packb(dict(words)))
+        os.close(self._control)
+        self._control = -1
+        self._guard.close()
+        _bequeathed.append(self._process)
 
     def _order(self, orders: bytes) -> None:
         try:

@@ -3,7 +3,8 @@
 Law: nothing of the worker's can stop it but the worker's end. It shares no lock, no thread and no socket with it, and
 knows it by descriptors that the worker handed over, which stand for that process and never for another that gets its
 number. It says nothing to people, and goes: without a word when the worker wants it to or the daemon does not want to
-hear of it, and when the worker has ended, after the daemon has acknowledged that, or `REPORT_S_MAX`.
+hear of it; and when the worker has ended, or has left it the words with which it wanted to leave, after the daemon has
+acknowledged that, or `REPORT_S_MAX`.
 
 A worker that is stopped by a signal is not dead. It uses no CPU and takes no step, and that is what is told of it.
 
@@ -36,7 +37,7 @@ ANSWER_S_MAX = 3.0
 UNHEARD_S_MAX = 2.0
 """How long what was said may go unacknowledged by the daemon's host."""
 REPORT_S_MAX = 60.0
-"""How long it is tried to report a death: a daemon that comes back later finds out by the worker's grace."""
+"""How long it is tried to report an end: a daemon that comes back later finds out by the worker's grace."""
 OBITUARY_S_MAX = 0.05
 """How long it is waited to learn how it ended, when it is known that it does."""
 
@@ -57,6 +58,8 @@ class WatchedWorker:
         """Whether there is nothing to watch any more."""
         self.death = ""
         """How it ended; empty while it has not, as far as is known."""
+        self.last_words: dict[str, Any] = {}
+        """With what it has left, if it could not say so itself."""
         self._pidfd = pidfd
         self._stat = stat
         self._control = control
@@ -73,7 +76,9 @@ class WatchedWorker:
         finally:
             if line is not None:
                 self._poll.unregister(line)
-        if self._pidfd in happened:
+        if self._control in happened and (words := _words_from(self._control)):
+            self.over, self.last_words = True, words
+        elif self._pidfd in happened:
             self.over, self.death = True, self._obituary()
         elif self._control in happened:
             self._let_go()
@@ -143,8 +148,10 @@ class Pulse:
                 self._beat(self._line or self._connect())
             except ForgedError as error:
                 self._worker.wait(self._lose(error))
-        if self._worker.death:
-            self._report()
+        if self._worker.last_words:
+            self._report("LeaveJob", **self._worker.last_words)
+        elif self._worker.death:
+            self._report("ReportDeath", reason=self._worker.death)
         if self._line is not None:
             self._line.close()
 
@@ -166,12 +173,12 @@ class Pulse:
                 line.heed()
         self._pauses = REJOINING.delays(_chance)
 
-    def _report(self) -> None:
+    def _report(self, request: str, **what: Any) -> None:
         give_up_at = self._now() + REPORT_S_MAX
         self._pauses = REJOINING.delays(_chance)
         while True:
             try:
-                (self._line or self._connect()).request("ReportDeath", **self._about, reason=self._worker.death)
+                (self._line or self._connect()).request(request, **self._about, **what)
             except ForgedError as error:
                 pause_s = self._lose(error)
             else:
@@ -206,6 +213,14 @@ def read_orders(control: int) -> dict[str, Any]:
     (size,) = struct.unpack(">I", _read(control, 4))
     orders: dict[str, Any] = msgpack.unpackb(_read(control, size))
     return orders
+
+
+def _words_from(control: int) -> dict[str, Any]:
+    """The words with which the worker has left; none where it has just let go of the pipe."""
+    try:
+        return read_orders(control)
+    except EOFError:
+        return {}
 
 
 def _read(descriptor: int, size: int) -> bytes:

@@ -125,23 +125,31 @@ class Registration:
         """Say that this worker cannot go on with its world."""
         await self.say(ReportTrouble(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
 
-    async def leave(self, reason: str, step: int, patience_s: float, *, done: bool, failed: bool) -> None:
-        """Say that this worker goes, if that can be said in time; who is interrupted tries no longer than a moment."""
+    async def leave(self, reason: str, step: int, patience_s: float, *, done: bool, failed: bool) -> bool:
+        """Say that this worker goes, if that can be said in time; who is interrupted tries no longer than a moment.
+
+        Tells whether there is nothing left to be said.
+        """
+        is_said = False
         request = LeaveJob(self.job, self.worker.id, self.incarnation, reason, done, failed, step)
         with anyio.move_on_after(patience_s) as scope:
             # Who is cancelled says it all the same, unless nobody listens.
             with anyio.move_on_after(min(patience_s, LEAVE_TIMEOUT_S), shield=True) as moment:
-                await self._leave(request)
+                is_said = await self._leave(request)
             if moment.cancelled_caught:
-                await self._leave(request)
+                is_said = await self._leave(request)
         if scope.cancelled_caught:
-            self._log.warning("could not say goodbye", why=f"the daemon did not answer within {patience_s:g} s")
+            why = f"the daemon did not answer within {round(patience_s, 1):g} s"
+            self._log.warning("could not say goodbye", why=why)
+        return is_said
 
-    async def _leave(self, request: LeaveJob) -> None:
+    async def _leave(self, request: LeaveJob) -> bool:
         try:
             await self.say(request)
         except ForgedError as error:
             self._log.warning("could not say goodbye", why=str(error))
+            return isinstance(error, RequestRefused)
+        return True
 
     def beat(self, step: int, marks: int, every_s: float, *, parting: bool = False) -> None:
         """Say that this worker lives, and how soon it says so again, if somebody listens."""

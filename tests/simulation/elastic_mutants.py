@@ -246,7 +246,7 @@ def count_evictions() -> Iterator[None]:
     """Whoever an operator puts out is a failure that the job has to bear."""
     fail = Cluster._fail
 
-    def counted(self: Cluster, *what: Any, is_wanted: bool = False) -> None:
+    def counted(self: Cluster, *what: Any, is_uncounted: bool = False) -> None:
         fail(self, *what)
 
     with patch.object(Cluster, "_fail", counted):

@@ -6,7 +6,8 @@ lives. Whatever a killed process still does has no effect and is not watched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from random import Random
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import numpy as np
 from forged.client import ForgedClient
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import PULSE_INTERVAL_S
-from forged.elastic.messages import Pulse, ReportDeath
+from forged.elastic.messages import LeaveJob, Pulse, ReportDeath
 from forged.elastic.model import GlobalTrainingState, WorkerId
 from forged.errors import ForgedError, Unavailable
 from forged.log import SILENT
@@ -51,6 +52,11 @@ class Surroundings(Protocol):
     network: SimulatedNetwork
     oracle: ElasticOracle
     token: str
+
+    @property
+    def met(self) -> Counter[str]:
+        """How often what has happened."""
+        ...
 
     def note(self, text: str) -> None:
         """Write a line of the trace."""
@@ -120,6 +126,7 @@ class SimulatedPulse:
         self.network = world.network.host(process.trainee.host)
         self.over = anyio.Event()
         self.death = ""
+        self.last_words: dict[str, Any] = {}
         self._world = world
         self._about = about
         self._counters = process.counters
@@ -130,11 +137,14 @@ class SimulatedPulse:
         """Speak for the worker until it is gone, and then of its end."""
         self.network.execution.enter()
         with self._scope:
-            while not self.over.is_set() or self.death:
+            while not self.over.is_set() or self.death or self.last_words:
                 try:
                     async with self._world.client(self.network, self._source) as client:
                         await self._beat(client)
-                        if self.death:
+                        if self.last_words:
+                            await client.request(LeaveJob(*self._about, **self.last_words), timeout_s=REPORT_S_MAX)
+                            self._world.met["a pulse says what its worker could not"] += 1
+                        elif self.death:
                             await client.request(ReportDeath(*self._about, self.death), timeout_s=REPORT_S_MAX)
                         return
                 except Unavailable as error:
@@ -161,6 +171,19 @@ class SimulatedPulse:
         """It goes without a word."""
         self._world.network.kill(self.network)
         self._scope.cancel()
+
+
+class SpokenFor(SharedProcess):
+    """What a simulated worker has of its process: one that speaks for it."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process.counters)
+        self._process = process
+
+    def bequeath(self, words: Mapping[str, Any]) -> None:
+        """Leave it to the pulse to tell with what the worker has left."""
+        if self._process.alive and self._process.pulse is not None:
+            self._process.pulse.last_words = dict(words)
 
 
 class Process:
@@ -193,7 +216,7 @@ class Process:
             token=world.token,
             network=self._network,
             clock=self.clock,
-            process=SharedProcess(self.counters),
+            process=SpokenFor(self),
             log=SILENT,
             random=self._random,
             carrier=LoopCarrier() if data is None else data.carrier(),

@@ -51,6 +51,7 @@ MUST_HAPPEN = (
     "a joiner does not become ready",
     "a worker is stalled",
     "a worker is evicted",
+    "a pulse says what its worker could not",
     "a worker dies before it joins",
     "a worker dies waiting to join",
     "a worker dies while all stop",

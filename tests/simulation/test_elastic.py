@@ -20,10 +20,8 @@ SEEDS_TO_CATCH = 200
 LIKELY = {
     "count_evictions": 35,
     "fail_whoever_has_not_answered": 453,
-    "forget_the_attempt_at_restart": 61,
     "keep_nobody_for_the_state": 89,
-    "take_everybody_for_a_holder_of_the_state": 41,
-    "take_the_lowest_step": 30,
+    "take_everybody_for_a_holder_of_the_state": 27,
 }
 """Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ def test_worlds_that_do_not_meet_what_is_meant_to_happen_are_an_error_that_names
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--seeds", "0:1", "--meet-all"]) == 1
-    assert "a host is gone" in capsys.readouterr().err
+    assert "a job waits too long" in capsys.readouterr().err
 
 
 def test_a_planted_bug_that_is_not_found_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -234,6 +234,18 @@ class TestTheDead:
             assert witness.next("ReportDeath").body["reason"].startswith("its process ")
             assert worker.pulse_is_gone()
 
+    def test_what_a_worker_could_not_say_itself_is_said_when_the_daemon_is_back(self, witness: Witness) -> None:
+        words = "pulse.bequeath({'reason': 'SIGTERM', 'step': 7}); pulse.close(); print(pulse.alive, flush=True)"
+        witness.close()
+        with victim(witness.endpoint, f"{words}; signal.pause()") as worker:
+            assert worker.stdout.readline() == "True\n"
+            worker.kill()
+            witness.open()
+            left = witness.next("LeaveJob").body
+            assert (left["worker_id"], left["incarnation"]) == ("w1", INCARNATION)
+            assert (left["reason"], left["step"]) == ("SIGTERM", 7)
+            assert worker.pulse_is_gone()
+
     def test_a_report_that_gets_no_answer_is_made_again(self, witness: Witness) -> None:
         """An answer that says "later" is none."""
         with victim(witness.endpoint) as worker:

@@ -91,6 +91,16 @@ class TestWatching:
             worker.wait(PATIENCE_S)
             assert (worker.over, worker.death) == (True, "")
 
+    def test_one_that_leaves_words_behind_has_left_whatever_becomes_of_its_process(self) -> None:
+        words = msgpack.packb({"reason": "SIGTERM"})
+        with watched() as (process, worker, control):
+            os.write(control, struct.pack(">I", len(words)) + words)
+            os.close(control)
+            process.kill()
+            ended(process)
+            worker.wait(PATIENCE_S)
+            assert (worker.over, worker.death, worker.last_words) == (True, "", {"reason": "SIGTERM"})
+
     def test_one_that_lets_go_of_the_pipe_because_it_ends_is_dead(self) -> None:
         """As the kernel closes files before a process has ended, this may be seen before."""
         with watched() as (process, worker, control):
