@@ -491,7 +491,11 @@ class Cluster:
             self._changed(JobResumed(self.reason))
 
     def abort(self, now: Moment, reason: str) -> None:
-        """Give the training up."""
+        """Give the training up, as somebody wishes: that follows from nothing that has happened to it."""
+        self.cause = 0
+        self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
         if self.phase is not Phase.ABORTED:
             reason = in_words(reason, WISH)
             self._end(Cause.ABORTED, reason, JobAborted(reason, self.step))
@@ -823,7 +827,7 @@ class Cluster:
         if self.alone_at() > now.monotonic:
             return False
         limit_s = self.config.min_workers_timeout_s
-        self.abort(now, f"fewer than {self.config.min_workers} workers for {limit_s:g} s")
+        self._give_up(f"fewer than {self.config.min_workers} workers for {limit_s:g} s")
         return True
 
     def _see_whether_short(self, now: Moment) -> None:
@@ -837,7 +841,7 @@ class Cluster:
     def _too_many_failures(self, now: Moment) -> bool:
         why = self.failures.too_many(len(self.lineup.world), self.config)
         if why is not None:
-            self.abort(now, why)
+            self._give_up(why)
         return self.over
 
     def _fail_unseen(self, member: Member, reason: str, now: Moment) -> None:

@@ -167,6 +167,17 @@ async def test_of_several_failures_the_end_follows_from_the_one_that_is_too_many
 
 
 @virtual
+async def test_the_end_that_an_operator_wishes_follows_from_nothing_that_happened_before() -> None:
+    async with a_stage() as stage:
+        crew = await stage.form("a", "b", min_workers=2)
+        await crew[1].leave(failed=True)
+        await stage.wait(1.0)
+        await crew[0].ask(AbortJob(JOB))
+        (waiting,), (aborted,) = stage.records(JobWaiting), stage.records(JobAborted)
+        assert (waiting.cause > 0, aborted.cause) == (True, 0)
+
+
+@virtual
 async def test_the_end_of_a_job_follows_from_what_ended_it() -> None:
     async with a_stage() as stage:
         a, _ = await stage.form("a", "b", max_consecutive_failures=1)
