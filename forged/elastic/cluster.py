@@ -462,20 +462,19 @@ class Cluster:
         """Let training rest."""
         self._require_alive()
         if not self.paused:
-            self.paused, self.reason = True, in_words(reason, WISH)
-            self.paused_because = self.reason
-            self._changed(JobPaused(self.reason))
+            self.paused, self.paused_because = True, in_words(reason, WISH)
+            self._changed(JobPaused(self.paused_because))
 
     def resume(self, now: Moment, reason: str) -> None:
         """Let training go on."""
         self._require_alive()
         if self.paused:
-            self.paused, self.reason = False, in_words(reason, WISH)
+            self.paused = False
             for member in self.members.values():
                 member.progress_at = now.monotonic
             if self._waiting_at is not None:
                 self._waiting_at = now.monotonic
-            self._changed(JobResumed(self.reason))
+            self._changed(JobResumed(in_words(reason, WISH)))
 
     def abort(self, now: Moment, reason: str) -> None:
         """Give the training up."""

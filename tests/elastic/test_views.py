@@ -55,6 +55,16 @@ def test_a_job_is_shown_as_it_stands() -> None:
     assert view.reason == "a, b, c joined"
 
 
+def test_the_reason_that_is_shown_is_that_of_the_phase_whoever_paused_and_resumed_since() -> None:
+    play = formed("a", "b", min_workers=2)
+    play.die("b")
+    play.wait(0.1)
+    play.cluster.pause(play.now, "night")
+    play.cluster.resume(play.now, "day")
+    view = cluster_view(play.cluster, play.time)
+    assert (view.phase, view.reason) == (Phase.WAITING, "1 worker is left, and 2 are needed")
+
+
 def test_a_rescale_is_shown_with_who_is_waited_for() -> None:
     play = formed("a", "b")
     play.join("c")
