@@ -39,7 +39,7 @@ from forged.elastic.model import GlobalTrainingState, RescaleType
 from forged.elastic.outbox import Moment, Outbox
 from forged.elastic.pace import Base, paces
 from forged.elastic.patience import keeping_others
-from forged.elastic.phases import OVER, Cause, Phase, following
+from forged.elastic.phases import OVER, Cause, Phase, following, require_not_over
 from forged.elastic.progress import Witnesses, state_at, state_behind
 from forged.elastic.ranks import assign_ranks
 from forged.elastic.roster import Roster
@@ -479,6 +479,7 @@ class Cluster:
     def abort(self, now: Moment, reason: str) -> None:
         """Give the training up."""
         if self.phase is not Phase.ABORTED:
+            self._require_alive()
             reason = in_words(reason, WISH)
             self._end(Cause.ABORTED, reason, JobAborted(reason, self.state.current_step))
 
@@ -927,12 +928,7 @@ class Cluster:
         return attempt, member
 
     def _require_alive(self) -> None:
-        if self.over:
-            raise RequestRefused(
-                "job_over",
-                f"job {self.job} is {self.phase}: {self.reason}",
-                f"train under another name, or remove this one first: `forgectl jobs rm {self.job}`",
-            )
+        require_not_over(self.job, self.phase, self.reason)
 
     def _refuse_twin(self, known: Member, now: Moment) -> None:
         if known.connected:

@@ -629,7 +629,8 @@ class PlannedWorker(msgspec.Struct, frozen=True):
 
 
 class RescalePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rescale to so many workers would do."""
+    """What a rescale to so many workers would do. `world_size` is how many of the committed world are there, `gone` is
+    who of it is not, and `missing` how many have yet to be started."""
 
     world_size: int
     new_world_size: int
@@ -640,6 +641,8 @@ class RescalePlan(msgspec.Struct, frozen=True, kw_only=True):
     global_batch_size: int
     new_global_batch_size: int
     remarks: list[str]
+    gone: list[str] = []
+    missing: int = 0
 
 
 class PlanRescale(Request[RescalePlan], frozen=True):
