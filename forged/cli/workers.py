@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from forged.cli import answers, data, show
@@ -25,7 +26,10 @@ from forged.line.wire import Wire
 COLUMNS = ("job", "id", "rank", "status", "step", "generation", "last_heartbeat_age_s", "address", "trouble")
 WATCH_INTERVAL_S = 0.2
 SIZE_DIGITS_MAX = 9
+STRANGERS_SHOWN_MAX = 8
+"""So many in a row who have yet to come are shown one by one."""
 RANK_NONE = -1
+_STRANGER = re.compile(r"new-([0-9]{1,9})")
 UNTRAINED = frozenset({"job_untrained", "job_unknown"})
 ABSENT = UNTRAINED | {"worker_unknown"}
 UNTOLD = UNTRAINED | {"request_unknown"}
@@ -188,7 +192,7 @@ def _watch(options: Options) -> int:
 def _plan(options: Options) -> int:
     with Connection(options) as wire:
         plan = answers.one(wire, "PlanRescale", job=options.job, workers=options.workers)
-        totals = data.travelling(wire, options.job, _target(plan))
+        totals = data.travelling(wire, options.job, _target(plan), answers.list_in(plan, "gone"))
         answer(options, plan | ({"data": totals} if totals else {}), lambda: _show_plan(plan, totals))
     return EXIT_OK
 
@@ -366,14 +370,31 @@ def _show_plan(plan: Row, totals: Row) -> None:
         }
     )
     _show_remarks(plan)
+    print()
+    _show_ranks([one for one in answers.rows_in(plan, "workers") if one.get("rank") != one.get("new_rank")])
+    data.show_travelling(totals)
+
+
+def _show_ranks(workers: Iterable[Row]) -> None:
+    """Who changes its rank; of many in a row who have yet to come, the first and the last."""
+    runs = [list(run) for _, run in groupby(workers, _series)]
     rows = [
         {"worker": one.get("id"), "rank": _rank(one.get("rank")), "new_rank": _rank(one.get("new_rank"))}
-        for one in answers.rows_in(plan, "workers")
-        if one.get("rank") != one.get("new_rank")
+        for run in runs
+        for one in run
+        if len(run) <= STRANGERS_SHOWN_MAX
     ]
-    print()
-    show.table(rows, ("worker", "rank", "new_rank"), "no rank changes")
-    data.show_travelling(totals)
+    many = [run for run in runs if len(run) > STRANGERS_SHOWN_MAX]
+    if rows or not many:
+        show.table(rows, ("worker", "rank", "new_rank"), "no rank changes")
+    for first, *_, last in many:
+        print(f"{first['id']} … {last['id']} get ranks {first['new_rank']} … {last['new_rank']}")
+
+
+def _series(worker: Row) -> Any:
+    """The same for those who have yet to come and get ranks in a row; for everybody else its name."""
+    rank, number = worker.get("new_rank"), _STRANGER.fullmatch(f"{worker.get('id')}")
+    return int(number[1]) - rank if number and isinstance(rank, int) else f"{worker.get('id')}"
 
 
 def _show_remarks(said: Row) -> None:

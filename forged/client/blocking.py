@@ -306,9 +306,9 @@ class BlockingClient:
         """Whether each sample of an epoch was used once."""
         return self._run(self.aio.audit_data, job, epoch)
 
-    def plan_data(self, job: str, workers: Sequence[str]) -> TransferTotals:
-        """What would have to travel if these were the workers."""
-        return self._run(self.aio.plan_data, job, workers)
+    def plan_data(self, job: str, workers: Sequence[str], gone: Sequence[str] = ()) -> TransferTotals:
+        """What would have to travel if these were the workers, and nothing could be had from the `gone`."""
+        return self._run(self.aio.plan_data, job, workers, gone)
 
     def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None

@@ -223,11 +223,12 @@ class DaemonMethods:
 
         return await self.request(AuditData(job, epoch))
 
-    async def plan_data(self, job: str, workers: Sequence[str]) -> TransferTotals:
-        """What would have to travel if these were the workers, by rank; nothing is done."""
+    async def plan_data(self, job: str, workers: Sequence[str], gone: Sequence[str] = ()) -> TransferTotals:
+        """What would have to travel if these were the workers, by rank, and nothing could be had from the `gone`;
+        nothing is done."""
         from forged.data.messages import PlanData
 
-        return await self.request(PlanData(job, list(workers)))
+        return await self.request(PlanData(job, list(workers), tuple(gone)))
 
     async def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None

@@ -548,7 +548,7 @@ class DataService:
     async def _preview(self, request: PlanData, call: Call) -> TransferTotals:
         custody, job = self._get(request.job), await self._bus.ask(ShowJob(request.job))
         config = ElasticTrainingConfig.from_settings(job.settings)
-        totals: TransferTotals = await self._compute(partial(custody.preview, request.workers, config))
+        totals: TransferTotals = await self._compute(partial(custody.preview, request.workers, config, request.gone))
         return totals
 
 

@@ -426,6 +426,19 @@ class TestPlan:
         answers["PlanRescale"] = self.PLAN
         assert daemon.told("plan --job run --workers 3", capsys) == self.PLAN
 
+    def test_many_who_have_yet_to_come_are_one_line(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        gap = [{"id": "new-1", "rank": -1, "new_rank": 1}]
+        many = [{"id": f"new-{number}", "rank": -1, "new_rank": number + 2} for number in range(2, 9_998)]
+        answers["PlanRescale"] = self.PLAN | {"workers": gap + many}
+        *_, header, only, line = daemon.run("plan --job run --workers 3", capsys)[1].splitlines()
+        assert (header.split(), only.split()) == (["worker", "rank", "new_rank"], ["new-1", "-", "1"])
+        assert line == "new-2 … new-9997 get ranks 4 … 9999"
+        assert len(daemon.told("plan --job run --workers 3", capsys)["workers"]) == 9_997
+        answers["PlanRescale"] = self.PLAN | {"workers": many}
+        assert daemon.run("plan --job run --workers 3", capsys)[1].splitlines()[-2:] == ["", line]
+
     @pytest.mark.parametrize("plan", [{}, {"workers": 7, "remarks": None}, {"workers": [7], "remarks": [{}]}])
     def test_a_plan_may_lack_anything(
         self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, plan: dict[str, Any]
