@@ -10,7 +10,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -140,34 +140,66 @@ def _named_job(options: Options) -> str | None:
 
 
 def _pause(options: Options) -> int:
-    return _steer(options, "PauseJob", "training is to rest behind its step")
+    return _steer(options, "PauseJob", _paused)
 
 
 def _resume(options: Options) -> int:
-    return _steer(options, "ResumeJob", "training goes on")
+    return _steer(options, "ResumeJob", _resumed)
 
 
 def _abort(options: Options) -> int:
-    return _steer(options, "AbortJob", "training is given up, its state is kept")
+    return _steer(options, "AbortJob", _aborted)
 
 
 def _rescale(options: Options) -> int:
-    return _steer(options, "RescaleJob", "a new world is to be agreed on; `forgectl jobs watch` follows it")
+    return _steer(options, "RescaleJob", _rescaled)
 
 
 _JOB_VERBS = (
     ("pause", _pause, "let a job's training rest behind its step"),
     ("resume", _resume, "let a job's training go on"),
-    ("abort", _abort, "give a job's training up; its state is kept"),
+    ("abort", _abort, "give a job's training up; its workers end"),
     ("rescale", _rescale, "start a rescale now, with whoever is there"),
 )
 
 
-def _steer(options: Options, method: str, done: str) -> int:
+def _steer(options: Options, method: str, say: Callable[[Row], str]) -> int:
     with Connection(options) as wire:
-        wire.request(method, job=options.name, **_reason(options))
-        answer(options, {}, lambda: print(f"{show.field('', options.name)}: {done}"))
+        reply = answers.one(wire, method, job=options.name, **_reason(options))
+        answer(options, reply, lambda: print(f"{show.field('', options.name)}: {say(reply)}"))
     return EXIT_OK
+
+
+def _paused(reply: Row) -> str:
+    return "training is to rest behind its step" if _has_changed(reply) else f"it was paused already{_because(reply)}"
+
+
+def _resumed(reply: Row) -> str:
+    standing = _standing(reply)
+    if not _has_changed(reply):
+        return f"it was not paused{standing}"
+    return f"it is not paused any more{standing}" if standing else "training goes on"
+
+
+def _aborted(reply: Row) -> str:
+    if not _has_changed(reply):
+        return f"it was aborted already{_because(reply)}"
+    return "training is given up, and its workers end; how far it was stays on record"
+
+
+def _rescaled(reply: Row) -> str:
+    if not _has_changed(reply):
+        return f"nothing begins yet{_standing(reply)}"
+    return "a new world is to be agreed on; `forgectl jobs watch` follows it"
+
+
+def _has_changed(reply: Row) -> bool:
+    # An older daemon does not say.
+    return reply.get("changed") is not False
+
+
+def _because(reply: Row) -> str:
+    return f": {show.field('', reply['reason'])}" if reply.get("reason") else ""
 
 
 def _reason(options: Options) -> Row:

@@ -32,6 +32,7 @@ from forged.elastic.messages import (
     ResumeJob,
     ShowCluster,
     ShowWorker,
+    Steered,
     WorkerView,
 )
 from forged.errors import Unavailable
@@ -172,21 +173,21 @@ class DaemonMethods:
         """Count a worker as dead."""
         await self.request(EvictWorker(job, worker_id, reason))
 
-    async def pause_job(self, job: str, reason: str = WISH) -> None:
+    async def pause_job(self, job: str, reason: str = WISH) -> Steered:
         """Let a job's training rest behind its step."""
-        await self.request(PauseJob(job, reason))
+        return await self.request(PauseJob(job, reason))
 
-    async def resume_job(self, job: str, reason: str = WISH) -> None:
+    async def resume_job(self, job: str, reason: str = WISH) -> Steered:
         """Let a job's training go on."""
-        await self.request(ResumeJob(job, reason))
+        return await self.request(ResumeJob(job, reason))
 
-    async def abort_job(self, job: str, reason: str = WISH) -> None:
-        """Give a job's training up; its state is kept."""
-        await self.request(AbortJob(job, reason))
+    async def abort_job(self, job: str, reason: str = WISH) -> Steered:
+        """Give a job's training up; its workers end."""
+        return await self.request(AbortJob(job, reason))
 
-    async def rescale_job(self, job: str, reason: str = WISH) -> None:
+    async def rescale_job(self, job: str, reason: str = WISH) -> Steered:
         """Start a rescale now, with whoever is there."""
-        await self.request(RescaleJob(job, reason))
+        return await self.request(RescaleJob(job, reason))
 
     async def plan_rescale(self, job: str, workers: int) -> RescalePlan:
         """What a rescale to so many workers would do; nothing is done."""

@@ -65,14 +65,16 @@ from forged.elastic.messages import (
     ResumeJob,
     ShowCluster,
     ShowWorker,
+    Steered,
     WorkerJoined,
     WorkerPage,
     WorkerView,
 )
 from forged.elastic.model import ClusterTopology, WorkerId, check_worker
 from forged.elastic.outbox import Moment, Probe
+from forged.elastic.phases import Phase
 from forged.elastic.records import PREFIX, job_of, restored, writes
-from forged.elastic.views import cluster_view, drain_remarks, plan, worker_view
+from forged.elastic.views import cluster_view, drain_remarks, plan, steered, worker_view
 from forged.elastic.watch import NEVER
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, JobChanged, JobRemoved
@@ -503,15 +505,18 @@ class ElasticService:
         cluster.evict(request.worker_id, self._now(), request.reason)
         return self._decide(cluster, Nothing())
 
-    def _rescale(self, request: RescaleJob, call: Call) -> Decision[Nothing]:
+    def _rescale(self, request: RescaleJob, call: Call) -> Decision[Steered]:
         cluster = self._get(request.job)
         cluster.rescale(self._now(), request.reason, stops=request.stops)
-        return self._decide(cluster, Nothing())
+        begins = cluster.phase not in (Phase.FORMING, Phase.WAITING)
+        return self._decide(cluster, steered(cluster, self._clock.monotonic(), changed=begins))
 
-    def _want(self, request: Any, call: Call, act: Callable[[Cluster, Moment, str], None]) -> Decision[Nothing]:
+    def _want(self, request: Any, call: Call, act: Callable[[Cluster, Moment, str], None]) -> Decision[Steered]:
         cluster = self._get(request.job)
+        before = cluster.phase, cluster.paused
         act(cluster, self._now(), request.reason)
-        return self._decide(cluster, Nothing())
+        has_changed = (cluster.phase, cluster.paused) != before
+        return self._decide(cluster, steered(cluster, self._clock.monotonic(), changed=has_changed))
 
     # What happens to jobs.
 

@@ -11,7 +11,7 @@ from itertools import count, islice
 from forged.elastic.cluster import Cluster
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import Member
-from forged.elastic.messages import ClusterView, PlannedWorker, RescalePlan, RescaleView, WorkerView
+from forged.elastic.messages import ClusterView, PlannedWorker, RescalePlan, RescaleView, Steered, WorkerView
 from forged.elastic.model import RANK_NONE, WorkerStatus
 from forged.elastic.phases import require_not_over
 from forged.elastic.ranks import assign_ranks, moves
@@ -146,6 +146,12 @@ def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
     if not member.connected:
         remarks.append(f"{worker_id} has no connection, and hears of it when it is back")
     return remarks
+
+
+def steered(cluster: Cluster, now: float, *, changed: bool) -> Steered:
+    """What has come of it that somebody steers the training."""
+    known = cluster.reason if cluster.over else cluster.paused_because if cluster.paused else ""
+    return Steered(changed, "" if changed else known, standing(cluster, now))
 
 
 def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:

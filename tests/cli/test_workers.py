@@ -234,6 +234,28 @@ class TestJobs:
         assert daemon.told(f"jobs {verb} run --reason 'a b'", capsys) == {}
         assert daemon.asked == [(method, {"job": "run"}), (method, {"job": "run", "reason": "a b"})]
 
+    @pytest.mark.parametrize(
+        ("verb", "reply", "said"),
+        [
+            ("pause", {}, "training is to rest behind its step"),
+            ("pause", {"changed": False, "reason": "night"}, "it was paused already: night"),
+            ("resume", {"changed": True}, "training goes on"),
+            ("resume", {"changed": True, "standing": "1 worker waits"}, "it is not paused any more; 1 worker waits"),
+            ("resume", {"changed": False, "standing": ""}, "it was not paused"),
+            ("resume", {"changed": False, "standing": "1 worker waits"}, "it was not paused; 1 worker waits"),
+            ("abort", {}, "training is given up, and its workers end; how far it was stays on record"),
+            ("abort", {"changed": False, "reason": "enough"}, "it was aborted already: enough"),
+            ("rescale", {}, "a new world is to be agreed on; `forgectl jobs watch` follows it"),
+            ("rescale", {"changed": False, "standing": "1 worker waits"}, "nothing begins yet; 1 worker waits"),
+        ],
+    )
+    def test_who_steers_is_told_what_came_of_it(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, verb: str, reply: dict[str, Any], said: str
+    ) -> None:
+        answers |= dict.fromkeys(("PauseJob", "ResumeJob", "AbortJob", "RescaleJob"), reply)
+        assert daemon.run(f"jobs {verb} run", capsys) == (0, f"run: {said}\n", "")
+        assert daemon.told(f"jobs {verb} run", capsys) == reply
+
     def test_show_tells_where_training_is(self, daemon: Pretender, capsys: Caught) -> None:
         job, training = daemon.run("jobs show run", capsys)[1].split("\n\n")
         assert job.splitlines()[0].split() == ["name", "run"]

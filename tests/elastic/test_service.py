@@ -41,6 +41,7 @@ from forged.elastic.messages import (
     ResumeJob,
     ShowCluster,
     ShowWorker,
+    Steered,
     WorkerFailed,
     WorkerJoined,
     WorkerLeft,
@@ -1059,6 +1060,22 @@ async def test_what_an_operator_asks_for_is_done() -> None:
         await ask(AbortJob(JOB, "enough"))
         assert (await ask(ShowCluster(JOB))).phase is Phase.ABORTED
         assert stage.told()[-2:] == ["RescaleCompleted", "JobAborted"]
+
+
+@virtual
+async def test_who_steers_a_job_is_told_what_came_of_it() -> None:
+    async with a_stage() as stage:
+        await stage.start("a", min_workers=2, min_workers_timeout_ms=None)
+        ask, waits = stage.spine.bus.ask, "1 worker waits for 1 more: min_workers is 2"
+        assert await ask(RescaleJob(JOB)) == Steered(False, "", waits)
+        assert await ask(ResumeJob(JOB)) == Steered(False, "", waits)
+        assert await ask(PauseJob(JOB, "night")) == Steered(True, "", f"paused: night; {waits}")
+        assert await ask(PauseJob(JOB, "again")) == Steered(False, "night", f"paused: night; {waits}")
+        assert await ask(ResumeJob(JOB)) == Steered(True, "", waits)
+        await stage.worker("b").join()
+        assert await ask(RescaleJob(JOB)) == Steered(True, "", "attempt 1 waits for a, b to stop (0 s)")
+        assert await ask(AbortJob(JOB, "enough")) == Steered(True)
+        assert await ask(AbortJob(JOB, "too much")) == Steered(False, "enough")
 
 
 @virtual
