@@ -99,6 +99,8 @@ class Cluster:
         """Since when there are too few workers."""
         self._resumed_at = -NEVER
         """Since when this daemon has the job."""
+        self.advanced_at = -NEVER
+        """When anybody of the world was known to have come further last, or could first."""
         self._complaints = Complaints()
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
@@ -136,6 +138,11 @@ class Cluster:
         """Whether the committed world makes steps: it does so until its members are to stop for another."""
         return self.phase is Phase.RUNNING or (self.attempt is not None and self.attempt.in_background)
 
+    @property
+    def complaints(self) -> Complaints:
+        """What workers have said of each other."""
+        return self._complaints
+
     def resume_from_store(self, now: Moment) -> None:
         """Go on where another daemon, or this one before its store failed, has left off."""
         known = self.members.known
@@ -143,7 +150,7 @@ class Cluster:
         if missing and not (self.why or self.over):
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
         self._must_stop = bool(self.why)
-        self._resumed_at = now.monotonic
+        self._resumed_at = self.advanced_at = now.monotonic
         self.lineup.sort()
         if self.why and self.phase is Phase.RUNNING:
             self._hole_at = now.monotonic
@@ -469,7 +476,7 @@ class Cluster:
         """Let training go on."""
         self._require_alive()
         if self.paused:
-            self.paused = False
+            self.paused, self.advanced_at = False, now.monotonic
             for member in self.members.values():
                 member.progress_at = now.monotonic
             if self._waiting_at is not None:
@@ -552,6 +559,7 @@ class Cluster:
         for member in self.members.values():
             member.forgive(late_s, now.monotonic)
         self._resumed_at = min(self._resumed_at + late_s, now.monotonic)
+        self.advanced_at = min(self.advanced_at + late_s, now.monotonic)
         if self._waiting_at is not None:
             self._waiting_at = min(self._waiting_at + late_s, now.monotonic)
         if self.attempt is not None:
@@ -732,6 +740,7 @@ class Cluster:
             self._complaints.clear()
         reason = "; ".join([attempt.reason, *self._beginning(attempt, known_step)])
         self.attempt, self.why = None, []
+        self.advanced_at = now.monotonic
         self._must_stop = False
         self._troubles.clear()
         self._spoilt = 0 if attempt.added else self._spoilt
@@ -870,6 +879,8 @@ class Cluster:
         if not member.hear(now.monotonic, step, marks):
             return
         self.watch.recovered(member, step)
+        if self.lineup.holds(member):
+            self.advanced_at = now.monotonic
         # Who has it is believed that all have met; who may not have it would speak for itself.
         is_witness = member.id in self.lineup.state_holders or not self.lineup.state_holders
         if is_witness and len(self.lineup.state_holders) < len(self.lineup.world) and self._has_met(member):

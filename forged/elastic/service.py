@@ -485,12 +485,17 @@ class ElasticService:
         return worker_view(cluster, cluster.members.require(request.worker_id), self._clock.monotonic())
 
     def _show_cluster(self, request: ShowCluster, call: Call) -> ClusterView:
-        return cluster_view(self._get(request.job), self._clock.monotonic())
+        return cluster_view(self._get(request.job), self._clock.monotonic(), self._why_unwritable)
 
     def _list_clusters(self, request: ListClusters, call: Call) -> ClusterPage:
-        now, may = self._clock.monotonic(), call.principal.may
+        now, may, why = self._clock.monotonic(), call.principal.may, self._why_unwritable
         names = ascending((name for name in self.clusters if may(Role.VIEWER, name)), request.after)
-        return ClusterPage(*take_page((cluster_view(self.clusters[name], now) for name in names), request.limit))
+        return ClusterPage(*take_page((cluster_view(self.clusters[name], now, why) for name in names), request.limit))
+
+    @property
+    def _why_unwritable(self) -> str:
+        """Why nothing can be decided now; empty where it can."""
+        return str(self._bus.ledger.read_only or "")
 
     def _plan(self, request: PlanRescale, call: Call) -> RescalePlan:
         return plan(self._get(request.job), request.workers)

@@ -64,8 +64,8 @@ def status_of(cluster: Cluster, member: Member) -> WorkerStatus:
     return WorkerStatus.ACTIVE if cluster.over else WorkerStatus.RESCALING
 
 
-def cluster_view(cluster: Cluster, now: float) -> ClusterView:
-    """The whole in one look."""
+def cluster_view(cluster: Cluster, now: float, trouble: str = "") -> ClusterView:
+    """The whole in one look; `trouble` is why the daemon cannot write, empty where it can."""
     return ClusterView(
         job=cluster.job,
         phase=cluster.phase,
@@ -77,7 +77,7 @@ def cluster_view(cluster: Cluster, now: float) -> ClusterView:
         failures=cluster.failures.in_world,
         reason=cluster.reason,
         rescale=_rescale_view(cluster, now),
-        standing=standing(cluster, now),
+        standing=standing(cluster, now, trouble),
     )
 
 

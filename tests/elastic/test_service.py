@@ -275,6 +275,23 @@ async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards()
 
 
 @virtual
+async def test_what_stands_still_says_that_nothing_can_be_written() -> None:
+    store = TroubledStore()
+    async with a_stage(store) as stage:
+        (a, _) = await stage.form("a", "b")
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await a.ask(PauseJob(JOB))
+        why = "the daemon cannot write, and nothing is rescaled until it can: "
+        why += "the store cannot write: no space left (make room)"
+        assert (await a.ask(ShowCluster(JOB))).standing == why
+        assert [view.standing for view in (await a.ask(ListClusters())).clusters] == [why]
+        store.commit_error = None
+        await stage.wait(3.0)
+        assert (await a.ask(ShowCluster(JOB))).standing == ""
+
+
+@virtual
 async def test_nobody_is_failed_for_the_time_in_which_nothing_could_be_written() -> None:
     store = TroubledStore()
     async with a_stage(store) as stage:
