@@ -135,7 +135,9 @@ class Registration:
             if moment.cancelled_caught:
                 await self._leave(request)
         if scope.cancelled_caught:
-            self._log.warning("could not say goodbye", why=f"the daemon did not answer within {patience_s:g} s")
+            # What is left of some time is no round number.
+            why = f"the daemon did not answer within {round(patience_s, 2):g} s"
+            self._log.warning("could not say goodbye", why=why)
 
     async def _leave(self, request: LeaveJob) -> None:
         try:
