@@ -23,7 +23,9 @@ from forged.cli.process import EXIT_OK, heed_reader
 from forged.errors import RequestRefused
 from forged.line.wire import Wire
 
-COLUMNS = ("job", "id", "rank", "status", "step", "generation", "last_heartbeat_age_s", "address", "trouble")
+COLUMNS = ("job", "id", "rank", "status", "step", "gen", "heard_s", "address", "trouble")
+YIELDING = ("address", "gen", "heard_s", "step")
+"""What a narrow terminal shows less of, or nothing, before anything else is cut; an id can be copied for `drain`."""
 WATCH_INTERVAL_S = 0.2
 SIZE_DIGITS_MAX = 9
 STRANGERS_SHOWN_MAX = 8
@@ -99,7 +101,7 @@ def _list(options: Options) -> int:
         workers = [row for job in jobs for row in _required(wire, job)] if jobs else list(listed(wire, _jobs(wire)))
     rows = [_readable(worker) for worker in workers]
     columns = COLUMNS if any(row["trouble"] for row in rows) else COLUMNS[:-1]
-    answer(options, {"workers": workers}, lambda: show.table(rows, columns, "no workers"))
+    answer(options, {"workers": workers}, lambda: show.table(rows, columns, "no workers", yielding=YIELDING, kept="id"))
     return EXIT_OK
 
 
@@ -342,7 +344,12 @@ def _readable(worker: Row) -> Row:
         for text, is_so in (("stalled", worker.get("stalled")), ("no connection", worker.get("connected") is False))
         if is_so
     ]
-    return worker | {"rank": _rank(worker.get("rank")), "trouble": ", ".join(trouble)}
+    return worker | {
+        "rank": _rank(worker.get("rank")),
+        "gen": worker.get("generation"),
+        "heard_s": worker.get("last_heartbeat_age_s"),
+        "trouble": ", ".join(trouble),
+    }
 
 
 def _known(key: str, value: Any) -> Any:
@@ -431,7 +438,7 @@ def _series(worker: Row) -> Any:
 
 def _show_remarks(said: Row) -> None:
     for remark in answers.list_in(said, "remarks"):
-        print(f"note: {show.field('', remark)}")
+        show.print_wrapped(f"note: {show.field('', remark)}", len("note: "))
 
 
 def _change(plan: Row, key: str) -> str:

@@ -98,11 +98,29 @@ class TestList:
     )
     def test_it_is_a_table(self, daemon: Pretender, capsys: Caught, line: str) -> None:
         header, *rows = daemon.run(line, capsys)[1].splitlines()
-        assert header.split()[:7] == ["job", "id", "rank", "status", "step", "generation", "last_heartbeat_age"]
+        assert header.split() == ["job", "id", "rank", "status", "step", "gen", "heard", "address"]
         assert [row.split() for row in rows] == [
             ["run", "w0", "0", "active", "120", "3", "400", "ms", "node0:4000"],
             ["run", "w1", "-", "joining", "120", "3", "-", "node1:4000"],
         ]
+
+    @pytest.mark.parametrize("columns", [60, 80])
+    def test_an_id_is_whole_on_a_narrow_terminal(
+        self,
+        daemon: Pretender,
+        answers: dict[str, Any],
+        capsys: Caught,
+        monkeypatch: pytest.MonkeyPatch,
+        columns: int,
+    ) -> None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("NO_COLOR", "1")
+        long = "ip-10-0-3-117-48213-9f3a1c"
+        answers["ListWorkers"] = {"workers": [W0 | {"id": long, "connected": False}], "more": False}
+        _, line = daemon.run("workers", capsys)[1].splitlines()
+        assert line.split()[:4] == ["run", long, "0", "active"]
+        assert len(line) <= columns
 
     def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("workers ls", capsys) == {"workers": [W0, W1]}
