@@ -114,7 +114,8 @@ def _quarrels(cluster: Cluster) -> Iterator[str]:
     if not pairs:
         return
     told = list(dict.fromkeys(_complaint(one, other, pairs) for one, other in pairs))
-    more = f", and {len(told) - TROUBLED_TOLD_MAX} more complain" if len(told) > TROUBLED_TOLD_MAX else ""
+    rest = len(told) - TROUBLED_TOLD_MAX
+    more = f", and {rest} more complain{'s' if rest == 1 else ''}" if rest > 0 else ""
     worlds = f"in {counted(cluster.complaints.worlds, 'world')} so far; after {QUARRELS_MAX} somebody has to go"
     yield f"{', '.join(told[:TROUBLED_TOLD_MAX])}{more}, {worlds}"
 
@@ -149,13 +150,20 @@ def _still(cluster: Cluster, now: float) -> Iterator[str]:
     still_s = now - cluster.advanced_at
     if still_s < max(cluster.config.worker_heartbeat_timeout_s, STILL_S_MIN):
         return
+    yield f"no step for {_seconds(still_s)}{_lost(cluster, now) or _maybe(cluster)}"
+
+
+def _lost(cluster: Cluster, now: float) -> str:
+    """Who has no connection, and how long all of them have to come back."""
     lost = [member for member in cluster.lineup.present() if is_lost(member)]
-    if lost:
-        left_s = max(member.lost_at or 0.0 for member in lost) + cluster.config.reconnect_grace_s - now
-        who = named([member.id for member in lost])
-        yield f"no step for {_seconds(still_s)}: no connection to {who}, with {_left(left_s)} to come back"
-        return
-    yield f"no step for {_seconds(still_s)}, which may be a long one{_behind(cluster)}"
+    left_s = max((member.lost_at or 0.0 for member in lost), default=0.0) + cluster.config.reconnect_grace_s - now
+    grace = f", with {_left(left_s)} to come back" if left_s > 0.0 else ""
+    return f": no connection to {named([member.id for member in lost])}{grace}" if lost else ""
+
+
+def _maybe(cluster: Cluster) -> str:
+    """That nothing may be wrong, where nothing is known to be, and for whom the others wait, if that is so."""
+    return "" if cluster.complaints.pairs else f", which may be a long one{_behind(cluster)}"
 
 
 def _behind(cluster: Cluster) -> str:

@@ -16,6 +16,7 @@ from forged.elastic.model import RANK_NONE, WorkerStatus
 from forged.elastic.phases import require_not_over
 from forged.elastic.ranks import assign_ranks, moves
 from forged.elastic.standstill import standing
+from forged.elastic.watch import is_lost
 from forged.elastic.words import counted, is_or_are, named
 from forged.errors import RequestRefused
 
@@ -168,6 +169,8 @@ def _remarks_on_those_there(cluster: Cluster, gone: Sequence[str]) -> Iterator[s
     before = len(cluster.lineup.world)
     if gone:
         yield f"{named(gone)} of world {cluster.generation} {is_or_are(len(gone))} gone"
+    if lost := [member.id for member in cluster.lineup.present() if is_lost(member)]:
+        yield f"{named(lost)} {is_or_are(len(lost))} counted, and {'has' if len(lost) == 1 else 'have'} no connection"
     if before != cluster.lineup.there and cluster.config.scale_batch_with_world:
         yield f"the present rate and batch are those of a world of {counted(before, 'worker')}"
 

@@ -118,6 +118,12 @@ class TestWhoDoesNotReachAnother:
         play.receive("c", trouble="a gives it nothing")
         assert said(play).split("; ")[1:] == ["c: a gives it nothing"]
 
+    def test_tells_of_no_long_step_beside_it(self) -> None:
+        play = formed("a", "b", "c")
+        quarrel(play, ("c", "b"))
+        play.wait(12.0, still=True)
+        assert said(play).endswith("after 3 somebody has to go; no step for 12 s")
+
     def test_may_have_named_nobody(self) -> None:
         play = formed("a", "b")
         quarrel(play, ("b", ""))
@@ -125,8 +131,11 @@ class TestWhoDoesNotReachAnother:
 
     def test_is_counted_where_they_are_many(self) -> None:
         play = formed(*"abcdef")
-        quarrel(play, *((one, "f") for one in "abcde"))
-        assert said(play).startswith("a does not reach f, b does not reach f, c does not reach f, and 2 more complain,")
+        quarrel(play, *((one, "f") for one in "abcd"))
+        few = "a does not reach f, b does not reach f, c does not reach f, and "
+        assert said(play).startswith(f"{few}1 more complains, in 1 world")
+        quarrel(play, ("e", "f"))
+        assert said(play).startswith(f"{few}2 more complain, in 2 worlds")
 
 
 class TestAWorldThatIsNotWhole:
@@ -175,6 +184,8 @@ class TestAWorldOfWhichNoStepIsKnown:
         play.lose("b")
         play.wait(5.0, still=True)
         assert said(play) == "no step for 5 s: no connection to b, with 10 s to come back"
+        play.time += 60.0
+        assert said(play) == "no step for 65 s: no connection to b", "nothing can be decided, or that is about to be"
 
     def test_is_not_told_of_who_alone_cannot_be_heard_while_the_others_train_on(self) -> None:
         play = formed("a", "b", "c")

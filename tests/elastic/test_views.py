@@ -182,6 +182,11 @@ class TestAPlanWhereSomeOfTheWorldAreGone:
             "the present rate and batch are those of a world of 2 workers",
         ]
 
+    def test_counts_who_may_come_back_and_says_so(self) -> None:
+        play = formed("a", "b")
+        play.lose("b")
+        assert plan(play.cluster, 2).remarks == ["b is counted, and has no connection"]
+
     def test_who_is_back_as_another_is_not_gone(self) -> None:
         play = formed("a", "b")
         play.die("b")
