@@ -26,6 +26,8 @@ from forged.line.wire import Wire
 COLUMNS = ("job", "id", "rank", "status", "step", "gen", "heard_s", "address", "trouble")
 YIELDING = ("address", "gen", "heard_s", "step")
 """What a narrow terminal shows less of, or nothing, before anything else is cut; an id can be copied for `drain`."""
+INDENT = 2
+"""How far in the further lines of a sentence begin that is too long for a terminal."""
 WATCH_INTERVAL_S = 0.2
 SIZE_DIGITS_MAX = 9
 STRANGERS_SHOWN_MAX = 8
@@ -168,7 +170,7 @@ _JOB_VERBS = (
 def _steer(options: Options, method: str, say: Callable[[Row], str]) -> int:
     with Connection(options) as wire:
         reply = answers.one(wire, method, job=options.name, **_reason(options))
-        answer(options, reply, lambda: print(f"{show.field('', options.name)}: {say(reply)}"))
+        answer(options, reply, lambda: show.print_wrapped(f"{show.field('', options.name)}: {say(reply)}", INDENT))
     return EXIT_OK
 
 
@@ -215,7 +217,7 @@ def _watch(options: Options) -> int:
             cluster = answers.one(wire, "ShowCluster", job=options.name)
             told, before = _progress(cluster), told
             if told != before:
-                print_json(cluster) if options.json else print(f"{told}{_standing(cluster)}")
+                print_json(cluster) if options.json else show.print_wrapped(f"{told}{_standing(cluster)}", INDENT)
                 sys.stdout.flush()
             if not _is_rescaling(cluster):
                 return EXIT_OK
@@ -438,7 +440,7 @@ def _series(worker: Row) -> Any:
 
 def _show_remarks(said: Row) -> None:
     for remark in answers.list_in(said, "remarks"):
-        show.print_wrapped(f"note: {show.field('', remark)}", len("note: "))
+        show.print_wrapped(f"note: {show.field('', remark)}", INDENT)
 
 
 def _change(plan: Row, key: str) -> str:
