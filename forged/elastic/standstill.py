@@ -171,7 +171,8 @@ def _behind(cluster: Cluster) -> str:
     members = [member for member in cluster.lineup.present() if not member.is_parting]
     # How far anybody came in another world is no matter.
     marks = {member.id: max(member.marks, cluster.generation * MARKS_PER_WORLD) for member in members}
-    last = [worker for worker, reached in marks.items() if reached == min(marks.values())]
+    lowest = min(marks.values(), default=0)
+    last = [worker for worker, reached in marks.items() if reached == lowest]
     return f": all others have come further than {named(last)}" if len(last) < len(marks) else ""
 
 

@@ -250,14 +250,19 @@ async def test_a_large_decision_tells_of_a_world_in_the_transaction_that_keeps_i
 # A store that fails.
 
 
+async def fill(store: TroubledStore, crew: Crew) -> None:
+    """Let there be no space left, and the daemon find out."""
+    store.commit_error = full()
+    with pytest.raises(Unavailable):
+        await crew.ask(PauseJob(JOB))
+
+
 @virtual
 async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards() -> None:
     store = TroubledStore()
     async with a_stage(store) as stage:
         a, b, c = await stage.form("a", "b", "c", **PATIENT)
-        store.commit_error = full()
-        with pytest.raises(Unavailable):
-            await a.ask(PauseJob(JOB))
+        await fill(store, a)
         with pytest.raises(Unavailable):
             await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1))
         stage.addresses.dead.add("b")
@@ -276,14 +281,11 @@ async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards()
 
 @virtual
 async def test_what_stands_still_says_that_nothing_can_be_written() -> None:
-    store = TroubledStore()
+    store, why = TroubledStore(), "the daemon cannot write, and nothing is rescaled until it can: "
+    why += "the store cannot write: no space left (make room)"
     async with a_stage(store) as stage:
         (a, _) = await stage.form("a", "b")
-        store.commit_error = full()
-        with pytest.raises(Unavailable):
-            await a.ask(PauseJob(JOB))
-        why = "the daemon cannot write, and nothing is rescaled until it can: "
-        why += "the store cannot write: no space left (make room)"
+        await fill(store, a)
         assert (await a.ask(ShowCluster(JOB))).standing == why
         assert [view.standing for view in (await a.ask(ListClusters())).clusters] == [why]
         store.commit_error = None
@@ -296,9 +298,7 @@ async def test_nobody_is_failed_for_the_time_in_which_nothing_could_be_written()
     store = TroubledStore()
     async with a_stage(store) as stage:
         (a, _) = await stage.form("a", "b")
-        store.commit_error = full()
-        with pytest.raises(Unavailable):
-            await a.ask(PauseJob(JOB))
+        await fill(store, a)
         await stage.wait(600.0)
         store.commit_error = None
         await stage.wait(60.0)
