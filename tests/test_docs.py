@@ -89,7 +89,9 @@ def events_of_training(example: str, directory: Path) -> str:
     ],
 )
 def test_the_training_of_a_page_trains(page: str, joins: str, tmp_path: Path) -> None:
-    [example] = [block for block in blocks(ROOT / page, "python") if joins in block and "drain" not in block]
+    others = ("drain", "JobEnded")
+    examples = [block for block in blocks(ROOT / page, "python") if joins in block]
+    [example] = [block for block in examples if not any(other in block for other in others)]
     assert "JobCompleted" in events_of_training(example, tmp_path)
 
 
@@ -103,6 +105,31 @@ def test_the_worker_of_a_page_that_goes_in_good_order_has_saved_its_state(tmp_pa
     steps = int(prefix.rpartition("-")[2])
     assert steps > 20
     assert checkpoint.load(saved.with_name(prefix))["w"].tolist() == [steps] * 8
+
+
+def test_the_worker_of_a_page_whose_job_is_aborted_has_saved_its_state(tmp_path: Path) -> None:
+    [example] = [block for block in blocks(ROOT / "docs" / "elastic.md", "python") if "JobEnded" in block]
+    with a_daemon(tmp_path) as environment:
+
+        def ctl(line: str) -> str:
+            done = subprocess.run(["forgectl", *line.split()], env=environment, capture_output=True, timeout=READY_S)
+            return done.stdout.decode()
+
+        ctl("jobs create run stability_window_ms=0")
+        script = example.replace("tcp://127.0.0.1:7433", f"unix://{environment['FORGED_SOCKET']}")
+        follow = ["forgectl", "events", "--follow", "--since", "0", "--type", "RescaleCompleted"]
+        with (
+            subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stderr=subprocess.PIPE) as worker,
+            subprocess.Popen(follow, env=environment, stdout=subprocess.PIPE) as followed,
+        ):
+            assert followed.stdout is not None
+            assert b"RescaleCompleted" in followed.stdout.readline()
+            followed.terminate()
+            ctl("jobs abort run --reason enough")
+            assert b"the job was aborted: enough" in worker.communicate(timeout=TRAINED_S)[1]
+    [saved] = (tmp_path / "checkpoints").glob("*.metadata.json")
+    prefix = saved.name.removesuffix(".metadata.json")
+    assert checkpoint.load(saved.with_name(prefix))["w"].tolist() == [int(prefix.rpartition("-")[2])] * 8
 
 
 def test_the_store_of_the_page_on_data_keeps_the_contract() -> None:

@@ -117,10 +117,12 @@ def _audit(options: Options) -> int:
 # What is asked.
 
 
-def travelling(wire: Wire, job: str, workers: Sequence[Any]) -> Row:
-    """What would have to travel if these were the workers, by rank; nothing of a job without data."""
+def travelling(wire: Wire, job: str, workers: Sequence[Any], gone: Sequence[Any]) -> Row:
+    """What would have to travel if these were the workers, by rank, and these were gone; nothing of a job without
+    data."""
     try:
-        return answers.one(wire, "PlanData", job=job, workers=workers)
+        # An older daemon knows of nobody who is gone.
+        return answers.one(wire, "PlanData", job=job, workers=workers, **({"gone": gone} if gone else {}))
     except RequestRefused as refusal:
         if refusal.code not in UNTOLD:
             raise

@@ -3,16 +3,17 @@
 Law: units are in the names of the fields, so they need no other description: `_s` is shown as a duration and `_at` as a
 time of day. A field that the daemon did not send is shown like one that is empty. What comes from elsewhere never
 reaches the terminal as control characters. Colour is only for terminals, and not for those who set NO_COLOR; lines are
-cut only on a terminal, too.
+cut, or broken between words, only on a terminal, too.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from forged.cli.process import plain
@@ -39,6 +40,12 @@ _STATES = frozenset({"state", "status", "phase"})
 _ADDRESS = frozenset({"id", "hostname", "port"})
 JOB_WIDTH = 8
 TYPE_WIDTH = 20
+HANGING = 10
+"""How far in the further lines of a fact begin."""
+WRAPPED_MIN = 20
+"""With less room behind that, nothing is broken between words."""
+_WORD = re.compile(r" *[^ ]+")
+_PAINT = re.compile(r"\x1b\[\d+m")
 
 
 def pairs(value: Row) -> None:
@@ -46,24 +53,32 @@ def pairs(value: Row) -> None:
     labels = [_label(key) for key in value]
     width = max(map(len, labels), default=0)
     for label, (key, one) in zip(labels, value.items(), strict=True):
-        print(f"{paint(f'{label:<{width}}', DIM)}  {paint(field(key, one) or NONE, _colour(key, one))}")
+        told = paint(field(key, one) or NONE, _colour(key, one))
+        print_wrapped(f"{paint(f'{label:<{width}}', DIM)}  {told}", width + COLUMN_GAP)
 
 
-def table(rows: Sequence[Row], columns: Sequence[str], nothing: str) -> None:
-    """Several things, a line for each; numbers to the right. `nothing` is said where there are none."""
+def table(
+    rows: Sequence[Row], columns: Sequence[str], nothing: str, *, yielding: Sequence[str] = (), kept: str = ""
+) -> None:
+    """Several things, a line for each; numbers to the right. `nothing` is said where there are none.
+
+    Where a line does not fit, the `yielding` columns are cut first, and left out, one after the other; what is `kept`
+    is cut last.
+    """
     if not rows:
         print(nothing)
         return
-    labels = [_label(column) for column in columns]
-    cells = [[field(column, row.get(column)) for column in columns] for row in rows]
-    numeric = [_is_numeric(column, rows) for column in columns]
-    widths = [max(map(_width, column)) for column in zip(labels, *cells, strict=True)]
+    cells = {column: [field(column, row.get(column)) for row in rows] for column in columns}
+    numeric = {column for column in columns if _is_numeric(column, rows)}
+    widths = {column: max(map(_width, [_label(column), *cells[column]])) for column in columns}
     if sys.stdout.isatty():
-        widths = _fit(widths, numeric, shutil.get_terminal_size().columns)
-    print(paint(_line(labels, widths, numeric, [""] * len(labels)), BOLD))
-    for row, line in zip(rows, cells, strict=True):
-        colours = [_colour(column, row.get(column)) for column in columns]
-        print(_line(line, widths, numeric, colours))
+        room = shutil.get_terminal_size().columns
+        widths = _yielded(widths, numeric, room, yielding)
+        widths = _fit(widths, numeric | {kept}, room)
+        widths = _fit(widths, numeric, room)
+    print(paint(_line([(_label(column), "") for column in widths], widths, numeric), BOLD))
+    for at, row in enumerate(rows):
+        print(_line([(cells[column][at], _colour(column, row.get(column))) for column in widths], widths, numeric))
 
 
 def anything(value: Any) -> None:
@@ -85,7 +100,7 @@ def event(record: Row, in_words: InWords = lambda kind, fact: None, *, depth: in
     if isinstance(record.get("gap"), dict):
         gap = record["gap"]
         reason = field("", gap.get("reason"))
-        print(paint(f"-- facts {gap.get('first')} to {gap.get('last')} are missing: {reason}", YELLOW))
+        print_wrapped(paint(f"-- facts {gap.get('first')} to {gap.get('last')} are missing: {reason}", YELLOW))
         return
     number, job, kind, origin = (field("", record.get(key)) or NONE for key in ("id", "job", "type", "origin"))
     place = f"{mark}{number:>{8 - len(mark)}}  {field('at_at', record.get('at'))}  {job:<{JOB_WIDTH}}"
@@ -93,7 +108,7 @@ def event(record: Row, in_words: InWords = lambda kind, fact: None, *, depth: in
     why = f"{origin}, because of {field('', record['cause'])}" if record.get("cause") else origin
     fact = record.get("fact")
     said = in_words(record.get("type"), fact) or fields(fact) if isinstance(fact, dict) else field("", fact)
-    print(f"{place}  {kind}  {said}  {paint(f'({why})', DIM)}")
+    print_wrapped(f"{place}  {kind}  {said}  {paint(f'({why})', DIM)}")
 
 
 def story(records: Sequence[Row], marked: int, in_words: InWords = lambda kind, fact: None) -> None:
@@ -183,6 +198,25 @@ def paint(text: str, colour: str) -> str:
     return f"\x1b[{colour}m{text}\x1b[0m"
 
 
+def print_wrapped(line: str, indent: int = HANGING) -> None:
+    """A line, which on a terminal becomes several, broken between words, where it does not fit; those below the first
+    begin further in."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(line if columns < WRAPPED_MIN + indent else "".join(_broken(line, columns, " " * indent)))
+
+
+def _broken(line: str, columns: int, indent: str) -> Iterator[str]:
+    used = 0
+    for word in _WORD.findall(line):
+        width = _width(_PAINT.sub("", word))
+        if used > len(indent) and used + width > columns:
+            word = word.lstrip(" ")
+            used, width = len(indent), _width(_PAINT.sub("", word))
+            yield f"\n{indent}"
+        used += width
+        yield word
+
+
 def moment(at: float) -> str:
     """A wall clock's time here."""
     try:
@@ -212,10 +246,10 @@ def _label(key: str) -> str:
     return plain(key).removesuffix("_s").removesuffix("_at")
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool], colours: Sequence[str]) -> str:
+def _line(cells: Sequence[tuple[str, str]], widths: Mapping[str, int], numeric: Collection[str]) -> str:
     *others, last = (
-        _cell(cell, width, colour, to_the_right=right)
-        for cell, width, right, colour in zip(cells, widths, numeric, colours, strict=True)
+        _cell(cell, width, colour, to_the_right=column in numeric)
+        for (cell, colour), (column, width) in zip(cells, widths.items(), strict=True)
     )
     return (" " * COLUMN_GAP).join([*others, last.rstrip()]).rstrip()
 
@@ -226,16 +260,37 @@ def _cell(text: str, width: int, colour: str, *, to_the_right: bool) -> str:
     return room + paint(text, colour) if to_the_right else paint(text, colour) + room
 
 
-def _fit(widths: Sequence[int], numeric: Sequence[bool], room: int) -> list[int]:
-    """The widths with which a line fits: the widest columns of text give way, down to what can still be told apart."""
-    fitting = [width if number else min(width, room) for width, number in zip(widths, numeric, strict=True)]
-    text = [at for at, number in enumerate(numeric) if not number]
-    while sum(fitting) + COLUMN_GAP * (len(fitting) - 1) > room and text:
+def _yielded(widths: Mapping[str, int], numeric: Collection[str], room: int, yielding: Sequence[str]) -> dict[str, int]:
+    """The widths where these columns give way: cut down to what can still be told apart, or else left out."""
+    fitting = dict(widths)
+    for column in yielding:
+        excess = _excess(fitting, room)
+        if excess <= 0 or column not in fitting:
+            continue
+        least = fitting[column] if column in numeric else CELL_WIDTH_MIN
+        if fitting[column] - excess >= least:
+            fitting[column] -= excess
+        else:
+            del fitting[column]
+    return fitting
+
+
+def _fit(widths: Mapping[str, int], rigid: Collection[str], room: int) -> dict[str, int]:
+    """The widths with which a line fits: the widest of the columns that are not rigid give way, down to what can still
+    be told apart."""
+    text = [column for column in widths if column not in rigid]
+    fitting = {column: min(width, room) if column in text else width for column, width in widths.items()}
+    while text and _excess(fitting, room) > 0:
         widest = max(text, key=fitting.__getitem__)
         if fitting[widest] <= CELL_WIDTH_MIN:
             break
         fitting[widest] -= 1
     return fitting
+
+
+def _excess(widths: Mapping[str, int], room: int) -> int:
+    """By how much a line is too long."""
+    return sum(widths.values()) + COLUMN_GAP * (len(widths) - 1) - room
 
 
 def _cut(text: str, width: int) -> str:

@@ -10,7 +10,8 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from forged.cli import answers, data, show
@@ -22,10 +23,17 @@ from forged.cli.process import EXIT_OK, heed_reader
 from forged.errors import RequestRefused
 from forged.line.wire import Wire
 
-COLUMNS = ("job", "id", "rank", "status", "step", "generation", "last_heartbeat_age_s", "address", "trouble")
+COLUMNS = ("job", "id", "rank", "status", "step", "gen", "heard_s", "address", "trouble")
+YIELDING = ("address", "gen", "heard_s", "step")
+"""What a narrow terminal shows less of, or nothing, before anything else is cut; an id can be copied for `drain`."""
+INDENT = 2
+"""How far in the further lines of a sentence begin that is too long for a terminal."""
 WATCH_INTERVAL_S = 0.2
 SIZE_DIGITS_MAX = 9
+STRANGERS_SHOWN_MAX = 8
+"""So many in a row who have yet to come are shown one by one."""
 RANK_NONE = -1
+_STRANGER = re.compile(r"new-([0-9]{1,9})")
 UNTRAINED = frozenset({"job_untrained", "job_unknown"})
 ABSENT = UNTRAINED | {"worker_unknown"}
 UNTOLD = UNTRAINED | {"request_unknown"}
@@ -95,7 +103,7 @@ def _list(options: Options) -> int:
         workers = [row for job in jobs for row in _required(wire, job)] if jobs else list(listed(wire, _jobs(wire)))
     rows = [_readable(worker) for worker in workers]
     columns = COLUMNS if any(row["trouble"] for row in rows) else COLUMNS[:-1]
-    answer(options, {"workers": workers}, lambda: show.table(rows, columns, "no workers"))
+    answer(options, {"workers": workers}, lambda: show.table(rows, columns, "no workers", yielding=YIELDING, kept="id"))
     return EXIT_OK
 
 
@@ -136,34 +144,66 @@ def _named_job(options: Options) -> str | None:
 
 
 def _pause(options: Options) -> int:
-    return _steer(options, "PauseJob", "training is to rest behind its step")
+    return _steer(options, "PauseJob", _paused)
 
 
 def _resume(options: Options) -> int:
-    return _steer(options, "ResumeJob", "training goes on")
+    return _steer(options, "ResumeJob", _resumed)
 
 
 def _abort(options: Options) -> int:
-    return _steer(options, "AbortJob", "training is given up, its state is kept")
+    return _steer(options, "AbortJob", _aborted)
 
 
 def _rescale(options: Options) -> int:
-    return _steer(options, "RescaleJob", "a new world is to be agreed on; `forgectl jobs watch` follows it")
+    return _steer(options, "RescaleJob", _rescaled)
 
 
 _JOB_VERBS = (
     ("pause", _pause, "let a job's training rest behind its step"),
     ("resume", _resume, "let a job's training go on"),
-    ("abort", _abort, "give a job's training up; its state is kept"),
+    ("abort", _abort, "give a job's training up; its workers end"),
     ("rescale", _rescale, "start a rescale now, with whoever is there"),
 )
 
 
-def _steer(options: Options, method: str, done: str) -> int:
+def _steer(options: Options, method: str, say: Callable[[Row], str]) -> int:
     with Connection(options) as wire:
-        wire.request(method, job=options.name, **_reason(options))
-        answer(options, {}, lambda: print(f"{show.field('', options.name)}: {done}"))
+        reply = answers.one(wire, method, job=options.name, **_reason(options))
+        answer(options, reply, lambda: show.print_wrapped(f"{show.field('', options.name)}: {say(reply)}", INDENT))
     return EXIT_OK
+
+
+def _paused(reply: Row) -> str:
+    return "training is to rest behind its step" if _has_changed(reply) else f"it was paused already{_because(reply)}"
+
+
+def _resumed(reply: Row) -> str:
+    standing = _standing(reply)
+    if not _has_changed(reply):
+        return f"it was not paused{standing}"
+    return f"it is not paused any more{standing}" if standing else "training goes on"
+
+
+def _aborted(reply: Row) -> str:
+    if not _has_changed(reply):
+        return f"it was aborted already{_because(reply)}"
+    return "training is given up, and its workers end; how far it was stays on record"
+
+
+def _rescaled(reply: Row) -> str:
+    if not _has_changed(reply):
+        return f"nothing begins yet{_standing(reply)}"
+    return "a new world is to be agreed on; `forgectl jobs watch` follows it"
+
+
+def _has_changed(reply: Row) -> bool:
+    # An older daemon does not say.
+    return reply.get("changed") is not False
+
+
+def _because(reply: Row) -> str:
+    return f": {show.field('', reply['reason'])}" if reply.get("reason") else ""
 
 
 def _reason(options: Options) -> Row:
@@ -177,7 +217,7 @@ def _watch(options: Options) -> int:
             cluster = answers.one(wire, "ShowCluster", job=options.name)
             told, before = _progress(cluster), told
             if told != before:
-                print_json(cluster) if options.json else print(f"{told}{_standing(cluster)}")
+                print_json(cluster) if options.json else show.print_wrapped(f"{told}{_standing(cluster)}", INDENT)
                 sys.stdout.flush()
             if not _is_rescaling(cluster):
                 return EXIT_OK
@@ -188,7 +228,7 @@ def _watch(options: Options) -> int:
 def _plan(options: Options) -> int:
     with Connection(options) as wire:
         plan = answers.one(wire, "PlanRescale", job=options.job, workers=options.workers)
-        totals = data.travelling(wire, options.job, _target(plan))
+        totals = data.travelling(wire, options.job, _target(plan), answers.list_in(plan, "gone"))
         answer(options, plan | ({"data": totals} if totals else {}), lambda: _show_plan(plan, totals))
     return EXIT_OK
 
@@ -306,7 +346,12 @@ def _readable(worker: Row) -> Row:
         for text, is_so in (("stalled", worker.get("stalled")), ("no connection", worker.get("connected") is False))
         if is_so
     ]
-    return worker | {"rank": _rank(worker.get("rank")), "trouble": ", ".join(trouble)}
+    return worker | {
+        "rank": _rank(worker.get("rank")),
+        "gen": worker.get("generation"),
+        "heard_s": worker.get("last_heartbeat_age_s"),
+        "trouble": ", ".join(trouble),
+    }
 
 
 def _known(key: str, value: Any) -> Any:
@@ -366,19 +411,36 @@ def _show_plan(plan: Row, totals: Row) -> None:
         }
     )
     _show_remarks(plan)
+    print()
+    _show_ranks([one for one in answers.rows_in(plan, "workers") if one.get("rank") != one.get("new_rank")])
+    data.show_travelling(totals)
+
+
+def _show_ranks(workers: Iterable[Row]) -> None:
+    """Who changes its rank; of many in a row who have yet to come, the first and the last."""
+    runs = [list(run) for _, run in groupby(workers, _series)]
     rows = [
         {"worker": one.get("id"), "rank": _rank(one.get("rank")), "new_rank": _rank(one.get("new_rank"))}
-        for one in answers.rows_in(plan, "workers")
-        if one.get("rank") != one.get("new_rank")
+        for run in runs
+        for one in run
+        if len(run) <= STRANGERS_SHOWN_MAX
     ]
-    print()
-    show.table(rows, ("worker", "rank", "new_rank"), "no rank changes")
-    data.show_travelling(totals)
+    many = [run for run in runs if len(run) > STRANGERS_SHOWN_MAX]
+    if rows or not many:
+        show.table(rows, ("worker", "rank", "new_rank"), "no rank changes")
+    for first, *_, last in many:
+        print(f"{first['id']} … {last['id']} get ranks {first['new_rank']} … {last['new_rank']}")
+
+
+def _series(worker: Row) -> Any:
+    """The same for those who have yet to come and get ranks in a row; for everybody else its name."""
+    rank, number = worker.get("new_rank"), _STRANGER.fullmatch(f"{worker.get('id')}")
+    return int(number[1]) - rank if number and isinstance(rank, int) else f"{worker.get('id')}"
 
 
 def _show_remarks(said: Row) -> None:
     for remark in answers.list_in(said, "remarks"):
-        print(f"note: {show.field('', remark)}")
+        show.print_wrapped(f"note: {show.field('', remark)}", INDENT)
 
 
 def _change(plan: Row, key: str) -> str:

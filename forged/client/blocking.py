@@ -27,7 +27,7 @@ from forged.client.methods import WISH
 from forged.client.stream import FactStream
 from forged.clock import Clock
 from forged.config.messages import ConfigView, Reloaded
-from forged.elastic.messages import ClusterView, Draining, RescalePlan, WorkerView
+from forged.elastic.messages import ClusterView, Draining, RescalePlan, Steered, WorkerView
 from forged.errors import RequestRefused
 from forged.jobs.model import Job, SettingValue
 from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
@@ -270,21 +270,21 @@ class BlockingClient:
         """Count a worker as dead."""
         self._run(self.aio.evict_worker, job, worker_id, reason)
 
-    def pause_job(self, job: str, reason: str = WISH) -> None:
+    def pause_job(self, job: str, reason: str = WISH) -> Steered:
         """Let a job's training rest behind its step."""
-        self._run(self.aio.pause_job, job, reason)
+        return self._run(self.aio.pause_job, job, reason)
 
-    def resume_job(self, job: str, reason: str = WISH) -> None:
+    def resume_job(self, job: str, reason: str = WISH) -> Steered:
         """Let a job's training go on."""
-        self._run(self.aio.resume_job, job, reason)
+        return self._run(self.aio.resume_job, job, reason)
 
-    def abort_job(self, job: str, reason: str = WISH) -> None:
+    def abort_job(self, job: str, reason: str = WISH) -> Steered:
         """Give a job's training up."""
-        self._run(self.aio.abort_job, job, reason)
+        return self._run(self.aio.abort_job, job, reason)
 
-    def rescale_job(self, job: str, reason: str = WISH) -> None:
+    def rescale_job(self, job: str, reason: str = WISH) -> Steered:
         """Start a rescale now."""
-        self._run(self.aio.rescale_job, job, reason)
+        return self._run(self.aio.rescale_job, job, reason)
 
     def plan_rescale(self, job: str, workers: int) -> RescalePlan:
         """What a rescale to so many workers would do."""
@@ -306,9 +306,9 @@ class BlockingClient:
         """Whether each sample of an epoch was used once."""
         return self._run(self.aio.audit_data, job, epoch)
 
-    def plan_data(self, job: str, workers: Sequence[str]) -> TransferTotals:
-        """What would have to travel if these were the workers."""
-        return self._run(self.aio.plan_data, job, workers)
+    def plan_data(self, job: str, workers: Sequence[str], gone: Sequence[str] = ()) -> TransferTotals:
+        """What would have to travel if these were the workers, and nothing could be had from the `gone`."""
+        return self._run(self.aio.plan_data, job, workers, gone)
 
     def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None

@@ -32,6 +32,7 @@ from forged.elastic.messages import (
     ResumeJob,
     ShowCluster,
     ShowWorker,
+    Steered,
     WorkerView,
 )
 from forged.errors import Unavailable
@@ -172,21 +173,21 @@ class DaemonMethods:
         """Count a worker as dead."""
         await self.request(EvictWorker(job, worker_id, reason))
 
-    async def pause_job(self, job: str, reason: str = WISH) -> None:
+    async def pause_job(self, job: str, reason: str = WISH) -> Steered:
         """Let a job's training rest behind its step."""
-        await self.request(PauseJob(job, reason))
+        return await self.request(PauseJob(job, reason))
 
-    async def resume_job(self, job: str, reason: str = WISH) -> None:
+    async def resume_job(self, job: str, reason: str = WISH) -> Steered:
         """Let a job's training go on."""
-        await self.request(ResumeJob(job, reason))
+        return await self.request(ResumeJob(job, reason))
 
-    async def abort_job(self, job: str, reason: str = WISH) -> None:
-        """Give a job's training up; its state is kept."""
-        await self.request(AbortJob(job, reason))
+    async def abort_job(self, job: str, reason: str = WISH) -> Steered:
+        """Give a job's training up; its workers end."""
+        return await self.request(AbortJob(job, reason))
 
-    async def rescale_job(self, job: str, reason: str = WISH) -> None:
+    async def rescale_job(self, job: str, reason: str = WISH) -> Steered:
         """Start a rescale now, with whoever is there."""
-        await self.request(RescaleJob(job, reason))
+        return await self.request(RescaleJob(job, reason))
 
     async def plan_rescale(self, job: str, workers: int) -> RescalePlan:
         """What a rescale to so many workers would do; nothing is done."""
@@ -223,11 +224,12 @@ class DaemonMethods:
 
         return await self.request(AuditData(job, epoch))
 
-    async def plan_data(self, job: str, workers: Sequence[str]) -> TransferTotals:
-        """What would have to travel if these were the workers, by rank; nothing is done."""
+    async def plan_data(self, job: str, workers: Sequence[str], gone: Sequence[str] = ()) -> TransferTotals:
+        """What would have to travel if these were the workers, by rank, and nothing could be had from the `gone`;
+        nothing is done."""
         from forged.data.messages import PlanData
 
-        return await self.request(PlanData(job, list(workers)))
+        return await self.request(PlanData(job, list(workers), tuple(gone)))
 
     async def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None

@@ -427,8 +427,9 @@ class Custody:
 
     # What holds.
 
-    def preview(self, names: list[str], config: ElasticTrainingConfig) -> TransferTotals:
-        """What would have to travel if these were the workers, by rank, and all hold what they are known to."""
+    def preview(self, names: list[str], config: ElasticTrainingConfig, gone: Collection[str] = ()) -> TransferTotals:
+        """What would have to travel if these were the workers, by rank, and all but the `gone` hold what they are known
+        to."""
         assignment = self.assignment
         known = {worker.id: worker for worker in assignment.workers}
         if len(set(names)) < len(names):
@@ -443,7 +444,7 @@ class Custody:
             current=assignment.owners,
             replicas=assignment.replicas,
             weights=assignment.weights,
-            leaving=[worker for worker in assignment.workers if worker not in target],
+            leaving=[worker for worker in assignment.workers if worker not in target and worker.id not in gone],
             pace=self._pace,
         )
         return _totals(plan, self._bytes_per_sample)

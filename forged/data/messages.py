@@ -398,13 +398,15 @@ class AuditData(Request[AuditView], frozen=True):
 
 
 class PlanData(Request[TransferTotals], frozen=True):
-    """What would have to travel if these were the workers, by rank; who is not there yet may have any name."""
+    """What would have to travel if these were the workers, by rank; who is not there yet may have any name. Those who
+    are `gone`, as `RescalePlan` names them, give nothing; who else is not to stay does."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
 
     job: str
     workers: list[str]
+    gone: tuple[str, ...] = ()
 
 
 WORKER_REQUESTS = (

@@ -65,6 +65,7 @@ from forged.elastic.messages import (
     Receiving,
     RescaleCompleted,
     RescaleJob,
+    Steered,
     WorkerJoined,
 )
 from forged.elastic.model import LostDataPolicy
@@ -303,7 +304,7 @@ class DataService:
         gathering.is_left = True
         self._submit(RescaleJob(job, why))
 
-    def _submit(self, request: Request[Nothing]) -> None:
+    def _submit(self, request: Request[Steered]) -> None:
         """Ask for what may be refused, which then is no more needed."""
         self._bus.submit(request, Call(DAEMON, OWNER))
 
@@ -548,7 +549,7 @@ class DataService:
     async def _preview(self, request: PlanData, call: Call) -> TransferTotals:
         custody, job = self._get(request.job), await self._bus.ask(ShowJob(request.job))
         config = ElasticTrainingConfig.from_settings(job.settings)
-        totals: TransferTotals = await self._compute(partial(custody.preview, request.workers, config))
+        totals: TransferTotals = await self._compute(partial(custody.preview, request.workers, config, request.gone))
         return totals
 
 

@@ -39,7 +39,7 @@ from forged.elastic.model import GlobalTrainingState, RescaleType
 from forged.elastic.outbox import Moment, Outbox
 from forged.elastic.pace import Base, paces
 from forged.elastic.patience import keeping_others
-from forged.elastic.phases import OVER, Cause, Phase, following
+from forged.elastic.phases import OVER, Cause, Phase, following, require_not_over
 from forged.elastic.progress import Witnesses, state_at, state_behind
 from forged.elastic.ranks import assign_ranks
 from forged.elastic.roster import Roster
@@ -101,6 +101,8 @@ class Cluster:
         """Since when there are too few workers."""
         self._resumed_at = -NEVER
         """Since when this daemon has the job."""
+        self.advanced_at = -NEVER
+        """When anybody of the world was known to have come further last, or could first."""
         self._complaints = Complaints()
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
@@ -140,6 +142,11 @@ class Cluster:
         """Whether the committed world makes steps: it does so until its members are to stop for another."""
         return self.phase is Phase.RUNNING or (self.attempt is not None and self.attempt.in_background)
 
+    @property
+    def complaints(self) -> Complaints:
+        """What workers have said of each other."""
+        return self._complaints
+
     def resume_from_store(self, now: Moment) -> None:
         """Go on where another daemon, or this one before its store failed, has left off."""
         known = self.members.known
@@ -153,7 +160,7 @@ class Cluster:
         if missing and not (self.why or self.over):
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
         self._must_stop = bool(self.why)
-        self._resumed_at = now.monotonic
+        self._resumed_at = self.advanced_at = now.monotonic
         self.lineup.sort()
         if self.why and self.phase is Phase.RUNNING:
             self._hole_at = now.monotonic
@@ -475,20 +482,19 @@ class Cluster:
         """Let training rest."""
         self._require_alive()
         if not self.paused:
-            self.paused, self.reason = True, in_words(reason, WISH)
-            self.paused_because = self.reason
-            self._changed(JobPaused(self.reason))
+            self.paused, self.paused_because = True, in_words(reason, WISH)
+            self._changed(JobPaused(self.paused_because))
 
     def resume(self, now: Moment, reason: str) -> None:
         """Let training go on."""
         self._require_alive()
         if self.paused:
-            self.paused, self.reason = False, in_words(reason, WISH)
+            self.paused, self.advanced_at = False, now.monotonic
             for member in self.members.values():
                 member.progress_at = now.monotonic
             if self._waiting_at is not None:
                 self._waiting_at = now.monotonic
-            self._changed(JobResumed(self.reason))
+            self._changed(JobResumed(in_words(reason, WISH)))
 
     def abort(self, now: Moment, reason: str) -> None:
         """Give the training up, as somebody wishes: that follows from nothing that has happened to it."""
@@ -497,6 +503,7 @@ class Cluster:
 
     def _give_up(self, reason: str) -> None:
         if self.phase is not Phase.ABORTED:
+            self._require_alive()
             reason = in_words(reason, WISH)
             self._end(Cause.ABORTED, reason, JobAborted(reason, self.step))
 
@@ -578,6 +585,7 @@ class Cluster:
             member.forgive(late_s, now.monotonic)
         self.watch.forgive(now.monotonic)
         self._resumed_at = min(self._resumed_at + late_s, now.monotonic)
+        self.advanced_at = min(self.advanced_at + late_s, now.monotonic)
         if self._waiting_at is not None:
             self._waiting_at = min(self._waiting_at + late_s, now.monotonic)
         if self.attempt is not None:
@@ -758,6 +766,7 @@ class Cluster:
             self._complaints.clear()
         reason = "; ".join([attempt.reason, *self._beginning(attempt, told_step)])
         self.attempt, self.why = None, []
+        self.advanced_at = now.monotonic
         self._must_stop = False
         self._troubles.clear()
         self._spoilt = 0 if attempt.added else self._spoilt
@@ -903,6 +912,8 @@ class Cluster:
         if not member.hear(now.monotonic, step, marks):
             return
         self.watch.recovered(member, step)
+        if self.lineup.holds(member):
+            self.advanced_at = now.monotonic
         # Who has it is believed that all have met; who may not have it would speak for itself.
         is_witness = member.id in self.lineup.state_holders or not self.lineup.state_holders
         if is_witness and len(self.lineup.state_holders) < len(self.lineup.world) and self._has_met(member):
@@ -975,12 +986,7 @@ class Cluster:
         return attempt, member
 
     def _require_alive(self) -> None:
-        if self.over:
-            raise RequestRefused(
-                "job_over",
-                f"job {self.job} is {self.phase}: {self.reason}",
-                f"train under another name, or remove this one first: `forgectl jobs rm {self.job}`",
-            )
+        require_not_over(self.job, self.phase, self.reason)
 
     def _refuse_twin(self, known: Member, now: Moment) -> None:
         if known.connected:

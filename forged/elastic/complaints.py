@@ -7,7 +7,7 @@ over it: then whoever most others are at odds with has to go, and the higher ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 
 class Complaints:
@@ -21,6 +21,11 @@ class Complaints:
     def worlds(self) -> int:
         """How many worlds there were complaints in, but for those that the end of a worker explains."""
         return len(set().union(*self._generations.values()))
+
+    @property
+    def pairs(self) -> Collection[tuple[str, str]]:
+        """Who has complained of whom, the first to do so first; who has named nobody stands for both."""
+        return self._generations.keys()
 
     def add(self, reporter: str, peer: str, generation: int) -> None:
         """The one does not reach the other; or cannot go on and names nobody, where they are the same."""

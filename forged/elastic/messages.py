@@ -187,7 +187,7 @@ class JobCompleted(Fact, frozen=True):
 
 
 class JobAborted(Fact, frozen=True):
-    """Training was given up; its state is kept."""
+    """Training was given up behind this step; its workers end."""
 
     level: ClassVar[str] = "error"
 
@@ -591,28 +591,37 @@ class EvictWorker(Request[Nothing], frozen=True):
     reason: str = "an operator's wish"
 
 
-class PauseJob(Request[Nothing], frozen=True):
+class Steered(msgspec.Struct, frozen=True):
+    """What came of it that somebody steered a job's training: whether anything `changed`, or else for which `reason` it
+    was so already; and what stands still now."""
+
+    changed: bool = True
+    reason: str = ""
+    standing: str = ""
+
+
+class PauseJob(Request[Steered], frozen=True):
     """Let training rest behind its step."""
 
     job: str
     reason: str = "an operator's wish"
 
 
-class ResumeJob(Request[Nothing], frozen=True):
+class ResumeJob(Request[Steered], frozen=True):
     """Let training go on."""
 
     job: str
     reason: str = "an operator's wish"
 
 
-class AbortJob(Request[Nothing], frozen=True):
-    """Give training up."""
+class AbortJob(Request[Steered], frozen=True):
+    """Give training up; its workers end."""
 
     job: str
     reason: str = "an operator's wish"
 
 
-class RescaleJob(Request[Nothing], frozen=True):
+class RescaleJob(Request[Steered], frozen=True):
     """Start a rescale now, with whoever is there. Where it `stops`, nobody trains until it is done."""
 
     job: str
@@ -629,7 +638,8 @@ class PlannedWorker(msgspec.Struct, frozen=True):
 
 
 class RescalePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rescale to so many workers would do."""
+    """What a rescale to so many workers would do. `world_size` is how many of the committed world are there, `gone` is
+    who of it is not, and `missing` how many have yet to be started."""
 
     world_size: int
     new_world_size: int
@@ -640,6 +650,8 @@ class RescalePlan(msgspec.Struct, frozen=True, kw_only=True):
     global_batch_size: int
     new_global_batch_size: int
     remarks: list[str]
+    gone: list[str] = []
+    missing: int = 0
 
 
 class PlanRescale(Request[RescalePlan], frozen=True):

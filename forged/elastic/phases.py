@@ -26,7 +26,7 @@ class Phase(StrEnum):
     COMPLETED = "completed"
     """The training is done."""
     ABORTED = "aborted"
-    """It was given up; its state is kept."""
+    """It was given up."""
 
 
 class Cause(StrEnum):
@@ -68,3 +68,13 @@ def following(phase: Phase, cause: Cause) -> Phase:
         reason = f"a job that is {phase} cannot go on with {cause.value!r}"
         raise RequestRefused("phase_wrong", reason, "see `forgectl jobs show`")
     return found
+
+
+def require_not_over(job: str, phase: Phase, reason: str) -> None:
+    """Refuse what is wanted of a job that is over."""
+    if phase in OVER:
+        raise RequestRefused(
+            "job_over",
+            f"job {job} is {phase}: {reason}",
+            f"train under another name, or remove this one first: `forgectl jobs rm {job}`",
+        )

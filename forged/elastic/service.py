@@ -65,14 +65,16 @@ from forged.elastic.messages import (
     ResumeJob,
     ShowCluster,
     ShowWorker,
+    Steered,
     WorkerJoined,
     WorkerPage,
     WorkerView,
 )
 from forged.elastic.model import ClusterTopology, WorkerId, check_worker
 from forged.elastic.outbox import Moment, Probe
+from forged.elastic.phases import Phase
 from forged.elastic.records import PREFIX, anew, job_of, restored, writes
-from forged.elastic.views import cluster_view, drain_remarks, plan, worker_view
+from forged.elastic.views import cluster_view, drain_remarks, plan, steered, worker_view
 from forged.elastic.watch import NEVER
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, JobChanged, JobRemoved
@@ -483,12 +485,17 @@ class ElasticService:
         return worker_view(cluster, cluster.members.require(request.worker_id), self._clock.monotonic())
 
     def _show_cluster(self, request: ShowCluster, call: Call) -> ClusterView:
-        return cluster_view(self._get(request.job), self._clock.monotonic())
+        return cluster_view(self._get(request.job), self._clock.monotonic(), self._why_unwritable)
 
     def _list_clusters(self, request: ListClusters, call: Call) -> ClusterPage:
-        now, may = self._clock.monotonic(), call.principal.may
+        now, may, why = self._clock.monotonic(), call.principal.may, self._why_unwritable
         names = ascending((name for name in self.clusters if may(Role.VIEWER, name)), request.after)
-        return ClusterPage(*take_page((cluster_view(self.clusters[name], now) for name in names), request.limit))
+        return ClusterPage(*take_page((cluster_view(self.clusters[name], now, why) for name in names), request.limit))
+
+    @property
+    def _why_unwritable(self) -> str:
+        """Why nothing can be decided now; empty where it can."""
+        return str(self._bus.ledger.read_only or "")
 
     def _plan(self, request: PlanRescale, call: Call) -> RescalePlan:
         return plan(self._get(request.job), request.workers)
@@ -503,15 +510,18 @@ class ElasticService:
         cluster.evict(request.worker_id, self._now(), request.reason)
         return self._decide(cluster, Nothing())
 
-    def _rescale(self, request: RescaleJob, call: Call) -> Decision[Nothing]:
+    def _rescale(self, request: RescaleJob, call: Call) -> Decision[Steered]:
         cluster = self._get(request.job)
         cluster.rescale(self._now(), request.reason, stops=request.stops)
-        return self._decide(cluster, Nothing())
+        begins = cluster.phase not in (Phase.FORMING, Phase.WAITING)
+        return self._decide(cluster, steered(cluster, self._clock.monotonic(), changed=begins))
 
-    def _want(self, request: Any, call: Call, act: Callable[[Cluster, Moment, str], None]) -> Decision[Nothing]:
+    def _want(self, request: Any, call: Call, act: Callable[[Cluster, Moment, str], None]) -> Decision[Steered]:
         cluster = self._get(request.job)
+        before = cluster.phase, cluster.paused
         act(cluster, self._now(), request.reason)
-        return self._decide(cluster, Nothing())
+        has_changed = (cluster.phase, cluster.paused) != before
+        return self._decide(cluster, steered(cluster, self._clock.monotonic(), changed=has_changed))
 
     # What happens to jobs.
 

@@ -5,13 +5,19 @@ Law: a view tells what is, decides nothing, and names the units in its fields.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+
 from forged.elastic.cluster import Cluster
+from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import Member
-from forged.elastic.messages import ClusterView, PlannedWorker, RescalePlan, RescaleView, WorkerView
+from forged.elastic.messages import ClusterView, PlannedWorker, RescalePlan, RescaleView, Steered, WorkerView
 from forged.elastic.model import RANK_NONE, WorkerStatus
+from forged.elastic.phases import require_not_over
 from forged.elastic.ranks import assign_ranks, moves
 from forged.elastic.standstill import standing
-from forged.elastic.words import counted
+from forged.elastic.watch import is_lost
+from forged.elastic.words import counted, is_or_are, named
 from forged.errors import RequestRefused
 
 PLANNED_MAX = 10_000
@@ -59,8 +65,8 @@ def status_of(cluster: Cluster, member: Member) -> WorkerStatus:
     return WorkerStatus.ACTIVE if cluster.over else WorkerStatus.RESCALING
 
 
-def cluster_view(cluster: Cluster, now: float) -> ClusterView:
-    """The whole in one look."""
+def cluster_view(cluster: Cluster, now: float, trouble: str = "") -> ClusterView:
+    """The whole in one look; `trouble` is why the daemon cannot write, empty where it can."""
     return ClusterView(
         job=cluster.job,
         phase=cluster.phase,
@@ -72,7 +78,7 @@ def cluster_view(cluster: Cluster, now: float) -> ClusterView:
         failures=cluster.failures.in_world,
         reason=cluster.reason,
         rescale=_rescale_view(cluster, now),
-        standing=standing(cluster, now),
+        standing=standing(cluster, now, trouble),
     )
 
 
@@ -93,18 +99,19 @@ def _rescale_view(cluster: Cluster, now: float) -> RescaleView | None:
 
 def plan(cluster: Cluster, size: int) -> RescalePlan:
     """What a rescale to so many workers would do; workers that are not there yet are called `new-1` and so on."""
+    require_not_over(cluster.job, cluster.phase, cluster.reason)
     if not 1 <= size <= PLANNED_MAX:
         raise RequestRefused("plan_invalid", f"workers = {size}", f"give 1 to {PLANNED_MAX}")
-    old, leavers = list(cluster.lineup.world), cluster.lineup.leavers
-    staying = [worker for worker in old if worker not in leavers]
-    there = [member.id for member in cluster.lineup.newcomers()]
-    missing = max(0, size - len(staying) - len(there))
-    joining = [*there, *(f"new-{number + 1}" for number in range(missing))][: max(0, size - len(staying))]
+    old, there = list(cluster.lineup.world), [member.id for member in cluster.lineup.present()]
     # The highest ranks go first, so that nobody else has to move.
-    new = assign_ranks(old, set(staying[:size]), joining)
+    staying = [worker for worker in there if worker not in cluster.lineup.leavers][:size]
+    joining = [member.id for member in cluster.lineup.waiting()][: size - len(staying)]
+    missing = size - len(staying) - len(joining)
+    new = assign_ranks(old, set(staying), [*joining, *islice(_strangers(cluster), missing)])
+    gone = [worker for worker in old if worker not in cluster.members]
     rate, batch = cluster.paces(size)
     return RescalePlan(
-        world_size=len(old),
+        world_size=len(there),
         new_world_size=size,
         workers=_planned(old, new),
         moves=moves(old, new),
@@ -112,8 +119,16 @@ def plan(cluster: Cluster, size: int) -> RescalePlan:
         new_learning_rate=rate,
         global_batch_size=cluster.state.global_batch_size,
         new_global_batch_size=batch,
-        remarks=list(_remarks(cluster, size, missing)),
+        remarks=[*_remarks_on_those_there(cluster, gone), *_remarks(cluster.config, size, missing)],
+        gone=gone,
+        missing=missing,
     )
+
+
+def _strangers(cluster: Cluster) -> Iterator[str]:
+    """Names for workers that are not there yet, and nobody else's."""
+    names = (f"new-{number}" for number in count(1))
+    return (name for name in names if name not in cluster.members and name not in cluster.lineup.world)
 
 
 def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
@@ -134,6 +149,12 @@ def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
     return remarks
 
 
+def steered(cluster: Cluster, now: float, *, changed: bool) -> Steered:
+    """What has come of it that somebody steers the training."""
+    known = cluster.reason if cluster.over else cluster.paused_because if cluster.paused else ""
+    return Steered(changed, "" if changed else known, standing(cluster, now))
+
+
 def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:
     before = {worker: rank for rank, worker in enumerate(old)}
     after = {worker: rank for rank, worker in enumerate(new)}
@@ -143,15 +164,21 @@ def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:
     ]
 
 
-def _remarks(cluster: Cluster, size: int, missing: int) -> list[str]:
-    config = cluster.config
-    if cluster.over:
-        return [f"nothing will be rescaled: the job is {cluster.phase}"]
-    remarks = []
+def _remarks_on_those_there(cluster: Cluster, gone: Sequence[str]) -> Iterator[str]:
+    """What is to be said of who was in the last world, and of its pace."""
+    before = len(cluster.lineup.world)
+    if gone:
+        yield f"{named(gone)} of world {cluster.generation} {is_or_are(len(gone))} gone"
+    if lost := [member.id for member in cluster.lineup.present() if is_lost(member)]:
+        yield f"{named(lost)} {is_or_are(len(lost))} counted, and {'has' if len(lost) == 1 else 'have'} no connection"
+    if before != cluster.lineup.there and cluster.config.scale_batch_with_world:
+        yield f"the present rate and batch are those of a world of {counted(before, 'worker')}"
+
+
+def _remarks(config: ElasticTrainingConfig, size: int, missing: int) -> Iterator[str]:
     if missing:
-        remarks.append(f"{counted(missing, 'worker')} {'has' if missing == 1 else 'have'} yet to join")
+        yield f"{counted(missing, 'worker')} {'has' if missing == 1 else 'have'} yet to join"
     if size < config.min_workers:
-        remarks.append(f"the job would wait: min_workers is {config.min_workers}")
+        yield f"the job would wait: min_workers is {config.min_workers}"
     if size > config.max_workers:
-        remarks.append(f"so many are not taken in: max_workers is {config.max_workers}")
-    return remarks
+        yield f"so many are not taken in: max_workers is {config.max_workers}"

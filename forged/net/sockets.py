@@ -46,8 +46,8 @@ UNKNOWN = "unknown"
 
 CONNECT_FAILURES: tuple[tuple[type[OSError], str, str], ...] = (
     (TimeoutError, "connect_timeout", "see whether the host is up and a firewall lets it answer"),
-    (ConnectionRefusedError, "connect_refused", "see whether the daemon is running"),
-    (ConnectionError, "connect_reset", "see whether it is a daemon, and speaks TLS where this end does"),
+    (ConnectionRefusedError, "connect_refused", "see whether the daemon or worker that should listen there is running"),
+    (ConnectionError, "connect_reset", "see whether a daemon or worker is there, and speaks TLS where this end does"),
     (FileNotFoundError, "no_socket", "see whether the daemon is running and listens there"),
     (NotADirectoryError, "no_socket", "see whether the path is right"),
     (socket.gaierror, "host_not_found", "see the host's name, and the name service"),

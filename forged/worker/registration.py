@@ -139,7 +139,8 @@ class Registration:
             if moment.cancelled_caught:
                 is_said = await self._leave(request)
         if scope.cancelled_caught:
-            why = f"the daemon did not answer within {round(patience_s, 1):g} s"
+            # What is left of some time is no round number.
+            why = f"the daemon did not answer within {round(patience_s, 2):g} s"
             self._log.warning("could not say goodbye", why=why)
         return is_said
 

@@ -27,6 +27,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
 from forged.log import Log
+from forged.worker.amounts import count
 from forged.worker.blocking_transfers import BlockingTransfers
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
@@ -229,6 +230,7 @@ class Training:
 
         Who is in no world has none.
         """
+        total = count("total", total)
         size, rank = self.world_size, self.rank
         if rank < 0:
             return range(0)

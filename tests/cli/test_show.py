@@ -180,6 +180,53 @@ class TestTerminal:
         show.table(self.WIDE, self.COLUMNS, "none")
         assert capsys.readouterr().out.splitlines()[1] == "webhook       5  quarant…  no rout…"
 
+    @pytest.mark.parametrize(
+        ("columns", "line"),
+        [
+            (50, "webhook-of-the-house    7  active  10.0.0.1:4000"),
+            (45, "webhook-of-the-house    7  active  10.0.0.1:…"),
+            (40, "webhook-of-the-house    7  active"),
+            (30, "webhook-of-the-house  active"),
+            (20, "webhook-of-…  active"),
+        ],
+    )
+    def test_what_yields_gives_way_first_and_is_left_out_and_what_is_kept_is_cut_last(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, line: str
+    ) -> None:
+        be_a_terminal(monkeypatch, columns)
+        monkeypatch.setenv("NO_COLOR", "1")
+        row = {"name": "webhook-of-the-house", "gen": 7, "state": "active", "address": "10.0.0.1:4000"}
+        show.table([row], tuple(row), "none", yielding=("address", "gen"), kept="name")
+        assert capsys.readouterr().out.splitlines()[1] == line
+
+    def test_a_fact_is_broken_between_words(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        be_a_terminal(monkeypatch, 60)
+        show.event(record(17, 3, text="no route to host " * 6 + "日本語"))
+        painted = capsys.readouterr().out
+        first, *others = re.sub(r"\x1b\[\d*m", "", painted).splitlines()
+        assert first.endswith("NoteAdded")
+        assert all(len(line) <= 60 and line.startswith(" " * show.HANGING) for line in others)
+        assert " ".join(" ".join(others).split()) == f'text="{"no route to host " * 6}日本語" (a test, because of 3)'
+
+    def test_what_is_said_of_one_thing_is_broken_between_words(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        be_a_terminal(monkeypatch, 40)
+        monkeypatch.setenv("NO_COLOR", "1")
+        show.pairs({"standing": "1 worker waits for 2 more: min_workers is 3"})
+        assert capsys.readouterr().out == "standing  1 worker waits for 2 more:\n          min_workers is 3\n"
+
+    def test_nothing_is_broken_in_a_pipe_or_where_there_is_no_room_for_words(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "40")
+        show.event(record(17, text="no route to host " * 6))
+        be_a_terminal(monkeypatch, 20)
+        show.event(record(17, text="no route to host " * 6))
+        assert capsys.readouterr().out.count("\n") == 2
+
     def test_wide_characters_are_cut_by_their_columns(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

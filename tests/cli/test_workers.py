@@ -98,11 +98,29 @@ class TestList:
     )
     def test_it_is_a_table(self, daemon: Pretender, capsys: Caught, line: str) -> None:
         header, *rows = daemon.run(line, capsys)[1].splitlines()
-        assert header.split()[:7] == ["job", "id", "rank", "status", "step", "generation", "last_heartbeat_age"]
+        assert header.split() == ["job", "id", "rank", "status", "step", "gen", "heard", "address"]
         assert [row.split() for row in rows] == [
             ["run", "w0", "0", "active", "120", "3", "400", "ms", "node0:4000"],
             ["run", "w1", "-", "joining", "120", "3", "-", "node1:4000"],
         ]
+
+    @pytest.mark.parametrize("columns", [60, 80])
+    def test_an_id_is_whole_on_a_narrow_terminal(
+        self,
+        daemon: Pretender,
+        answers: dict[str, Any],
+        capsys: Caught,
+        monkeypatch: pytest.MonkeyPatch,
+        columns: int,
+    ) -> None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("NO_COLOR", "1")
+        long = "ip-10-0-3-117-48213-9f3a1c"
+        answers["ListWorkers"] = {"workers": [W0 | {"id": long, "connected": False}], "more": False}
+        _, line = daemon.run("workers", capsys)[1].splitlines()
+        assert line.split()[:4] == ["run", long, "0", "active"]
+        assert len(line) <= columns
 
     def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
         assert daemon.told("workers ls", capsys) == {"workers": [W0, W1]}
@@ -233,6 +251,28 @@ class TestJobs:
         assert (code, err, out[:5]) == (0, "", "run: ")
         assert daemon.told(f"jobs {verb} run --reason 'a b'", capsys) == {}
         assert daemon.asked == [(method, {"job": "run"}), (method, {"job": "run", "reason": "a b"})]
+
+    @pytest.mark.parametrize(
+        ("verb", "reply", "said"),
+        [
+            ("pause", {}, "training is to rest behind its step"),
+            ("pause", {"changed": False, "reason": "night"}, "it was paused already: night"),
+            ("resume", {"changed": True}, "training goes on"),
+            ("resume", {"changed": True, "standing": "1 worker waits"}, "it is not paused any more; 1 worker waits"),
+            ("resume", {"changed": False, "standing": ""}, "it was not paused"),
+            ("resume", {"changed": False, "standing": "1 worker waits"}, "it was not paused; 1 worker waits"),
+            ("abort", {}, "training is given up, and its workers end; how far it was stays on record"),
+            ("abort", {"changed": False, "reason": "enough"}, "it was aborted already: enough"),
+            ("rescale", {}, "a new world is to be agreed on; `forgectl jobs watch` follows it"),
+            ("rescale", {"changed": False, "standing": "1 worker waits"}, "nothing begins yet; 1 worker waits"),
+        ],
+    )
+    def test_who_steers_is_told_what_came_of_it(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, verb: str, reply: dict[str, Any], said: str
+    ) -> None:
+        answers |= dict.fromkeys(("PauseJob", "ResumeJob", "AbortJob", "RescaleJob"), reply)
+        assert daemon.run(f"jobs {verb} run", capsys) == (0, f"run: {said}\n", "")
+        assert daemon.told(f"jobs {verb} run", capsys) == reply
 
     def test_show_tells_where_training_is(self, daemon: Pretender, capsys: Caught) -> None:
         job, training = daemon.run("jobs show run", capsys)[1].split("\n\n")
@@ -425,6 +465,19 @@ class TestPlan:
     def test_programs_are_told_all_of_it(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
         answers["PlanRescale"] = self.PLAN
         assert daemon.told("plan --job run --workers 3", capsys) == self.PLAN
+
+    def test_many_who_have_yet_to_come_are_one_line(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        gap = [{"id": "new-1", "rank": -1, "new_rank": 1}]
+        many = [{"id": f"new-{number}", "rank": -1, "new_rank": number + 2} for number in range(2, 9_998)]
+        answers["PlanRescale"] = self.PLAN | {"workers": gap + many}
+        *_, header, only, line = daemon.run("plan --job run --workers 3", capsys)[1].splitlines()
+        assert (header.split(), only.split()) == (["worker", "rank", "new_rank"], ["new-1", "-", "1"])
+        assert line == "new-2 … new-9997 get ranks 4 … 9999"
+        assert len(daemon.told("plan --job run --workers 3", capsys)["workers"]) == 9_997
+        answers["PlanRescale"] = self.PLAN | {"workers": many}
+        assert daemon.run("plan --job run --workers 3", capsys)[1].splitlines()[-2:] == ["", line]
 
     @pytest.mark.parametrize("plan", [{}, {"workers": 7, "remarks": None}, {"workers": [7], "remarks": [{}]}])
     def test_a_plan_may_lack_anything(

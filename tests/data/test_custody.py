@@ -327,6 +327,17 @@ def test_what_would_travel_is_told_without_doing_anything() -> None:
     assert it.gathering is first
 
 
+def test_from_who_is_gone_nothing_would_travel() -> None:
+    it = custody(12, has_origin=True)
+    first = settled(it, 1, {"a": ids(*range(6)), "b": ids(*range(6, 12))})
+    assert first.plan is not None
+    it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
+    totals = it.preview(["a"], CONFIG)
+    assert (totals.from_owners, totals.from_origin) == (6, 0), "b goes, and gives what it has"
+    totals = it.preview(["a"], CONFIG, gone=["b"])
+    assert (totals.from_owners, totals.from_origin) == (0, 6)
+
+
 def test_who_is_not_there_yet_is_taken_to_be_on_a_host_of_its_own() -> None:
     """On one host they would have fewer of the further copies than they will."""
     it = custody(12, replication=1)

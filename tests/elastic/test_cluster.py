@@ -1514,7 +1514,8 @@ def test_a_completed_job_cannot_be_aborted() -> None:
     play.leave("a", done=True)
     with pytest.raises(RequestRefused) as error:
         play.cluster.abort(play.now, "a test")
-    assert refusal(error) == "phase_wrong"
+    assert refusal(error) == "job_over"
+    assert error.value.message == "job run is completed: the training is done"
     assert play.news() == []
 
 

@@ -428,7 +428,7 @@ class Histories(RuleBasedStateMachine):
     def abort(self, chance: int) -> None:
         if chance == 30:
             is_done = self.phase is Phase.COMPLETED
-            assert refused(lambda: self.cluster.abort(self.now, "")) == ("phase_wrong" if is_done else "")
+            assert refused(lambda: self.cluster.abort(self.now, "")) == ("job_over" if is_done else "")
             self.settle()
 
     # Time, and what happens to the daemon.

@@ -41,6 +41,7 @@ from forged.elastic.messages import (
     ResumeJob,
     ShowCluster,
     ShowWorker,
+    Steered,
     WorkerFailed,
     WorkerJoined,
     WorkerLeft,
@@ -260,14 +261,19 @@ async def test_a_large_decision_tells_of_a_world_in_the_transaction_that_keeps_i
 # A store that fails.
 
 
+async def fill(store: TroubledStore, crew: Crew) -> None:
+    """Let there be no space left, and the daemon find out."""
+    store.commit_error = full()
+    with pytest.raises(Unavailable):
+        await crew.ask(PauseJob(JOB))
+
+
 @virtual
 async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards() -> None:
     store = TroubledStore()
     async with a_stage(store) as stage:
         a, b, c = await stage.form("a", "b", "c", **PATIENT)
-        store.commit_error = full()
-        with pytest.raises(Unavailable):
-            await a.ask(PauseJob(JOB))
+        await fill(store, a)
         with pytest.raises(Unavailable):
             await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1))
         stage.addresses.dead.add("b")
@@ -285,13 +291,25 @@ async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards()
 
 
 @virtual
+async def test_what_stands_still_says_that_nothing_can_be_written() -> None:
+    store, why = TroubledStore(), "the daemon cannot write, and nothing is rescaled until it can: "
+    why += "the store cannot write: no space left (make room)"
+    async with a_stage(store) as stage:
+        (a, _) = await stage.form("a", "b")
+        await fill(store, a)
+        assert (await a.ask(ShowCluster(JOB))).standing == why
+        assert [view.standing for view in (await a.ask(ListClusters())).clusters] == [why]
+        store.commit_error = None
+        await stage.wait(3.0)
+        assert (await a.ask(ShowCluster(JOB))).standing == ""
+
+
+@virtual
 async def test_nobody_is_failed_for_the_time_in_which_nothing_could_be_written() -> None:
     store = TroubledStore()
     async with a_stage(store) as stage:
         (a, _) = await stage.form("a", "b")
-        store.commit_error = full()
-        with pytest.raises(Unavailable):
-            await a.ask(PauseJob(JOB))
+        await fill(store, a)
         await stage.wait(600.0)
         store.commit_error = None
         await stage.wait(60.0)
@@ -1070,6 +1088,22 @@ async def test_what_an_operator_asks_for_is_done() -> None:
         await ask(AbortJob(JOB, "enough"))
         assert (await ask(ShowCluster(JOB))).phase is Phase.ABORTED
         assert stage.told()[-2:] == ["RescaleCompleted", "JobAborted"]
+
+
+@virtual
+async def test_who_steers_a_job_is_told_what_came_of_it() -> None:
+    async with a_stage() as stage:
+        await stage.start("a", min_workers=2, min_workers_timeout_ms=None)
+        ask, waits = stage.spine.bus.ask, "1 worker waits for 1 more: min_workers is 2"
+        assert await ask(RescaleJob(JOB)) == Steered(False, "", waits)
+        assert await ask(ResumeJob(JOB)) == Steered(False, "", waits)
+        assert await ask(PauseJob(JOB, "night")) == Steered(True, "", f"paused: night; {waits}")
+        assert await ask(PauseJob(JOB, "again")) == Steered(False, "night", f"paused: night; {waits}")
+        assert await ask(ResumeJob(JOB)) == Steered(True, "", waits)
+        await stage.worker("b").join()
+        assert await ask(RescaleJob(JOB)) == Steered(True, "", "attempt 1 waits for a, b to stop (0 s)")
+        assert await ask(AbortJob(JOB, "enough")) == Steered(True)
+        assert await ask(AbortJob(JOB, "too much")) == Steered(False, "enough")
 
 
 @virtual

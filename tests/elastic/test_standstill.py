@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from forged.elastic.attempt import Stop
+from forged.elastic.members import MARKS_PER_WORLD
 from forged.elastic.standstill import STALLED_TOLD_MAX, standing
 from tests.elastic.play import WINDOW_S, Play, formed
 
@@ -80,6 +81,130 @@ def test_of_many_who_are_stalled_the_first_are_named() -> None:
         member.stalled = True
     assert said(play).endswith("; 2 more are stalled")
     assert said(play).count(" is stalled for ") == STALLED_TOLD_MAX
+
+
+def quarrel(play: Play, *pairs: tuple[str, str]) -> None:
+    """Another world comes to nothing, because these do not reach each other."""
+    for one, other in pairs:
+        play.complain(one, other)
+    play.wait(2.0)
+    play.agree()
+
+
+class TestWhoDoesNotReachAnother:
+    def test_is_told_as_long_as_nobody_knows_of_a_step(self) -> None:
+        play = formed("a", "b", "c")
+        quarrel(play, ("c", "b"))
+        assert said(play) == "c does not reach b, in 1 world so far; after 3 somebody has to go"
+        quarrel(play, ("b", "c"))
+        assert said(play) == "b and c do not reach each other, in 2 worlds so far; after 3 somebody has to go"
+        play.beat("a", "b", step=1, marks=1)
+        assert said(play) == ""
+
+    def test_is_told_while_that_waits_for_what_bears_it_out(self) -> None:
+        play = formed("a", "b", "c")
+        play.complain("c", "b", why="it got no answer")
+        begins, quarrels = said(play).split("; ", 1)
+        assert begins == "attempt 2 is about to begin: c cannot go on: it got no answer"
+        assert quarrels.startswith("c does not reach b, in 1 world so far")
+
+    def test_is_told_while_the_next_world_is_agreed_on_unless_that_tells_of_trouble(self) -> None:
+        play = formed("a", "b", "c")
+        play.complain("c", "b")
+        play.wait(2.0)
+        assert said(play).split("; ")[1] == "c does not reach b, in 1 world so far"
+        play.stop("a", "b", stop=Stop(1, holds_state=True))
+        play.stop("c", stop=Stop(0, holds_state=True))
+        play.receive("c", trouble="a gives it nothing")
+        assert said(play).split("; ")[1:] == ["c: a gives it nothing"]
+
+    def test_tells_of_no_long_step_beside_it(self) -> None:
+        play = formed("a", "b", "c")
+        quarrel(play, ("c", "b"))
+        play.wait(12.0, still=True)
+        assert said(play).endswith("after 3 somebody has to go; no step for 12 s")
+
+    def test_may_have_named_nobody(self) -> None:
+        play = formed("a", "b")
+        quarrel(play, ("b", ""))
+        assert said(play).startswith("b cannot go on, in 1 world so far")
+
+    def test_is_counted_where_they_are_many(self) -> None:
+        play = formed(*"abcdef")
+        quarrel(play, *((one, "f") for one in "abcd"))
+        few = "a does not reach f, b does not reach f, c does not reach f, and "
+        assert said(play).startswith(f"{few}1 more complains, in 1 world")
+        quarrel(play, ("e", "f"))
+        assert said(play).startswith(f"{few}2 more complain, in 2 worlds")
+
+
+class TestAWorldThatIsNotWhole:
+    def test_is_told_of_until_the_next_one_begins(self) -> None:
+        play = formed("a", "b")
+        play.die("b")
+        assert said(play) == "attempt 2 is about to begin: b failed: its process has ended"
+
+    def test_waits_for_more_where_too_few_are_left(self) -> None:
+        play = formed("a", "b", min_workers=2)
+        play.die("b")
+        why, waits = said(play).split("; ")
+        assert why == "b failed: its process has ended"
+        assert waits == "1 worker waits for 1 more: min_workers is 2"
+
+
+class TestAWorldOfWhichNoStepIsKnown:
+    def test_is_told_of_when_that_lasts_though_all_are_heard(self) -> None:
+        play = formed("a", "b")
+        play.wait(9.0, still=True)
+        assert said(play) == "", "a step may last"
+        play.wait(3.0, still=True)
+        assert said(play) == "no step for 12 s, which may be a long one"
+        play.beat("a", marks=MARKS_PER_WORLD)
+        assert said(play) == "", "somebody has come further"
+
+    def test_is_told_with_whom_all_others_wait_for(self) -> None:
+        play = formed("a", "b", "c")
+        play.beat("a", "b", marks=5_000)
+        play.wait(12.0, still=True)
+        assert said(play) == "no step for 12 s, which may be a long one", "that was another world"
+        play.beat("a", "b", marks=MARKS_PER_WORLD + 1)
+        play.wait(12.0, still=True)
+        assert said(play) == "no step for 12 s, which may be a long one: all others have come further than c"
+
+    def test_is_no_matter_while_it_rests_nor_counted_from_before(self) -> None:
+        play = formed("a", "b")
+        play.cluster.pause(play.now, "night")
+        play.wait(60.0, still=True)
+        assert said(play) == "paused: night"
+        play.cluster.resume(play.now, "")
+        assert said(play) == ""
+
+    def test_waits_for_who_has_no_connection_as_long_as_it_may_come_back(self) -> None:
+        play = formed("a", "b", worker_heartbeat_timeout_ms=4_000)
+        play.lose("b")
+        play.wait(5.0, still=True)
+        assert said(play) == "no step for 5 s: no connection to b, with 10 s to come back"
+        play.time += 60.0
+        assert said(play) == "no step for 65 s: no connection to b", "nothing can be decided, or that is about to be"
+
+    def test_is_not_told_of_who_alone_cannot_be_heard_while_the_others_train_on(self) -> None:
+        play = formed("a", "b", "c")
+        play.lose("b")
+        play.wait(12.0)
+        assert said(play) == ""
+
+    def test_is_not_told_sooner_where_workers_are_heard_often(self) -> None:
+        play = formed("a", "b", worker_heartbeat_timeout_ms=200)
+        play.wait(4.0, still=True)
+        assert said(play) == ""
+
+    def test_counts_from_its_beginning_and_from_when_the_daemon_is_back(self) -> None:
+        play = formed("a", "b")
+        play.wait(8.0, still=True)
+        play.restart()
+        play.come_back("a", "b")
+        play.wait(8.0, still=True)
+        assert said(play) == ""
 
 
 def test_too_few_are_told_with_who_is_missing_and_how_long_they_wait() -> None:

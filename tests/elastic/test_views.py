@@ -55,6 +55,16 @@ def test_a_job_is_shown_as_it_stands() -> None:
     assert view.reason == "a, b, c joined"
 
 
+def test_the_reason_that_is_shown_is_that_of_the_phase_whoever_paused_and_resumed_since() -> None:
+    play = formed("a", "b", min_workers=2)
+    play.die("b")
+    play.wait(0.1)
+    play.cluster.pause(play.now, "night")
+    play.cluster.resume(play.now, "day")
+    view = cluster_view(play.cluster, play.time)
+    assert (view.phase, view.reason) == (Phase.WAITING, "1 worker is left, and 2 are needed")
+
+
 def test_a_rescale_is_shown_with_who_is_waited_for() -> None:
     play = formed("a", "b")
     play.join("c")
@@ -125,10 +135,77 @@ def test_who_saves_behind_its_last_world_does_not_join() -> None:
     assert (view.world_size, view.joining) == (1, 0)
 
 
-def test_a_plan_for_a_job_that_is_over_says_so() -> None:
+def test_a_plan_for_a_job_that_is_over_is_refused() -> None:
     play = formed("a")
     play.cluster.abort(play.now, "enough")
-    assert plan(play.cluster, 2).remarks == ["nothing will be rescaled: the job is aborted"]
+    with pytest.raises(RequestRefused) as error:
+        plan(play.cluster, 2)
+    assert (error.value.code, error.value.message) == ("job_over", "job run is aborted: enough")
+
+
+class TestAPlanWhereSomeOfTheWorldAreGone:
+    def test_goes_by_how_many_are_there_and_names_who_is_not(self) -> None:
+        play = formed("a", "b", "c", "d", min_workers=3, failure_tolerance_percentage=80)
+        play.die("b", "d")
+        play.wait(0.1)
+        planned = plan(play.cluster, 4)
+        assert (planned.world_size, planned.new_world_size, planned.missing, planned.gone) == (2, 4, 2, ["b", "d"])
+        assert planned.remarks == ["b, d of world 1 are gone", "2 workers have yet to join"]
+        assert plan(play.cluster, 5).remarks[-1] == "3 workers have yet to join"
+
+    def test_gives_their_ranks_to_those_who_come_and_none_to_them(self) -> None:
+        play = formed("a", "b", "c", "d", min_workers=3, failure_tolerance_percentage=80)
+        play.die("b", "c")
+        play.join("e")
+        planned = plan(play.cluster, 4)
+        ranks = {one.id: one.new_rank for one in planned.workers}
+        assert ranks == {"a": 0, "e": 1, "new-1": 2, "d": 3, "b": -1, "c": -1}
+        assert planned.moves == 0
+
+    def test_while_a_rescale_is_under_way_goes_by_who_is_there_too(self) -> None:
+        play = formed("a", "b", "c", failure_tolerance_percentage=80)
+        play.die("b")
+        play.wait(0.1)
+        assert play.cluster.attempt is not None
+        planned = plan(play.cluster, 3)
+        assert (planned.world_size, planned.remarks[-1]) == (2, "1 worker has yet to join")
+        assert [one.id for one in planned.workers] == ["a", "new-1", "c", "b"]
+
+    def test_tells_that_rate_and_batch_were_those_of_more(self) -> None:
+        play = Play(scale_batch_with_world=True, failure_tolerance_percentage=80)
+        play.form("a", "b", learning_rate=0.2, global_batch_size=64)
+        play.die("b")
+        planned = plan(play.cluster, 1)
+        assert (planned.learning_rate, planned.new_learning_rate) == (0.2, 0.1)
+        assert planned.remarks == [
+            "b of world 1 is gone",
+            "the present rate and batch are those of a world of 2 workers",
+        ]
+
+    def test_counts_who_may_come_back_and_says_so(self) -> None:
+        play = formed("a", "b")
+        play.lose("b")
+        assert plan(play.cluster, 2).remarks == ["b is counted, and has no connection"]
+
+    def test_who_is_back_as_another_is_not_gone(self) -> None:
+        play = formed("a", "b")
+        play.die("b")
+        play.join("b", life=2)
+        planned = plan(play.cluster, 2)
+        assert (planned.world_size, planned.gone, planned.missing) == (1, [], 0)
+        assert planned.workers == [PlannedWorker("a", 0, 0), PlannedWorker("b", 1, 1)]
+
+
+def test_who_has_yet_to_come_is_called_like_nobody_who_is_there() -> None:
+    play = formed("new-1")
+    assert [one.id for one in plan(play.cluster, 3).workers] == ["new-1", "new-2", "new-3"]
+
+
+def test_who_waits_and_cannot_be_reached_is_not_counted_on() -> None:
+    play = formed("a")
+    play.join("b")
+    play.lose("b")
+    assert plan(play.cluster, 2).missing == 1
 
 
 def test_a_world_is_as_large_as_those_of_it_who_are_there() -> None:

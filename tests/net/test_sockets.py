@@ -129,6 +129,7 @@ async def test_nobody_at_the_port_is_connect_refused(network: SystemNetwork, end
         with pytest.raises(Unavailable, match=str(bound.getsockname()[1])) as raised:
             await network.connect(Address(scheme, host="127.0.0.1", port=bound.getsockname()[1]), ends.near)
     assert raised.value.code == "connect_refused"
+    assert "daemon or worker" in raised.value.fix, "either may be meant"
 
 
 async def test_a_dead_unix_socket_is_connect_refused(network: SystemNetwork, ends: Ends, tmp_path: Path) -> None:

@@ -923,3 +923,10 @@ def test_the_shares_of_a_world_are_all_of_it_in_the_order_of_ranks(
 def test_who_is_in_no_world_has_no_share(endpoint: str) -> None:
     with at(endpoint) as worker:
         assert worker.share(64) == range(0)
+
+
+@pytest.mark.parametrize("total", [-1, 1.5, 240.0, "240", None, [1, 2]])
+def test_of_what_is_no_number_of_things_there_is_no_share(endpoint: str, total: Any) -> None:
+    with at(endpoint) as worker, pytest.raises(RequestRefused) as error:
+        worker.share(total)
+    assert (error.value.code, f"total is {total!r}" in error.value.message) == ("number_invalid", True)
