@@ -8,16 +8,20 @@ from forged.errors import ConfigError, ForgedError, NotLeader, PeerError, Reques
 from forged.version import VERSION
 
 if TYPE_CHECKING:
+    from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
     from forged.worker.training import join
 
 __version__ = VERSION
 __all__ = [
     "ConfigError",
     "ForgedError",
+    "JobEnded",
     "NotLeader",
     "PeerError",
     "RequestRefused",
+    "StepAborted",
     "Unavailable",
+    "WorkerEvicted",
     "__version__",
     "join",
 ]
@@ -29,4 +33,8 @@ def __getattr__(name: str) -> Any:
         from forged.worker.training import join
 
         return join
+    if name in ("JobEnded", "StepAborted", "WorkerEvicted"):
+        from forged.worker import errors
+
+        return getattr(errors, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from reprlib import repr as shortened
 from typing import Any
 
 from forged.errors import RequestRefused
@@ -21,7 +22,9 @@ def rate(name: str, given: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not 0.0 <= value < math.inf:
-        raise RequestRefused("number_invalid", f"{name} is {given!r}", "give a finite number that is not negative")
+        raise RequestRefused(
+            "number_invalid", f"{name} is {shortened(given)}", "give a finite number that is not negative"
+        )
     return value
 
 
@@ -33,5 +36,5 @@ def count(name: str, given: Any, *, at_least: int = 0) -> int:
         value = -1
     if not at_least <= value <= INTEGER_MAX:
         fix = f"give a whole number from {at_least} to {INTEGER_MAX}"
-        raise RequestRefused("number_invalid", f"{name} is {given!r}", fix)
+        raise RequestRefused("number_invalid", f"{name} is {shortened(given)}", fix)
     return value
