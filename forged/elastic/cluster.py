@@ -41,9 +41,10 @@ from forged.elastic.pace import Base, paces
 from forged.elastic.patience import keeping_others
 from forged.elastic.phases import OVER, Cause, Phase, following, require_not_over
 from forged.elastic.progress import Witnesses, state_at, state_behind
+from forged.elastic.quarrels import Quarrels
 from forged.elastic.ranks import assign_ranks
 from forged.elastic.roster import Roster
-from forged.elastic.watch import NEVER, Watch, is_lost
+from forged.elastic.watch import NEVER, Watch
 from forged.elastic.words import REASONS_MAX, counted, in_words, is_or_are, joined, too_few
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
@@ -51,8 +52,6 @@ from forged.messages import Fact
 
 EVIDENCE_WAIT_S = 1.0
 """How long a worker's word that it does not reach another waits for what bears it out."""
-QUARRELS_MAX = 3
-"""So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
 SPOILT_PAUSE_S_MAX = 64.0
 """For how much longer newcomers wait at most, since others have died while they were being taken in."""
 WISH = "an operator's wish"
@@ -103,7 +102,7 @@ class Cluster:
         """Since when this daemon has the job."""
         self.advanced_at = -NEVER
         """When anybody of the world was known to have come further last, or could first."""
-        self._complaints = Complaints()
+        self._quarrels = Quarrels(self.lineup, self.watch)
         self._witnesses = Witnesses()
         self._troubles: set[str] = set()
         """Those of the reasons that only tell of what some other one explains."""
@@ -145,7 +144,7 @@ class Cluster:
     @property
     def complaints(self) -> Complaints:
         """What workers have said of each other."""
-        return self._complaints
+        return self._quarrels.complaints
 
     def resume_from_store(self, now: Moment) -> None:
         """Go on where another daemon, or this one before its store failed, has left off."""
@@ -241,8 +240,7 @@ class Cluster:
             self._drop(member)
             return
         member.lost_at = now.monotonic
-        if reporter := self.members.get(self._complaints.about(worker_id, self.generation)):
-            self._doubt(member, reporter, now)
+        self._quarrels.lost(member, now.monotonic)
         self.watch.lose(member, now.monotonic)
         self._consider(now)
 
@@ -331,10 +329,10 @@ class Cluster:
         else:
             attempt.troubles.pop(worker_id, None)
         if unreached and unreached == attempt.source:
-            self._complain(member, unreached, now)
+            self._quarrels.does_not_reach(member, unreached, now.monotonic)
         elif received[0]:
             # It has reached the source since.
-            self._complaints.withdraw(worker_id, attempt.source)
+            self.complaints.withdraw(worker_id, attempt.source)
 
     # Answers in an attempt.
 
@@ -358,7 +356,7 @@ class Cluster:
         attempt, member = self._answering(worker_id, incarnation, number)
         member.heard_at = now.monotonic
         # It has reached the source, and may not have said so since.
-        self._complaints.withdraw(worker_id, attempt.source)
+        self.complaints.withdraw(worker_id, attempt.source)
         if attempt.stage is not Stage.PAUSING:
             attempt.behind.discard(worker_id)
             if not (attempt.behind or self._is_doomed):
@@ -396,51 +394,25 @@ class Cluster:
         member = self.members.known(worker_id, incarnation)
         if member is None or not self.lineup.holds(member) or generation != self.generation or self.over:
             return
-        other = self.members.get(peer)
-        if self.trains and not self._is_explained and (other in (None, member) or not self.lineup.holds(other)):
-            # Of a world that comes to nothing again and again somebody has to go, if only who says so.
-            self._complaints.add(worker_id, worker_id, generation)
-        self._complain(member, peer, now)
+        if self.trains and not self._is_explained:
+            self._quarrels.cannot_go_on(member, peer)
+        self._quarrels.does_not_reach(member, peer, now.monotonic)
         if self.trains:
             trouble = f"{worker_id} cannot go on: {in_words(why, 'it did not say why')}"
             self._troubles.add(trouble)
             self._must_stop = True
+            other = self.members.get(peer)
             # If its host is gone, the daemon's own connection tells so in a moment; asking it now would hide that.
             self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.lineup.holds(other) else 0.0)
             self._settle_quarrel(now)
         self._consider(now)
 
-    def _complain(self, member: Member, peer: str, now: Moment) -> None:
-        """One of the world says that it does not reach another."""
-        other = self.members.get(peer)
-        if other is None or not self.lineup.holds(member):
-            return
-        if other is not member and self.lineup.holds(other):
-            self._complaints.add(member.id, peer, self.generation)
-        self._doubt(other, member, now)
-
-    def _doubt(self, member: Member, reporter: Member, now: Moment) -> None:
-        """Another does not reach this one; if the daemon does not either, it may be dead."""
-        is_witness = self.watch.is_steady(reporter, now.monotonic)
-        if is_lost(member) and is_witness and not self._alone_has_the_state(member):
-            self.watch.doubt(member, reporter.id, now.monotonic)
-
-    def _alone_has_the_state(self, member: Member) -> bool:
-        """Whether the state may be gone with it: such a one is given its whole grace, whatever others say of it."""
-        return self.lineup.holders_there() == {member.id}
-
     def _settle_quarrel(self, now: Moment) -> None:
         """Part those who will not work together in any world."""
-        worlds = self._complaints.worlds
-        ranks = {worker: rank for rank, worker in enumerate(self.lineup.world)}
-        worst = self._complaints.worst(ranks) if worlds >= QUARRELS_MAX else None
-        if worst is not None and not self.lineup.holders_there() - {worst}:
-            # Nobody else is known to have the state: of those who may not, the worst goes.
-            others = {worker: rank for worker, rank in ranks.items() if worker not in self.lineup.state_holders}
-            worst = self._complaints.worst(others) or worst
-        if worst is not None:
-            self._fail(self.members[worst], f"{worlds} worlds in a row could not work with it in them", now)
-            self._complaints.clear()
+        loser, worlds = self._quarrels.loser(), self.complaints.worlds
+        if loser is not None:
+            self._fail(self.members[loser], f"{worlds} worlds in a row could not work with it in them", now)
+            self.complaints.clear()
 
     # What operators want.
 
@@ -763,7 +735,7 @@ class Cluster:
         self.failures.committed(self.state.current_step)
         if self.state.current_step > known_step:
             # The world before has come to something, as is only known now that all have said where they are.
-            self._complaints.clear()
+            self.complaints.clear()
         reason = "; ".join([attempt.reason, *self._beginning(attempt, told_step)])
         self.attempt, self.why = None, []
         self.advanced_at = now.monotonic
@@ -810,7 +782,7 @@ class Cluster:
 
     def _give_up_silent(self, attempt: Attempt, now: Moment) -> None:
         """Fail those for whom an attempt has waited too long."""
-        late = list(keeping_others(attempt, self.lineup, self._complaints, now.monotonic, trains=self.trains))
+        late = list(keeping_others(attempt, self.lineup, self.complaints, now.monotonic, trains=self.trains))
         if not late:
             attempt.heard_at = now.monotonic
         for member, why in late:
@@ -893,7 +865,7 @@ class Cluster:
         """
         was_told = self._is_explained
         if is_told:
-            self._complaints.explain(self.generation)
+            self.complaints.explain(self.generation)
             self.why = [reason for reason in self.why if reason not in self._troubles]
         if is_told or not was_told:
             self._because(why)
@@ -946,7 +918,7 @@ class Cluster:
         """So many steps are known to be committed."""
         if step > self.state.current_step:
             self.state = state_behind(self.state, step, now.wall)
-            self._complaints.clear()
+            self.complaints.clear()
             # Told to the store at once: after a restart they would count with the next failures otherwise.
             self.out.cluster = self.failures.stepped(step) or self.out.cluster
 
@@ -973,7 +945,7 @@ class Cluster:
 
     def _drop(self, member: Member) -> None:
         self.lineup.strike(member)
-        self._complaints.forget(member.id)
+        self.complaints.forget(member.id)
         self.watch.forget(member)
         self.out.members.add(member.id)
 

@@ -10,9 +10,10 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from forged.elastic.attempt import Attempt, Stage
-from forged.elastic.cluster import QUARRELS_MAX, Cluster
+from forged.elastic.cluster import Cluster
 from forged.elastic.members import MARKS_PER_WORLD, Member, mute_since
 from forged.elastic.phases import Phase
+from forged.elastic.quarrels import QUARRELS_MAX
 from forged.elastic.watch import is_lost
 from forged.elastic.words import counted, named
 

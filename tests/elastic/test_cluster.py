@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.attempt import Stage, Stop
-from forged.elastic.cluster import QUARRELS_MAX
 from forged.elastic.members import MARKS_PER_WORLD, PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobAborted,
@@ -29,6 +28,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import RescaleType, WorkerId
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
+from forged.elastic.quarrels import QUARRELS_MAX
 from forged.elastic.watch import CONFIRMED_S, NEVER
 from forged.elastic.words import REASON_CHARS_MAX, REASONS_MAX
 from forged.errors import ConfigError, RequestRefused, Unavailable
