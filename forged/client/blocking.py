@@ -1,34 +1,33 @@
 """The client library for programs without an event loop.
 
 Law: there is no second implementation. A blocking client runs a `ForgedClient` on a loop in a thread of its own and
-waits for it; it may be used from several threads, and closing it ends what the others wait for.
+waits for it; it may be used from several threads, and closing it ends what the others wait for. Signals may interrupt
+it there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from copy import copy
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 import anyio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from forged.auth.messages import TokenView
 from forged.auth.model import Role
 from forged.client.client import CLOSED, EARLIEST, ForgedClient
+from forged.client.loop_thread import LoopThread
 from forged.client.methods import WISH
 from forged.client.stream import FactStream
 from forged.clock import Clock
 from forged.config.messages import ConfigView, Reloaded
 from forged.elastic.messages import ClusterView, Draining, RescalePlan, Steered, WorkerView
-from forged.errors import RequestRefused
+from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import Job, SettingValue
 from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
 from forged.net.connection import ConnectionLimits
@@ -63,8 +62,7 @@ class BlockingFacts:
     It waits for the next fact for ever, or ends with `until`. Closing it, or dropping it, ends the subscription.
     """
 
-    def __init__(self, run: Callable[..., Any], stream: FactStream, loop: asyncio.AbstractEventLoop) -> None:
-        self._run = run
+    def __init__(self, stream: FactStream, loop: LoopThread) -> None:
         self._stream = stream
         self._loop = loop
 
@@ -72,7 +70,7 @@ class BlockingFacts:
         return self
 
     def __next__(self) -> Record | Gap:
-        item: Record | Gap | None = self._run(anext, self._stream, None)
+        item: Record | Gap | None = self._loop.run(anext, self._stream, None)
         if item is None:
             raise StopIteration
         return item
@@ -87,8 +85,8 @@ class BlockingFacts:
 
     def close(self) -> None:
         """Want no more. Idempotent, and does not wait: also for whoever waits for the next fact in another thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the stream with it
-            self._loop.call_soon_threadsafe(self._stream.close)
+        with contextlib.suppress(Unavailable):  # the loop has ended, and the stream with it
+            self._loop.tell(self._stream.close)
 
     def __del__(self) -> None:
         self.close()
@@ -100,18 +98,22 @@ class BlockingClient:
     def __init__(self, *endpoints: str, **options: Unpack[ClientOptions]) -> None:
         self._make = lambda: ForgedClient(*endpoints, **options)
         self._open = ExitStack()
-        self._portal: BlockingPortal | None = None
+        self._loop: LoopThread | None = None
         self._client: ForgedClient | None = None
 
     def __enter__(self) -> Self:
-        if self._portal is not None:
+        if self._loop is not None:
             raise RequestRefused("client_reopened", "a client is opened once", "make another")
-        with ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal(name="forged-client"))
-            # Made on the loop's thread: a client belongs to its loop.
-            self._client = stack.enter_context(self._portal.wrap_async_context_manager(self._portal.call(self._make)))
-            self._open = stack.pop_all()
+        self._open.enter_context(self._opened())
         return self
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        with LoopThread("forged-client", CLOSED) as loop:
+            self._loop = loop
+            # Made on the loop's thread: a client belongs to its loop.
+            with loop.holding(loop.call(self._make)) as self._client:
+                yield
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -139,7 +141,7 @@ class BlockingClient:
 
     def signal(self, signal: Signal) -> None:
         """Tell the daemon something that need not arrive."""
-        self._run(_soon, self.aio.signal, signal)
+        self._there().call(self.aio.signal, signal)
 
     def serve(self, request: type[Request[R]], handler: Callable[[Any], R]) -> None:
         """Answer requests of this type that come from the daemon; the handler runs in a thread of its own."""
@@ -147,7 +149,7 @@ class BlockingClient:
         async def answer(asked: Any) -> R:
             return await anyio.to_thread.run_sync(handler, asked, abandon_on_cancel=True)
 
-        self._run(_soon, self.aio.serve, request, answer)
+        self._there().call(self.aio.serve, request, answer)
 
     def facts(
         self,
@@ -160,7 +162,7 @@ class BlockingClient:
 
         async def subscribe() -> BlockingFacts:
             stream = self.aio.facts(*types, since=since, jobs=jobs, until=until)
-            return BlockingFacts(self._run, await stream.__aenter__(), asyncio.get_running_loop())
+            return BlockingFacts(await stream.__aenter__(), self._there())
 
         return self._run(subscribe)
 
@@ -355,19 +357,12 @@ class BlockingClient:
         return self._run(self.aio.backup, path)
 
     def _run(self, call: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        portal = self._portal
-        if portal is None:
+        return self._there().run(call, *args, **kwargs)
+
+    def _there(self) -> LoopThread:
+        if self._loop is None:
             raise _not_open()
-        try:
-            future = portal.start_task_soon(partial(call, *args, **kwargs))
-        except RuntimeError:
-            raise copy(CLOSED) from None
-        return future.result()
-
-
-async def _soon(call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call it on the loop's thread."""
-    call(*args, **kwargs)
+        return self._loop
 
 
 def _not_open() -> RequestRefused:

@@ -1,8 +1,9 @@
 """Elastic training in a script: `with forged.join(...) as worker: for step in worker.steps(): ...`.
 
 Law: there is no second implementation. The worker runs on a loop in a thread of its own, so that it answers while the
-script computes; the script waits for it at step boundaries and in collectives, and nowhere else. Whatever ends the
-script, the worker leaves: in good order if nothing failed, and never so that the end has to wait for others.
+script computes; the script waits for it at step boundaries and in collectives, and nowhere else. A signal may interrupt
+it there, whatever its handler does. Whatever ends the script, the worker leaves: in good order if nothing failed, and
+never so that the end has to wait for others.
 """
 
 from __future__ import annotations
@@ -10,16 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from concurrent import futures
-from concurrent.futures import Future
+from copy import copy
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-
+from forged.client.loop_thread import LoopThread
 from forged.data.sampler import ElasticSampler
 from forged.data.shards import Indices
 from forged.data.training import TrainingData
@@ -42,8 +40,7 @@ from forged.worker.worker import JOB, ElasticWorker
 R = TypeVar("R")
 
 SUFFIX_BYTES = 3
-SIGNALS_NOTICED_S = 0.5
-"""How long a signal may go unnoticed while the script waits for the worker."""
+NOT_OPEN = RequestRefused("worker_not_open", "the worker is not open", "use it inside `with forged.join(...)`")
 
 
 class Training:
@@ -60,23 +57,24 @@ class Training:
         self._make = make
         self._endpoints = endpoints
         self._restore: Callable[[], None] | None = None
-        self._portal: BlockingPortal | None = None
-        self._workers_thread: int | None = None
+        self._loop: LoopThread | None = None
         self._worker: ElasticWorker | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         if self._worker is not None:
             raise RequestRefused("training_reopened", "a training is opened once", "call `forged.join` again")
-        with contextlib.ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal(name="forged-worker"))
-            self._workers_thread = self._portal.call(threading.get_ident)
-            worker = self._worker = self._portal.call(self._make)
-            stack.enter_context(self._portal.wrap_async_context_manager(worker.session(*self._endpoints)))
-            # Here, because signals come to the thread of the script.
-            stack.enter_context(heeding_sigterm(worker.told_to_end))
-            self._open = stack.pop_all()
+        self._open.enter_context(self._opened())
         return self
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        with LoopThread("forged-worker", NOT_OPEN) as loop:
+            self._loop = loop
+            worker = self._worker = loop.call(self._make)
+            # SIGTERM is heeded here, because signals come to the thread of the script.
+            with loop.holding(worker.session(*self._endpoints)), heeding_sigterm(worker.told_to_end):
+                yield
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -169,7 +167,7 @@ class Training:
     def worker(self) -> ElasticWorker:
         """The worker that does the work."""
         if self._worker is None:
-            raise RequestRefused("worker_not_open", "the worker is not open", "use it inside `with forged.join(...)`")
+            raise copy(NOT_OPEN)
         return self._worker
 
     @property
@@ -259,12 +257,16 @@ class Training:
         return self.worker.leaving
 
     def drain(self, reason: str = "the script wants to go") -> None:
-        """Finish the present step, and go."""
-        self._call(self.worker.drain, reason)
+        """Finish the present step, and go. It does not wait: the handler of a signal may ask for it, at any moment."""
+        loop = self._there()
+        if loop.is_own_thread:
+            self.worker.drain(reason)
+        else:
+            loop.tell(self.worker.drain, reason)
 
     def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
         """Say how far the training is. The steps of a world are counted by the world; before it, by the script."""
-        self._call(self.worker.update_training_state, epoch, step, learning_rate)
+        self._there().call(self.worker.update_training_state, epoch, step, learning_rate)
 
     @property
     def transfers(self) -> BlockingTransfers:
@@ -278,41 +280,20 @@ class Training:
     # Inside.
 
     def _run(self, call: Callable[..., Awaitable[R]], *arguments: Any) -> R:
-        portal = self._there()
-        if self._is_in_workers_thread:
+        loop = self._there()
+        if loop.is_own_thread:
             raise RequestRefused(
                 "worker_waits_for_itself",
                 "a subscriber would wait for the worker, in the worker's own thread",
                 "take note in the subscriber, and do this in the next step; subscribers of `leaving` may do it at once",
             )
-        return self._wait_for(portal.start_task_soon(call, *arguments))
+        return loop.run(call, *arguments)
 
-    def _call(self, call: Callable[..., R], *arguments: Any) -> R:
-        if self._is_in_workers_thread:
-            return call(*arguments)
-        return self._wait_for(self._there().start_task_soon(call, *arguments))
-
-    @property
-    def _is_in_workers_thread(self) -> bool:
-        return threading.get_ident() == self._workers_thread
-
-    def _wait_for(self, future: Future[R]) -> R:
-        try:
-            # A signal may have reached another thread; Python attends to it when this one wakes up. Its handler may
-            # raise anything, a TimeoutError too.
-            while not futures.wait([future], SIGNALS_NOTICED_S).done:
-                pass
-            return future.result()
-        except BaseException:
-            # Whoever is interrupted does not come back for it.
-            future.cancel()
-            raise
-
-    def _there(self) -> BlockingPortal:
-        if self._portal is None or self._worker is None:
-            raise RequestRefused("worker_not_open", "the worker is not open", "use it inside `with forged.join(...)`")
-        self._worker.process.check()
-        return self._portal
+    def _there(self) -> LoopThread:
+        if self._loop is None:
+            raise copy(NOT_OPEN)
+        self.worker.process.check()
+        return self._loop
 
 
 def join(

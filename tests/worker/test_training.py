@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from forged.client import BlockingClient
+from forged.client.loop_thread import LoopThread
 from forged.data.memory import MemoryShardStore
 from forged.data.outcome import MovedShard
 from forged.data.shards import Dataset
@@ -79,7 +80,7 @@ def frames_of(thread: int) -> Iterator[FrameType]:
 
 def waits(thread: int) -> bool:
     """Whether a script waits for its worker there."""
-    return any(frame.f_code is Training._wait_for.__code__ for frame in frames_of(thread))
+    return any(frame.f_code is LoopThread._answer_to.__code__ for frame in frames_of(thread))
 
 
 def learn(worker: Training, step: int) -> None:
@@ -431,6 +432,19 @@ class TestTheEndOfAScript:
         left = [(fact.worker_id, fact.reason) for fact in past(client, WorkerLeft)]
         assert left[0] == ("b", "it was interrupted")
 
+    def test_an_exit_of_a_subscriber_in_the_workers_thread_ends_the_script_with_its_code(
+        self, endpoint: str, client: BlockingClient
+    ) -> None:
+        def train() -> None:
+            with at(endpoint) as worker:
+                worker.rescaling_requested.subscribe(lambda event: sys.exit(3))
+                meet_at_every_step(worker)
+
+        with pytest.raises(SystemExit) as raised:
+            train()
+        assert raised.value.code == 3
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["its script exited with 3"]
+
     def test_a_job_that_ends_is_raised(self, endpoint: str, client: BlockingClient) -> None:
         def give_up(step: int) -> None:
             if step == 2:
@@ -469,6 +483,14 @@ class TestTheEndOfAScript:
                 use()
             assert raised.value.code == "worker_not_open"
         training.close()
+
+    def test_behind_the_block_it_says_so_too(self, endpoint: str) -> None:
+        with at(endpoint) as worker:
+            pass
+        for use in (worker.barrier, worker.drain, lambda: worker.update_training_state(0, 0, 0.5)):
+            with pytest.raises(RequestRefused) as raised:
+                use()
+            assert raised.value.code == "worker_not_open"
 
     def test_ten_of_them_leave_no_descriptor_and_no_thread_behind(self, endpoint: str) -> None:
         def once(number: int) -> None:
@@ -565,6 +587,23 @@ class TestSignals:
         finally:
             signal.signal(signal.SIGALRM, before)
         thread.join(PATIENCE_S)
+
+    def test_a_handler_of_the_scripts_own_may_drain_it_and_waits_for_nothing(
+        self, endpoint: str, client: BlockingClient
+    ) -> None:
+        came_back, waited = threading.Event(), list[bool]()
+        before = signal.signal(signal.SIGALRM, lambda number, frame: worker.drain("the host is taken away"))
+        try:
+            with at(endpoint) as worker:
+                for step in worker.steps():
+                    if step == 2:
+                        worker._there().tell(lambda: waited.append(not came_back.wait(PATIENCE_S)))
+                        signal.raise_signal(signal.SIGALRM)
+                        came_back.set()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert waited == [False]
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["the host is taken away"]
 
     def test_before_anybody_waits_for_it_sigterm_ends_it_as_it_would_have(
         self, endpoint: str, client: BlockingClient
