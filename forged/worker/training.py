@@ -72,6 +72,8 @@ class Training:
         with LoopThread("forged-worker", NOT_OPEN) as loop:
             self._loop = loop
             worker = self._worker = loop.call(self._make)
+            # The script is told of it in its own thread, which has no loop.
+            worker.leaving.is_awaited = False
             # SIGTERM is heeded here, because signals come to the thread of the script.
             with loop.holding(worker.session(*self._endpoints)), heeding_sigterm(worker.told_to_end):
                 yield
@@ -252,7 +254,8 @@ class Training:
     def leaving(self) -> Event[str]:
         """Happens when this worker is to go, behind its last step: the moment to save something.
 
-        Subscribers run in the script's thread, and are waited for. The others do not meet this worker any more.
+        Subscribers run in the script's thread, which waits until they return: plain functions. The others do not meet
+        this worker any more.
         """
         return self.worker.leaving
 

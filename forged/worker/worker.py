@@ -115,7 +115,7 @@ class ElasticWorker:
         self.state: Any = {} if state is None else state
         self.rescaling_requested = Event("rescaling_requested", log)
         self.state_synchronized = Event("state_synchronized", log)
-        self.leaving = Event("leaving", log)
+        self.leaving = Event("leaving", log, is_awaited=True)
         self._wanted_id = WorkerId(worker_id, "", 0) if isinstance(worker_id, str) else worker_id
         self._worker_id = self._wanted_id
         self._token = token

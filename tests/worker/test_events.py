@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Generator
+from functools import partial
 from typing import Any
 
+import pytest
+
+from forged.errors import RequestRefused
 from forged.log import Log
 from forged.worker.events import Event
 
@@ -81,7 +86,7 @@ def test_a_subscriber_that_fails_is_logged_and_the_others_hear_all_the_same() ->
 async def test_who_waits_waits_for_asynchronous_subscribers_and_for_one_after_the_other() -> None:
     notes = Notes()
     heard: list[str] = []
-    event: Event[int] = Event("counted", notes)
+    event: Event[int] = Event("counted", notes, is_awaited=True)
 
     async def slow(value: int) -> None:
         await asyncio.sleep(0)
@@ -97,6 +102,65 @@ async def test_who_waits_waits_for_asynchronous_subscribers_and_for_one_after_th
     await event.fire_and_wait(1)
     assert heard == ["slow", "quick"]
     assert notes.errors == [{"event": "a subscriber failed", "event_name": "counted", "reason": "ValueError: no"}]
+
+
+async def hears(value: int) -> None:
+    raise AssertionError("nobody awaits it")
+
+
+class HearsLater:
+    """What can be awaited, and is no coroutine."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __await__(self) -> Generator[None, None, None]:
+        raise AssertionError("nobody awaits it")
+
+
+@pytest.mark.parametrize("subscriber", [hears, partial(hears, 1)], ids=["function", "partial"])
+def test_where_nobody_awaits_it_an_asynchronous_subscriber_is_refused(subscriber: Any) -> None:
+    event: Event[int] = Event("counted", Notes())
+    with pytest.raises(RequestRefused, match="subscribe a plain function") as raised:
+        event.subscribe(subscriber)
+    assert raised.value.code == "subscriber_asynchronous"
+    event.fire(1)
+
+
+@pytest.mark.parametrize("later", [hears, HearsLater], ids=["coroutine", "other"])
+def test_one_that_turns_out_to_be_asynchronous_has_failed(later: Any) -> None:
+    def subscriber(value: int) -> Any:
+        made.append(later(value))
+        return made[-1]
+
+    notes, made, heard = Notes(), list[Any](), list[int]()
+    event: Event[int] = Event("counted", notes)
+    event.subscribe(subscriber)
+    event.subscribe(heard.append)
+    # A coroutine that is let go of before it was closed warns, which fails the test.
+    event.fire(1)
+    assert heard == [1]
+    (error,) = notes.errors
+    assert error["event"] == "a subscriber failed"
+    assert "subscribe a plain function" in error["reason"]
+
+
+async def test_one_that_starts_a_task_and_returns_it_is_as_good_as_any() -> None:
+    notes = Notes()
+    event: Event[int] = Event("counted", notes)
+    tasks: list[asyncio.Task[int]] = []
+
+    async def double(value: int) -> int:
+        return 2 * value
+
+    def start(value: int) -> asyncio.Task[int]:
+        tasks.append(asyncio.get_running_loop().create_task(double(value)))
+        return tasks[0]
+
+    event.subscribe(start)
+    event.fire(1)
+    assert await tasks[0] == 2
+    assert notes.errors == []
 
 
 def test_a_subscriber_may_leave_and_others_may_come_while_it_is_told() -> None:

@@ -704,6 +704,15 @@ class TestLeaving:
         (failure,) = log.of("a subscriber failed")
         assert "do this in the next step" in failure["reason"]
 
+    @pytest.mark.parametrize("event", ["leaving", "rescaling_requested", "state_synchronized"])
+    def test_a_subscriber_that_nobody_could_await_is_refused(self, event: str, endpoint: str) -> None:
+        async def save(value: object) -> None:
+            raise AssertionError("nobody awaits it")
+
+        with at(endpoint) as worker, pytest.raises(RequestRefused) as raised:
+            getattr(worker, event).subscribe(save)
+        assert raised.value.code == "subscriber_asynchronous"
+
     def test_a_subscriber_in_the_workers_thread_may_say_that_it_is_to_go(
         self, endpoint: str, client: BlockingClient
     ) -> None:

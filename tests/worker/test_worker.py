@@ -146,6 +146,15 @@ class TestTheValueOfIt:
         assert worker.get_metadata().status is WorkerStatus.ACTIVE
         assert not worker.is_rescaling
 
+    @pytest.mark.parametrize("event", ["rescaling_requested", "state_synchronized"])
+    async def test_a_subscriber_that_nobody_awaits_is_refused(self, event: str) -> None:
+        async def hear(value: object) -> None:
+            raise AssertionError("nobody awaits it")
+
+        with pytest.raises(RequestRefused) as raised:
+            getattr(ElasticWorker("me"), event).subscribe(hear)
+        assert raised.value.code == "subscriber_asynchronous"
+
     async def test_who_is_in_no_world_does_not_resume(self) -> None:
         worker = ElasticWorker("me")
         await worker.resume_training()
