@@ -221,8 +221,8 @@ class MemberSide:
         self._world = world
 
     def await_start(self) -> None:
-        """Another attempt to be let into the world begins."""
-        self.started = asyncio.get_running_loop().create_future()
+        """Another attempt to be let into the world begins, over another connection."""
+        self.started, self.link = asyncio.get_running_loop().create_future(), None
 
     def on_message(self, link: PeerLink, message: PeerMessage) -> None:
         """What the hub says."""
