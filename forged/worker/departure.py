@@ -87,10 +87,12 @@ class Departure:
         """Go, unless others have come to need this worker; who waits for nobody any more just goes."""
         if self.is_overdue:
             return True
-        with anyio.CancelScope() as self._going:
-            self._may_go = await self._answer_to(self._ties.leave)
-            self._is_kept = not self._may_go
-        self._going = None
+        try:
+            with anyio.CancelScope() as self._going:
+                self._may_go = await self._answer_to(self._ties.leave)
+                self._is_kept = not self._may_go
+        finally:
+            self._going = None
         if not self._may_go:
             self._ask_again()
         return self._may_go or self.is_overdue

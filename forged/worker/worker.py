@@ -481,6 +481,9 @@ class ElasticWorker:
         self.process.check()
         member = self._member
         passage = await member.register()
+        if not member.departure.is_due:
+            # Its script was interrupted on its way out, and others have come to need it.
+            await member.withdrawal.call_off()
         try:
             return await self._come_along(member, passage, total)
         finally:

@@ -229,6 +229,20 @@ async def test_who_gets_no_answer_in_the_moment_of_going_waits_no_longer_than_fo
 
 
 @virtual
+async def test_who_is_interrupted_in_the_moment_of_going_has_its_daemon_still() -> None:
+    scene = Scene()
+    scene.config = ElasticTrainingConfig(leave_timeout_ms=None)
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        scene.answers = []
+        with anyio.move_on_after(1):
+            await scene.departure.leave()
+        scene.answers = [False]
+        await anyio.sleep(100)
+        assert not scene.departure.is_overdue
+
+
+@virtual
 async def test_a_daemon_that_takes_nothing_down_is_waited_for_like_one_that_is_away() -> None:
     scene = Scene()
     scene.answers = []

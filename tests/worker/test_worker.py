@@ -783,6 +783,70 @@ class TestLeaving:
         assert await crew.over("b") == [None]
         await crew.finish("a")
 
+    @pytest.mark.parametrize("is_needed", [False, True])
+    async def test_who_is_cancelled_while_it_saves_is_told_again(self, is_needed: bool, crew: Crew) -> None:
+        (a,) = crew.make("a")
+        saves, saved = asyncio.Event(), list[str]()
+
+        async def save(reason: str) -> None:
+            if not saves.is_set():
+                saves.set()
+                await asyncio.Event().wait()
+            saved.append(reason)
+
+        a.worker.leaving.subscribe(save)
+        async with a.worker.session(*crew.endpoints):
+            assert await a.worker.begin_step() == 0
+            a.worker.drain("the night")
+            a.state["chain"][0] = chain_behind(1)
+            await a.worker.finish_step()
+            interrupted = asyncio.create_task(a.worker.begin_step())
+            await saves.wait()
+            interrupted.cancel()
+            await asyncio.wait([interrupted])
+            if is_needed:
+                crew.start("b")
+                await until(lambda: not a.member.departure.is_due)
+            assert await a.worker.begin_step() is None
+        assert saved == ["the night"]
+        if is_needed:
+            await crew.world_of("b")
+            assert crew["b"].places[0].step == 1
+
+    async def test_a_state_that_fails_while_it_is_saved_keeps_nobody_from_saving_it(self, crew: Crew) -> None:
+        """Another comes for it meanwhile, and has it when it can be had again."""
+
+        class Saved:
+            is_locked = False
+            chain = np.full(1, chain_behind(1))
+
+            def state_dict(self) -> dict[str, Any]:
+                if self.is_locked:
+                    asked.set()
+                    raise ValueError("it is being saved")
+                return {"chain": self.chain, "ballast": 0}
+
+            def load_state_dict(self, state: Any) -> None:
+                raise AssertionError("nobody is ahead")
+
+        asked, state = asyncio.Event(), Saved()
+
+        async def save(reason: str) -> None:
+            state.is_locked = True
+            crew.start("b")
+            await asked.wait()
+            state.is_locked = False
+
+        worker = guest("a", config(), job=JOB, state=state)
+        worker.leaving.subscribe(save)
+        async with worker.session(*crew.endpoints), asyncio.timeout(PATIENCE_S):
+            assert await worker.begin_step() == 0
+            await worker.finish_step()
+            worker.drain("the night")
+            assert await worker.begin_step() is None
+        await crew.world_of("b")
+        assert crew["b"].places[0].step == 1
+
     async def test_an_operator_drains_one_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
         await crew.world_of("a", "b", "c")
