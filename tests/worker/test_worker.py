@@ -53,7 +53,7 @@ from forged.worker.mesh import Mesh
 from forged.worker.own_process import SharedProcess
 from forged.worker.passage import Passage
 from forged.worker.presence import Presence
-from forged.worker.registration import Registration
+from forged.worker.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.worker import ElasticWorker
 from tests.client.house import SOON, House
 from tests.telemetry.heard import Heard
@@ -326,6 +326,56 @@ class TestComingAndGoing:
                 await task
         said = await past(client, WorkerLeft, JobCompleted, WorkerFailed)
         assert said == [WorkerLeft("me", "the training is done"), JobCompleted(3)]
+
+    async def test_who_is_interrupted_in_its_goodbye_does_not_wait_for_a_daemon_that_is_away(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        patience: list[float] = []
+        says = asyncio.Event()
+
+        async def leave(line: Registration, reason: str, step: int, patience_s: float, **_: bool) -> None:
+            patience.append(patience_s)
+            says.set()
+            if len(patience) == 1:
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr(Registration, "leave", leave)
+        async with crew_at(house.endpoint) as crew:
+            crew.total = 3
+            (a,) = crew.start("a")
+            await says.wait()
+            assert a.task is not None
+            a.task.cancel()
+            await asyncio.wait([a.task])
+        first, *others = patience
+        assert first > LEAVE_TIMEOUT_S
+        assert [patience_s <= LEAVE_TIMEOUT_S for patience_s in others] == [True]
+
+    @pytest.mark.parametrize("is_cancelled", [True, False])
+    async def test_who_is_interrupted_while_it_registers_has_left_and_may_register_again(
+        self, is_cancelled: bool, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        join, joined = Registration.join, asyncio.Event()
+
+        async def join_slowly(line: Registration, *arguments: Any, **options: Any) -> None:
+            await join(line, *arguments, **options)
+            joined.set()
+            await asyncio.Event().wait()
+
+        worker = guest("me", config(), job=JOB)
+        async with worker.session(house.endpoint):
+            with monkeypatch.context() as patch:
+                patch.setattr(Registration, "join", join_slowly)
+                registering = asyncio.create_task(worker.register())
+                await joined.wait()
+                if not is_cancelled:
+                    await worker.leave("it was disconnected")
+                registering.cancel()
+                await asyncio.wait([registering])
+            assert await client.workers(JOB) == []
+            await worker.register()
+        reasons = [fact.reason for fact in await past(client, WorkerFailed, WorkerLeft)]
+        assert reasons == ["it was interrupted" if is_cancelled else "it was disconnected", "it was disconnected"]
 
     async def test_who_is_told_to_go_in_the_last_step_says_that_the_training_is_done(
         self, crew: Crew, client: ForgedClient
