@@ -376,6 +376,8 @@ class Membership:
         return Ties(
             is_bound=self._is_bound,
             is_waited_for=self._is_waited_for,
+            meeting=lambda: self._presence.meeting,
+            break_off=self._break_off,
             has_given=self._mesh.has_given,
             has_daemon=lambda: self._client.connected,
             announce=self._line.announce_leave,
@@ -390,8 +392,13 @@ class Membership:
 
     def _is_waited_for(self) -> bool:
         standing = self._standing
+        if self._presence.meeting is not None:
+            return False
         is_stopping = standing.is_under_way and standing.synchronising is None and not standing.moving
         return is_stopping or (self._presence.is_stepping and standing.stop_wanted > 0)
+
+    def _break_off(self, why: str) -> None:
+        self._presence.break_off(f"{self._line.worker.id} does not wait any longer: {why}")
 
     async def _leave_if_it_may(self) -> bool:
         await self._tell_usage()

@@ -910,6 +910,30 @@ class TestLeaving:
         assert await past(client, WorkerFailed) == []
         await crew.finish("b", "c")
 
+    async def test_who_waits_in_a_step_for_one_that_does_not_come_goes_after_a_while(
+        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forged.worker.departure.LOOK_INTERVAL_S", 0.02)
+        holds, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def hold(step: int) -> None:
+            holds.set()
+            await goes_on.wait()
+
+        async with crew_at(house.endpoint, leave_timeout_ms=100) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            crew["b"].before_exchange = hold
+            await holds.wait()
+            crew["a"].worker.drain("the night")
+            assert await crew.over("a") == [None]
+            goes_on.set()
+            await crew.world_of("b")
+            await crew.finish("b")
+        (left,) = [fact for fact in await past(client, WorkerLeft) if fact.worker_id == "a"]
+        assert left.reason.startswith("the night; ")
+        assert await past(client, WorkerFailed) == []
+
     async def test_a_script_drains_itself(self, crew: Crew) -> None:
         crew.start("a", "b")
         await crew.world_of("a", "b")
