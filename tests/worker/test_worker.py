@@ -934,6 +934,32 @@ class TestLeaving:
         assert left.reason.startswith("the night; ")
         assert await past(client, WorkerFailed) == []
 
+    async def test_who_goes_with_a_step_that_does_not_count_names_the_one_that_its_state_is_behind(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forged.worker.departure.LOOK_INTERVAL_S", 0.02)
+        holds, goes_on = asyncio.Event(), asyncio.Event()
+        told: list[tuple[int, int]] = []
+        async with crew_at(house.endpoint, leave_timeout_ms=100) as crew:
+            a, b = crew.start("a", "b")
+            a.worker.leaving.subscribe(lambda _: told.append((a.worker.step, a.chain)))
+            await crew.world_of("a", "b")
+            finish_step = b.worker.finish_step
+
+            async def hold() -> bool:
+                holds.set()
+                await goes_on.wait()
+                return await finish_step()
+
+            monkeypatch.setattr(b.worker, "finish_step", hold)
+            await holds.wait()
+            a.worker.drain("the night")
+            assert await crew.over("a") == [None]
+            goes_on.set()
+            ((step, chain),) = told
+            assert (step, chain) == (a.places[-1].step + 2, chain_behind(step))
+            assert a.worker.step == step, "behind the end, too"
+
     async def test_a_script_drains_itself(self, crew: Crew) -> None:
         crew.start("a", "b")
         await crew.world_of("a", "b")
