@@ -55,5 +55,5 @@ def settle(names: tuple[str, ...], stops: list[Stop]) -> Agreement:
 def _read(told: bytes) -> Stop:
     try:
         return _decode(told)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, TypeError) as error:
         raise PeerError("stop_invalid", f"a worker does not say where it is: {error}") from error

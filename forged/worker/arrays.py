@@ -37,17 +37,27 @@ _COMBINE: dict[Operation, np.ufunc] = {
 def pack(given: Given) -> Value:
     """A value as it travels; an array's elements stay where they are."""
     if isinstance(given, (bytes, bytearray, memoryview)):
-        data = memoryview(given)
-        return Value(Form.BYTES, _checked(data.cast("B") if data.c_contiguous else memoryview(data.tobytes())))
+        return Value(Form.BYTES, _checked(_bytes_of(memoryview(given))))
     return pack_array(given)
+
+
+def _bytes_of(data: memoryview) -> memoryview:
+    try:
+        return data.cast("B")
+    except (TypeError, ValueError):
+        # It has no elements, or these do not lie in order, or are of a type that Python has no word for.
+        return memoryview(data.tobytes())
 
 
 def pack_array(given: Given) -> Value:
     """An array or a number as it travels."""
     if not isinstance(given, (np.ndarray, np.generic, bool, int, float, complex)):
         raise _unfit(f"a {type(given).__name__}")
+    if isinstance(given, np.ma.MaskedArray):
+        # The others would take what is masked for numbers.
+        raise _unfit("a masked array")
     array = np.asarray(given)
-    if array.dtype.hasobject or array.dtype.names is not None:
+    if not travels(array.dtype):
         raise _unfit(f"an array of {array.dtype}")
     return Value(_form(given), _checked(memory_of(array)), name_of(array.dtype), array.shape)
 
@@ -77,13 +87,22 @@ def unpack_into(value: Value, out: Array) -> Array:
 
 def check_out(value: Value, operation: Operation, out: Array) -> None:
     """Refuse an array that the result would not fit, before anything is sent."""
-    wanted = _mean_dtype(np.dtype(value.dtype)) if operation is Operation.MEAN else np.dtype(value.dtype)
+    wanted = _reduced_dtype(operation, value)
     if (out.dtype, out.shape) != (wanted, value.shape) or not out.flags.writeable:
         raise RequestRefused(
             "collective_out_unfit",
             f"the result is {wanted} of shape {value.shape}, and `out` is {out.dtype} of shape {out.shape}",
             "give a writeable array of that type and shape, or none",
         )
+
+
+def check_reduced(operation: Operation, value: Value, reduced: Value) -> None:
+    """What a rank has brought and what comes back must fit each other, or it is the hub's mistake."""
+    wanted = _reduced_dtype(operation, value)
+    found = dtype_named(reduced.dtype)
+    if (found, reduced.shape) != (wanted, value.shape):
+        due = f"{wanted} of shape {value.shape}"
+        raise PeerError("value_invalid", f"a {operation} that is {due} came as {found} of shape {reduced.shape}")
 
 
 def reduce(operation: Operation, values: Sequence[Value]) -> Value:
@@ -124,19 +143,40 @@ def _obstacle(operation: Operation, dtype: str) -> str | None:
 
 def _view(value: Value) -> Array:
     """The elements where they are."""
-    try:
-        dtype = np.dtype(value.dtype)
-    except TypeError as error:
-        raise PeerError("dtype_unknown", f"{value.dtype[:80]!r} is no type that this end knows", "import it") from error
-    if dtype.hasobject or value.data.nbytes != dtype.itemsize * math.prod(value.shape):
-        raise PeerError("value_invalid", f"{value.data.nbytes} bytes are no {dtype} of shape {value.shape}")
+    dtype = dtype_named(value.dtype)
+    has_all = value.data.nbytes == dtype.itemsize * math.prod(value.shape)
+    if not has_all or (value.form is not Form.ARRAY and value.shape):
+        raise PeerError(
+            "value_invalid", f"{value.data.nbytes} bytes are no {dtype} of shape {value.shape}, given as {value.form}"
+        )
     return np.frombuffer(value.data, np.uint8).view(dtype).reshape(value.shape)
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The type that another worker has named, if an array of it is one of numbers or texts."""
+    try:
+        dtype = np.dtype(name)
+    except Exception as error:  # numpy reads a small language there, and stumbles in many ways
+        raise PeerError("dtype_unknown", f"{name[:80]!r} is no type that this end knows", "import it") from error
+    if not travels(dtype) or dtype.subdtype is not None:
+        raise PeerError("value_invalid", f"an array of {dtype} is none of numbers or texts")
+    return dtype
+
+
+def travels(dtype: np.dtype[Any]) -> bool:
+    """Whether an element is its bytes, under a name that says all of it."""
+    return not dtype.hasobject and dtype.names is None and dtype.itemsize > 0
 
 
 def _form(given: Given) -> Form:
     if isinstance(given, np.ndarray):
         return Form.ARRAY
     return Form.SCALAR if isinstance(given, np.generic) else Form.NUMBER
+
+
+def _reduced_dtype(operation: Operation, value: Value) -> np.dtype[Any]:
+    dtype = np.dtype(value.dtype)
+    return _mean_dtype(dtype) if operation is Operation.MEAN else dtype
 
 
 def _mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

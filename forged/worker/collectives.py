@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import anyio
 
-from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.net.messages import INTEGER_MAX
 from forged.worker import arrays
 from forged.worker.arrays import Array, Given
+from forged.worker.hub import values_due
 from forged.worker.peer_messages import Call, Contribution, Kind, Operation, Result, Value
 
 ABORTED = "collective_aborted"
@@ -35,7 +36,7 @@ class CollectiveAborted(Unavailable):
 
 
 class CollectiveMismatch(RequestRefused):
-    """The ranks do not do the same: the mistake is the script's, and every rank is told."""
+    """The ranks do not do the same, or too much: the mistake is the script's, and every rank is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,13 @@ class Ending:
     code: str
     reason: str
     peer: str = ""
+    fix: str = ""
 
     def error(self) -> ForgedError:
         """What whoever calls then is told."""
         if self.code == ABORTED:
             return CollectiveAborted(self.reason, self.peer)
-        return CollectiveMismatch(self.code, self.reason, "let all ranks call the same, in the same order")
+        return CollectiveMismatch(self.code, self.reason, self.fix)
 
 
 def aborted(reason: str, peer: str = "") -> Ending:
@@ -155,6 +157,7 @@ class World:
             arrays.check_out(own, operation, out)
         call = Call(Kind.ALL_REDUCE, operation=operation, dtype=own.dtype, shape=own.shape)
         (reduced,) = (await self._do(call, own, timeout_s=timeout_s)).values
+        arrays.check_reduced(operation, own, reduced)
         if out is not None:
             return arrays.unpack_into(reduced, out)
         return arrays.unpack(Value(own.form, reduced.data, reduced.dtype, reduced.shape))
@@ -208,7 +211,7 @@ class World:
         self._waiting = answer = asyncio.get_running_loop().create_future()
         try:
             self.side.contribute(Contribution(self._number, call, value, stop_wanted))
-            return await self._answered(call, answer, timeout_s)
+            return self._checked(call, await self._answered(call, answer, timeout_s))
         finally:
             self._waiting = None
             if answer.done() and not answer.cancelled():
@@ -231,6 +234,14 @@ class World:
             raise self._ending.error()
         # The answer came in the moment in which the time was over.
         return answer.result()
+
+    def _checked(self, call: Call, result: Result) -> Result:
+        due = values_due(call, self.rank, self.size)
+        if len(result.values) != due:
+            raise PeerError(
+                "result_invalid", f"{self.names[0]} answers {call} with {len(result.values)} values of {due}"
+            )
+        return result
 
     def _give_up(self, call: Call, why: str) -> None:
         missing = self.side.waiting_for()

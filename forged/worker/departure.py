@@ -2,7 +2,8 @@
 
 Law: a worker leaves a world when the next one holds without it, or when nobody could form one. The daemon knows which,
 and settles it in the moment of going: who is needed by then stays. Nobody waits without end: where there is no daemon,
-or nobody comes for what only this worker has, it goes all the same after a grace.
+or nobody comes for what only this worker has, it goes all the same after a grace. Its own script may take its time for
+a step; for the others to come to a collective it waits no longer, and breaks the step off.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ class Ties:
     is_bound: Callable[[], bool]
     """Whether it is in the world that was committed last, has yet to go out of the one before, or is asked for more."""
     is_waited_for: Callable[[], bool]
-    """Whether the others have yet to stop, so that nobody can come for anything."""
+    """Whether the others have yet to stop, so that nobody can come for anything; not where it waits for them itself."""
+    meeting: Callable[[], int | None]
+    """Which collective its script waits in; None while it does in none."""
+    break_off: Callable[[str], None]
+    """Lets the script come out of that one; takes the reason."""
     has_given: Callable[[], bool]
     """Whether anybody has taken something lately."""
     has_daemon: Callable[[], bool]
@@ -61,6 +66,10 @@ class Departure:
         self._going: anyio.CancelScope | None = None
         self._unwanted_s = 0.0
         """For how long nobody has come who could."""
+        self._met_s = 0.0
+        """For how long its script has waited in one and the same collective."""
+        self._forsaken = ""
+        """Why it has broken off a step, if it has: whoever comes behind that does not keep it any more."""
         self._why = ""
         self._is_begun = False
         self._standing = standing
@@ -87,10 +96,12 @@ class Departure:
         """Go, unless others have come to need this worker; who waits for nobody any more just goes."""
         if self.is_overdue:
             return True
-        with anyio.CancelScope() as self._going:
-            self._may_go = await self._answer_to(self._ties.leave)
-            self._is_kept = not self._may_go
-        self._going = None
+        try:
+            with anyio.CancelScope() as self._going:
+                self._may_go = await self._answer_to(self._ties.leave)
+                self._is_kept = not self._may_go
+        finally:
+            self._going = None
         if not self._may_go:
             self._ask_again()
         return self._may_go or self.is_overdue
@@ -151,15 +162,25 @@ class Departure:
             self._why = self._lack(alone_s, settings())
             if bool(self._why) != self.is_overdue:
                 self._turn_overdue()
+            if self._forsaken:
+                self._ties.break_off(self._forsaken)
+            meeting = self._ties.meeting()
             await anyio.sleep(LOOK_INTERVAL_S)
             # A daemon that cannot write has nobody come either, nor takes down that somebody goes.
             is_heard = self._ties.has_daemon() and self._is_announced and self._going is None
             alone_s = 0.0 if is_heard else alone_s + LOOK_INTERVAL_S
-            is_wanted = self._ties.has_given() or self._ties.is_waited_for()
+            has_given = self._ties.has_given()
+            is_wanted = has_given or self._ties.is_waited_for()
             self._unwanted_s = 0.0 if is_wanted else self._unwanted_s + LOOK_INTERVAL_S
+            is_stuck = meeting is not None and meeting == self._ties.meeting() and not has_given
+            self._met_s = self._met_s + LOOK_INTERVAL_S if is_stuck else 0.0
 
     def _lack(self, alone_s: float, config: ElasticTrainingConfig) -> str:
         """What it has waited for in vain, for as long as it may; empty if for nothing."""
+        if _lasts(self._met_s, config.leave_timeout_s):
+            self._forsaken = f"the others did not come to a collective for {config.leave_timeout_s:g} s"
+        if self._forsaken:
+            return self._forsaken
         if _lasts(alone_s, config.reconnect_grace_s):
             lack = "the daemon took nothing down" if self._ties.has_daemon() else "there was no daemon"
             return f"{lack} for {config.reconnect_grace_s:g} s"

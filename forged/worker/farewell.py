@@ -2,13 +2,12 @@
 
 Law: whoever fails says so, and what it failed of. Whoever is interrupted, exits or breaks out of its loop has not
 failed, and neither has the worker of a job that is over. What a worker says first of its going is said, though it be
-interrupted in that.
+interrupted in that; but whoever interrupts it waits for that no longer than for any goodbye.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import anyio
 
@@ -25,13 +24,19 @@ class Farewell(NamedTuple):
     """Whether it goes because the training is done."""
 
 
-class Goodbye:
-    """Says one farewell, with `say`, until that has come to its end once."""
+class Say(Protocol):
+    """Says a farewell; in a moment only where `is_again`."""
 
-    def __init__(self, say: Callable[[Farewell], Awaitable[None]]) -> None:
+    async def __call__(self, last: Farewell, /, *, is_again: bool) -> None: ...
+
+
+class Goodbye:
+    """Says one farewell, with `say`, until that has come to its end once; `is_again` where it was interrupted."""
+
+    def __init__(self, say: Say) -> None:
         self._say = say
         self._words: Farewell | None = None
-        self._is_said = False
+        self._was_tried = self._is_said = False
         self._turn = anyio.Lock()
 
     @property
@@ -44,7 +49,8 @@ class Goodbye:
         words = self._words = self._words or words
         async with self._turn:
             if not self._is_said:
-                await self._say(words)
+                is_again, self._was_tried = self._was_tried, True
+                await self._say(words, is_again=is_again)
                 self._is_said = True
 
 

@@ -161,3 +161,10 @@ def receives(call: Call, rank: int) -> bool:
     if call.kind is Kind.GATHER:
         return rank == call.root
     return rank != call.root
+
+
+def values_due(call: Call, rank: int, size: int) -> int:
+    """How many values a rank is told."""
+    if not receives(call, rank) or call.kind in (Kind.BARRIER, Kind.END_STEP):
+        return 0
+    return 1 if call.kind in (Kind.BROADCAST, Kind.ALL_REDUCE) else size

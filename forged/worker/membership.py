@@ -35,7 +35,7 @@ from forged.elastic.messages import (
     WorkerLeft,
 )
 from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, WorkerStatus
-from forged.errors import ForgedError, Unavailable
+from forged.errors import ForgedError
 from forged.jobs.model import JobChanged, SettingValue
 from forged.log import Log
 from forged.messages import Gap, Record
@@ -44,7 +44,7 @@ from forged.worker.consumption import Consumption
 from forged.worker.custodian import Custodian
 from forged.worker.departure import Departure, Ties
 from forged.worker.exchange import StateExchange
-from forged.worker.farewell import Farewell, Goodbye
+from forged.worker.farewell import Farewell, Goodbye, farewell
 from forged.worker.hearing import Hearing
 from forged.worker.heartbeat import Heartbeat
 from forged.worker.mesh import Mesh
@@ -138,6 +138,9 @@ class Membership:
         self.supply: Supply | None = None
         """Where its training data comes from; None before that, or for who has none."""
         self._is_registered = False
+        self._may_be_known = False
+        """Whether the daemon may take it for a worker that is not registered yet."""
+        self._going_out = anyio.Lock()
         self._config: ElasticTrainingConfig | None = None
         self._hearing = Hearing(
             self._client,
@@ -192,12 +195,13 @@ class Membership:
         facts = await self._client.facts(*FOLLOWED, CorruptShardFound, jobs=[self._line.job]).__aenter__()
         try:
             self._tasks.start_soon(self._hearing.listen, facts)
-            passage = self._learn(await self._join())
-            await self._begin_pulse()
-        except BaseException:
+            passage = self._learn(await self._come_in())
+            self._begin_pulse()
+        except BaseException as error:
             facts.close()
+            await self._go_out(error.message if isinstance(error, ForgedError) else farewell(error).reason)
             raise
-        self._presence.joined_at, self._is_registered = self._profile.clock.wall(), True
+        self._presence.joined_at, self._is_registered, self._may_be_known = self._profile.clock.wall(), True, False
         self._heartbeat = Heartbeat(self._beat, self.config.heartbeat_interval_s)
         self._tasks.start_soon(self._heartbeat.go_on)
         if self._place.consumption is not None:
@@ -206,15 +210,27 @@ class Membership:
         self._hearing.begin_to_ask()
         return passage
 
-    async def _begin_pulse(self) -> None:
+    async def _come_in(self) -> Joined:
+        """Ask to be taken in. Whoever is interrupted in that may be known to the daemon all the same."""
+        self._may_be_known = True
+        try:
+            return await self._join()
+        except ForgedError:
+            self._may_be_known = False
+            raise
+
+    async def _go_out(self, reason: str) -> None:
+        """Say goodbye for who did not become a worker, if the daemon may take it for one. It may register again."""
+        with anyio.CancelScope(shield=True):
+            async with self._going_out:
+                if self._may_be_known:
+                    await self._line.leave(reason, self._place.step, LEAVE_TIMEOUT_S, done=False, failed=False)
+                self._may_be_known = False
+
+    def _begin_pulse(self) -> None:
         line, client = self._line, self._client
         endpoints = [str(address) for address in client.endpoints]
-        try:
-            self._profile.process.begin_pulse(endpoints, line.job, line.worker.id, line.incarnation, client.token)
-        except Unavailable as error:
-            # It is no worker without one, and may register again.
-            await line.leave(error.message, self._place.step, LEAVE_TIMEOUT_S, done=False, failed=False)
-            raise
+        self._profile.process.begin_pulse(endpoints, line.job, line.worker.id, line.incarnation, client.token)
 
     def _report_of(self, consumption: Consumption) -> UsageReport:
         presence, profile = self._presence, self._profile
@@ -360,6 +376,8 @@ class Membership:
         return Ties(
             is_bound=self._is_bound,
             is_waited_for=self._is_waited_for,
+            meeting=lambda: self._presence.meeting,
+            break_off=self._break_off,
             has_given=self._mesh.has_given,
             has_daemon=lambda: self._client.connected,
             announce=self._line.announce_leave,
@@ -374,8 +392,13 @@ class Membership:
 
     def _is_waited_for(self) -> bool:
         standing = self._standing
+        if self._presence.meeting is not None:
+            return False
         is_stopping = standing.is_under_way and standing.synchronising is None and not standing.moving
         return is_stopping or (self._presence.is_stepping and standing.stop_wanted > 0)
+
+    def _break_off(self, why: str) -> None:
+        self._presence.break_off(f"{self._line.worker.id} does not wait any longer: {why}")
 
     async def _leave_if_it_may(self) -> bool:
         await self._tell_usage()
@@ -383,24 +406,31 @@ class Membership:
 
     async def leave(self, reason: str, *, done: bool = False, failed: bool = False) -> None:
         """Tell the daemon that this worker goes, if that can be told in time."""
-        if self._is_registered and not self._profile.process.is_forked:
+        if self._profile.process.is_forked:
+            return
+        if self._is_registered:
             await self._goodbye.say(Farewell(reason, failed, done))
+        else:
+            # Its script may have been interrupted while it registered, and be saying so at this moment.
+            await self._go_out(reason)
 
-    async def _say_goodbye(self, last: Farewell) -> None:
+    async def _say_goodbye(self, last: Farewell, *, is_again: bool) -> None:
         self._presence.status = WorkerStatus.LEAVING
-        # That all is done may be known to nobody else, so it is said for as long as the daemon waits for this worker.
-        grace_s = self.config.reconnect_grace_s if last.done else 0.0
+        # That all is done may be known to nobody else, so it is said for as long as the daemon waits for this worker,
+        # unless somebody does not want to wait for that.
+        grace_s = self.config.reconnect_grace_s if last.done and not is_again else 0.0
+        moment_s = LEAVE_TIMEOUT_S / 2 if is_again else LEAVE_TIMEOUT_S
         ends_at = anyio.current_time() + max(LEAVE_TIMEOUT_S, grace_s)
         try:
             # Who is cancelled says it all the same, unless nobody listens.
-            with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True) as moment:
+            with anyio.move_on_after(moment_s, shield=True) as moment:
                 await self._presence.leave()
                 await self._tell_usage()
             if moment.cancelled_caught:
-                with anyio.move_on_after(ends_at - anyio.current_time()):
+                with anyio.move_on_after(ends_at - anyio.current_time() - moment_s):
                     await self._tell_usage()
         finally:
-            left_s = max(LEAVE_TIMEOUT_S, ends_at - anyio.current_time())
+            left_s = max(moment_s, ends_at - anyio.current_time())
             is_said = False
             try:
                 is_said = await self._line.leave(

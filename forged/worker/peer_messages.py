@@ -186,6 +186,7 @@ class Aborted(Message, frozen=True, array_like=True, tag=7):
     code: str
     reason: str
     peer: str = ""
+    fix: str = ""
 
 
 class Left(Message, frozen=True, array_like=True, tag=8):

@@ -40,6 +40,11 @@ class Place:
         self.consumption = None if self.sampler is None else Consumption(self.sampler)
 
     @property
+    def behind(self) -> int:
+        """Behind how many steps the state is: also behind the one that was finished, whether it counts or not."""
+        return self.step + self.has_finished
+
+    @property
     def stop(self) -> Stop:
         """Where it stops for another world."""
         return Stop(
@@ -83,6 +88,12 @@ class Place:
         """Show how many steps are committed."""
         if self.counters is not None:
             self.counters.step = self.step
+
+    def close(self) -> None:
+        """Nobody says any more whether the step that was finished counts; the state is the one behind it."""
+        self.step, self.has_finished = self.behind, False
+        if self.sampler is not None:
+            self.epoch = self.sampler.epoch
 
     # Between two worlds.
 

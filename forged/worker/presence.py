@@ -6,7 +6,8 @@ world is lost; what the daemon has not told itself it is told. A world that stop
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from forged.elastic.members import MARKS_PER_WORLD
@@ -46,10 +47,16 @@ class Presence:
         self.trouble: Trouble | None = None
         self.marks = 0
         """How often it has come to where workers meet."""
+        self._meets = False
         self._rest_at = 0
         """The fact for which the world has stopped behind its last step; 0 when it has not."""
         self.counters = counters
         self._standing = standing
+
+    @property
+    def meeting(self) -> int | None:
+        """Which collective its script waits in for the others; None while it computes."""
+        return self.marks if self._meets else None
 
     @property
     def may_step(self) -> bool:
@@ -81,7 +88,8 @@ class Presence:
             raise StepAborted("there is no world now")
         self.mark()
         try:
-            return await act(world)
+            with self._meeting_others():
+                return await act(world)
         except CollectiveAborted as error:
             self.is_void = True
             self.lose(error)
@@ -93,12 +101,26 @@ class Presence:
         if self.world is None or self.is_void:
             return False
         try:
-            verdict = await self.world.end_step(step, stop_wanted=self._standing.stop_wanted)
+            with self._meeting_others():
+                verdict = await self.world.end_step(step, stop_wanted=self._standing.stop_wanted)
         except CollectiveAborted as error:
             self.lose(error)
             return False
         self._rest_at = verdict.stop_wanted
         return True
+
+    def break_off(self, why: str) -> None:
+        """Let the script come out of the collective that it waits in."""
+        if self._meets and self.world is not None:
+            self.world.abort(why)
+
+    @contextmanager
+    def _meeting_others(self) -> Iterator[None]:
+        self._meets = True
+        try:
+            yield
+        finally:
+            self._meets = False
 
     def mark(self) -> None:
         """Show that it has come to where workers meet."""

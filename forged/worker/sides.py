@@ -114,7 +114,8 @@ class HubSide:
         elif isinstance(message, Aborted):
             missing = f"; {self._hub.missing()} had not called" if self._hub.is_waiting else ""
             # Who gives up waiting for the world does not know for whom.
-            self.end(Ending(message.code, f"{message.reason}{missing}", message.peer or self.first_absent))
+            peer = message.peer or self.first_absent
+            self.end(Ending(message.code, f"{message.reason}{missing}", peer, message.fix))
         elif isinstance(message, Left):
             self._leave(rank)
         else:
@@ -152,7 +153,7 @@ class HubSide:
         """Break the world off, and tell all."""
         if self._world.ending is not None:
             return
-        frame = frame_of(Aborted(ending.code, ending.reason, ending.peer))
+        frame = frame_of(Aborted(ending.code, ending.reason, ending.peer, ending.fix))
         self._world.on_over(ending)
         self._dismiss(frame)
 
@@ -174,7 +175,7 @@ class HubSide:
         try:
             collected = self._hub.take(rank, contribution)
         except RequestRefused as error:
-            self.end(Ending(error.code, error.message))
+            self.end(Ending(error.code, error.message, fix=error.fix))
         except PeerError as error:
             self.end(aborted(error.message))
         else:
@@ -220,8 +221,8 @@ class MemberSide:
         self._world = world
 
     def await_start(self) -> None:
-        """Another attempt to be let into the world begins."""
-        self.started = asyncio.get_running_loop().create_future()
+        """Another attempt to be let into the world begins, over another connection."""
+        self.started, self.link = asyncio.get_running_loop().create_future(), None
 
     def on_message(self, link: PeerLink, message: PeerMessage) -> None:
         """What the hub says."""
@@ -231,7 +232,7 @@ class MemberSide:
             if not self.started.done():
                 self.started.set_result(None)
         elif isinstance(message, Aborted):
-            self._over(Ending(message.code, message.reason, message.peer))
+            self._over(Ending(message.code, message.reason, message.peer, message.fix))
             link.close()
         elif isinstance(message, Left):
             self._over(aborted(f"{self._hub_name} left the world in good order"))
@@ -261,7 +262,7 @@ class MemberSide:
         """Break the world off, and tell the hub, which tells the others."""
         self._over(ending)
         if self.link is not None:
-            self.link.send(Aborted(ending.code, ending.reason, ending.peer))
+            self.link.send(Aborted(ending.code, ending.reason, ending.peer, ending.fix))
             self.link.close()
 
     async def leave(self) -> None:

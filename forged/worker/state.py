@@ -1,13 +1,15 @@
 """A worker's training state, as bytes for another worker and back.
 
-Law: what arrives is what was there, bit for bit, with the same keys, shapes and types. Arrays are not copied into a
-message: the head describes them, and their memory is read and written where it is. Nothing is ever unpickled.
+Law: what arrives is what was there, bit for bit, with the same keys, shapes and types. Arrays and long `bytes` are not
+copied into a message: the head describes them, and their memory is read and written where it is. What is packed can
+travel; what never could is refused, with its place. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -15,12 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.errors import PeerError, RequestRefused, Unavailable
-from forged.worker.arrays import name_of
+from forged.worker.arrays import dtype_named, name_of, travels
+from forged.worker.peer_messages import HEAD_BYTES_MAX, PARTS_MAX
 
 Array = npt.NDArray[Any]
 
-ARRAY, SCALAR, TUPLE, LIST, DICT, PLAIN = "a", "s", "t", "l", "d", "p"
+ARRAY, SCALAR, BYTES, TUPLE, LIST, DICT, PLAIN = "a", "s", "b", "t", "l", "d", "p"
 DEPTH_MAX = 64
+BYTES_IN_HEAD_MAX = 4096
+"""Longer `bytes` travel as arrays do."""
 _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 
 
@@ -68,6 +73,10 @@ def pack(state: Any) -> Packed:
         head = _encode(Head(tree, specs))
     except OverflowError as error:
         raise RequestRefused("state_unfit", f"a number in state is too large: {error}", "keep it as text") from error
+    except UnicodeEncodeError as error:
+        raise _unwritable(tree) from error
+    if len(head) > HEAD_BYTES_MAX or len(arrays) > PARTS_MAX:
+        raise _too_large(tree, len(head), len(arrays))
     return Packed(head, [_memory(array) for array in arrays])
 
 
@@ -79,8 +88,8 @@ class Arriving:
             self._head = _decode(head)
             self._arrays = [_room_for(spec) for spec in self._head.arrays]
             # Now, and not when all has arrived.
-            self._build(self._head.tree, 0)
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            self._build(self._head.tree, 0, self._arrays.__getitem__)
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, PeerError) as error:
             raise PeerError("state_invalid", f"a state cannot be read: {error}") from error
         except MemoryError as error:
             raise Unavailable("state_too_large", f"there is no memory for the state: {error}", "free some") from error
@@ -88,9 +97,11 @@ class Arriving:
 
     def adopt(self, state: Any) -> None:
         """Let a state become the one that has arrived; arrays that fit are filled where they are."""
-        _adopted(state, self._build(self._head.tree, 0))
+        # However often the other end has named some bytes, they are made once.
+        bytes_of = cache(lambda number: self._arrays[number].tobytes())
+        _adopted(state, self._build(self._head.tree, 0, bytes_of))
 
-    def _build(self, node: Any, depth: int) -> Any:
+    def _build(self, node: Any, depth: int, bytes_of: Callable[[Any], Any]) -> Any:
         try:
             kind, content = node
         except (TypeError, ValueError) as error:
@@ -100,10 +111,11 @@ class Arriving:
         build: Mapping[str, Callable[[], Any]] = {
             ARRAY: lambda: self._arrays[content],
             SCALAR: lambda: self._arrays[content][()],
+            BYTES: lambda: bytes_of(content),
             PLAIN: lambda: content,
-            LIST: lambda: [self._build(one, depth + 1) for one in content],
-            TUPLE: lambda: tuple(self._build(one, depth + 1) for one in content),
-            DICT: lambda: {key: self._build(one, depth + 1) for key, one in content},
+            LIST: lambda: [self._build(one, depth + 1, bytes_of) for one in content],
+            TUPLE: lambda: tuple(self._build(one, depth + 1, bytes_of) for one in content),
+            DICT: lambda: {key: self._build(one, depth + 1, bytes_of) for key, one in content},
         }
         try:
             return build[kind]()
@@ -143,6 +155,8 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         kind = ARRAY if isinstance(value, np.ndarray) else SCALAR
         return (kind, _keep(np.asanyarray(value), arrays, where))
+    if isinstance(value, bytes) and len(value) > BYTES_IN_HEAD_MAX:
+        return (BYTES, _keep(np.frombuffer(value, np.uint8), arrays, where))
     if value is None or isinstance(value, _PLAIN):
         return (PLAIN, _plain(value))
     if isinstance(value, Stateful):
@@ -173,19 +187,62 @@ def _key(key: Any, where: str) -> Any:
 
 def _keep(array: Array, arrays: list[Array], where: str) -> int:
     """The number under which the array is sent."""
-    if array.dtype.hasobject or array.dtype.names or isinstance(array, np.ma.MaskedArray):
+    if not travels(array.dtype) or isinstance(array, np.ma.MaskedArray):
         raise RequestRefused("state_unfit", f"{where} is an array of {array.dtype}", "keep arrays of numbers in it")
     # A slice has no memory of its own that could be read as a whole.
     arrays.append(np.asarray(array) if array.flags.c_contiguous else np.ascontiguousarray(array))
     return len(arrays) - 1
 
 
+def _texts(node: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Every text of a described state, and where it is."""
+    kind, content = node
+    if kind == DICT:
+        for key, one in content:
+            if isinstance(key, str):
+                yield f"a key of {where}", key
+            yield from _texts(one, f"{where}[{key!r}]")
+    elif kind in (LIST, TUPLE):
+        for number, one in enumerate(content):
+            yield from _texts(one, f"{where}[{number}]")
+    elif isinstance(content, str):
+        yield where, content
+
+
+def _size_of(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
+
+
+def _unwritable(tree: Any) -> RequestRefused:
+    where = next((where for where, text in _texts(tree, "state") if not _is_unicode(text)), "state")
+    return RequestRefused(
+        "state_unfit",
+        f"{where} is a text that is not Unicode",
+        "keep it as bytes: `text.encode(errors='surrogateescape')`",
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _too_large(tree: Any, head_bytes: int, parts: int) -> RequestRefused:
+    if parts > PARTS_MAX:
+        what = f"state has {parts} arrays and long bytes in it, and {PARTS_MAX} can travel"
+        return RequestRefused("state_too_large", what, "put small arrays together")
+    what = f"state is {head_bytes} bytes long without its arrays and long bytes, and {HEAD_BYTES_MAX} can travel"
+    longest = max(((_size_of(text), where) for where, text in _texts(tree, "state")), default=None)
+    most = "" if longest is None else f"; the largest text, {longest[1]}, has {longest[0]}"
+    return RequestRefused("state_too_large", what + most, "keep long texts as bytes, and many numbers as an array")
+
+
 def _room_for(spec: ArraySpec) -> Array:
     """An array for what will arrive."""
-    dtype = np.dtype(spec.dtype)
-    if dtype.hasobject or dtype.names:
-        raise ValueError(f"an array of {dtype}")
-    return np.empty(spec.shape, dtype)
+    return np.empty(spec.shape, dtype_named(spec.dtype))
 
 
 def _memory(array: Array) -> memoryview:
@@ -206,7 +263,9 @@ def _adopted(present: Any, arrived: Any) -> Any:
         present.update(values)
         return present
     if isinstance(arrived, tuple) and isinstance(present, tuple) and len(present) == len(arrived):
-        return tuple(_adopted(old, new) for old, new in zip(present, arrived, strict=True))
+        # A named one is made of its fields in their order, and travels without their names.
+        make = getattr(type(present), "_make", tuple)
+        return make(_adopted(old, new) for old, new in zip(present, arrived, strict=True))
     if isinstance(arrived, list) and isinstance(present, list) and len(present) == len(arrived):
         present[:] = [_adopted(old, new) for old, new in zip(present, arrived, strict=True)]
         return present

@@ -14,6 +14,7 @@ from random import Random, SystemRandom
 from typing import Any, Self, TypeVar
 
 import anyio
+import msgspec
 
 from forged.client.client import ForgedClient
 from forged.clock import Clock, SystemClock
@@ -207,8 +208,12 @@ class ElasticWorker:
 
     @property
     def step(self) -> int:
-        """How many steps are committed."""
-        return self._place.step
+        """How many steps are committed; of a worker on its way out, how many its state has behind it.
+
+        The others may do again, with other shares, the last one that it has finished.
+        """
+        is_on_its_way_out = self._membership is not None and self._membership.withdrawal.is_under_way
+        return self._place.behind if is_on_its_way_out else self._place.step
 
     @property
     def epoch(self) -> int:
@@ -227,7 +232,8 @@ class ElasticWorker:
     @property
     def current_state(self) -> GlobalTrainingState | None:
         """How far the training is; None before the first world."""
-        return self._place.state(self.world_size, self._clock.wall())
+        state = self._place.state(self.world_size, self._clock.wall())
+        return None if state is None else msgspec.structs.replace(state, current_step=self.step)
 
     @property
     def is_rescaling(self) -> bool:
@@ -326,6 +332,7 @@ class ElasticWorker:
         finally:
             # Behind the end of all tasks, which may have a last turn in which they use them.
             self._membership = self._presence.world = None
+            self._place.close()
             self._presence.counters = self._place.counters = None
             self._presence.topology = ClusterTopology(epoch=self.generation)
             self._is_open = False
@@ -481,6 +488,9 @@ class ElasticWorker:
         self.process.check()
         member = self._member
         passage = await member.register()
+        if not member.departure.is_due:
+            # Its script was interrupted on its way out, and others have come to need it.
+            await member.withdrawal.call_off()
         try:
             return await self._come_along(member, passage, total)
         finally:
@@ -496,7 +506,7 @@ class ElasticWorker:
                 # Known to the world alone: who is told to go in the last step says so first.
                 await member.leave("the training is done", done=True)
             elif member.departure.is_due:
-                return await member.withdrawal.begin(self.step, passage)
+                return await member.withdrawal.begin(self._place.behind, passage)
             elif not self._presence.may_step:
                 member.waiting.begin()
                 await passage.come_along()
@@ -525,10 +535,10 @@ class ElasticWorker:
             # The others may have done again, with other shares, what it had finished.
             await member.leave(member.departure.reason)
             return
-        if self._place.has_finished and step > self.step:
+        if self._place.has_finished and step > self._place.step:
             # They know that all have finished it.
             self._place.count_step()
-        if self._place.holds_state and self.step >= step:
+        if self._place.holds_state and self._place.step >= step:
             await member.leave("the training is done", done=True)
             return
         why = "the training was done before this worker was taken in"

@@ -42,9 +42,10 @@ async def test_all_members_agree_on_the_same() -> None:
     assert (first.source, first.step, first.behind, first.stop.epoch) == (1, 5, frozenset({0, 2}), 2)
 
 
-async def test_who_does_not_say_where_it_is_breaks_the_rule() -> None:
+@pytest.mark.parametrize("word", [b"\xc1", 5])
+async def test_who_does_not_say_where_it_is_breaks_the_rule(word: bytes | int) -> None:
     async with open_world(2) as (world, other):
-        told = asyncio.ensure_future(other.all_gather(b"\xc1"))
+        told = asyncio.ensure_future(other.all_gather(word))
         with pytest.raises(PeerError, match="does not say where it is"):
             await agree(world, Stop(0, True))
         await told

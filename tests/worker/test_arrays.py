@@ -9,10 +9,21 @@ from hypothesis import strategies as st
 
 from forged.errors import ForgedError, PeerError, RequestRefused
 from forged.worker import arrays
-from forged.worker.arrays import Array, check_operation, check_out, pack, pack_array, reduce, unpack, unpack_into
+from forged.worker.arrays import (
+    Array,
+    check_operation,
+    check_out,
+    check_reduced,
+    pack,
+    pack_array,
+    reduce,
+    unpack,
+    unpack_into,
+)
 from forged.worker.peer_messages import COLLECTIVE_BYTES_MAX, Form, Operation, Value
 
 DTYPES = ["<f8", "<f4", "<f2", ">f8", "<i8", "|i1", "|u1", "<u4", "<c16", "|b1", "<m8[s]"]
+MASKED = np.ma.masked_array([1.0, 1e9], [False, True])
 
 
 def wire(value: Value) -> Value:
@@ -51,7 +62,16 @@ def test_a_number_comes_back_as_the_same_kind_of_number(number: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "given_bytes", [b"", b"abc", bytearray(b"abc"), memoryview(b"abc"), memoryview(b"abcdef")[::2]]
+    "given_bytes",
+    [
+        b"",
+        b"abc",
+        bytearray(b"abc"),
+        memoryview(b"abc"),
+        memoryview(b"abcdef")[::2],
+        np.empty((0, 3)).data,
+        np.ones(2, ">f4").data,
+    ],
 )
 def test_bytes_come_back_as_bytes(given_bytes: bytes) -> None:
     assert unpack(wire(pack(given_bytes))) == bytes(given_bytes)
@@ -59,7 +79,7 @@ def test_bytes_come_back_as_bytes(given_bytes: bytes) -> None:
 
 @pytest.mark.parametrize(
     "unfit",
-    ["text", None, [1.0], {}, 2**70, np.array([object()]), np.zeros(1, np.dtype([("a", "i4")]))],
+    ["text", None, [1.0], {}, 2**70, np.array([object()]), np.zeros(1, np.dtype([("a", "i4")])), MASKED],
 )
 def test_what_is_no_number_and_no_bytes_is_refused(unfit: Any) -> None:
     with pytest.raises(RequestRefused) as raised:
@@ -158,11 +178,30 @@ def test_a_result_is_put_into_an_array_that_fits_and_into_no_other() -> None:
         Value(Form.ARRAY, memoryview(b"12345678"), "O", (1,)),
         Value(Form.ARRAY, memoryview(b"1234"), "<f8", (1,)),
         Value(Form.ARRAY, memoryview(b""), "<f8", (2**40, 2**40)),
+        Value(Form.ARRAY, memoryview(b"1234"), "f4,(", (1,)),
+        Value(Form.ARRAY, memoryview(b"1234"), "(" * 10_000, (1,)),
+        Value(Form.ARRAY, memoryview(b"12345678"), "f4,f4", (1,)),
+        Value(Form.ARRAY, memoryview(b"12345678"), "(2,)f4", (1,)),
+        Value(Form.ARRAY, memoryview(b""), "V0", (5,)),
+        Value(Form.NUMBER, memoryview(b"12345678"), "<f4", (2,)),
+        Value(Form.SCALAR, memoryview(b"1234"), "<f4", (1,)),
     ],
 )
 def test_a_value_that_cannot_be_one_is_the_peers_fault(value: Value) -> None:
     with pytest.raises(PeerError):
         unpack(value)
+
+
+@pytest.mark.parametrize("reduced", [np.zeros(3), np.zeros(2, np.float32), np.float64(0)])
+def test_a_result_that_does_not_fit_what_was_brought_is_the_hubs_mistake(reduced: Any) -> None:
+    own = pack_array(np.zeros(2))
+    check_reduced(Operation.SUM, own, own)
+    with pytest.raises(PeerError):
+        check_reduced(Operation.SUM, own, pack_array(reduced))
+
+
+def test_the_mean_of_integers_comes_back_as_floats() -> None:
+    check_reduced(Operation.MEAN, pack_array(np.zeros(2, np.int8)), pack_array(np.zeros(2)))
 
 
 def test_the_memory_of_an_array_is_not_copied() -> None:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from anyio import to_thread
 
-from forged.errors import ForgedError, RequestRefused, Unavailable
-from forged.worker.collectives import CollectiveAborted, CollectiveMismatch, World
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.worker.arrays import pack_array
+from forged.worker.collectives import CollectiveAborted, CollectiveMismatch, Ending, World
+from forged.worker.peer_messages import COLLECTIVE_BYTES_MAX, Contribution, Form, Result, Value
 from tests.worker.meshes import each, failures, open_meshes, open_world, until
 
 SIZES = [1, 2, 5]
@@ -177,6 +179,14 @@ async def test_different_calls_are_an_error_at_every_rank_that_names_both() -> N
         assert await codes_of(worlds, ACTS["barrier"]) == {"collective_mismatch"}
 
 
+async def test_what_is_too_much_together_is_told_with_the_fix_for_that() -> None:
+    half = np.zeros(COLLECTIVE_BYTES_MAX // 2 + 1, np.int8)
+    async with open_world(2) as worlds:
+        for error in await failures(*(world.gather(half) for world in worlds)):
+            assert isinstance(error, CollectiveMismatch)
+            assert (error.code, error.fix) == ("collective_too_large", "bring less at once")
+
+
 async def test_a_rank_that_comes_after_a_mismatch_is_told_too() -> None:
     async with open_world(3) as worlds:
         await failures(worlds[0].all_reduce(1.0), worlds[1].all_reduce(1))
@@ -210,8 +220,10 @@ async def test_what_the_hub_cannot_compute_is_held_against_it(count: int, monkey
     def fail(*_: object) -> None:
         raise MemoryError("there is no room")
 
-    monkeypatch.setattr("forged.worker.arrays.reduce", fail)
     async with open_world(3) as worlds:
+        # What can be summed at all is tried out once.
+        await each(worlds, lambda world: world.all_reduce(np.zeros(1)))
+        monkeypatch.setattr("forged.worker.arrays.reduce", fail)
         for error in await failures(*(world.all_reduce(np.zeros(count)) for world in worlds)):
             assert isinstance(error, CollectiveAborted)
             assert (error.peer, "there is no room" in error.message) == (worlds[0].names[0], True)
@@ -364,6 +376,52 @@ async def test_a_world_of_one_leaves_the_loop_to_others_too() -> None:
         for step in range(20):
             await worlds[0].end_step(step)
         assert len(turns) == 10
+
+
+NONSENSE: dict[str, tuple[Value, ...]] = {
+    "too few": (),
+    "too many": (Value(Form.NUMBER, memoryview(b"12345678"), "<f8"),) * 3,
+    "no type": (Value(Form.ARRAY, memoryview(b"xx"), "f4,(", (1,)),) * 2,
+}
+
+
+class Nonsensical:
+    """A way to a hub that answers everything with the same."""
+
+    def __init__(self, world: World, values: tuple[Value, ...]) -> None:
+        self._world = world
+        self._values = values
+
+    def contribute(self, contribution: Contribution) -> None:
+        self._world.on_result(Result(contribution.number, self._values))
+
+    def waiting_for(self) -> str:
+        return ""
+
+    def end(self, ending: Ending) -> None:
+        self._world.on_over(ending)
+
+    async def leave(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("values", NONSENSE.values(), ids=NONSENSE)
+@pytest.mark.parametrize("act", ["gather", "broadcast", "all_gather", "all_reduce"])
+async def test_a_hub_that_answers_nonsense_is_told_so(act: str, values: tuple[Value, ...]) -> None:
+    world = World(1, 1, ["a", "b"])
+    world.side = Nonsensical(world, values)
+    root = {"gather": 1, "broadcast": 0}.get(act)
+    with pytest.raises(PeerError):
+        await (getattr(world, act)(1.0) if root is None else getattr(world, act)(1.0, root))
+
+
+async def test_a_number_that_comes_back_as_an_array_is_the_hubs_mistake() -> None:
+    world = World(1, 1, ["a", "b"])
+    world.side = Nonsensical(world, (pack_array(np.zeros(2)),))
+    with pytest.raises(PeerError):
+        await world.all_reduce(1.0)
+    with pytest.raises(PeerError):
+        await world.all_reduce(np.zeros(3), out=np.zeros(3))
 
 
 async def test_sixty_four_ranks_on_one_loop() -> None:

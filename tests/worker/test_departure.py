@@ -37,6 +37,8 @@ class Scene:
         self.is_bound = True
         self.has_daemon = True
         self.is_waited_for = False
+        self.meeting: int | None = None
+        self.broken_off: list[str] = []
         self.answers: list[bool | ForgedError] = [False]
         """What the daemon says in turn; the last answer holds on. It says nothing without one."""
         self.asked: list[str] = []
@@ -47,6 +49,8 @@ class Scene:
         ties = Ties(
             is_bound=lambda: self.is_bound,
             is_waited_for=lambda: self.is_waited_for,
+            meeting=lambda: self.meeting,
+            break_off=self._break_off,
             has_given=self._has_given,
             has_daemon=lambda: self.has_daemon,
             announce=self._ask,
@@ -83,6 +87,10 @@ class Scene:
         if isinstance(answer, ForgedError):
             raise answer
         return answer
+
+    def _break_off(self, why: str) -> None:
+        self.broken_off.append(why)
+        self.meeting = None
 
     def _has_given(self) -> bool:
         has_given, self.visits = self.visits > 0, max(0, self.visits - 1)
@@ -229,6 +237,20 @@ async def test_who_gets_no_answer_in_the_moment_of_going_waits_no_longer_than_fo
 
 
 @virtual
+async def test_who_is_interrupted_in_the_moment_of_going_has_its_daemon_still() -> None:
+    scene = Scene()
+    scene.config = ElasticTrainingConfig(leave_timeout_ms=None)
+    async with scene.told_to_go():
+        await anyio.sleep(1)
+        scene.answers = []
+        with anyio.move_on_after(1):
+            await scene.departure.leave()
+        scene.answers = [False]
+        await anyio.sleep(100)
+        assert not scene.departure.is_overdue
+
+
+@virtual
 async def test_a_daemon_that_takes_nothing_down_is_waited_for_like_one_that_is_away() -> None:
     scene = Scene()
     scene.answers = []
@@ -307,6 +329,54 @@ async def test_while_the_others_wait_for_its_step_its_time_does_not_run() -> Non
     async with task_group() as tasks:
         tasks.start_soon(end_the_step)
         assert round(await scene.drained()) == 660
+
+
+@virtual
+async def test_for_others_who_do_not_come_to_a_collective_it_waits_no_longer_and_breaks_that_off() -> None:
+    scene = Scene()
+    scene.meeting = 7
+
+    async def change() -> None:
+        while True:
+            await anyio.sleep(50)
+            scene.departure.reconsider(is_needed_anew=True)
+
+    async with task_group() as tasks:
+        tasks.start_soon(change)
+        assert round(await scene.drained()) == 60
+    assert scene.broken_off == ["the others did not come to a collective for 60 s"]
+    assert scene.departure.reason == f"the spot price; {scene.broken_off[0]}"
+
+
+@virtual
+async def test_who_has_broken_off_a_step_goes_however_long_it_takes_to_come_to_its_end() -> None:
+    scene = Scene()
+    scene.config = ElasticTrainingConfig(leave_timeout_ms=5000)
+    scene.meeting = 7
+    async with scene.told_to_go():
+        await anyio.sleep(6)
+        assert scene.broken_off
+        scene.is_waited_for = True
+        await anyio.sleep(600)
+        assert scene.departure.is_due
+
+
+@virtual
+async def test_who_comes_from_one_collective_to_the_next_or_gives_meanwhile_breaks_off_nothing() -> None:
+    scene = Scene()
+    scene.is_waited_for = True
+
+    async def step() -> None:
+        for scene.meeting in range(20):
+            await anyio.sleep(30)
+        scene.visits = round(600 / LOOK_INTERVAL_S)
+        await anyio.sleep(600)
+        scene.meeting = None
+
+    async with scene.told_to_go(), task_group() as tasks:
+        tasks.start_soon(step)
+        await anyio.sleep(1300)
+        assert (scene.broken_off, scene.departure.is_due) == ([], False)
 
 
 @virtual

@@ -20,6 +20,7 @@ from forged.retry import RetryPolicy
 from forged.worker import exchange, transfer
 from forged.worker.exchange import StateExchange
 from forged.worker.mesh import Mesh
+from forged.worker.peer_messages import HEAD_BYTES_MAX
 from forged.worker.registration import Registration
 from tests.spine import task_group
 from tests.worker.meshes import PATIENCE_S, Meshes, open_meshes
@@ -95,6 +96,15 @@ async def test_what_one_gives_the_other_becomes() -> None:
         with both.giver.offering(3):
             await both.taker.take(both.settled())
         assert both.has_arrived
+
+
+async def test_bytes_that_no_description_could_hold_are_given_too() -> None:
+    async with pair() as both:
+        both.given["optimizer"] = np.random.default_rng(1).bytes(HEAD_BYTES_MAX + 1)
+        with both.giver.offering(3):
+            await both.taker.take(both.settled())
+        assert both.has_arrived
+        assert both.taken["optimizer"] == both.given["optimizer"]
 
 
 async def test_what_changes_behind_the_offer_is_not_given() -> None:

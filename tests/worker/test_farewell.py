@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
-from forged.worker.farewell import Farewell, farewell
+from forged.worker.farewell import Farewell, Goodbye, farewell
 
 
 class Unspeakable(Exception):
@@ -53,3 +54,20 @@ def test_who_fails_says_of_what_in_one_line(error: Exception, reason: str) -> No
 @pytest.mark.parametrize("error", [ValueError("x" * 1_000_000), SystemExit("x" * 1_000_000)])
 def test_a_reason_is_short_whatever_was_raised(error: BaseException) -> None:
     assert len(farewell(error).reason) < 2_100
+
+
+async def test_what_was_said_first_is_said_until_that_was_done_once_and_again_only_in_haste() -> None:
+    said: list[tuple[Farewell, bool]] = []
+
+    async def say(last: Farewell, /, *, is_again: bool) -> None:
+        said.append((last, is_again))
+        if not is_again:
+            scope.cancel()
+            await anyio.sleep_forever()
+
+    goodbye, words = Goodbye(say), Farewell("the training is done", done=True)
+    with anyio.CancelScope() as scope:
+        await goodbye.say(words)
+    for _ in range(2):
+        await goodbye.say(Farewell("it was disconnected"))
+    assert said == [(words, False), (words, True)]

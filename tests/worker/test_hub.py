@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.errors import ForgedError, PeerError, RequestRefused
-from forged.worker.hub import NAMES_MAX, REDUCED_BYTES_MAX, Collected, Hub, receives
+from forged.worker.hub import NAMES_MAX, REDUCED_BYTES_MAX, Collected, Hub, receives, values_due
 from forged.worker.peer_messages import COLLECTIVE_BYTES_MAX, Call, Contribution, Form, Kind, Operation, Value
 
 BARRIER = Call(Kind.BARRIER)
@@ -158,6 +158,21 @@ def test_a_reduction_that_would_be_too_large_is_refused_by_whoever_comes_first(s
 )
 def test_only_who_needs_the_values_is_told_them(call: Call, expected: list[bool]) -> None:
     assert [receives(call, rank) for rank in range(3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (Call(Kind.GATHER, 1), [0, 3, 0]),
+        (Call(Kind.BROADCAST, 1), [1, 0, 1]),
+        (Call(Kind.ALL_GATHER), [3, 3, 3]),
+        (Call(Kind.ALL_REDUCE), [1, 1, 1]),
+        (BARRIER, [0, 0, 0]),
+        (Call(Kind.END_STEP), [0, 0, 0]),
+    ],
+)
+def test_every_rank_knows_how_many_values_are_its(call: Call, expected: list[int]) -> None:
+    assert [values_due(call, rank, 3) for rank in range(3)] == expected
 
 
 def test_who_is_missing_is_named_but_not_by_the_hundred() -> None:

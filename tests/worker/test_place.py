@@ -86,6 +86,19 @@ def test_a_finished_step_that_the_next_world_does_not_have_has_used_nothing() ->
     assert list(found.consumption.unspoken()) == []
 
 
+def test_the_state_is_behind_a_finished_step_also_where_that_never_counts() -> None:
+    found = place(ElasticSampler(100, 10, 1))
+    assert found.consumption is not None
+    found.consumption.enter(1, 0)
+    found.become(7)
+    found.finish_step()
+    assert (found.step, found.behind) == (7, 8)
+    found.close()
+    assert (found.step, found.behind, list(found.consumption.unspoken())) == (8, 8, [])
+    found.close()
+    assert found.step == 8
+
+
 def test_where_nobody_knows_behind_what_step_a_world_begins_the_own_one_stays() -> None:
     found = place()
     found.become(7)

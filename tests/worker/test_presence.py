@@ -123,6 +123,20 @@ async def test_a_world_that_is_lost_twice_is_told_of_once() -> None:
         assert told == Trouble(GENERATION, "w1", told.why if told else "")
 
 
+async def test_only_a_script_that_waits_for_others_can_be_let_out_of_that() -> None:
+    async with together(2) as (one, other):
+        one.begin_step()
+        one.break_off("it is to go")
+        await each([one, other], lambda presence: presence.together(lambda world: world.barrier()))
+        assert one.meeting is None
+        waits = asyncio.ensure_future(one.end_step(1))
+        await until(lambda: one.meeting is not None)
+        one.break_off("it is to go")
+        assert (await waits, one.meeting) == (False, None)
+        with pytest.raises(StepAborted, match="it is to go"):
+            await other.together(lambda world: world.barrier())
+
+
 async def test_who_leaves_in_good_order_ends_the_world_for_the_others() -> None:
     async with together(2) as (one, other):
         world = other.world

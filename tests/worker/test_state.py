@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as stnp
 
 from forged.errors import PeerError, RequestRefused, Unavailable
 from forged.worker import state as states
-from forged.worker.state import DEPTH_MAX, Arriving, Packed, copy_of, pack
+from forged.worker.peer_messages import HEAD_BYTES_MAX, PARTS_MAX
+from forged.worker.state import BYTES_IN_HEAD_MAX, DEPTH_MAX, Arriving, Packed, copy_of, pack
 
 DTYPES = (
     stnp.boolean_dtypes()
@@ -40,6 +41,7 @@ TREES = st.recursive(
     ),
     max_leaves=10,
 )
+U8 = [["|u1", [2]]]
 STATES = st.dictionaries(st.text(max_size=4), TREES, max_size=4)
 
 
@@ -71,6 +73,13 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (np.ndarray, np.generic)):
         return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
     return bool(msgspec.msgpack.encode(one) == msgspec.msgpack.encode(other))
+
+
+class Moments(NamedTuple):
+    """As many optimizers keep them."""
+
+    m: Any
+    v: Any
 
 
 class Model:
@@ -130,6 +139,62 @@ def test_slices_and_views_arrive_as_what_they_show(array: Any) -> None:
     np.testing.assert_array_equal(arrived, array)
 
 
+LONG = bytes(range(256)) * 17
+"""Longer than what a head holds."""
+
+
+class TestLongBytes:
+    @pytest.mark.parametrize("size", [0, BYTES_IN_HEAD_MAX, BYTES_IN_HEAD_MAX + 1, HEAD_BYTES_MAX + 1])
+    def test_bytes_of_any_length_come_back_as_bytes(self, size: int) -> None:
+        state = {"a": (LONG * (size // len(LONG) + 1))[:size], "b": [{"c": (bytes(size), 1)}]}
+        assert same(carried(state, {}), state)
+
+    def test_they_are_sent_from_where_they_are(self) -> None:
+        (part,) = pack({"a": LONG}).parts
+        assert np.shares_memory(np.frombuffer(part, np.uint8), np.frombuffer(LONG, np.uint8))
+
+    def test_they_are_remembered_and_brought_back(self) -> None:
+        state = {"a": LONG}
+        restore = copy_of(state)
+        state["a"] = b"else"
+        restore()
+        assert same(state, {"a": LONG})
+
+    def test_those_of_a_derived_type_arrive_as_bytes(self) -> None:
+        class Derived(bytes):
+            pass
+
+        assert same(carried({"a": Derived(LONG)}, {}), {"a": LONG})
+
+    def test_a_head_that_names_them_often_costs_their_memory_once(self) -> None:
+        arriving = Arriving(msgspec.msgpack.encode({"tree": ["d", [["a", ["l", [["b", 0]] * 100]]]], "arrays": U8}))
+        arriving.parts[0][:] = b"ab"
+        target: dict[str, Any] = {}
+        arriving.adopt(target)
+        assert target == {"a": [b"ab"] * 100}
+        assert len({id(one) for one in target["a"]}) == 1
+
+
+class TestWhatIsTooLarge:
+    def test_a_text_is_refused_with_its_place_and_size(self) -> None:
+        state = {"name": "x", "model": [{"vocabulary": "ä" * (HEAD_BYTES_MAX // 2 + 1)}]}
+        with pytest.raises(RequestRefused, match=r"state\['model'\]\[0\]\['vocabulary'\], has 16777218") as raised:
+            pack(state)
+        assert (raised.value.code, "as bytes" in raised.value.fix) == ("state_too_large", True)
+
+    def test_so_are_numbers_that_are_no_array(self) -> None:
+        with pytest.raises(RequestRefused, match="and 16777216 can travel") as raised:
+            pack({"losses": [0.5] * (HEAD_BYTES_MAX // 10)})
+        assert (raised.value.code, "as an array" in raised.value.fix) == ("state_too_large", True)
+
+    def test_more_arrays_than_can_travel_are_refused_with_their_number(self) -> None:
+        one = np.zeros(1)
+        pack({"many": [one] * PARTS_MAX})
+        with pytest.raises(RequestRefused, match=f"state has {PARTS_MAX + 1} arrays") as raised:
+            copy_of({"many": [one] * (PARTS_MAX + 1)})
+        assert (raised.value.code, raised.value.fix) == ("state_too_large", "put small arrays together")
+
+
 class TestFillingInPlace:
     def test_arrays_that_fit_are_filled_where_they_are_at_any_depth(self) -> None:
         arrays = [np.zeros(3, np.float32) for _ in range(4)]
@@ -164,6 +229,20 @@ class TestFillingInPlace:
         target = carried({"w": np.ones(3)}, {"w": fixed})
         assert target["w"] is not fixed
         assert target["w"].all()
+
+    def test_a_named_tuple_keeps_its_type_at_any_depth(self) -> None:
+        first = np.zeros(1)
+        target = {"adam": Moments(first, [Moments(0, 0)]), "other": Moments(1, 2)}
+        carried({"adam": Moments(np.ones(1), [Moments(3, 4)]), "other": (1, 2, 3)}, target)
+        assert same(target, {"adam": Moments(np.ones(1), [Moments(3, 4)]), "other": (1, 2, 3)})
+        assert target["adam"].m is first
+
+    def test_a_named_tuple_is_brought_back_as_one(self) -> None:
+        state = {"adam": Moments(np.zeros(1), 1)}
+        restore = copy_of(state)
+        state["adam"] = Moments(np.ones(1), 2)
+        restore()
+        assert same(state, {"adam": Moments(np.zeros(1), 1)})
 
     def test_keys_that_are_not_there_any_more_go_and_the_order_is_that_of_the_sender(self) -> None:
         array = np.zeros(1)
@@ -204,6 +283,9 @@ class TestStateful:
         ({"a": np.zeros(2, [("x", int)])}, "array of"),
         ({"a": np.ma.masked_array([1, 2], [True, False])}, "array of"),
         ({"a": 2**64}, "number in state is too large"),
+        ({"a": ["b", {"c": "\udc80"}]}, r"state\['a'\]\[1\]\['c'\] is a text that is not Unicode"),
+        ({"a": {"\udc80": 1}}, r"a key of state\['a'\] is a text that is not Unicode"),
+        ({"a": np.zeros(2, "V0")}, "array of"),
         ({"a": {(1, 2): 1}}, r"state\['a'\] has a tuple for a key"),
         ({np.int64(1): 1}, "state has a int64 for a key"),
     ],
@@ -238,6 +320,12 @@ def test_what_is_nested_without_end_is_refused() -> None:
         (["d", []], [["O", [1]]]),
         (["d", []], [["f8,f8", [1]]]),
         (["d", []], [["no such type", [1]]]),
+        (["d", []], [["f4,(", [1]]]),
+        (["d", []], [["(2,)f4", [1]]]),
+        (["d", []], [["V0", [1]]]),
+        (["b", 0], []),
+        (["b", "zero"], U8),
+        (["b", [0]], U8),
         (["d", []], [["<f8", [-1]]]),
         (["d", []], [["<f8", [2**62, 2**62]]]),
         (["d", []], [["<f8", ["many"]]]),

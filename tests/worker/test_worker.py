@@ -53,7 +53,7 @@ from forged.worker.mesh import Mesh
 from forged.worker.own_process import SharedProcess
 from forged.worker.passage import Passage
 from forged.worker.presence import Presence
-from forged.worker.registration import Registration
+from forged.worker.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.worker import ElasticWorker
 from tests.client.house import SOON, House
 from tests.telemetry.heard import Heard
@@ -335,6 +335,56 @@ class TestComingAndGoing:
                 await task
         said = await past(client, WorkerLeft, JobCompleted, WorkerFailed)
         assert said == [WorkerLeft("me", "the training is done"), JobCompleted(3)]
+
+    async def test_who_is_interrupted_in_its_goodbye_does_not_wait_for_a_daemon_that_is_away(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        patience: list[float] = []
+        says = asyncio.Event()
+
+        async def leave(line: Registration, reason: str, step: int, patience_s: float, **_: bool) -> None:
+            patience.append(patience_s)
+            says.set()
+            if len(patience) == 1:
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr(Registration, "leave", leave)
+        async with crew_at(house.endpoint) as crew:
+            crew.total = 3
+            (a,) = crew.start("a")
+            await says.wait()
+            assert a.task is not None
+            a.task.cancel()
+            await asyncio.wait([a.task])
+        first, *others = patience
+        assert first > LEAVE_TIMEOUT_S
+        assert [patience_s <= LEAVE_TIMEOUT_S for patience_s in others] == [True]
+
+    @pytest.mark.parametrize("is_cancelled", [True, False])
+    async def test_who_is_interrupted_while_it_registers_has_left_and_may_register_again(
+        self, is_cancelled: bool, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        join, joined = Registration.join, asyncio.Event()
+
+        async def join_slowly(line: Registration, *arguments: Any, **options: Any) -> None:
+            await join(line, *arguments, **options)
+            joined.set()
+            await asyncio.Event().wait()
+
+        worker = guest("me", config(), job=JOB)
+        async with worker.session(house.endpoint):
+            with monkeypatch.context() as patch:
+                patch.setattr(Registration, "join", join_slowly)
+                registering = asyncio.create_task(worker.register())
+                await joined.wait()
+                if not is_cancelled:
+                    await worker.leave("it was disconnected")
+                registering.cancel()
+                await asyncio.wait([registering])
+            assert await client.workers(JOB) == []
+            await worker.register()
+        reasons = [fact.reason for fact in await past(client, WorkerFailed, WorkerLeft)]
+        assert reasons == ["it was interrupted" if is_cancelled else "it was disconnected", "it was disconnected"]
 
     async def test_who_is_told_to_go_in_the_last_step_says_that_the_training_is_done(
         self, crew: Crew, client: ForgedClient
@@ -792,6 +842,72 @@ class TestLeaving:
         assert await crew.over("b") == [None]
         await crew.finish("a")
 
+    @pytest.mark.parametrize("is_needed", [False, True])
+    async def test_who_is_cancelled_while_it_saves_is_told_again(self, is_needed: bool, crew: Crew) -> None:
+        (a,) = crew.make("a")
+        saves, saved = asyncio.Event(), list[str]()
+
+        async def save(reason: str) -> None:
+            if not saves.is_set():
+                saves.set()
+                await asyncio.Event().wait()
+            saved.append(reason)
+
+        a.worker.leaving.subscribe(save)
+        async with a.worker.session(*crew.endpoints):
+            assert await a.worker.begin_step() == 0
+            a.worker.drain("the night")
+            a.state["chain"][0] = chain_behind(1)
+            await a.worker.finish_step()
+            await until(lambda: a.member.departure.is_due)
+            interrupted = asyncio.create_task(a.worker.begin_step())
+            await saves.wait()
+            interrupted.cancel()
+            await asyncio.wait([interrupted])
+            if is_needed:
+                crew.start("b")
+                await until(lambda: not a.member.departure.is_due)
+            assert await a.worker.begin_step() is None
+        assert saved == ["the night"]
+        if is_needed:
+            await crew.world_of("b")
+            assert crew["b"].places[0].step == 1
+
+    async def test_a_state_that_fails_while_it_is_saved_keeps_nobody_from_saving_it(self, crew: Crew) -> None:
+        """Another comes for it meanwhile, and has it when it can be had again."""
+
+        class Saved:
+            is_locked = False
+            chain = np.full(1, chain_behind(1))
+
+            def state_dict(self) -> dict[str, Any]:
+                if self.is_locked:
+                    asked.set()
+                    raise ValueError("it is being saved")
+                return {"chain": self.chain, "ballast": 0}
+
+            def load_state_dict(self, state: Any) -> None:
+                raise AssertionError("nobody is ahead")
+
+        asked, state = asyncio.Event(), Saved()
+
+        async def save(reason: str) -> None:
+            state.is_locked = True
+            crew.start("b")
+            await asked.wait()
+            state.is_locked = False
+
+        worker = guest("a", config(), job=JOB, state=state)
+        worker.leaving.subscribe(save)
+        async with worker.session(*crew.endpoints), asyncio.timeout(PATIENCE_S):
+            assert await worker.begin_step() == 0
+            await worker.finish_step()
+            worker.drain("the night")
+            await until(lambda: worker._member.departure.is_due)
+            assert await worker.begin_step() is None
+        await crew.world_of("b")
+        assert crew["b"].places[0].step == 1
+
     async def test_an_operator_drains_one_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
         await crew.world_of("a", "b", "c")
@@ -804,6 +920,56 @@ class TestLeaving:
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["its host is needed"]
         assert await past(client, WorkerFailed) == []
         await crew.finish("b", "c")
+
+    async def test_who_waits_in_a_step_for_one_that_does_not_come_goes_after_a_while(
+        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forged.worker.departure.LOOK_INTERVAL_S", 0.02)
+        holds, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def hold(step: int) -> None:
+            holds.set()
+            await goes_on.wait()
+
+        async with crew_at(house.endpoint, leave_timeout_ms=100) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            crew["b"].before_exchange = hold
+            await holds.wait()
+            crew["a"].worker.drain("the night")
+            assert await crew.over("a") == [None]
+            goes_on.set()
+            await crew.world_of("b")
+            await crew.finish("b")
+        (left,) = [fact for fact in await past(client, WorkerLeft) if fact.worker_id == "a"]
+        assert left.reason.startswith("the night; ")
+        assert await past(client, WorkerFailed) == []
+
+    async def test_who_goes_with_a_step_that_does_not_count_names_the_one_that_its_state_is_behind(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forged.worker.departure.LOOK_INTERVAL_S", 0.02)
+        holds, goes_on = asyncio.Event(), asyncio.Event()
+        told: list[tuple[int, int]] = []
+        async with crew_at(house.endpoint, leave_timeout_ms=100) as crew:
+            a, b = crew.start("a", "b")
+            a.worker.leaving.subscribe(lambda _: told.append((a.worker.step, a.chain)))
+            await crew.world_of("a", "b")
+            finish_step = b.worker.finish_step
+
+            async def hold() -> bool:
+                holds.set()
+                await goes_on.wait()
+                return await finish_step()
+
+            monkeypatch.setattr(b.worker, "finish_step", hold)
+            await holds.wait()
+            a.worker.drain("the night")
+            assert await crew.over("a") == [None]
+            goes_on.set()
+            ((step, chain),) = told
+            assert (step, chain) == (a.places[-1].step + 2, chain_behind(step))
+            assert a.worker.step == step, "behind the end, too"
 
     async def test_a_script_drains_itself(self, crew: Crew) -> None:
         crew.start("a", "b")
