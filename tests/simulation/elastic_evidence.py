@@ -39,7 +39,7 @@ class Evidence:
         if not trainee.alive:
             return None
         if reason.startswith("evicted: "):
-            return None if trainee.evicted else "nobody wanted it evicted"
+            return None if trainee.name in truth.evictions_wanted else "nobody wanted it evicted"
         if reason.startswith(("its process", "nobody listens")):
             return "it lives"
         if reason.startswith("it was told to go"):

@@ -400,8 +400,7 @@ class Trouble:
         request = self._random.choice(choices)
         self._world.oracle.truths[job.name].abort_wanted |= isinstance(request, AbortJob)
         if isinstance(request, EvictWorker):
-            for trainee in self._world.oracle.trainees:
-                trainee.evicted |= (trainee.job, trainee.name) == (job.name, name)
+            self._world.oracle.truths[job.name].evictions_wanted.add(name)
         await self.want(operator, request)
 
     async def _rescale(self, operator: ForgedClient, job: str) -> None:

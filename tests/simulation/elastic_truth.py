@@ -96,8 +96,6 @@ class Trainee:
     held_until: float = -math.inf
     lies: bool = False
     """Whether its heartbeats do."""
-    evicted: bool = False
-    """Whether an operator has asked for its end."""
 
     def hold(self, now: float, seconds: float) -> None:
         """Note that its script is held up for so long."""
@@ -179,6 +177,8 @@ class Truth:
     """Whether somebody whose heartbeats lie was alone in a world, so that nobody could know better."""
     waiting_since: float | None = None
     abort_wanted: bool = False
+    evictions_wanted: set[str] = field(default_factory=set)
+    """The names that somebody wanted out: the word may come late, to the next who has the name."""
     data_lost: bool = False
     """Whether shards are lost and the job is not to wait for them."""
     reason: str = ""
