@@ -52,8 +52,8 @@ from forged.messages import Fact
 
 EVIDENCE_WAIT_S = 1.0
 """How long a worker's word that it does not reach another waits for what bears it out."""
-SPOILT_PAUSE_S_MAX = 64.0
-"""For how much longer newcomers wait at most, since others have died while they were being taken in."""
+SPOILT_DOUBLED_MAX = 6
+"""How often the time is doubled, from a second on, that newcomers wait longer since others died of being taken in."""
 WISH = "an operator's wish"
 
 
@@ -187,7 +187,7 @@ class Cluster:
         if known is not None and known.incarnation != newcomer.incarnation:
             self._refuse_twin(known, now)
         if known is not None:
-            known.client, known.heard_at = newcomer.client, now.monotonic
+            known.client, known.heard_at, known.is_awaited = newcomer.client, now.monotonic, False
             self._put_member(known)
             if newcomer.connected:
                 self.returned(known.id, now)
@@ -196,7 +196,7 @@ class Cluster:
             return
         if not self.members:
             self.watch.begin_anew()
-        newcomer.seen_at = newcomer.progress_at = now.monotonic
+        newcomer.seen_at = newcomer.progress_at = newcomer.returned_at = now.monotonic
         self.lineup.enter(newcomer)
         if not newcomer.connected:
             self.watch.lose(newcomer, now.monotonic)
@@ -276,6 +276,7 @@ class Cluster:
         member = self.members.known(worker_id, incarnation)
         if member is not None:
             member.beat(now.monotonic, every_s, self.config)
+            member.is_awaited = False
             self._progress(member, step, now, marks)
             if member.is_parting != parting:
                 member.is_parting = parting
@@ -295,6 +296,7 @@ class Cluster:
         member = self.members.known(worker_id, incarnation)
         if member is not None:
             member.pulsate(now.monotonic, every_s, cpu_s)
+            member.is_awaited = False
             self._progress(member, step, now, marks)
 
     def receiving(
@@ -589,8 +591,10 @@ class Cluster:
         joining, attempt = self.lineup.joining(), self.attempt
         if attempt is None or self._hole_at is None or not self.lineup.world or not self.lineup.is_whole:
             return joining
+        left = [one for one in joining if one in attempt.added and self.members[one].seen_at <= attempt.began_at]
+        if len(left) == len(attempt.added):
+            return joining
         self._spoilt += 1
-        left = [one for one in joining if one in attempt.added]
         is_enough = self.lineup.size_with(left) >= self.config.min_workers
         return left if is_enough and self.growth_at() > now.monotonic else joining
 
@@ -624,7 +628,7 @@ class Cluster:
             return -NEVER
         # Since when nobody has joined any more.
         joined_at = max(self.members[worker].seen_at for worker in joining)
-        pause_s = min(2.0**self._spoilt, SPOILT_PAUSE_S_MAX) if self._spoilt else 0.0
+        pause_s = 2.0 ** min(self._spoilt, SPOILT_DOUBLED_MAX) if self._spoilt else 0.0
         return joined_at + self.config.stability_window_s + pause_s
 
     def _relief_at(self) -> float:

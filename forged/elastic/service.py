@@ -252,7 +252,7 @@ class ElasticService:
     async def _rest(self) -> None:
         """Sleep until something is due, or has happened."""
         await self._bus.ledger.writable()
-        due = min((cluster.due_at() for cluster in self.clusters.values()), default=NEVER)
+        due = min(map(self._due_at, self.clusters.values()), default=NEVER)
         due = -NEVER if self._remains else due
         with anyio.move_on_after(max(0.0, due - self._clock.monotonic())):
             await self._woken.wait()
@@ -260,7 +260,8 @@ class ElasticService:
     def _tick(self) -> None:
         now = self._now()
         for cluster in self.clusters.values():
-            if (cluster.due_at() <= now.monotonic or cluster.out) and not self._goes_on(cluster, now):
+            is_due = self._due_at(cluster) <= now.monotonic or (cluster.out and not self._is_left_alone(cluster))
+            if is_due and not self._goes_on(cluster, now):
                 return
         if self._remains:
             keys = list(islice(self._remains, PART_MAX))
@@ -268,23 +269,31 @@ class ElasticService:
             for key in keys:
                 del self._remains[key]
 
+    def _due_at(self, cluster: Cluster) -> float:
+        return NEVER if self._is_left_alone(cluster) else cluster.due_at()
+
+    def _is_left_alone(self, cluster: Cluster) -> bool:
+        """Whether nothing is done for it any more that nobody asks for."""
+        return self._breaks.get(cluster.job, 0) > BREAKS_MAX
+
     def _goes_on(self, cluster: Cluster, now: Moment) -> bool:
         """Do what is due in one job. Where that breaks, by a mistake in the code, all state is read anew; a job in
-        which it does so again and again is given up, and the others go on."""
+        which it does so again and again is given up and left alone, and the others go on."""
         breaks = self._breaks.get(cluster.job, 0)
         try:
             if breaks < BREAKS_MAX:
                 cluster.tick(now)
-            else:
+            elif not cluster.over:
                 cluster.abort(now, f"what decides for it broke {breaks} times in a row, which is a bug: see the log")
             self._settle(cluster)
-        except Exception as error:
-            if breaks > BREAKS_MAX:
-                raise
+        except Exception as error:  # noqa: BLE001 - one job's mistake is not to end the daemon
             self._breaks[cluster.job] = breaks + 1
             self._bus.break_off(f"job {cluster.job} in {OWNER}", error)
             return False
-        self._breaks.pop(cluster.job, None)
+        if breaks < BREAKS_MAX:
+            self._breaks.pop(cluster.job, None)
+        else:
+            self._breaks[cluster.job] = BREAKS_MAX + 1
         return True
 
     async def _probe(self, job: str, probe: Probe) -> None:
@@ -563,23 +572,31 @@ class ElasticService:
         if not cluster.out:
             # As for nearly every answer to an attempt, of which each worker gives two.
             self._wake()
-            return self._decision(cluster, reply, (), {}, [])
+            return self._decision(cluster, reply, (), {}, [], cluster.cause)
         changed, out = writes(cluster), cluster.out.take()
         cluster.known = cluster.known or bool(changed)
         for key in changed:
             self._remains.pop(key, None)
         *before, last = _parts(out.facts, changed)
+        stored_cause = cluster.cause
         for facts, keys in before:
-            self._bus.ledger.append(self._decision(cluster, None, facts, keys, out.triggers), origin=OWNER)
+            decision = self._decision(cluster, None, facts, keys, out.triggers, stored_cause)
+            self._bus.ledger.append(decision, origin=OWNER)
         self._wake()
-        return self._decision(cluster, reply, *last, out.triggers)
+        return self._decision(cluster, reply, *last, out.triggers, stored_cause)
 
     def _decision(
-        self, cluster: Cluster, reply: R, facts: tuple[Fact, ...], keys: dict[str, bytes | None], triggers: list[Fact]
+        self,
+        cluster: Cluster,
+        reply: R,
+        facts: tuple[Fact, ...],
+        keys: dict[str, bytes | None],
+        triggers: list[Fact],
+        stored_cause: int,
     ) -> Decision[R]:
-        cause, before = _cause(cluster, facts), cluster.cause
+        cause = _cause(cluster, facts)
         self._remember_causes(cluster, facts, triggers)
-        if cluster.cause != before:
+        if cluster.cause != stored_cause:
             # Behind a restart, too, what is left of the rescale follows from it.
             keys |= {key: record for key, record in anew(cluster).items() if key in keys}
         return Decision(reply, facts, keys, cluster.job, cluster.generation, cause)

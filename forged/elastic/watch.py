@@ -52,6 +52,8 @@ class Watch:
         self._lost_told: set[str] = set()
         self._probed_at: dict[str, float] = {}
         self._doubts: dict[str, _Doubt] = {}
+        self._behind_since: dict[str, float] = {}
+        """Since when others have come further than these."""
 
     def begin_anew(self) -> None:
         """Nobody was there to be looked at."""
@@ -69,7 +71,8 @@ class Watch:
     def forgive(self, now: float) -> None:
         """Nobody has listened until now: whatever speaks against anybody may be over, and its end not heard yet."""
         self._well_since = now
-        self._doubts.clear()
+        self._behind_since.clear()
+        self._doubts = {name: doubt._replace(at=now + STEADY_S) for name, doubt in self._doubts.items()}
 
     def look(
         self,
@@ -98,7 +101,7 @@ class Watch:
             if not member.is_well(lately):
                 is_needed = is_in_world or worker_id in kept
                 death = death_of(member, config, now) or overstays(member, config, now, is_needed=is_needed)
-                death = death or self._confirmed(member, now, confirmed_s)
+                death = death or self._confirmed(member, members, now, confirmed_s)
                 if death is not None:
                     yield member, death
                     continue
@@ -110,7 +113,8 @@ class Watch:
                 if worker_id not in stepping or member.is_parting or worker_id not in late:
                     # Whoever waits for others has come further than they have, and may get on from when they do.
                     member.progress_at = now
-                elif self._stalls(member, config) and config.evict_stalled and len(late) < len(world):
+                    self._behind_since.pop(worker_id, None)
+                elif self._holds_up(member, config, now, is_behind=len(late) < len(world)) and config.evict_stalled:
                     yield member, f"it lives and made no progress for {member.told_at - member.progress_at:.1f} s"
 
     def lose(self, member: Member, now: float) -> None:
@@ -120,18 +124,23 @@ class Watch:
 
     def is_steady(self, member: Member, now: float) -> bool:
         """Whether nothing but the other is to blame where this one does not reach another."""
-        since = max(member.returned_at, self._well_since)
-        return member.connected and not self.late_s(now) and now - since >= STEADY_S
+        return member.connected and now - member.returned_at >= STEADY_S
 
     def doubt(self, member: Member, reporter: str, now: float) -> None:
-        """Another does not reach one that is lost. It has a moment to come back."""
-        self._doubts.setdefault(member.id, _Doubt(reporter, now))
-        self._soon_at = min(self._soon_at, now + CONFIRMED_S)
+        """Another does not reach one that is lost. It has a moment to come back; longer, if nobody has listened."""
+        well_since = now if self.late_s(now) else self._well_since
+        doubt = self._doubts.setdefault(member.id, _Doubt(reporter, max(now, well_since + STEADY_S)))
+        self._soon_at = min(self._soon_at, doubt.at + CONFIRMED_S)
 
-    def _confirmed(self, member: Member, now: float, after_s: float) -> str | None:
+    def _confirmed(self, member: Member, members: Mapping[str, Member], now: float, after_s: float) -> str | None:
         """Why one that is lost counts as dead, because another does not reach it either; None while it does not."""
         doubt = self._doubts.get(member.id)
-        if doubt is None or member.connected:
+        if doubt is None or member.lost_at is None or _lives(member, now):
+            return None
+        reporter = members.get(doubt.reporter)
+        if reporter is None or not self.is_steady(reporter, now):
+            # It was away itself, or is.
+            del self._doubts[member.id]
             return None
         if now >= doubt.at + after_s:
             return f"neither the daemon nor {doubt.reporter} reaches it"
@@ -172,6 +181,15 @@ class Watch:
         self._lost_told.discard(member.id)
         self._probed_at.pop(member.id, None)
         self._doubts.pop(member.id, None)
+        self._behind_since.pop(member.id, None)
+
+    def _holds_up(self, member: Member, config: ElasticTrainingConfig, now: float, *, is_behind: bool) -> bool:
+        """Whether it is stalled, and others have waited for it for so long: not all are in the same long step."""
+        stalls = self._stalls(member, config)
+        if not is_behind:
+            self._behind_since.pop(member.id, None)
+            return False
+        return now - self._behind_since.setdefault(member.id, now) >= config.stall_timeout_s and stalls
 
     def _stalls(self, member: Member, config: ElasticTrainingConfig) -> bool:
         # Who is not heard may make some.
@@ -195,6 +213,12 @@ def _lost(member: Member, config: ElasticTrainingConfig, now: float) -> WorkerLo
         return WorkerLost(member.id, reason, None)
     grace_s = member.lost_at + config.reconnect_grace_s - now
     return WorkerLost(member.id, "its connection is gone", round(grace_s, 3))
+
+
+def _lives(member: Member, now: float) -> bool:
+    """Whether its pulse was heard since it is lost, and still is: it is held up."""
+    assert member.lost_at is not None
+    return member.pulse_at is not None and member.pulse_at > member.lost_at and member.has_pulse(now)
 
 
 def is_lost(member: Member) -> bool:

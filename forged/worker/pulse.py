@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -121,11 +121,13 @@ class Pulse:
         """
         if self._guard.forked or self._control < 0 or not self.alive:
             return
-        self._order(msgpack.packb(dict(words)))
-        os.close(self._control)
-        self._control = -1
-        self._guard.close()
-        _bequeathed.append(self._process)
+        # One that ends in this moment takes nothing more.
+        with suppress(OSError):
+            self._order(msgpack.packb(dict(words)))
+            os.close(self._control)
+            self._control = -1
+            self._guard.close()
+            _bequeathed.append(self._process)
 
     def _order(self, orders: bytes) -> None:
         try:

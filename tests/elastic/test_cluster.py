@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.attempt import Stage, Stop
+from forged.elastic.cluster import SPOILT_DOUBLED_MAX
 from forged.elastic.members import MARKS_PER_WORLD, PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobAborted,
@@ -2073,3 +2074,34 @@ def test_a_job_is_given_up_behind_the_step_that_was_told_last() -> None:
     play.cluster.abort(play.now, "")
     play.settle()
     assert play.last(JobAborted).step == 12
+
+
+@pytest.mark.parametrize("heard", ["its library", "its pulse"])
+def test_who_was_heard_by_this_daemon_did_not_go_before_it(heard: str) -> None:
+    play = formed("a", "b", "c", "d")
+    play.restart()
+    play.come_back("a", "d")
+    play.beat("b", "c") if heard == "its library" else play.pulse("b", "c")
+    play.wait(20.0, silent="bc")
+    assert play.cluster.phase is Phase.ABORTED
+
+
+def test_however_many_newcomers_have_died_the_next_one_is_taken_in_within_a_minute_or_so() -> None:
+    play = formed("a")
+    play.cluster._spoilt = 100_000
+    play.join("b")
+    play.wait(30.0 + 2.0**SPOILT_DOUBLED_MAX + 1.0, still=True)
+    assert play.last(RescaleStarted).added == ["b"]
+
+
+def test_an_attempt_that_its_own_world_breaks_keeps_no_newcomer_out() -> None:
+    play = formed("a", "b", use_synchronous_rescaling=False, max_workers=4)
+    for member in play.cluster.members.values():
+        member.with_data = True
+    play.join("x")
+    play.wait(31.0)
+    assert play.last(RescaleStarted).in_background
+    play.join("y")
+    play.complain("a", why="it is a bad day")
+    play.wait(0.1)
+    assert play.last(RescaleStarted).added == ["x", "y"]

@@ -1213,3 +1213,22 @@ async def test_what_breaks_once_is_done_again_with_what_the_store_holds(monkeypa
         await stage.wait(31.0)
         await stage.agree()
         assert (breaks, world(stage)) == ([], ["a", "b"])
+
+
+@virtual
+async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def breaks(cluster: Cluster, now: Moment) -> None:
+        raise ZeroDivisionError("no")
+
+    async with a_stage() as stage:
+        (a,) = await stage.form("a")
+        await a.leave(done=True, step=9)
+        stage.spine.bus.on_broken = lambda owner, error: told.append(owner)
+        monkeypatch.setattr(Cluster, "tick", breaks)
+        monkeypatch.setattr(Cluster, "due_at", lambda cluster: 0.0)
+        stage.service._wake()
+        await stage.wait(60.0)
+        assert len(told) == BREAKS_MAX
+        assert stage.service.clusters[JOB].phase is Phase.COMPLETED

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.members import PULSE_INTERVAL_S, Member
 from forged.elastic.messages import WorkerLost, WorkerReturned, WorkerStalled
@@ -79,11 +81,21 @@ def test_where_nobody_can_make_steps_nobody_stalls() -> None:
 
 
 def test_who_stalls_goes_by_policy_only() -> None:
-    waits, stalls = member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0)
-    assert look(Watch(Outbox()), waits, stalls, now=6.0) == []
-    assert look(Watch(Outbox()), waits, stalls, now=6.5, evict=True) == [
-        ("b", "it lives and made no progress for 6.0 s")
-    ], "also where the policy has changed since"
+    watch, waits, stalls = Watch(Outbox()), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0)
+    assert look(watch, waits, stalls, now=1.0) == []
+    assert look(watch, waits, stalls, now=6.0) == []
+    assert look(watch, waits, stalls, now=6.5, evict=True) == [("b", "it lives and made no progress for 6.0 s")], (
+        "also where the policy has changed since"
+    )
+
+
+def test_who_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_from_then_on() -> None:
+    watch, first, second = Watch(Outbox()), member("a", marks=2, told_at=6.0), member("b", marks=2, told_at=6.0)
+    assert look(watch, first, second, now=6.0, evict=True) == []
+    first.marks, first.progress_at = 3, 6.3
+    assert look(watch, first, second, now=6.5, evict=True) == []
+    assert look(watch, first, second, now=11.4, evict=True) == []
+    assert [name for name, _ in look(watch, first, second, now=11.5, evict=True)] == ["b"]
 
 
 def test_where_nobody_has_come_further_all_are_told_and_nobody_goes() -> None:
@@ -156,14 +168,38 @@ def lost_on(host: str, name: str) -> Member:
     return found
 
 
+def witness(name: str = "b") -> Member:
+    return member(name, told_at=9.0, progress_at=9.0)
+
+
 def test_whom_another_does_not_reach_either_has_a_moment_to_come_back() -> None:
-    watch, lost = Watch(Outbox()), lost_on("h1", "a")
+    watch, lost, other = Watch(Outbox()), lost_on("h1", "a"), witness()
     watch.doubt(lost, "b", 10.0)
     watch.doubt(lost, "c", 10.1)
     assert watch.due_at() <= 10.0 + CONFIRMED_S
-    assert look(watch, lost, now=10.1) == []
+    assert look(watch, lost, other, now=10.1) == []
     assert watch.due_at() == 10.0 + CONFIRMED_S
-    assert look(watch, lost, now=10.0 + CONFIRMED_S) == [("a", "neither the daemon nor b reaches it")]
+    assert look(watch, lost, other, now=10.0 + CONFIRMED_S) == [("a", "neither the daemon nor b reaches it")]
+
+
+def test_whose_pulse_is_heard_still_is_held_up_and_not_dead() -> None:
+    watch, lost, other = Watch(Outbox()), lost_on("h1", "a"), witness()
+    watch.doubt(lost, "b", 10.0)
+    lost.pulse_at = 10.5
+    assert look(watch, lost, other, now=10.6) == []
+    assert [name for name, _ in look(watch, lost, other, now=13.0)] == ["a"], "until it is heard no more"
+
+
+@pytest.mark.parametrize("how", ["is lost", "was lost", "is gone"])
+def test_the_word_of_one_counts_only_as_long_as_it_is_well_itself(how: str) -> None:
+    watch, lost, other = Watch(Outbox()), lost_on("h1", "a"), witness()
+    watch.doubt(lost, "b", 10.0)
+    if how != "is gone":
+        other.lost_at = 10.05
+    if how == "was lost":
+        watch.found(other, 10.1)
+    assert look(watch, lost, *([] if how == "is gone" else [other]), now=14.0) == []
+    assert look(watch, lost, witness(), now=14.1) == []
 
 
 def test_who_comes_back_in_that_moment_is_doubted_no_more() -> None:
@@ -175,11 +211,13 @@ def test_who_comes_back_in_that_moment_is_doubted_no_more() -> None:
 
 
 def test_where_several_hosts_are_lost_they_have_longer_for_that() -> None:
-    watch, one, other = Watch(Outbox()), lost_on("h1", "a"), lost_on("h2", "b")
+    watch, one, other, third = Watch(Outbox()), lost_on("h1", "a"), lost_on("h2", "b"), witness("c")
     watch.doubt(one, "c", 10.0)
-    assert look(watch, one, other, now=10.0 + CONFIRMED_AMONG_SEVERAL_S - 0.1) == []
+    assert look(watch, one, other, third, now=12.0) == []
+    third.heard_at = other.heard_at = one.heard_at = 12.9
+    assert look(watch, one, other, third, now=10.0 + CONFIRMED_AMONG_SEVERAL_S - 0.1) == []
     assert watch.due_at() == 10.0 + CONFIRMED_AMONG_SEVERAL_S
-    assert look(watch, one, other, now=10.0 + CONFIRMED_AMONG_SEVERAL_S)[0][0] == "a"
+    assert look(watch, one, other, third, now=10.0 + CONFIRMED_AMONG_SEVERAL_S)[0][0] == "a"
 
 
 def test_the_word_of_one_that_was_away_itself_a_moment_ago_proves_nothing() -> None:
@@ -194,15 +232,19 @@ def test_the_word_of_one_that_was_away_itself_a_moment_ago_proves_nothing() -> N
     assert watch.is_steady(witness, 10.3 + STEADY_S)
 
 
-def test_nor_does_any_word_while_nobody_has_listened_or_a_moment_after() -> None:
-    watch, witness, lost = Watch(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
-    look(watch, witness, lost, now=10.0)
-    watch.doubt(lost, "a", 10.0)
-    assert not watch.is_steady(witness, 14.0)
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_word_counts_later_where_nobody_has_listened(when: str) -> None:
+    watch, other, lost = Watch(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
+    look(watch, other, lost, now=10.0)
+    if when == "before":
+        watch.doubt(lost, "a", 10.0)
     watch.forgive(14.0)
-    assert look(watch, witness, lost, now=14.0) == []
-    assert not watch.is_steady(witness, 14.1)
-    assert look(watch, witness, lost, now=14.2) == []
+    other.heard_at = 14.0
+    if when == "behind":
+        watch.doubt(lost, "a", 14.0)
+    assert look(watch, other, lost, now=14.0) == []
+    assert look(watch, other, lost, now=14.0 + STEADY_S) == []
+    assert [name for name, _ in look(watch, other, lost, now=14.0 + STEADY_S + CONFIRMED_S)] == ["b"]
 
 
 def test_who_was_there_before_this_daemon_is_not_looked_for_at_once() -> None:
