@@ -196,7 +196,7 @@ class Cluster:
             return
         if not self.members:
             self.watch.begin_anew()
-        newcomer.seen_at = newcomer.progress_at = newcomer.returned_at = now.monotonic
+        newcomer.seen_at = newcomer.progress_at = now.monotonic
         self.lineup.enter(newcomer)
         if not newcomer.connected:
             self.watch.lose(newcomer, now.monotonic)

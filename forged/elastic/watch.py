@@ -24,8 +24,10 @@ LATE_S = 0.25
 PROBE_INTERVAL_S = 1.0
 AWAITED_S = 2.0
 """Who was there before this daemon has so long to come back, or to have its pulse tell why not, before it is probed."""
+DEAF_S = 1.0
+"""In so long a time in which nobody listens connections may be lost for that alone."""
 STEADY_S = 5.0
-"""For so long a worker's connection, and this process, must have been well for its word about another to count."""
+"""For so long a worker must not have been away, nor this process deaf, for its word about another to count."""
 CONFIRMED_S = 0.15
 """For so long whom neither reaches may come back."""
 CONFIRMED_AMONG_SEVERAL_S = 3.0
@@ -70,8 +72,10 @@ class Watch:
 
     def forgive(self, now: float) -> None:
         """Nobody has listened until now: whatever speaks against anybody may be over, and its end not heard yet."""
-        self._well_since = now
         self._behind_since.clear()
+        if self.late_s(now) < DEAF_S:
+            return
+        self._well_since = now
         self._doubts = {name: doubt._replace(at=now + STEADY_S) for name, doubt in self._doubts.items()}
 
     def look(
@@ -128,7 +132,7 @@ class Watch:
 
     def doubt(self, member: Member, reporter: str, now: float) -> None:
         """Another does not reach one that is lost. It has a moment to come back; longer, if nobody has listened."""
-        well_since = now if self.late_s(now) else self._well_since
+        well_since = now if self.late_s(now) >= DEAF_S else self._well_since
         doubt = self._doubts.setdefault(member.id, _Doubt(reporter, max(now, well_since + STEADY_S)))
         self._soon_at = min(self._soon_at, doubt.at + CONFIRMED_S)
 

@@ -256,3 +256,12 @@ def test_who_was_there_before_this_daemon_is_not_looked_for_at_once() -> None:
     assert out.probes == []
     look(watch, awaited, now=9.5 + AWAITED_S)
     assert [probe.worker.id for probe in out.probes] == ["a"]
+
+
+def test_a_moment_in_which_nobody_has_listened_postpones_no_word() -> None:
+    watch, other, lost = Watch(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
+    look(watch, other, lost, now=10.0)
+    now = 10.0 + SCAN_INTERVAL_S + LATE_S
+    watch.forgive(now)
+    watch.doubt(lost, "a", now)
+    assert [name for name, _ in look(watch, other, lost, now=now + CONFIRMED_S)] == ["b"]
