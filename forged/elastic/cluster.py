@@ -548,7 +548,10 @@ class Cluster:
             return ()
         if self.trains:
             return world
-        return self.attempt.waiting_for if self.attempt is not None and self.attempt.stage is Stage.PAUSING else ()
+        if self.attempt is None or self.attempt.stage is not Stage.PAUSING:
+            return ()
+        # Asked for one by one, by a thousand.
+        return frozenset(self.attempt.waiting_for)
 
     def _forgive(self, now: Moment) -> None:
         """Hold nothing against anybody that has piled up while this process did not get its turn."""

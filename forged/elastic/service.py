@@ -221,6 +221,8 @@ class ElasticService:
         for cluster, worker in self._workers_of(client):
             cluster.lost(worker, self._now())
             self._settle(cluster)
+            # Who is lost is looked at sooner than anybody was to be.
+            self._wake()
 
     def _workers_of(self, client: bytes) -> list[tuple[Cluster, str]]:
         """The workers that a client speaks for; those that it did once are forgotten."""
@@ -476,6 +478,8 @@ class ElasticService:
                 trouble=signal.trouble,
                 unreached=signal.unreached,
             )
+            if signal.unreached:
+                self._wake()
             if cluster.out:
                 self._settle(cluster)
 

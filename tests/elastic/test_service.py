@@ -51,6 +51,7 @@ from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
 from forged.elastic.records import PREFIX
 from forged.elastic.service import ATTRIBUTES_MAX, BREAKS_MAX, PART_MAX, PROBES_MAX
+from forged.elastic.watch import CONFIRMED_S
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, CreateJob, ListJobs, RemoveJob, SettingValue, ShowJob
 from forged.ledger import read_all
@@ -1232,3 +1233,15 @@ async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pyte
         await stage.wait(60.0)
         assert len(told) == BREAKS_MAX
         assert stage.service.clusters[JOB].phase is Phase.COMPLETED
+
+
+@virtual
+async def test_whom_another_does_not_reach_either_is_looked_at_as_soon_as_that_counts() -> None:
+    async with a_stage() as stage:
+        a, b, _ = await stage.form("a", "b", "c")
+        await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1, "b", "no answer"))
+        began_at = stage.spine.clock.monotonic()
+        stage.service.departed(b.client)
+        while not stage.facts(WorkerFailed):
+            await anyio.sleep(0.01)
+        assert stage.spine.clock.monotonic() - began_at < CONFIRMED_S + 0.05
