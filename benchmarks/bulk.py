@@ -24,7 +24,8 @@ from typing import NamedTuple
 import trustme
 
 from benchmarks.harness import Figure, interleaved, main
-from forged.net import bulk, tls
+from forged.net.bulk import movers
+from forged.net.transport import tls
 
 GIB = 1 << 30
 SIZE_BYTES, ROUNDS = 2 * GIB, 7
@@ -79,10 +80,10 @@ class Files(Ends):
         """The page cache belongs to no process."""
 
     def send(self, sock: socket.socket) -> None:
-        bulk.send_file(sock, self.source, 0, self.size)
+        movers.send_file(sock, self.source, 0, self.size)
 
     def receive(self, sock: socket.socket) -> None:
-        bulk.receive_into_file(sock, self.destination, 0, self.size)
+        movers.receive_into_file(sock, self.destination, 0, self.size)
 
     def send_bare(self, sock: socket.socket) -> None:
         if isinstance(sock, ssl.SSLSocket):
@@ -119,10 +120,10 @@ class Memory(Ends):
         self.destination[:: mmap.PAGESIZE].tobytes()
 
     def send(self, sock: socket.socket) -> None:
-        bulk.send_buffer(sock, self.source)
+        movers.send_buffer(sock, self.source)
 
     def receive(self, sock: socket.socket) -> None:
-        bulk.receive_into_buffer(sock, self.destination)
+        movers.receive_into_buffer(sock, self.destination)
 
     def send_bare(self, sock: socket.socket) -> None:
         sock.sendall(self.source)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import anyio
 
 from benchmarks.harness import Figure, interleaved, main
-from forged.bus import Bus
 from forged.clock import SystemClock
-from forged.journal import Journal
-from forged.ledger import Ledger
-from forged.messages import Fact, Record
-from forged.store.memory import MemoryStore
+from forged.kernel.bus import Bus
+from forged.kernel.journal import Journal
+from forged.kernel.ledger import Ledger
+from forged.kernel.messages import Fact, Record
+from forged.kernel.store.memory import MemoryStore
 
 SUBSCRIBERS = 5
 BATCH = 64

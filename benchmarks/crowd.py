@@ -33,10 +33,10 @@ from forged.elastic.messages import (
 )
 from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused
-from forged.messages import Fact, Gap, UnknownFact
-from forged.net import frames
-from forged.net.messages import SignalMessage, encode
-from forged.worker.standing import FOLLOWED
+from forged.kernel.messages import Fact, Gap, UnknownFact
+from forged.net.protocol import frames
+from forged.net.protocol.messages import SignalMessage, encode
+from forged.worker.daemon.job_view import FOLLOWED
 
 JOB = "crowd"
 HOST = "127.0.0.1"

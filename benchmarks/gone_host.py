@@ -18,7 +18,7 @@ from benchmarks.hosted import ELEMENTS, HostedCluster
 from benchmarks.hosted_trainee import JOB
 from benchmarks.hosts import why_not
 from forged.elastic.messages import WorkerFailed
-from forged.messages import Record
+from forged.kernel.messages import Record
 
 WORKERS = ("w1", "w2", "w3", "w4")
 ROUNDS = 10

@@ -16,7 +16,7 @@ import numpy as np
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.errors import ForgedError
-from forged.worker.training import join
+from forged.worker.blocking import join
 
 JOB = "hosts"
 TOKEN = "FORGED_TOKEN"

@@ -10,7 +10,7 @@ from itertools import combinations
 from random import Random
 
 from benchmarks.harness import Figure, main
-from forged.elastic.ranks import assign_ranks, moves
+from forged.elastic.rescale.ranks import assign_ranks, moves
 
 HISTORIES = 400
 CHANGES = 12

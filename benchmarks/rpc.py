@@ -25,7 +25,7 @@ import msgspec
 
 from benchmarks.harness import Figure, interleaved, main
 from forged.auth.model import Role
-from forged.messages import ANY_JOB, Request
+from forged.kernel.messages import ANY_JOB, Request
 
 TEXT = "x" * 32
 CONCURRENCIES = (1, 64)
@@ -55,7 +55,7 @@ class EchoText(Request[Echoed], frozen=True):
 
 def _serve(name: str, directory: str) -> None:
     # Each on the event loop that it has in earnest.
-    from forged.cli.serve import event_loop
+    from forged.cli.service.serve import event_loop
 
     with asyncio.Runner(loop_factory=event_loop if name == "ours" else None) as runner:
         runner.run(_SERVERS[name](directory))
@@ -68,8 +68,8 @@ async def _serve_ours(directory: str) -> None:
     from forged import daemon as composition
     from forged.clock import SystemClock
     from forged.config import Config
-    from forged.net.sockets import SystemNetwork
-    from forged.store.memory import MemoryStore
+    from forged.kernel.store.memory import MemoryStore
+    from forged.net.transport.sockets import SystemNetwork
 
     async def open_store() -> MemoryStore:
         return MemoryStore("bench")

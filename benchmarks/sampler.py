@@ -13,9 +13,9 @@ from time import perf_counter
 import numpy as np
 
 from benchmarks.harness import Figure, interleaved, main
+from forged.data.dataset import Dataset
 from forged.data.permutation import Permutation
-from forged.data.sampler import ElasticSampler
-from forged.data.shards import Dataset
+from forged.data.sampling.sampler import ElasticSampler
 
 TOTAL = 10**12
 WORST_TOTAL = 2**40 + 1

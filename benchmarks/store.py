@@ -24,14 +24,14 @@ import anyio
 
 from benchmarks.harness import Figure, interleaved, main
 from forged.auth.model import Principal, Role
-from forged.bus import Bus
 from forged.client import ForgedClient
 from forged.clock import SystemClock
 from forged.jobs.model import Job
-from forged.journal import Journal
-from forged.ledger import Ledger
-from forged.messages import Call, Decision, Fact, Nothing
-from forged.store.sqlite import SqliteStore
+from forged.kernel.bus import Bus
+from forged.kernel.journal import Journal
+from forged.kernel.ledger import Ledger
+from forged.kernel.messages import Call, Decision, Fact, Nothing
+from forged.kernel.store.sqlite import SqliteStore
 
 WRITERS = 64
 VALUE_BYTES = 256

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.worker.training import join
+from forged.worker.blocking import join
 
 CONFIG = ElasticTrainingConfig(
     stability_window_ms=100, failure_tolerance_percentage=100, max_consecutive_failures=1_000_000

@@ -31,10 +31,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from benchmarks.harness import Figure, interleaved, main
-from forged.data.directory import DirectoryShardStore
-from forged.data.plan import DataRedistributionPlan
-from forged.data.planner import DataRedistributor
-from forged.data.transfers import DataTransferManager
+from forged.data.placement.plan import DataRedistributionPlan
+from forged.data.placement.planner import DataRedistributor
+from forged.data.store.directory import DirectoryShardStore
+from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.worker.mesh import Mesh

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forged.cli.show import duration
+from forged.cli.forgectl.tables import duration
 from forged.client import EARLIEST, ForgedClient
+from forged.demo.output import GREEN, RED, Stage
 from forged.demo.processes import DaemonProcess
-from forged.demo.stage import GREEN, RED, Stage
 from forged.jobs.model import NoteAdded
-from forged.messages import Gap, Record
+from forged.kernel.messages import Gap, Record
 from forged.status.model import DaemonStarted
 
 DEADLINE_S = 60.0

@@ -8,8 +8,8 @@ from forged.errors import ConfigError, ForgedError, NotLeader, PeerError, Reques
 from forged.version import VERSION
 
 if TYPE_CHECKING:
+    from forged.worker.blocking import join
     from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
-    from forged.worker.training import join
 
 __version__ = VERSION
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Imported by who trains: `forgectl` has no use for numpy and an event loop.
     if name == "join":
-        from forged.worker.training import join
+        from forged.worker.blocking import join
 
         return join
     if name in ("JobEnded", "StepAborted", "WorkerEvicted"):

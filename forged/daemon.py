@@ -23,12 +23,11 @@ from forged.auth.access import AccessPolicy
 from forged.auth.messages import REQUESTS as TOKEN_REQUESTS
 from forged.auth.model import Role
 from forged.auth.service import TokenService
-from forged.bus import Bus
 from forged.clock import Clock
 from forged.config import Config
 from forged.config.messages import REQUESTS as CONFIG_REQUESTS
 from forged.config.service import ConfigService, SettingsPort
-from forged.data.audit_service import AuditService
+from forged.data.audit.service import AuditService
 from forged.data.messages import REQUESTS as DATA_REQUESTS
 from forged.data.service import Compute, DataService, inline
 from forged.elastic.config import require_meant
@@ -39,24 +38,25 @@ from forged.errors import ForgedError
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.jobs.service import JobService, TrainingPort
-from forged.journal import Journal
-from forged.ledger import Ledger
+from forged.kernel.bus import Bus
+from forged.kernel.journal import Journal
+from forged.kernel.ledger import Ledger
+from forged.kernel.messages import Decision, Request
+from forged.kernel.store.port import BackedUp, Store
 from forged.log import SILENT, Log
-from forged.messages import Decision, Request
-from forged.net.connection import ConnectionLimits
-from forged.net.network import Address, Network
 from forged.net.server import Server
 from forged.net.tickets import SideConnections, TicketBooth
-from forged.plugins.guard import Guard, Unguarded
-from forged.plugins.host import STOP_TIMEOUT_S, PluginHost, PluginSource
+from forged.net.transport.connection import ConnectionLimits
+from forged.net.transport.port import Address, Network
+from forged.plugins.alarm_guard import Guard, Unguarded
+from forged.plugins.host.call_limits import GRACE_S
+from forged.plugins.host.plugin import PluginLimits
+from forged.plugins.host.plugin_host import STOP_TIMEOUT_S, PluginHost, PluginSource
 from forged.plugins.model import REQUESTS as PLUGIN_REQUESTS
-from forged.plugins.plugin import PluginLimits
-from forged.plugins.turn import GRACE_S
 from forged.status.backup import BackupService
 from forged.status.model import REQUESTS as STATUS_REQUESTS
 from forged.status.model import DaemonStarted, DaemonStopping, Status
 from forged.status.service import StatusService
-from forged.store.port import BackedUp, Store
 from forged.telemetry.report import Reporter
 from forged.version import VERSION
 

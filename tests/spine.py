@@ -12,12 +12,12 @@ import anyio
 from anyio.abc import TaskGroup
 
 from forged.auth.model import Principal, Role
-from forged.bus import Bus
-from forged.journal import Journal
-from forged.ledger import Ledger
-from forged.messages import Call, Decision, Fact, Record, Request, Signal
-from forged.pending import Pending
-from forged.store.port import Store
+from forged.kernel.bus import Bus
+from forged.kernel.journal import Journal
+from forged.kernel.ledger import Ledger
+from forged.kernel.messages import Call, Decision, Fact, Record, Request, Signal
+from forged.kernel.pending import Pending
+from forged.kernel.store.port import Store
 from tests.simulation.loop import VirtualClock, run
 from tests.troubled_store import TroubledStore
 

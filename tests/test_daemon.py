@@ -17,15 +17,15 @@ from forged.config import Config
 from forged.daemon import FAREWELL_S, REQUESTS, Daemon, Ports
 from forged.errors import ConfigError, ForgedError
 from forged.jobs.model import CreateJob
-from forged.ledger import FACT_PREFIX, read_all
-from forged.messages import Call, Fact, Record, Request
-from forged.net.network import Address, ProtocolFactory
-from forged.net.sockets import SystemNetwork
-from forged.plugins.host import PluginSource
+from forged.kernel.ledger import FACT_PREFIX, read_all
+from forged.kernel.messages import Call, Fact, Record, Request
+from forged.kernel.store.port import Store, StoreCorrupt
+from forged.kernel.store.sqlite import SqliteStore
+from forged.net.transport.port import Address, ProtocolFactory
+from forged.net.transport.sockets import SystemNetwork
+from forged.plugins.host.plugin_host import PluginSource
 from forged.status.backup import NAME
 from forged.status.model import DaemonStarted
-from forged.store.port import Store, StoreCorrupt
-from forged.store.sqlite import SqliteStore
 from tests.client.house import LastingStore
 from tests.net.hand import BYE, FAILURE, REPLY, REQUEST, HandClock, HandDaemon, HandListener, HandNetwork, frame, until
 from tests.plugins.stage import source

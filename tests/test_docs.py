@@ -20,8 +20,8 @@ import msgspec
 import pytest
 
 from forged import checkpoint
-from forged.cli import forgectl
-from forged.cli.grammar import understood
+from forged.cli.forgectl import main
+from forged.cli.forgectl.parser import understood
 from forged.config import Config
 from forged.data import ShardCorrupt, ShardStore, Stamp, StoreFailed
 from forged.errors import RequestRefused
@@ -283,7 +283,7 @@ def test_every_command_that_is_written_about_exists(command: str, capsys: pytest
     words = spelt_out(command)
     # Where a text names a command without its arguments, it is the command that has to exist.
     try:
-        assert understood(words, forgectl._parsed)
+        assert understood(words, main._parsed)
     except SystemExit:
         complaint = capsys.readouterr().err
         assert "the following arguments are required" in complaint, f"{command}: {complaint}"

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from forged.errors import ForgedError
-from forged.store.memory import MemoryStore
-from forged.store.port import PAGE_ENTRIES_MAX, Change, Conflict, Entry, StoreUnavailable, Transaction
+from forged.kernel.store.memory import MemoryStore
+from forged.kernel.store.port import PAGE_ENTRIES_MAX, Change, Conflict, Entry, StoreUnavailable, Transaction
 
 
 def full() -> StoreUnavailable:
@@ -16,7 +16,7 @@ def full() -> StoreUnavailable:
 
 
 class TroubledStore:
-    """The port `forged.store.port.Store` over a `MemoryStore`, with all that can go wrong."""
+    """The port `forged.kernel.store.port.Store` over a `MemoryStore`, with all that can go wrong."""
 
     def __init__(self, memory: MemoryStore | None = None) -> None:
         self.memory = memory or MemoryStore("a history")

@@ -19,7 +19,7 @@ from forged.errors import RequestRefused
 
 if TYPE_CHECKING:
     # Only its shape is needed here: the module itself brings asyncio, which pure modules do without.
-    from forged.net.network import Peer
+    from forged.net.transport.port import Peer
 
 ROOT_UID = 0
 JOBS_SHOWN_MAX = 3

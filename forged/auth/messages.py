@@ -7,8 +7,8 @@ from typing import ClassVar
 import msgspec
 
 from forged.auth.model import Role
-from forged.messages import Fact, Request
-from forged.pages import PAGE_ENTRIES_MAX
+from forged.kernel.messages import Fact, Request
+from forged.pagination import PAGE_ENTRIES_MAX
 
 
 class TokenView(msgspec.Struct, frozen=True):

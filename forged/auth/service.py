@@ -24,14 +24,14 @@ from forged.auth.messages import (
 )
 from forged.auth.model import Principal, Token
 from forged.auth.tokens import SECRET_BYTES_MAX, SECRET_BYTES_MIN, TokenBook
-from forged.bus import Bus
 from forged.clock import Clock
 from forged.errors import RequestRefused
-from forged.ledger import read_all
-from forged.messages import Call, Decision, Record
-from forged.net.network import Peer
-from forged.pages import take_page
-from forged.store.port import Store
+from forged.kernel.bus import Bus
+from forged.kernel.ledger import read_all
+from forged.kernel.messages import Call, Decision, Record
+from forged.kernel.store.port import Store
+from forged.net.transport.port import Peer
+from forged.pagination import take_page
 
 PREFIX = "token/"
 OWNER = "auth"

@@ -21,7 +21,7 @@ import msgspec
 
 from forged.auth.model import Principal, Role, Token
 from forged.errors import ForgedError, Problem, RequestRefused, Unavailable
-from forged.pages import ascending
+from forged.pagination import ascending
 
 TOKENS_MAX = 4096
 DEAD_MAX = 1024

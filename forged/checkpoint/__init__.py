@@ -6,7 +6,6 @@ forged.checkpoint.save("checkpoints/step-100", {"model": weights, "step": 100})
 state = forged.checkpoint.load("checkpoints/step-100")
 """
 
-from forged.checkpoint.background import SaveHandle
 from forged.checkpoint.blocking import BlockingCheckpoint, load, save
 from forged.checkpoint.checkpoint import (
     CheckpointLoadResult,
@@ -15,9 +14,9 @@ from forged.checkpoint.checkpoint import (
     create_checkpoint,
 )
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.faults import FaultToleranceHandler
-from forged.checkpoint.locations import create_storage
-from forged.checkpoint.manifest import Manifest as CheckpointMetadata
+from forged.checkpoint.format.manifest import Manifest as CheckpointMetadata
+from forged.checkpoint.format.tree import LeafType
+from forged.checkpoint.loading.lazy_view import CheckpointView, view
 from forged.checkpoint.model import (
     CheckpointFormat,
     CheckpointInfo,
@@ -34,8 +33,10 @@ from forged.checkpoint.model import (
 )
 from forged.checkpoint.ports import Coordinator as DistributedCoordinator
 from forged.checkpoint.ports import Storage as CheckpointStorage
-from forged.checkpoint.tree import LeafType
-from forged.checkpoint.validator import (
+from forged.checkpoint.saving.background import SaveHandle
+from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
+from forged.checkpoint.storage.locations import create_storage
+from forged.checkpoint.verification.validator import (
     CheckpointValidator,
     CompatibilityChecker,
     Finding,
@@ -43,7 +44,6 @@ from forged.checkpoint.validator import (
     ValidationResult,
     verify,
 )
-from forged.checkpoint.views import CheckpointView, view
 from forged.retry import RetryPolicy
 
 __all__ = [

@@ -17,13 +17,11 @@ from typing import Any, Self, TypeVar
 
 import anyio
 
-from forged.checkpoint.background import SaveHandle
 from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint, of_one_save
 from forged.checkpoint.coordinators import Ranks, adapted, in_thread
 from forged.checkpoint.errors import ExceptionType
-from forged.checkpoint.faults import FaultToleranceHandler
-from forged.checkpoint.loading import load_state
-from forged.checkpoint.locations import storage_at
+from forged.checkpoint.format.tree import LeafType
+from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.model import (
     DEFAULT_TIMEOUT_S,
     CheckpointFormat,
@@ -33,9 +31,11 @@ from forged.checkpoint.model import (
     SaveOptions,
 )
 from forged.checkpoint.ports import Halt, Storage, bounded
-from forged.checkpoint.saving import save_state
-from forged.checkpoint.shelf import read_manifest
-from forged.checkpoint.tree import LeafType
+from forged.checkpoint.saving.background import SaveHandle
+from forged.checkpoint.saving.pipeline import save_state
+from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
+from forged.checkpoint.storage.listing import read_manifest
+from forged.checkpoint.storage.locations import storage_at
 
 T = TypeVar("T")
 

@@ -18,14 +18,12 @@ from typing import Any, Self
 import numpy as np
 from anyio import to_thread
 
-from forged.checkpoint import rng, shelf
-from forged.checkpoint.background import Background, SaveHandle
+from forged.checkpoint import rng
 from forged.checkpoint.coordinators import Ranks, adapted, in_thread
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
-from forged.checkpoint.faults import FaultToleranceHandler
-from forged.checkpoint.loading import Loaded, load_state
-from forged.checkpoint.locations import create_storage
-from forged.checkpoint.manifest import Fence, Manifest
+from forged.checkpoint.format.manifest import Fence, Manifest
+from forged.checkpoint.format.tree import INTEGER_MAX, LeafType
+from forged.checkpoint.loading.loader import Loaded, load_state
 from forged.checkpoint.model import (
     DEFAULT_TIMEOUT_S,
     CheckpointInfo,
@@ -37,10 +35,13 @@ from forged.checkpoint.model import (
     check_timeout,
 )
 from forged.checkpoint.ports import Halt, Storage, bounded
-from forged.checkpoint.saving import About, Saving, Work, World
-from forged.checkpoint.staging import Staging
-from forged.checkpoint.tree import INTEGER_MAX, LeafType
-from forged.checkpoint.validator import CheckpointValidator, CompatibilityChecker, IntegrityChecker
+from forged.checkpoint.saving.background import Background, SaveHandle
+from forged.checkpoint.saving.pipeline import About, Saving, Work, World
+from forged.checkpoint.saving.staging import Staging
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
+from forged.checkpoint.storage.locations import create_storage
+from forged.checkpoint.verification.validator import CheckpointValidator, CompatibilityChecker, IntegrityChecker
 from forged.log import SILENT, Log
 from forged.retry import RetryPolicy
 
@@ -231,7 +232,7 @@ class DistributedCheckpoint:
         result = None if options.skip_validation else self._validator.before_load(prefix, halt)
         manifest = None if result is None else result.manifest
         if manifest is None:
-            manifest = shelf.read_manifest(bounded(self._storage, halt), prefix)
+            manifest = listing.read_manifest(bounded(self._storage, halt), prefix)
         if result is not None:
             result.require_valid(prefix)
             if result.has_warnings:
@@ -277,8 +278,8 @@ class DistributedCheckpoint:
 
         def infos() -> list[CheckpointInfo]:
             storage = bounded(self._storage, Halt(self._timeout_s))
-            known = (manifest for _, manifest in shelf.manifests(storage))
-            found = [shelf.info_of(manifest) for manifest in known if isinstance(manifest, Manifest)]
+            known = (manifest for _, manifest in listing.manifests(storage))
+            found = [listing.info_of(manifest) for manifest in known if isinstance(manifest, Manifest)]
             return sorted(found, key=lambda info: (info.timestamp, info.prefix))
 
         return await in_thread(infos, Halt(self._timeout_s))
@@ -293,7 +294,7 @@ class DistributedCheckpoint:
             return b""
 
         async def delete(said: list[bytes]) -> bytes:
-            await in_thread(partial(shelf.delete, bounded(self._storage, halt), prefix), halt)
+            await in_thread(partial(listing.delete, bounded(self._storage, halt), prefix), halt)
             return b""
 
         await ranks.decide(come, delete)

@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import msgspec
 import numpy as np
 
-from forged.checkpoint.boxes import Box, Shape, whole
 from forged.checkpoint.errors import invalid
+from forged.checkpoint.format.boxes import Box, Shape, whole
 
 DEFAULT_TIMEOUT_S = 600.0
 COPIES_MAX = 8

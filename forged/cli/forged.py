@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forged.cli import demo, install
-from forged.cli.grammar import Misuse, understood
+from forged.cli.forgectl.parser import Misuse, understood
 from forged.cli.process import EXIT_OK, complain, run
+from forged.cli.service import demo, install
 from forged.errors import ConfigError, ForgedError
 from forged.version import VERSION
 
@@ -85,14 +85,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     # Late, so that the other commands need not wait for it.
-    from forged.cli.serve import Process
+    from forged.cli.service.serve import Process
 
     Process(options.config, _flags(options)).run()
     return EXIT_OK
 
 
 def _check_config(options: argparse.Namespace) -> int:
-    from forged.cli.check import check
+    from forged.cli.service.check_config import check
 
     check(options.config)
     print(f"{options.config} is valid")

@@ -29,9 +29,9 @@ from forged.config.messages import ConfigView, Reloaded
 from forged.elastic.messages import ClusterView, Draining, RescalePlan, Steered, WorkerView
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import Job, SettingValue
-from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
-from forged.net.connection import ConnectionLimits
-from forged.net.network import Network
+from forged.kernel.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
+from forged.net.transport.connection import ConnectionLimits
+from forged.net.transport.port import Network
 from forged.plugins.model import PluginView
 from forged.retry import RetryPolicy
 from forged.status.model import HandlerView, Status

@@ -20,19 +20,18 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
+from forged.client.answers import Servant
 from forged.client.bulk import BulkMethods
+from forged.client.connection import Link
 from forged.client.connector import Connector
-from forged.client.link import Link
-from forged.client.servant import Servant
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
 from forged.errors import ForgedError, NotLeader, RequestRefused, Unavailable
 from forged.ids import new_client_id
-from forged.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
-from forged.net import side
-from forged.net.calls import TIMEOUT_S, OutgoingCalls
-from forged.net.connection import ConnectionLimits
-from forged.net.messages import (
+from forged.kernel.messages import Fact, Fence, Gap, Record, Request, Signal, Ticket
+from forged.net.bulk import side_connection
+from forged.net.protocol.calls import TIMEOUT_S, OutgoingCalls
+from forged.net.protocol.messages import (
     Cancel,
     Credit,
     Ended,
@@ -46,8 +45,9 @@ from forged.net.messages import (
     encode,
     failure,
 )
-from forged.net.network import Address, Network
-from forged.net.tls import client_context
+from forged.net.transport.connection import ConnectionLimits
+from forged.net.transport.port import Address, Network
+from forged.net.transport.tls import client_context
 from forged.paths import client_socket
 from forged.retry import RECONNECTING, RetryPolicy
 
@@ -209,11 +209,13 @@ class ForgedClient(BulkMethods):
 
     # Side connections.
 
-    async def _use(self, ticket: Ticket, offer: side.Offer, offset: int = 0) -> None:
+    async def _use(self, ticket: Ticket, offer: side_connection.Offer, offset: int = 0) -> None:
         link = self._link
         if link is None:
             raise Unavailable("connection_lost", "there is no daemon to open a side connection to", "ask again")
-        await side.use(self._network, self._clock, self._limits, link.address, self._client, ticket, offer, offset)
+        await side_connection.use(
+            self._network, self._clock, self._limits, link.address, self._client, ticket, offer, offset
+        )
 
     # Opening and closing.
 
@@ -369,7 +371,7 @@ def _default_endpoint() -> str:
 
 def _system_network(endpoints: Iterable[Address]) -> Network:
     """The machine's network; for TLS with what `$FORGED_CA`, `$FORGED_CERTIFICATE` and `$FORGED_KEY` name."""
-    from forged.net.sockets import SystemNetwork
+    from forged.net.transport.sockets import SystemNetwork
 
     if not any(address.scheme == "tls" for address in endpoints):
         return SystemNetwork()

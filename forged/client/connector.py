@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import anyio
 
-from forged.client.link import Link
+from forged.client.connection import Link
 from forged.clock import Clock
 from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
-from forged.net.messages import Bye
-from forged.net.network import Address, Network
+from forged.net.protocol.messages import Bye
+from forged.net.transport.port import Address, Network
 from forged.retry import RetryPolicy
 
 SWEEP_INTERVAL_S = 1.0

@@ -37,7 +37,7 @@ from forged.elastic.messages import (
 )
 from forged.errors import Unavailable
 from forged.jobs.model import AddNote, ChangeJob, CreateJob, Job, ListJobs, RemoveJob, SettingValue, ShowJob
-from forged.messages import Fence, Record, Request
+from forged.kernel.messages import Fence, Record, Request
 from forged.plugins.model import DisablePlugin, EnablePlugin, ListPlugins, PluginView, RunPluginCommand
 from forged.status.model import HandlerView, ListHandlers, PingDaemon, ReadmitHandler, ReadStatus, Status, TellStory
 

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from forged.errors import ForgedError, RequestRefused, from_wire
-from forged.messages import Gap, Record
-from forged.net.messages import Credit, Ended, Facts, GapMessage, Subscribe
+from forged.kernel.messages import Gap, Record
+from forged.net.protocol.messages import Credit, Ended, Facts, GapMessage, Subscribe
 
 WINDOW_FACTS = 512
 

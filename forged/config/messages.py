@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from forged.messages import Fact, Request
+from forged.kernel.messages import Fact, Request
 
 
 class ConfigReloaded(Fact, frozen=True):

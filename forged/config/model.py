@@ -16,7 +16,7 @@ from typing import Any
 
 from forged.config.redaction import DEPTH_MAX, HIDDEN, names_secret, shown
 from forged.errors import ConfigError, Problem
-from forged.net.network import Address
+from forged.net.transport.port import Address
 
 DEFAULT_LISTEN = "127.0.0.1:7433"
 PLUGIN_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")

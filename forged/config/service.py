@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 
 import anyio
 
-from forged.bus import Bus
 from forged.config.messages import (
     ConfigRefused,
     ConfigReloaded,
@@ -25,7 +24,8 @@ from forged.config.model import DEFAULTS, Config
 from forged.config.redaction import shown
 from forged.config.reload import LIVE, plan_reload
 from forged.errors import RequestRefused, describe
-from forged.messages import Call, Decision
+from forged.kernel.bus import Bus
+from forged.kernel.messages import Call, Decision
 
 OWNER = "config"
 

@@ -1,15 +1,16 @@
 """Training data: who holds which shard, what must travel when the workers change, and which samples a step takes."""
 
-from forged.data.audit import EpochAudit, UsageLog
-from forged.data.directory import DirectoryShardStore
+from forged.data.audit.epoch_audit import EpochAudit, UsageLog
+from forged.data.dataset import Dataset
 from forged.data.model import DataShard, DataTransfer, SourceKind, TransferPace
-from forged.data.origin import DirectoryOrigin, FunctionOrigin, ShardOrigin
-from forged.data.outcome import TransferReport
-from forged.data.plan import DataRedistributionPlan
-from forged.data.planner import DataRedistributor
-from forged.data.sampler import ElasticSampler, SamplerState, SamplingMode
-from forged.data.shards import Dataset
-from forged.data.store import (
+from forged.data.placement.plan import DataRedistributionPlan
+from forged.data.placement.planner import DataRedistributor
+from forged.data.placement.validation import RedistributionReport
+from forged.data.sampling.sampler import ElasticSampler, SamplerState, SamplingMode
+from forged.data.sampling.usage import Run, Use, runs_of
+from forged.data.store.directory import DirectoryShardStore
+from forged.data.store.origin import DirectoryOrigin, FunctionOrigin, ShardOrigin
+from forged.data.store.port import (
     ArrivingShard,
     Begun,
     OpenShard,
@@ -20,9 +21,8 @@ from forged.data.store import (
     not_held,
 )
 from forged.data.training import TrainingData
-from forged.data.transfers import DataTransferManager
-from forged.data.usage import Run, Use, runs_of
-from forged.data.validation import RedistributionReport
+from forged.data.transfer.manager import DataTransferManager
+from forged.data.transfer.outcome import TransferReport
 
 __all__ = [
     "ArrivingShard",

@@ -12,9 +12,9 @@ import msgspec
 
 from forged.auth.model import Role
 from forged.data.model import Natural
-from forged.data.usage import Run
+from forged.data.sampling.usage import Run
 from forged.elastic.model import WorkerId
-from forged.messages import Fact, Nothing, Request
+from forged.kernel.messages import Fact, Nothing, Request
 
 NAMED_MAX = 20
 """So many shards are named where more may be meant."""

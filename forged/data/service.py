@@ -16,10 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from forged.bus import DAEMON, Bus
 from forged.clock import Clock
-from forged.data.custody import Custody, Ids
-from forged.data.gathering import Assignment, Draft, Finished, Gathering, Lack
 from forged.data.messages import (
     NAMED_MAX,
     CopiesDiffer,
@@ -45,7 +42,9 @@ from forged.data.messages import (
     TransferTotals,
     WorkerTransfers,
 )
-from forged.data.records import (
+from forged.data.ownership.gathering import Assignment, Draft, Finished, Gathering, Lack
+from forged.data.ownership.ownership import Custody, Ids
+from forged.data.ownership.records import (
     PREFIX,
     Restored,
     dataset_write,
@@ -69,14 +68,15 @@ from forged.elastic.messages import (
     WorkerJoined,
 )
 from forged.elastic.model import LostDataPolicy
-from forged.elastic.words import counted
 from forged.errors import PeerError, RequestRefused
 from forged.ids import check_name
 from forged.jobs.model import JobRemoved, ShowJob
-from forged.ledger import read_all
+from forged.kernel.bus import DAEMON, Bus
+from forged.kernel.ledger import read_all
+from forged.kernel.messages import Call, Decision, Fact, Nothing, Record, Request
+from forged.kernel.store.port import Store
 from forged.log import SILENT, Log
-from forged.messages import Call, Decision, Fact, Nothing, Record, Request
-from forged.store.port import Store
+from forged.phrases import counted
 
 T = TypeVar("T")
 

@@ -13,16 +13,16 @@ from typing import cast
 
 import msgspec
 
-from forged.data.bandwidth import RATE_BYTES_MIN
-from forged.data.directory import DirectoryShardStore
+from forged.data.dataset import Dataset
 from forged.data.messages import DatasetSpec
-from forged.data.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
-from forged.data.planner import check_replication
-from forged.data.sampler import ElasticSampler, SamplingMode
-from forged.data.shards import Dataset
-from forged.data.shares import check_weight
-from forged.data.store import ShardStore
-from forged.elastic.common import Common
+from forged.data.placement.planner import check_replication
+from forged.data.placement.shares import check_weight
+from forged.data.sampling.sampler import ElasticSampler, SamplingMode
+from forged.data.store.directory import DirectoryShardStore
+from forged.data.store.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
+from forged.data.store.port import ShardStore
+from forged.data.transfer.bandwidth import RATE_BYTES_MIN
+from forged.elastic.compatibility import Common
 from forged.errors import Problem, RequestRefused
 
 

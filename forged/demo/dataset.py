@@ -14,11 +14,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from forged.data.directory import DirectoryShardStore
+from forged.data.dataset import Dataset
 from forged.data.model import DataShard
-from forged.data.origin import FunctionOrigin
-from forged.data.shards import Dataset
-from forged.data.store import ShardStore
+from forged.data.store.directory import DirectoryShardStore
+from forged.data.store.origin import FunctionOrigin
+from forged.data.store.port import ShardStore
 from forged.data.training import TrainingData
 from forged.demo.learning import SAMPLES, Integers, Samples
 

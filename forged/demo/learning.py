@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forged.data.sampler import ElasticSampler
+from forged.data.sampling.sampler import ElasticSampler
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from forged.demo import leash
+from forged.demo import parent_death
 from forged.demo.train import RECORDS
 from forged.errors import ForgedError
 
@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
 
 def command(module: str, *words: str) -> Sequence[str]:
     """How a module is run that dies with this process."""
-    return leash.command(os.getpid(), [sys.executable, "-m", module, *words])
+    return parent_death.command(os.getpid(), [sys.executable, "-m", module, *words])
 
 
 class DaemonProcess:
@@ -146,7 +146,7 @@ class WorkerProcess:
 async def forgectl(socket: Path, *words: str) -> str:
     """Type a command; returns what it answers."""
     process = await asyncio.create_subprocess_exec(
-        *command("forged.cli.forgectl", "--socket", str(socket), *words),
+        *command("forged.cli.forgectl.main", "--socket", str(socket), *words),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment(),

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from forged.data.sampler import ElasticSampler
+from forged.data.sampling.sampler import ElasticSampler
+from forged.demo.checkpoints import Keeper
 from forged.demo.dataset import Reader, training_data
-from forged.demo.keeping import Keeper
 from forged.demo.learning import BATCH, LEARNING_RATE, Task, contribution, learn
 from forged.demo.records import NONE, Committed, Entered, Entry, Finished, Ready, Used, line_of
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import RedistributionType
+from forged.worker.blocking import Training, join
 from forged.worker.step import Step
-from forged.worker.training import Training, join
 
 JOB = "spirals"
 STABILITY_WINDOW_MS = 500

@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from forged.auth.model import Role
-from forged.elastic.common import Common
+from forged.elastic.compatibility import Common
 from forged.elastic.model import (
     ClusterTopology,
     GlobalTrainingState,
@@ -22,8 +22,8 @@ from forged.elastic.model import (
 )
 from forged.elastic.phases import Phase
 from forged.jobs.model import SettingValue
-from forged.messages import ANY_JOB, Fact, Fence, Nothing, Request, Signal
-from forged.pages import PAGE_ENTRIES_MAX
+from forged.kernel.messages import ANY_JOB, Fact, Fence, Nothing, Request, Signal
+from forged.pagination import PAGE_ENTRIES_MAX
 
 INCARNATION_BYTES = 16
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from forged.elastic.model import WorkerId
-from forged.messages import Fact
+from forged.kernel.messages import Fact
 
 
 class Moment(NamedTuple):

@@ -17,13 +17,13 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from forged.auth.model import Role
-from forged.bus import Bus
 from forged.clock import Clock
-from forged.elastic.attempt import RECEIVED_BYTES_MIN, Stop
-from forged.elastic.cluster import Cluster
-from forged.elastic.common import check_common
+from forged.elastic.compatibility import check_common
 from forged.elastic.config import LEARNING_RATE_MAX, require_trainable
-from forged.elastic.members import Member
+from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.records import PREFIX, anew, job_of, restored, writes
+from forged.elastic.failure_detector.detector import NEVER
+from forged.elastic.membership.member import Member
 from forged.elastic.messages import (
     INCARNATION_BYTES,
     AbortJob,
@@ -73,15 +73,15 @@ from forged.elastic.messages import (
 from forged.elastic.model import ClusterTopology, WorkerId, check_worker
 from forged.elastic.outbox import Moment, Probe
 from forged.elastic.phases import Phase
-from forged.elastic.records import PREFIX, anew, job_of, restored, writes
-from forged.elastic.views import cluster_view, drain_remarks, plan, steered, worker_view
-from forged.elastic.watch import NEVER
+from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Stop
+from forged.elastic.status.views import cluster_view, drain_remarks, plan, steered, worker_view
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, JobChanged, JobRemoved
-from forged.ledger import read_all
-from forged.messages import Call, Decision, Fact, Fence, Nothing, Record
-from forged.pages import ascending, take_page
-from forged.store.port import Store
+from forged.kernel.bus import Bus
+from forged.kernel.ledger import read_all
+from forged.kernel.messages import Call, Decision, Fact, Fence, Nothing, Record
+from forged.kernel.store.port import Store
+from forged.pagination import ascending, take_page
 
 R = TypeVar("R")
 

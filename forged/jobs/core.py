@@ -27,8 +27,8 @@ from forged.jobs.model import (
     RemoveJob,
     SettingValue,
 )
-from forged.messages import Decision, Fact, Fence, Nothing
-from forged.pages import ascending
+from forged.kernel.messages import Decision, Fact, Fence, Nothing
+from forged.pagination import ascending
 
 PREFIX = "job/"
 FLOOR_KEY = "jobs/floor"

@@ -7,8 +7,8 @@ from typing import ClassVar
 import msgspec
 
 from forged.auth.model import Role
-from forged.messages import ANY_JOB, Fact, Fence, Nothing, Request
-from forged.pages import PAGE_ENTRIES_MAX
+from forged.kernel.messages import ANY_JOB, Fact, Fence, Nothing, Request
+from forged.pagination import PAGE_ENTRIES_MAX
 
 SettingValue = str | int | float | bool | None
 

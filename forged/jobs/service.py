@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from forged.bus import Bus
 from forged.clock import Clock
 from forged.errors import RequestRefused
 from forged.jobs.core import FLOOR_KEY, PREFIX, JobBook
@@ -20,10 +19,11 @@ from forged.jobs.model import (
     SettingValue,
     ShowJob,
 )
-from forged.ledger import read_all
-from forged.messages import Call, Decision, Fence, Nothing
-from forged.pages import take_page
-from forged.store.port import Store
+from forged.kernel.bus import Bus
+from forged.kernel.ledger import read_all
+from forged.kernel.messages import Call, Decision, Fence, Nothing
+from forged.kernel.store.port import Store
+from forged.pagination import take_page
 
 OWNER = "jobs"
 

@@ -15,17 +15,17 @@ from dataclasses import replace
 import anyio
 
 from forged.auth.model import Principal
-from forged.bus import Bus
 from forged.clock import Clock
 from forged.errors import PeerError, Unavailable
-from forged.flood import Flood
-from forged.journal import Journal
+from forged.kernel.bus import Bus
+from forged.kernel.journal import Journal
+from forged.kernel.messages import Record
 from forged.log import SILENT, Log
-from forged.messages import Record
-from forged.net.connection import ConnectionLimits
-from forged.net.messages import Bye, Hello
-from forged.net.network import Address, Listener, Network, Peer
+from forged.net.protocol.messages import Bye, Hello
 from forged.net.session import House, Session
+from forged.net.transport.connection import ConnectionLimits
+from forged.net.transport.port import Address, Listener, Network, Peer
+from forged.rate_limit import Flood
 
 CONNECTIONS_MAX = 4096
 UNIX_RESERVE = 16

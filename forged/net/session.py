@@ -18,17 +18,16 @@ import msgspec
 
 from forged.auth.access import authorise
 from forged.auth.model import Principal, Role
-from forged.bus import Bus
 from forged.clock import Clock
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
-from forged.flood import Flood
 from forged.ids import CLIENT_ID_BYTES
-from forged.journal import Journal
+from forged.kernel.bus import Bus
+from forged.kernel.journal import Journal
+from forged.kernel.messages import ANY_JOB, REQUESTS, SIGNALS, Call, Fence, Request
+from forged.kernel.pending import Pending
 from forged.log import Log
-from forged.messages import ANY_JOB, REQUESTS, SIGNALS, Call, Fence, Request
-from forged.net.calls import TIMEOUT_S, OutgoingCalls
-from forged.net.connection import Connection, ConnectionLimits
-from forged.net.messages import (
+from forged.net.protocol.calls import TIMEOUT_S, OutgoingCalls
+from forged.net.protocol.messages import (
     VERSION_MAX,
     VERSION_MIN,
     Bye,
@@ -47,9 +46,10 @@ from forged.net.messages import (
     ending,
     failure,
 )
-from forged.net.network import Peer
-from forged.net.streams import OutgoingStreams
-from forged.pending import Pending
+from forged.net.protocol.streams import OutgoingStreams
+from forged.net.transport.connection import Connection, ConnectionLimits
+from forged.net.transport.port import Peer
+from forged.rate_limit import Flood
 from forged.version import VERSION
 
 R = TypeVar("R")

@@ -16,12 +16,12 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from forged.clock import Clock
 from forged.errors import ForgedError, PeerError, Unavailable
-from forged.messages import Ticket
-from forged.net import bulk
-from forged.net.detach import detach
-from forged.net.messages import VERSION_MAX, Hello
+from forged.kernel.messages import Ticket
+from forged.net.bulk import movers
+from forged.net.bulk.detach import detach
+from forged.net.bulk.side_connection import Offer, move_when_told
+from forged.net.protocol.messages import VERSION_MAX, Hello
 from forged.net.session import Session
-from forged.net.side import Offer, move_when_told
 
 TICKET_BYTES = 16
 TICKET_TTL_S = 30.0
@@ -115,7 +115,7 @@ class SideConnections:
         try:
             sock = await detach(transport)
             with sock:
-                await bulk.run(partial(move_when_told, offer, offset), sock)
+                await movers.run(partial(move_when_told, offer, offset), sock)
         except ForgedError:
             return  # the other end has a name for it, and the ticket is gone: who wants the rest asks again
         except Exception as error:  # noqa: BLE001 - our mistake over one side connection must not reach the others

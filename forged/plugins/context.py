@@ -19,15 +19,15 @@ import msgspec
 from forged.auth.model import Role
 from forged.clock import Clock
 from forged.errors import ConfigError, Problem
+from forged.kernel.messages import FACTS, Fact, Gap, Record, Request, Signal
 from forged.log import Log
-from forged.messages import FACTS, Fact, Gap, Record, Request, Signal
 from forged.plugins.model import NAME
 
 if TYPE_CHECKING:
     # Only their shapes are needed here, and clients that import this package do without the bus.
-    from forged.bus.follower import Follower, TellGap
-    from forged.bus.requests import RequestHandler, Wrapper
-    from forged.bus.signals import SignalHandler
+    from forged.kernel.bus.follower import Follower, TellGap
+    from forged.kernel.bus.requests import RequestHandler, Wrapper
+    from forged.kernel.bus.signals import SignalHandler
 
 R = TypeVar("R")
 S = TypeVar("S", bound=msgspec.Struct)

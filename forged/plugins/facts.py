@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from forged.errors import RequestRefused, describe
-from forged.messages import Decision, Fact
+from forged.kernel.messages import Decision, Fact
 
 FACTS_MAX = 64
 """Facts that become true together."""

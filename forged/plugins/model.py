@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from forged.auth.model import Role
-from forged.messages import ANY_JOB, Fact, Nothing, Request
+from forged.kernel.messages import ANY_JOB, Fact, Nothing, Request
 
 API_VERSION = 1
 """What a plugin says that it was written for."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from forged.errors import PeerError
-from forged.messages import Record
+from forged.kernel.messages import Record
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 

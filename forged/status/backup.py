@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from forged.bus import Bus
 from forged.errors import RequestRefused, Unavailable
-from forged.messages import Call, Ticket
-from forged.net.side import Offer, offer_file
+from forged.kernel.bus import Bus
+from forged.kernel.messages import Call, Ticket
+from forged.net.bulk.side_connection import Offer, offer_file
 from forged.net.tickets import TicketBooth
 from forged.status.model import BackUp
 

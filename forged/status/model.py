@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from forged.auth.model import Role
-from forged.messages import ANY_JOB, Fact, Nothing, Request, Ticket
+from forged.kernel.messages import ANY_JOB, Fact, Nothing, Request, Ticket
 
 
 class DaemonStarted(Fact, frozen=True):

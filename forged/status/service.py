@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from forged.auth.model import Principal, Role
-from forged.bus import Bus
-from forged.bus.statistics import HandlerStatistics
 from forged.errors import RequestRefused
-from forged.journal import Journal
-from forged.messages import Call, Decision, Nothing, Record
+from forged.kernel.bus import Bus
+from forged.kernel.bus.statistics import HandlerStatistics
+from forged.kernel.journal import Journal
+from forged.kernel.messages import Call, Decision, Nothing, Record
 from forged.status.model import (
     HandlerView,
     ListHandlers,

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from forged.config import Config
 from forged.errors import ConfigError
-from forged.net.network import Address, Listener, Peer, ProtocolFactory
-from forged.net.sockets import IP_FAMILIES, SystemNetwork
-from forged.systemd.doors import InheritedDoor, divide
+from forged.net.transport.port import Address, Listener, Peer, ProtocolFactory
+from forged.net.transport.sockets import IP_FAMILIES, SystemNetwork
 from forged.systemd.environment import Environment, nonsense, take, whole_number
+from forged.systemd.listeners import InheritedDoor, divide
 
 FIRST_DESCRIPTOR = 3
 SOCKETS_MAX = 64

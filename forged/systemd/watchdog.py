@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import anyio
 
-from forged.bus import DAEMON, Bus
 from forged.errors import ForgedError
+from forged.kernel.bus import DAEMON, Bus
+from forged.kernel.messages import Call
 from forged.log import SILENT, Log
-from forged.messages import Call
 from forged.status.model import PingDaemon
 from forged.systemd.environment import Environment, take, whole_number
 from forged.systemd.notify import Notifier

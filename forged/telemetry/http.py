@@ -21,16 +21,16 @@ from aiohttp.typedefs import Handler
 
 from forged.auth.access import authorise
 from forged.auth.model import Principal, Role
-from forged.bus import Bus
 from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
-from forged.ledger import Ledger
-from forged.net.network import Address, Peer
+from forged.kernel.bus import Bus
+from forged.kernel.ledger import Ledger
 from forged.net.server import Server
+from forged.net.transport.port import Address, Peer
 from forged.plugins.model import PluginView
 from forged.status.model import PingDaemon
 from forged.telemetry.exposition import Exposition
+from forged.telemetry.http_connections import Visitors
 from forged.telemetry.metrics import DaemonCollector
-from forged.telemetry.visitors import Visitors
 
 HEALTH_TIMEOUT_S = 2.0
 SWEEP_INTERVAL_S = 1.0

@@ -19,9 +19,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from forged.bus import Bus
-from forged.bus.statistics import EXPONENT_MAX, EXPONENT_MIN, HandlerStatistics, Latency
-from forged.ledger import Ledger
+from forged.kernel.bus import Bus
+from forged.kernel.bus.statistics import EXPONENT_MAX, EXPONENT_MIN, HandlerStatistics, Latency
+from forged.kernel.ledger import Ledger
 from forged.net.server import Server
 from forged.plugins.model import PluginState, PluginView
 from forged.version import VERSION

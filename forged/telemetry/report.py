@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import anyio
 
-from forged.bus import Bus
 from forged.clock import Clock
 from forged.errors import ForgedError, describe
-from forged.flood import Flood
-from forged.ledger import Ledger
+from forged.kernel.bus import Bus
+from forged.kernel.ledger import Ledger
+from forged.kernel.messages import FACTS, Fact, Record
 from forged.log import LEVELS, Log
-from forged.messages import FACTS, Fact, Record
-from forged.telemetry.foreign import Complaints, adopted
+from forged.rate_limit import Flood
+from forged.telemetry.library_logs import Complaints, adopted
 
 FACTS_PER_S_MAX = 100.0
 LOOK_INTERVAL_S = 1.0

@@ -19,22 +19,22 @@ from anyio.abc import TaskGroup
 
 from forged import retry
 from forged.clock import Clock, SystemClock
-from forged.data.store import ShardStore
+from forged.data.store.port import ShardStore
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.log import SILENT, Log
-from forged.net.connection import ConnectionLimits
-from forged.net.network import Address, Listener, Network
-from forged.net.sockets import SystemNetwork
+from forged.net.transport.connection import ConnectionLimits
+from forged.net.transport.port import Address, Listener, Network
+from forged.net.transport.sockets import SystemNetwork
 from forged.retry import RetryPolicy
-from forged.worker import peer_messages
-from forged.worker.carriers import Carrier, SocketCarrier
-from forged.worker.collectives import ABORTED, World
-from forged.worker.peer import PEER_LIMITS, AcceptedLink, DialledLink, PeerLink, Receiver, dial
-from forged.worker.peer_messages import NONCE_BYTES, Answer, PeerMessage, Purpose
-from forged.worker.shards import ShardDesk, ShardVisit, ShardVisits
-from forged.worker.sides import HubSide, MemberSide
-from forged.worker.transfer import Into, StateDesk, StateFetch
+from forged.worker.collectives.endpoints import HubSide, MemberSide
+from forged.worker.collectives.world import ABORTED, World
+from forged.worker.data.shard_connections import ShardDesk, ShardVisit, ShardVisits
+from forged.worker.state_transfer.transfer import Into, StateDesk, StateFetch
+from forged.worker.transport import peer_messages
+from forged.worker.transport.bulk_channel import Carrier, SocketCarrier
+from forged.worker.transport.peer_link import PEER_LIMITS, AcceptedLink, DialledLink, PeerLink, Receiver, dial
+from forged.worker.transport.peer_messages import NONCE_BYTES, Answer, PeerMessage, Purpose
 
 __all__ = ["Mesh", "World"]
 

@@ -13,13 +13,13 @@ import anyio
 
 from forged.clock import Clock
 from forged.data.messages import ReportUsage, UsageTaken
-from forged.data.usage import Run
+from forged.data.sampling.usage import Run
 from forged.elastic.model import ClusterTopology
 from forged.errors import ForgedError
 from forged.log import Log
-from forged.worker.consumption import Consumption
-from forged.worker.place import Place
-from forged.worker.registration import Registration
+from forged.worker.daemon.registration import Registration
+from forged.worker.data.sample_usage import Consumption
+from forged.worker.rescale.progress import Place
 
 INTERVAL_S = 1.0
 """How often the first rank tells."""

@@ -18,12 +18,12 @@ import msgspec
 
 from forged.client.client import ForgedClient
 from forged.clock import Clock, SystemClock
-from forged.data.outcome import TransferReport
-from forged.data.plan import DataRedistributionPlan
-from forged.data.sampler import ElasticSampler
-from forged.data.shards import Indices
+from forged.data.dataset import Indices
+from forged.data.placement.plan import DataRedistributionPlan
+from forged.data.sampling.sampler import ElasticSampler
 from forged.data.training import TrainingData, check_same_samples
-from forged.data.transfers import DataTransferManager
+from forged.data.transfer.manager import DataTransferManager
+from forged.data.transfer.outcome import TransferReport
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     INCARNATION_BYTES,
@@ -39,28 +39,28 @@ from forged.elastic.model import (
 )
 from forged.errors import RequestRefused
 from forged.log import Log
-from forged.net.network import Network
+from forged.net.transport.port import Network
 from forged.retry import REJOINING
-from forged.worker import amounts
-from forged.worker.carriers import Carrier
-from forged.worker.collectives import World
-from forged.worker.counters import Counters
+from forged.worker import arguments
+from forged.worker.collectives.world import World
+from forged.worker.daemon.goodbye import farewell
+from forged.worker.daemon.job_view import Standing
+from forged.worker.drain.withdrawal import Parting
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event
-from forged.worker.farewell import farewell
-from forged.worker.membership import Membership, Profile, Session, Whereabouts
 from forged.worker.mesh import Mesh
-from forged.worker.own_host import own_host
-from forged.worker.own_process import OwnProcess, WorkerProcess
-from forged.worker.parting import Parting
-from forged.worker.passage import Passage
-from forged.worker.peer_tls import PeerTls
-from forged.worker.place import Place
-from forged.worker.presence import Presence
+from forged.worker.process.counters import Counters
+from forged.worker.process.own_host import own_host
+from forged.worker.process.sigterm import TOLD
+from forged.worker.process.worker_process import OwnProcess, WorkerProcess
+from forged.worker.rescale.current_world import Presence
+from forged.worker.rescale.progress import Place
+from forged.worker.rescale.rescaler import Passage
 from forged.worker.script_log import SCRIPT_LOG
-from forged.worker.standing import Standing
+from forged.worker.session import Membership, Profile, Session, Whereabouts
 from forged.worker.step import Step
-from forged.worker.termination import TOLD
+from forged.worker.transport.bulk_channel import Carrier
+from forged.worker.transport.peer_tls import PeerTls
 
 R = TypeVar("R")
 
@@ -135,7 +135,7 @@ class ElasticWorker:
             job=job,
             settings=None if config is None else config.to_settings(),
             attributes=dict(attributes or {}),
-            local_world_size=amounts.count("local_world_size", local_world_size, at_least=1),
+            local_world_size=arguments.count("local_world_size", local_world_size, at_least=1),
             data=data,
             sampler=sampler,
             process=self.process,
@@ -294,13 +294,13 @@ class ElasticWorker:
 
         Between two worlds nobody takes back what was committed: the daemon has been told that it counts.
         """
-        epoch, step = amounts.count("epoch", epoch), amounts.count("step", step)
+        epoch, step = arguments.count("epoch", epoch), arguments.count("step", step)
         goes_back = self._place.holds_state and step < self.step
         if goes_back or (step != self.step and self._presence.world is not None):
             raise RequestRefused(
                 "step_counted", f"{self.step} steps are committed, and not {step}", "leave the counting to the steps"
             )
-        self._place.learning_rate = amounts.rate("learning_rate", learning_rate)
+        self._place.learning_rate = arguments.rate("learning_rate", learning_rate)
         self._place.epoch, self._place.step = epoch, step
 
     # Coming and going.

@@ -8,7 +8,7 @@ from forged.auth.access import AccessPolicy, authorise, identify
 from forged.auth.model import Principal, Role
 from forged.auth.tokens import TokenBook
 from forged.errors import RequestRefused
-from forged.net.network import Peer
+from forged.net.transport.port import Peer
 
 NOW = 1000.0
 DAEMON_UID = 990

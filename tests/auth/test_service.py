@@ -20,9 +20,9 @@ from forged.auth.model import Principal, Role
 from forged.auth.service import PREFIX, TokenService
 from forged.auth.tokens import JOB_CHARS_MAX, JOBS_PER_TOKEN_MAX, SECRET_BYTES_MAX, SECRET_BYTES_MIN, spell
 from forged.errors import RequestRefused, Unavailable
-from forged.messages import Call
-from forged.net.network import Peer
-from forged.pages import PAGE_BYTES_MAX
+from forged.kernel.messages import Call
+from forged.net.transport.port import Peer
+from forged.pagination import PAGE_BYTES_MAX
 from tests.spine import Spine, call, running, virtual
 from tests.troubled_store import TroubledStore, full
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from forged.checkpoint.files import CREATE, UNNAMED, Found, directory_of
+from forged.checkpoint.storage.files import CREATE, UNNAMED, Found, directory_of
 
 SECTOR_BYTES = 512
 PAGE = 4096

@@ -15,17 +15,18 @@ from unittest.mock import patch
 
 import numpy as np
 
-from forged.checkpoint import conversion, shelf
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.faults import FaultToleranceHandler
-from forged.checkpoint.files import Files
-from forged.checkpoint.loading import load_state
-from forged.checkpoint.local import LocalStorage
-from forged.checkpoint.manifest import TOMBSTONE
+from forged.checkpoint.export import conversion
+from forged.checkpoint.format.manifest import TOMBSTONE
+from forged.checkpoint.format.tree import flatten
+from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.model import CheckpointFormat, PerRank, SaveOptions, ShardedArray
 from forged.checkpoint.ports import Storage
-from forged.checkpoint.tree import flatten
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
+from forged.checkpoint.storage.files import Files
+from forged.checkpoint.storage.local import LocalStorage
 from forged.retry import RetryPolicy
 from tests.checkpoint.disk import ROOT, WRITTEN_AT, Image, MemoryFiles
 from tests.checkpoint.together import Rank, all_ranks
@@ -95,7 +96,7 @@ class Finder:
         """The checkpoints on a disk, with the version of each."""
         storage = LocalStorage(AT, files=MemoryFiles(image))
         found = {}
-        for prefix in shelf.prefixes(storage):
+        for prefix in listing.prefixes(storage):
             lead = f"{AT}/{prefix}"
             key = tuple((path, data) for path, data in sorted(image.files.items()) if path.startswith(lead))
             if key not in self._seen:
@@ -126,7 +127,7 @@ class Finder:
 
 def load_all(storage: Storage, prefix: str) -> list[Any]:
     """The states of all ranks."""
-    manifest = shelf.read_manifest(storage, prefix)
+    manifest = listing.read_manifest(storage, prefix)
     world_size = manifest.world_size
     return [
         load_state(storage, manifest, rank=rank, world_size=world_size, threads=1).state["model"]
@@ -149,10 +150,10 @@ def same(found: Any, saved: Any) -> bool:
 
 def clear_away(storage: Storage) -> None:
     """Finish deletions that were interrupted, and delete what is left of saves."""
-    for prefix in shelf.tombstones(storage):
-        shelf.bury(storage, prefix)
-    for prefix in shelf.unfinished(storage):
-        shelf.clear(storage, prefix)
+    for prefix in listing.tombstones(storage):
+        listing.bury(storage, prefix)
+    for prefix in listing.unfinished(storage):
+        listing.clear(storage, prefix)
 
 
 class History:

@@ -12,9 +12,11 @@ from unittest.mock import patch
 import numpy as np
 from hypothesis import strategies as st
 
-from forged.checkpoint import boxes, fetching, image, plan, reading
-from forged.checkpoint.boxes import Box, Shape, whole
-from forged.checkpoint.dtypes import dtype_of
+from forged.checkpoint.format import boxes
+from forged.checkpoint.format.boxes import Box, Shape, whole
+from forged.checkpoint.format.dtypes import dtype_of
+from forged.checkpoint.loading import fetching, read_plan
+from forged.checkpoint.saving import image, plan
 
 Array = np.ndarray[Any, Any]
 
@@ -35,9 +37,9 @@ def small_chunks(chunk_bytes: int, block_bytes: int, small_bytes: int) -> Iterat
         patch.object(image, "CHUNK_BYTES_MIN", chunk_bytes),
         patch.object(image, "SMALL_BYTES", small_bytes),
         patch.object(plan, "UNCUT_BYTES_MAX", chunk_bytes),
-        patch.object(reading, "READ_BYTES_MAX", block_bytes),
+        patch.object(read_plan, "READ_BYTES_MAX", block_bytes),
         patch.object(fetching, "READ_BYTES_MAX", block_bytes),
-        patch.object(reading, "SMALL_BYTES_MAX", small_bytes),
+        patch.object(read_plan, "SMALL_BYTES_MAX", small_bytes),
         patch.object(fetching, "SMALL_BYTES_MAX", small_bytes),
     ):
         yield

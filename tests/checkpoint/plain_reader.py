@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from forged.checkpoint.dtypes import dtype_of
-from forged.checkpoint.manifest import Manifest, Part, Piece, digests_of, pieces
-from forged.checkpoint.packing import unpack_into
+from forged.checkpoint.format.compression import unpack_into
+from forged.checkpoint.format.dtypes import dtype_of
+from forged.checkpoint.format.manifest import Manifest, Part, Piece, digests_of, pieces
+from forged.checkpoint.format.tree import unflatten
 from forged.checkpoint.ports import Storage
-from forged.checkpoint.shelf import read_manifest
-from forged.checkpoint.tree import unflatten
+from forged.checkpoint.storage.listing import read_manifest
 from tests.checkpoint.sameness import require_same
 
 Array = np.ndarray[Any, Any]

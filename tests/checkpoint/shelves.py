@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted, storage_error
-from forged.checkpoint.names import check_name
+from forged.checkpoint.format.names import check_name
 from forged.checkpoint.ports import BLOCK_BYTES, Entry, Halt, Reader, Source
 
 

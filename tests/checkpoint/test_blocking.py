@@ -27,7 +27,7 @@ from forged.checkpoint import (
     SaveOptions,
     ShardedArray,
 )
-from forged.checkpoint.local import LocalStorage
+from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.plain_reader import same, state_of
 from tests.checkpoint.shelves import MemoryStorage
 from tests.checkpoint.test_coordinators import Threads
@@ -176,7 +176,7 @@ INTERRUPTED = """
 import os, signal, sys, threading, numpy as np
 import forged.checkpoint
 from forged.checkpoint import blocking
-from forged.checkpoint.local import LocalStorage
+from forged.checkpoint.storage.local import LocalStorage
 
 class Slow(LocalStorage):
     def write(self, name, source, halt):

@@ -32,11 +32,11 @@ from forged.checkpoint import (
     StorageOptions,
     coordinators,
     create_checkpoint,
-    shelf,
 )
-from forged.checkpoint.local import LocalStorage
-from forged.checkpoint.manifest import SUFFIX, TOMBSTONE, Fence
+from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE, Fence
 from forged.checkpoint.ports import Storage
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.faulty import Fault, Faulty, broken, on
 from tests.checkpoint.group import Member, group
 from tests.checkpoint.plain_reader import same, state_of
@@ -196,10 +196,10 @@ async def test_memory_that_was_prepared_is_all_that_is_needed(
     one = checkpoint(storage)
     await one.prepare(Model(1), Model(2), SaveOptions("a"))
     assert storage.files == {}
-    monkeypatch.setattr("forged.checkpoint.staging.new_memory", lambda size: pytest.fail("it was not prepared"))
+    monkeypatch.setattr("forged.checkpoint.saving.staging.new_memory", lambda size: pytest.fail("it was not prepared"))
     await one.save_async(Model(1), Model(2), SaveOptions("a"))
     await one.close()
-    assert shelf.prefixes(storage) == ["a"]
+    assert listing.prefixes(storage) == ["a"]
 
 
 # What is refused.
@@ -289,7 +289,7 @@ def test_a_path_is_no_storage(storage: Any) -> None:
 async def test_what_is_damaged_is_never_loaded(storage: MemoryStorage, skip: bool) -> None:
     one = checkpoint(storage)
     await one.save({"w": np.arange(1000)}, options=SaveOptions("a", include_rng_state=False))
-    (part,) = shelf.read_manifest(storage, "a").parts
+    (part,) = listing.read_manifest(storage, "a").parts
     storage.damage(part.file, part.size - 1)
     with pytest.raises(CheckpointException) as caught:
         await one.load(options=LoadOptions("a", skip_validation=skip))
@@ -322,7 +322,7 @@ async def test_a_bad_file_of_which_there_is_a_copy_does_no_harm(
         return await checkpoint(storage, one).save({"w": np.arange(1 << 16)}, options=options)
 
     assert await group(2, save) == ["a", "a"]
-    spoil(storage, shelf.read_manifest(storage, "a").parts[number].file)
+    spoil(storage, listing.read_manifest(storage, "a").parts[number].file)
     mine = {"w": np.zeros(1 << 16, int)}
     await checkpoint(storage).load(mine, options=LoadOptions("a", skip_validation=skip))
     assert same(mine, {"w": np.arange(1 << 16)})
@@ -345,7 +345,7 @@ async def test_what_a_checker_finds_refuses_the_load_though_a_bad_file_does_not(
 async def test_a_file_that_is_gone_is_missed(storage: MemoryStorage, skip: bool) -> None:
     one = checkpoint(storage)
     await one.save(Model(), options=SaveOptions("a"))
-    (part,) = shelf.read_manifest(storage, "a").parts
+    (part,) = listing.read_manifest(storage, "a").parts
     del storage.files[part.file]
     with pytest.raises(CheckpointException) as caught:
         await one.load(Model(), options=LoadOptions("a", skip_validation=skip))
@@ -592,7 +592,7 @@ async def test_what_is_known_of_the_run_is_written_down(storage: MemoryStorage) 
         generation, step, job = 7, 41, "run"
 
     await checkpoint(storage, Worker(Together(1), 0, {})).save({}, options=SaveOptions("a"))
-    manifest = shelf.read_manifest(storage, "a")
+    manifest = listing.read_manifest(storage, "a")
     assert (manifest.job, manifest.step) == ("run", 41)
     assert manifest.fence is not None
     assert manifest.fence.generation == 7
@@ -607,7 +607,7 @@ async def test_what_is_no_number_is_not_written_down_as_one(storage: MemoryStora
 
     one = checkpoint(storage, Worker(Together(1), 0, {}))
     await one.save({"w": np.arange(3)}, options=SaveOptions("a"))
-    manifest = shelf.read_manifest(storage, "a")
+    manifest = listing.read_manifest(storage, "a")
     assert (manifest.step, manifest.fence) == (None, Fence(0, 7))
     assert manifest.job == (said if isinstance(said, str) else "")
 
@@ -617,7 +617,7 @@ async def test_the_term_is_written_down_where_it_is_known(storage: MemoryStorage
         generation, step, term = np.int64(7), np.int32(41), 3
 
     await checkpoint(storage, Worker(Together(1), 0, {})).save({}, options=SaveOptions("a"))
-    manifest = shelf.read_manifest(storage, "a")
+    manifest = listing.read_manifest(storage, "a")
     assert (manifest.step, manifest.fence) == (41, Fence(3, 7))
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from forged.checkpoint import shelf
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.faults import FaultToleranceHandler
 from forged.checkpoint.ports import Halt, Reader, Remote, Storage
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.retry import RetryPolicy
 from tests.checkpoint.faulty import Fault, Faulty, broken
 from tests.checkpoint.shelves import MemoryStorage
@@ -173,7 +173,7 @@ def test_the_rest_is_as_the_storage_says(memory: MemoryStorage) -> None:
 
 
 def test_rolling_back_clears_what_has_no_manifest(memory: MemoryStorage) -> None:
-    part = shelf.part_name("run", "0a1b2c3d", 0, 1, is_packed=False)
+    part = listing.part_name("run", "0a1b2c3d", 0, 1, is_packed=False)
     memory.files[part] = b"half"
     assert FaultToleranceHandler(memory).rollback("run") == [part]
     assert memory.files == {"there": b"data"}

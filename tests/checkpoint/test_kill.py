@@ -17,9 +17,9 @@ from typing import IO
 import pytest
 
 import forged
-from forged.checkpoint import shelf
-from forged.checkpoint.local import LocalStorage
 from forged.checkpoint.ports import Storage
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.history import Expectation, clear_away, load_all, same
 from tests.checkpoint.victims import saved_state
 
@@ -95,7 +95,7 @@ def test_kill_9_loses_nothing_and_leaves_nothing_half_there(victims: Victims, tm
 def _check(storage: Storage, expected: Expectation) -> None:
     """What is there is what may be; and as nothing but a process has died, it is so from now on."""
     found = {}
-    for prefix in shelf.prefixes(storage):
+    for prefix in listing.prefixes(storage):
         [state] = load_all(storage, prefix)
         found[prefix] = version = int(state["step"])
         assert same(state, saved_state(version)), f"{prefix} is not what was saved"
@@ -107,7 +107,7 @@ def _check(storage: Storage, expected: Expectation) -> None:
 
 def _nothing_stays(directory: Path, storage: Storage) -> None:
     """When all are deleted, and what the dead have left is cleared away, the directory is empty again."""
-    for prefix in shelf.prefixes(storage):
-        shelf.delete(storage, prefix)
+    for prefix in listing.prefixes(storage):
+        listing.delete(storage, prefix)
     clear_away(storage)
     assert list(directory.iterdir()) == []

@@ -24,7 +24,7 @@ from forged.checkpoint import (
     ShardedArray,
     WhenBusy,
 )
-from forged.checkpoint.boxes import Box
+from forged.checkpoint.format.boxes import Box
 
 VALUES = {
     CheckpointFormat: {"single_file", "multi_shard", "consolidated"},

@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from forged.checkpoint import filling, local, shelf, tree
-from forged.checkpoint.fetching import _Fetching
-from forged.checkpoint.files import UNNAMED, Files, directory_of
-from forged.checkpoint.filling import write_whole
-from forged.checkpoint.local import LocalStorage
-from forged.checkpoint.manifest import SUFFIX, TOMBSTONE, Manifest, decode
+from forged.checkpoint.format import tree
+from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE, Manifest, decode
+from forged.checkpoint.format.tree import _Flattening
+from forged.checkpoint.loading.fetching import _Fetching
 from forged.checkpoint.model import PerRank
 from forged.checkpoint.ports import Storage
-from forged.checkpoint.saving import Saving
-from forged.checkpoint.tree import _Flattening
+from forged.checkpoint.saving.pipeline import Saving
+from forged.checkpoint.storage import direct_write, listing, local
+from forged.checkpoint.storage.direct_write import write_whole
+from forged.checkpoint.storage.files import UNNAMED, Files, directory_of
+from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.disk import ROOT
 from tests.checkpoint.trials import (
     DELETE,
@@ -82,7 +83,7 @@ def parts_are_not_synced(patch: pytest.MonkeyPatch) -> None:
     def hasty(act: Any, *args: Any) -> Any:
         return None if _is_sync(act) else act(*args)
 
-    patch.setattr(filling, "patiently", hasty)
+    patch.setattr(direct_write, "patiently", hasty)
     patch.setattr(local, "write_whole", _write_and_sync)
 
 
@@ -167,7 +168,7 @@ def failed_syncs_are_tried_again(patch: pytest.MonkeyPatch) -> None:
         except OSError:
             return act(*args)
 
-    patch.setattr(filling, "patiently", stubborn)
+    patch.setattr(direct_write, "patiently", stubborn)
 
 
 def failed_syncs_are_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -180,7 +181,7 @@ def failed_syncs_are_forgotten(patch: pytest.MonkeyPatch) -> None:
             if not _is_sync(act):
                 raise
 
-    patch.setattr(filling, "patiently", forgetful)
+    patch.setattr(direct_write, "patiently", forgetful)
 
 
 def failed_syncs_of_directories_are_tried_again(patch: pytest.MonkeyPatch) -> None:
@@ -230,10 +231,10 @@ def files_are_deleted_before_the_tombstone_stands(patch: pytest.MonkeyPatch) -> 
     """What a manifest names goes first, and the manifest then."""
 
     def delete(storage: Storage, prefix: str) -> None:
-        storage.delete(shelf.files_of(shelf.read_manifest(storage, prefix)))
+        storage.delete(listing.files_of(listing.read_manifest(storage, prefix)))
         storage.delete([prefix + SUFFIX])
 
-    patch.setattr(shelf, "delete", delete)
+    patch.setattr(listing, "delete", delete)
 
 
 def parts_are_deleted_while_the_manifest_may_stand(patch: pytest.MonkeyPatch) -> None:
@@ -274,7 +275,7 @@ def manifests_are_believed(patch: pytest.MonkeyPatch) -> None:
         body, _, tail = data.rpartition(b',"checksum":"')
         return decode(body + b',"checksum":"' + xxhash.xxh3_128_hexdigest(body).encode() + tail[32:], path)
 
-    patch.setattr(shelf, "decode", credulous)
+    patch.setattr(listing, "decode", credulous)
 
 
 def _is_sync(act: Any) -> bool:

@@ -10,8 +10,8 @@ import pytest
 
 from forged.checkpoint import rng
 from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.format.tree import flatten, unflatten
 from forged.checkpoint.model import PerRank
-from forged.checkpoint.tree import flatten, unflatten
 
 
 def through_a_checkpoint(state: PerRank) -> Any:

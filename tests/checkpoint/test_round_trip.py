@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forged.checkpoint.boxes import Box
 from forged.checkpoint.checkpoint import DistributedCheckpoint
+from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, LoadOptions, SaveOptions, ShardedArray
-from forged.checkpoint.validator import CheckpointValidator
+from forged.checkpoint.verification.validator import CheckpointValidator
 from tests.checkpoint.layouts import DTYPES, SHAPES, Array, array_of, bits, part_of, partitions, small_chunks, strided
 from tests.checkpoint.shelves import MemoryStorage
 from tests.checkpoint.together import Rank, all_ranks

@@ -12,9 +12,9 @@ import pytest
 from obstore.store import MemoryStore
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.local import LocalStorage
-from forged.checkpoint.objects import ObjectStorage
 from forged.checkpoint.ports import BLOCK_BYTES, Halt, Source, Storage
+from forged.checkpoint.storage.local import LocalStorage
+from forged.checkpoint.storage.objects import ObjectStorage
 from tests.checkpoint.shelves import MemoryStorage
 from tests.checkpoint.sources import SIZES, Failing, Given, Lying, pattern
 

@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 
 import forged.checkpoint
-from forged.checkpoint import BlockingCheckpoint, DistributedCheckpoint, LoadOptions, SaveOptions, ShardedArray, shelf
+from forged.checkpoint import BlockingCheckpoint, DistributedCheckpoint, LoadOptions, SaveOptions, ShardedArray
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.local import LocalStorage
 from forged.checkpoint.ports import Halt, Source
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.local import LocalStorage
+from forged.worker.blocking import Training
 from forged.worker.errors import StepAborted
-from forged.worker.training import Training
 from tests.checkpoint.plain_reader import same, state_of
 from tests.checkpoint.shelves import MemoryStorage
 from tests.client.conftest import house, neighbour
 from tests.client.house import House
 from tests.client.neighbour import Neighbour
 from tests.worker.crew import JOB, Crew, Trainer, config, crew_at
-from tests.worker.test_training import Scripts
+from tests.worker.test_blocking import Scripts
 
 __all__ = ["house", "neighbour"]
 
@@ -104,7 +105,7 @@ async def test_workers_save_over_their_collectives(crew: Crew) -> None:
         state = state_of(storage, prefix)["model"]
         assert same(state["rows"], whole())
         assert same(state["copied"], whole())
-        manifest = shelf.read_manifest(storage, prefix)
+        manifest = listing.read_manifest(storage, prefix)
         assert (manifest.world_size, manifest.step) == (3, state["step"])
         assert manifest.fence is not None
         assert manifest.fence.generation == crew["a"].worker.generation
@@ -165,7 +166,7 @@ async def test_a_worker_that_is_lost_while_all_write_aborts_the_step_and_the_sav
         first, second = saving.outcomes[name]
         assert isinstance(first, StepAborted)
         assert second == "w2"
-    assert shelf.prefixes(storage) == ["w2"]
+    assert listing.prefixes(storage) == ["w2"]
     assert same(state_of(storage, "w2")["model"], {"rows": whole()})
     await crew.finish(*left)
 
@@ -197,7 +198,7 @@ def test_scripts_save_and_load_together(scripts: Scripts, tmp_path: Path) -> Non
     assert [future.result(60) for future in started] == [3, 3, 3]
     storage = LocalStorage(tmp_path / "checkpoints")
     assert same(state_of(storage, "at-three")["copied"], whole())
-    assert shelf.read_manifest(storage, "at-three").world_size == 3
+    assert listing.read_manifest(storage, "at-three").world_size == 3
 
 
 def test_a_script_saves_in_the_background_while_it_trains(scripts: Scripts, tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_a_script_saves_in_the_background_while_it_trains(scripts: Scripts, tmp_
     storage = LocalStorage(tmp_path / "c")
     for number in (0, 3, 6):
         assert same(state_of(storage, f"c{number}")["model"], {"rows": whole(number)})
-        manifest = shelf.read_manifest(storage, f"c{number}")
+        manifest = listing.read_manifest(storage, f"c{number}")
         assert (manifest.job, manifest.step, manifest.world_size) == (JOB, number, 2)
         assert manifest.fence is not None
         assert manifest.fence.term > 0

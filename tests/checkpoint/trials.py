@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.local import LocalStorage
+from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.disk import Image, MemoryFiles, Platter
 from tests.checkpoint.history import (
     AT,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from forged.checkpoint.files import Files
+from forged.checkpoint.storage.files import Files
 from tests.checkpoint.disk import MemoryFiles
 
 Act = Callable[..., Any]

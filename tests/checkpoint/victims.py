@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from forged.checkpoint import shelf
 from forged.checkpoint.checkpoint import DistributedCheckpoint
-from forged.checkpoint.conversion import How, convert
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.local import LocalStorage
+from forged.checkpoint.export.conversion import How, convert
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.history import clear_away, load_all, state
 
 STDOUT = 1
@@ -53,7 +53,7 @@ class Saver:
             if self._random.random() < 0.7:
                 clear_away(self._storage)
             while True:
-                there = shelf.prefixes(self._storage)
+                there = listing.prefixes(self._storage)
                 prefix = self._random.choice(PREFIXES)
                 if prefix in there:
                     await self._delete(checkpoint, prefix)

@@ -18,8 +18,8 @@ from typing import Self
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from forged.checkpoint.objects import ObjectStorage
-from forged.demo.leash import command
+from forged.checkpoint.storage.objects import ObjectStorage
+from forged.demo.parent_death import command
 
 ACCESS_KEY, SECRET_KEY = "AKIAFORGED", "not-a-secret"
 STARTS_WITHIN_S = 60.0

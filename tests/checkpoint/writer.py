@@ -11,15 +11,15 @@ from typing import Any
 
 import xxhash
 
-from forged.checkpoint.boxes import Box, chunks, grid_of, whole
-from forged.checkpoint.dtypes import name_of
-from forged.checkpoint.manifest import Manifest, Part, Tensors, boxes_once, encode
+from forged.checkpoint.format.boxes import Box, chunks, grid_of, whole
+from forged.checkpoint.format.compression import pack
+from forged.checkpoint.format.dtypes import name_of
+from forged.checkpoint.format.manifest import Manifest, Part, Tensors, boxes_once, encode
+from forged.checkpoint.format.safetensors import Entry, header_of
+from forged.checkpoint.format.states import States
+from forged.checkpoint.format.tree import Leaf, LeafType, flatten, renumbered
 from forged.checkpoint.model import CompressionLevel
-from forged.checkpoint.packing import pack
 from forged.checkpoint.ports import Storage
-from forged.checkpoint.safetensors import Entry, header_of
-from forged.checkpoint.states import States
-from forged.checkpoint.tree import Leaf, LeafType, flatten, renumbered
 
 
 def write_checkpoint(

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from forged.cli import forgectl
+from forged.cli.forgectl import main
 from tests.client.fake import FakeDaemon, Guest
 from tests.client.neighbour import LoopThread
 
@@ -59,7 +59,7 @@ class Pretender:
 
     def run(self, line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
         """Have `forgectl` ask it; returns its exit code, output and complaints."""
-        code = forgectl.main(["--socket", str(self.path), *shlex.split(line)])
+        code = main.main(["--socket", str(self.path), *shlex.split(line)])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -71,7 +71,7 @@ class Pretender:
 
     def command(self, line: str) -> list[str]:
         """A process that asks it."""
-        return [sys.executable, "-m", "forged.cli.forgectl", "--socket", str(self.path), *shlex.split(line)]
+        return [sys.executable, "-m", "forged.cli.forgectl.main", "--socket", str(self.path), *shlex.split(line)]
 
     def _answer(self, number: int, acknowledged: int, method: str, fields: Any) -> list[Any]:
         self.asked.append((method, fields))

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from forged.cli import forgectl
+from forged.cli.forgectl import main
 from forged.cli.process import complain, plain
 from forged.errors import ConfigError, ForgedError, PeerError, Problem, RequestRefused, Unavailable
-from forged.line import wire
+from forged.plain_client import connection
 from tests.cli.pretender import Pretender, Refusal, pretending
 
 MANY = [[number, 0.0, "NoteAdded", "a", 0, 0, "me", {"text": "x" * 100}] for number in range(1, 2001)]
@@ -44,7 +44,7 @@ def shell(daemon: Pretender) -> Shell:
     """Runs a line of bash in which `$ctl` asks the daemon; the status of a pipe is that of its first part."""
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
-        program = f'ctl() {{ {shlex.quote(sys.executable)} -m forged.cli.forgectl "$@"; }}; {line}'
+        program = f'ctl() {{ {shlex.quote(sys.executable)} -m forged.cli.forgectl.main "$@"; }}; {line}'
         environment = os.environ | {"FORGED_SOCKET": str(daemon.path)}
         # What is ignored stays so in children, and whoever runs tests in the background has interrupts ignored.
         return subprocess.run(
@@ -164,12 +164,12 @@ class TestOutput:
     def test_who_follows_notices_that_nobody_reads_although_there_is_nothing_to_write(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(wire, "PING_AFTER_S", 0.05)
+        monkeypatch.setattr(connection, "PING_AFTER_S", 0.05)
         reader, writer = os.pipe()
         with pretending(tmp_path) as quiet, open(writer, "w") as pipe:  # noqa: PTH123 - not a path
             monkeypatch.setattr(sys, "stdout", pipe)
             os.close(reader)
-            assert forgectl.main(["--socket", str(quiet.path), "events", "--follow"]) == 0
+            assert main.main(["--socket", str(quiet.path), "events", "--follow"]) == 0
 
 
 class TestComplaints:

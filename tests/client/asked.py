@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from forged.auth.model import Role
-from forged.messages import ANY_JOB, Request, Signal
+from forged.kernel.messages import ANY_JOB, Request, Signal
 
 
 class Ponder(Request[str], frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
 
-from forged.net.messages import Hello, Message, Welcome, decode, encode
+from forged.net.protocol.messages import Hello, Message, Welcome, decode, encode
 from tests.client.door import Door
 
 WELCOME = Welcome(

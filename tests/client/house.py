@@ -12,10 +12,10 @@ from typing import Any
 from forged.clock import SystemClock
 from forged.config import Config
 from forged.daemon import Daemon, Ports
-from forged.net.sockets import SystemNetwork
+from forged.kernel.store.memory import MemoryStore
+from forged.kernel.store.port import Store
+from forged.net.transport.sockets import SystemNetwork
 from forged.retry import RetryPolicy
-from forged.store.memory import MemoryStore
-from forged.store.port import Store
 
 SOON = RetryPolicy(attempts=None, delay_s=0.005, exponential=True, delay_max_s=0.05, jitter=0.5)
 """For clients in tests: knocks often, because the daemon comes back within milliseconds."""

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from forged.client import BlockingClient
 from forged.daemon import Daemon
-from forged.messages import Call
+from forged.kernel.messages import Call
 from tests.client.asked import Ponder, Whisper
 from tests.client.house import SOON, House, config_in
 

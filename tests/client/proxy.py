@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from forged.net.messages import decode
+from forged.net.protocol.messages import decode
 from tests.client.door import Door
 
 Way = Literal["up", "down"]

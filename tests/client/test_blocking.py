@@ -16,8 +16,8 @@ from forged.client import BlockingClient, ForgedClient
 from forged.client.blocking import ClientOptions
 from forged.client.client import EARLIEST
 from forged.client.methods import WISH
-from forged.data import custody
 from forged.data.messages import OwnersPage
+from forged.data.ownership import ownership
 from forged.elastic.messages import (
     JobAborted,
     JobPaused,
@@ -31,8 +31,8 @@ from forged.elastic.model import WorkerId, WorkerStatus
 from forged.elastic.phases import Phase
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import JobCreated, NoteAdded
-from forged.messages import Record
-from forged.pages import PAGE_ENTRIES_MAX
+from forged.kernel.messages import Record
+from forged.pagination import PAGE_ENTRIES_MAX
 from forged.status.model import PingDaemon
 from tests.client.asked import Ponder, Whisper
 from tests.client.neighbour import Neighbour
@@ -217,7 +217,7 @@ class TestTrainingData:
                 ask("idle")
 
     def test_owners_on_many_pages_are_whole(self, client: BlockingClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(custody, "PAGE_SHARDS_MAX", 2)
+        monkeypatch.setattr(ownership, "PAGE_SHARDS_MAX", 2)
         assert client.shard_owners("run") == ["w0"] * SHARDS
 
     def test_owners_that_change_between_two_pages_are_to_be_asked_for_again(
@@ -225,11 +225,11 @@ class TestTrainingData:
     ) -> None:
         pages = iter([(1, True), (2, False)])
 
-        def page(self: custody.Custody, after: int) -> OwnersPage:
+        def page(self: ownership.Custody, after: int) -> OwnersPage:
             generation, more = next(pages)
             return OwnersPage(generation, self.assignment.workers, bytes(4), more)
 
-        monkeypatch.setattr(custody.Custody, "owners_page", page)
+        monkeypatch.setattr(ownership.Custody, "owners_page", page)
         with pytest.raises(Unavailable, match="other owners"):
             client.shard_owners("run")
 

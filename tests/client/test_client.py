@@ -16,10 +16,10 @@ from forged.client.client import REQUESTS_WAITING_MAX, ForgedClient
 from forged.daemon import Daemon
 from forged.errors import ConfigError, NotLeader, RequestRefused, Unavailable
 from forged.jobs.model import AddNote, Job, NoteAdded
-from forged.messages import Call, Record
-from forged.net.connection import ConnectionLimits
-from forged.net.messages import Bye, Reply, RequestMessage
-from forged.net.sockets import SystemNetwork
+from forged.kernel.messages import Call, Record
+from forged.net.protocol.messages import Bye, Reply, RequestMessage
+from forged.net.transport.connection import ConnectionLimits
+from forged.net.transport.sockets import SystemNetwork
 from forged.paths import client_socket
 from forged.status.model import DaemonStarted, HandlerView, ReadStatus, Status
 from tests.client.asked import Ponder, Whisper

@@ -20,7 +20,7 @@ import pytest
 
 from forged.client.loop_thread import LoopThread
 from forged.errors import RequestRefused, Unavailable
-from tests.worker.test_forks import in_a_child
+from tests.worker.process.test_forks import in_a_child
 
 PATIENCE_S = 20.0
 ROUNDS = 300

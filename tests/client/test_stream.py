@@ -15,8 +15,8 @@ from forged.client.client import EARLIEST
 from forged.client.stream import WINDOW_FACTS, FactStream
 from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import JobCreated, NoteAdded
-from forged.messages import Fact, Gap, Record
-from forged.net.messages import Credit, Ended, Facts, GapMessage, Subscribe, Unsubscribe
+from forged.kernel.messages import Fact, Gap, Record
+from forged.net.protocol.messages import Credit, Ended, Facts, GapMessage, Subscribe, Unsubscribe
 from tests.client.house import House, LastingStore, config_in
 from tests.client.proxy import Proxy
 from tests.client.test_client import client_of

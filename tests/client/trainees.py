@@ -21,7 +21,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.model import WorkerId
 from forged.jobs.model import SettingValue
-from forged.messages import Record
+from forged.kernel.messages import Record
 
 LEARNING_RATE, BATCH = 0.1, 64
 SAMPLES, SHARDS, SAMPLE_BYTES = 100, 5, 8

@@ -14,7 +14,7 @@ from forged.config import Config, load
 from forged.config.lines import key_lines
 from forged.config.model import CHOICES, RANGES
 from forged.config.reload import LIVE
-from forged.net.network import Address
+from forged.net.transport.port import Address
 from tests.config.files import HOME, NOTHING, USER
 
 ROOT = Path(__file__).parents[2]

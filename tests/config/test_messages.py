@@ -14,7 +14,7 @@ from forged.config.messages import (
     Setting,
     ShowConfig,
 )
-from forged.messages import Request
+from forged.kernel.messages import Request
 
 
 @pytest.mark.parametrize("request_type", REQUESTS)

@@ -23,7 +23,7 @@ from forged.config.model import Config
 from forged.config.redaction import HIDDEN
 from forged.config.service import ConfigService, SettingsPort
 from forged.errors import ConfigError, Problem, RequestRefused, Unavailable
-from forged.messages import Call, Decision
+from forged.kernel.messages import Call, Decision
 from tests.spine import Added, Spine, call, running, virtual
 from tests.troubled_store import TroubledStore, full
 

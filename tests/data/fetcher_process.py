@@ -6,8 +6,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from forged.data.directory import DirectoryShardStore
-from forged.data.transfers import DataTransferManager
+from forged.data.store.directory import DirectoryShardStore
+from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.model import WorkerId
 from forged.worker.mesh import Mesh
 from tests.data.wards import shard

@@ -9,16 +9,16 @@ from typing import Any
 import anyio
 import numpy as np
 
-from forged.data.audit_service import AuditService
+from forged.data.audit.service import AuditService
 from forged.data.messages import REQUESTS as DATA_REQUESTS
 from forged.data.messages import DatasetSpec, OfferShards, OfferTaken, ReadTransfers, ReportShards, TransferPart
-from forged.data.records import PREFIX
+from forged.data.ownership.records import PREFIX
 from forged.data.service import DataService, inline
 from forged.elastic.messages import REQUESTS, Receiving, RescaleCompleted
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
-from forged.ledger import read_all
-from forged.messages import Call
-from forged.store.port import Store
+from forged.kernel.ledger import read_all
+from forged.kernel.messages import Call
+from forged.kernel.store.port import Store
 from tests.elastic.play import JOB
 from tests.elastic.stage import Stage
 from tests.spine import OPERATOR, Spine, running

@@ -26,6 +26,6 @@ def test_every_public_name_says_what_it_is() -> None:
 
 def test_who_does_not_plan_does_not_import_it() -> None:
     program = (
-        "import forged, forged.cli.forgectl, sys; sys.exit('forged.data' in sys.modules or 'numpy' in sys.modules)"
+        "import forged, forged.cli.forgectl.main, sys; sys.exit('forged.data' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forged.data.directory import DirectoryShardStore
+from forged.data.store.directory import DirectoryShardStore
 from tests.data.wards import Middle, filling, open_ward
 from tests.worker.meshes import PATIENCE_S, until
 

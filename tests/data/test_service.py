@@ -10,9 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from forged.data import doubts
-from forged.data.custody import SHARDS_LOST
-from forged.data.gathering import Draft
 from forged.data.messages import (
     CopiesDiffer,
     CorruptShardFound,
@@ -30,6 +27,9 @@ from forged.data.messages import (
     TransfersCompleted,
     TransfersPlanned,
 )
+from forged.data.ownership import suspect_copies
+from forged.data.ownership.gathering import Draft
+from forged.data.ownership.ownership import SHARDS_LOST
 from forged.elastic.messages import (
     AbortJob,
     AnnounceLeave,
@@ -48,8 +48,8 @@ from forged.elastic.messages import (
 )
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import CreateJob, RemoveJob
-from forged.messages import Call, Decision, Record
-from forged.store.port import Transaction
+from forged.kernel.messages import Call, Decision, Record
+from forged.kernel.store.port import Transaction
 from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
 from tests.elastic.play import JOB
 from tests.spine import OPERATOR, virtual
@@ -709,7 +709,7 @@ class TestProgress:
     async def test_of_bad_copies_may_be_too_much_to_be_remembered_which_is_said(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(doubts, "DOUBTED_MAX", 1)
+        monkeypatch.setattr(suspect_copies, "DOUBTED_MAX", 1)
         log = Heard()
         async with a_data_stage() as stage:
             stage.data._log = log

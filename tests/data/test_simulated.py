@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 import anyio
 import pytest
 
-from forged.data.bandwidth import RATE_BYTES_MIN
-from forged.data.memory import MemoryShardStore
 from forged.data.model import DataShard
-from forged.data.origin import ORIGIN_TIMEOUT_S
-from forged.data.outcome import TransferProgress, TransferReport
-from forged.data.schedule import Wanted
-from forged.data.transfers import DataTransferManager
+from forged.data.store.memory import MemoryShardStore
+from forged.data.store.origin import ORIGIN_TIMEOUT_S
+from forged.data.transfer.bandwidth import RATE_BYTES_MIN
+from forged.data.transfer.manager import DataTransferManager
+from forged.data.transfer.outcome import TransferProgress, TransferReport
+from forged.data.transfer.schedule import Wanted
 from forged.errors import Unavailable
 from forged.retry import RetryPolicy
 from tests.data.wards import filling, shard

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from forged.data import DirectoryShardStore, ElasticSampler, FunctionOrigin, TrainingData
-from forged.data.bandwidth import RATE_BYTES_MIN
-from forged.data.memory import MemoryShardStore
+from forged.data.dataset import Dataset
 from forged.data.messages import DatasetSpec
-from forged.data.origin import ORIGIN_TIMEOUT_S
-from forged.data.planner import REPLICATION_MAX
-from forged.data.shards import Dataset
+from forged.data.placement.planner import REPLICATION_MAX
+from forged.data.store.memory import MemoryShardStore
+from forged.data.store.origin import ORIGIN_TIMEOUT_S
 from forged.data.training import common_of
+from forged.data.transfer.bandwidth import RATE_BYTES_MIN
 from forged.errors import RequestRefused
 from forged.worker.worker import ElasticWorker
 

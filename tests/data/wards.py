@@ -11,11 +11,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from forged.data.memory import MemoryShardStore
 from forged.data.model import DataShard
-from forged.data.outcome import MovedShard
-from forged.data.store import ArrivingShard, ShardStore, Stamp
-from forged.data.transfers import DataTransferManager
+from forged.data.store.memory import MemoryShardStore
+from forged.data.store.port import ArrivingShard, ShardStore, Stamp
+from forged.data.transfer.manager import DataTransferManager
+from forged.data.transfer.outcome import MovedShard
 from forged.elastic.model import WorkerId
 from forged.retry import RetryPolicy
 from forged.worker.mesh import Mesh

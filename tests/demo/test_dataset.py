@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forged.data.directory import DirectoryShardStore
-from forged.data.store import Stamp
+from forged.data.store.directory import DirectoryShardStore
+from forged.data.store.port import Stamp
 from forged.demo.dataset import DIVISION, SHARDS, Reader, bytes_of, directory_of, misplaced, training_data, write_shard
 from forged.demo.learning import SAMPLES, Task
 

@@ -13,12 +13,12 @@ from typing import Any
 import anyio
 
 from forged.auth.model import Principal, Role
-from forged.messages import Call, Decision, Fact
-from forged.plugins.guard import Unguarded
-from forged.plugins.host import PluginHost, PluginSource
+from forged.kernel.messages import Call, Decision, Fact
+from forged.kernel.store.port import Store
+from forged.plugins.alarm_guard import Unguarded
+from forged.plugins.host.plugin import PluginLimits
+from forged.plugins.host.plugin_host import PluginHost, PluginSource
 from forged.plugins.model import PluginView, RunPluginCommand
-from forged.plugins.plugin import PluginLimits
-from forged.store.port import Store
 from tests.net.hand import HandClock
 from tests.spine import Spine, running, task_group
 from tests.troubled_store import TroubledStore

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forged.client import EARLIEST, ForgedClient
-from forged.messages import Record
+from forged.kernel.messages import Record
 from forged.plugins.model import ListPlugins, PluginView, RunPluginCommand
 from tests.dropins.hook import SECRET, Hook, hooked
 from tests.processes.daemon import DaemonProcess
@@ -62,7 +62,7 @@ class Place:
         command = [
             sys.executable,
             "-m",
-            "forged.cli.forgectl",
+            "forged.cli.forgectl.main",
             "--socket",
             str(self.directory / "forged.sock"),
             "--json",

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forged.errors import RequestRefused, Unavailable
-from forged.messages import Gap, Record
-from forged.store.memory import MemoryStore
+from forged.kernel.messages import Gap, Record
+from forged.kernel.store.memory import MemoryStore
 from plugins import event_log
 from plugins.event_log import Files, Line, Mark
 from tests.dropins.house import VIEWER, Blob, House, Rare, plugged, refusal
@@ -234,7 +234,7 @@ WRITER = """
 import sys
 from itertools import count
 from pathlib import Path
-from forged.messages import Record
+from forged.kernel.messages import Record
 from plugins.event_log import Files, lines_of
 from tests.dropins.house import Blob
 files = Files(Path(sys.argv[1]), bytes_max=20_000, files_max=1000, fsync=False)

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.errors import RequestRefused, Unavailable
-from forged.messages import Record
+from forged.kernel.messages import Record
 from plugins import webhook
 from plugins.webhook import Verdict
 from tests.dropins.hook import SECRET, Body, Hook, hooked, speaking

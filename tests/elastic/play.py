@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TypeVar
 
-from forged.elastic.attempt import Stage, Stop
-from forged.elastic.cluster import Cluster
-from forged.elastic.members import Member
+from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.records import restored, writes
+from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
+from forged.elastic.membership.member import Member
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import WorkerId
 from forged.elastic.outbox import Moment, Probe
-from forged.elastic.records import restored, writes
-from forged.elastic.watch import SCAN_INTERVAL_S
+from forged.elastic.rescale.attempt import Stage, Stop
 from forged.jobs.model import SettingValue
-from forged.messages import Fact
+from forged.kernel.messages import Fact
 
 F = TypeVar("F", bound=Fact)
 

@@ -26,8 +26,8 @@ from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.jobs.model import SettingValue
 from forged.jobs.service import JobService, TrainingPort
-from forged.messages import Call, Fact, Nothing, Record, Request
-from forged.store.port import Store
+from forged.kernel.messages import Call, Fact, Nothing, Record, Request
+from forged.kernel.store.port import Store
 from tests.elastic.play import JOB, incarnation, worker_of
 from tests.spine import OPERATOR, Spine, running
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from forged.elastic.attempt import RECEIVED_BYTES_MIN, Attempt, Stage, Stop
 from forged.elastic.messages import (
     JobCompleted,
     RescaleAborted,
@@ -17,7 +16,8 @@ from forged.elastic.messages import (
     WorkerStalled,
 )
 from forged.elastic.phases import Phase
-from forged.elastic.standstill import standing
+from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Attempt, Stage, Stop
+from forged.elastic.status.stall_report import standing
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
 from tests.elastic.play import Play, incarnation, newcomer

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forged.elastic.attempt import Stage, Stop, choose_source
-from forged.elastic.cluster import Cluster
-from forged.elastic.members import MARKS_PER_WORLD, Member
+from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.records import restored, writes
+from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
+from forged.elastic.membership.member import MARKS_PER_WORLD, Member
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
@@ -31,11 +32,10 @@ from forged.elastic.messages import (
 from forged.elastic.model import ClusterTopology, RescaleType
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
-from forged.elastic.ranks import assign_ranks
-from forged.elastic.records import restored, writes
-from forged.elastic.watch import SCAN_INTERVAL_S
+from forged.elastic.rescale.attempt import Stage, Stop, choose_source
+from forged.elastic.rescale.ranks import assign_ranks
 from forged.errors import RequestRefused, Unavailable
-from forged.messages import Fact
+from forged.kernel.messages import Fact
 from tests.elastic.play import BEGINNING_S, JOB, WALL_S, incarnation, newcomer
 
 NAMES = [f"w{number}" for number in range(6)]

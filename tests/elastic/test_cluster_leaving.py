@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forged.elastic.attempt import Stop
-from forged.elastic.members import MARKS_PER_WORLD
+from forged.elastic.membership.member import MARKS_PER_WORLD
 from forged.elastic.messages import (
     RescaleAborted,
     RescaleCompleted,
@@ -15,6 +14,7 @@ from forged.elastic.messages import (
     WorkerFailed,
 )
 from forged.elastic.phases import Phase
+from forged.elastic.rescale.attempt import Stop
 from forged.jobs.model import SettingValue
 from tests.elastic.play import Play, formed, incarnation, kinds
 

@@ -31,7 +31,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
-from forged.messages import Fact, Record
+from forged.kernel.messages import Fact, Record
 from tests.client.house import SOON, House, config_in
 
 JOB = "run"

@@ -11,8 +11,10 @@ import anyio.lowlevel
 import pytest
 
 from forged.auth.model import Principal, Role
-from forged.elastic.cluster import Cluster
 from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.records import PREFIX
+from forged.elastic.failure_detector.detector import CONFIRMED_S
 from forged.elastic.messages import (
     AbortJob,
     AnnounceLeave,
@@ -49,14 +51,12 @@ from forged.elastic.messages import (
 )
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
-from forged.elastic.records import PREFIX
 from forged.elastic.service import ATTRIBUTES_MAX, BREAKS_MAX, PART_MAX, PROBES_MAX
-from forged.elastic.watch import CONFIRMED_S
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, CreateJob, ListJobs, RemoveJob, SettingValue, ShowJob
-from forged.ledger import read_all
-from forged.messages import Call, Fence, Nothing
-from forged.store.port import OPERATIONS_MAX, Store
+from forged.kernel.ledger import read_all
+from forged.kernel.messages import Call, Fence, Nothing
+from forged.kernel.store.port import OPERATIONS_MAX, Store
 from tests.elastic.play import JOB, incarnation, worker_of
 from tests.elastic.stage import Crew, Stage, a_stage
 from tests.spine import OPERATOR, virtual

@@ -22,7 +22,7 @@ from forged.jobs.model import (
     NoteAdded,
     RemoveJob,
 )
-from forged.messages import Decision, Fence, Nothing
+from forged.kernel.messages import Decision, Fence, Nothing
 
 TERM = 3
 SETTINGS: dict[str, Any] = {"lr": 0.1, "workers": 4, "name": "x", "fast": True, "note": None}

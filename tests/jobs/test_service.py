@@ -25,9 +25,9 @@ from forged.jobs.model import (
     ShowJob,
 )
 from forged.jobs.service import UNTRAINED, JobService, TrainingPort
-from forged.messages import Call, Fence, Nothing
-from forged.pages import PAGE_BYTES_MAX
-from forged.store.port import Store
+from forged.kernel.messages import Call, Fence, Nothing
+from forged.kernel.store.port import Store
+from forged.pagination import PAGE_BYTES_MAX
 from tests.simulation.loop import EPOCH_S
 from tests.spine import OPERATOR, Spine, running, virtual
 from tests.troubled_store import TroubledStore, full

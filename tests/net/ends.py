@@ -9,8 +9,8 @@ from pathlib import Path
 
 import trustme
 
-from forged.net import tls
-from forged.net.network import Address, Listener, Network
+from forged.net.transport import tls
+from forged.net.transport.port import Address, Listener, Network
 
 
 class End(asyncio.Protocol):

@@ -21,9 +21,9 @@ import msgpack
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import PeerError
-from forged.net.frames import FrameDecoder
-from forged.net.network import Address, Peer, ProtocolFactory
-from forged.store.memory import MemoryStore
+from forged.kernel.store.memory import MemoryStore
+from forged.net.protocol.frames import FrameDecoder
+from forged.net.transport.port import Address, Peer, ProtocolFactory
 
 T = TypeVar("T")
 
@@ -187,7 +187,7 @@ class HandClient:
 
 
 class HandNetwork:
-    """The port `forged.net.network.Network`, with one door."""
+    """The port `forged.net.transport.port.Network`, with one door."""
 
     def __init__(self) -> None:
         self._factory: ProtocolFactory | None = None

@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from forged.daemon import REQUESTS
-from forged.messages import ANY_JOB, Fence, Request
+from forged.kernel.messages import ANY_JOB, Fence, Request
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 

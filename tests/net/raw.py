@@ -17,10 +17,10 @@ import msgpack
 from forged.clock import SystemClock
 from forged.config import Config
 from forged.daemon import Daemon, Ports
-from forged.net.network import Address
-from forged.net.sockets import SystemNetwork
-from forged.net.tcp import Liveness
-from forged.store.memory import MemoryStore
+from forged.kernel.store.memory import MemoryStore
+from forged.net.transport.port import Address
+from forged.net.transport.sockets import SystemNetwork
+from forged.net.transport.tcp import Liveness
 from tests.net.hand import FAILURE, HELLO, PING, REPLY, REQUEST, WELCOME, Message, frame, in_one_task
 
 PATIENCE_S = 20.0

@@ -15,7 +15,7 @@ import pytest
 
 from forged.auth.tokens import spell
 from forged.net import server
-from forged.net.network import Address
+from forged.net.transport.port import Address
 from tests import spine
 from tests.net.ends import Certificates
 from tests.net.hand import (

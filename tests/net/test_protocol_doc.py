@@ -18,12 +18,24 @@ import pytest
 from forged import errors
 from forged.auth.tokens import spell
 from forged.ids import NAME_LENGTH_MAX
-from forged.messages import Record
-from forged.net import messages, server, session, streams, tickets
-from forged.net.connection import ConnectionLimits
-from forged.net.frames import FRAME_BYTES_MAX, FrameDecoder
-from forged.net.messages import AnyMessage, Count, Credits, Facts, Message, Number, Position, Seconds, decode, encode
-from forged.replies import REMEMBERED_S, UNACKNOWLEDGED_MAX
+from forged.kernel.messages import Record
+from forged.kernel.replies import REMEMBERED_S, UNACKNOWLEDGED_MAX
+from forged.net import server, session, tickets
+from forged.net.protocol import messages, streams
+from forged.net.protocol.frames import FRAME_BYTES_MAX, FrameDecoder
+from forged.net.protocol.messages import (
+    AnyMessage,
+    Count,
+    Credits,
+    Facts,
+    Message,
+    Number,
+    Position,
+    Seconds,
+    decode,
+    encode,
+)
+from forged.net.transport.connection import ConnectionLimits
 from tests.net import protocol_page as page
 from tests.net.protocol_page import ANYTHING, Line, Vector
 from tests.net.raw import real_daemon

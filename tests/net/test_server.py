@@ -14,13 +14,13 @@ from forged.clock import SystemClock
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import RequestRefused, Unavailable
-from forged.messages import Call, Request
-from forged.net.network import Address
+from forged.kernel.messages import Call, Request
+from forged.kernel.pending import Pending
+from forged.kernel.store.memory import MemoryStore
 from forged.net.server import UNIX_RESERVE
 from forged.net.session import Session
-from forged.net.sockets import SystemNetwork
-from forged.pending import Pending
-from forged.store.memory import MemoryStore
+from forged.net.transport.port import Address
+from forged.net.transport.sockets import SystemNetwork
 from tests.net.hand import (
     BYE,
     FACTS,

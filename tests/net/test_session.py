@@ -14,10 +14,10 @@ from forged.auth.model import Role
 from forged.auth.tokens import spell
 from forged.daemon import Daemon
 from forged.errors import ForgedError, RequestRefused, Unavailable
-from forged.messages import Call, Nothing, Request, Signal
-from forged.net.frames import FRAME_BYTES_MAX
+from forged.kernel.messages import Call, Nothing, Request, Signal
+from forged.net.protocol.frames import FRAME_BYTES_MAX
+from forged.net.protocol.streams import STREAM_TURNS, STREAMS_MAX
 from forged.net.session import Session
-from forged.net.streams import STREAM_TURNS, STREAMS_MAX
 from tests.net.hand import (
     BYE,
     CANCEL,

@@ -9,12 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from forged.bus.model import HandlerFailed
+from forged.kernel.bus.model import HandlerFailed
+from forged.kernel.messages import Fact, Request, Signal
+from forged.kernel.store.port import Store
 from forged.log import SILENT, Log
-from forged.messages import Fact, Request, Signal
+from forged.plugins.alarm_guard import Guard, Unguarded
 from forged.plugins.context import PluginContext
-from forged.plugins.guard import Guard, Unguarded
-from forged.plugins.host import PluginHost, PluginSource
+from forged.plugins.host.plugin import Plugin, PluginLimits
+from forged.plugins.host.plugin_host import PluginHost, PluginSource
 from forged.plugins.model import (
     API_VERSION,
     REQUESTS,
@@ -26,8 +28,6 @@ from forged.plugins.model import (
     PluginView,
     RunPluginCommand,
 )
-from forged.plugins.plugin import Plugin, PluginLimits
-from forged.store.port import Store
 from tests.spine import Spine, call, running, task_group
 
 FAILURES_MAX = 3

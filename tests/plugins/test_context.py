@@ -12,8 +12,8 @@ import pytest
 from forged.auth.model import Role
 from forged.clock import Clock
 from forged.errors import ConfigError
+from forged.kernel.messages import Fact, Gap, Record, Request, Signal
 from forged.log import SILENT
-from forged.messages import Fact, Gap, Record, Request, Signal
 from forged.plugins.context import PluginContext
 from tests.plugins.stage import Guess, Knock, Said
 from tests.spine import Added, Echoed

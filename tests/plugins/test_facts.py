@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.bus.model import HandlerFailed
 from forged.errors import RequestRefused
-from forged.messages import Decision, Fact, Record
+from forged.kernel.bus.model import HandlerFailed
+from forged.kernel.messages import Decision, Fact, Record
 from forged.plugins.facts import FACT_BYTES_MAX, FACTS_MAX, REPLY_BYTES_MAX, check_decision, check_facts, check_place
 from tests.plugins.stage import Said
 

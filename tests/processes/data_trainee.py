@@ -14,7 +14,7 @@ import numpy as np
 from forged.data import Dataset, ElasticSampler, FunctionOrigin, TrainingData
 from forged.data.model import DataShard
 from forged.elastic.config import ElasticTrainingConfig
-from forged.worker.training import Training, join
+from forged.worker.blocking import Training, join
 from tests.data.wards import filling
 from tests.processes.trainee import ACTS, ARMED, COMPUTING_S, ENOUGH, FOREVER, JOB, POINTS, Account, Due, catch, say
 from tests.worker.crew import advance

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from forged.client import EARLIEST, FactStream, ForgedClient
 from forged.jobs.model import JobCreated, NoteAdded
-from forged.messages import Gap, Record
+from forged.kernel.messages import Gap, Record
 from forged.retry import RetryPolicy
 
 JOB = "load"

@@ -31,7 +31,13 @@ from forged.demo.processes import environment
 
 ORDER_BYTES_MAX = 1 << 16
 DESCRIPTORS = 3
-DAEMON = ("forged.cli.forged", "forged.cli.serve", "forged.daemon", "forged.net.sockets", "forged.store.sqlite")
+DAEMON = (
+    "forged.cli.forged",
+    "forged.cli.service.serve",
+    "forged.daemon",
+    "forged.net.transport.sockets",
+    "forged.kernel.store.sqlite",
+)
 """What a daemon is made of, with what it imports late."""
 ENOUGH = b"{}\n"
 """The order that ends all who live."""

@@ -20,11 +20,11 @@ import pytest
 
 from forged.client import EARLIEST
 from forged.data import DirectoryShardStore
-from forged.data.bandwidth import RATE_BYTES_MIN
 from forged.data.messages import AuditData, DataView, ReadOwners, ShardsLost, ShowData, TransfersPlanned
-from forged.data.store import Stamp
+from forged.data.store.port import Stamp
+from forged.data.transfer.bandwidth import RATE_BYTES_MIN
 from forged.elastic.messages import RescaleCompleted, RescaleStarted, WorkerFailed, WorkerLeft
-from forged.messages import Fact, Record
+from forged.kernel.messages import Fact, Record
 from tests.data.wards import filling
 from tests.processes import troupe as troupes
 from tests.processes.data_trainee import BATCH, SAMPLES, SHARD_BYTES, SHARDS, sampler_of

@@ -26,7 +26,7 @@ from forged.elastic.messages import (
     WorkerStalled,
 )
 from forged.jobs.model import ChangeJob, ShowJob
-from forged.messages import Fact, Record
+from forged.kernel.messages import Fact, Record
 from tests.processes.nursery import WarmProcess
 from tests.processes.trainee import JOB
 from tests.processes.troupe import PATIENCE_S, Troupe, troupe_on

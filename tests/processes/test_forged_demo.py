@@ -165,7 +165,7 @@ def test_with_faults_in_the_workers_it_fails_and_says_what(faults: str, findings
         "from pathlib import Path\n"
         "if 'forged.demo.train' in sys.orig_argv:\n"
         "    from forged.demo.dataset import Reader\n"
-        f"    from forged.worker.training import Training\n{faults}"
+        f"    from forged.worker.blocking import Training\n{faults}"
     )
     done = run("--json", "--workers", "2", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1

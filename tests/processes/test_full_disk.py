@@ -47,7 +47,7 @@ def fill(disk: Path) -> Path:
 
 
 def forgectl(daemon: DaemonProcess, *arguments: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "forged.cli.forgectl", "--socket", str(daemon.socket), *arguments]
+    command = [sys.executable, "-m", "forged.cli.forgectl.main", "--socket", str(daemon.socket), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 

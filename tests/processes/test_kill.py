@@ -14,7 +14,7 @@ from random import Random, SystemRandom
 import pytest
 
 from forged.client import EARLIEST, ForgedClient
-from forged.messages import Gap, Record
+from forged.kernel.messages import Gap, Record
 from forged.status.model import DaemonStarted
 from tests.processes.load import SOON, Account, Loader, names
 from tests.processes.nursery import DAEMON, Nursery, WarmProcess, warm_process

@@ -13,7 +13,7 @@ from benchmarks.hosted import DAEMON, ELEMENTS, HostedCluster
 from benchmarks.hosted_trainee import JOB
 from benchmarks.hosts import why_not
 from forged.elastic.messages import RescaleStarted, WorkerFailed, WorkerLost, WorkerReturned
-from forged.messages import Fact, Record
+from forged.kernel.messages import Fact, Record
 
 WORKERS = ("w1", "w2", "w3")
 LARGE = 1 << 17

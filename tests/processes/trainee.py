@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.net import bulk
-from forged.worker.collectives import World
-from forged.worker.hub import Collected
+from forged.net.bulk import movers
+from forged.worker.blocking import Training, join
+from forged.worker.collectives.endpoints import HubSide
+from forged.worker.collectives.hub import Collected
+from forged.worker.collectives.world import World
+from forged.worker.daemon.registration import Registration
 from forged.worker.mesh import Mesh
-from forged.worker.peer import frame_of
-from forged.worker.peer_messages import Call, Kind, Result
-from forged.worker.registration import Registration
-from forged.worker.sides import HubSide
-from forged.worker.training import Training, join
+from forged.worker.transport.peer_link import frame_of
+from forged.worker.transport.peer_messages import Call, Kind, Result
 from forged.worker.worker import ElasticWorker
 from tests.worker.crew import advance
 
@@ -147,7 +147,7 @@ def die_having_told_some(due: Due) -> None:
 
 def die_giving(due: Due) -> None:
     """The source dies in the middle of the large part of its state."""
-    send = bulk.send_buffer
+    send = movers.send_buffer
 
     def send_half(sock: socket.socket, buffer: memoryview, **options: Any) -> None:
         if due.hit():
@@ -155,12 +155,12 @@ def die_giving(due: Due) -> None:
             _die()
         send(sock, buffer, **options)
 
-    setattr(bulk, "send_buffer", send_half)  # noqa: B010
+    setattr(movers, "send_buffer", send_half)  # noqa: B010
 
 
 def die_taking(due: Due) -> None:
     """The receiver dies in the middle of the large part of the state."""
-    receive = bulk.receive_into_buffer
+    receive = movers.receive_into_buffer
 
     def receive_half(sock: socket.socket, buffer: memoryview, **options: Any) -> None:
         if due.hit():
@@ -168,7 +168,7 @@ def die_taking(due: Due) -> None:
             _die()
         receive(sock, buffer, **options)
 
-    setattr(bulk, "receive_into_buffer", receive_half)  # noqa: B010
+    setattr(movers, "receive_into_buffer", receive_half)  # noqa: B010
 
 
 SPECIAL = {"having told some": die_having_told_some, "giving": die_giving, "taking": die_taking}

@@ -18,7 +18,7 @@ from forged.client import ForgedClient
 from forged.demo.processes import LISTEN, last_words, nothing_left_behind
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
-from forged.messages import Fact, Record
+from forged.kernel.messages import Fact, Record
 from tests.client.house import SOON
 from tests.processes.nursery import DAEMON, Child, Nursery, WarmProcess, warm_process
 from tests.processes.trainee import ARMED, ENOUGH, JOB

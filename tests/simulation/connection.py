@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from forged.net.network import Peer
+from forged.net.transport.port import Peer
 from tests.simulation.links import Links
 from tests.simulation.loop import Execution
 from tests.simulation.transport import SimulatedTransport, reset_by_peer, timed_out

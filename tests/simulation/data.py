@@ -18,18 +18,18 @@ import anyio
 import msgspec
 from anyio import CapacityLimiter
 
-from forged.data.memory import MemoryShardStore
+from forged.data.dataset import Dataset
 from forged.data.model import DataShard
-from forged.data.sampler import ElasticSampler, SamplingMode
-from forged.data.shards import Dataset
-from forged.data.store import StoreFailed
+from forged.data.sampling.sampler import ElasticSampler, SamplingMode
+from forged.data.store.memory import MemoryShardStore
+from forged.data.store.port import StoreFailed
 from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import LostDataPolicy, RedistributionType
-from forged.net.messages import Message
-from forged.worker.carriers import LoopCarrier, LoopChannel
-from forged.worker.peer_messages import PeerMessage
-from forged.worker.wires import Absorb, Conversation, Wire, cut_off
+from forged.net.protocol.messages import Message
+from forged.worker.transport.bulk_channel import LoopCarrier, LoopChannel
+from forged.worker.transport.dialogue_wire import Absorb, Conversation, Wire, cut_off
+from forged.worker.transport.peer_messages import PeerMessage
 from tests.simulation.elastic_truth import Trainee
 
 T = TypeVar("T")

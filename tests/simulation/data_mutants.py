@@ -13,19 +13,19 @@ from unittest.mock import patch
 
 import numpy as np
 
-from forged.data.audit import UsageLog
-from forged.data.custody import Custody, Ids
-from forged.data.doubts import Doubts
-from forged.data.sampler import ElasticSampler
-from forged.data.sharded import ShardedOrder
-from forged.data.shards import Indices
-from forged.elastic.attempt import Attempt
-from forged.elastic.cluster import Cluster
+from forged.data.audit.epoch_audit import UsageLog
+from forged.data.dataset import Indices
+from forged.data.ownership.ownership import Custody, Ids
+from forged.data.ownership.suspect_copies import Doubts
+from forged.data.sampling.sampler import ElasticSampler
+from forged.data.sampling.sharded_order import ShardedOrder
+from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.model import WorkerId
-from forged.worker.consumption import Consumption
-from forged.worker.custodian import Custodian
-from forged.worker.membership import Membership
-from forged.worker.standing import Standing
+from forged.elastic.rescale.attempt import Attempt
+from forged.worker.daemon.job_view import Standing
+from forged.worker.data.sample_usage import Consumption
+from forged.worker.data.shard_holder import Custodian
+from forged.worker.session import Membership
 from forged.worker.usage_report import UsageReport
 from tests.simulation.data_oracle import DataPromise
 

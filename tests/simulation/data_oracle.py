@@ -27,10 +27,10 @@ from forged.data.messages import (
     TransferPart,
     TransfersCompleted,
 )
-from forged.data.sampler import ElasticSampler, SamplerState, SamplingMode
+from forged.data.sampling.sampler import ElasticSampler, SamplerState, SamplingMode
 from forged.elastic.messages import JobAborted, RescaleCompleted, RescaleStarted
 from forged.elastic.model import LostDataPolicy, WorkerId
-from forged.messages import Fact
+from forged.kernel.messages import Fact
 from tests.simulation.data import Disk, JobData
 from tests.simulation.elastic_truth import Trainee, Truth
 from tests.simulation.oracle import Broken

@@ -19,7 +19,6 @@ from unittest.mock import patch
 import anyio
 from anyio.abc import TaskGroup
 
-from forged.bus.requests import Proceed
 from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
@@ -27,9 +26,10 @@ from forged.data.messages import AuditData, ReadOwners, ReadTransfers
 from forged.elastic.messages import ReportPaused, ReportReady, ResumeJob
 from forged.elastic.phases import OVER, Phase
 from forged.errors import RequestRefused
-from forged.ledger import FACT_PREFIX, read_all
-from forged.messages import Call, Fact, Record
-from forged.store.port import Store
+from forged.kernel.bus.requests import Proceed
+from forged.kernel.ledger import FACT_PREFIX, read_all
+from forged.kernel.messages import Call, Fact, Record
+from forged.kernel.store.port import Store
 from tests.simulation.data import JobData, Ways, has_data
 from tests.simulation.elastic_oracle import ElasticOracle
 from tests.simulation.elastic_process import Job, Process
@@ -419,5 +419,5 @@ def simulate(seed: int, watch: Callable[[ElasticWorld], None] = lambda world: No
         return world
 
     # What a worker knows of its process is not of the seed.
-    with patch("forged.worker.membership.os", SimpleNamespace(getpid=lambda: 1)):
+    with patch("forged.worker.session.os", SimpleNamespace(getpid=lambda: 1)):
         return run(main, seed)

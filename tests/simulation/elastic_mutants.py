@@ -12,20 +12,22 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from forged.elastic import attempt, cluster, patience, records, watch
-from forged.elastic.attempt import Attempt, Stop
-from forged.elastic.cluster import Cluster
-from forged.elastic.lineup import Lineup
-from forged.elastic.members import Member, death_of
+from forged.elastic.coordinator import cluster, records
+from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.step_witnesses import Witnesses
+from forged.elastic.failure_detector import detector, timeouts
+from forged.elastic.membership.member import Member, death_of
+from forged.elastic.membership.world_membership import Lineup
 from forged.elastic.phases import Phase
-from forged.elastic.progress import Witnesses
-from forged.worker import passage
-from forged.worker.agreement import Agreement, agree
-from forged.worker.collectives import World
-from forged.worker.exchange import StateExchange
-from forged.worker.passage import Passage
-from forged.worker.place import Place
-from forged.worker.standing import Commit
+from forged.elastic.rescale import attempt
+from forged.elastic.rescale.attempt import Attempt, Stop
+from forged.worker.collectives.world import World
+from forged.worker.daemon.job_view import Commit
+from forged.worker.rescale import rescaler
+from forged.worker.rescale.agreement import Agreement, agree
+from forged.worker.rescale.progress import Place
+from forged.worker.rescale.rescaler import Passage
+from forged.worker.state_transfer.exchange import StateExchange
 from tests.simulation.elastic_truth import Promise
 
 Mutant = Callable[[], Any]
@@ -73,7 +75,7 @@ def _taken_at_their_word() -> Iterator[None]:
         commits[world] = commit
         return await come_to_agree(self, world, commit)
 
-    with patch.object(passage, "agree", claim), patch.object(Passage, "_agree", note):
+    with patch.object(rescaler, "agree", claim), patch.object(Passage, "_agree", note):
         yield
 
 
@@ -164,7 +166,7 @@ def give_no_grace() -> Iterator[None]:
             return f"its connection was lost {now - member.lost_at:.1f} s ago and did not come back"
         return death_of(member, config, now)
 
-    with patch.object(watch, "death_of", merciless):
+    with patch.object(detector, "death_of", merciless):
         yield
 
 
@@ -223,7 +225,7 @@ def give_the_suspended_no_more_than_the_grace() -> Iterator[None]:
     def deaf(member: Member, config: Any, now: float) -> str | None:
         return death_of(member if member.connected else replace(member, pulse_at=None), config, now)
 
-    with patch.object(watch, "death_of", deaf):
+    with patch.object(detector, "death_of", deaf):
         yield
 
 
@@ -237,7 +239,7 @@ def fail_whoever_has_not_answered() -> Iterator[None]:
     def hurried(*what: Any) -> bool:
         return False
 
-    with patch.object(patience, "holding_up", everybody), patch.object(patience, "_is_in_a_step", hurried):
+    with patch.object(timeouts, "holding_up", everybody), patch.object(timeouts, "_is_in_a_step", hurried):
         yield
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import singledispatchmethod
 from typing import NoReturn
 
-from forged.elastic.attempt import Stop
 from forged.elastic.config import tolerated_failures
 from forged.elastic.messages import (
     JobAborted,
@@ -38,8 +37,9 @@ from forged.elastic.messages import (
 )
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.elastic.phases import OVER, Cause, following
+from forged.elastic.rescale.attempt import Stop
 from forged.errors import ForgedError
-from forged.messages import Fact, Record
+from forged.kernel.messages import Fact, Record
 from forged.status.model import DaemonStarted
 from tests.simulation.data_oracle import DataOracle, DataPromise
 from tests.simulation.elastic_background import Background

@@ -16,15 +16,15 @@ import numpy as np
 
 from forged.client import ForgedClient
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.members import PULSE_INTERVAL_S
+from forged.elastic.membership.member import PULSE_INTERVAL_S
 from forged.elastic.messages import LeaveJob, Pulse, ReportDeath
 from forged.elastic.model import GlobalTrainingState, WorkerId
 from forged.errors import ForgedError, Unavailable
 from forged.log import SILENT
-from forged.worker.carriers import LoopCarrier
-from forged.worker.counters import Counters
 from forged.worker.errors import StepAborted
-from forged.worker.own_process import SharedProcess
+from forged.worker.process.counters import Counters
+from forged.worker.process.worker_process import SharedProcess
+from forged.worker.transport.bulk_channel import LoopCarrier
 from forged.worker.worker import ElasticWorker
 from tests.simulation.data import JobData
 from tests.simulation.elastic_oracle import ElasticOracle

@@ -18,7 +18,7 @@ from forged.elastic.messages import (
     WorkerStalled,
 )
 from forged.elastic.phases import Phase
-from forged.messages import Fact
+from forged.kernel.messages import Fact
 from tests.simulation.elastic_truth import Trainee, Truth
 
 SLOW_S = 2.0

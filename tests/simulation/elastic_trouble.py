@@ -35,7 +35,7 @@ from forged.elastic.messages import (
     WorkerJoined,
 )
 from forged.errors import RequestRefused, Unavailable
-from forged.messages import Fact, Request
+from forged.kernel.messages import Fact, Request
 from tests.simulation.data import FULL_S, Disk
 from tests.simulation.elastic_process import Job, Process
 from tests.simulation.elastic_truth import PAUSE, WAITS_S, Promise, broken

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from forged.elastic.attempt import Stop
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.elastic.phases import Phase
+from forged.elastic.rescale.attempt import Stop
 from tests.simulation.oracle import Broken
 
 BATCH = 24

@@ -12,17 +12,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from forged.bus.follower import Follower
-from forged.bus.mailbox import Mailbox
 from forged.client.stream import FactStream
-from forged.ledger import Ledger
-from forged.messages import Gap, Record
-from forged.net.messages import Subscribe
-from forged.net.streams import OutgoingStream
-from forged.plugins import host
-from forged.plugins.parts import Installer
-from forged.plugins.plugin import Plugin
-from forged.replies import ReplyBook
+from forged.kernel.bus.follower import Follower
+from forged.kernel.bus.mailbox import Mailbox
+from forged.kernel.ledger import Ledger
+from forged.kernel.messages import Gap, Record
+from forged.kernel.replies import ReplyBook
+from forged.net.protocol.messages import Subscribe
+from forged.net.protocol.streams import OutgoingStream
+from forged.plugins.host import plugin_host
+from forged.plugins.host.installer import Installer
+from forged.plugins.host.plugin import Plugin
 from tests.simulation.disk import SimulatedDisk
 
 Mutant = Callable[[], Any]
@@ -287,7 +287,7 @@ def let_a_plugin_say_anything() -> Iterator[None]:
     def indulgent(facts: Any, *, own: bool) -> None:
         return
 
-    with patch.object(host, "check_facts", indulgent):
+    with patch.object(plugin_host, "check_facts", indulgent):
         yield
 
 

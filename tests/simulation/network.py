@@ -1,8 +1,8 @@
 """The simulated network: hosts by name, doors on them, and connections that suffer.
 
-Law: a `HostNetwork` is what one process sees, the port `forged.net.network.Network`. When the process is killed, or its
-host is, the object is dead for good: its doors and connections are gone and its protocols hear nothing; whoever starts
-again on that host asks `SimulatedNetwork.host` for another.
+Law: a `HostNetwork` is what one process sees, the port `forged.net.transport.port.Network`. When the process is
+killed, or its host is, the object is dead for good: its doors and connections are gone and its protocols hear nothing;
+whoever starts again on that host asks `SimulatedNetwork.host` for another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from random import Random
 
 from forged.errors import ConfigError, PeerError, Unavailable
-from forged.net.network import Address, Peer, ProtocolFactory
+from forged.net.transport.port import Address, Peer, ProtocolFactory
 from tests.simulation.connection import Connection, End
 from tests.simulation.links import CALM, Faults, Links, Trace
 from tests.simulation.loop import Execution
@@ -168,7 +168,7 @@ class SimulatedNetwork:
 
 
 class HostNetwork:
-    """The port `forged.net.network.Network`, for one process on a simulated host."""
+    """The port `forged.net.transport.port.Network`, for one process on a simulated host."""
 
     def __init__(self, network: SimulatedNetwork, name: str) -> None:
         self.name = name

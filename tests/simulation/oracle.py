@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from forged.messages import Gap, Record
+from forged.kernel.messages import Gap, Record
 from tests.simulation.plugin_oracle import PluginOracle
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from forged.messages import Gap, Record
+from forged.kernel.messages import Gap, Record
 from forged.plugins.model import PluginState
 
 _NEXT = {

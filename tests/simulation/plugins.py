@@ -15,15 +15,15 @@ from typing import Any
 
 import anyio
 
-from forged.bus.requests import Proceed
 from forged.daemon import Daemon
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import AddNote, JobCreated, NoteAdded, ShowJob
-from forged.messages import Call, Fact, Gap, Record
+from forged.kernel.bus.requests import Proceed
+from forged.kernel.messages import Call, Fact, Gap, Record
 from forged.plugins.context import PluginContext
-from forged.plugins.host import PluginSource
+from forged.plugins.host.plugin import PluginLimits
+from forged.plugins.host.plugin_host import PluginSource
 from forged.plugins.model import API_VERSION
-from forged.plugins.plugin import PluginLimits
 from tests.simulation.links import Range
 from tests.simulation.plugin_oracle import Lifetime, PluginOracle, Receiver
 

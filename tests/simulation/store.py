@@ -17,10 +17,10 @@ from zlib import crc32
 
 import msgspec
 
-from forged.store.batch import decide, expected_keys
-from forged.store.changes import CHANGES_BYTES_MAX, CHANGES_MAX, ChangeLog
-from forged.store.memory import MemoryStore
-from forged.store.port import (
+from forged.kernel.store.batch import decide, expected_keys
+from forged.kernel.store.changes import CHANGES_BYTES_MAX, CHANGES_MAX, ChangeLog
+from forged.kernel.store.memory import MemoryStore
+from forged.kernel.store.port import (
     ABSENT,
     PAGE_ENTRIES_MAX,
     Change,
@@ -55,7 +55,7 @@ _batch_of = msgspec.msgpack.Decoder(list[_Written]).decode
 
 
 class LogStore:
-    """The port `forged.store.port.Store`. Made by `open`."""
+    """The port `forged.kernel.store.port.Store`. Made by `open`."""
 
     def __init__(self, disk: SimulatedDisk, memory: MemoryStore, changes: ChangeLog, end: int) -> None:
         self._disk = disk

@@ -14,8 +14,8 @@ import anyio
 import pytest
 
 from forged.errors import Unavailable
-from forged.net.network import Address
-from forged.store.port import StoreUnavailable, Transaction
+from forged.kernel.store.port import StoreUnavailable, Transaction
+from forged.net.transport.port import Address
 from tests.simulation.disk import DiskFaults, SimulatedDisk
 from tests.simulation.links import Faults
 from tests.simulation.loop import run

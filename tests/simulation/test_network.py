@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from forged.errors import ConfigError, PeerError, Unavailable
-from forged.net.network import Address, Network, Peer
+from forged.net.transport.port import Address, Network, Peer
 from tests.simulation.links import CALM, Faults
 from tests.simulation.loop import run
 from tests.simulation.network import HostNetwork, SimulatedNetwork

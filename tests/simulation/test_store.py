@@ -13,12 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forged.store.memory import MemoryStore
-from forged.store.port import Compacted, Store, StoreUnavailable, Transaction
-from tests.simulation.disk import GOOD, DiskFaults, SimulatedDisk
-from tests.simulation.loop import run
-from tests.simulation.store import LogStore
-from tests.store.test_contract import (
+from forged.kernel.store.memory import MemoryStore
+from forged.kernel.store.port import Compacted, Store, StoreUnavailable, Transaction
+from tests.kernel.store.test_contract import (
     TRANSACTIONS,
     OpenStore,
     TestClosing,
@@ -30,6 +27,9 @@ from tests.store.test_contract import (
     TestWatches,
     outcomes,
 )
+from tests.simulation.disk import GOOD, DiskFaults, SimulatedDisk
+from tests.simulation.loop import run
+from tests.simulation.store import LogStore
 
 __all__ = [
     "TestClosing",

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from forged.net.network import Address, Network
-from forged.net.sockets import SystemNetwork
+from forged.net.transport.port import Address, Network
+from forged.net.transport.sockets import SystemNetwork
 from tests.simulation.loop import run
 from tests.simulation.network import SimulatedNetwork
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from forged.net.network import Peer, ProtocolFactory
+from forged.net.transport.port import Peer, ProtocolFactory
 from tests.simulation.loop import Execution
 from tests.simulation.wire import Content, Mark, Wire
 

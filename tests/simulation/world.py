@@ -15,17 +15,17 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from forged.bus.requests import Proceed
 from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import AddNote, NoteAdded, ShowJob
-from forged.ledger import FACT_PREFIX, read_all
-from forged.messages import Call, Decision, Fact, Gap, Record
-from forged.net.connection import ConnectionLimits
+from forged.kernel.bus.requests import Proceed
+from forged.kernel.ledger import FACT_PREFIX, read_all
+from forged.kernel.messages import Call, Decision, Fact, Gap, Record
+from forged.kernel.store.port import Store
+from forged.net.transport.connection import ConnectionLimits
 from forged.plugins.model import DisablePlugin, EnablePlugin, ListPlugins, PluginState, RunPluginCommand
-from forged.store.port import Store
 from tests.simulation.loop import VirtualClock, VirtualLoop, run
 from tests.simulation.oracle import Broken, Oracle
 from tests.simulation.plugin_oracle import Lifetime

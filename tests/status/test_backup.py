@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forged.bus import Bus
+from forged.kernel.bus import Bus
 from forged.net.tickets import TicketBooth
 from forged.status.backup import NAME, BackupService, Copy
 from tests.net.hand import HandClock

@@ -7,7 +7,7 @@ import pytest
 
 from forged.auth.model import Principal, Role
 from forged.errors import RequestRefused
-from forged.messages import Call, Decision, Fact, Nothing, Record
+from forged.kernel.messages import Call, Decision, Fact, Nothing, Record
 from forged.status.model import (
     HandlerView,
     ListHandlers,

@@ -15,8 +15,8 @@ import pytest
 
 from forged.config import Config
 from forged.errors import ConfigError
-from forged.net.network import Address
-from forged.net.sockets import SystemNetwork
+from forged.net.transport.port import Address
+from forged.net.transport.sockets import SystemNetwork
 from forged.systemd.activation import (
     FIRST_DESCRIPTOR,
     SOCKETS_MAX,
@@ -33,8 +33,8 @@ PID = 7
 PROGRAM = """
 import asyncio, json, os, sys
 from forged.config import Config
-from forged.net.network import Address
-from forged.net.sockets import SystemNetwork
+from forged.net.transport.port import Address
+from forged.net.transport.sockets import SystemNetwork
 from forged.systemd.activation import activated, inherited_sockets
 
 class Answer(asyncio.Protocol):

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from forged.errors import ConfigError, Unavailable
-from forged.messages import Call, Decision, Nothing, Record, Request
+from forged.kernel.messages import Call, Decision, Nothing, Record, Request
 from forged.status.model import PingDaemon
 from forged.systemd.watchdog import BusProbe, feed, feeding_interval_s
 from tests.spine import Added, Echoed, Spine, running, virtual

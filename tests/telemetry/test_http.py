@@ -20,12 +20,12 @@ from forged.clock import SystemClock
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import ConfigError, Unavailable
-from forged.net.sockets import SystemNetwork
+from forged.kernel.store.memory import MemoryStore
+from forged.net.transport.sockets import SystemNetwork
 from forged.status.model import PingDaemon
-from forged.store.memory import MemoryStore
-from forged.telemetry import http, visitors
+from forged.telemetry import http, http_connections
 from forged.telemetry.exposition import EXPOSITION_AGE_MAX_S, Exposition
-from forged.telemetry.visitors import Visitors
+from forged.telemetry.http_connections import Visitors
 
 SCRAPERS = 100
 LARGE_BYTES = 64 << 20
@@ -262,13 +262,13 @@ async def test_who_does_not_read_the_answer_is_cut_off(tmp_path: Path, monkeypat
     loop = asyncio.get_running_loop()
     later_s = 0.0
     swept = asyncio.Event()
-    cut_off = visitors._cut_off
+    cut_off = http_connections._cut_off
 
     def note(visitor: RequestHandler) -> None:
         cut_off(visitor)
         swept.set()
 
-    monkeypatch.setattr(visitors, "_cut_off", note)
+    monkeypatch.setattr(http_connections, "_cut_off", note)
     monkeypatch.setattr(Visitors, "_now", lambda _: loop.time() + later_s)
     monkeypatch.setattr(http, "SWEEP_INTERVAL_S", 0.01)
     monkeypatch.setattr(Exposition, "text", lambda _: large())

@@ -220,7 +220,9 @@ def test_a_process_whose_standard_error_is_useless_goes_on_and_ends_well(stderr:
     assert done.stdout == b"done True\n"
 
 
-@pytest.mark.parametrize("module", ["forged", "forged.client", "forged.cli.forgectl", "forged.daemon", "forged.log"])
+@pytest.mark.parametrize(
+    "module", ["forged", "forged.client", "forged.cli.forgectl.main", "forged.daemon", "forged.log"]
+)
 def test_what_does_not_log_loads_nothing_of_it(module: str) -> None:
     heavy = "{'structlog', 'aiohttp', 'prometheus_client'}"
     program = f"import sys, {module}; sys.exit(', '.join({heavy} & set(sys.modules)) or None)"

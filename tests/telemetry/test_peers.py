@@ -9,8 +9,8 @@ import pytest
 
 from forged.config import Config
 from forged.daemon import Daemon, Ports
+from forged.kernel.store.memory import MemoryStore
 from forged.net.server import COMPLAINTS_PER_S_MAX, SWEEP_INTERVAL_S
-from forged.store.memory import MemoryStore
 from tests.net.hand import (
     BYE,
     CLIENT,

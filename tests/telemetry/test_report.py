@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import anyio
 import pytest
 
-from forged.bus.model import HandlerFailed
 from forged.clock import Clock
 from forged.errors import RequestRefused
-from forged.messages import Call, Fact, Record, Request
+from forged.kernel.bus.model import HandlerFailed
+from forged.kernel.messages import Call, Fact, Record, Request
 from forged.telemetry.report import MISTAKES_MAX, TRACEBACK_CHARS_MAX, FactReport, MistakeReport, Reporter
 from tests.net.hand import HandClock
 from tests.spine import Add, Added, Spine, Tick, call, running, virtual

@@ -17,10 +17,10 @@ import numpy as np
 
 from forged.client import ForgedClient
 from forged.elastic.config import ElasticTrainingConfig
-from forged.messages import Fact, Record
+from forged.kernel.messages import Fact, Record
 from forged.worker.errors import StepAborted
-from forged.worker.membership import Membership
-from forged.worker.own_process import SharedProcess
+from forged.worker.process.worker_process import SharedProcess
+from forged.worker.session import Membership
 from forged.worker.worker import ElasticWorker
 
 JOB = "run"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.worker.collectives import World
+from forged.worker.collectives.world import World
 from forged.worker.mesh import Mesh
 
 T = TypeVar("T")

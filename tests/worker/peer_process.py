@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.worker.collectives import World
+from forged.worker.collectives.world import World
 from forged.worker.mesh import Mesh
 from tests.worker.meshes import JOB, KEY, PATIENCE_S, buffers, random_parts
 

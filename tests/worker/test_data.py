@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from forged.client import ForgedClient
-from forged.data.memory import MemoryShardStore
+from forged.data.dataset import Dataset
 from forged.data.messages import (
     AuditData,
     AuditView,
@@ -27,20 +27,21 @@ from forged.data.messages import (
     TransfersPlanned,
 )
 from forged.data.model import DataShard
-from forged.data.origin import FunctionOrigin
-from forged.data.sampler import ElasticSampler
-from forged.data.shards import Dataset
-from forged.data.store import OpenShard, ShardStore, Stamp, StoreFailed
+from forged.data.sampling.sampler import ElasticSampler
+from forged.data.store.memory import MemoryShardStore
+from forged.data.store.origin import FunctionOrigin
+from forged.data.store.port import OpenShard, ShardStore, Stamp, StoreFailed
 from forged.data.training import TrainingData
-from forged.data.transfers import DataTransferManager
+from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.messages import RescaleCompleted, RescaleStarted, ShowCluster, WorkerFailed, WorkerLeft
 from forged.errors import RequestRefused
-from forged.messages import Fact, Record
+from forged.kernel.messages import Fact, Record
 from forged.retry import RetryPolicy
-from forged.worker import custodian, departure
-from forged.worker.custodian import Custodian
+from forged.worker.daemon.registration import Registration
+from forged.worker.data import shard_holder
+from forged.worker.data.shard_holder import Custodian
+from forged.worker.drain import drain
 from forged.worker.errors import JobEnded, WorkerEvicted
-from forged.worker.registration import Registration
 from tests.client.house import SOON, House
 from tests.data.wards import LaggingStore, filling
 from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
@@ -516,7 +517,7 @@ class TestWhoIsToGo:
     async def test_does_not_wait_for_a_daemon_that_stays_away(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(departure, "LOOK_INTERVAL_S", 0.05)
+        monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.05)
         async with ranch_at(house, origin=None, settings={"reconnect_grace_ms": 500}) as ranch:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
@@ -531,7 +532,7 @@ class TestWhoIsToGo:
     async def test_does_not_wait_without_end_for_shards_that_nobody_has(
         self, daemon: str, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(departure, "LOOK_INTERVAL_S", 0.05)
+        monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.05)
         settings = {"reconnect_grace_ms": 500, "leave_timeout_ms": 1_000 if daemon == "there" else None}
         async with ranch_at(house, origin=None, settings=settings) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
@@ -724,14 +725,14 @@ class TestCopies:
     async def test_that_are_looked_at_for_long_keep_nobody_from_training_in_the_end(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        look = custodian._is_sound
+        look = shard_holder._is_sound
 
         def slow(opened: OpenShard) -> Generator[bool, None, bool]:
             is_sound = yield from look(opened)
             time.sleep(0.2)
             return is_sound
 
-        monkeypatch.setattr(custodian, "_is_sound", slow)
+        monkeypatch.setattr(shard_holder, "_is_sound", slow)
         async with ranch_at(house, replication=1, settings={"rescale_timeout_ms": 1_000}) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
@@ -853,7 +854,7 @@ class TestAShardThatTheOriginDoesNotGive:
     async def test_because_it_hangs_is_shown_long_before_it_is_given_up(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(custodian, "SILENCE_TOLD_S", 0.01)
+        monkeypatch.setattr(shard_holder, "SILENCE_TOLD_S", 0.01)
         gate = threading.Event()
 
         def hang(shard: DataShard, file: BinaryIO) -> None:
@@ -932,7 +933,7 @@ class TestTrouble:
     async def test_with_a_store_that_hangs_under_what_the_origin_gives_costs_its_worker_its_place(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(custodian, "PUT_AWAY_S", 0.01)
+        monkeypatch.setattr(shard_holder, "PUT_AWAY_S", 0.01)
         async with ranch_at(house, settings={"rescale_timeout_ms": 1_000}) as ranch:
             store = LaggingStore()
             ranch.start("a", store=store)

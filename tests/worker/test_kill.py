@@ -12,8 +12,8 @@ import pytest
 from forged.elastic.model import ClusterTopology
 from forged.errors import Unavailable
 from forged.retry import RetryPolicy
-from forged.worker import transfer
-from forged.worker.collectives import CollectiveAborted, World
+from forged.worker.collectives.world import CollectiveAborted, World
+from forged.worker.state_transfer import transfer
 from tests.worker.meshes import PATIENCE_S, Meshes, buffers, each, failures, open_meshes, random_parts, until
 from tests.worker.peer_process import ACTS, STATE_SIZES, PeerProcess
 

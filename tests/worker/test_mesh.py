@@ -13,13 +13,13 @@ import pytest
 
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
-from forged.net import frames
+from forged.net.protocol import frames
 from forged.worker import mesh as mesh_module
-from forged.worker import peer_messages
-from forged.worker.collectives import CollectiveAborted
+from forged.worker.collectives.world import CollectiveAborted
 from forged.worker.mesh import Mesh, WorldIncomplete
-from forged.worker.peer import PEER_LIMITS
-from forged.worker.peer_messages import (
+from forged.worker.transport import peer_messages
+from forged.worker.transport.peer_link import PEER_LIMITS
+from forged.worker.transport.peer_messages import (
     Accepted,
     Answer,
     Challenge,

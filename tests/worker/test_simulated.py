@@ -13,9 +13,9 @@ import pytest
 
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError
-from forged.worker.carriers import LoopCarrier
-from forged.worker.collectives import CollectiveAborted, World
+from forged.worker.collectives.world import CollectiveAborted, World
 from forged.worker.mesh import Mesh
+from forged.worker.transport.bulk_channel import LoopCarrier
 from tests.simulation.links import Faults
 from tests.simulation.loop import VirtualClock, run
 from tests.simulation.network import HostNetwork, SimulatedNetwork

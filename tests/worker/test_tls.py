@@ -14,12 +14,12 @@ from forged.client import ForgedClient
 from forged.elastic.messages import WorkerFailed
 from forged.elastic.model import WorkerId
 from forged.errors import ConfigError, ForgedError, PeerError
-from forged.messages import Record
-from forged.net import tls
-from forged.net.sockets import SystemNetwork
+from forged.kernel.messages import Record
+from forged.net.transport import tls
+from forged.net.transport.sockets import SystemNetwork
+from forged.worker.blocking import join
 from forged.worker.mesh import Mesh
-from forged.worker.peer_tls import PeerTls
-from forged.worker.training import join
+from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker import ElasticWorker
 from tests.client.house import House, config_in
 from tests.net.ends import Certificates

@@ -6,13 +6,13 @@ from typing import Any, cast
 import anyio
 
 from forged.data.messages import ReportUsage, UsageTaken
-from forged.data.sampler import ElasticSampler
-from forged.data.usage import Run
+from forged.data.sampling.sampler import ElasticSampler
+from forged.data.sampling.usage import Run
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 from forged.log import SILENT
-from forged.worker.place import Place
-from forged.worker.registration import Registration
+from forged.worker.daemon.registration import Registration
+from forged.worker.rescale.progress import Place
 from forged.worker.usage_report import COMPARED_MAX, INTERVAL_S, OTHERS_INTERVAL_S, UsageReport
 from tests.simulation.loop import VirtualClock
 from tests.spine import task_group, virtual

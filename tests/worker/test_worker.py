@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from forged.client import ForgedClient
-from forged.client.link import Link
-from forged.data.memory import MemoryShardStore
-from forged.data.planner import DataRedistributor
-from forged.data.shards import Dataset
+from forged.client.connection import Link
+from forged.data.dataset import Dataset
+from forged.data.placement.planner import DataRedistributor
+from forged.data.store.memory import MemoryShardStore
 from forged.data.training import TrainingData
-from forged.elastic.members import PULSE_INTERVAL_S
+from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
+from forged.elastic.membership.member import PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobCompleted,
     JobWaiting,
@@ -38,22 +39,21 @@ from forged.elastic.model import (
     WorkerId,
     WorkerStatus,
 )
-from forged.elastic.watch import SCAN_INTERVAL_S
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, ShowJob
-from forged.messages import Gap
-from forged.worker import registration as registrations
-from forged.worker import waiting
+from forged.kernel.messages import Gap
 from forged.worker import worker as workers
-from forged.worker.collectives import CollectiveMismatch
-from forged.worker.counters import Counters
+from forged.worker.collectives.world import CollectiveMismatch
+from forged.worker.daemon import registration as registrations
+from forged.worker.daemon import wait_reporter
+from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
-from forged.worker.exchange import StateExchange
 from forged.worker.mesh import Mesh
-from forged.worker.own_process import SharedProcess
-from forged.worker.passage import Passage
-from forged.worker.presence import Presence
-from forged.worker.registration import LEAVE_TIMEOUT_S, Registration
+from forged.worker.process.counters import Counters
+from forged.worker.process.worker_process import SharedProcess
+from forged.worker.rescale.current_world import Presence
+from forged.worker.rescale.rescaler import Passage
+from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.worker import ElasticWorker
 from tests.client.house import SOON, House
 from tests.telemetry.heard import Heard
@@ -785,7 +785,7 @@ class TestTraining:
 
 class TestWaiting:
     async def test_it_says_what_it_waits_for(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(waiting, "TOLD_AFTER_S", 0.01)
+        monkeypatch.setattr(wait_reporter, "TOLD_AFTER_S", 0.01)
         log = Heard()
         async with crew_at(house.endpoint, min_workers=2) as crew:
             crew.start("a", log=log)
@@ -924,7 +924,7 @@ class TestLeaving:
     async def test_who_waits_in_a_step_for_one_that_does_not_come_goes_after_a_while(
         self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("forged.worker.departure.LOOK_INTERVAL_S", 0.02)
+        monkeypatch.setattr("forged.worker.drain.drain.LOOK_INTERVAL_S", 0.02)
         holds, goes_on = asyncio.Event(), asyncio.Event()
 
         async def hold(step: int) -> None:
@@ -948,7 +948,7 @@ class TestLeaving:
     async def test_who_goes_with_a_step_that_does_not_count_names_the_one_that_its_state_is_behind(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("forged.worker.departure.LOOK_INTERVAL_S", 0.02)
+        monkeypatch.setattr("forged.worker.drain.drain.LOOK_INTERVAL_S", 0.02)
         holds, goes_on = asyncio.Event(), asyncio.Event()
         told: list[tuple[int, int]] = []
         async with crew_at(house.endpoint, leave_timeout_ms=100) as crew:
@@ -1142,7 +1142,7 @@ class TestLeaving:
 
         monkeypatch.setattr(Registration, "say", later)
         monkeypatch.setattr(registrations, "LEAVE_TIMEOUT_S", 0.01)
-        monkeypatch.setattr("forged.worker.membership.LEAVE_TIMEOUT_S", 0.01)
+        monkeypatch.setattr("forged.worker.session.LEAVE_TIMEOUT_S", 0.01)
         async with crew_at(house.endpoint) as crew:
             crew.total = 3
             crew.start("a")
@@ -1403,7 +1403,7 @@ class TestADaemonThatIsAway:
     async def test_one_that_is_away_when_somebody_goes_learns_it_when_it_is_back(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("forged.worker.registration.LEAVE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("forged.worker.daemon.registration.LEAVE_TIMEOUT_S", 0.05)
         async with crew_at(house.endpoint, reconnect_grace_ms=1_000) as crew:
             crew.start("a", "b", "c")
             await crew.world_of("a", "b", "c")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from forged.net.messages import Failure, ReplyOut, RequestMessage, SignalMessage
+from forged.net.protocol.messages import Failure, ReplyOut, RequestMessage, SignalMessage
 from tests.client.fake import FakeDaemon, Guest
 from tests.client.neighbour import LoopThread
 
@@ -161,8 +161,8 @@ def state(pid: int) -> str:
 
 def main(endpoint: str, interval: str, way: str) -> None:
     """Be a victim."""
-    from forged.worker.counters import Counters
-    from forged.worker.pulse import Pulse
+    from forged.worker.process.counters import Counters
+    from forged.worker.process.pulse import Pulse
 
     # Nobody ends it when the tests were killed.
     signal.alarm(VICTIM_S_MAX)

@@ -1,5 +1,0 @@
-"""The typed in-process bus: facts, requests and signals."""
-
-from forged.bus.bus import DAEMON, Bus
-
-__all__ = ["DAEMON", "Bus"]

@@ -1,0 +1,1 @@
+"""Checkpoints to and from the file formats of other tools."""

@@ -1,0 +1,1 @@
+"""The checkpoint format: manifest, tree of arrays, boxes, compression and safetensors files."""

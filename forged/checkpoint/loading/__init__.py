@@ -1,0 +1,1 @@
+"""Loading: from a manifest to verified arrays."""

@@ -1,0 +1,1 @@
+"""Saving: from a state to a committed manifest."""

@@ -1,0 +1,306 @@
+"""A file made of tensors that lie somewhere else, block by block.
+
+Law: what comes from a checkpoint was verified, and every chunk is hashed as it goes into the file. No more is in memory
+than the blocks that are being made, and the chunks that reach over their ends, which are fetched once.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+from forged.checkpoint.format.boxes import Box, chunks, whole
+from forged.checkpoint.format.dtypes import dtype_of
+from forged.checkpoint.format.manifest import DIGEST_BYTES, Manifest, Tensors
+from forged.checkpoint.loading.fetching import fetch
+from forged.checkpoint.loading.read_plan import Index
+from forged.checkpoint.loading.repair import Mender
+from forged.checkpoint.model import Mended
+from forged.checkpoint.ports import BLOCK_BYTES, Halt, Storage
+from forged.checkpoint.saving.image import Image, Layout, blank_digests
+from forged.checkpoint.saving.plan import Share
+from forged.checkpoint.saving.staging import Staged
+from forged.checkpoint.thread_pool import THREADS
+
+BLOCKS_KEPT_MAX = 2 * THREADS
+"""Each thread has two, where what it wants reaches from one into the next."""
+
+Array = np.ndarray[Any, Any]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Origin(Protocol):
+    """Where tensors come from; asked by several threads."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """All that there are."""
+        ...
+
+    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]) -> None:
+        """Fill a room for each of the wanted tensors; with a box of it, if there is one under its place."""
+        ...
+
+
+class Saved:
+    """The tensors of a checkpoint, or of parts of which no manifest says anything yet."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, halt: Halt) -> None:
+        self.mended: list[Mended] = []
+        """Where a healthy copy was read in the place of a bad chunk."""
+        self._storage = storage
+        self._index = Index(manifest)
+        self._halt = halt
+        self._mender = Mender(storage, self._index, halt)
+
+    @property
+    def tensors(self) -> Tensors:
+        return self._index.manifest.tensors
+
+    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]) -> None:
+        fetched = fetch(
+            self._storage,
+            self._index,
+            wanted,
+            self._halt,
+            boxes=boxes,
+            rooms=rooms,
+            mender=self._mender,
+            threads=1,
+        )
+        self.mended += fetched.mended
+
+
+class Held:
+    """The tensors that one rank is about to save, all of them whole: in its arrays, or staged."""
+
+    def __init__(self, tensors: Tensors, image: Image, staged: Staged | None) -> None:
+        self._tensors = tensors
+        self._arrays = image.arrays if staged is None else list(_staged(tensors, image.layout, staged.view()))
+
+    @property
+    def tensors(self) -> Tensors:
+        return self._tensors
+
+    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]) -> None:
+        for place, number in enumerate(wanted):
+            array = self._arrays[number]
+            box = boxes.get(place)
+            np.copyto(rooms[place], array if box is None else array[box.within(whole(array.shape))])
+
+
+def _staged(tensors: Tensors, layout: Layout, view: memoryview) -> Iterator[Array]:
+    """The arrays in memory that is laid out as a file."""
+    for number, (start, end) in enumerate(pairwise(layout.starts)):
+        dtype = dtype_of(tensors.dtypes[number])
+        flat = np.frombuffer(view[start:end], np.uint8)
+        yield (
+            flat.view(dtype).reshape(tensors.shapes[number])
+            if dtype.itemsize
+            else np.empty(tensors.shapes[number], dtype)
+        )
+
+
+class _Run(NamedTuple):
+    """Chunks of a piece that lie in a block as a whole."""
+
+    place: int
+    first: int
+    end: int
+
+
+class _Chunks(NamedTuple):
+    """Those of a piece."""
+
+    boxes: list[Box]
+    starts: list[int]
+    """Where each begins in the piece, and where the last one ends."""
+
+
+class Assembly:
+    """A part over an origin; a `ports.Source`, and what an image is to those who write."""
+
+    def __init__(self, layout: Layout, share: Share, origin: Origin) -> None:
+        self.layout = layout
+        self.digests = blank_digests(layout)
+        self._origin = origin
+        self._tensors = share.tensors
+        self._dtypes = [dtype_of(origin.tensors.dtypes[tensor]) for tensor in share.tensors]
+        self._lock = threading.Lock()
+        self._shared: dict[tuple[int, int], Future[Bytes]] = {}
+        """Chunks that reach over the end of a block, from the first asking for them to the second."""
+        self._blocks: OrderedDict[int, Future[Bytes]] = OrderedDict()
+        """The last ones of which somebody wanted a run."""
+        self._cut: dict[int, _Chunks] = {}
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    def block(self, offset: int, room: memoryview) -> memoryview:
+        """Make a block."""
+        end = min(offset + len(room), self.size)
+        into: Bytes = np.frombuffer(room, np.uint8)[: end - offset]
+        header = self.layout.header
+        if offset < len(header):
+            ours = header[offset:end]
+            into[: len(ours)] = np.frombuffer(ours, np.uint8)
+        runs: list[_Run] = []
+        for place in self._places(offset, end):
+            self._take(place, offset, end, into, runs)
+        self._fill(runs, offset, into)
+        return room[: end - offset]
+
+    def chunk(self, place: int, offset: int, length: int) -> Bytes:
+        """A chunk of a piece."""
+        return self.run(self.layout.starts[place] + offset, length)
+
+    def run(self, offset: int, length: int) -> Bytes:
+        """Some bytes of the file; cheap for who goes through it from its beginning to its end."""
+        end = offset + length
+        found = []
+        for start in range(offset // BLOCK_BYTES * BLOCK_BYTES, end, BLOCK_BYTES):
+            block = self._kept(start)
+            found.append(block[max(0, offset - start) : end - start])
+        return found[0] if len(found) == 1 else np.concatenate([*found, np.empty(0, np.uint8)])
+
+    def _kept(self, start: int) -> Bytes:
+        """A block of the file, made once as long as it is not forgotten."""
+        with self._lock:
+            future = self._blocks.get(start)
+            if is_first := future is None:
+                future = self._blocks[start] = Future()
+            self._blocks.move_to_end(start)
+            if len(self._blocks) > BLOCKS_KEPT_MAX:
+                self._blocks.popitem(last=False)
+        if not is_first:
+            return future.result()
+        block: Bytes = np.empty(min(BLOCK_BYTES, self.size - start), np.uint8)
+        try:
+            self.block(start, block.data)
+        except BaseException as error:
+            with self._lock:
+                self._blocks.pop(start, None)
+            future.set_exception(error)
+            raise
+        future.set_result(block)
+        return block
+
+    def _places(self, offset: int, end: int) -> range:
+        """The pieces that have a byte between these."""
+        starts = self.layout.starts
+        first = max(0, bisect_right(starts, offset) - 1)
+        return range(first, min(bisect_left(starts, end), len(self._tensors)))
+
+    def _take(self, place: int, offset: int, end: int, into: Bytes, runs: list[_Run]) -> None:
+        """Copy the chunks that reach over an end of the block; note those that are in it."""
+        start = self.layout.starts[place]
+        if offset <= start and self.layout.starts[place + 1] <= end:
+            count = self.layout.first_chunks[place + 1] - self.layout.first_chunks[place]
+            runs.append(_Run(place, 0, count))
+            return
+        starts = self._chunks(place).starts
+        first, last = bisect_left(starts, offset - start), bisect_right(starts, end - start) - 1
+        if first < last:
+            runs.append(_Run(place, first, last))
+        over = {bisect_right(starts, offset - start) - 1, last} if offset > start else {last}
+        for chunk in over:
+            if 0 <= chunk < len(starts) - 1 and not first <= chunk < last:
+                low, high = max(offset, start + starts[chunk]), min(end, start + starts[chunk + 1])
+                if low < high:
+                    data = self._once(place, chunk)
+                    at = low - start - starts[chunk]
+                    into[low - offset : high - offset] = data[at : at + high - low]
+
+    def _fill(self, runs: list[_Run], offset: int, into: Bytes) -> None:
+        """Fetch what is in the block as a whole, and hash it."""
+        wanted: list[int] = []
+        boxes: dict[int, Box] = {}
+        rooms: dict[int, Array] = {}
+        for run in runs:
+            for box, start, stop in self._boxes(run):
+                dtype = self._dtypes[run.place]
+                if stop > start:
+                    boxes[len(wanted)] = box
+                    rooms[len(wanted)] = into[start - offset : stop - offset].view(dtype).reshape(box.shape)
+                    wanted.append(self._tensors[run.place])
+        if wanted:
+            self._origin.fetch(wanted, boxes, rooms)
+        for run in runs:
+            self._hash(run, offset, into)
+
+    def _boxes(self, run: _Run) -> list[tuple[Box, int, int]]:
+        """What is to be fetched for a run, and from where to where it lies in the file."""
+        start = self.layout.starts[run.place]
+        whole = self.layout.boxes[run.place]
+        if not run.first and self.layout.first_chunks[run.place] + run.end == self.layout.first_chunks[run.place + 1]:
+            return [(whole, start, self.layout.starts[run.place + 1])]
+        cut = self._chunks(run.place)
+        some = cut.boxes[run.first : run.end]
+        if self.layout.grids[run.place].axis == 0:
+            rows = some[-1].offset[0] + some[-1].shape[0] - some[0].offset[0]
+            together = Box(some[0].offset, (rows, *whole.shape[1:]))
+            return [(together, start + cut.starts[run.first], start + cut.starts[run.end])]
+        return [
+            (box, start + low, start + high)
+            for box, low, high in zip(
+                some, cut.starts[run.first : run.end], cut.starts[run.first + 1 : run.end + 1], strict=True
+            )
+        ]
+
+    def _hash(self, run: _Run, offset: int, into: Bytes) -> None:
+        at = self.layout.starts[run.place] - offset
+        edges = self._chunks(run.place).starts[run.first : run.end + 1]
+        for number, (low, high) in enumerate(pairwise(edges), self.layout.first_chunks[run.place] + run.first):
+            self._note(number, into[at + low : at + high])
+
+    def _note(self, number: int, data: Bytes) -> None:
+        self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = xxhash.xxh3_128_digest(data.data)
+
+    def _once(self, place: int, chunk: int) -> Bytes:
+        """A chunk that two blocks have something of; the second to ask gets what the first has fetched."""
+        key = place, chunk
+        with self._lock:
+            future = self._shared.pop(key, None)
+            if is_first := future is None:
+                future = self._shared[key] = Future()
+        if not is_first:
+            return future.result()
+        try:
+            data = self._fetched(place, chunk)
+        except BaseException as error:
+            with self._lock:
+                self._shared.pop(key, None)
+            future.set_exception(error)
+            raise
+        future.set_result(data)
+        return data
+
+    def _fetched(self, place: int, chunk: int) -> Bytes:
+        """A chunk in memory of its own, hashed."""
+        box = self._chunks(place).boxes[chunk]
+        room: Array = np.empty(box.shape, self._dtypes[place])
+        self._origin.fetch([self._tensors[place]], {0: box}, {0: room})
+        data: Bytes = room.reshape(-1).view(np.uint8)
+        self._note(self.layout.first_chunks[place] + chunk, data)
+        return data
+
+    def _chunks(self, place: int) -> _Chunks:
+        """How a piece is cut."""
+        found = self._cut.get(place)
+        if found is None:
+            box, grid = self.layout.boxes[place], self.layout.grids.get(place)
+            boxes = list(chunks(box, grid)) if grid is not None else [box]
+            starts = list(accumulate(self.layout.lengths_of(place), initial=0))
+            found = _Chunks(boxes, starts)
+            if grid is not None:
+                self._cut[place] = found
+        return found

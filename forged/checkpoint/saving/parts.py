@@ -1,0 +1,216 @@
+"""One rank's part of a save: described, laid out, written.
+
+Law: what is written is what was described, and the receipt says what was written. A part that does not come to its end
+leaves no file.
+"""
+
+from __future__ import annotations
+
+import base64
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate, chain, pairwise
+
+import xxhash
+
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.format.compression import Thrift, pack
+from forged.checkpoint.format.manifest import DIGEST_BYTES, Part, boxes_once
+from forged.checkpoint.format.tree import Leaf
+from forged.checkpoint.model import CompressionLevel
+from forged.checkpoint.ports import Halt, Source, Storage
+from forged.checkpoint.saving.image import Image, Imaged, Layout, cut_out, lay_out
+from forged.checkpoint.saving.plan import Plan, Share
+from forged.checkpoint.saving.staging import Staged
+from forged.checkpoint.thread_pool import THREADS, work_off
+
+FILE_METADATA = {"format": "np", "by": "forged"}
+"""What readers of safetensors files look for."""
+STRETCH_BYTES = 64 << 20
+"""So much of a piece is compressed by one thread, which learns whether that pays."""
+
+
+def image_of(plan: Plan, rank: int, leaves: Sequence[Leaf], layout: Layout | None = None) -> Image:
+    """What a rank writes, as the file that it will be."""
+    share = plan.shares[rank]
+    layout = layout or lay_out(plan.tensors, share, FILE_METADATA)
+    if len(share.tensors) == len(leaves) and not share.boxes and plan.numbers[rank] == share.tensors:
+        return Image(layout, [leaf.array for leaf in leaves])
+    own = dict(zip(plan.numbers[rank], leaves, strict=True))
+    arrays = []
+    for place, number in enumerate(share.tensors):
+        leaf = own[number]
+        arrays.append(cut_out(leaf.array, leaf.box, share.box(place, leaf.global_shape)))
+    return Image(layout, arrays)
+
+
+def write(storage: Storage, file: str, rank: int, share: Share, image: Imaged, source: Source, halt: Halt) -> Part:
+    """Write a part as it lies in memory; `source` is the image, or what was staged of it."""
+    write_whole(storage, file, source, halt)
+    return part_of(file, rank, share, image)
+
+
+def part_of(file: str, rank: int, share: Share, image: Imaged) -> Part:
+    """What the manifest says of a part."""
+    header = image.layout.header
+    boxes, box_of = boxes_once(share.boxes, len(share.tensors))
+    return Part(
+        file=file,
+        rank=rank,
+        size=image.size,
+        data_offset=len(header),
+        tensors=share.tensors,
+        boxes=boxes,
+        box_of=box_of,
+        digests=base64.b64encode(image.digests).decode(),
+        header=base64.b64encode(xxhash.xxh3_128_digest(header)).decode(),
+    )
+
+
+def nothing_of(file: str, rank: int) -> Part:
+    """What a rank says that has nothing to write: there is no such file, and the manifest names none."""
+    return Part(file, rank, 0, 0, [], [], [], "", "")
+
+
+def write_packed(storage: Storage, file: str, rank: int, share: Share, packed: Packed, halt: Halt) -> Part:
+    """Write a part compressed: chunk behind chunk, without a header."""
+    write_whole(storage, file, packed, halt)
+    boxes, box_of = boxes_once(share.boxes, len(share.tensors))
+    return Part(
+        file=file,
+        rank=rank,
+        size=packed.size,
+        data_offset=0,
+        tensors=share.tensors,
+        boxes=boxes,
+        box_of=box_of,
+        digests=base64.b64encode(packed.digests).decode(),
+        header=base64.b64encode(xxhash.xxh3_128_digest(b"")).decode(),
+        stored=packed.stored,
+    )
+
+
+class Packed:
+    """A part compressed; a `ports.Source`.
+
+    A storage wants to know how large a file will be. So all of it is compressed first, and kept; or, where that would
+    be too much, compressed once more when it is written.
+    """
+
+    def __init__(
+        self, image: Imaged, staged: Staged | None, level: CompressionLevel, halt: Halt, *, keeps: bool = True
+    ) -> None:
+        layout = image.layout
+        self.digests = bytearray(DIGEST_BYTES * layout.chunks)
+        self.stored = [0] * layout.chunks
+        self._level = level
+        self._image = image
+        self._staged = None if staged is None else staged.view()
+        self._halt = halt
+        self._keeps = keeps
+        self._lengths = list(chain.from_iterable(map(layout.lengths_of, range(len(layout.boxes)))))
+        self._memory = list(accumulate(self._lengths, initial=0))
+        self._chunks: dict[int, bytes | memoryview] = {}
+        """All of them; or those that reach over the end of a block, until the next one is asked for."""
+        work_off(self._pack, self._stretches(), halt, THREADS)
+        self._starts = list(accumulate(map(abs, self.stored), initial=0))
+
+    @property
+    def size(self) -> int:
+        return self._starts[-1]
+
+    def block(self, offset: int, room: memoryview) -> memoryview:
+        """Make a block."""
+        number, at = bisect_right(self._starts, offset) - 1, offset
+        end = min(offset + len(room), self.size)
+        while at < end:
+            start, chunk = self._starts[number], self._chunk(number)
+            stop = min(end, start + len(chunk))
+            room[at - offset : stop - offset] = chunk[at - start : stop - start]
+            if stop < start + len(chunk):
+                self._chunks[number] = chunk
+            at, number = stop, number + 1
+        return room[: end - offset]
+
+    def _stretches(self) -> Iterator[range]:
+        """The chunks, in runs for one thread each; none has chunks of several pieces."""
+        for first, end in pairwise(self._image.layout.first_chunks):
+            while first < end:
+                stop = min(end, max(first + 1, bisect_right(self._memory, self._memory[first] + STRETCH_BYTES) - 1))
+                yield range(first, stop)
+                first = stop
+
+    def _pack(self, stretch: range) -> None:
+        """Compress some chunks of a piece, as long as that pays."""
+        thrift = Thrift()
+        for number in stretch:
+            self._halt.check()
+            raw = self._raw(number)
+            small = pack(raw, self._itemsize(number), self._level) if thrift.tries() else None
+            thrift.tell(small is not None)
+            if self._keeps:
+                self._chunks[number] = bytes(raw) if small is None else small
+            self.stored[number] = -len(raw) if small is None else len(small)
+            self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = xxhash.xxh3_128_digest(raw)
+
+    def _chunk(self, number: int) -> bytes | memoryview:
+        """A chunk as it is in the file."""
+        if self._keeps:
+            return self._chunks[number]
+        found = self._chunks.pop(number, None)
+        if found is not None:
+            return found
+        raw = self._raw(number)
+        if self.stored[number] < 0:
+            return raw
+        small = pack(raw, self._itemsize(number), self._level)
+        if small is None or len(small) != self.stored[number]:
+            raise CheckpointException(
+                "arrays have changed while they were written",
+                type=ExceptionType.SAVE_FAILED,
+                code="checkpoint_state_changed",
+                fix="let nobody write to them until the save is staged",
+            )
+        return small
+
+    def _itemsize(self, number: int) -> int:
+        return self._image.layout.itemsizes[self._place(number)]
+
+    def _place(self, number: int) -> int:
+        """In which piece a chunk is."""
+        return bisect_right(self._image.layout.first_chunks, number) - 1
+
+    def _raw(self, number: int) -> memoryview:
+        """A chunk as it is in memory."""
+        layout, place = self._image.layout, self._place(number)
+        offset, length = self._memory[number] - self._memory[layout.first_chunks[place]], self._lengths[number]
+        if self._staged is None:
+            return self._image.chunk(place, offset, length).data
+        start = layout.starts[place] + offset
+        return self._staged[start : start + length]
+
+
+def write_whole(storage: Storage, file: str, source: Source, halt: Halt) -> None:
+    """Write a file, whose bytes and whose name are durable then; if that cannot be, there is none."""
+    require_room(storage, file, source.size)
+    storage.write(file, source, halt)
+    try:
+        storage.settle([file])
+    except BaseException:
+        with suppress(CheckpointException):
+            storage.delete([file])
+        raise
+
+
+def require_room(storage: Storage, file: str, size: int) -> None:
+    """Refuse to begin what cannot be ended."""
+    free = storage.free_bytes()
+    if free is not None and free < size:
+        raise CheckpointException(
+            f"{file} needs {size} bytes, and {storage.url} has room for {free}",
+            file,
+            ExceptionType.STORAGE_ERROR,
+            code="checkpoint_disk_full",
+            fix="delete checkpoints that are not needed (`forgectl ckpt rm`), or give it more room",
+        )

@@ -1,0 +1,113 @@
+"""Memory into which a state is copied, so that training can go on while it is written.
+
+Law: the memory is touched before it is needed, kept, and used again; touching it first costs ten times what copying
+does. There are at most two of them, because one save may be in flight while another is staged.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+import numpy as np
+
+from forged.checkpoint.large_pages import new_memory
+from forged.checkpoint.ports import BLOCK_BYTES, Halt
+from forged.checkpoint.saving.image import Image, blocks
+from forged.checkpoint.thread_pool import THREADS, work_off
+
+MEMORIES_MAX = 2
+
+
+class Staged:
+    """A part in memory, as it will be in the file; a `ports.Source`."""
+
+    def __init__(self, memory: mmap.mmap, size: int) -> None:
+        self.memory = memory
+        self.size = size
+        self._view = memoryview(memory)[:size]
+
+    def block(self, offset: int, room: memoryview) -> memoryview:
+        """The block where it lies."""
+        return self._view[offset : offset + len(room)]
+
+    def view(self) -> memoryview:
+        """All of it."""
+        return self._view
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._view.release()
+
+
+class Staging:
+    """The memories of one process that saves."""
+
+    def __init__(self, threads: int = THREADS) -> None:
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._free: list[mmap.mmap] = []
+        self._in_use = 0
+
+    def prepare(self, size: int, halt: Halt) -> None:
+        """Have memory for so many bytes ready, unless all that there may be is in use."""
+        with self._lock:
+            is_exhausted = self._in_use == MEMORIES_MAX
+        if not is_exhausted:
+            self._give_back(self._take(size, halt))
+
+    def stage(self, image: Image, halt: Halt) -> Staged:
+        """Copy a part; its arrays may change afterwards."""
+        memory = self._take(image.size, halt)
+        view = memoryview(memory)
+
+        def copy(offset: int) -> None:
+            image.block(offset, view[offset : offset + BLOCK_BYTES])
+
+        try:
+            work_off(copy, blocks(image.size), halt, self._threads)
+        except BaseException:
+            view.release()
+            self._give_back(memory)
+            raise
+        view.release()
+        return Staged(memory, image.size)
+
+    def unstage(self, staged: Staged) -> None:
+        """The part is written: its memory serves the next one."""
+        staged.close()
+        self._give_back(staged.memory)
+
+    def close(self) -> None:
+        """Let go of all memory that is not in use."""
+        with self._lock:
+            self._free.clear()
+
+    def _take(self, size: int, halt: Halt) -> mmap.mmap:
+        with self._lock:
+            fitting = [memory for memory in self._free if len(memory) >= size]
+            if fitting:
+                found = min(fitting, key=len)
+                self._free.remove(found)
+                self._in_use += 1
+                return found
+            # They go when nobody looks at them any more; who has failed to write may still.
+            self._free.clear()
+        made = self._new(size, halt)
+        with self._lock:
+            self._in_use += 1
+        return made
+
+    def _new(self, size: int, halt: Halt) -> mmap.mmap:
+        memory = new_memory(size)
+
+        def touch(offset: int) -> None:
+            np.frombuffer(memory, np.uint8)[offset : offset + BLOCK_BYTES : mmap.PAGESIZE] = 0
+
+        work_off(touch, blocks(len(memory)), halt, self._threads)
+        return memory
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        with self._lock:
+            self._in_use -= 1
+            self._free.append(memory)

@@ -1,0 +1,1 @@
+"""Where checkpoints are stored: local directories and object stores."""

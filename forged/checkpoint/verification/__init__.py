@@ -1,0 +1,1 @@
+"""Verification of checkpoints, and differences between two of them."""

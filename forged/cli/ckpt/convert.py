@@ -1,0 +1,61 @@
+"""`forgectl ckpt convert`: a checkpoint in another format, or from and to the files of other tools.
+
+Law: nothing that was there is touched. What the target cannot hold, and what had to be read elsewhere, is told.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from forged.checkpoint.export.conversion import Converted, How, convert
+from forged.checkpoint.model import CheckpointFormat, CompressionLevel
+from forged.checkpoint.ports import Halt
+from forged.cli.ckpt.interruptible import acting
+from forged.cli.ckpt.progress_bar import Bar
+from forged.cli.forgectl import tables
+from forged.cli.forgectl.output import answer
+from forged.cli.forgectl.parser import Options
+from forged.cli.process import EXIT_OK
+
+
+@acting
+def convert_one(options: Options, halt: Halt) -> int:
+    """Make a target of a source."""
+    started_at = time.monotonic()
+    with Bar(options) as bar:
+        how = How(
+            None if options.format is None else CheckpointFormat(options.format),
+            CompressionLevel(options.compression),
+            tell=bar,
+        )
+        converted = convert(options.source, options.target, how, halt)
+    took_s = time.monotonic() - started_at
+    answer(options, _as_json(options, converted, took_s), lambda: _show(options, converted, took_s))
+    return EXIT_OK
+
+
+def _as_json(options: Options, converted: Converted, took_s: float) -> dict[str, Any]:
+    return {
+        "source": options.source,
+        "target": options.target,
+        "tensors": converted.tensors,
+        "size_bytes": converted.size_bytes,
+        "seconds": took_s,
+        "left_out": list(converted.left_out),
+        "mended": [
+            {"tensor": one.tensor, "rank": one.rank, "file": one.file, "chunk": one.chunk, "source": one.source}
+            for one in converted.mended
+        ],
+    }
+
+
+def _show(options: Options, converted: Converted, took_s: float) -> None:
+    tensors = tables.counted(converted.tensors, "tensor")
+    target = tables.field("", options.target)
+    print(f"{target} has {tensors}, {tables.size(converted.size_bytes)}, in {tables.duration(took_s)}")
+    if converted.left_out:
+        print(f"  left out, being no arrays: {tables.names(converted.left_out)}")
+    for one in converted.mended:
+        where = tables.field("", f"chunk {one.chunk} of {one.tensor} in {one.file}")
+        print(f"  {where} is damaged; the same bytes were read from {tables.field('', one.source)}")

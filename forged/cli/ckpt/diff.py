@@ -1,0 +1,194 @@
+"""`forgectl ckpt diff`: what is different between two checkpoints.
+
+Law: like `diff`, it exits with 0 where nothing is, and with 1 where something is; "the same" means to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.format.dtypes import dtype_of
+from forged.checkpoint.format.manifest import Manifest
+from forged.checkpoint.ports import Halt
+from forged.checkpoint.verification.difference import Difference, Kind, Side, differences
+from forged.cli.ckpt.interruptible import acting
+from forged.cli.ckpt.progress_bar import Bar
+from forged.cli.ckpt.show import and_more, beginning, shape_in_words
+from forged.cli.ckpt.target import named
+from forged.cli.ckpt.values import are_alike, plain_values, sayable
+from forged.cli.forgectl import tables
+from forged.cli.forgectl.output import print_json
+from forged.cli.forgectl.parser import Options
+from forged.cli.process import EXIT_FAILED, EXIT_OK
+
+SHOWN_MAX = 40
+COLUMNS = ("name", "rank", "difference", "differing", "max_abs", "norm", "nan_on_one_side")
+ALWAYS = ("name", "difference")
+"""Columns that are there also where nobody has anything to say in them."""
+IN_WORDS = {
+    Kind.SAME: "the same",
+    Kind.CHANGED: "changed",
+    Kind.UNLIKE: "of another shape or type",
+    Kind.ONLY_IN_A: "only in A",
+    Kind.ONLY_IN_B: "only in B",
+}
+
+Row = dict[str, Any]
+Wanted = Callable[[str], bool]
+
+
+@acting
+def show_differences(options: Options, halt: Halt) -> int:
+    """Compare two."""
+    a, b = Side(*named(options.a, halt)), Side(*named(options.b, halt))
+    wanted = _wanted(options.tensors, a.manifest, b.manifest)
+    tensors: list[Row] = []
+    with Bar(options) as bar:
+        done, total = 0, sum(_bytes_of(side.manifest, wanted) for side in (a, b))
+        for one in differences(a, b, halt, wanted):
+            tensors.append(_tensor(one))
+            if options.json:
+                print_json(tensors[-1])
+            done += sum(_size(*kind) for kind in (one.a, one.b) if kind)
+            bar(done, total)
+    values = list(_values(a.manifest, b.manifest, wanted))
+    _tell(options, tensors, values)
+    return EXIT_OK if all(row["kind"] == Kind.SAME for row in chain(tensors, values)) else EXIT_FAILED
+
+
+def _tell(options: Options, tensors: Sequence[Row], values: Sequence[Row]) -> None:
+    if not options.json:
+        _show([row for row in chain(tensors, values) if options.all or row["kind"] != Kind.SAME], is_whole=options.all)
+        print(_summary(tensors, values))
+        return
+    for row in values:
+        if row["kind"] != Kind.SAME:
+            print_json(row)
+    print_json({"summary": {"tensors": _counts(tensors), "values": _counts(values)}})
+
+
+def _wanted(pattern: str | None, *manifests: Manifest) -> Wanted:
+    """Which names are asked about; that there is none of them is an error, as a mistyped name would be."""
+    if pattern is None:
+        return lambda name: True
+
+    def wanted(name: str) -> bool:
+        return name == pattern or fnmatchcase(name, pattern)
+
+    names = chain.from_iterable(
+        chain(manifest.tensors.names, (name for name, _ in plain_values(manifest))) for manifest in manifests
+    )
+    if not any(map(wanted, names)):
+        raise CheckpointException(
+            f"nothing in either of them is called {pattern!r}",
+            type=ExceptionType.LOAD_FAILED,
+            code="checkpoint_tensor_unknown",
+            fix="`forgectl ckpt show` lists the names",
+        )
+    return wanted
+
+
+def _tensor(one: Difference) -> Row:
+    sides = {side: kind and {"dtype": kind[0], "shape": list(kind[1])} for side, kind in (("a", one.a), ("b", one.b))}
+    return {
+        "tensor": one.name,
+        "rank": one.rank,
+        "kind": one.kind,
+        **sides,
+        "elements": one.elements,
+        "differing": one.amount.differing if one.kind in {Kind.SAME, Kind.CHANGED} else None,
+        "max_abs": one.amount.max_abs,
+        "norm": one.amount.norm,
+        "nan_on_one_side": one.amount.nan_on_one_side,
+    }
+
+
+def _values(a: Manifest, b: Manifest, wanted: Wanted) -> Iterator[Row]:
+    """The values that are no arrays."""
+    ours, theirs = plain_values(a), plain_values(b)
+    for name, rank in ours | theirs:
+        if not wanted(name):
+            continue
+        mine, other = ours.get((name, rank)), theirs.get((name, rank))
+        kind = Kind.SAME if are_alike(mine, other) else Kind.CHANGED
+        if mine is None or other is None:
+            kind = Kind.ONLY_IN_B if mine is None else Kind.ONLY_IN_A
+        sides = {"a": None if mine is None else sayable(mine), "b": None if other is None else sayable(other)}
+        yield {"value": name, "rank": rank, "kind": kind, **sides}
+
+
+def _bytes_of(manifest: Manifest, wanted: Wanted) -> int:
+    columns = zip(manifest.tensors.names, manifest.tensors.dtypes, manifest.tensors.shapes, strict=True)
+    return sum(_size(dtype, shape) for name, dtype, shape in columns if wanted(name))
+
+
+def _size(dtype: str, shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=object)) * dtype_of(dtype).itemsize
+
+
+def _counts(rows: Sequence[Row]) -> dict[str, int]:
+    counted = Counter(row["kind"] for row in rows)
+    return {kind.value: counted[kind] for kind in Kind}
+
+
+# For people.
+
+
+def _show(rows: Sequence[Row], *, is_whole: bool) -> None:
+    if not rows:
+        return
+    shown, left_out = beginning(rows, SHOWN_MAX, is_whole=is_whole)
+    cells = [_cells(row) for row in shown]
+    columns = [name for name in COLUMNS if name in ALWAYS or any(row[name] is not None for row in cells)]
+    tables.table(cells, columns, "")
+    and_more(left_out, "differences")
+    print()
+
+
+def _cells(row: Row) -> Row:
+    if "value" in row:
+        nothing = dict.fromkeys(("differing", "max_abs", "norm", "nan_on_one_side"))
+        return {"name": row["value"], "rank": row["rank"], "difference": _of_value(row), **nothing}
+    differing = f"{row['differing']:,} of {row['elements']:,}" if row["differing"] else None
+    figures = {key: tables.rounded(row[key]) for key in ("max_abs", "norm")}
+    nan = row["nan_on_one_side"] or None
+    return figures | {
+        "name": row["tensor"],
+        "rank": row["rank"],
+        "difference": _of_tensor(row),
+        "differing": differing,
+        "nan_on_one_side": nan,
+    }
+
+
+def _of_value(row: Row) -> str:
+    if row["kind"] is Kind.CHANGED:
+        return f"{tables.field('', row['a'])} → {tables.field('', row['b'])}"
+    return IN_WORDS[row["kind"]]
+
+
+def _of_tensor(row: Row) -> str:
+    if row["kind"] is Kind.UNLIKE:
+        return " → ".join(f"{side['dtype']} {shape_in_words(side['shape'])}" for side in (row["a"], row["b"]))
+    return IN_WORDS[row["kind"]]
+
+
+def _summary(tensors: Sequence[Row], values: Sequence[Row]) -> str:
+    told_of = [_counted(tensors, "tensor"), *([_counted(values, "value")] if values else [])]
+    return "; ".join(told_of)
+
+
+def _counted(rows: Sequence[Row], what: str) -> str:
+    """How many of them are how different."""
+    counts = _counts(rows)
+    total = tables.counted(len(rows), what)
+    if counts[Kind.SAME] == len(rows):
+        return f"{total}, the same in both"
+    return f"{total}: " + ", ".join(f"{counts[kind]:,} {IN_WORDS[kind]}" for kind in Kind if counts[kind])

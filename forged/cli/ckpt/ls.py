@@ -1,0 +1,132 @@
+"""`forgectl ckpt ls`: which checkpoints there are, and what is no checkpoint, or none any more.
+
+Law: nothing is changed, and what cannot be read is told with the reason instead of being passed over.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.format.manifest import Manifest
+from forged.checkpoint.model import is_prefix
+from forged.checkpoint.ports import Entry, Halt, Storage
+from forged.checkpoint.storage import listing
+from forged.cli.ckpt.interruptible import acting
+from forged.cli.ckpt.target import folder
+from forged.cli.forgectl import tables
+from forged.cli.forgectl.output import answer
+from forged.cli.forgectl.parser import Options
+from forged.cli.process import EXIT_FAILED, EXIT_OK
+
+COLUMNS = ("prefix", "created_at", "age_s", "step", "ranks", "layout", "compression", "size", "job")
+_OF_A_SAVE = re.compile(r"[0-9a-f]{8}\.[^/]+")
+"""Names that nothing but a save gives; others may be those of a model that somebody has downloaded."""
+
+Row = dict[str, Any]
+
+
+@acting
+def show_list(options: Options, halt: Halt) -> int:
+    """All checkpoints of a folder, the newest last."""
+    storage = folder(options.where, halt)
+    checkpoints, broken = _checkpoints(storage)
+    unfinished = [leftover(prefix, entries) for prefix, entries in listing.unfinished(storage).items()]
+    half_deleted = [{"prefix": prefix} for prefix in listing.tombstones(storage)]
+    whole = {
+        "url": storage.url,
+        "checkpoints": checkpoints,
+        "broken": broken,
+        "unfinished": unfinished,
+        "half_deleted": half_deleted,
+    }
+    answer(options, whole, lambda: _show(whole, time.time()))
+    return EXIT_FAILED if broken else EXIT_OK
+
+
+def about(manifest: Manifest) -> Row:
+    """A checkpoint in a row."""
+    fence = manifest.fence
+    return {
+        "prefix": manifest.prefix,
+        "created_at": manifest.created_at,
+        "step": manifest.step,
+        "job": manifest.job or None,
+        "world_size": manifest.world_size,
+        "layout": manifest.layout.value,
+        "compression": manifest.compression.value,
+        "size_bytes": manifest.size_bytes,
+        "tensors": len(manifest.tensors.names),
+        "version": manifest.version,
+        "fence": None if fence is None else {"term": fence.term, "generation": fence.generation},
+    }
+
+
+def leftover(prefix: str, entries: Sequence[Entry]) -> Row:
+    """Files without a manifest."""
+    return {
+        "prefix": prefix,
+        "files": len(entries),
+        "size_bytes": sum(entry.size for entry in entries),
+        "written_at": max(entry.modified_at for entry in entries),
+        "of_a_save": is_prefix(prefix) and all(map(_is_of_a_save, entries)),
+    }
+
+
+def _is_of_a_save(entry: Entry) -> bool:
+    return _OF_A_SAVE.fullmatch(entry.name.rpartition("/")[2]) is not None
+
+
+def leftover_in_words(row: Row, now: float) -> str:
+    """How much it is, and how old."""
+    age = tables.duration(now - row["written_at"]) if now - row["written_at"] > 1 else "moments"
+    return f"{tables.counted(row['files'], 'file')}, {tables.size(row['size_bytes'])}, written {age} ago"
+
+
+def _checkpoints(storage: Storage) -> tuple[list[Row], list[Row]]:
+    """Those that can be read, and those that cannot."""
+    found: list[Row] = []
+    broken: list[Row] = []
+    for prefix, manifest in listing.manifests(storage):
+        if isinstance(manifest, Manifest):
+            found.append(about(manifest))
+        elif manifest.retryable or manifest.type is ExceptionType.TIMEOUT:
+            raise manifest
+        else:
+            broken.append(_broken(prefix, manifest))
+    return sorted(found, key=lambda row: (row["created_at"], row["prefix"])), broken
+
+
+def _broken(prefix: str, error: CheckpointException) -> Row:
+    return {"prefix": prefix, "code": error.code, "message": error.message}
+
+
+def _show(whole: Row, now: float) -> None:
+    rows = [
+        row | {"age_s": now - row["created_at"], "ranks": row["world_size"], "size": tables.size(row["size_bytes"])}
+        for row in whole["checkpoints"]
+    ]
+    tables.table(rows, COLUMNS, f"no checkpoints in {tables.field('', whole['url'])}")
+    remarks = list(_remarks(whole, now))
+    if remarks:
+        print()
+    for remark in remarks:
+        print(tables.field("", remark))
+
+
+def _remarks(whole: Row, now: float) -> Iterator[str]:
+    """What is no checkpoint, and what can be done about it."""
+    for row in whole["broken"]:
+        yield f"{row['prefix']} cannot be read: {row['message']}"
+    for row in whole["half_deleted"]:
+        yield f"{row['prefix']} is half deleted: `forgectl ckpt rm` finishes that"
+    for row in whole["unfinished"]:
+        what = "is no checkpoint" if row["of_a_save"] else "has no manifest"
+        why = "a save under way, or one that came to nothing"
+        if not row["of_a_save"]:
+            why += ", or a model from elsewhere"
+        said = leftover_in_words(row, now)
+        yield f"{row['prefix']} {what} ({said}): {why}; `forgectl ckpt rm --unfinished` removes it"

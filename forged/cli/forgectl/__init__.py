@@ -1,0 +1,1 @@
+"""`forgectl`: the commands that ask a daemon."""

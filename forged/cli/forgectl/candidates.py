@@ -1,0 +1,214 @@
+"""What may come next on a command line of `forgectl`.
+
+Law: it follows from the parsers alone, so that every command can be completed as soon as it exists; a value follows
+from the `metavar` of its argument. A daemon is asked for values, for a moment, and if it does not answer there are
+none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from forged.cli.ckpt import candidates as offers
+from forged.cli.forgectl import answers, plugins, workers
+from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.parser import Options, Parser
+from forged.cli.process import EXIT_OK
+from forged.errors import ForgedError
+from forged.plain_client.connection import Wire
+
+DAEMON_TIMEOUT_S = 0.3
+PAGES_MAX = 4
+JOBS_ASKED_MAX = 64
+"""Whose workers are offered where no job is named."""
+RECENT_FACTS = 500
+"""The types of facts that are offered are those that have happened lately."""
+FILES = frozenset({"FILE", "PATH", "TARGET"})
+
+Candidate = tuple[str, str]
+"""A whole word, and what it means; one that ends with `=` or `/` goes on."""
+Asked = Callable[[Wire, Options, str], Iterable[Candidate]]
+
+
+def print_candidates(parser: Parser, words: Sequence[str]) -> int:
+    """Tell a shell what the last of the words may become, one candidate and its meaning a line."""
+    for text, meaning in candidates(parser, words[1:] if words[:1] == ["--"] else words):
+        print(f"{text}\t{meaning}")
+    return EXIT_OK
+
+
+def candidates(parser: Parser, words: Sequence[str]) -> list[Candidate]:
+    """What the last of these words may become."""
+    *behind, begun = words or [""]
+    line = _Line(parser)
+    for word in behind:
+        line.take(word)
+    return [one for one in line.next(begun) if one[0].startswith(begun) and "".join(one).isprintable()]
+
+
+class _Line:
+    """A command line as far as it is finished."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._options = Options(socket=None, endpoint=None, token=None, timeout=DAEMON_TIMEOUT_S)
+        self._waiting: argparse.Action | None = None
+        """An option that stands without its value."""
+        self._only_positionals = False
+        self._enter(parser)
+
+    def take(self, word: str) -> None:
+        """A finished word."""
+        if self._waiting is not None:
+            self._store(self._waiting, word)
+            self._waiting = None
+        elif word == "--" and not self._only_positionals:
+            self._only_positionals = True
+        elif self._is_option(word):
+            self._take_option(word)
+        elif self._positionals:
+            self._take_positional(word)
+
+    def next(self, begun: str) -> Iterable[Candidate]:
+        """What may come next where somebody has begun to write that."""
+        if self._waiting is not None:
+            return self._values(self._waiting, begun)
+        if self._is_option(begun):
+            name, is_there, value = begun.partition("=")
+            option = self._named.get(name)
+            if is_there and option is not None:
+                return ((f"{name}={text}", what) for text, what in self._values(option, value))
+            return self._names()
+        return self._values(self._positionals[0], begun) if self._positionals else ()
+
+    def _enter(self, parser: Parser) -> None:
+        actions = parser.whole()._actions
+        self._positionals = [action for action in actions if not action.option_strings]
+        self._named = {name: action for action in actions for name in action.option_strings}
+
+    def _is_option(self, word: str) -> bool:
+        return word.startswith("-") and not self._only_positionals
+
+    def _take_option(self, word: str) -> None:
+        name, is_there, value = word.partition("=")
+        option = self._named.get(name)
+        if option is None or option.nargs == 0:
+            return
+        if is_there:
+            self._store(option, value)
+        else:
+            self._waiting = option
+
+    def _take_positional(self, word: str) -> None:
+        action = self._positionals[0]
+        if isinstance(action, argparse._SubParsersAction):
+            self._enter(action.choices.get(word) or Parser(add_help=False))
+            return
+        self._store(action, word)
+        if action.nargs not in ("*", "+"):
+            del self._positionals[0]
+
+    def _store(self, action: argparse.Action, word: str) -> None:
+        if action.dest != "timeout":
+            setattr(self._options, action.dest, word)
+
+    def _names(self) -> Iterator[Candidate]:
+        for action in dict.fromkeys(self._named.values()):
+            yield max(action.option_strings, key=len), action.help or ""
+
+    def _values(self, action: argparse.Action, begun: str) -> Iterable[Candidate]:
+        if isinstance(action, argparse._SubParsersAction):
+            return ((one.dest, one.help or "") for one in action._choices_actions)
+        if action.choices is not None:
+            return ((f"{choice}", "") for choice in action.choices)
+        if action.metavar in FILES:
+            return _files(begun)
+        if f"{action.metavar}" in _OFFERED:
+            return ((text, "") for text in _OFFERED[f"{action.metavar}"](self._options, begun))
+        asked = _ASKED.get(f"{action.metavar}")
+        return () if asked is None else _ask(asked, self._options, begun)
+
+
+def _ask(asked: Asked, options: Options, begun: str) -> list[Candidate]:
+    with contextlib.suppress(ForgedError), Connection(options) as wire:
+        return [(f"{text}", f"{what}") for text, what in asked(wire, options, begun) if text]
+    return []
+
+
+def _jobs(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+    # Every name that begins like this is behind what it begins with but its last character.
+    jobs = answers.pages(wire, "ListJobs", field="jobs", key="name", after=begun[:-1], pages_max=PAGES_MAX)
+    return ((job.get("name", ""), "") for job in jobs)
+
+
+def _workers(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+    named = getattr(options, "job", None) or getattr(options, "jobs", None)
+    jobs = [named] if named else [job for job, _ in _jobs(wire, options, "")][:JOBS_ASKED_MAX]
+    found = workers.listed(wire, jobs, after=begun[:-1])
+    return ((one.get("id", ""), f"{one.get('job', '')}, {one.get('status', '')}") for one in found)
+
+
+def _tokens(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+    tokens = answers.pages(wire, "ListTokens", field="tokens", key="token_id", pages_max=PAGES_MAX)
+    alive = (token for token in tokens if not token.get("revoked_at"))
+    return ((token.get("token_id", ""), token.get("name", "")) for token in alive)
+
+
+def _handlers(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+    handlers = answers.several(wire, "ListHandlers", field="handlers", key="name")
+    return ((one.get("name", ""), "") for one in handlers if one.get("quarantined"))
+
+
+def _types(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+    recent = wire.facts(max(-1, wire.latest - RECENT_FACTS), [], [], until=wire.latest)
+    types = {event.get("type", "") for _, event in recent if event}
+    return ((one, "") for one in sorted(types))
+
+
+def _plugins(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+    return ((one.get("name", ""), one.get("state", "")) for one in plugins.listed(wire))
+
+
+def _commands(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+    for plugin in plugins.listed(wire):
+        if plugin.get("name") == getattr(options, "plugin", None):
+            yield from ((one.get("name", ""), one.get("help", "")) for one in plugins.commands_of(plugin))
+
+
+_ASKED: Mapping[str, Asked] = {
+    "JOB": _jobs, "TOKEN": _tokens, "HANDLER": _handlers, "TYPE": _types, "PLUGIN": _plugins, "COMMAND": _commands,
+    "WORKER": _workers,
+}  # fmt: skip
+
+
+def _checkpoints(options: Options, begun: str) -> Iterator[str]:
+    return offers.checkpoints(begun)
+
+
+def _sources(options: Options, begun: str) -> Iterator[str]:
+    return offers.sources(begun)
+
+
+def _tensors(options: Options, begun: str) -> Iterator[str]:
+    return offers.tensors(options.where)
+
+
+_OFFERED: Mapping[str, Callable[[Options, str], Iterable[str]]] = {
+    "WHERE": _checkpoints, "A": _checkpoints, "B": _checkpoints, "SOURCE": _sources, "TENSOR": _tensors,
+}  # fmt: skip
+
+
+def _files(begun: str) -> Iterator[Candidate]:
+    directory, slash, _ = begun.rpartition("/")
+    where = os.path.expanduser(directory + slash) or "."  # noqa: PTH111 - what is typed stays as it is typed
+    with contextlib.suppress(OSError), os.scandir(where) as entries:
+        for entry in sorted(entries, key=_name):
+            if begun.rpartition("/")[2] or not entry.name.startswith("."):
+                yield f"{directory}{slash}{entry.name}{'/' if entry.is_dir() else ''}", ""
+
+
+def _name(entry: Any) -> str:
+    return str(entry.name)

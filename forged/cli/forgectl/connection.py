@@ -1,0 +1,40 @@
+"""Where `forgectl` finds its daemon.
+
+Law: what the options name comes before what the environment names, and both before the place where a daemon of this
+user would be.
+"""
+
+from __future__ import annotations
+
+import os
+
+from forged.cli.forgectl.parser import TIMEOUT_S, Options
+from forged.plain_client.connection import Wire
+
+PROGRAM = "forgectl"
+
+
+class Connection:
+    """A connection to the daemon that the options name."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __enter__(self) -> Wire:
+        options = self._options
+        token = os.environ.get("FORGED_TOKEN") if options.token is None else options.token
+        self._wire = Wire(_endpoint(options), token or None, options.timeout or TIMEOUT_S)
+        return self._wire
+
+    def __exit__(self, *error: object) -> None:
+        self._wire.close()
+
+
+def _endpoint(options: Options) -> str:
+    if options.endpoint:
+        return str(options.endpoint)
+    if options.socket:
+        return f"unix://{options.socket}"
+    from forged.paths import client_socket
+
+    return f"unix://{client_socket(os.environ, os.getuid())}"

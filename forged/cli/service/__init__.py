@@ -1,0 +1,1 @@
+"""`forged`: the commands that run, check and install the daemon."""

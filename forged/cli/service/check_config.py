@@ -1,0 +1,62 @@
+"""`forged check-config`: all that is wrong with a configuration, before a daemon meets it.
+
+Law: what is checked is what a daemon would do with it, up to the point where that would show: certificates are loaded
+and plugins register, in a daemon that never starts and whose directory is thrown away.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from forged.cli.service.serve import server_tls
+from forged.clock import SystemClock
+from forged.config import Config, Settings
+from forged.daemon import Daemon, Ports
+from forged.errors import ConfigError, Problem
+from forged.kernel.store.memory import MemoryStore
+from forged.net.transport.sockets import SystemNetwork
+from forged.plugins.alarm_guard import AlarmGuard
+from forged.plugins.host.loader import find
+from forged.plugins.host.plugin import Plugin
+
+
+def check(path: Path) -> None:
+    """Raise `ConfigError` with everything that is wrong."""
+    settings = Settings(path, {}, os.environ, os.getuid())
+    config = settings.load()
+    server_tls(config)
+    found = [problem for plugin in _refused(config) for problem in _problems(plugin, config)]
+    problems = [settings.locate(problem) for problem in found]
+    if problems:
+        reason = f"{path} asks for plugins that cannot be had"
+        raise ConfigError("plugins_refused", reason, "mend these, or set enabled = false", problems)
+
+
+def _refused(config: Config) -> list[Plugin]:
+    guard = AlarmGuard()
+    try:
+        with TemporaryDirectory() as directory:
+            daemon = Daemon(replace(config, data_dir=directory), _ports(config, guard), MemoryStore("a check"))
+            daemon.plugins.load(find(config.plugin_dir, os.geteuid()))
+            return daemon.plugins.refused
+    finally:
+        guard.close()
+
+
+def _ports(config: Config, guard: AlarmGuard) -> Ports:
+    async def open_store() -> MemoryStore:
+        return MemoryStore("a check")
+
+    return Ports(SystemClock(), SystemNetwork(), os.getpid(), os.getuid(), open_store, guard=guard)
+
+
+def _problems(plugin: Plugin, config: Config) -> Iterator[Problem]:
+    if plugin.problems:
+        yield from plugin.problems
+    else:
+        key = f"plugins.{plugin.name}" if plugin.name in config.plugins else "plugin_dir"
+        yield Problem(key, plugin.origin, plugin.reason or "")

@@ -1,0 +1,299 @@
+"""`forged install-service`: put the units, the settings and the user of the daemon where systemd finds them.
+
+Law: nothing that somebody else wrote is lost. A file appears whole or not at all; running it again changes nothing; a
+unit that was changed by hand stays as it is, and the new one is put next to it; settings are never touched once they
+are there. What would be done can be seen before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from forged.assets import BESIDE, asset
+from forged.cli.process import EXIT_OK, say
+from forged.errors import ConfigError, ForgedError
+from forged.file_sync import sync_directory
+from forged.systemd.unit import hidden, is_untouched, stamped, unprotected, with_command
+
+BOOTED = Path("/run/systemd/system")
+"""It is there when systemd runs this machine."""
+NEXT_TO_IT = ".forged-new"
+"""What is added to the name of a file whose place is taken by one that was changed by hand."""
+CONFIG = "/etc/forged/forged.toml"
+PLUGINS = "/etc/forged/plugins"
+SYSUSERS = "/etc/sysusers.d/forged.conf"
+UNITS = "/etc/systemd/system"
+FIRST_LINE_BYTES_MAX = 4096
+FILE_MODE = 0o644
+DIRECTORY_MODE = 0o755
+
+Outcome = Literal["written", "unchanged", "kept", "aside"]
+Options = argparse.Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """What is to be at a path. One that is stamped is ours and follows our versions; another is the operator's."""
+
+    path: Path
+    content: bytes
+    ours: bool = True
+
+    @property
+    def aside(self) -> Path:
+        """Where it is put when its place is taken."""
+        return self.path.with_name(self.path.name + NEXT_TO_IT)
+
+
+def add_parser(commands: Any) -> None:
+    """Let the command line know the command."""
+    parser = commands.add_parser("install-service", help="install the systemd units; --dry-run only shows them")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    parser.add_argument(
+        "--root", type=Path, default=Path("/"), metavar="DIR", help="the root of another system's files"
+    )
+    parser.add_argument("--exec", metavar="PATH", help="the forged command to start (default: this one)")
+    parser.add_argument(
+        "--unprotect",
+        action="store_true",
+        help="start a command in a home or temporary directory all the same: the unit lets the daemon see it",
+    )
+    parser.set_defaults(act=install)
+
+
+def install(options: Options) -> int:
+    """Install the service, or show what that would be; returns the exit code."""
+    root = Path(os.path.abspath(options.root))  # noqa: PTH100 - Path.resolve would follow links
+    plan = _plan(root, _unit(options, root))
+    if options.dry_run:
+        _show(root, plan)
+        return EXIT_OK
+    _apply(root, plan)
+    _make_known(root)
+    _say_what_is_next(root)
+    return EXIT_OK
+
+
+def decide(found: bytes | None, file: File) -> Outcome:
+    """What happens to a file, given what is there."""
+    if found is None:
+        return "written"
+    if found == file.content:
+        return "unchanged"
+    if not file.ours:
+        return "kept"
+    return "written" if is_untouched(found) else "aside"
+
+
+# What is to be there.
+
+
+def _plan(root: Path, unit: str) -> list[File]:
+    return [
+        File(_under(root, SYSUSERS), stamped(_read_asset("systemd", "forged.sysusers"))),
+        File(_under(root, f"{UNITS}/forged.socket"), stamped(_read_asset("systemd", "forged.socket"))),
+        File(_under(root, f"{UNITS}/forged.service"), stamped(unit)),
+        File(_under(root, CONFIG), _read_asset("config", "forged.toml").encode(), ours=False),
+    ]
+
+
+def _under(root: Path, path: str) -> Path:
+    return root / path.lstrip("/")
+
+
+def _read_asset(kind: str, name: str) -> str:
+    return asset(kind, name).read_text(encoding="utf-8")
+
+
+def _unit(options: Options, root: Path) -> str:
+    """The service's unit for the command that is to be started."""
+    command = options.exec or _this_command()
+    if root == Path("/") and not os.access(command, os.X_OK):
+        raise ConfigError("command_missing", f"{command} is not a command", "give --exec the path of forged")
+    unit = with_command(_read_asset("systemd", "forged.service"), command)
+    hiding = hidden(_parts(Path(command), its_own=options.exec is None))
+    if hiding and not options.unprotect:
+        path = next(iter(hiding.values()))
+        raise ConfigError(
+            "command_hidden",
+            f"the service could not see {path}: the unit keeps it out of home and temporary directories",
+            "install forged elsewhere, as with `python3.11 -m venv /opt/forged`, on a Python that all users can run;"
+            " or add --unprotect",
+        )
+    return unprotected(unit, hiding)
+
+
+def _this_command() -> str:
+    """The absolute path of the command that is running."""
+    started = Path(sys.argv[0])
+    beside = Path(sys.executable).with_name("forged")
+    for path in (started, beside):
+        if path.name == "forged" and path.is_file() and os.access(path, os.X_OK):
+            return os.path.abspath(path)  # noqa: PTH100 - a link such as /usr/local/bin/forged is the better name
+    raise ConfigError("command_unknown", "this is not the `forged` command itself", "give --exec the path of forged")
+
+
+def _parts(command: Path, *, its_own: bool) -> Iterator[Path]:
+    """What has to be seen for the command to start: itself, its interpreter, and the code, links followed."""
+    own = [Path(sys.executable), BESIDE] if its_own else []
+    parts = [command, *_interpreter(command), *own]
+    for part in parts:
+        yield part
+        yield part.resolve()
+
+
+def _interpreter(command: Path) -> list[Path]:
+    """What a script names in its first line."""
+    try:
+        with command.open("rb") as file:
+            words = file.readline(FIRST_LINE_BYTES_MAX).split()
+    except OSError:
+        return []
+    return [Path(os.fsdecode(words[0][2:]))] if words and words[0].startswith(b"#!/") else []
+
+
+# Putting it there.
+
+
+def _show(root: Path, plan: Sequence[File]) -> None:
+    for file in plan:
+        with _refusals_of(file.path):
+            outcome = decide(_found(file.path), file)
+        if outcome != "written":
+            print(f"# would leave {file.path}: {_REASONS[outcome]}\n")
+        if outcome in ("written", "aside"):
+            path = file.aside if outcome == "aside" else file.path
+            print(f"# would write {path}:\n{file.content.decode()}")
+    plugins = _under(root, PLUGINS)
+    print(f"# would {'leave' if plugins.is_dir() else 'make'} the directory {plugins}")
+
+
+def _apply(root: Path, plan: Sequence[File]) -> None:
+    for file in plan:
+        with _refusals_of(file.path):
+            outcome = _put(file)
+        say(f"{file.path}: {_REASONS[outcome]}{f'; the new one is {file.aside}' if outcome == 'aside' else ''}")
+    plugins = _under(root, PLUGINS)
+    with _refusals_of(plugins):
+        made = _make_directory(plugins)
+    say(f"{plugins}: {_REASONS['written' if made else 'unchanged']}")
+
+
+def _put(file: File) -> Outcome:
+    outcome = decide(_found(file.path), file)
+    _make_directory(file.path.parent)
+    if outcome == "written":
+        _write(file.path, file.content)
+        file.aside.unlink(missing_ok=True)
+    elif outcome == "aside":
+        _write(file.aside, file.content)
+    return outcome
+
+
+_REASONS: Mapping[Outcome, str] = {
+    "written": "written",
+    "unchanged": "unchanged",
+    "kept": "kept, it is yours",
+    "aside": "kept, it was changed by hand",
+}
+
+
+def _found(path: Path) -> bytes | None:
+    """What is there; a link counts as something that was changed by hand, wherever it leads."""
+    if path.is_symlink():
+        return b""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _make_directory(path: Path) -> bool:
+    """Make it, and those above it, open to read; tells whether it was not there."""
+    if path.is_dir():
+        return False
+    _make_directory(path.parent)
+    path.mkdir()
+    path.chmod(DIRECTORY_MODE)
+    return True
+
+
+def _write(path: Path, content: bytes) -> None:
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with staged.open("xb") as file:
+            os.fchmod(file.fileno(), FILE_MODE)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+@contextmanager
+def _refusals_of(path: Path) -> Iterator[None]:
+    """What the system refuses is the operator's to mend."""
+    try:
+        yield
+    except PermissionError as error:
+        what = f"{path}: {error.strerror}"
+        raise ConfigError("install_not_permitted", what, "run it as root; --dry-run shows what it would do") from error
+    except OSError as error:
+        what = f"{path}: {error.strerror}"
+        raise ConfigError("install_failed", what, "see what is there, and whether there is space") from error
+
+
+# And now?
+
+
+def _commands(root: Path) -> list[tuple[str, ...]]:
+    """What makes systemd take notice."""
+    if root != Path("/"):
+        return [("systemd-sysusers", f"--root={root}", "forged.conf")]
+    return [("systemd-sysusers", SYSUSERS), ("systemctl", "daemon-reload")]
+
+
+def _make_known(root: Path) -> None:
+    """Make the user, and have systemd read the units, where it runs this machine; else say how."""
+    commands = _commands(root)
+    if root == Path("/") and BOOTED.is_dir():
+        for command in commands:
+            _run(command)
+        return
+    say("\nTo be run by you, since systemd does not run here:")
+    for command in commands:
+        say(f"  {' '.join(command)}")
+
+
+def _run(command: tuple[str, ...]) -> None:
+    shown = " ".join(command)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    except OSError as error:
+        raise ForgedError("systemd_failed", f"`{shown}`: {error.strerror}", "run it by hand") from error
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise ForgedError("systemd_failed", f"`{shown}`: {said}", "mend it and run it by hand")
+    say(f"{shown}: done")
+
+
+def _say_what_is_next(root: Path) -> None:
+    where = "" if root == Path("/") else f" --root={root}"
+    start = "enable" if where else "enable --now"
+    say(
+        f"\nNext:\n"
+        f"  look at {_under(root, CONFIG)}\n"
+        f"  systemctl{where} {start} forged.socket forged.service\n"
+        f"  usermod --append --groups forged NAME, for those who may use forgectl (and see unix_other_role)"
+    )

@@ -1,0 +1,293 @@
+"""A daemon as a process: what it takes from the system, and what it tells the service manager.
+
+Law: this is where the outside world is put together. It knows signals, files, processes and systemd; the daemon does
+not. Whoever started it hears once that it is ready: by the notify socket where there is one, else by a line on
+standard output. All else that it has to say goes to the log, on standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import fcntl
+import gc
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskGroup
+
+from forged.cli.process import say
+from forged.clock import SystemClock
+from forged.config import Config, Settings
+from forged.config.service import SettingsPort
+from forged.daemon import STOP_BEYOND_DRAIN_S, Daemon, Ports
+from forged.errors import ConfigError
+from forged.kernel.store.sqlite import SqliteStore
+from forged.net.transport.interrupt_moderation import ModeratingSelector
+from forged.net.transport.sockets import SystemNetwork
+from forged.plugins.alarm_guard import AlarmGuard
+from forged.plugins.host.loader import find
+from forged.status.model import ReadStatus
+from forged.systemd.activation import activated, inherited_sockets
+from forged.systemd.notify import Notifier
+from forged.systemd.report import look, report
+from forged.systemd.watchdog import BusProbe, feed, feeding_interval_s
+from forged.telemetry.log import configure
+from forged.version import VERSION
+
+if TYPE_CHECKING:
+    import ssl
+
+DATABASE = "forged.sqlite3"
+FILES_BESIDES_CONNECTIONS = 384
+"""Database, sockets, pipes, side connections, visitors over HTTP."""
+GC_THRESHOLDS = (50_000, 20, 50)
+LOCK = "lock"
+TERMINAL = 0
+"""Standard input, where there is a terminal at all."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(slots=True)
+class FileLimit:
+    """How many files the system lets this process open, and so how many connections it can let in."""
+
+    allowed: int = 0
+    connections_wanted: int = 0
+
+    def fit(self, config: Config) -> Config:
+        """Ask the system for as many open files as connections need; where it gives fewer, fewer are let in."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = config.connections_max + FILES_BESIDES_CONNECTIONS
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        self.allowed, self.connections_wanted = soft, config.connections_max
+        if soft == resource.RLIM_INFINITY or soft >= wanted:
+            return config
+        return replace(config, connections_max=max(1, soft - FILES_BESIDES_CONNECTIONS))
+
+
+class Process:
+    """One daemon, from its settings to its end."""
+
+    def __init__(self, path: Path | None, flags: Mapping[str, Any]) -> None:
+        self._notifier = Notifier.from_environment(os.environ)
+        self._feeding_s = feeding_interval_s(os.environ, os.getpid())
+        self._inherited = inherited_sockets(os.environ, os.getpid())
+        self._files = FileLimit()
+        self._settings = Settings(path, flags, os.environ, os.getuid(), adapt=self._adapt)
+        config = self._settings.load()
+        self._tls = server_tls(config)
+        network = SystemNetwork(
+            tls_server=self._tls, socket_mode=config.socket_mode, tls_handshake_timeout_s=config.hello_timeout_s
+        )
+        self._config, self._network = activated(config, network, self._inherited)
+        self._logs = configure(config.log_level, config.log_format)
+        self._on_terminal = os.isatty(TERMINAL)
+
+    def run(self) -> None:
+        """Serve until a signal says to stop."""
+        # Until there is something to read anew.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Whoever ends the process with SIGABRT, as a watchdog does, is told where it was.
+        with contextlib.suppress(ValueError, OSError):
+            faulthandler.enable()
+        try:
+            with exclusive(Path(self._config.data_dir)), asyncio.Runner(loop_factory=event_loop) as runner:
+                runner.run(self._serve())
+        finally:
+            self._logs.close()
+
+    async def _serve(self) -> None:
+        stop, reload = _stop_signal(), _reload_signal()
+        async with anyio.create_task_group() as tasks:
+            async with Daemon.running(self._config, self._ports()) as daemon:
+                _collect_seldom()
+                tasks.start_soon(self._reload_when_told, reload, stop, daemon)
+                self._look_after(daemon, tasks)
+                await self._tell_ready(daemon)
+                await stop.wait()
+                self._tell_stopping(daemon)
+            # Until here, so that a long farewell is not taken for a death.
+            tasks.cancel_scope.cancel()
+        self._logs.log.info("the daemon has stopped")
+
+    def _ports(self) -> Ports:
+        config = self._config
+
+        async def open_store() -> SqliteStore:
+            # Nobody watches the store from inside the daemon, so it need not remember changes.
+            return await SqliteStore.open(Path(config.data_dir) / DATABASE, changes_max=0)
+
+        source = str(self._settings.path) if self._settings.path else None
+        return Ports(
+            SystemClock(),
+            self._network,
+            os.getpid(),
+            os.getuid(),
+            open_store,
+            log=self._logs.log,
+            log_lines_lost=lambda: self._logs.lost,
+            settings=SettingsPort(self._reload, self._applied, self._settings.defaults, source),
+            plugins=find(config.plugin_dir, os.geteuid()),
+            guard=AlarmGuard(),
+            compute=to_thread.run_sync,
+        )
+
+    # Settings.
+
+    def _adapt(self, config: Config) -> Config:
+        """What this process makes of settings: it has only so many files, and some sockets were passed to it."""
+        return activated(self._files.fit(config), SystemNetwork(), self._inherited)[0]
+
+    async def _reload(self) -> Config:
+        """The settings as they are now; certificates are read anew, too."""
+        wanted = await anyio.to_thread.run_sync(self._settings.reload)
+        # Files of another name wait for a restart, as their settings do, and the old ones may be gone by now.
+        if self._tls is not None and _tls_files(wanted) == _tls_files(self._config):
+            _renew(self._tls, *_tls_files(wanted))
+        self._tell_of_fewer_connections(wanted)
+        return wanted
+
+    def _applied(self, config: Config) -> None:
+        self._logs.set_level(config.log_level)
+
+    async def _reload_when_told(self, told: asyncio.Event, stop: asyncio.Event, daemon: Daemon) -> None:
+        while True:
+            await told.wait()
+            told.clear()
+            if stop.is_set():
+                # What is stopping needs no new settings.
+                return
+            if self._on_terminal and not os.isatty(TERMINAL):
+                # Nobody means a reload who closes the terminal.
+                stop.set()
+                return
+            self._notifier.reloading(time.monotonic_ns() // 1000)
+            outcome = await daemon.settings.reload("SIGHUP")
+            if not daemon.ledger.writable_now:
+                self._logs.log.warning("settings were read anew, which cannot be put on record", outcome=repr(outcome))
+            self._notifier.ready(await self._status(daemon))
+
+    # The service manager.
+
+    def _look_after(self, daemon: Daemon, tasks: TaskGroup) -> None:
+        if not self._notifier.active:
+            return
+        tasks.start_soon(report, self._notifier, partial(daemon.bus.ask, ReadStatus()))
+        if self._feeding_s is not None:
+            probe = BusProbe(daemon.bus, self._feeding_s)
+            tasks.start_soon(feed, self._notifier, self._feeding_s, probe, self._logs.log)
+
+    async def _tell_ready(self, daemon: Daemon) -> None:
+        addresses = [f"unix://{self._config.socket}", *daemon.listening]
+        self._tell_of_fewer_connections(self._config)
+        if self._notifier.active:
+            self._notifier.ready(await self._status(daemon))
+            self._logs.log.info("the daemon is ready", addresses=addresses, data_dir=self._config.data_dir)
+        else:
+            say(f"forged {VERSION} is ready on {', '.join(addresses)}; data in {self._config.data_dir}")
+
+    def _tell_of_fewer_connections(self, config: Config) -> None:
+        if config.connections_max < self._files.connections_wanted:
+            self._logs.log.warning(
+                "fewer connections are let in than was wanted",
+                connections=config.connections_max,
+                wanted=self._files.connections_wanted,
+                open_files=self._files.allowed,
+            )
+
+    def _tell_stopping(self, daemon: Daemon) -> None:
+        self._notifier.stopping("stopping", within_s=daemon.config.drain_timeout_s + 2 * STOP_BEYOND_DRAIN_S)
+        self._logs.log.info("the daemon is stopping; a second signal ends it at once")
+
+    async def _status(self, daemon: Daemon) -> str:
+        return await look(partial(daemon.bus.ask, ReadStatus()))
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The daemon's, in which the many who say one word each are heard together."""
+    return asyncio.SelectorEventLoop(ModeratingSelector(time.monotonic))
+
+
+def server_tls(config: Config) -> ssl.SSLContext | None:
+    """What clients are shown on `tls://`; None where nothing is set."""
+    if not config.tls_certificate:
+        return None
+    from forged.net.transport.tls import server_context
+
+    return server_context(*_tls_files(config))
+
+
+def _renew(context: ssl.SSLContext, certificate: str, key: str, client_ca: str | None) -> None:
+    from forged.net.transport.tls import renew
+
+    renew(context, certificate, key, client_ca)
+
+
+def _tls_files(config: Config) -> tuple[str, str, str | None]:
+    return config.tls_certificate, config.tls_key, config.tls_client_ca or None
+
+
+@contextlib.contextmanager
+def exclusive(data_dir: Path) -> Iterator[None]:
+    """Make the data directory, and keep every other daemon out of it."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(
+            "data_dir_unusable", f"data_dir {data_dir}: {reason}", "give --data-dir a directory to write to"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            "data_dir_in_use", f"another daemon uses {data_dir}", "stop it, or give this one another --data-dir"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _collect_seldom() -> None:
+    """What was loaded stays, and requests leave no cycles behind: looking for them often is time for nothing."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+def _stop_signal() -> asyncio.Event:
+    """Set by the first signal to stop; a second one ends the process, which loses nothing that was acknowledged."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop_once() -> None:
+        stop.set()
+        for name in STOP_SIGNALS:
+            loop.remove_signal_handler(name)
+            signal.signal(name, signal.SIG_DFL)
+
+    for name in STOP_SIGNALS:
+        loop.add_signal_handler(name, stop_once)
+    return stop
+
+
+def _reload_signal() -> asyncio.Event:
+    """Set by each SIGHUP; several at once are one."""
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, told.set)
+    return told

@@ -1,0 +1,99 @@
+"""The answers that a client gives its daemon.
+
+Law: a request from the daemon is answered once, on the connection by which it came, and no later than the daemon waits.
+What a handler raises goes to the daemon as an error and to the loop's exception handler as what it was; it takes
+nothing else down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import msgspec
+
+from forged.client.connection import Link
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.kernel.messages import REQUESTS, Request
+from forged.net.protocol.messages import Cancel, Message, ReplyOut, RequestMessage, decode_body, failure
+
+HANDLERS_RUNNING_MAX = 256
+
+Handler = Callable[[Any], Awaitable[Any]]
+
+
+class Servant:
+    """What a client does for its daemon, by request."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+        self._running: dict[tuple[Link, int], anyio.CancelScope] = {}
+
+    def serve(self, request: type[Request[Any]], handler: Handler) -> None:
+        """Let this handler answer requests of this type."""
+        self._handlers[request.__name__] = handler
+
+    async def answer(self, link: Link, message: RequestMessage) -> None:
+        """Have a request done, and answer it; one that is being done already is not begun again."""
+        number = message.number
+        if (link, number) in self._running:
+            return
+        scope = self._running[link, number] = anyio.CancelScope()
+        answer: Message = failure(number, Unavailable("cancelled", f"{message.method} was cancelled", ""))
+        try:
+            with scope, anyio.move_on_after(message.timeout_s) as deadline:
+                answer = await self._outcome(message)
+            if deadline.cancelled_caught:
+                answer = failure(number, _late(message))
+            _send(link, number, answer)
+        finally:
+            del self._running[link, number]
+
+    def cancel(self, link: Link, message: Cancel) -> None:
+        """Stop what is being done; the daemon does not wait for it any more."""
+        scope = self._running.get((link, message.number))
+        if scope is not None:
+            scope.cancel()
+
+    async def _outcome(self, message: RequestMessage) -> Message:
+        try:
+            reply = await self._handle(message)
+            # Encoded here, so that a reply that cannot be is the handler's failure too.
+            return ReplyOut(message.number, msgspec.Raw(msgspec.msgpack.encode(reply)))
+        except ForgedError as error:
+            return failure(message.number, error)
+        except Exception as error:  # noqa: BLE001 - the user's handler must not take the client down
+            text = f"the client's handler of {message.method} failed"
+            loop = asyncio.get_running_loop()
+            loop.call_exception_handler({"message": text, "exception": error})
+            return failure(message.number, ForgedError("handler_broken", f"{text}: {type(error).__name__}: {error}"))
+
+    async def _handle(self, message: RequestMessage) -> Any:
+        handler = self._handlers.get(message.method)
+        if handler is None:
+            raise RequestRefused("request_unknown", f"this client does not answer {message.method[:80]!r}")
+        if len(self._running) > HANDLERS_RUNNING_MAX:
+            raise Unavailable("busy", f"this client does {HANDLERS_RUNNING_MAX} things already", "ask again later")
+        try:
+            request = decode_body(message.body, REQUESTS[message.method])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise RequestRefused("request_invalid", f"{message.method}: {error}") from error
+        return await handler(request)
+
+
+def _send(link: Link, number: int, answer: Message) -> None:
+    try:
+        link.send(answer)
+    except ForgedError as error:
+        # No frame holds it.
+        link.send(failure(number, error))
+
+
+def _late(message: RequestMessage) -> Unavailable:
+    return Unavailable(
+        "deadline_exceeded",
+        f"{message.method} was not done within {message.timeout_s} s; whether it was is unknown",
+        "ask again",
+    )

@@ -1,0 +1,1 @@
+"""The audit: whether each sample of an epoch was used exactly once."""

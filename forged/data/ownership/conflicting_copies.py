@@ -1,0 +1,51 @@
+"""Which copies of a shard are not what others hold under its number.
+
+Law: of the contents that a shard has with several workers the one counts that most of them hold; among as many the
+owner's, then the one that the lowest rank holds. Whoever does not say what its copy is, is believed to have that one.
+The origin is not asked: one that gives other bytes each time would be asked for ever, and is often the reason.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from forged.data.columns import Column, Mask
+from forged.data.dataset import Indices
+
+Marks = npt.NDArray[np.uint64]
+"""The beginning of a copy's checksum; 0 where it is not known."""
+MARK_BYTES = 8
+
+
+def mark_of(checksum: bytes) -> bytes:
+    """What is said of a checksum."""
+    return checksum[:MARK_BYTES].ljust(MARK_BYTES, b"\0")
+
+
+def outvoted(shards: Indices, marks: Marks, ranks: Column, owners: Column) -> Mask:
+    """Which of these copies, each at the worker with that rank, do not count; `owners` has a rank for each shard."""
+    found = np.zeros(shards.size, np.bool_)
+    known = np.flatnonzero(marks)
+    reference = np.zeros(owners.size, np.uint64)
+    reference[shards[known]] = marks[known]
+    is_disputed = np.zeros(owners.size, np.bool_)
+    is_disputed[shards[known[marks[known] != reference[shards[known]]]]] = True
+    rows = known[is_disputed[shards[known]]]
+    if rows.size:
+        found[_losers(rows[np.lexsort((ranks[rows], marks[rows], shards[rows]))], shards, marks, ranks, owners)] = True
+    return found
+
+
+def _losers(rows: Indices, shards: Indices, marks: Marks, ranks: Column, owners: Column) -> Indices:
+    """Of rows in the order of their shards and then of their marks, those that have not the mark that counts."""
+    is_other = (shards[rows][1:] != shards[rows][:-1]) | (marks[rows][1:] != marks[rows][:-1])
+    starts = np.flatnonzero(np.concatenate(([True], is_other)))
+    votes = np.diff(np.append(starts, rows.size))
+    of_owner = np.logical_or.reduceat(ranks[rows] == owners[shards[rows]], starts)
+    of_shard, of_rank = shards[rows[starts]], ranks[rows[starts]]
+    best = np.lexsort((of_rank, ~of_owner, -votes, of_shard))
+    is_first = np.concatenate(([True], of_shard[best][1:] != of_shard[best][:-1]))
+    counts = np.zeros(starts.size, np.bool_)
+    counts[best[is_first]] = True
+    return rows[~np.repeat(counts, votes)]

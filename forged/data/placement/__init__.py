@@ -1,0 +1,1 @@
+"""Which worker should hold which shard, and which transfers that takes."""

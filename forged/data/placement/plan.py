@@ -1,0 +1,202 @@
+"""Who will hold what, and what must travel for it.
+
+Law: a plan is columns, and never changes. Every shard has one owner, also one that stays where it is. Transfers are in
+the order of their priority: the owners' first, the earlier shards before the later ones, then those of further copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from forged.data.columns import NOBODY, Column, Counts, Places, group, ordinals
+from forged.data.dataset import Dataset
+from forged.data.model import DataTransfer, SourceKind, TransferPace
+from forged.data.placement.shares import Weights
+from forged.data.placement.sources import KINDS, Kinds
+from forged.data.placement.views import Assignments, View
+from forged.elastic.model import WorkerId
+from forged.errors import RequestRefused
+
+Times = npt.NDArray[np.float64]
+
+BOUND_MIN = 1 << 16
+"""Up to so many queues are counted off as they are numbered, however few of them are used."""
+
+
+@dataclass(frozen=True, eq=False)
+class TransferColumns:
+    """For each transfer: the shard, who has it or nobody, what that is, who needs it, and as which further copy."""
+
+    shards: Places
+    sources: Column
+    kinds: Kinds
+    destinations: Column
+    copies: npt.NDArray[np.uint8]
+    """0: the destination becomes the owner."""
+
+    def __post_init__(self) -> None:
+        for column in vars(self).values():
+            column.setflags(write=False)
+
+
+@dataclass(frozen=True, eq=False)
+class DataRedistributionPlan:
+    """Which worker owns which shard, before and after, as places in `workers`, and the transfers in between."""
+
+    dataset: Dataset
+    workers: tuple[WorkerId, ...]
+    """Those of the new topology by rank, then those who leave and still serve."""
+    world_size: int
+    owners_before: Column
+    replicas_before: Column
+    """A row for each further copy, -1 where there is none."""
+    owners: Column
+    replicas: Column
+    columns: TransferColumns
+    weights: Weights = None
+    pace: TransferPace | None = None
+    lanes: int = 1
+    """How many transfers a worker takes at once."""
+    _numbers: dict[WorkerId, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for column in (self.owners_before, self.replicas_before, self.owners, self.replicas):
+            column.setflags(write=False)
+        object.__setattr__(self, "_numbers", {worker: number for number, worker in enumerate(self.workers)})
+
+    def __repr__(self) -> str:
+        return (
+            f"DataRedistributionPlan({self.total_shards} shards, {self.world_size} workers, {self.moved} moved, "
+            f"{len(self.transfers)} transfers)"
+        )
+
+    @property
+    def total_shards(self) -> int:
+        """How many shards there are, whether they move or not."""
+        return self.dataset.shards
+
+    @cached_property
+    def worker_assignments(self) -> Assignments:
+        """The shards of every worker of the new topology, also those that stay."""
+        return Assignments(self.dataset, self.workers[: self.world_size], self.owners[np.newaxis])
+
+    @cached_property
+    def replica_assignments(self) -> Assignments:
+        """The shards of which every worker of the new topology has a further copy."""
+        return Assignments(self.dataset, self.workers[: self.world_size], self.replicas)
+
+    @cached_property
+    def copy_assignments(self) -> Assignments:
+        """The shards of which every worker of the new topology has a copy, as their owner or not."""
+        if not len(self.replicas):
+            return self.worker_assignments
+        holders = np.concatenate((self.owners[np.newaxis], self.replicas))
+        return Assignments(self.dataset, self.workers[: self.world_size], holders)
+
+    @property
+    def transfers(self) -> View[DataTransfer]:
+        """Everything that must travel, the highest priority first."""
+        return View(np.arange(self.columns.shards.size), self._transfer)
+
+    def for_worker(self, worker: WorkerId) -> View[DataTransfer]:
+        """What must travel to this worker, the highest priority first."""
+        number = self._numbers.get(worker, NOBODY)
+        order, starts = self._by_destination
+        mine = order[starts[number] : starts[number + 1]] if number != NOBODY else order[:0]
+        return View(mine, self._transfer)
+
+    @cached_property
+    def moved(self) -> int:
+        """How many shards get another owner, also one that has a further copy of it, to whom nothing must travel."""
+        return int(np.count_nonzero(self.owners != self.owners_before))
+
+    @cached_property
+    def priorities(self) -> Counts:
+        """The number of shards less the shard's; for further copies less than that of any owner's."""
+        first = (1 - self.columns.copies.astype(np.int64)) * self.total_shards
+        return first - self.columns.shards
+
+    def transfer_count(self, kind: SourceKind) -> int:
+        """How many transfers have this kind of source."""
+        return int(np.count_nonzero(self.columns.kinds == KINDS.index(kind)))
+
+    def bytes_to_move(
+        self,
+        bytes_per_sample: float | None = None,
+        *,
+        sizes: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        kind: SourceKind | None = None,
+    ) -> int:
+        """How many bytes travel: with so many for each sample, or with those of each shard; of all or of one kind."""
+        shards = self.columns.shards
+        if kind is not None:
+            shards = shards[self.columns.kinds == KINDS.index(kind)]
+        if bytes_per_sample is not None and sizes is None:
+            return round(int(self.dataset.sizes(shards).sum()) * bytes_per_sample)
+        if bytes_per_sample is not None or sizes is None or len(sizes) != self.total_shards:
+            raise RequestRefused(
+                "sizes_invalid",
+                "it is not clear how large shards are",
+                "give bytes_per_sample, or the size of each shard",
+            )
+        return int(np.asarray(sizes, np.int64)[shards].sum())
+
+    @cached_property
+    def completion_times(self) -> Times | None:
+        """When each transfer is estimated to have arrived; None while nobody has measured how fast they are.
+
+        Every worker takes its transfers in their order, as many at once as `lanes` says, and gives as many at once: who
+        has what many need is busy for as long as all of that takes. How many others a worker serves besides is in the
+        measured pace already.
+        """
+        if self.pace is None:
+            return None
+        columns = self.columns
+        samples = self.dataset.sizes(columns.shards)
+        lane = columns.destinations.astype(np.int64) * self.lanes
+        lane += ordinals(columns.destinations, len(self.workers)) % self.lanes
+        taken = _waited(lane, len(self.workers) * self.lanes, samples)
+        given = _waited(columns.sources + 1, len(self.workers) + 1, samples)
+        # However many have the origin serve them, it is as fast.
+        given[columns.sources == NOBODY] = 0
+        return np.maximum(taken, given / self.lanes) * self.pace.seconds_per_sample + np.float64(self.pace.now)
+
+    @property
+    def estimated_seconds(self) -> float | None:
+        """How long it takes until everything has arrived; None while nobody has measured how fast transfers are."""
+        if self.pace is None or self.completion_times is None:
+            return None
+        return float(self.completion_times.max(initial=self.pace.now) - self.pace.now)
+
+    @cached_property
+    def _by_destination(self) -> tuple[Places, Places]:
+        return group(self.columns.destinations, len(self.workers))
+
+    def _transfer(self, row: int) -> DataTransfer:
+        columns, times = self.columns, self.completion_times
+        source = int(columns.sources[row])
+        return DataTransfer(
+            source_worker=None if source == NOBODY else self.workers[source],
+            destination_worker=self.workers[columns.destinations[row]],
+            shard=self.dataset.shard(int(columns.shards[row])),
+            priority=int(self.priorities[row]),
+            estimated_completion_time=None if times is None else float(times[row]),
+            source_kind=KINDS[columns.kinds[row]],
+        )
+
+
+def _waited(queues: Places | Column, bound: int, samples: Counts) -> Counts:
+    """For each row, how many samples have gone through its queue when it has; in each queue one goes after another."""
+    if bound > max(samples.size, BOUND_MIN):
+        queues = np.unique(queues, return_inverse=True)[1]
+        bound = int(queues.max(initial=-1)) + 1
+    order, starts = group(queues, bound)
+    through = np.concatenate((np.zeros(1, np.int64), np.cumsum(samples[order])))
+    waited = np.empty(order.size, np.int64)
+    waited[order] = through[1:] - np.repeat(through[starts[:-1]], np.diff(starts))
+    return waited

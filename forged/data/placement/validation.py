@@ -1,0 +1,204 @@
+"""Whether a plan holds what plans promise.
+
+Law: every promise is examined in the plan's columns, however they were made; what is broken is named with the shard and
+the worker that it concerns. Of many that are broken alike the first are named, and the others counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from forged.data.columns import NOBODY, Column, Counts, Mask, Places
+from forged.data.model import SourceKind
+from forged.data.placement.plan import DataRedistributionPlan
+from forged.data.placement.shares import Shares
+from forged.data.placement.sources import KINDS
+from forged.elastic.model import ClusterTopology, WorkerId
+
+NAMED_MAX = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RedistributionReport:
+    """What is wrong with a plan."""
+
+    errors: tuple[str, ...] = ()
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether nothing is."""
+        return not self.errors
+
+
+def examine(
+    topology: ClusterTopology, plan: DataRedistributionPlan, replication: int, leaving: Collection[WorkerId] = ()
+) -> RedistributionReport:
+    """Everything that is wrong with a plan for this topology that should make so many further copies. Who is `leaving`
+    is not in the topology, and alive."""
+    wanted = min(replication, max(0, topology.world_size - 1))
+    shape = tuple(_wrong_shape(plan)) or tuple(_wrong_workers(topology, plan, leaving)) or tuple(_wrong_numbers(plan))
+    if shape:
+        # Numbers of workers and shards mean nothing then, so nothing else can be told.
+        return RedistributionReport(shape)
+    checks = (_unbalanced(plan), _wrong_replicas(plan, wanted), _wrong_transfers(plan), _wrong_sources(plan))
+    return RedistributionReport(tuple(error for check in checks for error in check))
+
+
+def _wrong_shape(plan: DataRedistributionPlan) -> Iterator[str]:
+    shards = plan.total_shards
+    for name in ("owners", "owners_before"):
+        if getattr(plan, name).shape != (shards,):
+            yield f"{name} has {getattr(plan, name).size} rows for {shards} shards"
+    for name in ("replicas", "replicas_before"):
+        if getattr(plan, name).ndim != 2 or getattr(plan, name).shape[1] != shards:
+            yield f"{name} has other rows than {shards} shards"
+    columns = vars(plan.columns)
+    if len({column.shape for column in columns.values()}) != 1 or plan.columns.shards.ndim != 1:
+        yield f"the columns of the transfers differ: {', '.join(f'{name} {c.shape}' for name, c in columns.items())}"
+    for name in ("owners", "owners_before", "replicas", "replicas_before"):
+        if getattr(plan, name).dtype.kind not in "iu":
+            yield f"{name} has no whole numbers, but {getattr(plan, name).dtype}"
+    for name, column in columns.items():
+        if column.dtype.kind not in "iu":
+            yield f"{name} of the transfers has no whole numbers, but {column.dtype}"
+
+
+def _wrong_workers(
+    topology: ClusterTopology, plan: DataRedistributionPlan, leaving: Collection[WorkerId]
+) -> Iterator[str]:
+    planned = dict.fromkeys(plan.workers[: max(0, plan.world_size)])
+    if len(planned) != plan.world_size:
+        yield f"there are {len(planned)} workers for a world of {plan.world_size}"
+    yield from (f"{one} gets shards and is not in the topology" for one in planned if one not in topology)
+    yield from (f"{one} is in the topology and not in the plan" for one in topology.workers if one not in planned)
+    if len(set(plan.workers)) != len(plan.workers):
+        yield "a worker is in the plan twice"
+        return
+    ranks = enumerate(zip(planned, topology.workers, strict=False))
+    for rank, (one, other) in ranks:
+        if one != other and one in topology:
+            yield f"{one} has rank {rank} in the plan, and {other} in the topology"
+    alive = {*topology.workers, *leaving}
+    for one in plan.workers[plan.world_size :]:
+        if one not in alive:
+            yield f"{one} is to serve shards, and is neither in the topology nor leaving"
+    weights = (1,) * plan.world_size if plan.weights is None else plan.weights
+    if len(weights) != plan.world_size or any(weight < 0 for weight in weights) or sum(weights) < min(1, len(weights)):
+        yield f"the weights {plan.weights} are not those of {plan.world_size} workers"
+
+
+def _wrong_numbers(plan: DataRedistributionPlan) -> Iterator[str]:
+    world, known, columns = plan.world_size, len(plan.workers), plan.columns
+
+    def beyond(column: npt.NDArray[np.integer], least: int, most: int) -> Mask:
+        return np.asarray((column < least) | (column >= most))
+
+    yield from _named(np.flatnonzero(beyond(plan.owners, 0, world)), lambda shard: f"shard {shard} has no owner")
+    for name, column, most in (
+        ("owners_before", plan.owners_before, known),
+        ("replicas_before", plan.replicas_before, known),
+        ("replicas", plan.replicas, world),
+        ("sources", columns.sources, known),
+    ):
+        if beyond(column, NOBODY, most).any():
+            yield f"{name} has a number that is no worker's"
+    rows = beyond(columns.shards, 0, plan.total_shards) | beyond(columns.destinations, 0, world)
+    rows |= beyond(columns.copies, 0, plan.replicas.shape[0] + 1) | beyond(columns.kinds, 0, len(KINDS))
+    yield from _named(
+        np.flatnonzero(rows), lambda row: f"transfer {row} is of no shard, to nobody, or no copy, or from no kind"
+    )
+
+
+def _unbalanced(plan: DataRedistributionPlan) -> Iterator[str]:
+    if not plan.world_size:
+        return
+    shares = Shares.of(plan.total_shards, plan.world_size, plan.weights)
+    held = np.bincount(plan.owners, minlength=plan.world_size)
+    least, most = shares.least, shares.most
+    yield from _named(
+        np.flatnonzero((held < least) | (held > most)),
+        lambda rank: f"{plan.workers[rank]} has {held[rank]} shards, where {_between(least, most, rank)} are its share",
+    )
+
+
+def _between(least: Counts, most: Counts, rank: int) -> str:
+    return f"{least[rank]}" if least[rank] == most[rank] else f"{least[rank]} or {most[rank]}"
+
+
+def _wrong_replicas(plan: DataRedistributionPlan, wanted: int) -> Iterator[str]:
+    if plan.replicas.shape[0] != wanted:
+        yield f"there are {plan.replicas.shape[0]} further copies of each shard planned, where there should be {wanted}"
+    for number, row in enumerate(plan.replicas):
+        yield from _wrong_copy(plan, number, row)
+
+
+def _wrong_copy(plan: DataRedistributionPlan, number: int, row: Column) -> Iterator[str]:
+    yield from _named(np.flatnonzero(row == NOBODY), lambda shard: f"shard {shard} has no further copy {number + 1}")
+    again = np.zeros(row.size, np.bool_)
+    for earlier in (plan.owners, *plan.replicas[:number]):
+        again |= (row == earlier) & (row != NOBODY)
+    yield from _named(np.flatnonzero(again), lambda shard: f"{plan.workers[row[shard]]} has shard {shard} twice")
+
+
+def _wrong_transfers(plan: DataRedistributionPlan) -> Iterator[str]:
+    for number, row in enumerate((plan.owners, *plan.replicas)):
+        yield from _wrong_ways(plan, number, row)
+    steps = np.diff(plan.priorities)
+    yield from _named(np.flatnonzero(steps > 0), lambda at: f"transfer {at + 1} is due before transfer {at}")
+
+
+def _wrong_ways(plan: DataRedistributionPlan, number: int, row: Column) -> Iterator[str]:
+    """Each shard must travel once to whoever needs it as this copy and does not have it, and nowhere else."""
+    mine = np.flatnonzero(plan.columns.copies == number)
+    shards, destinations = plan.columns.shards[mine], plan.columns.destinations[mine]
+    needed = (row != NOBODY) & ~_has(plan, np.arange(row.size), row)
+    times = np.bincount(shards, minlength=row.size)
+    yield from _named(
+        np.flatnonzero(needed & (times == 0)),
+        lambda shard: f"shard {shard} does not travel to {plan.workers[row[shard]]}, who needs it",
+    )
+    yield from _named(np.flatnonzero(~needed & (times > 0)), lambda shard: f"shard {shard} travels in vain")
+    yield from _named(np.flatnonzero(times > 1), lambda shard: f"shard {shard} travels more than once as one copy")
+    yield from _named(
+        np.flatnonzero(destinations != row[shards]),
+        lambda at: f"shard {shards[at]} travels to {plan.workers[destinations[at]]}, who does not keep it",
+    )
+
+
+def _wrong_sources(plan: DataRedistributionPlan) -> Iterator[str]:
+    columns = plan.columns
+    origin = columns.kinds == KINDS.index(SourceKind.ORIGIN)
+    owner = columns.kinds == KINDS.index(SourceKind.OWNER)
+    is_owner = plan.owners_before[columns.shards] == columns.sources
+    rows = np.where(origin, columns.sources != NOBODY, columns.sources == NOBODY)
+    yield from _named(
+        np.flatnonzero(rows | (owner & ~is_owner) | (~origin & ~_has(plan, columns.shards, columns.sources))),
+        lambda row: f"shard {columns.shards[row]} comes from {_source(plan, row)}, who does not have it",
+    )
+    held = (plan.owners_before != NOBODY) | (plan.replicas_before != NOBODY).any(axis=0)
+    yield from _named(
+        np.flatnonzero(origin & held[columns.shards]),
+        lambda row: f"shard {columns.shards[row]} comes from the origin, and a worker has it",
+    )
+
+
+def _has(plan: DataRedistributionPlan, shards: Places, workers: Column) -> Mask:
+    """Whether each worker has the shard before anything travels."""
+    has = np.asarray(plan.owners_before[shards] == workers)
+    for row in plan.replicas_before:
+        has |= row[shards] == workers
+    return has
+
+
+def _source(plan: DataRedistributionPlan, row: int) -> str:
+    source = int(plan.columns.sources[row])
+    return "nobody" if source == NOBODY else str(plan.workers[source])
+
+
+def _named(found: Places, say: Callable[[int], str]) -> Iterable[str]:
+    named = [say(int(place)) for place in found[:NAMED_MAX]]
+    return [*named, f"and {found.size - NAMED_MAX} more like it"] if found.size > NAMED_MAX else named

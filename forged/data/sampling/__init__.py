@@ -1,0 +1,1 @@
+"""Which samples each rank takes in the next step, and what the steps have used."""

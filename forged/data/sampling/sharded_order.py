@@ -1,0 +1,240 @@
+"""The order of an epoch in which each rank draws from the shards that it holds.
+
+Law: what a step takes is a function of who holds which shard and of how far each shard is used, and of nothing else; so
+all ranks know it, and agree. A shard is used from its beginning on, in an order of its own, and its cursor moves when a
+step counts: what a step drew that did not count is there again, and what a worker had used before it died stays used.
+Whoever holds a shard next goes on at its cursor; so each sample is used once, whatever becomes of the workers.
+
+The ranks draw as evenly as what they have left allows. One that runs dry draws less, and the others draw more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from forged.data.columns import NOBODY
+from forged.data.dataset import Dataset
+from forged.data.permutation import Indices, Permutation, check_whole, permute_each
+from forged.elastic.model import WORLD_SIZE_MAX
+from forged.errors import Problem, RequestRefused, Unavailable
+
+SHARDS_NAMED_MAX = 10
+SPANS_MAX = 16
+"""Of more shards at a time the samples are computed all at once."""
+
+
+class ShardedOrder:
+    """How far each shard is used, and by whom it is used next."""
+
+    def __init__(self, dataset: Dataset, seed: int, *, shuffle: bool) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.world_size = 0
+        self.left = dataset.samples
+        self._owners = np.full(dataset.shards, NOBODY, np.int32)
+        self._left: Indices
+        self._begin(0, np.zeros(dataset.shards, np.int64))
+
+    @property
+    def total(self) -> int:
+        """How many samples an epoch has."""
+        return self.dataset.samples
+
+    @property
+    def cursors(self) -> Indices:
+        """How many samples of each shard are used."""
+        found = self._cursors.copy()
+        reached = np.repeat(self._ends - self._left, np.diff(self._edges))
+        found[self._line] += np.clip(reached - self._until + self._left_in_shard, 0, self._left_in_shard)
+        return found
+
+    def reassign(self, owners: npt.ArrayLike, world_size: int) -> None:
+        """Go on with the rank that holds each shard, or `NOBODY`."""
+        check_whole("sampler_invalid", "world_size", world_size, 1, WORLD_SIZE_MAX)
+        self._assign(_owners(owners, self.dataset.shards, world_size), world_size, self.cursors)
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch; who holds what stays."""
+        self._begin(epoch, np.zeros(self.dataset.shards, np.int64))
+
+    def positions(self, rank: int, world_size: int, wanted: int) -> list[range]:
+        """What a rank takes of a step that wants so many samples."""
+        if world_size != self.world_size:
+            raise RequestRefused(
+                "sampler_invalid",
+                f"world_size = {world_size}: the shards are assigned to {self.world_size} ranks",
+                "call `reassign` when the world has changed",
+            )
+        return self._spans(np.array([rank]), self._draws(wanted))
+
+    def taken(self, wanted: int) -> list[range]:
+        """What the whole world takes."""
+        return self._spans(np.arange(self.world_size), self._draws(wanted))
+
+    def rest(self) -> list[range]:
+        """What is not used yet."""
+        cursors = self.cursors
+        ids = self._unused(cursors)
+        starts, ends = self.dataset.bounds(ids)
+        return _ranges(starts + cursors[ids], ends)
+
+    def advance(self, wanted: int) -> None:
+        """A step that wanted so many samples counts."""
+        draws = self._draws(wanted)
+        self._left = self._left - draws
+        self.left -= int(draws.sum())
+
+    def samples(self, epoch: int, positions: Sequence[range]) -> Indices:
+        """Which samples stand there. In an epoch a shard's samples stand where they are, in the shard's order."""
+        if not self.shuffle:
+            return counted(positions)
+        edges = [edge for one in positions if one for edge in (one[0], one[-1])]
+        shards = self.dataset.shard_of(edges).tolist()
+        if len(edges) > 2 * SPANS_MAX or shards[::2] != shards[1::2]:
+            return self._samples_of_many(epoch, counted(positions))
+        return joined(map(partial(self._samples_of_one, epoch), shards[::2], filter(None, positions)))
+
+    def fork(self) -> Self:
+        """The same, to be advanced for itself."""
+        # Nothing that is shared is ever changed where it is.
+        return copy.copy(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is, as plain values and an array."""
+        return {"epoch": self.epoch, "cursors": self.cursors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Be as far as a state says; who holds what stays."""
+        cursors = np.asarray(state["cursors"])
+        if cursors.shape != (self.dataset.shards,) or cursors.dtype.kind not in "iu":
+            raise _refused("cursors", cursors, f"an array of {self.dataset.shards} whole numbers")
+        if np.any((cursors < 0) | (cursors > self._sizes())):
+            raise _refused("cursors", cursors, "no number below 0 or above the size of its shard")
+        self._begin(state["epoch"], cursors.astype(np.int64))
+
+    def _begin(self, epoch: int, cursors: Indices) -> None:
+        self.epoch = epoch
+        shards = self.dataset.shards
+        self._shard_order = Permutation(shards, self.seed, epoch).span(0, shards) if self.shuffle else np.arange(shards)
+        self._assign(self._owners, self.world_size, cursors)
+
+    def _assign(self, owners: npt.NDArray[np.int32], world_size: int, cursors: Indices) -> None:
+        self._owners, self.world_size, self._cursors = owners, world_size, cursors
+        in_order = owners[self._shard_order]
+        line = self._shard_order[np.argsort(in_order, kind="stable")]
+        edges = np.searchsorted(owners[line], np.arange(world_size + 1))
+        self._line = line[edges[0] :]
+        """The shards that somebody holds: those of rank 0 in the order of the epoch, then those of rank 1..."""
+        self._edges = edges - edges[0]
+        self._left_in_shard = self.dataset.sizes(self._line) - cursors[self._line]
+        self._until = np.cumsum(self._left_in_shard)
+        sums = np.concatenate([[0], self._until])[self._edges]
+        self._ends, self._left = sums[1:], np.diff(sums)
+        self.left = self.dataset.samples - int(cursors.sum())
+
+    def _draws(self, wanted: int) -> Indices:
+        """What each rank takes of a step; together fewer than wanted, where what is left is held by nobody."""
+        draws = even_draws(self._left, wanted)
+        if not self.left or draws.any():
+            return draws
+        unused = self._unused(self.cursors)
+        named = ", ".join(map(str, unused[:SHARDS_NAMED_MAX].tolist()))
+        raise Unavailable(
+            "shards_unheld",
+            f"nobody holds what is left of epoch {self.epoch}: {unused.size} shards, the first of them {named}",
+            "assign them to ranks that have them",
+        )
+
+    def _unused(self, cursors: Indices) -> Indices:
+        return np.flatnonzero(cursors < self._sizes())
+
+    def _sizes(self) -> Indices:
+        return self.dataset.sizes(np.arange(self.dataset.shards))
+
+    def _spans(self, ranks: Indices, draws: Indices) -> list[range]:
+        """What these ranks take of a step, shard by shard."""
+        first = (self._ends - self._left)[ranks]
+        end = first + draws[ranks]
+        low = np.searchsorted(self._until, first, side="right")
+        high = np.where(end > first, np.searchsorted(self._until, end, side="left") + 1, low)
+        counts = high - low
+        at = np.repeat(low - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        shards, before = self._line[at], self._until[at] - self._left_in_shard[at]
+        shift = self.dataset.bounds(shards)[0] + self._cursors[shards] - before
+        starts = np.maximum(np.repeat(first, counts), before)
+        stops = np.minimum(np.repeat(end, counts), self._until[at])
+        return _ranges(starts + shift, stops + shift)
+
+    def _samples_of_one(self, epoch: int, shard_id: int, positions: range) -> Indices:
+        shard = self.dataset.shard(shard_id)
+        order = Permutation(shard.size, self.seed, epoch, shard_id)
+        return shard.start_index + order.span(positions.start - shard.start_index, positions.stop - shard.start_index)
+
+    def _samples_of_many(self, epoch: int, found: Indices) -> Indices:
+        """The same for many shards, without a loop over them."""
+        shards = self.dataset.shard_of(found)
+        starts, ends = self.dataset.bounds(shards)
+        sizes = ends - starts
+        for size in np.unique(sizes).tolist():
+            chosen = sizes == size
+            within = (found - starts)[chosen]
+            found[chosen] = starts[chosen] + permute_each(
+                size, within, self.seed, epoch, shards[chosen].view(np.uint64)
+            )
+        return found
+
+
+def even_draws(left: Indices, wanted: int) -> Indices:
+    """What each rank draws that has so much left, if together they draw as much as is wanted, or all that there is.
+
+    No rank draws two more than another that has something left. What cannot be divided is drawn by those who have the
+    most left, of equals by the lower rank.
+    """
+    ordered = np.sort(left)
+    drained = np.concatenate([[0], np.cumsum(ordered)])
+    others = np.arange(len(left), 0, -1)
+    # What all draw together when nobody draws more than the one who has the least, the second least...
+    together = drained[:-1] + ordered * others
+    fewer = int(np.searchsorted(together, wanted, side="right"))
+    if fewer == len(left):
+        return left
+    level, rest = divmod(wanted - int(drained[fewer]), int(others[fewer]))
+    draws = np.minimum(left, level)
+    draws[np.argsort(-left, kind="stable")[:rest]] += 1
+    return draws
+
+
+def counted(positions: Iterable[range]) -> Indices:
+    """The positions one by one."""
+    return joined(np.arange(one.start, one.stop) for one in positions)
+
+
+def joined(parts: Iterable[Indices]) -> Indices:
+    """All of them as one."""
+    found = list(parts)
+    return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
+
+
+def _owners(given: npt.ArrayLike, shards: int, world_size: int) -> npt.NDArray[np.int32]:
+    owners = np.asarray(given)
+    if owners.shape != (shards,) or (shards and owners.dtype.kind not in "iu"):
+        raise _refused("owners", given, f"a rank for each of {shards} shards")
+    if shards and not NOBODY <= owners.min() <= owners.max() < world_size:
+        raise _refused("owners", given, f"ranks below {world_size}, or {NOBODY} for nobody")
+    return owners.astype(np.int32)
+
+
+def _ranges(starts: Indices, stops: Indices) -> list[range]:
+    return [range(*span) for span in zip(starts.tolist(), stops.tolist(), strict=True) if span[0] < span[1]]
+
+
+def _refused(name: str, value: object, wanted: str) -> RequestRefused:
+    return RequestRefused("sampler_invalid", str(Problem(name, value, wanted)))

@@ -1,0 +1,1 @@
+"""Transfers of shards between workers: order, retries, bandwidth and progress."""

@@ -1,0 +1,1 @@
+"""The workers of a job and the roles that they have in its world."""

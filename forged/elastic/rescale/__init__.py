@@ -1,0 +1,1 @@
+"""One attempt at a rescale: its target world, its ranks and its learning rate."""

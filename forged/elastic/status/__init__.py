@@ -1,0 +1,1 @@
+"""What operators are shown about a job: views and stall reports."""

@@ -1,0 +1,117 @@
+"""The tables of a store, how to know a sound one, and how to bring an older one up to date.
+
+Law: what is examined is not altered. A store that is damaged or newer is refused; an older one is migrated, one version
+after the other, in one transaction. New stores are made at version 1 and migrated like any other.
+
+`kv` has a rowid: with values of some 300 bytes and a database beyond the cache that was up to twice as fast to write as
+WITHOUT ROWID, because new rows go to the end and only small index pages are scattered. Scans are slower, at 700,000/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from forged.errors import ConfigError
+from forged.kernel.store.sqlite_connection import APPLICATION_ID, Connection, corrupt, single, transaction
+
+CHECKED_BYTES_MAX = 512 << 20
+"""Up to this size every page is looked at when a store is opened. Above it, only what opening reads is: header, length,
+schema and meta; other damage is `StoreCorrupt` at the first read that meets it."""
+
+HISTORY_BYTES = 16
+
+Migration: TypeAlias = Callable[[Connection], None]
+MIGRATIONS: Mapping[int, Migration] = {}
+"""For each version above 1, how to make it of the one before."""
+
+# The check is for the examination: a flipped bit can make a blob a text.
+_TABLES = (
+    "CREATE TABLE kv (key TEXT PRIMARY KEY NOT NULL, value BLOB NOT NULL, revision INTEGER NOT NULL,"
+    " CHECK (typeof(key) = 'text' AND typeof(value) = 'blob' AND typeof(revision) = 'integer'))",
+    "CREATE TABLE meta (name TEXT PRIMARY KEY NOT NULL, value NOT NULL) WITHOUT ROWID",
+)
+
+
+def build(connection: Connection, history: str, migrations: Mapping[int, Migration]) -> None:
+    """Make the tables of an empty store."""
+    with transaction(connection):
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        for table in _TABLES:
+            connection.execute(table)
+        meta = {"revision": 0, "history": history, "schema_version": 1}
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        connection.execute("PRAGMA user_version = 1")
+    migrate(connection, migrations)
+
+
+def migrate(connection: Connection, migrations: Mapping[int, Migration]) -> None:
+    """Bring an examined store to the newest version."""
+    version, newest = single(connection, "PRAGMA user_version"), newest_version(migrations)
+    if version == newest:
+        return
+    with transaction(connection):
+        for step in range(version + 1, newest + 1):
+            migrations[step](connection)
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'schema_version'", (newest,))
+        connection.execute(f"PRAGMA user_version = {newest}")
+
+
+def newest_version(migrations: Mapping[int, Migration]) -> int:
+    """The version that a table of migrations leads to."""
+    return max(migrations, default=1)
+
+
+def examine(connection: Connection, path: Path, newest: int, checked_bytes_max: int) -> None:
+    """Raise `StoreCorrupt` for what no store of ours looks like, `ConfigError` for one that is too new."""
+    _examine_identity(connection, path, newest)
+    _examine_length(connection, path)
+    if path.stat().st_size <= checked_bytes_max:
+        _examine_pages(connection, path)
+    _examine_tables(connection, path)
+
+
+def _examine_identity(connection: Connection, path: Path, newest: int) -> None:
+    application = single(connection, "PRAGMA application_id")
+    if application != APPLICATION_ID:
+        raise corrupt(path, f"its application id is {application:#x} and not {APPLICATION_ID:#x}")
+    if (encoding := single(connection, "PRAGMA encoding")) != "UTF-8":
+        raise corrupt(path, f"its text encoding is {encoding} and not UTF-8")
+    version = single(connection, "PRAGMA user_version")
+    if version > newest:
+        raise ConfigError(
+            "store_too_new",
+            f"{path} has schema version {version}; this release knows versions up to {newest}",
+            "run the release that wrote it, or a newer one",
+        )
+    if version < 1:
+        raise corrupt(path, f"its schema version is {version}")
+
+
+def _examine_length(connection: Connection, path: Path) -> None:
+    """SQLite rounds a cut page up and reads zeros, which inside a long value nothing would notice."""
+    log = path.with_name(f"{path.name}-wal")
+    if log.exists() and log.stat().st_size > 0:
+        return  # pages may legitimately stand in the log alone
+    wanted = single(connection, "PRAGMA page_count") * single(connection, "PRAGMA page_size")
+    if (found := path.stat().st_size) < wanted:
+        raise corrupt(path, f"it was cut off: {found} bytes of {wanted}")
+
+
+def _examine_pages(connection: Connection, path: Path) -> None:
+    # `quick_check` does less, and passes an index whose entries lead nowhere.
+    found = single(connection, "PRAGMA integrity_check(1)")
+    if found != "ok":
+        raise corrupt(path, " ".join(found.split()))
+
+
+def _examine_tables(connection: Connection, path: Path) -> None:
+    connection.execute("SELECT key, value, revision FROM kv LIMIT 0").close()
+    meta = dict(connection.execute("SELECT name, value FROM meta"))
+    if meta.get("schema_version") != single(connection, "PRAGMA user_version"):
+        raise corrupt(path, "its two records of the schema version disagree")
+    if not isinstance(meta.get("revision"), int):
+        raise corrupt(path, "its revision is missing")
+    if not isinstance(meta.get("history"), str):
+        raise corrupt(path, "its history is missing")

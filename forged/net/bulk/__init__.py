@@ -1,0 +1,1 @@
+"""Side connections: bulk bytes and file descriptors outside the event loop."""

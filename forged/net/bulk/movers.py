@@ -1,0 +1,336 @@
+"""Bulk bytes between a connected socket and a file or memory, in a thread.
+
+Law: the bytes pass neither msgpack nor the event loop, and no memory is touched for the first time on their way. A
+mover moves exactly the bytes it was asked for, or raises; then the connection is of no more use, and its owner closes
+it. A mover that sees no byte move for `stall_timeout_s` gives up before twice that time has passed.
+
+How: into files through a pipe, since `splice` hands the pages on without a copy. Plain sockets block with the kernel's
+timeouts, because Python's own poll before every call, and MSG_WAITALL would sleep until the whole buffer is there.
+Larger socket buffers would switch off the kernel's tuning of them, so they are left alone. TLS sockets have no
+`sendfile` and ignore the kernel's timeouts: they use Python's, and a warm buffer for files. `benchmarks/bulk.py`
+measures the outcome.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
+
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.net.transport import tls
+
+STALL_TIMEOUT_S = 10.0
+THREADS_MAX = 8
+PIECE_BYTES = 8 << 20
+PIPE_BYTES = 1 << 20
+BUFFER_BYTES = 256 << 10
+"""Small enough to stay in the processor's cache between two calls."""
+
+TIMEVAL = struct.Struct("ll")
+
+Progress = Callable[[int], None]
+"""Told how many bytes have moved so far, in the mover's thread."""
+
+T = TypeVar("T")
+
+_limiter: RunVar[CapacityLimiter] = RunVar("forged_bulk_limiter")
+
+
+class _WarmMemory(threading.local):
+    """A buffer for each thread, touched when it is made."""
+
+    def __init__(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        self.buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=flags))
+
+
+_warm = _WarmMemory()
+
+
+def send_file(
+    sock: socket.socket,
+    fd: int,
+    offset: int,
+    count: int,
+    *,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+    progress: Progress | None = None,
+) -> None:
+    """Send `count` bytes of the file, from `offset` on. The file must not change until the other end has them."""
+
+    def plain(moved: int) -> int:
+        return os.sendfile(sock.fileno(), fd, offset + moved, min(PIECE_BYTES, count - moved))
+
+    def encrypted(moved: int) -> int:
+        size = os.preadv(fd, [_warm.buffer[: count - moved]], offset + moved)
+        sent = 0
+        while sent < size:
+            sent += sock.send(_warm.buffer[sent:size])
+        return size
+
+    step = encrypted if isinstance(sock, ssl.SSLSocket) else plain
+    if (moved := _move(sock, step, count, stall_timeout_s, progress)) < count:
+        raise Unavailable("bulk_source_short", f"the file ended after {moved} of {count} bytes", "see who truncates it")
+
+
+def send_buffer(
+    sock: socket.socket,
+    view: memoryview[Any],
+    *,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+    progress: Progress | None = None,
+) -> None:
+    """Send all of `view`."""
+    data = view.cast("B")
+
+    def step(moved: int) -> int:
+        return sock.send(data[moved : moved + PIECE_BYTES])
+
+    _move(sock, step, len(data), stall_timeout_s, progress)
+
+
+def receive_into_file(
+    sock: socket.socket,
+    fd: int,
+    offset: int,
+    count: int,
+    *,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+    progress: Progress | None = None,
+) -> None:
+    """Receive `count` bytes into the file, from `offset` on. When the disk is full, the rest is not read."""
+
+    def encrypted(moved: int) -> int:
+        size = _fill(sock, _warm.buffer[: count - moved])
+        _write(fd, _warm.buffer[:size], offset + moved)
+        return size
+
+    def plain(outlet: int, inlet: int, moved: int) -> int:
+        size = os.splice(sock.fileno(), inlet, min(PIPE_BYTES, count - moved))
+        _drain(outlet, fd, offset + moved, size)
+        return size
+
+    if isinstance(sock, ssl.SSLSocket):
+        moved = _move(sock, encrypted, count, stall_timeout_s, progress)
+    else:
+        with _pipe() as ends:
+            moved = _move(sock, partial(plain, *ends), count, stall_timeout_s, progress)
+    _require_whole(moved, count)
+
+
+def receive_into_buffer(
+    sock: socket.socket,
+    view: memoryview[Any],
+    *,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+    progress: Progress | None = None,
+) -> None:
+    """Fill all of `view`."""
+    data = view.cast("B")
+
+    def step(moved: int) -> int:
+        return sock.recv_into(data[moved : moved + PIECE_BYTES])
+
+    _require_whole(_move(sock, step, len(data), stall_timeout_s, progress), len(data))
+
+
+async def run(mover: Callable[[socket.socket], T], sock: socket.socket, *, limiter: CapacityLimiter | None = None) -> T:
+    """Run `mover(sock)` in a thread. When cancelled, shut the socket down, so that the thread ends, and wait for it.
+
+    Without a `limiter`, at most `THREADS_MAX` movers run at once in an event loop.
+    """
+    outcome: list[T | Exception] = []
+    ended = anyio.Event()
+
+    def attempt() -> T | Exception:
+        # An error raised in the task would come out of its task group in an exception group.
+        try:
+            return mover(sock)
+        except OSError as error:
+            return _refused(error)
+        except Exception as error:  # noqa: BLE001 - raised as it is below, by the task that waits for it
+            return error
+
+    async def work() -> None:
+        try:
+            outcome.append(await to_thread.run_sync(attempt, limiter=limiter or _default_limiter()))
+        except RuntimeError as error:
+            # That of the thread, which did not start: what the mover raises is returned.
+            outcome.append(Unavailable("bulk_no_thread", f"no thread moves the bytes: {error}", "try later"))
+        ended.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(work)
+        try:
+            await ended.wait()
+        except BaseException:
+            _hang_up(sock)
+            raise
+    [result] = outcome
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _default_limiter() -> CapacityLimiter:
+    try:
+        return _limiter.get()
+    except LookupError:
+        limiter = CapacityLimiter(THREADS_MAX)
+        _limiter.set(limiter)
+        return limiter
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with suppress(OSError):
+        # Not `sock.shutdown`: that of a TLS socket also drops its TLS, and a mover at work would go on in plain bytes.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _move(
+    sock: socket.socket,
+    step: Callable[[int], int],
+    count: int,
+    stall_timeout_s: float,
+    progress: Progress | None,
+) -> int:
+    """Repeat `step`, which is told what has moved and says what it moved, until `count` have or nothing more comes."""
+    moved = 0
+    try:
+        with _impatient(sock, stall_timeout_s):
+            while moved < count:
+                size = step(moved)
+                if size == 0:
+                    break
+                moved += size
+                if progress is not None:
+                    progress(moved)
+    except OSError as error:
+        raise _failure(error, moved, count, stall_timeout_s) from error
+    return moved
+
+
+def _require_whole(moved: int, count: int) -> None:
+    if moved < count:
+        raise _truncated(moved, count)
+
+
+@contextmanager
+def _impatient(sock: socket.socket, stall_timeout_s: float) -> Iterator[None]:
+    """Let the socket block, but for `stall_timeout_s` at most. After a success it is as it was.
+
+    The kernel's user timeout is made as long. The one that finds dead hosts soon would also end the connection to a
+    receiver that reads nothing for a moment, because its disk is busy.
+    """
+    if sock.type != socket.SOCK_STREAM:
+        raise RequestRefused("bulk_socket_invalid", "bulk bytes travel over stream sockets only", "connect by TCP")
+    timeout_s, plain = sock.gettimeout(), not isinstance(sock, ssl.SSLSocket)
+    user_timeout_ms = _exchange_user_timeout(sock, max(1, round(stall_timeout_s * 1000)))
+    sock.settimeout(None if plain else stall_timeout_s)
+    if plain:
+        _set_kernel_timeouts(sock, stall_timeout_s)
+    yield
+    if plain:
+        _set_kernel_timeouts(sock, 0)
+    sock.settimeout(timeout_s)
+    _exchange_user_timeout(sock, user_timeout_ms)
+
+
+def _set_kernel_timeouts(sock: socket.socket, timeout_s: float) -> None:
+    seconds, fraction = divmod(timeout_s, 1)
+    timeval = TIMEVAL.pack(int(seconds), int(fraction * 1_000_000))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+
+def _exchange_user_timeout(sock: socket.socket, timeout_ms: int) -> int:
+    """Set the user timeout and return the one before. A Unix socket has none."""
+    if sock.family == socket.AF_UNIX:
+        return 0
+    before = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+    return before
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    try:
+        outlet, inlet = os.pipe()
+    except OSError as error:
+        raise _refused(error) from error
+    try:
+        # Past a quota for pipes an ordinary user gets none of this size; a small one is slower and does as well.
+        with suppress(PermissionError):
+            fcntl.fcntl(inlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        yield outlet, inlet
+    finally:
+        os.close(outlet)
+        os.close(inlet)
+
+
+def _drain(outlet: int, fd: int, offset: int, count: int) -> None:
+    """Move `count` bytes out of the pipe into the file."""
+    drained = 0
+    while drained < count:
+        try:
+            drained += os.splice(outlet, fd, count - drained, offset_dst=offset + drained)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # This kind of file takes no pages from a pipe.
+            piece = memoryview(os.read(outlet, count - drained))
+            _write(fd, piece, offset + drained)
+            drained += len(piece)
+
+
+def _fill(sock: socket.socket, view: memoryview) -> int:
+    """Receive until `view` is full or nothing more comes; a TLS socket gives one record at a time."""
+    filled = 0
+    while filled < len(view):
+        size = sock.recv_into(view[filled:])
+        if size == 0:
+            break
+        filled += size
+    return filled
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    written = 0
+    while written < len(view):
+        written += os.pwrite(fd, view[written:], offset + written)
+
+
+def _truncated(moved: int, count: int) -> Unavailable:
+    return Unavailable("bulk_truncated", f"the connection ended after {moved} of {count} bytes", "move them again")
+
+
+def _refused(error: OSError) -> Unavailable:
+    """What the system did not give for the bytes to be moved at all, or not between them."""
+    return Unavailable("bulk_failed", f"the bytes cannot be moved: {error.strerror or error}", "move them again later")
+
+
+def _failure(error: OSError, moved: int, count: int, stall_timeout_s: float) -> ForgedError:
+    so_far = f"{moved} of {count} bytes"
+    if isinstance(error, BlockingIOError | TimeoutError):
+        return Unavailable("bulk_stalled", f"nothing moved for {stall_timeout_s} s after {so_far}", "move them again")
+    if isinstance(error, ConnectionError | ssl.SSLEOFError | ssl.SSLZeroReturnError) or error.errno == errno.ENOTCONN:
+        return _truncated(moved, count)
+    if isinstance(error, ssl.SSLError):
+        return tls.refusal("the other end", error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Unavailable("disk_full", f"the disk was full after {so_far}", "make room, then move them again")
+    return Unavailable("bulk_failed", f"{error.strerror or error}, after {so_far}", "see the disk and the connection")

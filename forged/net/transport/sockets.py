@@ -1,0 +1,262 @@
+"""The network of the machine: TCP, TLS and Unix sockets on asyncio.
+
+Law: what the system says is translated here and beneath, once. An address that cannot be listened at is the
+operator's (`ConfigError`), a peer that does not answer is the world's (`Unavailable`), a peer that answers but cannot
+be trusted is the peer's (`PeerError`).
+
+With TLS 1.3 a server judges the client's certificate after the client's handshake is over. So a client without one is
+connected first, and then loses the connection with an `ssl.SSLError`; `tls.refusal` says what that means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import TYPE_CHECKING, Any
+
+from forged.errors import ConfigError, ForgedError, Unavailable
+from forged.net.transport import tcp, unix
+from forged.net.transport.port import Address, Listener, Peer, ProtocolFactory
+from forged.net.transport.tcp import Liveness
+from forged.net.transport.tls_server import TlsLimits, TlsServer
+
+if TYPE_CHECKING:
+    import ssl
+
+SERVER_NEEDS = "set tls_certificate and tls_key"
+CLIENT_NEEDS = "give the network a context: SystemNetwork(tls_client=...)"
+BACKLOG = 1024
+SOCKET_MODE = 0o660
+CONNECT_TIMEOUT_S = 5.0
+TLS_HANDSHAKE_TIMEOUT_S = 10.0
+TLS_SHUTDOWN_TIMEOUT_S = 2.0
+HANDSHAKES_MAX = 256
+"""How many TLS handshakes may be under way at one listening socket; each holds a quarter of a megabyte."""
+
+CREDENTIALS = struct.Struct("iII")
+"""`struct ucred`: process, user, group."""
+
+IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+UNKNOWN = "unknown"
+"""The address of a peer that was gone before it could be asked."""
+
+CONNECT_FAILURES: tuple[tuple[type[OSError], str, str], ...] = (
+    (TimeoutError, "connect_timeout", "see whether the host is up and a firewall lets it answer"),
+    (ConnectionRefusedError, "connect_refused", "see whether the daemon or worker that should listen there is running"),
+    (ConnectionError, "connect_reset", "see whether a daemon or worker is there, and speaks TLS where this end does"),
+    (FileNotFoundError, "no_socket", "see whether the daemon is running and listens there"),
+    (NotADirectoryError, "no_socket", "see whether the path is right"),
+    (socket.gaierror, "host_not_found", "see the host's name, and the name service"),
+    (OSError, "connect_failed", "see the address, and the network between"),
+)
+"""The first that fits tells the code and the fix."""
+
+
+class SystemNetwork:
+    """Connections of this machine's sockets. `tls_server` and `tls_client` are needed for `tls://` addresses only."""
+
+    def __init__(
+        self,
+        *,
+        tls_server: ssl.SSLContext | None = None,
+        tls_client: ssl.SSLContext | None = None,
+        backlog: int = BACKLOG,
+        socket_mode: int = SOCKET_MODE,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        tls_handshake_timeout_s: float = TLS_HANDSHAKE_TIMEOUT_S,
+        tls_shutdown_timeout_s: float = TLS_SHUTDOWN_TIMEOUT_S,
+        handshakes_max: int = HANDSHAKES_MAX,
+        liveness: Liveness | None = None,
+    ) -> None:
+        self._tls_server = tls_server
+        self._tls_client = tls_client
+        self._backlog = backlog
+        self._socket_mode = socket_mode
+        self._connect_timeout_s = connect_timeout_s
+        self._tls_limits = TlsLimits(handshakes_max, tls_handshake_timeout_s, tls_shutdown_timeout_s)
+        self._liveness = liveness or Liveness()
+
+    async def listen(self, address: Address, factory: ProtocolFactory) -> Listener:
+        """Call `factory` for every connection that arrives.
+
+        Over TLS, for every one that tries: where no connection comes about, `connection_lost` is all that is called.
+        """
+        context = _required(self._tls_server, address, SERVER_NEEDS) if address.scheme == "tls" else None
+        if address.scheme == "unix":
+            sock, file = unix.listen(address.path, self._socket_mode, self._backlog)
+            return await self._serve([sock], factory, address, file=file)
+        sockets = await tcp.listen(address, self._backlog, self._liveness)
+        bound = Address(address.scheme, host=address.host, port=sockets[0].getsockname()[1])
+        return await self._serve(sockets, factory, bound, context=context)
+
+    async def listen_on(self, sock: socket.socket, factory: ProtocolFactory, *, tls: bool = False) -> Listener:
+        """Adopt a socket that somebody else opened, as systemd does; the file of a Unix socket stays theirs.
+
+        A socket that is refused stays the caller's; any other belongs to the listener.
+        """
+        address = _address_of(sock, tls=tls)
+        context = _required(self._tls_server, address, SERVER_NEEDS) if address.scheme == "tls" else None
+        if sock.family in IP_FAMILIES:
+            self._liveness.apply(sock)
+        sock.set_inheritable(False)
+        return await self._serve([sock], factory, address, context=context)
+
+    async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
+        """Connect within `connect_timeout_s`, the TLS handshake included."""
+        context = _required(self._tls_client, address, CLIENT_NEEDS) if address.scheme == "tls" else None
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                sock = await (
+                    unix.dial(address.path) if address.scheme == "unix" else tcp.dial(address, self._liveness)
+                )
+                return await self._attach(sock, factory, context, address.host)
+        except OSError as error:
+            raise _not_connected(address, error) from error
+
+    def peer(self, transport: asyncio.BaseTransport) -> Peer:
+        """Who is at the other end. The name in a certificate is told only if the certificate was verified."""
+        sock: socket.socket = transport.get_extra_info("socket")
+        if sock.family == socket.AF_UNIX:
+            return _unix_peer(sock)
+        host, where = _ip_peer(transport.get_extra_info("peername"))
+        loopback = host is not None and host.is_loopback
+        if transport.get_extra_info("ssl_object") is None:
+            return Peer("tcp", where, loopback=loopback)
+        name = _certificate_name(transport.get_extra_info("peercert") or {})
+        return Peer("tls", where, loopback=loopback, certificate_name=name)
+
+    async def _serve(
+        self,
+        sockets: Sequence[socket.socket],
+        factory: ProtocolFactory,
+        address: Address,
+        *,
+        context: ssl.SSLContext | None = None,
+        file: unix.SocketFile | None = None,
+    ) -> Listener:
+        servers = [await self._server(sock, factory, context) for sock in sockets]
+        listener = _SocketListener(address, servers, file)
+        try:
+            for server in servers:
+                await server.start_serving()
+        except BaseException:
+            await listener.close()
+            raise
+        return listener
+
+    async def _server(
+        self, sock: socket.socket, factory: ProtocolFactory, context: ssl.SSLContext | None
+    ) -> asyncio.Server | TlsServer:
+        if context is not None:
+            return TlsServer(sock, factory, context, self._backlog, self._tls_limits)
+        # For Unix sockets too: from Python 3.13 on `create_unix_server` removes the file of a socket it was only lent.
+        return await asyncio.get_running_loop().create_server(
+            factory, sock=sock, backlog=self._backlog, start_serving=False
+        )
+
+    async def _attach(
+        self, sock: socket.socket, factory: ProtocolFactory, context: ssl.SSLContext | None, host: str
+    ) -> asyncio.Transport:
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            factory,
+            sock=sock,
+            ssl=context,
+            server_hostname=host if context else None,
+            ssl_shutdown_timeout=self._tls_limits.shutdown_timeout_s if context else None,
+        )
+        return transport
+
+
+class _SocketListener:
+    """One door, with a server for each of its sockets."""
+
+    def __init__(
+        self, address: Address, servers: Iterable[asyncio.Server | TlsServer], file: unix.SocketFile | None
+    ) -> None:
+        self._address = address
+        self._servers = tuple(servers)
+        self._file = file
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    def descriptors(self) -> list[int]:
+        return [sock.fileno() for server in self._servers for sock in server.sockets]
+
+    async def close(self) -> None:
+        # The file goes first: while the socket listens, nobody takes it for dead and puts another in its place.
+        if self._file is not None:
+            self._file.remove()
+            self._file = None
+        # Not `wait_closed`, which from Python 3.12 on waits for the connections to end.
+        for server in self._servers:
+            server.close()
+
+
+def _required(context: ssl.SSLContext | None, address: Address, fix: str) -> ssl.SSLContext:
+    if context is None:
+        raise ConfigError("tls_not_configured", f"{address} needs TLS, which is not configured", fix)
+    return context
+
+
+def _address_of(sock: socket.socket, *, tls: bool) -> Address:
+    """Where an adopted socket listens; raises `ConfigError` for one that does not."""
+    streams = sock.family in (socket.AF_UNIX, *IP_FAMILIES) and sock.type == socket.SOCK_STREAM
+    if not streams or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        raise ConfigError(
+            "socket_not_listening",
+            f"descriptor {sock.fileno()} is not a listening stream socket",
+            "pass TCP or Unix sockets that listen (systemd: ListenStream=, Accept=no)",
+        )
+    if sock.family == socket.AF_UNIX:
+        return Address("unix", path=str(sock.getsockname()))
+    host, port, *_ = sock.getsockname()
+    return Address("tls" if tls else "tcp", host=host, port=port)
+
+
+def _not_connected(address: Address, error: OSError) -> ForgedError:
+    if address.scheme == "tls":
+        import ssl
+
+        from forged.net.transport import tls
+
+        if isinstance(error, ssl.SSLError):
+            return tls.refusal(address, error)
+    reason = error.strerror or str(error) or "no answer in time"
+    if isinstance(error, PermissionError):
+        return ConfigError("connect_not_permitted", f"{address} may not be used: {reason}", "see its owner and mode")
+    code, fix = next((code, fix) for kind, code, fix in CONNECT_FAILURES if isinstance(error, kind))
+    return Unavailable(code, f"cannot connect to {address}: {reason}", fix)
+
+
+def _unix_peer(sock: socket.socket) -> Peer:
+    """The kernel's word for who connected, or listens. A socket that has been closed since has no owner any more."""
+    try:
+        pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    except OSError:
+        return Peer("unix", UNKNOWN)
+    return Peer("unix", f"pid {pid}", uid=uid)
+
+
+def _ip_peer(peername: tuple[Any, ...] | None) -> tuple[IPv4Address | IPv6Address | None, str]:
+    """The peer's address, and it with the port as text. An IPv4 address in IPv6 clothes is the IPv4 address."""
+    if peername is None:
+        return None, UNKNOWN
+    host = ip_address(peername[0])
+    if isinstance(host, IPv6Address):
+        host = host.ipv4_mapped or host
+    port = peername[1]
+    return host, f"[{host}]:{port}" if isinstance(host, IPv6Address) else f"{host}:{port}"
+
+
+def _certificate_name(certificate: Mapping[str, Any]) -> str | None:
+    """The common name, or else the first DNS name."""
+    common = (value for part in certificate.get("subject", ()) for key, value in part if key == "commonName")
+    names = (value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS")
+    # A certificate without a name is one all the same: it must not pass for none.
+    return next(common, None) or next(names, "" if certificate else None)

@@ -1,0 +1,1 @@
+"""Finding, installing and running plugins inside the daemon."""

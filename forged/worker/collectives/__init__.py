@@ -1,0 +1,1 @@
+"""Collectives between the ranks of a world, with a hub at rank 0."""

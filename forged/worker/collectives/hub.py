@@ -1,0 +1,170 @@
+"""What the hub of a world decides: who is there, what is complete, and what each rank is told.
+
+Law: a collective happens when every rank has called it, and all have called the same; until then nothing is told to
+anybody, so no rank is ever ahead by more than one call. Two ranks that call different things end the world, with both
+calls named. What waits here is bounded: what would become too much is refused by the first rank that brings too much,
+and not when all of it is in memory. There is no I/O here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forged.errors import PeerError, RequestRefused
+from forged.worker.transport.peer_messages import COLLECTIVE_BYTES_MAX, Call, Contribution, Kind, Result, Value
+
+REDUCED_BYTES_MAX = 1 << 30
+"""How much all ranks together may bring to a reduction, which waits for the last of them."""
+NAMES_MAX = 8
+"""How many workers a sentence names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A collective that every rank has called, and what they brought, by rank."""
+
+    number: int
+    call: Call
+    values: tuple[Value | None, ...]
+    stop_wanted: int
+    stop_by: tuple[str, ...]
+
+    @property
+    def brought(self) -> tuple[Value, ...]:
+        """What the ranks brought; those that bring nothing are left out."""
+        return tuple(value for value in self.values if value is not None)
+
+    @property
+    def brought_bytes(self) -> int:
+        """How much that is."""
+        return sum(value.data.nbytes for value in self.brought)
+
+    @property
+    def full(self) -> Result:
+        """What a rank is told that receives what was brought."""
+        return Result(self.number, self.brought, self.stop_wanted, self.stop_by)
+
+    @property
+    def bare(self) -> Result:
+        """What the other ranks are told."""
+        return Result(self.number, (), self.stop_wanted, self.stop_by)
+
+
+class Hub:
+    """Matches the calls of a world's ranks, one collective after the other."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._number = 1
+        self._brought: dict[int, Contribution] = {}
+        self._brought_bytes = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some ranks wait for others."""
+        return bool(self._brought)
+
+    def take(self, rank: int, contribution: Contribution) -> Collected | None:
+        """Take what a rank brings; returns the collective once it is complete, and then the next one may begin."""
+        if contribution.number != self._number or rank in self._brought:
+            raise PeerError(
+                "collective_out_of_order",
+                f"{self.describe(rank)} calls number {contribution.number} where {self._number} is due",
+            )
+        self._check_value(rank, contribution)
+        self._brought[rank] = contribution
+        self._check_same(rank, contribution.call)
+        self._check_size(contribution)
+        if len(self._brought) < len(self.names):
+            return None
+        return self._complete(contribution.call)
+
+    def missing(self) -> str:
+        """Who has not called yet, in words."""
+        missing = [rank for rank in range(len(self.names)) if rank not in self._brought]
+        return self.listed(missing)
+
+    def listed(self, ranks: Sequence[int]) -> str:
+        """Some ranks, in words."""
+        named = ", ".join(map(self.describe, ranks[:NAMES_MAX]))
+        return f"{named} and {len(ranks) - NAMES_MAX} more" if len(ranks) > NAMES_MAX else named
+
+    def describe(self, rank: int) -> str:
+        """A rank, in words."""
+        return f"{self.names[rank]} (rank {rank})"
+
+    def _complete(self, call: Call) -> Collected:
+        ranks = range(len(self.names))
+        wanted = [self._brought[rank].stop_wanted for rank in ranks]
+        values = tuple(self._brought[rank].value for rank in ranks)
+        stop_by = tuple(self.names[rank] for rank in ranks if wanted[rank])[:NAMES_MAX]
+        collected = Collected(self._number, call, values, max(wanted), stop_by)
+        self._number += 1
+        self._brought, self._brought_bytes = {}, 0
+        return collected
+
+    def _check_same(self, rank: int, call: Call) -> None:
+        first_rank, first = next(iter(self._brought.items()))
+        if call != first.call:
+            raise RequestRefused(
+                "collective_mismatch",
+                f"call #{self._number} of {self.describe(first_rank)} is {first.call},"
+                f" and that of {self.describe(rank)} is {call}",
+                "let all ranks call the same, in the same order",
+            )
+
+    def _check_size(self, contribution: Contribution) -> None:
+        call, value = contribution.call, contribution.value
+        if value is None:
+            return
+        self._brought_bytes += value.data.nbytes
+        # All bring the same to a reduction, so the first tells what it will be: whether it is refused is no matter of
+        # who comes when.
+        is_reduction = call.kind is Kind.ALL_REDUCE
+        together = value.data.nbytes * len(self.names) if is_reduction else self._brought_bytes
+        most = REDUCED_BYTES_MAX if is_reduction else COLLECTIVE_BYTES_MAX
+        if together > most:
+            raise RequestRefused(
+                "collective_too_large",
+                f"{call} #{self._number} brings {together} bytes together, over {most}",
+                "bring less at once",
+            )
+
+    def _check_value(self, rank: int, contribution: Contribution) -> None:
+        call, value = contribution.call, contribution.value
+        if call.root is not None and call.root >= len(self.names):
+            raise RequestRefused(
+                "collective_root_invalid",
+                f"{call} of {self.describe(rank)} names a root that is not among {len(self.names)} ranks",
+                "name a rank of this world",
+            )
+        if (value is not None) != _brings(call, rank):
+            raise PeerError("value_unexpected", f"{self.describe(rank)} brings the wrong kind of thing to {call}")
+        if (
+            call.kind is Kind.ALL_REDUCE
+            and value is not None
+            and (value.dtype, value.shape) != (call.dtype, call.shape)
+        ):
+            raise PeerError("value_invalid", f"{self.describe(rank)} brings something else to {call}")
+
+
+def _brings(call: Call, rank: int) -> bool:
+    """Whether a rank has to bring a value."""
+    if call.kind is Kind.BROADCAST:
+        return rank == call.root
+    return call.kind in (Kind.GATHER, Kind.ALL_GATHER, Kind.ALL_REDUCE)
+
+
+def receives(call: Call, rank: int) -> bool:
+    """Whether a rank is told what was brought, or only that all have called."""
+    if call.kind is Kind.GATHER:
+        return rank == call.root
+    return rank != call.root
+
+
+def values_due(call: Call, rank: int, size: int) -> int:
+    """How many values a rank is told."""
+    if not receives(call, rank) or call.kind in (Kind.BARRIER, Kind.END_STEP):
+        return 0
+    return 1 if call.kind in (Kind.BROADCAST, Kind.ALL_REDUCE) else size

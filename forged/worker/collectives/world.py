@@ -1,0 +1,267 @@
+"""What the ranks of a world do together.
+
+Law: a call ends with the result, at every rank the same, or with an error, at every rank as soon as it is known; none
+hangs because somebody has died. A call that was answered stays answered. One that is given up, by a timeout or a
+cancellation, ends the world, because nobody could tell any more which call is whose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import anyio
+
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.net.protocol.messages import INTEGER_MAX
+from forged.worker.collectives import arrays
+from forged.worker.collectives.arrays import Array, Given
+from forged.worker.collectives.hub import values_due
+from forged.worker.transport.peer_messages import Call, Contribution, Kind, Operation, Result, Value
+
+ABORTED = "collective_aborted"
+
+
+class CollectiveAborted(Unavailable):
+    """The world is over; `peer` is the worker whose connection was lost, empty when that was not the reason."""
+
+    def __init__(self, reason: str, peer: str = "") -> None:
+        super().__init__(ABORTED, reason, "enter the next world")
+        self.peer = peer
+
+    def __reduce__(self) -> tuple[type[CollectiveAborted], tuple[str, str]]:
+        return CollectiveAborted, (self.message, self.peer)
+
+
+class CollectiveMismatch(RequestRefused):
+    """The ranks do not do the same, or too much: the mistake is the script's, and every rank is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a world is over."""
+
+    code: str
+    reason: str
+    peer: str = ""
+    fix: str = ""
+
+    def error(self) -> ForgedError:
+        """What whoever calls then is told."""
+        if self.code == ABORTED:
+            return CollectiveAborted(self.reason, self.peer)
+        return CollectiveMismatch(self.code, self.reason, self.fix)
+
+
+def aborted(reason: str, peer: str = "") -> Ending:
+    """The world was broken off."""
+    return Ending(ABORTED, reason, peer)
+
+
+@dataclass(frozen=True, slots=True)
+class StepVerdict:
+    """All ranks have finished the step; `stop_wanted` is the largest that any of them has given."""
+
+    committed: bool
+    stop_wanted: int
+    reason: str
+
+    @property
+    def pause(self) -> bool:
+        """Whether the world stops behind this step."""
+        return self.stop_wanted > 0
+
+
+class Side(Protocol):
+    """A rank's way to the hub."""
+
+    def contribute(self, contribution: Contribution) -> None:
+        """Take part; the world is told the result."""
+        ...
+
+    def waiting_for(self) -> str:
+        """Who has not called yet, in words; empty where that is not known."""
+        ...
+
+    def end(self, ending: Ending) -> None:
+        """Break the world off, here and everywhere."""
+        ...
+
+    async def leave(self) -> None:
+        """Go in good order."""
+        ...
+
+
+class World:
+    """One rank's place in a world. Its calls are made one after the other, in the same order at all ranks."""
+
+    side: Side
+
+    def __init__(self, generation: int, rank: int, names: Sequence[str]) -> None:
+        self.generation = generation
+        self.rank = rank
+        self.names = tuple(names)
+        """The ids of the workers, by rank."""
+        self._number = 0
+        self._waiting: asyncio.Future[Result] | None = None
+        self._ending: Ending | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.names)
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why the world is over; None while it is not."""
+        return self._ending
+
+    async def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Wait for all."""
+        await self._do(Call(Kind.BARRIER), timeout_s=timeout_s)
+
+    async def gather(self, value: Given, root: int = 0, *, timeout_s: float | None = None) -> list[Any] | None:
+        """What every rank has given, by rank, at the root; None elsewhere."""
+        result = await self._do(Call(Kind.GATHER, root), arrays.pack(value), timeout_s=timeout_s)
+        return [arrays.unpack(one) for one in result.values] if root == self.rank else None
+
+    async def all_gather(self, value: Given, *, timeout_s: float | None = None) -> list[Any]:
+        """What every rank has given, by rank."""
+        result = await self._do(Call(Kind.ALL_GATHER), arrays.pack(value), timeout_s=timeout_s)
+        return [arrays.unpack(one) for one in result.values]
+
+    async def broadcast(self, value: Given | None, root: int = 0, *, timeout_s: float | None = None) -> Any:
+        """What the root has given; what the others give does not matter."""
+        own = None
+        if root == self.rank:
+            if value is None:
+                raise RequestRefused("collective_unfit", "the root of a broadcast gives nothing", "give a value")
+            own = arrays.pack(value)
+        result = await self._do(Call(Kind.BROADCAST, root), own, timeout_s=timeout_s)
+        return arrays.unpack(own or result.values[0])
+
+    async def all_reduce(
+        self,
+        value: Given,
+        op: Operation | str = Operation.SUM,
+        *,
+        out: Array | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """One array out of those of all ranks, in a new array or in `out`."""
+        operation, own = _operation(op), arrays.pack_array(value)
+        arrays.check_operation(operation, own)
+        if out is not None:
+            arrays.check_out(own, operation, out)
+        call = Call(Kind.ALL_REDUCE, operation=operation, dtype=own.dtype, shape=own.shape)
+        (reduced,) = (await self._do(call, own, timeout_s=timeout_s)).values
+        arrays.check_reduced(operation, own, reduced)
+        if out is not None:
+            return arrays.unpack_into(reduced, out)
+        return arrays.unpack(Value(own.form, reduced.data, reduced.dtype, reduced.shape))
+
+    async def end_step(self, step: int, *, stop_wanted: int = 0, timeout_s: float | None = None) -> StepVerdict:
+        """Say that this rank has finished a step, and wait until all have.
+
+        Who wants the world to stop behind it gives a number over 0; all learn the largest, and so stop together.
+        """
+        if not 0 <= stop_wanted <= INTEGER_MAX or abs(step) > INTEGER_MAX:
+            raise RequestRefused("step_invalid", f"step {step} or stop_wanted {stop_wanted} is out of range")
+        result = await self._do(Call(Kind.END_STEP, step=step), stop_wanted=stop_wanted, timeout_s=timeout_s)
+        reason = f"asked by {', '.join(result.stop_by)}" if result.stop_by else ""
+        return StepVerdict(committed=True, stop_wanted=result.stop_wanted, reason=reason)
+
+    def abort(self, reason: str, peer: str = "") -> None:
+        """Break the world off: every call that waits or comes later, at every rank, raises `CollectiveAborted`."""
+        if self._ending is None:
+            self.side.end(aborted(reason, peer))
+
+    async def leave(self) -> None:
+        """Go in good order: calls that were answered stay so, and others cannot be any more."""
+        if self._ending is None:
+            self.on_over(aborted("this worker has left the world"))
+            await self.side.leave()
+
+    # What the way to the hub tells.
+
+    def on_result(self, result: Result) -> None:
+        """The present call is answered."""
+        if self._waiting is not None and not self._waiting.done() and result.number == self._number:
+            self._waiting.set_result(result)
+
+    def on_over(self, ending: Ending) -> None:
+        """The world is over; the first reason is the one that counts."""
+        if self._ending is not None:
+            return
+        self._ending = ending
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(ending.error())
+
+    async def _do(
+        self, call: Call, value: Value | None = None, *, stop_wanted: int = 0, timeout_s: float | None = None
+    ) -> Result:
+        if self._ending is not None:
+            raise self._ending.error()
+        if self._waiting is not None:
+            raise RequestRefused("collective_in_progress", f"{call} while another call waits", "wait for that one")
+        self._check_root(call)
+        self._number += 1
+        self._waiting = answer = asyncio.get_running_loop().create_future()
+        try:
+            self.side.contribute(Contribution(self._number, call, value, stop_wanted))
+            return self._checked(call, await self._answered(call, answer, timeout_s))
+        finally:
+            self._waiting = None
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # looked at, so that nobody is told it was never retrieved
+
+    async def _answered(self, call: Call, answer: asyncio.Future[Result], timeout_s: float | None) -> Result:
+        try:
+            if answer.done():
+                # Nobody had to be waited for; whoever else uses the loop must have a turn all the same.
+                await asyncio.sleep(0)
+            with anyio.move_on_after(timeout_s):
+                return await answer
+        except asyncio.CancelledError:
+            if answer.cancelled():
+                self._give_up(call, "was cancelled")
+            raise
+        if answer.cancelled():
+            self._give_up(call, f"was not answered within {timeout_s:g} s")
+            assert self._ending is not None
+            raise self._ending.error()
+        # The answer came in the moment in which the time was over.
+        return answer.result()
+
+    def _checked(self, call: Call, result: Result) -> Result:
+        due = values_due(call, self.rank, self.size)
+        if len(result.values) != due:
+            raise PeerError(
+                "result_invalid", f"{self.names[0]} answers {call} with {len(result.values)} values of {due}"
+            )
+        return result
+
+    def _give_up(self, call: Call, why: str) -> None:
+        missing = self.side.waiting_for()
+        waiting_for = f", waiting for {missing}" if missing else ""
+        self.abort(f"{call} #{self._number} of {self.names[self.rank]} (rank {self.rank}) {why}{waiting_for}")
+
+    def _check_root(self, call: Call) -> None:
+        if call.root is not None and not 0 <= call.root < self.size:
+            raise RequestRefused(
+                "collective_root_invalid",
+                f"{call} names a root that is not among {self.size} ranks",
+                "name a rank of this world",
+            )
+
+
+def _operation(name: Operation | str) -> Operation:
+    try:
+        return Operation(name)
+    except ValueError:
+        known = ", ".join(Operation)
+        raise RequestRefused(
+            "collective_operation_unknown", f"there is no operation {name!r}", f"use {known}"
+        ) from None

@@ -1,0 +1,1 @@
+"""The worker's conversation with the daemon: registration, facts, heartbeats and goodbye."""

@@ -1,0 +1,1 @@
+"""The worker's shards: holding them, fetching them, serving them, and counting their use."""

@@ -1,0 +1,1 @@
+"""How a worker leaves in good order."""

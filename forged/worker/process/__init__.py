@@ -1,0 +1,1 @@
+"""The worker's process: pulse, forks, SIGTERM and shared counters."""

@@ -1,0 +1,1 @@
+"""The worker's side of a rescale, and its progress in the training."""

@@ -1,0 +1,1 @@
+"""Training state on its way from one worker to another."""

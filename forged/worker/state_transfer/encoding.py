@@ -1,0 +1,281 @@
+"""A worker's training state, as bytes for another worker and back.
+
+Law: what arrives is what was there, bit for bit, with the same keys, shapes and types. Arrays and long `bytes` are not
+copied into a message: the head describes them, and their memory is read and written where it is. What is packed can
+travel; what never could is refused, with its place. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from forged.errors import PeerError, RequestRefused, Unavailable
+from forged.worker.collectives.arrays import dtype_named, name_of, travels
+from forged.worker.transport.peer_messages import HEAD_BYTES_MAX, PARTS_MAX
+
+Array = npt.NDArray[Any]
+
+ARRAY, SCALAR, BYTES, TUPLE, LIST, DICT, PLAIN = "a", "s", "b", "t", "l", "d", "p"
+DEPTH_MAX = 64
+BYTES_IN_HEAD_MAX = 4096
+"""Longer `bytes` travel as arrays do."""
+_PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What brings its state by itself."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+
+
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    """An array without its elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """A state without the elements of its arrays; `tree` refers to `arrays` by number."""
+
+    tree: Any
+    arrays: list[ArraySpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A state on its way out: its head, and the memory of its arrays."""
+
+    head: bytes
+    parts: list[memoryview]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Head).decode
+
+
+def pack(state: Any) -> Packed:
+    """Describe a state; its arrays must not change until they were sent."""
+    arrays: list[Array] = []
+    tree = _describe(_values(state), arrays, "state", 0)
+    specs = [ArraySpec(name_of(array.dtype), array.shape) for array in arrays]
+    try:
+        head = _encode(Head(tree, specs))
+    except OverflowError as error:
+        raise RequestRefused("state_unfit", f"a number in state is too large: {error}", "keep it as text") from error
+    except UnicodeEncodeError as error:
+        raise _unwritable(tree) from error
+    if len(head) > HEAD_BYTES_MAX or len(arrays) > PARTS_MAX:
+        raise _too_large(tree, len(head), len(arrays))
+    return Packed(head, [_memory(array) for array in arrays])
+
+
+class Arriving:
+    """A state on its way in: `parts` is where its bytes go, and `adopt` makes it the worker's."""
+
+    def __init__(self, head: bytes) -> None:
+        try:
+            self._head = _decode(head)
+            self._arrays = [_room_for(spec) for spec in self._head.arrays]
+            # Now, and not when all has arrived.
+            self._build(self._head.tree, 0, self._arrays.__getitem__)
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, PeerError) as error:
+            raise PeerError("state_invalid", f"a state cannot be read: {error}") from error
+        except MemoryError as error:
+            raise Unavailable("state_too_large", f"there is no memory for the state: {error}", "free some") from error
+        self.parts = [_memory(array) for array in self._arrays]
+
+    def adopt(self, state: Any) -> None:
+        """Let a state become the one that has arrived; arrays that fit are filled where they are."""
+        # However often the other end has named some bytes, they are made once.
+        bytes_of = cache(lambda number: self._arrays[number].tobytes())
+        _adopted(state, self._build(self._head.tree, 0, bytes_of))
+
+    def _build(self, node: Any, depth: int, bytes_of: Callable[[Any], Any]) -> Any:
+        try:
+            kind, content = node
+        except (TypeError, ValueError) as error:
+            raise PeerError("state_invalid", "a state's description is none") from error
+        if depth > DEPTH_MAX:
+            raise PeerError("state_invalid", "a state is nested too deep")
+        build: Mapping[str, Callable[[], Any]] = {
+            ARRAY: lambda: self._arrays[content],
+            SCALAR: lambda: self._arrays[content][()],
+            BYTES: lambda: bytes_of(content),
+            PLAIN: lambda: content,
+            LIST: lambda: [self._build(one, depth + 1, bytes_of) for one in content],
+            TUPLE: lambda: tuple(self._build(one, depth + 1, bytes_of) for one in content),
+            DICT: lambda: {key: self._build(one, depth + 1, bytes_of) for key, one in content},
+        }
+        try:
+            return build[kind]()
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise PeerError("state_invalid", f"a state's description is none: {error!r}") from error
+
+
+def copy_of(state: Any) -> Callable[[], None]:
+    """Remember a state; what is returned brings it back."""
+    packed = pack(state)
+    kept = [bytes(part) for part in packed.parts]
+
+    def restore() -> None:
+        arriving = Arriving(packed.head)
+        for target, source in zip(arriving.parts, kept, strict=True):
+            target[:] = source
+        arriving.adopt(state)
+
+    return restore
+
+
+def _values(state: Any) -> Any:
+    if isinstance(state, Stateful):
+        return state.state_dict()
+    if isinstance(state, MutableMapping):
+        return state
+    raise RequestRefused(
+        "state_unfit",
+        f"state is a {type(state).__name__}",
+        "give an object with state_dict() and load_state_dict(), or a dict of such objects, arrays and plain values",
+    )
+
+
+def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
+    if depth > DEPTH_MAX:
+        raise RequestRefused("state_unfit", f"{where} is nested too deep", f"nest at most {DEPTH_MAX} levels")
+    if isinstance(value, (np.ndarray, np.generic)):
+        kind = ARRAY if isinstance(value, np.ndarray) else SCALAR
+        return (kind, _keep(np.asanyarray(value), arrays, where))
+    if isinstance(value, bytes) and len(value) > BYTES_IN_HEAD_MAX:
+        return (BYTES, _keep(np.frombuffer(value, np.uint8), arrays, where))
+    if value is None or isinstance(value, _PLAIN):
+        return (PLAIN, _plain(value))
+    if isinstance(value, Stateful):
+        return _describe(value.state_dict(), arrays, where, depth + 1)
+    if isinstance(value, Mapping):
+        return (
+            DICT,
+            [(_key(key, where), _describe(one, arrays, f"{where}[{key!r}]", depth + 1)) for key, one in value.items()],
+        )
+    if isinstance(value, (list, tuple)):
+        kind = TUPLE if isinstance(value, tuple) else LIST
+        return (kind, [_describe(one, arrays, f"{where}[{n}]", depth + 1) for n, one in enumerate(value)])
+    raise RequestRefused(
+        "state_unfit", f"{where} is a {type(value).__name__}", "keep arrays, numbers, texts, bytes and None in it"
+    )
+
+
+def _plain(value: Any) -> Any:
+    # What is derived from a plain type, such as the number of a step, arrives as what it is made of.
+    return next((plain(value) for plain in _PLAIN if isinstance(value, plain)), None)
+
+
+def _key(key: Any, where: str) -> Any:
+    if key is not None and (not isinstance(key, _PLAIN) or isinstance(key, np.generic)):
+        raise RequestRefused("state_unfit", f"{where} has a {type(key).__name__} for a key", "use numbers and texts")
+    return _plain(key)
+
+
+def _keep(array: Array, arrays: list[Array], where: str) -> int:
+    """The number under which the array is sent."""
+    if not travels(array.dtype) or isinstance(array, np.ma.MaskedArray):
+        raise RequestRefused("state_unfit", f"{where} is an array of {array.dtype}", "keep arrays of numbers in it")
+    # A slice has no memory of its own that could be read as a whole.
+    arrays.append(np.asarray(array) if array.flags.c_contiguous else np.ascontiguousarray(array))
+    return len(arrays) - 1
+
+
+def _texts(node: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Every text of a described state, and where it is."""
+    kind, content = node
+    if kind == DICT:
+        for key, one in content:
+            if isinstance(key, str):
+                yield f"a key of {where}", key
+            yield from _texts(one, f"{where}[{key!r}]")
+    elif kind in (LIST, TUPLE):
+        for number, one in enumerate(content):
+            yield from _texts(one, f"{where}[{number}]")
+    elif isinstance(content, str):
+        yield where, content
+
+
+def _size_of(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
+
+
+def _unwritable(tree: Any) -> RequestRefused:
+    where = next((where for where, text in _texts(tree, "state") if not _is_unicode(text)), "state")
+    return RequestRefused(
+        "state_unfit",
+        f"{where} is a text that is not Unicode",
+        "keep it as bytes: `text.encode(errors='surrogateescape')`",
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _too_large(tree: Any, head_bytes: int, parts: int) -> RequestRefused:
+    if parts > PARTS_MAX:
+        what = f"state has {parts} arrays and long bytes in it, and {PARTS_MAX} can travel"
+        return RequestRefused("state_too_large", what, "put small arrays together")
+    what = f"state is {head_bytes} bytes long without its arrays and long bytes, and {HEAD_BYTES_MAX} can travel"
+    longest = max(((_size_of(text), where) for where, text in _texts(tree, "state")), default=None)
+    most = "" if longest is None else f"; the largest text, {longest[1]}, has {longest[0]}"
+    return RequestRefused("state_too_large", what + most, "keep long texts as bytes, and many numbers as an array")
+
+
+def _room_for(spec: ArraySpec) -> Array:
+    """An array for what will arrive."""
+    return np.empty(spec.shape, dtype_named(spec.dtype))
+
+
+def _memory(array: Array) -> memoryview:
+    """The bytes of an array, where they are."""
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray())
+
+
+def _adopted(present: Any, arrived: Any) -> Any:
+    """What has arrived; in the place of what is there, as far as that can take it."""
+    if isinstance(present, Stateful):
+        present.load_state_dict(arrived)
+        return present
+    if isinstance(present, MutableMapping) and isinstance(arrived, Mapping):
+        values = {key: _adopted(present.get(key), value) for key, value in arrived.items()}
+        if list(present) != list(values):
+            # The order of keys is part of what was there.
+            present.clear()
+        present.update(values)
+        return present
+    if isinstance(arrived, tuple) and isinstance(present, tuple) and len(present) == len(arrived):
+        # A named one is made of its fields in their order, and travels without their names.
+        make = getattr(type(present), "_make", tuple)
+        return make(_adopted(old, new) for old, new in zip(present, arrived, strict=True))
+    if isinstance(arrived, list) and isinstance(present, list) and len(present) == len(arrived):
+        present[:] = [_adopted(old, new) for old, new in zip(present, arrived, strict=True)]
+        return present
+    if _fits(present, arrived):
+        present[...] = arrived
+        return present
+    return arrived
+
+
+def _fits(present: Any, arrived: Any) -> bool:
+    """Whether the elements can be put where those of the present array are."""
+    arrays = isinstance(present, np.ndarray) and isinstance(arrived, np.ndarray)
+    return arrays and present.shape == arrived.shape and present.dtype == arrived.dtype and present.flags.writeable

@@ -1,0 +1,338 @@
+"""The training state on its way from the worker that has it to those that are behind.
+
+Law: what is offered is offered for one attempt at a rescale; a newer one supersedes it on both ends, and what is
+withdrawn is sent to nobody from that moment on, until it is offered again. A fetch goes on with the first part that was
+not verified yet, and its state counts when every part was. Whoever comes before the offer waits for it a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+import anyio
+from anyio.abc import TaskGroup
+
+from forged import retry
+from forged.elastic.model import WorkerId
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.log import Log
+from forged.retry import RetryPolicy
+from forged.worker.transport.bulk_channel import THREADS_MAX, Carrier, Channel
+from forged.worker.transport.peer_link import AcceptedLink, DialledLink, PeerLink, Receiver
+from forged.worker.transport.peer_messages import (
+    HEAD_BYTES_MAX,
+    PARTS_MAX,
+    PeerMessage,
+    StateOffer,
+    StateReady,
+    StateWanted,
+)
+
+OFFER_WAIT_S = 10.0
+"""How long who comes early waits for the offer."""
+ANSWER_TIMEOUT_S = 5.0
+"""How long the other end may think about what takes no time."""
+TURN_TIMEOUT_S = 600.0
+"""How long a fetcher waits behind others for its turn."""
+FETCHING = RetryPolicy(attempts=8, delay_s=0.05, exponential=True, delay_max_s=1.0, jitter=0.5)
+
+Into = Callable[[bytes], Sequence[memoryview]]
+"""Makes room for a state whose head is given: memory for every part of it."""
+Dial = Callable[[WorkerId, int, Receiver], Awaitable[DialledLink]]
+
+_FINAL_CODES = frozenset({"state_not_offered", "attempt_over"})
+
+
+class Dialogue:
+    """What one end hears of the other, one message at a time; that it is gone, once its last message was taken."""
+
+    def __init__(self) -> None:
+        self._heard: asyncio.Future[PeerMessage] = asyncio.get_running_loop().create_future()
+        self._end: ForgedError | None = None
+
+    def on_message(self, link: PeerLink, message: PeerMessage) -> None:
+        """The other end says something."""
+        if self._heard.done():
+            raise PeerError("message_unexpected", "the other end speaks out of turn")
+        self._heard.set_result(message)
+
+    def on_end(self, link: PeerLink, error: ForgedError) -> None:
+        """The other end is gone."""
+        self._end = error
+        if not self._heard.done():
+            self._fail(error)
+
+    async def next(self, timeout_s: float) -> PeerMessage:
+        """What the other end says next."""
+        with anyio.move_on_after(timeout_s):
+            message = await asyncio.shield(self._heard)
+            self._heard = asyncio.get_running_loop().create_future()
+            if self._end is not None:
+                self._fail(self._end)
+            return message
+        raise Unavailable("peer_timeout", f"the other worker said nothing for {timeout_s:g} s", "fetch again")
+
+    def _fail(self, error: ForgedError) -> None:
+        self._heard.set_exception(error)
+        self._heard.exception()  # looked at, so that nobody is told it was never retrieved
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    attempt: int
+    head: bytes
+    parts: list[memoryview]
+    scopes: dict[PeerLink, anyio.CancelScope] = field(default_factory=dict)
+    channels: dict[Channel, None] = field(default_factory=dict)
+    """In the order in which they came, in which they are cut."""
+
+    @contextmanager
+    def served(self, link: PeerLink, scope: anyio.CancelScope) -> Iterator[None]:
+        """Somebody fetches it, as long as the scope is not cancelled."""
+        self.scopes[link] = scope
+        try:
+            yield
+        finally:
+            del self.scopes[link]
+
+    def cut(self) -> None:
+        """Nobody gets a byte more."""
+        for channel in self.channels:
+            channel.cut()
+        for scope in self.scopes.values():
+            scope.cancel()
+
+
+class StateDesk:
+    """Gives the state to those who come for it."""
+
+    def __init__(self, carrier: Carrier, tasks: TaskGroup, log: Log, offer_wait_s: float = OFFER_WAIT_S) -> None:
+        self._carrier = carrier
+        self._tasks = tasks
+        self._log = log
+        self._offer_wait_s = offer_wait_s
+        self._offer: _Offer | None = None
+        self._newest = -1
+        self._offered = anyio.Event()
+        self._turns = anyio.CapacityLimiter(THREADS_MAX)
+
+    def descriptors(self) -> list[int]:
+        """Those of all sockets at work."""
+        channels = self._offer.channels if self._offer is not None else ()
+        return [fd for channel in channels if (fd := channel.descriptor()) is not None]
+
+    @contextmanager
+    def offering(self, attempt: int, head: bytes, parts: Sequence[memoryview | bytes]) -> Iterator[None]:
+        """Offer a state for an attempt, until the block is left; its memory must not change meanwhile."""
+        offer = _Offer(attempt, head, _checked(head, parts))
+        is_taken = attempt == self._newest and self._offer is not None
+        if attempt < self._newest or is_taken:
+            raise _over(attempt, self._newest)
+        if self._offer is not None:
+            self._offer.cut()
+        self._offer, self._newest = offer, attempt
+        self._notify()
+        try:
+            yield
+        finally:
+            offer.cut()
+            if self._offer is offer:
+                self._offer = None
+
+    def admit(self, link: AcceptedLink, attempt: int, worker: str) -> None:
+        """Somebody comes for the state."""
+        dialogue = Dialogue()
+        link.receiver = dialogue
+        self._tasks.start_soon(self._serve, link, dialogue, attempt, worker)
+
+    async def _serve(self, link: AcceptedLink, dialogue: Dialogue, attempt: int, worker: str) -> None:
+        try:
+            offer = await self._offer_for(attempt)
+            with anyio.CancelScope() as scope, offer.served(link, scope):
+                await self._give(offer, link, dialogue)
+            if scope.cancelled_caught:
+                link.refuse(_over(attempt, self._newest))
+        except ForgedError as error:
+            self._log.info("a state was not fetched", worker=worker, attempt=attempt, why=error.message)
+            link.refuse(error)
+        finally:
+            link.close()
+
+    async def _give(self, offer: _Offer, link: AcceptedLink, dialogue: Dialogue) -> None:
+        link.send(StateOffer(offer.head, tuple(part.nbytes for part in offer.parts)))
+        wanted = await dialogue.next(ANSWER_TIMEOUT_S)
+        if not isinstance(wanted, StateWanted) or wanted.part > len(offer.parts):
+            raise PeerError("message_unexpected", "the fetcher does not say what it wants")
+        async with self._turns:
+            link.send(StateReady())
+            channel = await self._carrier.open(_handed_over(link))
+            offer.channels[channel] = None
+            try:
+                await channel.give(offer.parts[wanted.part :])
+            finally:
+                offer.channels.pop(channel, None)
+                channel.close()
+
+    @property
+    def is_giving(self) -> bool:
+        """Whether somebody is being sent the state."""
+        return self._offer is not None and bool(self._offer.channels)
+
+    async def _offer_for(self, attempt: int) -> _Offer:
+        with anyio.move_on_after(self._offer_wait_s):
+            while self._newest < attempt:
+                await self._offered.wait()
+        if self._offer is not None and self._offer.attempt == attempt:
+            return self._offer
+        if self._newest >= attempt:
+            raise _over(attempt, self._newest)
+        raise Unavailable(
+            "state_not_offered",
+            f"no state was offered for attempt {attempt} within {self._offer_wait_s:g} s",
+            "ask later",
+        )
+
+    def _notify(self) -> None:
+        offered, self._offered = self._offered, anyio.Event()
+        offered.set()
+
+
+class StateFetch:
+    """Takes a state from another worker."""
+
+    def __init__(self, carrier: Carrier, dial: Dial, source: Random, offer_wait_s: float = OFFER_WAIT_S) -> None:
+        self._carrier = carrier
+        self._dial = dial
+        self._random = source
+        self._offer_wait_s = offer_wait_s
+        self._attempt = -1
+        self._scope: anyio.CancelScope | None = None
+        self._channel: Channel | None = None
+        self._received = 0
+        self.unreached: Unavailable | None = None
+        """Why the source was not reached the last time; None when it was."""
+
+    @property
+    def received(self) -> int:
+        """How many bytes of states have come."""
+        return self._received + (0 if self._channel is None else self._channel.received)
+
+    def descriptors(self) -> list[int]:
+        """That of the socket at work."""
+        descriptor = None if self._channel is None else self._channel.descriptor()
+        return [] if descriptor is None else [descriptor]
+
+    async def fetch(self, source: WorkerId, attempt: int, into: Into) -> None:
+        """Fetch what the source offers for an attempt, into what `into` gives; a newer fetch ends this one."""
+        if attempt < self._attempt:
+            raise _over(attempt, self._attempt)
+        if self._scope is not None:
+            self._scope.cancel()
+        self._attempt, self.unreached = attempt, None
+        arriving = _Arriving(into)
+        with anyio.CancelScope() as scope:
+            self._scope = scope
+            try:
+                await retry.run(
+                    FETCHING,
+                    lambda: self._try(source, attempt, arriving),
+                    sleep=anyio.sleep,
+                    random=self._random.random,
+                    retryable=lambda error: retry.passes(error) and getattr(error, "code", "") not in _FINAL_CODES,
+                )
+            finally:
+                if self._scope is scope:
+                    self._scope = None
+        if scope.cancelled_caught:
+            raise _over(attempt, self._attempt)
+
+    async def _try(self, source: WorkerId, attempt: int, arriving: _Arriving) -> None:
+        dialogue = Dialogue()
+        try:
+            link = await self._dial(source, attempt, dialogue)
+        except Unavailable as error:
+            self.unreached = error
+            raise
+        self.unreached = None
+        try:
+            offer = await dialogue.next(self._offer_wait_s + ANSWER_TIMEOUT_S)
+            if not isinstance(offer, StateOffer):
+                raise PeerError("message_unexpected", f"{source} offers no state")
+            arriving.prepare(offer)
+            link.send(StateWanted(arriving.verified))
+            if not isinstance(await dialogue.next(TURN_TIMEOUT_S), StateReady):
+                raise PeerError("message_unexpected", f"{source} does not send its state")
+            await self._take(link, arriving)
+        finally:
+            if not link.lost:
+                link.abort()
+
+    async def _take(self, link: DialledLink, arriving: _Arriving) -> None:
+        channel = self._channel = await self._carrier.open(_handed_over(link))
+        try:
+            await channel.take(arriving.missing(), arriving.one_more)
+        finally:
+            self._channel = None
+            self._received += channel.received
+            channel.close()
+
+
+class _Arriving:
+    """A state of which some parts are here."""
+
+    def __init__(self, into: Into) -> None:
+        self.verified = 0
+        self._into = into
+        self._offer: StateOffer | None = None
+        self._parts: list[memoryview] = []
+
+    def prepare(self, offer: StateOffer) -> None:
+        """Make room for what is offered."""
+        if self._offer == offer:
+            return
+        self.verified, self._offer = 0, offer
+        self._parts = [memoryview(part).cast("B") for part in self._into(offer.head)]
+        sizes = tuple(part.nbytes for part in self._parts)
+        if sizes != offer.sizes or any(part.readonly for part in self._parts):
+            raise RequestRefused(
+                "state_room_unfit",
+                f"there is room for {len(sizes)} parts of {sum(sizes)} bytes where"
+                f" {len(offer.sizes)} of {sum(offer.sizes)} come",
+                "give writeable memory for every part, in their order",
+            )
+
+    def missing(self) -> list[memoryview]:
+        """The parts that are not here yet."""
+        return self._parts[self.verified :]
+
+    def one_more(self) -> None:
+        """Another part is here, and right."""
+        self.verified += 1
+
+
+def _handed_over(link: PeerLink) -> asyncio.Transport:
+    """The transport of a connection that has nothing more to say, if it has not ended meanwhile."""
+    if link.lost:
+        raise Unavailable("state_broken_off", "the connection ended before the state was sent", "fetch it again")
+    return link.hand_over()
+
+
+def _checked(head: bytes, parts: Sequence[memoryview | bytes]) -> list[memoryview]:
+    views = [memoryview(part).cast("B") for part in parts]
+    if len(head) > HEAD_BYTES_MAX or len(views) > PARTS_MAX:
+        raise RequestRefused(
+            "state_too_large",
+            f"a head of {len(head)} bytes and {len(views)} parts are over {HEAD_BYTES_MAX} and {PARTS_MAX}",
+            "put small arrays together",
+        )
+    return views
+
+
+def _over(attempt: int, newest: int) -> Unavailable:
+    return Unavailable(
+        "attempt_over", f"attempt {attempt} is over, {newest} is the newest", "wait for the daemon's word"
+    )

@@ -1,0 +1,1 @@
+"""Authenticated connections between workers, and the messages on them."""

@@ -1,0 +1,264 @@
+"""One connection between two workers, seen from either end.
+
+Law: nobody is told anything, and nothing large is read, before the proof; who fails it is cut off without a word. After
+it, a peer may be silent and read nothing for as long as it likes: it may be computing with Python's lock held. That it
+is dead is told by the end of the connection, that its host is gone by the kernel.
+
+The kernel's user timeout of two seconds finds a gone host also while bytes are under way. What is large may fill the
+window of a peer that does not read just now, and the kernel counts that time, too. Who sends it may compute with
+Python's lock held right after, so a large message is sent with a long user timeout. The next look at the connection
+brings the short one back, unless the window is full by then and the peer's host answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import ssl
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from forged.clock import Clock
+from forged.errors import ForgedError, PeerError, Unavailable, from_wire
+from forged.net.protocol import frames
+from forged.net.protocol.messages import TEXT_CHARS_MAX, Message
+from forged.net.transport import tls
+from forged.net.transport.connection import Connection, ConnectionLimits
+from forged.net.transport.port import Address, Network
+from forged.worker.transport import peer_messages
+from forged.worker.transport.peer_messages import (
+    MESSAGE_BYTES_MAX,
+    VERSION_MAX,
+    VERSION_MIN,
+    Accepted,
+    Answer,
+    Challenge,
+    PeerMessage,
+    Refused,
+)
+
+PEER_LIMITS = ConnectionLimits(
+    frame_bytes_max=MESSAGE_BYTES_MAX,
+    hello_bytes_max=4 << 10,
+    hello_timeout_s=5.0,
+    frame_timeout_s=math.inf,
+    ping_after_s=math.inf,
+    silence_max_s=math.inf,
+    linger_s=2.0,
+)
+SMALL_BYTES = 32 << 10
+"""What the receive window of a connection takes, even if nobody reads: it begins with twice as much."""
+
+
+class Receiver(Protocol):
+    """Who is told what happens on a connection, once the proof is given."""
+
+    def on_message(self, link: PeerLink, message: PeerMessage) -> None:
+        """A message arrived."""
+        ...
+
+    def on_end(self, link: PeerLink, error: ForgedError) -> None:
+        """The connection is gone, and why."""
+        ...
+
+
+class Door(Protocol):
+    """Who judges those who come."""
+
+    def on_answer(self, link: AcceptedLink, answer: Answer) -> None:
+        """A stranger has answered the challenge."""
+        ...
+
+    def on_stranger_gone(self, link: AcceptedLink, reason: str) -> None:
+        """A stranger was cut off, or went, without having proven anything."""
+        ...
+
+
+class PeerLink(Connection):
+    """What both ends do."""
+
+    def __init__(self, clock: Clock, limits: ConnectionLimits) -> None:
+        super().__init__(clock, limits)
+        self.over: asyncio.Future[ForgedError] = asyncio.get_running_loop().create_future()
+
+    def admits(self) -> bool:
+        # Were both ends to wait until the other reads, nobody would; a peer may send one message before it is answered.
+        return True
+
+    def send(self, message: Message) -> None:
+        """Send a message at once."""
+        self.write(frame_of(message))
+
+    def write(self, frame: bytes) -> None:
+        """Send what `frame_of` has made, perhaps for many."""
+        if self.closing or self.lost or self._transport is None:
+            return
+        if self._patience is not None and len(frame) > SMALL_BYTES:
+            self._patience.lengthen()
+        self._is_under_way = True
+        self._transport.write(frame)
+
+    def fail(self, error: ForgedError) -> None:
+        """Tell the other end why, and close."""
+        self.refuse(error)
+
+    def refuse(self, error: ForgedError) -> None:
+        """Close, and say why."""
+        self.send(Refused(error.kind, error.code, error.message[:TEXT_CHARS_MAX], error.fix[:TEXT_CHARS_MAX]))
+        self.close(error)
+
+    def ended(self, error: ForgedError) -> None:
+        if not self.over.done():
+            self.over.set_result(error)
+
+    def _receive(self, payload: bytes) -> None:
+        message = peer_messages.decode(payload)
+        if isinstance(message, Refused):
+            self.close(from_wire(message.kind, message.code, message.text, message.fix))
+        else:
+            self.received(message)
+
+
+class AcceptedLink(PeerLink):
+    """The end that was connected to: it asks for the proof."""
+
+    def __init__(self, clock: Clock, limits: ConnectionLimits, door: Door, nonce: bytes) -> None:
+        super().__init__(clock, limits)
+        self.nonce = nonce
+        self.receiver: Receiver | None = None
+        """Set once the proof is given."""
+        self._door = door
+        self._reason_unproven = "it went away"
+        self._is_answered = False
+
+    def opened(self) -> None:
+        self.send(Challenge(VERSION_MIN, VERSION_MAX, self.nonce))
+
+    def believe(self, receiver: Receiver, accepted: Accepted) -> None:
+        """The proof is good: from now on the receiver hears what comes."""
+        self.receiver = receiver
+        self.established()
+        self.send(accepted)
+
+    def cut(self, reason: str) -> None:
+        """Close without a word."""
+        self._reason_unproven = reason
+        self.abort()
+
+    def fail(self, error: ForgedError) -> None:
+        if self.receiver is None:
+            self.cut(error.message)
+        else:
+            super().fail(error)
+
+    def sweep(self, now: float) -> None:
+        if self.receiver is None and not self.lost and now - self._opened_at > self.limits.hello_timeout_s:
+            self.cut("no proof came in time")
+        else:
+            super().sweep(now)
+
+    def received(self, message: PeerMessage) -> None:
+        if self.receiver is not None:
+            self.receiver.on_message(self, message)
+        elif isinstance(message, Answer) and not self._is_answered:
+            self._is_answered = True
+            self._door.on_answer(self, message)
+        else:
+            self.cut("something else came where a proof belongs")
+
+    def ended(self, error: ForgedError) -> None:
+        super().ended(error)
+        if self.receiver is None:
+            self._door.on_stranger_gone(self, self._reason_unproven)
+        else:
+            self.receiver.on_end(self, error)
+
+
+class DialledLink(PeerLink):
+    """The end that connects: it gives the proof, and wants one."""
+
+    def __init__(
+        self, clock: Clock, limits: ConnectionLimits, receiver: Receiver, key: bytes, answer: Answer, target: str
+    ) -> None:
+        super().__init__(clock, limits)
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._receiver = receiver
+        self._key = key
+        self._answer = answer
+        self._target = target
+        self._nonce: bytes | None = None
+
+    def opened(self) -> None:
+        # What follows the acceptance may come with it, at any length.
+        self.established()
+
+    def received(self, message: PeerMessage) -> None:
+        if self.accepted.done():
+            self._receiver.on_message(self, message)
+        elif isinstance(message, Challenge) and self._nonce is None:
+            self._answer_to(message)
+        elif isinstance(message, Accepted) and self._nonce is not None:
+            self._check(message, self._nonce)
+        else:
+            raise PeerError("message_unexpected", f"{self._target} said something else than the protocol has there")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # With TLS 1.3 our certificate is judged after the handshake, so its refusal comes as a lost connection.
+        if self._reason is None and not self.accepted.done() and isinstance(exc, ssl.SSLError):
+            self._reason = tls.refusal(self._target, exc)
+        super().connection_lost(exc)
+
+    def ended(self, error: ForgedError) -> None:
+        super().ended(error)
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # looked at, so that nobody is told it was never retrieved
+        elif not self.accepted.cancelled() and self.accepted.exception() is None:
+            self._receiver.on_end(self, error)
+
+    def fail(self, error: ForgedError) -> None:
+        # Whoever is there may not be a worker; it need not know why.
+        self.close(error)
+
+    def _answer_to(self, challenge: Challenge) -> None:
+        version = min(challenge.version_max, VERSION_MAX)
+        if version < max(challenge.version_min, VERSION_MIN):
+            raise PeerError(
+                "version_mismatch",
+                f"{self._target} speaks versions {challenge.version_min} to {challenge.version_max},"
+                f" this end {VERSION_MIN} to {VERSION_MAX}",
+                "upgrade the older of the two",
+            )
+        self._nonce = challenge.nonce
+        self._answer = peer_messages.answered(
+            msgspec.structs.replace(self._answer, version=version), self._key, challenge.nonce
+        )
+        self.send(self._answer)
+
+    def _check(self, message: Accepted, nonce: bytes) -> None:
+        if not peer_messages.is_accepted(message, self._answer, self._key, nonce):
+            raise PeerError("peer_unproven", f"{self._target} does not know the job's key", "see who listens there")
+        self.accepted.set_result(None)
+
+
+async def dial(network: Network, address: Address, link: DialledLink) -> None:
+    """Connect and exchange the proofs, in the time that a hello may take."""
+    timeout_s = link.limits.hello_timeout_s
+    try:
+        with anyio.fail_after(timeout_s):
+            await network.connect(address, lambda: link)
+            await link.accepted
+    except BaseException as error:
+        link.abort()
+        if isinstance(error, TimeoutError):
+            raise Unavailable(
+                "peer_timeout", f"{address} gave no proof within {timeout_s:g} s", "is it a worker of this job?"
+            ) from None
+        raise
+
+
+def frame_of(message: Message) -> bytes:
+    """A message as it travels."""
+    return frames.encode(peer_messages.encode(message))

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.format.consolidated import File
+from forged.checkpoint.format.manifest import Manifest, decode, encode
+from forged.checkpoint.loading.fetching import fetch
+from forged.checkpoint.loading.read_plan import Index
+from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, ShardedArray
+from forged.checkpoint.ports import Halt, Source
+from forged.checkpoint.saving.consolidation import (
+    consolidate,
+    planned,
+    share_of,
+    show_indexes,
+    withdraw_indexes,
+    write_indexes,
+)
+from tests.checkpoint.faulty import Faulty, broken
+from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.writer import write_checkpoint
+
+Array = np.ndarray[Any, Any]
+SAVE_ID = "0123abcd"
+ROWS = 1200
+
+
+def whole_state() -> dict[str, Array]:
+    """Tensors by name."""
+    draw = np.random.default_rng(5)
+    return {
+        "model/w": draw.standard_normal((ROWS, 300)).astype(np.float32),
+        "model/half": draw.standard_normal((ROWS, 7)).astype(ml_dtypes.bfloat16),
+        "model/empty": np.empty((0, 3), np.int32),
+        "optimizer/m": draw.standard_normal((ROWS, 300)).astype(np.float32),
+        "step": np.array(17),
+    }
+
+
+def saved(ranks: int, level: CompressionLevel = CompressionLevel.NONE) -> tuple[MemoryStorage, Manifest]:
+    """A checkpoint of so many ranks, each of which has its rows of the matrices."""
+    state, states = whole_state(), []
+    for rank in range(ranks):
+        low, high = rank * ROWS // ranks, (rank + 1) * ROWS // ranks
+
+        def part(name: str, low: int = low, high: int = high) -> ShardedArray:
+            return ShardedArray(state[name][low:high], state[name].shape, (low, 0))
+
+        states.append(
+            {
+                "model": {"w": part("model/w"), "half": part("model/half"), "empty": state["model/empty"]},
+                "optimizer": {"m": part("optimizer/m")},
+                "step": state["step"],
+                "rng": PerRank(np.full(5, rank)),
+            }
+        )
+    storage = MemoryStorage()
+    return storage, write_checkpoint(storage, "a", states, level=level)
+
+
+def made(
+    storage: MemoryStorage,
+    source: Manifest,
+    layout: CheckpointFormat,
+    level: CompressionLevel = CompressionLevel.NONE,
+    file_bytes_max: int = 1 << 20,
+) -> Manifest:
+    """What the ranks make of their parts together."""
+    files = planned(source.tensors, "a", SAVE_ID, layout, level, file_bytes_max)
+    parts = []
+    for rank in range(source.world_size):
+        parts += consolidate(storage, source, share_of(files, rank, source.world_size), level, rank, Halt())
+    extra = write_indexes(storage, "a", SAVE_ID, files)
+    show_indexes(storage, "a", SAVE_ID, files)
+    manifest = msgspec.structs.replace(source, parts=parts, layout=layout, compression=level, extra_files=extra)
+    return decode(encode(manifest), manifest.path)
+
+
+@pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
+@pytest.mark.parametrize("layout", [CheckpointFormat.SINGLE_FILE, CheckpointFormat.CONSOLIDATED])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_ranks_have_made_together_has_every_tensor_as_it_was(
+    ranks: int, layout: CheckpointFormat, level: CompressionLevel
+) -> None:
+    storage, source = saved(ranks)
+    manifest = made(storage, source, layout, level)
+    state = whole_state()
+    tensors = manifest.tensors
+    found = fetch(storage, Index(manifest), range(len(tensors.names)), Halt()).arrays
+    for number, name in enumerate(tensors.names):
+        expected = np.full(5, tensors.ranks[number]) if number in tensors.ranks else state[name]
+        assert (found[number].dtype, found[number].shape) == (expected.dtype, expected.shape)
+        assert found[number].tobytes() == expected.tobytes()
+    for part in manifest.parts:
+        assert len(storage.files[part.file]) == part.size
+    if layout is CheckpointFormat.SINGLE_FILE:
+        assert len(manifest.parts) == 1
+
+
+def test_a_file_that_is_too_large_to_be_kept_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, source = saved(2)
+    kept = made(storage, source, CheckpointFormat.CONSOLIDATED, CompressionLevel.FAST)
+    before = {part.file: storage.files.pop(part.file) for part in kept.parts}
+    monkeypatch.setattr("forged.checkpoint.saving.consolidation.KEPT_BYTES_MAX", 0)
+    assert made(storage, source, CheckpointFormat.CONSOLIDATED, CompressionLevel.FAST).parts == kept.parts
+    assert {file: storage.files[file] for file in before} == before
+
+
+def test_compressed_parts_become_plain_files() -> None:
+    storage, source = saved(2, CompressionLevel.FAST)
+    manifest = made(storage, source, CheckpointFormat.CONSOLIDATED, file_bytes_max=1 << 30)
+    found = safetensors.numpy.load(storage.files[f"a/{SAVE_ID}.optimizer.safetensors"])
+    np.testing.assert_array_equal(found["m"], whole_state()["optimizer/m"])
+    assert all(part.stored is None for part in manifest.parts)
+
+
+@pytest.mark.parametrize(("file_bytes_max", "files"), [(1 << 30, 1), (1 << 17, 2)])
+def test_other_tools_find_all_of_a_model_by_its_index(file_bytes_max: int, files: int) -> None:
+    storage, source = saved(3)
+    manifest = made(storage, source, CheckpointFormat.CONSOLIDATED, file_bytes_max=file_bytes_max)
+    (index,) = manifest.extra_files
+    assert index == "a/model.safetensors.index.json"
+    said = json.loads(storage.files[index])
+    assert set(said["weight_map"]) == {"w", "half", "empty"}
+    assert len(set(said["weight_map"].values())) == files
+    assert len(storage.files[index]) == manifest.extra_files[index]
+    state = whole_state()
+    for name, file in said["weight_map"].items():
+        entries = dict(safetensors.deserialize(storage.files[f"a/{file}"]))  # type: ignore[no-untyped-call]
+        assert bytes(entries[name]["data"]) == state[f"model/{name}"].tobytes()
+
+
+def test_transformers_finds_the_format_that_it_looks_for() -> None:
+    storage, source = saved(1)
+    made(storage, source, CheckpointFormat.CONSOLIDATED, file_bytes_max=1 << 30)
+    (model,) = (name for name in storage.files if name.endswith(".model.safetensors"))
+    header = storage.files[model]
+    length = int.from_bytes(header[:8], "little")
+    assert json.loads(header[8 : 8 + length])["__metadata__"]["format"] == "pt"
+
+
+def test_an_index_replaces_what_another_save_has_left_and_is_withdrawn_by_whose_it_is() -> None:
+    storage, source = saved(1)
+    shown = "a/model.safetensors.index.json"
+    mine, others = (
+        planned(source.tensors, "a", save_id, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+        for save_id in (SAVE_ID, "fedcba98")
+    )
+    before = set(storage.files)
+    write_indexes(storage, "a", SAVE_ID, mine)
+    assert set(storage.files) - before == {f"a/{SAVE_ID}.model.safetensors.index.json"}
+    show_indexes(storage, "a", SAVE_ID, mine)
+    assert set(storage.files) - before == {shown}
+    write_indexes(storage, "a", "fedcba98", others)
+    show_indexes(storage, "a", "fedcba98", others)
+    withdraw_indexes(storage, "a", SAVE_ID, mine)
+    assert b"fedcba98.model.safetensors" in storage.files[shown]
+    withdraw_indexes(storage, "a", "fedcba98", others)
+    assert set(storage.files) == before
+
+
+@pytest.mark.parametrize("found", [b"", b"{}", b'{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'])
+def test_the_index_of_a_model_that_somebody_has_put_there_is_not_replaced(found: bytes) -> None:
+    storage, source = saved(1)
+    storage.files["a/model.safetensors.index.json"] = found
+    before = dict(storage.files)
+    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+    with pytest.raises(CheckpointException) as caught:
+        write_indexes(storage, "a", SAVE_ID, files)
+    assert caught.value.code == "checkpoint_index_foreign"
+    assert storage.files == before
+
+
+def test_an_index_that_cannot_be_written_leaves_nothing() -> None:
+    storage, source = saved(1)
+    before = set(storage.files)
+    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+
+    def fault(number: int, what: str, done: bool) -> None:
+        if done and what == "publish":
+            raise broken()
+
+    with pytest.raises(CheckpointException):
+        write_indexes(Faulty(storage, fault), "a", SAVE_ID, files)
+    assert set(storage.files) == before
+
+
+def file_of(name: str, size: int) -> File:
+    return File(name, "model", [], [], size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_every_file_is_made_by_one_rank_and_no_rank_has_much_more_to_do(world_size: int) -> None:
+    files = [file_of(f"f{number}", size) for number, size in enumerate([9, 1, 5, 5, 0, 7, 3, 2])]
+    shares = [share_of(files, rank, world_size) for rank in range(world_size)]
+    assert sorted(file.name for share in shares for file in share) == [file.name for file in files]
+    loads = [sum(file.size for file in share) for share in shares]
+    assert max(loads) - min(loads) <= 9
+
+
+def test_a_layout_of_parts_has_no_files_of_whole_tensors() -> None:
+    _, source = saved(1)
+    with pytest.raises(CheckpointException):
+        planned(source.tensors, "a", SAVE_ID, CheckpointFormat.MULTI_SHARD, CompressionLevel.NONE)
+
+
+class Full(MemoryStorage):
+    """A storage that has room for so many more files."""
+
+    left = 1
+
+    def write(self, name: str, source: Source, halt: Halt) -> None:
+        if not self.left:
+            raise CheckpointException("it is full", code="checkpoint_disk_full")
+        self.left -= 1
+        super().write(name, source, halt)
+
+
+def test_what_cannot_be_made_whole_leaves_nothing() -> None:
+    storage, source = saved(2)
+    full = Full()
+    full.files = storage.files
+    before = set(storage.files)
+    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+    with pytest.raises(CheckpointException) as caught:
+        consolidate(full, source, files, CompressionLevel.NONE, 0, Halt())
+    assert caught.value.code == "checkpoint_disk_full"
+    assert set(full.files) == before
+
+
+@pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
+def test_a_part_that_is_damaged_is_named_and_nothing_is_made_of_it(level: CompressionLevel) -> None:
+    storage, source = saved(2)
+    before = set(storage.files)
+    bad = source.parts[1]
+    storage.damage(bad.file, bad.size - 1)
+    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.SINGLE_FILE, level)
+    with pytest.raises(CheckpointException) as caught:
+        consolidate(storage, source, files, level, 0, Halt())
+    assert caught.value.checkpoint_path == bad.file
+    assert set(storage.files) == before
+
+
+def test_a_halt_stops_it() -> None:
+    storage, source = saved(2)
+    halt = Halt()
+    halt.cancel()
+    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.SINGLE_FILE, CompressionLevel.NONE)
+    with pytest.raises(CheckpointException) as caught:
+        consolidate(storage, source, files, CompressionLevel.NONE, 0, halt)
+    assert caught.value.code == "checkpoint_cancelled"

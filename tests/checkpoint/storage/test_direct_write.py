@@ -1,0 +1,226 @@
+"""A new file has exactly what its source has, whatever the file system can do and whatever happens on the way."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.ports import BLOCK_BYTES, Halt, Source
+from forged.checkpoint.storage.direct_write import Filling, Rooms, patiently, write_whole
+from forged.checkpoint.storage.files import CREATE, READ, Files, SystemFiles
+from tests.checkpoint.disk import ROOT, MemoryFiles
+from tests.checkpoint.sources import PAGE, SIZES, Given, Lying, pattern
+from tests.checkpoint.troubles import Act, failing, taking_at_most, troubled
+
+WAIT_S = 30.0
+
+
+def filled(files: Files, source: Source, path: str = f"{ROOT}/a", threads: int = 2, rooms: Rooms | None = None) -> None:
+    fd = files.open(path, CREATE)
+    try:
+        filling = Filling(files, fd, source, rooms or Rooms(2))
+        filling.reserve(1 << 40)
+        filling.run(Halt(), threads)
+    finally:
+        files.close(fd)
+
+
+def content(files: MemoryFiles) -> bytes:
+    return files.image.files[f"{ROOT}/a"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("lie", [Given, Lying, lambda data: Lying(data, 1)], ids=["given", "at a page", "elsewhere"])
+@pytest.mark.parametrize("lacking", [(), ("direct",), ("direct", "reserve")], ids=["direct", "cached", "unreserved"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_has_what_its_source_has(
+    size: int, lacking: tuple[str, ...], lie: Callable[[bytes], Source], threads: int
+) -> None:
+    files, data = MemoryFiles(lacking=lacking), pattern(size)
+    filled(files, lie(data), threads=threads)
+    assert content(files) == data
+    assert files.operations[-1].kind == "sync"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_real_file_has_what_its_source_has(size: int, tmp_path: Path) -> None:
+    path, data = tmp_path / "a", pattern(size)
+    filled(SystemFiles(), Given(data), str(path))
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_real_file_has_it_through_the_cache_too(size: int, tmp_path: Path) -> None:
+    path, data = tmp_path / "a", pattern(size)
+    filled(troubled(SystemFiles(), failing("bypass_cache", errno.EINVAL)), Given(data), str(path))
+    assert path.read_bytes() == data
+
+
+def test_what_lies_at_a_page_is_not_copied() -> None:
+    seen: list[memoryview] = []
+
+    class Watching(Lying):
+        def block(self, offset: int, room: memoryview) -> memoryview:
+            seen.append(room)
+            return super().block(offset, room)
+
+    filled(MemoryFiles(), Watching(pattern(2 * PAGE)))
+    assert not any(np.frombuffer(room, np.uint8).any() for room in seen)
+
+
+def test_a_file_system_may_say_late_that_it_takes_nothing_past_the_cache() -> None:
+    files, data = MemoryFiles(), pattern(BLOCK_BYTES + PAGE + 3)
+    is_direct = False
+
+    def trouble(number: int, name: str, act: Act) -> Any:
+        nonlocal is_direct
+        if name == "bypass_cache":
+            is_direct = act.keywords["on"]  # type: ignore[attr-defined]
+        if name == "write" and is_direct:
+            raise OSError(errno.EINVAL, "no")
+        return act()
+
+    filled(troubled(files, trouble), Given(data))
+    assert content(files) == data
+
+
+@pytest.mark.parametrize("lacking", [(), ("direct",)], ids=["direct", "cached"])
+@pytest.mark.parametrize("count", [PAGE, PAGE + 7, 3 * PAGE + 1])
+def test_a_write_that_takes_less_is_gone_on_with(count: int, lacking: tuple[str, ...]) -> None:
+    files, data = MemoryFiles(lacking=lacking), pattern(9 * PAGE + 5)
+    shortened = troubled(files, taking_at_most(count // PAGE * PAGE if not lacking else count))
+    filled(shortened, Given(data))
+    assert content(files) == data
+
+
+@pytest.mark.parametrize("lacking", [(), ("direct",)], ids=["direct", "cached"])
+def test_a_write_that_takes_nothing_for_long_is_an_error(lacking: tuple[str, ...]) -> None:
+    files = troubled(MemoryFiles(lacking=lacking), taking_at_most(0))
+    with pytest.raises(OSError, match="takes nothing more"):
+        filled(files, Given(pattern(PAGE)))
+
+
+@pytest.mark.parametrize("operation", ["write", "sync", "reserve"])
+def test_a_signal_in_between_does_no_harm(operation: str) -> None:
+    files, data = MemoryFiles(), pattern(PAGE + 5)
+    filled(troubled(files, failing(operation, errno.EINTR, times=3)), Given(data))
+    assert content(files) == data
+
+
+def test_signals_without_end_are_an_error() -> None:
+    with pytest.raises(InterruptedError):
+        patiently(troubled(MemoryFiles(), failing("sync", errno.EINTR)).sync, 1)
+
+
+@pytest.mark.parametrize("operation", ["begin_write_back", "drop_cache"])
+def test_what_only_helps_may_be_missing(operation: str) -> None:
+    files, data = MemoryFiles(lacking=["direct"]), pattern(10 * BLOCK_BYTES)
+    filled(troubled(files, failing(operation, errno.ENOSYS)), Given(data), threads=1)
+    assert content(files) == data
+
+
+@pytest.mark.parametrize("operation", ["begin_write_back", "drop_cache"])
+def test_but_bytes_that_it_tells_are_lost_are_an_error(operation: str) -> None:
+    files = MemoryFiles(lacking=["direct"])
+    with pytest.raises(OSError, match="Input/output"):
+        filled(troubled(files, failing(operation, errno.EIO)), Given(pattern(10 * BLOCK_BYTES)), threads=1)
+
+
+def test_through_the_cache_no_more_waits_there_than_a_few_blocks() -> None:
+    asked: Counter[str] = Counter()
+
+    def count(number: int, name: str, act: Act) -> Any:
+        asked[name] += 1
+        return act()
+
+    filled(troubled(MemoryFiles(lacking=["direct"]), count), Given(pattern(10 * BLOCK_BYTES)), threads=1)
+    assert (asked["begin_write_back"], asked["drop_cache"]) == (10, 2)
+
+
+@pytest.mark.parametrize("lacking", [(), ("reserve",)], ids=["reserved", "counted"])
+def test_room_that_is_not_there_is_told_before_anything_is_written(lacking: tuple[str, ...]) -> None:
+    files = MemoryFiles(room=PAGE, lacking=lacking)
+    fd = files.open(f"{ROOT}/a", CREATE)
+    with pytest.raises(OSError) as caught:
+        Filling(files, fd, Given(pattern(PAGE + 1)), Rooms(1)).reserve(files.free_bytes(ROOT))
+    assert caught.value.errno == errno.ENOSPC
+    assert [operation.kind for operation in files.operations] == ["name"]
+
+
+def test_a_halt_stops_it_before_the_next_block() -> None:
+    files, halt = MemoryFiles(), Halt()
+
+    class Halting(Given):
+        def block(self, offset: int, room: memoryview) -> memoryview:
+            halt.cancel()
+            return super().block(offset, room)
+
+    fd = files.open(f"{ROOT}/a", CREATE)
+    with pytest.raises(CheckpointException, match="cancelled"):
+        Filling(files, fd, Halting(pattern(3 * BLOCK_BYTES)), Rooms(1)).run(halt, 1)
+    assert [operation.kind for operation in files.operations] == ["name", "write"]
+
+
+def test_blocks_are_taken_while_as_many_as_were_asked_for_are_written() -> None:
+    """No write ends before as many blocks have been taken besides."""
+    all_taken, under_way, at_once = threading.Event(), list[int](), list[int]()
+
+    class Asked(Given):
+        taken = 0
+
+        def block(self, offset: int, room: memoryview) -> memoryview:
+            self.taken += 1
+            if self.taken == 4:
+                all_taken.set()
+            return super().block(offset, room)
+
+    class Slow(MemoryFiles):
+        def write(self, fd: int, data: memoryview, offset: int) -> int:
+            under_way.append(offset)
+            at_once.append(len(under_way))
+            assert all_taken.wait(WAIT_S)
+            done = super().write(fd, data, offset)
+            under_way.remove(offset)
+            return done
+
+    files, data = Slow(), pattern(5 * BLOCK_BYTES)
+    filled(files, Asked(data), threads=2)
+    assert content(files) == data
+    assert max(at_once) <= 2
+
+
+def test_rooms_are_used_again_and_no_more_are_kept_than_were_asked_for() -> None:
+    rooms = Rooms(1)
+    with rooms.one() as first, rooms.one() as second:
+        assert first is not second
+    with rooms.one() as again:
+        assert again is first or again is second
+    with rooms.one() as once_more, rooms.one() as new:
+        assert once_more is again
+        assert new is not first
+        assert new is not second
+
+
+def test_a_room_begins_at_a_page_and_has_a_block() -> None:
+    with Rooms(1).one() as room:
+        assert len(room) == BLOCK_BYTES
+        assert np.frombuffer(room, np.uint8).ctypes.data % PAGE == 0
+
+
+def test_a_small_file_is_written_whole_and_synced() -> None:
+    files = MemoryFiles()
+    fd = files.open(f"{ROOT}/a", CREATE)
+    write_whole(files, fd, memoryview(b"hello"))
+    files.close(fd)
+    assert content(files) == b"hello"
+    assert files.operations[-1].kind == "sync"
+    reader = files.open(f"{ROOT}/a", READ)
+    assert files.size(reader) == 5

@@ -1,0 +1,166 @@
+"""Asynchronous calls that threads wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from forged.checkpoint.async_calls import Calls, finish, watch
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.ports import Halt
+
+WAITS_S = 30.0
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    made = Calls()
+    yield made
+    made.end()
+
+
+class Endless:
+    """A call that never comes back, and tells what becomes of it."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.given_up = threading.Event()
+
+    async def __call__(self) -> None:
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_up.set()
+
+
+async def answer() -> int:
+    await asyncio.sleep(0)
+    return 42
+
+
+def test_a_call_returns_what_was_awaited(calls: Calls) -> None:
+    assert finish(calls.begin(answer)) == 42
+    assert finish(calls.begin(answer), Halt()) == 42
+
+
+def test_a_call_raises_what_was_raised(calls: Calls) -> None:
+    async def fail() -> None:
+        raise TimeoutError("mine")
+
+    for halt in (None, Halt()):
+        with pytest.raises(TimeoutError, match="mine"):
+            finish(calls.begin(fail), halt)
+
+
+def test_all_calls_run_on_one_loop_and_at_the_same_time(calls: Calls) -> None:
+    async def loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    endless = Endless()
+    waiting = calls.begin(endless)
+    assert finish(calls.begin(loop)) is finish(calls.begin(loop))
+    waiting.cancel()
+    assert endless.given_up.wait(WAITS_S)
+
+
+def test_a_call_is_given_up_when_its_halt_is_cancelled(calls: Calls) -> None:
+    endless, halt = Endless(), Halt()
+    future = calls.begin(endless)
+
+    def cancel() -> None:
+        endless.began.wait(WAITS_S)
+        halt.cancel()
+
+    threading.Thread(target=cancel).start()
+    with pytest.raises(CheckpointException) as caught:
+        finish(future, halt)
+    assert caught.value.code == "checkpoint_cancelled"
+    assert endless.given_up.wait(WAITS_S)
+
+
+def test_a_call_is_given_up_when_its_time_is_over(calls: Calls) -> None:
+    endless = Endless()
+    future = calls.begin(endless)
+    assert endless.began.wait(WAITS_S)
+    with pytest.raises(CheckpointException) as caught:
+        finish(future, Halt(1.0, iter([0.0, 0.5, 2.0]).__next__))
+    assert caught.value.type is ExceptionType.TIMEOUT
+    assert endless.given_up.wait(WAITS_S)
+
+
+def test_a_call_that_is_only_watched_goes_on(calls: Calls) -> None:
+    go = threading.Event()
+
+    async def wait() -> int:
+        await asyncio.to_thread(go.wait)
+        return 42
+
+    future, halt = calls.begin(wait), Halt()
+    halt.cancel()
+    with pytest.raises(CheckpointException):
+        watch(future, halt)
+    go.set()
+    assert future.result(WAITS_S) == 42
+
+
+def test_the_end_gives_up_what_is_under_way_and_ends_the_thread(calls: Calls) -> None:
+    endless, before = Endless(), threading.active_count()
+    calls.begin(endless)
+    assert endless.began.wait(WAITS_S)
+    calls.end()
+    assert endless.given_up.is_set()
+    assert threading.active_count() == before
+
+
+def test_after_the_end_calls_begin_anew(calls: Calls) -> None:
+    calls.end()
+    assert finish(calls.begin(answer)) == 42
+    calls.end()
+    calls.end()
+    assert finish(calls.begin(answer)) == 42
+
+
+FORKED = """
+import os
+from obstore.store import MemoryStore
+from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.storage.objects import ObjectStorage
+storage = ObjectStorage(MemoryStore(), "memory://test")
+{before}
+if os.fork() == 0:
+    try:
+        storage.publish("a", b"x")
+        print(storage.read("a", 1))
+    except CheckpointException as error:
+        print(error.code)
+    raise SystemExit
+os.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "said"), [("", "b'x'"), ("storage.publish('before', b'')", "checkpoint_storage_forked")]
+)
+def test_a_forked_child_is_told_that_it_cannot_go_on(before: str, said: str) -> None:
+    """Unless nothing was called before."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKED.format(before=before)], capture_output=True, text=True, timeout=WAITS_S
+    )
+    assert (ran.stdout.strip(), ran.stderr, ran.returncode) == (said, "", 0)
+
+
+def test_a_process_ends_while_a_call_is_under_way() -> None:
+    program = (
+        "import asyncio; from forged.checkpoint.async_calls import CALLS; "
+        "CALLS.begin(asyncio.Event().wait); print('end')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=WAITS_S
+    )
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("end\n", "", 0)

@@ -1,0 +1,81 @@
+"""What shells are offered where a checkpoint is to be named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forged.checkpoint.format import manifest
+from forged.cli.ckpt import candidates as checkpoint_candidates
+from forged.cli.forgectl import candidates, main
+from tests.cli.ckpt.conftest import Shelf
+
+
+def words(*typed: str) -> list[str]:
+    return [word for word, _ in candidates.candidates(main._parser(), ["ckpt", *typed])]
+
+
+@pytest.fixture
+def _some(shelf: Shelf) -> None:
+    for prefix in ("run/step-1", "step-1", "step-2"):
+        shelf.put(prefix)
+    (shelf.folder / "model.safetensors").touch()
+    (shelf.folder / ".hidden.metadata.json").touch()
+
+
+@pytest.mark.usefixtures("_some")
+class TestAmongCheckpoints:
+    @pytest.mark.parametrize(
+        ("typed", "offered"),
+        [
+            (["show", ""], ["checkpoints/"]),
+            (["show", "checkpoints/"], ["checkpoints/run/", "checkpoints/step-1", "checkpoints/step-2"]),
+            (["show", "checkpoints/s"], ["checkpoints/step-1", "checkpoints/step-2"]),
+            (["verify", "checkpoints/run/"], ["checkpoints/run/step-1"]),
+            (["diff", "checkpoints/step-1", "checkpoints/r"], ["checkpoints/run/"]),
+            (["rm", "checkpoints/step-2"], ["checkpoints/step-2"]),
+            (["convert", "checkpoints/m"], ["checkpoints/model.safetensors"]),
+            (["convert", "x", "checkpoints/m"], ["checkpoints/model.safetensors"]),
+            (["cat", "checkpoints/step-1", ""], ["model/w", "optimizer/m"]),
+            (["cat", "checkpoints/step-1", "o"], ["optimizer/m"]),
+            (["cat", "checkpoints/none", ""], []),
+            (["cat", "s3://bucket/x", ""], []),
+            (["show", "s3://bucket/"], []),
+            (["ls", ""], ["checkpoints/"]),
+            (["convert", "--format", "s"], ["single_file"]),
+        ],
+    )
+    def test_they_are_named_as_they_are_typed(self, typed: list[str], offered: list[str]) -> None:
+        assert words(*typed) == offered
+
+    def test_those_at_home_are_found_there(self, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(shelf.folder))
+        assert words("show", "~/step-1") == ["~/step-1"]
+        assert words("cat", "~/step-1", "m") == ["model/w"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"tensors": {"names": 7}}', '{"tensors": {"names": [7]}}'])
+def test_what_is_no_manifest_offers_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.metadata.json").write_text(text)
+    assert list(checkpoint_candidates.tensors(str(tmp_path / "a"))) == []
+
+
+def test_a_name_that_a_terminal_would_obey_is_not_offered(shelf: Shelf) -> None:
+    shelf.put("a", {"x\x1b[2J": np.zeros(1), "y": np.zeros(1)})
+    assert words("cat", "checkpoints/a", "") == ["y"]
+
+
+def test_manifests_are_called_as_the_engine_calls_them() -> None:
+    assert manifest.SUFFIX == checkpoint_candidates.SUFFIX
+
+
+def test_nobody_waits_for_what_reads_checkpoints() -> None:
+    program = (
+        "import sys; from forged.cli import forgectl; forgectl.main(['complete', 'ckpt', 'show', '']); "
+        "sys.exit({'numpy', 'asyncio', 'msgspec', 'forged.checkpoint'} & {*sys.modules} != set())"
+    )
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0

@@ -1,0 +1,79 @@
+"""A backup's file, as it is left behind."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forged.cli.forgectl.backup import write_whole
+from forged.errors import ForgedError, Unavailable
+
+
+@pytest.fixture(autouse=True)
+def open_mask() -> Iterator[None]:
+    """The mask that hides least."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def cut_off() -> Iterator[bytes]:
+    yield b"half"
+    raise Unavailable("connection_lost", "the daemon is gone")
+
+
+def test_it_is_whole_and_for_its_owner_only(tmp_path: Path) -> None:
+    write_whole(str(tmp_path / "copy"), [b"one", b"two"])
+    assert (tmp_path / "copy").read_bytes() == b"onetwo"
+    assert mode(tmp_path / "copy") == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_it_is_for_its_owner_only_while_it_is_written(tmp_path: Path) -> None:
+    modes: list[int] = []
+
+    def pieces() -> Iterator[bytes]:
+        modes.extend(mode(path) for path in tmp_path.iterdir())
+        yield b"all"
+
+    write_whole(str(tmp_path / "copy"), pieces())
+    assert modes == [0o600]
+
+
+@pytest.mark.parametrize("name", ["copy", "copy.part"])
+def test_what_others_could_read_before_does_not_stay_readable(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"old")
+    (tmp_path / name).chmod(0o666)
+    write_whole(str(tmp_path / "copy"), [b"new"])
+    assert (tmp_path / "copy").read_bytes() == b"new"
+    assert mode(tmp_path / "copy") == 0o600
+
+
+def test_one_that_is_cut_off_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "copy").write_bytes(b"old")
+    with pytest.raises(Unavailable):
+        write_whole(str(tmp_path / "copy"), cut_off())
+    assert (tmp_path / "copy").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_where_it_cannot_be_written_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ForgedError, match="No such file") as failed:
+        write_whole(str(tmp_path / "none" / "copy"), [b"x"])
+    assert failed.value.code == "backup_failed"
+
+
+def test_another_file_may_be_for_others_too_and_fails_by_its_own_name(tmp_path: Path) -> None:
+    write_whole(str(tmp_path / "array"), [memoryview(b"one")], mode=0o666)
+    assert mode(tmp_path / "array") == 0o666
+    with pytest.raises(ForgedError) as caught:
+        write_whole(str(tmp_path / "nowhere" / "array"), [], code="file_unwritable")
+    assert caught.value.code == "file_unwritable"

@@ -1,0 +1,159 @@
+"""What may come next on a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.cli.forgectl import candidates, main
+from forged.cli.forgectl.parser import Parser
+from tests.cli.pretender import Refusal, pretending, say_nothing, trickle
+from tests.client.fake import FakeDaemon
+from tests.client.neighbour import LoopThread
+
+Caught = pytest.CaptureFixture[str]
+
+ANSWERS: dict[str, Any] = {
+    "ListJobs": {"jobs": [{"name": "alpha"}, {"name": "beta"}], "more": False},
+    "ListTokens": {"tokens": [{"token_id": "0a", "name": "bot"}, {"token_id": "0b", "name": "x", "revoked_at": 1.0}]},
+    "ListHandlers": [{"name": "well"}, {"name": "ill", "quarantined": True}],
+    "ListPlugins": [
+        {"name": "event_log", "state": "active", "commands": [{"name": "rotate", "help": "begin a new file"}, "flush"]},
+        {"name": "webhook", "state": "disabled", "commands": []},
+    ],
+}
+FACTS = [[1, 0.0, "JobCreated"], [2, 0.0, "NoteAdded"], [3, 0.0, "JobCreated"]]
+
+
+def words(*typed: str) -> list[str]:
+    return [word for word, _ in candidates.candidates(main._parser(), typed)]
+
+
+class TestWithoutADaemon:
+    @pytest.mark.parametrize(
+        ("typed", "offered"),
+        [
+            (["pi"], ["ping"]),
+            (["jobs", ""], ["ls", "create", "change", "show", "rm", "pause", "resume", "abort", "rescale", "watch"]),
+            (["jobs", "--json", "c"], ["create", "change"]),
+            (["--timeout", "3", "plugins", "e"], ["enable"]),
+            (["--timeout=3", "plugins", "e"], ["enable"]),
+            (["--", "plugins", "e"], ["enable"]),
+            (["config", ""], ["show", "reload"]),
+            (["completion", ""], ["bash", "zsh", "fish"]),
+            (["tokens", "create", "x", "--ro"], ["--role"]),
+            (["tokens", "create", "x", "--role", "o"], ["operator"]),
+            (["tokens", "create", "x", "--role=o"], ["--role=operator"]),
+            (["tokens", "create", ""], []),
+            (["--version"], ["--version"]),
+            (["events", "-"], ["--help", "--socket", "--endpoint", "--token", "--timeout", "--json", "--follow",
+                               "--since", "--job", "--type"]),
+            (["events", "--since", ""], []),
+            (["ping", ""], []),
+            (["jobs", "nonsense", ""], []),
+            (["nonsense", ""], []),
+            (["--nonsense=1", "pi"], ["ping"]),
+            (["--json=1", "pi"], ["ping"]),
+            (["jobs", "create", "a", "lr=1", "fa"], []),
+        ],
+    )  # fmt: skip
+    def test_the_grammar_decides(self, typed: list[str], offered: list[str]) -> None:
+        assert words(*typed) == offered
+
+    def test_every_command_is_offered(self) -> None:
+        assert words() == words("") == [name for name, _, _ in main._COMMANDS]
+
+    def test_commands_and_options_say_what_they_are_for(self) -> None:
+        assert dict(candidates.candidates(main._parser(), ["story"])) == {
+            "story": "why a fact happened, and what followed"
+        }
+
+    def test_files_are_completed_as_they_are_typed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "inner").mkdir()
+        (tmp_path / "inner" / "file").touch()
+        (tmp_path / ".hidden").touch()
+        (tmp_path / "line\nbreak").touch()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert words("backup", "") == ["inner/"]
+        assert words("backup", "inner/f") == ["inner/file"]
+        assert words("backup", "~/i") == ["~/inner/"]
+        assert words("--socket", f"{tmp_path}/i") == [f"{tmp_path}/inner/"]
+        assert words(f"--socket={tmp_path}/i") == [f"--socket={tmp_path}/inner/"]
+        assert words("backup", ".h") == [".hidden"]
+        assert words("backup", "none/") == []
+
+
+class TestWithADaemon:
+    @pytest.mark.parametrize(
+        ("typed", "offered"),
+        [
+            (["jobs", "show", ""], ["alpha", "beta"]),
+            (["jobs", "rm", "b"], ["beta"]),
+            (["jobs", "remove", "b"], ["beta"]),
+            (["jobs", "change", "a"], ["alpha"]),
+            (["note", ""], ["alpha", "beta"]),
+            (["note", "alpha", ""], []),
+            (["events", "--job", ""], ["alpha", "beta"]),
+            (["events", "--job=al"], ["--job=alpha"]),
+            (["events", "--type", ""], ["JobCreated", "NoteAdded"]),
+            (["tokens", "revoke", ""], ["0a"]),
+            (["handlers", "readmit", ""], ["ill"]),
+            (["plugins", "enable", ""], ["event_log", "webhook"]),
+            (["plugins", "run", "event_log", ""], ["rotate", "flush"]),
+            (["plugins", "run", "webhook", ""], []),
+            (["plugins", "run", "nobody", ""], []),
+        ],
+    )
+    def test_values_are_those_that_it_has(self, tmp_path: Path, typed: list[str], offered: list[str]) -> None:
+        with pretending(tmp_path, ANSWERS, facts=FACTS) as daemon:
+            assert words("--socket", str(daemon.path), *typed) == offered
+
+    def test_long_lists_are_asked_for_from_what_is_typed(self, tmp_path: Path) -> None:
+        with pretending(tmp_path, ANSWERS) as daemon:
+            words("--socket", str(daemon.path), "jobs", "show", "train-1")
+            assert daemon.asked == [("ListJobs", {"after": "train-"})]
+
+    @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x1b[2J", "", None, 7, {}])
+    def test_a_name_that_is_none_breaks_nothing(self, tmp_path: Path, name: Any) -> None:
+        with pretending(tmp_path, {"ListPlugins": [{"name": name}, {"name": "alpha"}, {}]}) as daemon:
+            assert words("--socket", str(daemon.path), "plugins", "show", "a") == ["alpha"]
+
+    @pytest.mark.parametrize("answer", [Refusal("refused", "forbidden"), 7, {}, {"plugins": 7}, None])
+    def test_what_is_no_answer_offers_nothing(self, tmp_path: Path, answer: Any) -> None:
+        with pretending(tmp_path, {"ListPlugins": answer}) as daemon:
+            assert words("--socket", str(daemon.path), "plugins", "show", "") == []
+
+    @pytest.mark.parametrize("treat", [say_nothing, trickle])
+    def test_one_that_hangs_is_not_waited_for(self, tmp_path: Path, treat: Any, capfd: Caught) -> None:
+        loop = LoopThread()
+        fake = FakeDaemon(tmp_path / "s", treat)
+        loop.call(fake.__aenter__)
+        assert words("--timeout", "3600", "--socket", str(tmp_path / "s"), "jobs", "show", "") == []
+        assert fake.guests == 1
+        loop.call(fake.__aexit__)
+        loop.end()
+        assert capfd.readouterr() == ("", "")
+
+
+def test_the_hidden_command_prints_words_and_their_meanings(capsys: Caught) -> None:
+    assert main.main(["complete", "--", "plugins", "ena"]) == 0
+    assert main.main(["complete", "plugins", "ena"]) == 0
+    assert capsys.readouterr().out == "enable\tlet it work, also after a quarantine\n" * 2
+
+
+def test_the_hidden_command_is_not_advertised() -> None:
+    assert "complete" not in words("")
+    assert "    complete " not in main._parser().format_help()
+
+
+def test_a_command_is_taken_apart_only_when_it_is_used() -> None:
+    taken: list[Parser] = []
+    parser = Parser(prog="x")
+    parser.fill = taken.append
+    assert not taken
+    candidates.candidates(parser, ["y"])
+    parser.parse_known_args([])
+    assert taken == [parser]

@@ -1,0 +1,160 @@
+"""`forgectl ckpt`: its grammar, and what holds for all of its commands."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import forged.checkpoint
+from forged.checkpoint.model import CheckpointFormat, CompressionLevel
+from forged.cli.forgectl import ckpt, main
+from tests.checkpoint.weed import Weed
+
+Caught = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
+    with Weed(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense", "ls a b", "show", "show a b", "verify", "diff a", "cat a", "cat a b --rank x", "cat a b --rank -1",
+        "convert a", "convert a b --format zip", "rm", "rm a --socket /x", "ls --endpoint tcp://h:1", "--token x ls",
+        "verify a --timeout 0", "show a --tensors", "cat a b --out",
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_told_with_its_usage(line: str, capsys: Caught) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["ckpt", *line.split()])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: forgectl ")
+
+
+def test_programs_are_told_of_it_as_of_any_error(capsys: Caught) -> None:
+    assert main.main(["ckpt", "show", "--json"]) == 2
+    assert json.loads(capsys.readouterr().err)["error"]["code"] == "usage_wrong"
+
+
+def test_what_leads_to_a_daemon_may_stand_before_it_and_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Caught
+) -> None:
+    monkeypatch.setenv("FORGED_SOCKET", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["--socket", "/nowhere", "--json", "ckpt", "ls"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"] == []
+
+
+def test_help_names_nothing_that_leads_to_a_daemon(capsys: Caught) -> None:
+    for words in (["ckpt", "--help"], ["ckpt", "verify", "--help"]):
+        with pytest.raises(SystemExit):
+            main.main(words)
+        said = capsys.readouterr().out
+        assert "--json" in said
+        assert "--socket" not in said
+
+
+def test_choices_are_those_of_the_engine() -> None:
+    assert tuple(CheckpointFormat) == ckpt.FORMATS
+    assert tuple(CompressionLevel) == ckpt.COMPRESSIONS
+
+
+def test_forgectl_starts_without_what_reads_checkpoints() -> None:
+    program = (
+        "import sys; from forged.cli import forgectl; forgectl._parsed(['ckpt', 'verify', 'x']); "
+        "sys.exit({'numpy', 'asyncio', 'anyio', 'msgspec', 'forged.checkpoint'} & {*sys.modules} != set())"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_whoever_stops_reading_ends_it(tmp_path: Path) -> None:
+    forged.checkpoint.save(str(tmp_path / "a"), {f"w{number}": np.zeros(1) for number in range(20_000)})
+    command = [sys.executable, "-m", "forged.cli.forgectl.main", "ckpt", "show", str(tmp_path / "a")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as showing:
+        assert showing.stdout is not None
+        assert showing.stderr is not None
+        assert showing.stdout.readline().startswith(b"prefix")
+        showing.stdout.close()
+        assert showing.wait(timeout=60) == 0
+        assert showing.stderr.read() == b""
+
+
+class TestInABucket:
+    @pytest.fixture
+    def url(self, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> str:
+        for name, value in weed.environment().items():
+            monkeypatch.setenv(name, value)
+        return f"s3://{weed.bucket()}/runs"
+
+    def run(self, line: str, capsys: Caught) -> tuple[int, str, str]:
+        code = main.main(["ckpt", *shlex.split(line)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    def test_everything_can_be_done_by_url(
+        self, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Caught
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        state = {"model": {"w": np.arange(1 << 20, dtype=np.float32)}, "step": 7}
+        forged.checkpoint.save(f"{url}/7/a", state)
+        code, out, err = self.run(f"ls {url}", capsys)
+        assert (code, err) == (0, "")
+        assert out.splitlines()[1].startswith("7/a ")
+        assert self.run(f"show {url}/7/a", capsys)[1].startswith("prefix   a\nurl      s3://")
+        assert self.run(f"verify {url}/7/a", capsys)[1].startswith("a is valid: 1 tensor in 1 file, 4.19 MB compared")
+        assert self.run(f"cat {url}/7/a model/w --out w.npy", capsys)[0] == 0
+        assert np.array_equal(np.load("w.npy"), state["model"]["w"])  # type: ignore[index]
+        assert self.run(f"convert {url}/7/a local --format consolidated", capsys)[0] == 0
+        assert self.run(f"convert local {url}/b --compression fast", capsys)[0] == 0
+        assert self.run(f"diff {url}/b local", capsys)[:2] == (
+            0,
+            "1 tensor, the same in both; 1 value, the same in both\n",
+        )
+        assert self.run(f"rm {url}/7/a --yes", capsys)[0] == 0
+        assert [row["prefix"] for row in json.loads(self.run(f"ls {url} --json", capsys)[1])["checkpoints"]] == ["b"]
+
+    def test_what_is_not_there_is_told_by_its_code(self, url: str, capsys: Caught) -> None:
+        assert self.run(f"show {url}/none", capsys)[0] == 3
+        code, _, err = self.run("ls s3://no-such-bucket/x --json", capsys)
+        assert (code, json.loads(err)["error"]["code"]) == (2, "checkpoint_bucket_missing")
+
+    def test_rights_that_are_missing_are_for_this_side_to_mend(
+        self, url: str, monkeypatch: pytest.MonkeyPatch, capsys: Caught
+    ) -> None:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+        code, _, err = self.run(f"ls {url} --json", capsys)
+        assert (code, json.loads(err)["error"]["code"]) == (2, "checkpoint_storage_denied")
+
+    def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_was_said(
+        self, url: str, monkeypatch: pytest.MonkeyPatch, capsys: Caught
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+            code, _, err = self.run(f"ls {url} --timeout 0.3 --json", capsys)
+        assert (code, json.loads(err)["error"]["code"]) == (4, "checkpoint_timeout")
+
+    @pytest.mark.parametrize("verb", ["ls", "show", "verify"])
+    def test_who_interrupts_a_wait_is_heard_and_told_nothing(
+        self, url: str, monkeypatch: pytest.MonkeyPatch, verb: str
+    ) -> None:
+        command = [sys.executable, "-m", "forged.cli.forgectl.main", "ckpt", verb, f"{url}/a"]
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as waiting:
+                guest, _ = silent.accept()
+                with guest:
+                    waiting.send_signal(signal.SIGINT)
+                    out, err = waiting.communicate(timeout=30)
+        assert (waiting.returncode, out, err) == (130, b"", b"")

@@ -1,0 +1,94 @@
+"""`forgectl config`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.cli.forgectl import main
+from tests.cli.pretender import pretending
+from tests.client.neighbour import Neighbour
+
+Caught = pytest.CaptureFixture[str]
+
+
+def setting(key: str, value: Any, default: Any, wanted: Any = None) -> dict[str, Any]:
+    return {"key": key, "value": value, "default": default, "live": False, "wanted": wanted}
+
+
+SHOWN = {
+    "source": "/etc/forged/forged.toml",
+    "settings": [
+        setting("drain_timeout_s", 10.0, 10.0),
+        setting("listen", ["tcp://a:1", "tcp://b:2"], ["tcp://127.0.0.1:7433"]),
+        setting("socket_mode", 0o660, 0o600),
+        setting("http", "", "127.0.0.1:1", "127.0.0.1:80"),
+        setting("fast", True, False),
+    ],
+}
+
+
+def table(said: str) -> list[list[str]]:
+    header, *rows = said.splitlines()[1:]
+    starts = [header.index(word) for word in header.split()]
+    return [[row[start:end].strip() for start, end in zip(starts, [*starts[1:], None], strict=True)] for row in rows]
+
+
+def test_settings_are_shown_as_they_are_written(tmp_path: Path, capsys: Caught) -> None:
+    with pretending(tmp_path, {"ShowConfig": SHOWN}) as daemon:
+        code, out, _ = daemon.run("config", capsys)
+    assert code == 0
+    assert out.startswith("read from /etc/forged/forged.toml\n")
+    assert table(out) == [
+        ["drain_timeout_s", "10.0", "", ""],
+        ["listen", "tcp://a:1, tcp://b:2", "tcp://127.0.0.1:7433", ""],
+        ["socket_mode", "0o660", "0o600", ""],
+        ["http", '""', "127.0.0.1:1", "needs restart: 127.0.0.1:80"],
+        ["fast", "true", "false", ""],
+    ]
+
+
+def test_where_nothing_waits_for_a_restart_there_is_no_column_for_it(tmp_path: Path, capsys: Caught) -> None:
+    with pretending(tmp_path, {"ShowConfig": {"source": None, "settings": [setting("a", 1, 1)]}}) as daemon:
+        assert daemon.run("config show", capsys)[1] == "read from no file\nkey  value  default\na    1\n"
+
+
+def test_programs_are_told_what_the_daemon_says(tmp_path: Path, capsys: Caught) -> None:
+    with pretending(tmp_path, {"ShowConfig": SHOWN}) as daemon:
+        assert daemon.told("config", capsys) == SHOWN
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"settings": None}, {"settings": [1, {}, {"key": "a", "later": {}}], "later": 1}, {"source": 7}]
+)
+def test_a_daemon_of_another_version_may_leave_out_and_add(tmp_path: Path, capsys: Caught, said: Any) -> None:
+    with pretending(tmp_path, {"ShowConfig": said, "ReloadConfig": said}) as daemon:
+        assert daemon.run("config", capsys)[0] == 0
+        assert daemon.run("config reload", capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"changed": ["a", "b"], "needs_restart": ["c"]}, "changed: a, b\nneeds a restart: c\n"),
+        ({"changed": [], "needs_restart": []}, "nothing has changed\n"),
+    ],
+)
+def test_a_reload_says_what_became_of_it(tmp_path: Path, capsys: Caught, said: Any, shown: str) -> None:
+    with pretending(tmp_path, {"ReloadConfig": said}) as daemon:
+        assert daemon.run("config reload", capsys) == (0, shown, "")
+        assert daemon.told("config reload", capsys) == said
+
+
+def test_a_real_daemon_answers_so(neighbour: Neighbour, capsys: Caught) -> None:
+    place = ["--socket", neighbour.socket]
+    assert main.main([*place, "config", "--json"]) == 0
+    told = {one["key"]: one for one in json.loads(capsys.readouterr().out)["settings"]}
+    assert told["socket"]["value"] == neighbour.socket
+    assert told["drain_timeout_s"].keys() == setting("", 0, 0).keys()
+    assert main.main([*place, "config"]) == 0
+    assert re.search(rf"^socket +{re.escape(neighbour.socket)}", capsys.readouterr().out, re.MULTILINE)

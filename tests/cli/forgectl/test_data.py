@@ -1,0 +1,424 @@
+"""`forgectl data`, and what is shown of training data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.cli.forgectl import candidates, data, main, workers
+from tests.cli.pretender import UNKNOWN, Pretender, Refusal, pretending
+from tests.client.neighbour import Neighbour
+from tests.client.trainees import train_with_data
+
+Caught = pytest.CaptureFixture[str]
+
+DATASET = {"samples": 1000, "shards": 40, "replication": 1, "has_origin": True}
+HELD = [
+    {"worker_id": "a", "owned": 20, "copies": 20, "samples": 500},
+    {"worker_id": "e", "owned": 20, "copies": 20, "samples": 500},
+]
+VIEW = {"job": "run", "dataset": DATASET, "generation": 5, "workers": HELD}
+TOTALS = {
+    "shards": 12, "transfers": 24, "from_owners": 20, "from_replicas": 4, "from_origin": 0, "bytes": 480_000,
+    "estimated_s": 0.0096,
+}  # fmt: skip
+DATALESS = Refusal("refused", "job_without_data", "job 'run' has no dataset", "give its workers one")
+
+
+def audited(epoch: int, **changes: Any) -> dict[str, Any]:
+    """What a daemon says of an epoch that is complete, but for the changes."""
+    return {
+        "job": "run", "epoch": epoch, "samples": 1000, "used": 1000, "dropped": 0, "complete": True,
+        "missing_total": 0, "missing": [], "repeated_total": 0, "repeated": [], "forgotten": False,
+        "epochs": [0, 1, 2],
+    } | changes  # fmt: skip
+
+
+BEGUN = audited(2, used=490, complete=False, missing_total=510, missing=[[490, 1000]])
+
+
+class Daemon(dict[str, Any]):
+    """Answers, of which that of an audit depends on the epoch that is asked for."""
+
+    def __init__(self, *audits: Any) -> None:
+        super().__init__(AuditData="one of them")
+        self.audits = list(audits)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.audits.pop(0) if key == "AuditData" else super().get(key, default)
+
+
+@pytest.fixture
+def answers() -> dict[str, Any]:
+    return {
+        "ListJobs": {"jobs": [{"name": "run"}], "more": False},
+        "ShowData": VIEW,
+    }
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[Pretender]:
+    with pretending(tmp_path, answers) as daemon:
+        yield daemon
+
+
+class TestShow:
+    def test_what_is_lost_is_told_with_who_can_bring_it_back(
+        self, answers: Any, daemon: Pretender, capsys: Caught
+    ) -> None:
+        answers["ShowData"] = VIEW | {"lost": 2, "lost_shards": [3, 4], "last_held_by": ["w3"]}
+        lines = daemon.run("data show --job run", capsys)[1].splitlines()
+        assert "the lost shards were last with w3: start it again with its directory" in lines
+        assert [line.split() for line in lines if line.startswith("lost")][:2] == [
+            ["lost", "2"],
+            ["lost_shards", "3,", "4"],
+        ]
+        answers["ShowData"] = VIEW | {"lost": 0, "lost_shards": [], "last_held_by": []}
+        assert "lost" not in daemon.run("data show --job run", capsys)[1]
+
+    def test_the_dataset_stands_above_what_each_worker_holds(self, daemon: Pretender, capsys: Caught) -> None:
+        assert daemon.run("data show --job run", capsys)[1].splitlines() == [
+            "job         run",
+            "dataset     1,000 samples in 40 shards, 1 further copy of each, with an origin",
+            "generation  5",
+            "",
+            "worker_id  owned  copies  samples",
+            "a             20      20      500",
+            "e             20      20      500",
+        ]
+
+    def test_weights_are_told_where_one_is_not_1(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowData"] = VIEW | {"workers": [HELD[0] | {"weight": 1.0}, HELD[1] | {"weight": 3.0}]}
+        assert [line.split() for line in daemon.run("data show --job run", capsys)[1].splitlines()[-3:]] == [
+            ["worker_id", "owned", "copies", "samples", "weight"],
+            ["a", "20", "20", "500", "1.0"],
+            ["e", "20", "20", "500", "3.0"],
+        ]
+        answers["ShowData"] = VIEW | {"workers": [one | {"weight": 1.0} for one in HELD]}
+        assert "weight" not in daemon.run("data show --job run", capsys)[1]
+        assert daemon.told("data show --job run", capsys) == answers["ShowData"]
+
+    def test_that_copies_differ_is_told_where_they_do(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowData"] = VIEW | {"differing": 2, "differing_shards": [3, 4]}
+        assert [line.split() for line in daemon.run("data show --job run", capsys)[1].splitlines()[3:5]] == [
+            ["differing", "2"],
+            ["differing_shards", "3,", "4"],
+        ]
+        answers["ShowData"] = VIEW | {"differing": 0, "differing_shards": []}
+        assert "differing" not in daemon.run("data show --job run", capsys)[1]
+
+    def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
+        assert daemon.told("data show --job run", capsys) == VIEW
+        assert daemon.asked == [("ShowData", {"job": "run"})]
+
+    @pytest.mark.parametrize("line", ["data", "data ls", "data list"])
+    def test_all_datasets_are_a_table(self, daemon: Pretender, capsys: Caught, line: str) -> None:
+        header, row = daemon.run(line, capsys)[1].splitlines()
+        assert header.split() == ["job", "samples", "shards", "replication", "has_origin", "generation", "workers"]
+        assert row.split() == ["run", "1000", "40", "1", "yes", "5", "2"]
+        assert daemon.told(line, capsys) == {"data": [VIEW]}
+
+    def test_jobs_without_data_are_passed_over(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowData"] = DATALESS
+        assert daemon.run("data", capsys) == (0, "no job has a dataset\n", "")
+
+    def test_one_that_is_named_is_refused(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+        answers["ShowData"] = DATALESS
+        code, out, err = daemon.run("data show --job run", capsys)
+        assert (code, out) == (3, "")
+        assert "has no dataset" in err
+
+    def test_what_is_refused_for_another_reason_is_told(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowData"] = Refusal("refused", "forbidden", "not yours")
+        assert daemon.run("data", capsys)[0] == 3
+
+    @pytest.mark.parametrize(
+        "view",
+        [
+            {},
+            {"dataset": 7, "workers": 7},
+            {"workers": [7, {}]},
+            {"workers": [{"weight": "x"}, {"weight": []}]},
+            {"dataset": {"samples": "x"}},
+        ],
+    )
+    def test_data_may_lack_anything(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, view: dict[str, Any]
+    ) -> None:
+        answers["ShowData"] = view
+        assert daemon.run("data show --job run", capsys)[0] == 0
+        assert daemon.run("data", capsys)[0] == 0
+
+
+class TestAudit:
+    def run(self, directory: Path, capsys: Caught, *audits: Any, flags: str = "") -> tuple[int, list[str], str]:
+        with pretending(directory, Daemon(*audits)) as daemon:
+            code, out, err = daemon.run(f"data audit --job run {flags}", capsys)
+        return code, out.splitlines(), err
+
+    def test_epochs_of_which_the_same_is_to_be_said_are_one_line(self, tmp_path: Path, capsys: Caught) -> None:
+        assert self.run(tmp_path, capsys, BEGUN, audited(0), audited(1)) == (
+            0,
+            [
+                "epochs 0 to 1: 1,000 of 1,000 samples used once in each",
+                "epoch 2: 490 of 1,000 samples used once; it is not over yet",
+            ],
+            "",
+        )
+
+    def test_an_epoch_that_is_named_is_the_only_one(self, tmp_path: Path, capsys: Caught) -> None:
+        said = self.run(tmp_path, capsys, audited(1), flags="--epoch 1")
+        assert said == (0, ["epoch 1: 1,000 of 1,000 samples used once"], "")
+
+    def test_what_was_left_out_on_purpose_is_told(self, tmp_path: Path, capsys: Caught) -> None:
+        said = self.run(tmp_path, capsys, audited(1, used=990, dropped=10), flags="--epoch 1")
+        assert said == (0, ["epoch 1: 990 of 1,000 samples used once, 10 left out on purpose"], "")
+
+    def test_one_of_which_workers_tell_differently_fails_and_names_them(self, tmp_path: Path, capsys: Caught) -> None:
+        conflicts = [{"step": 8 + number, "worker_id": "b"} for number in range(10)]
+        unclear = audited(2, complete=False, conflicts=conflicts)
+        code, lines, err = self.run(tmp_path, capsys, unclear, flags="--epoch 2")
+        assert (code, err) == (1, "")
+        named = ", ".join(f"b of step {step}" for step in range(8, 16))
+        assert lines == [
+            "epoch 2: 1,000 of 1,000 samples used once, as far as can be told",
+            f"  workers tell differently of what was used, which proves nothing: {named} and 2 more",
+        ]
+
+    def test_one_that_is_over_and_lacks_samples_fails_and_names_them(self, tmp_path: Path, capsys: Caught) -> None:
+        short = audited(0, used=950, complete=False, missing_total=50, missing=[[100, 140], [200, 210]])
+        code, lines, err = self.run(tmp_path, capsys, short, flags="--epoch 0")
+        assert (code, err) == (1, "")
+        assert lines == [
+            "epoch 0: 950 of 1,000 samples used once; it is over, and not complete",
+            "  not known to be used: 50 positions: [100, 140), [200, 210)",
+        ]
+
+    def test_one_in_the_middle_of_which_nothing_is_known_is_not_passed_over(
+        self, tmp_path: Path, capsys: Caught
+    ) -> None:
+        nothing = audited(1, used=0, complete=False, missing_total=1000, missing=[[0, 1000]], epochs=[0, 2])
+        code, lines, _ = self.run(tmp_path, capsys, BEGUN | {"epochs": [0, 2]}, audited(0), nothing)
+        assert code == 1
+        assert lines[1] == "epoch 1: 0 of 1,000 samples used once; it is over, and not complete"
+
+    def test_what_was_used_twice_fails_before_the_epoch_is_over(self, tmp_path: Path, capsys: Caught) -> None:
+        twice = BEGUN | {"repeated_total": 10, "repeated": [[0, 10]]}
+        code, lines, _ = self.run(tmp_path, capsys, twice, flags="--epoch 2")
+        assert code == 1
+        assert lines == [
+            "epoch 2: 480 of 1,000 samples used once; it is not over yet",
+            "  used more than once: 10 positions: [0, 10)",
+        ]
+
+    def test_what_was_forgotten_is_the_reason_that_is_told(self, tmp_path: Path, capsys: Caught) -> None:
+        forgotten = audited(0, used=0, complete=False, missing_total=1000, missing=[[0, 1000]], forgotten=True)
+        code, lines, _ = self.run(tmp_path, capsys, forgotten, flags="--epoch 0")
+        assert code == 1
+        assert "went back into the middle of it" in lines[1]
+
+    def test_of_many_ranges_the_first_are_shown(self, tmp_path: Path, capsys: Caught) -> None:
+        ranges = [[at, at + 1] for at in range(0, 40, 2)]
+        short = audited(0, used=980, complete=False, missing_total=20, missing=ranges)
+        lines = self.run(tmp_path, capsys, short, flags="--epoch 0")[1]
+        assert lines[1].endswith("[14, 15) and 12 more ranges")
+
+    def test_an_epoch_that_was_not_begun_is_no_failure(self, tmp_path: Path, capsys: Caught) -> None:
+        nothing = audited(9, used=0, complete=False, missing_total=1000, missing=[[0, 1000]])
+        said = self.run(tmp_path, capsys, nothing, flags="--epoch 9")
+        assert said == (0, ["epoch 9: 0 of 1,000 samples used once; it is not over yet"], "")
+
+    def test_programs_are_told_each_epoch_with_whether_it_is_over(self, tmp_path: Path, capsys: Caught) -> None:
+        with pretending(tmp_path, Daemon(BEGUN, audited(0), audited(1))) as daemon:
+            told = daemon.told("data audit --job run", capsys)
+            asked = daemon.asked
+        assert [one[1]["epoch"] for one in asked] == [None, 0, 1]
+        assert (told["job"], told["ok"], told["epochs_left_out"]) == ("run", True, 0)
+        assert [(one["epoch"], one["over"], one["complete"]) for one in told["audits"]] == [
+            (0, True, True),
+            (1, True, True),
+            (2, False, False),
+        ]
+        assert told["audits"][2]["missing"] == [[490, 1000]]
+
+    def test_of_very_many_epochs_the_newest_are_audited(
+        self, tmp_path: Path, capsys: Caught, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(data, "EPOCHS_AUDITED_MAX", 2)
+        lines = self.run(tmp_path, capsys, BEGUN, audited(1))[1]
+        assert lines[0] == "1 older epoch not looked at: name one by --epoch"
+        assert [line.partition(":")[0] for line in lines[1:]] == ["epoch 1", "epoch 2"]
+
+    def test_a_job_of_which_nothing_was_told_is_refused(self, tmp_path: Path, capsys: Caught) -> None:
+        code, lines, err = self.run(tmp_path, capsys, Refusal("refused", "usage_none", "no step was reported yet"))
+        assert (code, lines) == (3, [])
+        assert "no step was reported yet" in err
+
+    @pytest.mark.parametrize(
+        "audit",
+        [{}, {"epochs": 7}, {"epochs": [-(10**18), 1 << 63, True]}, {"epoch": "x", "missing": 7, "repeated_total": []}],
+    )
+    def test_an_audit_may_lack_anything(self, tmp_path: Path, capsys: Caught, audit: dict[str, Any]) -> None:
+        assert self.run(tmp_path, capsys, audit)[0] == 0
+
+    @pytest.mark.parametrize("epoch", ["-1", "x", "1.5", "", "9" * 30])
+    def test_what_is_no_epoch_is_wrong_usage(self, epoch: str, capsys: Caught) -> None:
+        with pytest.raises(SystemExit) as left:
+            main.main(["data", "audit", "--job", "run", f"--epoch={epoch}"])
+        assert left.value.code == 2
+        assert "is not the number of an epoch" in capsys.readouterr().err
+
+
+class TestPlan:
+    PLAN = {  # noqa: RUF012
+        "world_size": 2, "new_world_size": 2,
+        "workers": [
+            {"id": "w1", "rank": 1, "new_rank": 1},
+            {"id": "w0", "rank": 0, "new_rank": 0},
+            {"id": "w2", "rank": 2, "new_rank": -1},
+        ],
+    }  # fmt: skip
+
+    def test_what_would_travel_stands_below_the_ranks(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers |= {"PlanRescale": self.PLAN, "PlanData": TOTALS}
+        assert daemon.run("plan --job run --workers 2", capsys)[1].splitlines()[-5:] == [
+            "",
+            "shards     12",
+            "transfers  24 (20 from owners, 4 from further copies)",
+            "bytes      480 kB",
+            "estimated  9.6 ms",
+        ]
+        assert daemon.asked[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"]})
+
+    def test_of_who_is_gone_nothing_is_asked_for(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers |= {"PlanRescale": self.PLAN | {"gone": ["w2"]}, "PlanData": TOTALS}
+        daemon.run("plan --job run --workers 2", capsys)
+        assert daemon.asked[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"], "gone": ["w2"]})
+
+    def test_programs_find_it_in_the_plan(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+        answers |= {"PlanRescale": self.PLAN, "PlanData": TOTALS}
+        assert daemon.told("plan --job run --workers 2", capsys) == self.PLAN | {"data": TOTALS}
+
+    def test_nothing_to_travel_is_told(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+        answers |= {"PlanRescale": self.PLAN, "PlanData": dict.fromkeys(TOTALS, 0)}
+        said = daemon.run("plan --job run --workers 2", capsys)[1]
+        assert said.endswith("\n\nno data would have to travel\n")
+
+    @pytest.mark.parametrize("answer", [DATALESS, UNKNOWN])
+    def test_of_a_job_without_data_the_plan_is_as_before(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, answer: Refusal
+    ) -> None:
+        answers |= {"PlanRescale": self.PLAN, "PlanData": answer}
+        assert daemon.told("plan --job run --workers 2", capsys) == self.PLAN
+        assert daemon.run("plan --job run --workers 2", capsys)[1].splitlines()[-1].split() == ["w2", "2", "-"]
+
+    def test_what_is_refused_for_another_reason_is_told(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers |= {"PlanRescale": self.PLAN, "PlanData": Refusal("refused", "forbidden", "not yours")}
+        assert daemon.run("plan --job run --workers 2", capsys)[0] == 3
+
+
+class TestFactsInWords:
+    @pytest.mark.parametrize(
+        ("kind", "fact", "said"),
+        [
+            (
+                "DatasetDefined",
+                {"dataset": DATASET | {"replication": 0, "has_origin": False}},
+                "the workers train with 1,000 samples in 40 shards, no further copies, without an origin",
+            ),
+            (
+                "TransfersPlanned",
+                {"attempt": 2, "totals": TOTALS},
+                "attempt 2: 24 shards to travel, 20 from owners, 4 from further copies, 480 kB, in about 9.6 ms",
+            ),
+            (
+                "TransfersPlanned",
+                {"attempt": 1, "totals": {"transfers": 1, "from_origin": 1, "bytes": 0, "estimated_s": None}},
+                "attempt 1: 1 shard to travel, 1 from the origin",
+            ),
+            ("TransfersPlanned", {"attempt": 5, "totals": {"transfers": 0}}, "attempt 5: no data has to travel"),
+            (
+                "TransfersCompleted",
+                {"attempt": 2, "transfers": 24, "bytes": 480_000, "took_s": 0.036, "estimated_s": 0.0096},
+                "attempt 2: all workers hold their data, 24 shards came, 480 kB, in 36 ms, and 9.6 ms were estimated",
+            ),
+            (
+                "TransfersCompleted",
+                {"attempt": 5, "transfers": 0, "bytes": 0, "took_s": 0.036, "estimated_s": None},
+                "attempt 5: all workers hold their data, in 36 ms",
+            ),
+            (
+                "ShardsLost",
+                {"attempt": 2, "count": 30, "shards": list(range(20))},
+                "attempt 2: 30 shards can be had from nobody any more, such as 0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
+            ),
+            (
+                "ShardsLost",
+                {"attempt": 2, "count": 2, "shards": [3, 4], "last_held_by": ["w3", "w4"]},
+                "attempt 2: 2 shards can be had from nobody any more, such as 3, 4; "
+                "last with w3, w4: start them again, each with its directory",
+            ),
+            (
+                "CopiesDiffer",
+                {"attempt": 2, "count": 1, "shards": [3], "workers": ["w1"]},
+                "attempt 2: the copies of 1 shard differ, such as 3; something else than the others have w1",
+            ),
+            (
+                "CorruptShardFound",
+                {"worker_id": "w0", "shard": 7, "found_by": "w1"},
+                "w0 has a damaged copy of shard 7, as w1 has found",
+            ),
+        ],
+    )
+    def test_they_are_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
+        assert workers.in_words(kind, fact) == said
+
+
+@pytest.mark.parametrize("typed", [["data", "show", "--job", ""], ["data", "audit", "--job", "r"]])
+def test_jobs_are_offered_where_one_is_meant(daemon: Pretender, typed: list[str]) -> None:
+    words = ["--socket", str(daemon.path), *typed]
+    assert candidates.candidates(main._parser(), words) == [("run", "")]
+
+
+class TestARealDaemon:
+    """Of which a worker has trained for an epoch and a half."""
+
+    @pytest.fixture
+    def ctl(self, neighbour: Neighbour, tmp_path: Path, capsys: Caught) -> Callable[[str], tuple[int, str]]:
+        train_with_data(neighbour.house.endpoint, "run", "w0", tmp_path / "shards", 15)
+
+        def run(line: str) -> tuple[int, str]:
+            code = main.main(["--socket", neighbour.socket, *line.split()])
+            return code, capsys.readouterr().out
+
+        return run
+
+    def test_all_that_is_asked_is_answered(self, ctl: Callable[[str], tuple[int, str]]) -> None:
+        assert ctl("data audit --job run") == (
+            0,
+            "epoch 0: 100 of 100 samples used once\nepoch 1: 50 of 100 samples used once; it is not over yet\n",
+        )
+        shown = ctl("data show --job run")[1]
+        assert "100 samples in 5 shards, no further copies, with an origin" in shown
+        assert shown.splitlines()[-1].split() == ["w0", "5", "0", "100"]
+        assert ctl("transfers --job run")[1].startswith("attempt 1: all workers hold their data; 5 shards came, 800 B")
+        assert ctl("plan --job run --workers 2")[0] == 3, "the job is over"
+        assert "5 shards to travel, 5 from the origin" in ctl("events")[1]
+        assert ctl("data")[1].splitlines()[1].split()[:3] == ["run", "100", "5"]

@@ -1,0 +1,614 @@
+"""`forgectl`, as people and programs use it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.auth.model import Role
+from forged.cli.forgectl import main
+from forged.cli.forgectl.parser import Parser
+from forged.client import BlockingClient
+from forged.daemon import Daemon
+from forged.jobs.model import JobCreated
+from forged.kernel.messages import Record
+from forged.net.transport.sockets import SystemNetwork
+from forged.plain_client.connection import WINDOW_FACTS
+from tests.cli.pretender import say_nothing, trickle
+from tests.client.fake import FakeDaemon, Guest
+from tests.client.neighbour import Neighbour
+from tests.net.ends import Certificates
+
+STATUS_KEYS = {"version", "pid", "uptime_s", "listen", "http", "socket", "data_dir", "jobs", "workers", "plugins"}
+HUNG_TIMEOUT_S = "0.05"
+
+Ctl = Callable[..., tuple[int, str, str]]
+Treat = Callable[[Guest], Awaitable[None]]
+
+
+@pytest.fixture
+def ctl(neighbour: Neighbour, capsys: pytest.CaptureFixture[str]) -> Ctl:
+    """Runs a command line; returns its exit code, output and complaints."""
+
+    def run(line: str, place: str | None = None) -> tuple[int, str, str]:
+        code = main.main(shlex.split(f"{place or f'--socket {neighbour.socket}'} {line}"))
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def client(neighbour: Neighbour) -> Iterator[BlockingClient]:
+    with neighbour.client() as client:
+        yield client
+
+
+def told(ctl: Ctl, line: str) -> Any:
+    """What a command tells a program."""
+    code, out, err = ctl(f"{line} --json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "",
+            "nonsense",
+            "story",
+            "story three",
+            "events --since yesterday",
+            "events --since -5",
+            "events --since 1_0",
+            "--socket /x ping --endpoint tcp://h:1",
+            "ping --timeout 0",
+            "tokens create bot --role viewer --ttl nan",
+            "jobs change a",
+            "--timeout 0 ping",
+            "--timeout nan ping",
+            "--timeout soon ping",
+            "--socket /x --endpoint tcp://h:1 ping",
+            "tokens create bot",
+            "tokens create bot --role king",
+            "note a",
+            "events --fol",
+            "story 99999999999999999999",
+            "story -1",
+            "jobs change a x=1 --version 0",
+            "jobs change a x=1 --version 99999999999999999999",
+            "jobs create a x=1 --bogus",
+            "ping twice",
+            "plugins show",
+            "plugins run a",
+            "config nonsense",
+            "completion csh",
+        ],
+    )
+    def test_wrong_usage_exits_with_2(self, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as left:
+            main.main(shlex.split(line))
+        assert left.value.code == 2
+        assert "usage: forgectl" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("endpoint", ["gopher://x:1", "tcp://host", "tcp://host:port", "tcp://:1", "unix://", "x"])
+    def test_what_is_no_endpoint_exits_with_2(self, ctl: Ctl, endpoint: str) -> None:
+        code, out, err = ctl("ping", f"--endpoint {endpoint}")
+        assert (code, out) == (2, "")
+        assert "unix:///path, tcp://host:port or tls://host:port" in err
+
+    def test_programs_are_told_of_wrong_usage_as_of_any_error(self, ctl: Ctl) -> None:
+        code, out, err = ctl("jobs nonsense --json")
+        error = json.loads(err)["error"]
+        assert (code, out, error["kind"], error["code"]) == (2, "", "config", "usage_wrong")
+        assert "'nonsense'" in error["message"]
+        assert error["fix"] == "see `forgectl jobs --help`"
+
+    def test_settings_may_stand_on_both_sides_of_an_option(self, ctl: Ctl) -> None:
+        assert told(ctl, "jobs create a x=1 --timeout 5 y=2")["settings"] == {"x": 1, "y": 2}
+        assert told(ctl, "jobs create b --timeout 5 y=2")["settings"] == {"y": 2}
+        assert told(ctl, "jobs change b --version 1 y=3 z=4")["settings"] == {"y": 3, "z": 4}
+
+    def test_a_setting_that_is_given_twice_is_refused(self, ctl: Ctl) -> None:
+        code, _, err = ctl("jobs create a x=1 x=2")
+        assert code == 2
+        assert "x is given twice" in err
+
+    @pytest.mark.parametrize("command", ["jobs", "tokens", "handlers"])
+    def test_a_command_alone_lists(self, ctl: Ctl, command: str) -> None:
+        named = [[one["name"] for one in told(ctl, f"{command}{verb}")[command]] for verb in ("", " ls", " list")]
+        assert named == [named[0]] * 3
+
+    def test_what_is_no_setting_exits_with_2(self, ctl: Ctl) -> None:
+        code, _, err = ctl("jobs create a lr:0.1")
+        assert code == 2
+        assert "write KEY=VALUE" in err
+
+    def test_a_lifetime_below_0_is_told_by_its_flag(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main.main(shlex.split("tokens create bot --role viewer --ttl -1"))
+        assert "argument --ttl: '-1' is not a number of seconds above 0" in capsys.readouterr().err
+
+    def test_help_tells_the_time_that_it_waits(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main.main(["ping", "--help"])
+        assert "(default: 10)" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("command", ["ping", "handlers", "jobs ls", "tokens list", "events"])
+    def test_what_names_the_daemon_may_stand_behind_the_command(
+        self, ctl: Ctl, neighbour: Neighbour, command: str
+    ) -> None:
+        for line in (f"{command} --socket {neighbour.socket} --timeout 5 --token ''", f"--json {command}"):
+            assert ctl(line, " " if "--socket" in line else None)[0] == 0
+        assert ctl(f"{command} --token forged_nonsense")[0] == 3
+        assert json.loads(ctl(f"--json {command}")[1].splitlines()[0])
+
+    def test_what_stands_before_the_command_holds_where_nothing_stands_behind_it(self, ctl: Ctl) -> None:
+        code, _, err = ctl("--token forged_nonsense jobs ls --json")
+        assert code == 3
+        assert json.loads(err)["error"]["code"] == "token_unknown"
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("7", 7), ("-7", -7), ("0", 0), ("0.5", 0.5), ("1e-3", 1e-3), (".5", 0.5), ("007", "007"),
+            ("1_000", "1_000"), ("+1", "+1"), (" 1", " 1"), ("nan", "nan"), ("inf", "inf"), ("٣", "٣"), ("", ""),
+        ],
+    )  # fmt: skip
+    def test_only_plain_decimal_numbers_are_numbers(self, ctl: Ctl, text: str, value: object) -> None:
+        settings = told(ctl, f"jobs create a {shlex.quote(f'x={text}')}")["settings"]
+        assert (settings["x"], type(settings["x"])) == (value, type(value))
+
+    def test_a_number_that_is_too_large_is_refused_by_its_key(self, ctl: Ctl) -> None:
+        assert ctl("jobs create a lr=1e999")[0] == 3
+        code, _, err = ctl(f"jobs create a steps={10**30}")
+        assert code == 2
+        assert "steps is a whole number of more than 64 bits" in err
+
+    def test_a_plain_endpoint_where_tls_is_spoken_is_told_how_to_write_it(
+        self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path
+    ) -> None:
+        neighbour.house.network = SystemNetwork(tls_server=Certificates(tmp_path).server())
+        neighbour.call(neighbour.house.reopen, listen=("tls://127.0.0.1:0",))
+        (secure,) = neighbour.house.daemon.listening
+        code, _, err = ctl("ping", f"--endpoint {secure.replace('tls://', 'tcp://')}")
+        assert code == 4
+        assert f"write {secure}" in err
+
+    def test_the_socket_is_the_one_that_the_environment_names(
+        self, ctl: Ctl, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORGED_SOCKET", neighbour.socket)
+        assert ctl("ping", " ")[0] == 0
+
+    def test_the_token_is_the_one_that_the_environment_names(self, ctl: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FORGED_TOKEN", "forged_nonsense")
+        code, _, err = ctl("ping")
+        assert code == 3
+        assert "token is not known" in err
+
+    def test_a_tcp_endpoint_will_do(self, ctl: Ctl, neighbour: Neighbour) -> None:
+        neighbour.call(neighbour.house.reopen, listen=("tcp://127.0.0.1:0",))
+        (endpoint,) = neighbour.house.daemon.listening
+        assert ctl("ping", f"--endpoint {endpoint}")[0] == 0
+        assert ctl("ping", f"--endpoint {endpoint.removeprefix('tcp://')}")[0] == 0
+
+
+def every_command(parser: Parser, name: str = "") -> Iterator[str]:
+    """The names of all commands and verbs, without their other names."""
+    for action in parser.whole()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for shown in action._choices_actions:
+                yield f"{name} {shown.dest}".strip()
+                yield from every_command(action.choices[shown.dest], f"{name} {shown.dest}".strip())
+
+
+class TestDocumentation:
+    PAGE = (Path(__file__).parents[3] / "docs" / "forgectl.md").read_text()
+
+    @pytest.mark.parametrize("name", list(every_command(main._parser())))
+    def test_every_command_stands_on_the_page(self, name: str) -> None:
+        assert re.search(rf"^\|.*`forgectl {name}\b", self.PAGE, re.MULTILINE)
+
+    @pytest.mark.parametrize("option", ["socket", "endpoint", "token", "timeout", "json"])
+    def test_so_does_what_holds_for_all(self, option: str) -> None:
+        assert re.search(rf"^\| `--{option}\b", self.PAGE, re.MULTILINE)
+
+    def test_help_and_page_tell_the_same_exit_codes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main.main(["--help"])
+        told = re.findall(r"^  (\d+)  ", capsys.readouterr().out, re.MULTILINE)
+        assert told == re.findall(r"^\| (\d+) \|", self.PAGE, re.MULTILINE) == ["0", "1", "2", "3", "4", "130"]
+
+
+class TestExitCodes:
+    def test_what_the_daemon_refuses_exits_with_3(self, ctl: Ctl) -> None:
+        code, out, err = ctl("note nobody hello")
+        assert (code, out) == (3, "")
+        assert err.startswith("forgectl: there is no job 'nobody'")
+
+    def test_without_a_daemon_it_exits_with_4_and_says_how_to_start_one(self, ctl: Ctl, tmp_path: Path) -> None:
+        code, out, err = ctl("status", f"--socket {tmp_path}/none")
+        assert (code, out) == (4, "")
+        assert "No such file" in err
+        assert "start one with `forged run`" in err
+
+    @pytest.mark.parametrize("line", ["status", "events", "events --follow"])
+    def test_a_daemon_that_hangs_exits_with_4_in_time(self, ctl: Ctl, tmp_path: Path, line: str) -> None:
+        with listening(tmp_path / "hung") as path:
+            code, out, err = ctl(line, f"--timeout {HUNG_TIMEOUT_S} --socket {path}")
+        assert (code, out) == (4, "")
+        assert f"did not answer within {HUNG_TIMEOUT_S} s" in err
+
+    @pytest.mark.parametrize("greet", [True, False])
+    @pytest.mark.parametrize("treat", [say_nothing, trickle])
+    @pytest.mark.parametrize("line", ["status", "jobs", "events", "backup file", "plugins"])
+    def test_one_that_begins_and_does_not_end_exits_with_4_in_time(
+        self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path, line: str, treat: Treat, *, greet: bool
+    ) -> None:
+        async def receive(guest: Guest) -> None:
+            if greet:
+                await guest.greet()
+            await treat(guest)
+
+        with faking(neighbour, tmp_path / "slow", receive) as endpoint:
+            code, out, err = ctl(line, f"--timeout {HUNG_TIMEOUT_S} --endpoint {endpoint}")
+        assert (code, out) == (4, "")
+        assert f"did not answer within {HUNG_TIMEOUT_S} s" in err
+
+    def test_a_web_server_that_waits_for_more_is_not_waited_for(self, ctl: Ctl) -> None:
+        with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+            serving = threading.Thread(target=server.serve_forever)
+            serving.start()
+            endpoint = f"tcp://127.0.0.1:{server.server_port}"
+            code, out, err = ctl("status", f"--timeout {HUNG_TIMEOUT_S} --endpoint {endpoint}")
+            server.shutdown()
+            serving.join()
+        assert out == ""
+        # It waits for the end of a line, which comes only where a byte of what is said happens to be one.
+        named = {4: "is that where a daemon listens?", 1: "it speaks HTTP"}
+        assert named[code] in err
+
+    def test_what_answers_as_a_web_server_exits_with_1_and_is_named(
+        self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path
+    ) -> None:
+        async def answer(guest: Guest) -> None:
+            guest.writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            await guest.gone()
+
+        with faking(neighbour, tmp_path / "web", answer) as endpoint:
+            code, out, err = ctl("status", f"--endpoint {endpoint}")
+        assert (code, out) == (1, "")
+        assert "is not a forged daemon: it speaks HTTP" in err
+
+
+class TestJson:
+    def test_status_tells_what_programs_need(self, ctl: Ctl, neighbour: Neighbour) -> None:
+        status = told(ctl, "status")
+        assert status.keys() >= STATUS_KEYS
+        assert status["socket"] == neighbour.socket
+        assert isinstance(status["uptime_s"], float)
+
+    def test_every_command_answers_with_one_object(self, ctl: Ctl, client: BlockingClient) -> None:
+        assert told(ctl, "ping")["seconds"] > 0
+        assert told(ctl, "jobs create a lr=0.1 steps=7 fast=true slow=False name=x none=none")["settings"] == {
+            "lr": 0.1, "steps": 7, "fast": True, "slow": False, "name": "x", "none": None,
+        }  # fmt: skip
+        assert told(ctl, "note a hello") == {}
+        assert [job["name"] for job in told(ctl, "jobs ls")["jobs"]] == ["a"]
+        assert told(ctl, "jobs show a") == told(ctl, "jobs list")["jobs"][0]
+        assert {handler["name"] for handler in told(ctl, "handlers")["handlers"]} >= {"jobs", "auth", "status"}
+        (story,) = told(ctl, f"story {client.status().last_fact}")["story"]
+        assert story["type"] == "NoteAdded"
+        assert told(ctl, "jobs rm a") == {}
+        assert told(ctl, "jobs ls") == {"jobs": []}
+
+    def test_lists_that_do_not_fit_into_a_frame_are_whole(self, ctl: Ctl, client: BlockingClient) -> None:
+        names = [f"j{number:02}" for number in range(80)]
+        for name in names:
+            client.create_job(name, {"blob": "x" * 60_000})
+        assert [job["name"] for job in told(ctl, "jobs ls")["jobs"]] == names
+
+    def test_tokens_are_listed_oldest_first(self, ctl: Ctl, client: BlockingClient) -> None:
+        names = [f"bot-{number}" for number in range(9)]
+        for name in names:
+            client.create_token(name, Role.VIEWER)
+        assert [token["name"] for token in told(ctl, "tokens ls")["tokens"]] == names
+
+    def test_events_are_one_object_a_line(self, ctl: Ctl, client: BlockingClient) -> None:
+        client.create_job("a", {"lr": 0.1})
+        code, out, _ = ctl("events --json")
+        started, created = map(json.loads, out.splitlines())
+        assert code == 0
+        assert started["type"] == "DaemonStarted"
+        assert created | {"at": 0, "origin": ""} == {
+            "id": started["id"] + 1, "at": 0, "type": "JobCreated", "job": "a", "generation": 0, "cause": 0,
+            "origin": "", "fact": {"name": "a", "settings": {"lr": 0.1}},
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("line", "code", "kind", "what"),
+        [
+            ("story 999", 3, "refused", "fact_unknown"),
+            ("jobs create a x", 2, "config", "setting_invalid"),
+            ("backup /none/file", 3, "refused", "backup_impossible"),
+            ("ping --socket /none", 4, "unavailable", "no_daemon"),
+        ],
+    )
+    def test_an_error_is_one_object_on_stderr(self, ctl: Ctl, line: str, code: int, kind: str, what: str) -> None:
+        left, out, err = ctl(f"{line} --json")
+        error = json.loads(err)["error"]
+        assert (left, out, error["kind"], error["code"]) == (code, "", kind, what)
+        assert error.keys() == {"kind", "code", "message", "fix"}
+        assert error["message"]
+
+
+class TestChangingJobs:
+    def test_a_change_leaves_the_settings_that_it_does_not_name(self, ctl: Ctl) -> None:
+        told(ctl, "jobs create a nodes=4 lr=0.1 note=")
+        changed = told(ctl, "jobs change a nodes=8 more=none")
+        assert changed["version"] == 2
+        assert changed["settings"] == {"nodes": 8, "lr": 0.1, "note": "", "more": None}
+
+    def test_what_is_given_empty_is_taken_away(self, ctl: Ctl) -> None:
+        told(ctl, "jobs create a nodes=4 lr=0.1")
+        assert told(ctl, "jobs change a lr= never=")["settings"] == {"nodes": 4}
+
+    def test_a_changed_job_tells_what_it_was_created_with(self, ctl: Ctl) -> None:
+        assert "created_with" not in ctl("jobs create a nodes=4")[1]
+        assert "created_with" in ctl("jobs change a nodes=8")[1]
+        assert told(ctl, "jobs create a nodes=4")["settings"] == {"nodes": 8}, "it is there, as it is by now"
+
+    def test_a_change_of_another_version_is_refused(self, ctl: Ctl) -> None:
+        told(ctl, "jobs create a nodes=4")
+        assert told(ctl, "jobs change a nodes=8 --version 1")["version"] == 2
+        code, _, err = ctl("jobs change a nodes=9 --version 1")
+        assert code == 3
+        assert "is at version 2, not 1" in err
+
+    def test_remove_is_rm(self, ctl: Ctl) -> None:
+        told(ctl, "jobs create a")
+        assert ctl("jobs remove a")[1] == "there is no job a now\n"
+
+
+class TestHandlers:
+    def test_a_quarantined_handler_is_readmitted(self, ctl: Ctl, neighbour: Neighbour) -> None:
+        def break_down(record: Record) -> None:
+            raise ValueError
+
+        def extend(daemon: Daemon) -> None:
+            daemon.bus.on(JobCreated, break_down, name="broken", failures_max=1)
+
+        neighbour.house.extend = extend
+        neighbour.call(neighbour.house.reopen)
+        assert ctl("handlers readmit broken")[0] == 3
+        told(ctl, "jobs create a")
+        while "HandlerQuarantined" not in ctl("events")[1]:
+            pass
+        assert ctl("handlers readmit broken")[1] == "broken gets facts again\n"
+
+
+class TestTokens:
+    def test_a_tokens_life(self, ctl: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
+        code, text, _ = ctl("tokens create bot --role viewer --job a --job b --ttl 60")
+        assert code == 0
+        (token,) = told(ctl, "tokens ls")["tokens"]
+        assert (token["name"], token["role"], token["jobs"]) == ("bot", "viewer", ["a", "b"])
+        monkeypatch.setenv("FORGED_TOKEN", text.strip())
+        assert ctl("ping")[0] == 0
+        assert ctl("tokens ls")[0] == 3
+        monkeypatch.delenv("FORGED_TOKEN")
+        assert ctl(f"tokens revoke {token['token_id']}")[1] == f"{token['token_id']} (bot) is revoked\n"
+        code, _, err = ctl("ping", f"--token {text.strip()} --socket {told(ctl, 'status')['socket']}")
+        assert code == 3
+        assert "was revoked" in err
+
+    def test_json_holds_the_text_and_the_list_does_not(self, ctl: Ctl) -> None:
+        created = told(ctl, "tokens create bot --role operator")
+        assert created["token"].startswith(f"forged_{created['token_id']}_")
+        assert created["token"] not in ctl("tokens ls --json")[1]
+
+
+class TestPeople:
+    def test_status_is_a_line_for_each_field(self, ctl: Ctl) -> None:
+        out = ctl("status")[1]
+        assert re.search(r"^uptime +\d+(\.\d+)? (ms|s)$", out, re.MULTILINE)
+        assert re.search(r"^http +-$", out, re.MULTILINE)
+
+    def test_tables_have_columns(self, ctl: Ctl, client: BlockingClient) -> None:
+        client.create_job("alpha", {"lr": 0.1})
+        client.create_job("b")
+        header, *rows = ctl("jobs ls")[1].splitlines()
+        assert [row[header.index("created_by") :].split()[0] for row in rows] == [f"unix:{os.getuid()}"] * 2
+        assert rows[0].endswith("{lr=0.1}")
+
+    def test_latencies_are_in_units_that_people_use(self, ctl: Ctl) -> None:
+        ctl("ping")
+        (line,) = (line for line in ctl("handlers")[1].splitlines() if "PingDaemon" in line)
+        assert re.search(r"\d (µs|ms) ", line)
+
+    def test_nothing_is_said_in_words(self, ctl: Ctl) -> None:
+        assert ctl("jobs ls")[1] == "no jobs\n"
+        assert ctl("tokens ls")[1] == "no tokens\n"
+
+    def test_there_is_no_colour_where_there_is_no_terminal(self, ctl: Ctl, client: BlockingClient) -> None:
+        client.create_job("a")
+        assert not any("\x1b" in ctl(line)[1] for line in ("status", "events", "jobs ls", "handlers", "story 3"))
+
+    def test_what_others_wrote_cannot_command_the_terminal(self, ctl: Ctl, client: BlockingClient) -> None:
+        client.create_job("a")
+        client.note("a", "red \x1b[31m\nforged: all is well")
+        line = ctl("events")[1].splitlines()[-1]
+        assert r'text="red \x1b[31m\nforged: all is well"' in line
+
+    def test_a_story_stands_below_its_cause(self, ctl: Ctl, client: BlockingClient) -> None:
+        client.create_job("a")
+        last = client.status().last_fact
+        out = ctl(f"story {last}")[1]
+        assert re.match(rf"> +{last}  .* JobCreated +name=a", out)
+
+    def test_a_fact_that_is_not_kept_has_no_story(self, ctl: Ctl) -> None:
+        code, out, err = ctl("story 999")
+        assert (code, out) == (3, "")
+        assert "kept are" in err
+
+
+class TestEvents:
+    @pytest.fixture(autouse=True)
+    def history(self, client: BlockingClient) -> None:
+        for job in ("a", "b"):
+            client.create_job(job)
+            client.note(job, f"about {job}")
+
+    def chosen(self, ctl: Ctl, line: str) -> list[tuple[str, str]]:
+        code, out, _ = ctl(f"events --json {line}")
+        assert code == 0
+        return [(event["type"], event["job"]) for event in map(json.loads, out.splitlines())]
+
+    def test_they_are_told_oldest_first(self, ctl: Ctl) -> None:
+        assert self.chosen(ctl, "")[1:] == [
+            ("JobCreated", "a"),
+            ("NoteAdded", "a"),
+            ("JobCreated", "b"),
+            ("NoteAdded", "b"),
+        ]
+
+    def test_since_leaves_out_what_is_not_behind_it(self, ctl: Ctl, client: BlockingClient) -> None:
+        assert self.chosen(ctl, f"--since {client.status().last_fact - 1}") == [("NoteAdded", "b")]
+        assert self.chosen(ctl, f"--since {client.status().last_fact}") == []
+
+    def test_jobs_and_types_choose(self, ctl: Ctl) -> None:
+        assert self.chosen(ctl, "--job b") == [("JobCreated", "b"), ("NoteAdded", "b")]
+        assert self.chosen(ctl, "--type NoteAdded --job a --job b") == [("NoteAdded", "a"), ("NoteAdded", "b")]
+        assert len(self.chosen(ctl, "--type NoteAdded --type JobCreated")) == 4
+
+    def test_where_nothing_is_chosen_there_is_nothing(self, ctl: Ctl) -> None:
+        assert self.chosen(ctl, "--type NoSuchFact") == []
+        assert self.chosen(ctl, "--job none") == []
+
+    def test_more_than_the_wire_takes_at_once_comes_whole(self, ctl: Ctl, client: BlockingClient) -> None:
+        for number in range(WINDOW_FACTS + 100):
+            client.note("a", f"{number}")
+        assert len(self.chosen(ctl, "--type NoteAdded")) == 2 + WINDOW_FACTS + 100
+
+    def test_what_is_forgotten_is_told_as_missing(self, ctl: Ctl, neighbour: Neighbour, client: BlockingClient) -> None:
+        neighbour.call(neighbour.house.reopen, journal_facts_max=100)
+        for number in range(200):
+            client.note("a", f"{number}")
+        first = ctl("events --since 1 --json")[1].splitlines()[0]
+        assert json.loads(first)["gap"]["first"] == 2
+        assert ctl("events --since 1")[1].startswith("-- facts 2 to ")
+
+
+class TestPipes:
+    """With processes, because it is about what is between them."""
+
+    def test_whoever_reads_may_stop_early(self, neighbour: Neighbour, client: BlockingClient) -> None:
+        client.create_job("a")
+        for number in range(2000):
+            client.note("a", f"{number} {'x' * 100}")
+        with running(neighbour, "events") as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.stdout.close()
+            assert process.wait() == 0
+            assert process.stderr is not None
+            assert process.stderr.read() == ""
+
+    def test_a_terminal_without_the_character_is_shown_its_number(self, neighbour: Neighbour) -> None:
+        environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command(neighbour, "ping"), env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_follow_goes_on_over_a_restart_of_the_daemon(self, neighbour: Neighbour, client: BlockingClient) -> None:
+        client.create_job("a")
+        start = client.status().last_fact
+        with running(neighbour, f"events --follow --json --since {start}") as process:
+            heard = []
+            for text in ("one", "two", "three"):
+                client.note("a", text)
+                heard += _read_until(process, text)
+                neighbour.call(neighbour.house.reopen)
+            client.note("a", "four")
+            heard += _read_until(process, "four")
+            process.send_signal(signal.SIGINT)
+            assert process.wait() == 130
+            assert process.stderr is not None
+            remarks = process.stderr.read()
+        kept = [item.id for item in client.past_facts(since=start) if isinstance(item, Record)]
+        assert [event["id"] for event in heard] == kept
+        assert "waiting for the daemon" in remarks
+        assert "the daemon is back" in remarks
+        assert "Traceback" not in remarks
+
+    def test_follow_begins_with_what_comes_next(self, neighbour: Neighbour, client: BlockingClient) -> None:
+        client.create_job("a")
+        with running(neighbour, "events --follow --json") as process:
+            while not neighbour.call(neighbour.subscriptions):
+                client.ping()
+            client.note("a", "now")
+            (heard,) = _read_until(process, "now")
+            process.terminate()
+        assert heard["fact"] == {"text": "now"}
+
+
+def command(neighbour: Neighbour, line: str) -> list[str]:
+    return [sys.executable, "-m", "forged.cli.forgectl.main", "--socket", neighbour.socket, *shlex.split(line)]
+
+
+@contextmanager
+def running(neighbour: Neighbour, line: str) -> Iterator[subprocess.Popen[str]]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Whoever runs the tests in the background has them ignore interrupts, and so would what they start.
+    with subprocess.Popen(command(neighbour, line), preexec_fn=_heed_interrupts, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _read_until(process: subprocess.Popen[str], text: str) -> list[dict[str, Any]]:
+    """The events up to the note with that text."""
+    assert process.stdout is not None
+    events: list[dict[str, Any]] = []
+    while not events or events[-1]["fact"].get("text") != text:
+        events.append(json.loads(process.stdout.readline()))
+    return events
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[Path]:
+    """A socket that lets everybody connect and says nothing."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        yield path
+
+
+@contextmanager
+def faking(neighbour: Neighbour, path: Path, treat: Callable[[Guest], Awaitable[None]]) -> Iterator[str]:
+    """A daemon that is none."""
+    fake = FakeDaemon(path, treat)
+    neighbour.call(fake.__aenter__)
+    yield fake.endpoint
+    neighbour.call(fake.__aexit__)

@@ -1,0 +1,258 @@
+"""`forgectl transfers`: once, followed in a pipe, and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.cli.forgectl import candidates, events, main, transfers
+from tests.cli.pretender import Pretender, Refusal, pretending
+
+Caught = pytest.CaptureFixture[str]
+
+TOTALS = {
+    "shards": 12, "transfers": 26, "from_owners": 20, "from_replicas": 6, "from_origin": 0, "bytes": 520_000,
+    "estimated_s": 0.1,
+}  # fmt: skip
+A = {"worker_id": "a", "done": 7, "transfers": 7, "bytes": 140_000, "finished": True}
+E = {"worker_id": "e", "done": 6, "transfers": 19, "bytes": 120_000, "finished": False}
+RUNNING = {
+    "job": "run", "attempt": 3, "running": True, "totals": TOTALS, "done": 13, "bytes": 260_000, "elapsed_s": 0.05,
+    "waiting_for": [], "workers": [A, E],
+}  # fmt: skip
+GATHERING = RUNNING | {
+    "totals": dict.fromkeys(TOTALS, 0), "done": 0, "bytes": 0, "elapsed_s": 0.01, "waiting_for": ["e"],
+    "workers": [one | {"done": 0, "transfers": 0, "bytes": 0, "finished": False} for one in (A, E)],
+}  # fmt: skip
+OVER = RUNNING | {
+    "running": False, "done": 26, "bytes": 520_000, "elapsed_s": 0.09,
+    "workers": [A, E | {"done": 19, "bytes": 380_000, "finished": True}],
+}  # fmt: skip
+LOST = RUNNING | {"done": 0, "bytes": 0, "lost": 3, "lost_shards": [0, 4, 7]}
+NONE_YET = Refusal("refused", "transfers_none", "nothing has travelled in job run yet", "ask later")
+WENT = Refusal("refused", "forbidden", "not yours any more")
+"""What ends who follows."""
+
+
+class Life(dict[str, Any]):
+    """What is answered one after the other."""
+
+    def __init__(self, *views: Any) -> None:
+        super().__init__(ListJobs={"jobs": [{"name": "run"}], "more": False})
+        self.views = [*views, WENT]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.views.pop(0) if key == "ShowTransfers" else super().get(key, default)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "LOOK_INTERVAL_S", 0)
+    monkeypatch.setattr(events, "RECONNECT_PAUSE_S", 0.001)
+
+
+def followed(directory: Path, capsys: Caught, *views: Any, flags: str = "") -> list[str]:
+    """The lines that are shown until the daemon refuses to go on."""
+    with pretending(directory, Life(*views)) as daemon:
+        code, out, err = daemon.run(f"transfers --job run --follow {flags}", capsys)
+    assert code == 3
+    assert "not yours any more" in err
+    return out.splitlines()
+
+
+def drawn(
+    directory: Path, capsys: Caught, *views: Any, columns: int = 100, term: str = "xterm", flags: str = ""
+) -> str:
+    """What is written to a terminal of 24 lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout.isatty", lambda: True)
+        for name, value in (("TERM", term), ("COLUMNS", f"{columns}"), ("LINES", "24")):
+            patch.setenv(name, value)
+        return "\n".join(followed(directory, capsys, *views, flags=flags))
+
+
+class TestOnce:
+    @pytest.fixture
+    def daemon(self, tmp_path: Path) -> Iterator[Pretender]:
+        with pretending(tmp_path, Life(RUNNING)) as daemon:
+            yield daemon
+
+    def test_each_worker_has_a_bar_below_what_all_have_done(self, daemon: Pretender, capsys: Caught) -> None:
+        code, out, err = daemon.run("transfers --job run", capsys)
+        assert (code, err) == (0, "")
+        assert out.splitlines() == [
+            "attempt 3: 13 of 26 shards, 260 kB, 5.2 MB/s, after 50 ms of about 100 ms",
+            "  a  [########################]        7/7    140 kB",
+            "  e  [#######-----------------]       6/19    120 kB",
+        ]
+
+    def test_what_workers_need_is_not_told_before_it_is_known(self, tmp_path: Path, capsys: Caught) -> None:
+        with pretending(tmp_path, Life(GATHERING)) as daemon:
+            said = daemon.run("transfers --job run", capsys)[1]
+        assert said == "attempt 3: waits for e to say what they hold\n"
+
+    def test_that_it_is_being_planned_is_told_and_not_that_nothing_travels(
+        self, tmp_path: Path, capsys: Caught
+    ) -> None:
+        with pretending(tmp_path, Life(GATHERING | {"waiting_for": [], "planned": False})) as daemon:
+            said = "attempt 3: all have said what they hold; what has to travel is being planned\n"
+            assert daemon.run("transfers --job run", capsys) == (0, said, "")
+
+    def test_shards_that_nobody_has_are_named(self, tmp_path: Path, capsys: Caught) -> None:
+        with pretending(tmp_path, Life(LOST)) as daemon:
+            said = daemon.run("transfers --job run", capsys)[1]
+        assert said == "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does\n"
+
+    def test_what_is_lost_is_told_with_who_can_bring_it_back(self, tmp_path: Path, capsys: Caught) -> None:
+        with pretending(tmp_path, Life(LOST | {"last_held_by": ["w3"]})) as daemon:
+            said = daemon.run("transfers --job run", capsys)[1]
+        assert said == (
+            "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does; "
+            "last with w3: start it again with its directory\n"
+        )
+
+    def test_nothing_is_waited_for_in_a_job_that_was_given_up(self, tmp_path: Path, capsys: Caught) -> None:
+        for view, said in (
+            (LOST, "attempt 3: nobody has 3 shards, such as 0, 4, 7; the job was aborted\n"),
+            (GATHERING, "attempt 3: the job was aborted\n"),
+        ):
+            with pretending(tmp_path, Life(view | {"aborted": True, "running": False})) as daemon:
+                assert daemon.run("transfers --job run", capsys)[1].splitlines(keepends=True)[0] == said
+
+    def test_a_job_is_shown_with_what_travels_for_its_rescale(self, tmp_path: Path, capsys: Caught) -> None:
+        job = {"name": "run", "settings": {}}
+        training = {"phase": "rescaling", "state": {}, "rescale": {"attempt": 3}}
+        for view, said in (
+            (LOST, "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for"),
+            (OVER, ""),
+            (NONE_YET, ""),
+        ):
+            life = Life(view, view)
+            life |= {"ShowJob": job, "ShowCluster": training}
+            with pretending(tmp_path, life) as daemon:
+                code, out, _ = daemon.run("jobs show run", capsys)
+                assert code == 0
+                assert out.partition("its data: ")[2].startswith(said)
+                assert bool(said) == ("its data" in out)
+                moving = {"transfers": view} if said else {}
+                assert daemon.told("jobs show run", capsys) == job | {"training": training} | moving
+
+    @pytest.mark.parametrize("training", [{"phase": "waiting"}, {"phase": "rescaling", "rescale": {"attempt": 4}}])
+    def test_what_travelled_for_another_attempt_is_not_shown_with_a_job(
+        self, tmp_path: Path, capsys: Caught, training: dict[str, Any]
+    ) -> None:
+        life = Life(GATHERING, GATHERING)
+        life |= {"ShowJob": {"name": "run"}, "ShowCluster": training}
+        with pretending(tmp_path, life) as daemon:
+            assert "its data" not in daemon.run("jobs show run", capsys)[1]
+
+    def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
+        assert daemon.told("transfers --job run", capsys) == RUNNING
+        assert daemon.asked == [("ShowTransfers", {"job": "run"})]
+
+    def test_where_nothing_has_travelled_it_is_refused(self, tmp_path: Path, capsys: Caught) -> None:
+        with pretending(tmp_path, Life(NONE_YET)) as daemon:
+            code, out, err = daemon.run("transfers --job run", capsys)
+        assert (code, out) == (3, "")
+        assert "nothing has travelled in job run yet" in err
+
+    @pytest.mark.parametrize(
+        "view",
+        [
+            {},
+            {"running": True, "totals": 7, "workers": [{}, 7]},
+            {"running": True, "workers": [{"worker_id": "\x1b[2J", "done": 9, "transfers": 3, "bytes": "x"}]},
+            {"waiting_for": 7, "elapsed_s": "x", "totals": {"estimated_s": "x"}},
+        ],
+    )
+    def test_a_view_may_lack_anything(self, tmp_path: Path, capsys: Caught, view: dict[str, Any]) -> None:
+        with pretending(tmp_path, Life(view)) as daemon:
+            code, out, _ = daemon.run("transfers --job run", capsys)
+        assert code == 0
+        assert out.startswith("attempt -")
+        assert "\x1b" not in out
+
+    def test_the_job_is_offered(self, daemon: Pretender) -> None:
+        words = ["--socket", str(daemon.path), "transfers", "--job", ""]
+        assert candidates.candidates(main._parser(), words) == [("run", "")]
+
+
+class TestFollow:
+    def test_in_a_pipe_each_change_is_a_line(self, tmp_path: Path, capsys: Caught) -> None:
+        later = [view | {"elapsed_s": 9.0} for view in (GATHERING, LOST, RUNNING, OVER)]
+        views = (GATHERING, later[0], LOST, later[1], RUNNING, later[2], OVER, later[3])
+        assert followed(tmp_path, capsys, NONE_YET, *views) == [
+            "attempt 3: waits for e to say what they hold",
+            "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does",
+            "attempt 3: 13 of 26 shards, 260 kB, 5.2 MB/s, after 50 ms of about 100 ms: a 7/7, e 6/19",
+            "attempt 3: all workers hold their data; 26 shards came, 520 kB, in 90 ms; 100 ms were estimated",
+        ]
+
+    def test_programs_are_told_a_line_for_each(self, tmp_path: Path, capsys: Caught) -> None:
+        lines = followed(tmp_path, capsys, GATHERING, RUNNING, RUNNING, OVER, flags="--json")
+        assert [json.loads(line) for line in lines] == [GATHERING, RUNNING, OVER]
+
+    def test_an_attempt_for_which_nothing_travels_says_so(self, tmp_path: Path, capsys: Caught) -> None:
+        nothing = OVER | {"done": 0, "bytes": 0, "totals": dict.fromkeys(TOTALS, 0)}
+        assert followed(tmp_path, capsys, nothing) == ["attempt 3: all workers hold their data"]
+
+    def test_who_needs_nothing_is_left_out_of_a_line_and_told_in_a_block(self, tmp_path: Path, capsys: Caught) -> None:
+        view = RUNNING | {"workers": [A | {"done": 0, "transfers": 0, "bytes": 0}, E]}
+        (line,) = followed(tmp_path, capsys, view)
+        assert line.endswith("of about 100 ms: e 6/19")
+        with pretending(tmp_path, Life(view)) as daemon:
+            assert daemon.run("transfers --job run", capsys)[1].splitlines()[1] == "  a  has all that it needs"
+
+    def test_many_workers_are_counted(self, tmp_path: Path, capsys: Caught) -> None:
+        many = RUNNING | {"workers": [E | {"worker_id": f"w{number}"} for number in range(1000)]}
+        (line,) = followed(tmp_path, capsys, many)
+        assert line.endswith("w7 6/19 and 992 more")
+
+    def test_it_goes_on_with_the_daemon_that_comes_back(self, tmp_path: Path, capsys: Caught) -> None:
+        gone = Refusal("unavailable", "stopping", "the daemon is stopping")
+        assert len(followed(tmp_path, capsys, RUNNING, gone, OVER)) == 2
+
+    def test_whoever_stops_reading_ends_it(self, tmp_path: Path) -> None:
+        class Forever(Life):
+            def get(self, key: str, default: Any = None) -> Any:
+                return RUNNING
+
+        with (
+            pretending(tmp_path, Forever()) as daemon,
+            subprocess.Popen(daemon.command("transfers --job run --follow"), stdout=subprocess.PIPE) as following,
+        ):
+            assert following.stdout is not None
+            assert following.stdout.readline()
+            following.stdout.close()
+            assert following.wait(timeout=30) == 0
+
+
+class TestOnATerminal:
+    def test_an_attempt_is_drawn_where_it_stood(self, tmp_path: Path, capsys: Caught) -> None:
+        first, second = drawn(tmp_path, capsys, RUNNING, OVER).split("\x1b[3A\x1b[J")
+        assert first.splitlines()[2] == "  e  [#######-----------------]       6/19    120 kB"
+        assert second.splitlines()[2] == "  e  [########################]      19/19    380 kB"
+
+    def test_the_next_one_begins_below_it(self, tmp_path: Path, capsys: Caught) -> None:
+        shown = drawn(tmp_path, capsys, OVER, RUNNING | {"attempt": 4})
+        assert "\x1b" not in shown
+        assert re.findall(r"^attempt \d", shown, re.MULTILINE) == ["attempt 3", "attempt 4"]
+
+    def test_more_workers_than_lines_are_counted(self, tmp_path: Path, capsys: Caught) -> None:
+        many = RUNNING | {"workers": [E | {"worker_id": f"w{number}"} for number in range(100)]}
+        lines = drawn(tmp_path, capsys, many).splitlines()
+        assert len(lines) == 24 - 1
+        assert lines[-1] == "  and 79 more workers"
+
+    def test_no_line_is_wider_than_the_terminal(self, tmp_path: Path, capsys: Caught) -> None:
+        assert max(map(len, drawn(tmp_path, capsys, RUNNING, columns=30).splitlines())) < 30
+
+    @pytest.mark.parametrize("how", [{"term": "dumb"}, {"flags": "--json"}])
+    def test_where_nothing_can_be_drawn_it_is_lines(self, tmp_path: Path, capsys: Caught, how: dict[str, Any]) -> None:
+        assert "\x1b" not in drawn(tmp_path, capsys, RUNNING, OVER, **how)

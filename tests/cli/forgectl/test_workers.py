@@ -1,0 +1,777 @@
+"""`forgectl workers`, `forgectl plan`, and what is shown of training."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forged.cli.forgectl import candidates, main, tables, workers
+from forged.client import BlockingClient
+from forged.data import messages as about_data
+from forged.elastic import messages
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.kernel.messages import FACTS, Fact
+from tests.cli.pretender import UNKNOWN, Pretender, Refusal, pretending
+from tests.client.neighbour import Neighbour
+from tests.client.trainees import train
+
+Caught = pytest.CaptureFixture[str]
+Ctl = Callable[[str], tuple[int, str, str]]
+
+W0 = {
+    "id": "w0", "rank": 0, "status": "active", "job": "run", "generation": 3, "step": 120,
+    "last_heartbeat_age_s": 0.4, "address": "node0:4000", "connected": True, "stalled": False,
+}  # fmt: skip
+W1 = W0 | {"id": "w1", "rank": -1, "status": "joining", "last_heartbeat_age_s": None, "address": "node1:4000"}
+PAUSING = {
+    "attempt": 4, "stage": "pausing", "for_s": 1.5, "waiting_for": ["w1", "w2"], "added": [], "removed": ["w3"],
+    "reason": "w3 failed: dead",
+}  # fmt: skip
+RESCALING = {
+    "job": "run", "phase": "rescaling", "paused": False, "generation": 3, "world_size": 4, "joining": 0,
+    "state": {
+        "current_epoch": 2, "current_step": 120, "learning_rate": 0.1, "global_batch_size": 64,
+        "active_worker_count": 4, "state_timestamp": 0.0, "optimizer_state": None,
+    },
+    "failures": 1, "reason": "w3 failed: dead", "rescale": PAUSING,
+}  # fmt: skip
+RUNNING = RESCALING | {"phase": "running", "generation": 4, "world_size": 1, "rescale": None}
+JOB = {"name": "run", "settings": {}, "version": 1}
+UNTRAINED = Refusal("refused", "job_untrained", "no worker has joined job 'run' yet", "start some")
+ABSENT = Refusal("refused", "worker_unknown", "job run has no worker 'w9'", "see `forgectl workers ls`")
+
+
+@pytest.fixture
+def answers() -> dict[str, Any]:
+    return {
+        "ListJobs": {"jobs": [JOB], "more": False},
+        "ShowJob": JOB,
+        "ListWorkers": {"workers": [W0, W1], "more": False},
+        "ShowWorker": W0,
+        "ShowCluster": RUNNING,
+        "DrainWorker": {}, "EvictWorker": {}, "PauseJob": {}, "ResumeJob": {}, "AbortJob": {}, "RescaleJob": {},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[Pretender]:
+    with pretending(tmp_path, answers) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(neighbour: Neighbour) -> Iterator[BlockingClient]:
+    with neighbour.client() as client:
+        yield client
+
+
+@pytest.fixture
+def ctl(neighbour: Neighbour, capsys: Caught) -> Ctl:
+    """Has a real daemon asked."""
+
+    def run(line: str) -> tuple[int, str, str]:
+        code = main.main(["--socket", neighbour.socket, *shlex.split(line)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+class TestList:
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "workers",
+            "workers ls",
+            "workers list",
+            "workers ls --job run --job run",
+            "workers --job run",
+            "workers --job run ls",
+        ],
+    )
+    def test_it_is_a_table(self, daemon: Pretender, capsys: Caught, line: str) -> None:
+        header, *rows = daemon.run(line, capsys)[1].splitlines()
+        assert header.split() == ["job", "id", "rank", "status", "step", "gen", "heard", "address"]
+        assert [row.split() for row in rows] == [
+            ["run", "w0", "0", "active", "120", "3", "400", "ms", "node0:4000"],
+            ["run", "w1", "-", "joining", "120", "3", "-", "node1:4000"],
+        ]
+
+    @pytest.mark.parametrize("columns", [60, 80])
+    def test_an_id_is_whole_on_a_narrow_terminal(
+        self,
+        daemon: Pretender,
+        answers: dict[str, Any],
+        capsys: Caught,
+        monkeypatch: pytest.MonkeyPatch,
+        columns: int,
+    ) -> None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("NO_COLOR", "1")
+        long = "ip-10-0-3-117-48213-9f3a1c"
+        answers["ListWorkers"] = {"workers": [W0 | {"id": long, "connected": False}], "more": False}
+        _, line = daemon.run("workers", capsys)[1].splitlines()
+        assert line.split()[:4] == ["run", long, "0", "active"]
+        assert len(line) <= columns
+
+    def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
+        assert daemon.told("workers ls", capsys) == {"workers": [W0, W1]}
+
+    def test_trouble_has_a_column_where_there_is_some(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        assert "trouble" not in daemon.run("workers", capsys)[1]
+        answers["ListWorkers"] = {"workers": [W0 | {"stalled": True, "connected": False}, W1], "more": False}
+        header, first, second = daemon.run("workers", capsys)[1].splitlines()
+        assert header.endswith("trouble")
+        assert first.endswith("  stalled, no connection")
+        assert second.endswith("node1:4000")
+
+    def test_jobs_that_nobody_has_joined_are_passed_over(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ListWorkers"] = UNTRAINED
+        assert daemon.run("workers", capsys) == (0, "no workers\n", "")
+        assert daemon.run("workers ls --job run", capsys) == (0, "no workers\n", "")
+
+    def test_a_job_that_is_named_and_not_there_is_refused(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers |= {"ListWorkers": UNTRAINED, "ShowJob": Refusal("refused", "job_unknown", "there is no job 'run'")}
+        code, out, err = daemon.run("workers ls --job run", capsys)
+        assert (code, out) == (3, "")
+        assert "there is no job 'run'" in err
+
+    def test_every_page_of_every_job_is_asked_for(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
+        daemon.run("workers", capsys)
+        assert daemon.asked[1:] == [("ListWorkers", {"job": job, "after": ""}) for job in ("run", "two")]
+
+    def test_pages_that_lead_nowhere_end(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+        answers["ListWorkers"] = {"workers": [W0], "more": True}
+        assert daemon.run("workers", capsys)[0] == 1
+
+    @pytest.mark.parametrize("line", ["workers", "workers show w0", "jobs pause run", "plan --job run --workers 2"])
+    def test_an_older_daemon_is_named(self, tmp_path: Path, capsys: Caught, line: str) -> None:
+        with pretending(tmp_path, {"ListJobs": {"jobs": [JOB]}}, agent="forged/0.0.1") as daemon:
+            code, out, err = daemon.run(line, capsys)
+        assert (code, out) == (3, "")
+        assert "the daemon is forged/0.0.1" in err
+        assert "upgrade the daemon" in err
+
+
+class TestOneWorker:
+    def test_it_is_a_line_for_each_field(self, daemon: Pretender, capsys: Caught) -> None:
+        lines = daemon.run("workers show w0", capsys)[1].splitlines()
+        assert "last_heartbeat_age  400 ms" in lines
+        assert daemon.asked[-1] == ("ShowWorker", {"job": "run", "worker_id": "w0"})
+
+    def test_programs_are_told_all_of_it(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+        answers["ShowWorker"] = W1
+        assert daemon.told("workers show w1 --job run", capsys) == W1
+        assert daemon.asked == [("ShowWorker", {"job": "run", "worker_id": "w1"})]
+
+    @pytest.mark.parametrize(
+        ("verb", "method", "said"),
+        [
+            ("drain", "DrainWorker", "w0 of run is to finish its step and go\n"),
+            ("evict", "EvictWorker", "w0 of run counts as dead\n"),
+        ],
+    )
+    def test_the_job_is_found_by_the_worker(
+        self, daemon: Pretender, capsys: Caught, verb: str, method: str, said: str
+    ) -> None:
+        assert daemon.run(f"workers {verb} w0", capsys) == (0, said, "")
+        assert daemon.asked[-1] == (method, {"job": "run", "worker_id": "w0"})
+        assert daemon.told(f"workers {verb} w0 --job run --reason 'disk is full'", capsys) == {"job": "run", "id": "w0"}
+        assert daemon.asked[-1] == (method, {"job": "run", "worker_id": "w0", "reason": "disk is full"})
+
+    @pytest.mark.parametrize("line", ["--job two drain w0", "drain w0 --job two", "--job run drain w0 --job two"])
+    def test_the_job_may_be_named_before_the_verb_or_behind_it(
+        self, daemon: Pretender, capsys: Caught, line: str
+    ) -> None:
+        assert daemon.run(f"workers {line}", capsys)[0] == 0
+        assert daemon.asked == [("DrainWorker", {"job": "two", "worker_id": "w0"})]
+
+    def test_what_may_not_have_been_meant_is_told(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["DrainWorker"] = {"remarks": ["training will stand still"]}
+        said = "w0 of run is to finish its step and go\nnote: training will stand still\n"
+        assert daemon.run("workers drain w0", capsys) == (0, said, "")
+        told = {"job": "run", "id": "w0", "remarks": ["training will stand still"]}
+        assert daemon.told("workers drain w0", capsys) == told
+
+    def test_a_worker_of_several_jobs_is_asked_for_by_job(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
+        code, out, err = daemon.run("workers evict w0", capsys)
+        assert (code, out) == (3, "")
+        assert "several jobs have a worker 'w0': run, two (name one by --job)" in err
+        assert "EvictWorker" not in {method for method, _ in daemon.asked}
+
+    @pytest.mark.parametrize("answer", [ABSENT, UNTRAINED])
+    def test_one_that_no_job_has_is_refused(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, answer: Refusal
+    ) -> None:
+        answers["ShowWorker"] = answer
+        code, _, err = daemon.run("workers drain w9", capsys)
+        assert code == 3
+        assert "no job has a worker 'w9'" in err
+
+    def test_what_the_daemon_refuses_for_another_reason_is_no_absence(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowWorker"] = Refusal("refused", "forbidden", "not yours")
+        code, _, err = daemon.run("workers show w0", capsys)
+        assert code == 3
+        assert "not yours" in err
+
+
+class TestJobs:
+    @pytest.mark.parametrize(
+        ("verb", "method"),
+        [("pause", "PauseJob"), ("resume", "ResumeJob"), ("abort", "AbortJob"), ("rescale", "RescaleJob")],
+    )
+    def test_training_is_steered_with_a_reason_or_without(
+        self, daemon: Pretender, capsys: Caught, verb: str, method: str
+    ) -> None:
+        code, out, err = daemon.run(f"jobs {verb} run", capsys)
+        assert (code, err, out[:5]) == (0, "", "run: ")
+        assert daemon.told(f"jobs {verb} run --reason 'a b'", capsys) == {}
+        assert daemon.asked == [(method, {"job": "run"}), (method, {"job": "run", "reason": "a b"})]
+
+    @pytest.mark.parametrize(
+        ("verb", "reply", "said"),
+        [
+            ("pause", {}, "training is to rest behind its step"),
+            ("pause", {"changed": False, "reason": "night"}, "it was paused already: night"),
+            ("resume", {"changed": True}, "training goes on"),
+            ("resume", {"changed": True, "standing": "1 worker waits"}, "it is not paused any more; 1 worker waits"),
+            ("resume", {"changed": False, "standing": ""}, "it was not paused"),
+            ("resume", {"changed": False, "standing": "1 worker waits"}, "it was not paused; 1 worker waits"),
+            ("abort", {}, "training is given up, and its workers end; how far it was stays on record"),
+            ("abort", {"changed": False, "reason": "enough"}, "it was aborted already: enough"),
+            ("rescale", {}, "a new world is to be agreed on; `forgectl jobs watch` follows it"),
+            ("rescale", {"changed": False, "standing": "1 worker waits"}, "nothing begins yet; 1 worker waits"),
+        ],
+    )
+    def test_who_steers_is_told_what_came_of_it(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, verb: str, reply: dict[str, Any], said: str
+    ) -> None:
+        answers |= dict.fromkeys(("PauseJob", "ResumeJob", "AbortJob", "RescaleJob"), reply)
+        assert daemon.run(f"jobs {verb} run", capsys) == (0, f"run: {said}\n", "")
+        assert daemon.told(f"jobs {verb} run", capsys) == reply
+
+    def test_show_tells_where_training_is(self, daemon: Pretender, capsys: Caught) -> None:
+        job, training = daemon.run("jobs show run", capsys)[1].split("\n\n")
+        assert job.splitlines()[0].split() == ["name", "run"]
+        lines = dict(line.split(maxsplit=1) for line in training.splitlines())
+        assert (lines["phase"], lines["world_size"], lines["step"], lines["epoch"]) == ("running", "1", "120", "2")
+        assert (lines["learning_rate"], lines["updated"]) == ("0.1", "-")
+
+    def test_show_tells_of_a_rescale_by_stage_and_of_who_is_waited_for(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowCluster"] = RESCALING
+        _, _, rescale = daemon.run("jobs show run", capsys)[1].split("\n\n")
+        assert rescale.splitlines()[:5] == [
+            "a rescale is under way:",
+            "attempt      4",
+            "stage        pausing",
+            "for          1.5 s",
+            "waiting_for  w1, w2",
+        ]
+
+    @pytest.mark.parametrize("cluster", [RUNNING, RESCALING])
+    def test_show_begins_with_what_stands_still(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
+    ) -> None:
+        answers["ShowCluster"] = cluster | {"standing": "1 worker waits: max_workers is 1"}
+        lines = daemon.run("jobs show run", capsys)[1].split("\n\n")[1].splitlines()
+        assert lines[1] == "standing           1 worker waits: max_workers is 1"
+        answers["ShowCluster"] = cluster | {"standing": ""}
+        lines = daemon.run("jobs show run", capsys)[1].split("\n\n")[1].splitlines()
+        assert lines[1] == "standing           -"
+
+    def test_the_fence_of_a_job_is_for_programs(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ShowJob"] = answers["CreateJob"] = answers["ChangeJob"] = JOB | {"fence": [1, 0]}
+        for line in ("jobs show run", "jobs create run", "jobs change run a=1"):
+            assert "fence" not in daemon.run(line, capsys)[1]
+        assert daemon.told("jobs show run", capsys)["fence"] == [1, 0]
+
+    def test_a_list_tells_the_phases_of_those_that_somebody_has_joined(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
+        answers["ListClusters"] = {"clusters": [RUNNING], "more": False}
+        header, *rows = daemon.run("jobs ls", capsys)[1].splitlines()
+        assert header.split()[:3] == ["name", "phase", "version"]
+        assert [row.split()[:3] for row in rows] == [["run", "running", "1"], ["two", "-", "1"]]
+        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": "running"}, JOB | {"name": "two"}]}
+
+    @pytest.mark.parametrize(("phase", "said"), [("running", "paused"), ("completed", "completed")])
+    def test_a_list_tells_who_rests(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, phase: str, said: str
+    ) -> None:
+        answers["ListClusters"] = {"clusters": [RUNNING | {"phase": phase, "paused": True}], "more": False}
+        assert said in daemon.run("jobs ls", capsys)[1].splitlines()[1].split()
+        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": phase, "paused": True}]}
+
+    def test_a_daemon_that_tells_no_phases_lists_its_jobs_all_the_same(self, daemon: Pretender, capsys: Caught) -> None:
+        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB]}
+
+    @pytest.mark.parametrize(("line", "more"), [("jobs rm run", {}), ("jobs rm run --force", {"force": True})])
+    def test_a_job_is_removed_by_force_where_that_is_said(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, line: str, more: dict[str, Any]
+    ) -> None:
+        answers["RemoveJob"] = {}
+        assert daemon.run(line, capsys)[0] == 0
+        assert daemon.asked == [("RemoveJob", {"job": "run"} | more)]
+
+    def test_programs_find_the_training_in_the_job(self, daemon: Pretender, capsys: Caught) -> None:
+        assert daemon.told("jobs show run", capsys) == JOB | {"training": RUNNING}
+
+    @pytest.mark.parametrize("answer", [UNTRAINED, UNKNOWN])
+    def test_a_job_without_training_is_shown_all_the_same(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, answer: Refusal
+    ) -> None:
+        answers["ShowCluster"] = answer
+        assert daemon.told("jobs show run", capsys) == JOB
+        assert "phase" not in daemon.run("jobs show run", capsys)[1]
+
+    @pytest.mark.parametrize(
+        "cluster",
+        [{"rescale": 7, "state": None}, RUNNING | {"state": 7}, {"rescale": {"waiting_for": 7}}, {"later": 1}],
+    )
+    def test_training_may_lack_anything(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
+    ) -> None:
+        answers["ShowCluster"] = cluster
+        assert daemon.run("jobs show run", capsys)[0] == 0
+
+
+class Script(dict[str, Any]):
+    """Answers, of which some are lists of what is answered one after the other."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        answer = super().get(key, default)
+        return answer.pop(0) if key == "ShowCluster" else answer
+
+
+class TestWatch:
+    @pytest.fixture(autouse=True)
+    def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(workers, "WATCH_INTERVAL_S", 0)
+
+    LIFE = (
+        RESCALING,
+        RESCALING | {"rescale": PAUSING | {"for_s": 1.7}},
+        RESCALING | {"rescale": PAUSING | {"waiting_for": ["w2"]}},
+        RESCALING | {"rescale": PAUSING | {"stage": "synchronising", "waiting_for": []}},
+        RESCALING | {"rescale": None},
+        RUNNING,
+    )
+
+    def test_each_stage_is_a_line_until_it_is_over(self, tmp_path: Path, capsys: Caught) -> None:
+        with pretending(tmp_path, Script(ShowCluster=list(self.LIFE))) as daemon:
+            code, out, err = daemon.run("jobs watch run", capsys)
+        assert (code, err) == (0, "")
+        assert out.splitlines() == [
+            "attempt 4, pausing: waits for w1, w2 (w3 failed: dead)",
+            "attempt 4, pausing: waits for w2 (w3 failed: dead)",
+            "attempt 4, synchronising: waits for nobody (w3 failed: dead)",
+            "rescaling: between two attempts",
+            "running: generation 4, 1 worker, step 120 (w3 failed: dead)",
+        ]
+
+    def test_programs_are_told_a_line_for_each(self, tmp_path: Path, capsys: Caught) -> None:
+        with pretending(tmp_path, Script(ShowCluster=list(self.LIFE))) as daemon:
+            told = [json.loads(line) for line in daemon.run("jobs watch run --json", capsys)[1].splitlines()]
+        assert told == [self.LIFE[number] for number in (0, 2, 3, 4, 5)]
+
+    def test_where_nothing_is_under_way_it_says_how_things_are(self, daemon: Pretender, capsys: Caught) -> None:
+        assert daemon.run("jobs watch run", capsys)[1].startswith("running: generation 4")
+        assert len(daemon.asked) == 1
+
+    def test_what_stands_still_is_told_behind_how_things_are(self, tmp_path: Path, capsys: Caught) -> None:
+        life = [
+            RESCALING | {"standing": "attempt 4 waits for w1, w2 to stop (1 s)"},
+            RESCALING | {"rescale": None, "standing": "attempt 5 begins when w1 is back"},
+            RESCALING | {"rescale": None, "standing": "attempt 5 begins when w1 is back, in 2 s at the latest"},
+            RUNNING | {"reason": "", "standing": "paused: night"},
+        ]
+        with pretending(tmp_path, Script(ShowCluster=life)) as daemon:
+            assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
+                "attempt 4, pausing: waits for w1, w2 (w3 failed: dead)",
+                "rescaling: between two attempts; attempt 5 begins when w1 is back",
+                "running: generation 4, 1 worker, step 120; paused: night",
+            ]
+
+    def test_many_who_are_waited_for_are_counted(self, tmp_path: Path, capsys: Caught) -> None:
+        many = RESCALING | {"rescale": PAUSING | {"waiting_for": [f"w{number}" for number in range(1000)]}}
+        with pretending(tmp_path, Script(ShowCluster=[many, RUNNING])) as daemon:
+            first = daemon.run("jobs watch run", capsys)[1].splitlines()[0]
+        assert first.startswith("attempt 4, pausing: waits for w0, w1, w2, w3, w4, w5, w6, w7 and 992 more (")
+
+
+class TestPlan:
+    PLAN = {  # noqa: RUF012
+        "world_size": 2, "new_world_size": 3, "learning_rate": 0.1, "new_learning_rate": 0.15, "moves": 1,
+        "global_batch_size": 64, "new_global_batch_size": 64, "remarks": ["so many are not taken in"],
+        "workers": [
+            {"id": "w0", "rank": 0, "new_rank": 0},
+            {"id": "w1", "rank": 2, "new_rank": 1},
+            {"id": "new-1", "rank": -1, "new_rank": 2},
+        ],
+    }  # fmt: skip
+
+    def test_what_would_change_is_shown(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+        answers["PlanRescale"] = self.PLAN
+        assert daemon.run("plan --job run --workers 3", capsys)[1].splitlines() == [
+            "workers            2 -> 3",
+            "learning_rate      0.1 -> 0.15",
+            "global_batch_size  64",
+            "moves              1",
+            "note: so many are not taken in",
+            "",
+            "worker  rank  new_rank",
+            "w1         2         1",
+            "new-1      -         2",
+        ]
+        assert daemon.asked[0] == ("PlanRescale", {"job": "run", "workers": 3})
+
+    def test_what_nobody_knows_yet_is_no_number(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        unknown = {"learning_rate": 0.0, "new_learning_rate": 0.0, "global_batch_size": 0, "new_global_batch_size": 32}
+        answers["PlanRescale"] = self.PLAN | unknown
+        lines = daemon.run("plan --job run --workers 3", capsys)[1].splitlines()
+        assert lines[1:3] == ["learning_rate      -", "global_batch_size  - -> 32"]
+
+    def test_programs_are_told_all_of_it(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+        answers["PlanRescale"] = self.PLAN
+        assert daemon.told("plan --job run --workers 3", capsys) == self.PLAN
+
+    def test_many_who_have_yet_to_come_are_one_line(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        gap = [{"id": "new-1", "rank": -1, "new_rank": 1}]
+        many = [{"id": f"new-{number}", "rank": -1, "new_rank": number + 2} for number in range(2, 9_998)]
+        answers["PlanRescale"] = self.PLAN | {"workers": gap + many}
+        *_, header, only, line = daemon.run("plan --job run --workers 3", capsys)[1].splitlines()
+        assert (header.split(), only.split()) == (["worker", "rank", "new_rank"], ["new-1", "-", "1"])
+        assert line == "new-2 … new-9997 get ranks 4 … 9999"
+        assert len(daemon.told("plan --job run --workers 3", capsys)["workers"]) == 9_997
+        answers["PlanRescale"] = self.PLAN | {"workers": many}
+        assert daemon.run("plan --job run --workers 3", capsys)[1].splitlines()[-2:] == ["", line]
+
+    @pytest.mark.parametrize("plan", [{}, {"workers": 7, "remarks": None}, {"workers": [7], "remarks": [{}]}])
+    def test_a_plan_may_lack_anything(
+        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, plan: dict[str, Any]
+    ) -> None:
+        answers["PlanRescale"] = plan
+        code, out, _ = daemon.run("plan --job run --workers 3", capsys)
+        assert (code, out.splitlines()[-1]) == (0, "no rank changes")
+
+    @pytest.mark.parametrize("size", ["0", "-1", "some", "1.5", "1_0", "", "9" * 30])
+    def test_what_is_no_number_of_workers_is_wrong_usage(self, size: str, capsys: Caught) -> None:
+        with pytest.raises(SystemExit) as left:
+            main.main(["plan", "--job", "run", f"--workers={size}"])
+        assert left.value.code == 2
+        assert "is not a number of workers" in capsys.readouterr().err
+
+
+ABOUT_TRAINING = (messages.__name__, about_data.__name__)
+
+
+def as_sent(value: Any) -> Any:
+    """As it comes out of the wire."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+
+
+OLD = ClusterTopology(tuple(WorkerId(f"w{number}", "node", number) for number in range(4)), 1)
+NEW = ClusterTopology((*OLD.workers[:1], WorkerId("w9", "node", 9), *OLD.workers[2:]), 2)
+STARTED = {
+    "attempt": 2, "type": "scale_down", "world_size": 1, "added": [], "removed": ["w1"], "reason": "w1 failed: dead",
+}  # fmt: skip
+COMPLETED = {
+    "attempt": 2, "type": "replace", "delta": as_sent(OLD.delta_to(NEW)), "step": 5, "epoch": 0,
+    "learning_rate": 0.1, "global_batch_size": 64, "added": ["w9"], "removed": ["w1"], "reason": "w1 failed: dead",
+    "took_s": 0.012,
+}  # fmt: skip
+
+
+class TestFactsInWords:
+    @pytest.mark.parametrize(
+        ("kind", "fact", "said"),
+        [
+            ("WorkerJoined", {"worker": {"id": "w0", "hostname": "::1", "port": 4}}, "w0@::1:4 waits for a rank"),
+            ("WorkerReturned", {"worker_id": "w0", "after_s": 1.2}, "w0 is back after 1.2 s"),
+            ("WorkerReturned", {"worker_id": "w0", "after_s": 0.0}, "w0 is back"),
+            ("WorkerLeft", {"worker_id": "w0", "reason": "done"}, "w0 left: done"),
+            ("WorkerFailed", {"worker_id": "w0", "rank": 0, "reason": "dead"}, "w0 failed with rank 0: dead"),
+            ("WorkerFailed", {"worker_id": "w0", "rank": -1, "reason": "dead"}, "w0 failed: dead"),
+            ("RescaleStarted", STARTED, "attempt 2 at a world of 1 worker (scale down), without w1: w1 failed: dead"),
+            (
+                "RescaleStarted",
+                STARTED | {"in_background": True},
+                "attempt 2 at a world of 1 worker (scale down) while training goes on, without w1: w1 failed: dead",
+            ),
+            (
+                "RescaleStarted",
+                STARTED | {"in_background": False},
+                "attempt 2 at a world of 1 worker (scale down), without w1: w1 failed: dead",
+            ),
+            (
+                "RescaleStarted",
+                STARTED | {"world_size": 2, "removed": [f"w{number}" for number in range(10)]},
+                "attempt 2 at a world of 2 workers (scale down), "
+                "without w0, w1, w2, w3, w4, w5, w6, w7 and 2 more: w1 failed: dead",
+            ),
+            (
+                "RescaleStarted",
+                STARTED | {"type": "replace", "added": ["w9"]},
+                "attempt 2 at a world of 1 worker (replace), with w9, without w1: w1 failed: dead",
+            ),
+            (
+                "RescaleStarted",
+                STARTED | {"type": "replace", "removed": [], "reason": "an operator's wish"},
+                "attempt 2 at a world of 1 worker: an operator's wish",
+            ),
+            (
+                "ProgressLost",
+                {"steps": 1200, "step": 0, "reason": "nobody who had them is left"},
+                "what was committed beyond step 0 is lost, which is 1200 steps: nobody who had them is left",
+            ),
+            (
+                "RescaleSynchronising",
+                {"attempt": 2, "source": {"id": "w0", "hostname": "h", "port": 4}, "step": 7, "behind": 0},
+                "attempt 2: all have stopped behind step 7",
+            ),
+            (
+                "RescaleSynchronising",
+                {"attempt": 2, "source": {"id": "w0", "hostname": "h", "port": 4}, "step": 0, "behind": 2},
+                "attempt 2: all have stopped behind step 0; w0@h:4 gives its state to 2 workers",
+            ),
+            (
+                "RescaleCompleted",
+                COMPLETED,
+                "attempt 2 succeeded after 12 ms: a world of 4 workers, with w9, without w1, goes on behind step 5 "
+                "of epoch 0, learning rate 0.1, batch 64: w1 failed: dead",
+            ),
+            (
+                "RescaleCompleted",
+                COMPLETED | {"delta": {"pieces": 7}, "learning_rate": 0.0, "global_batch_size": 0, "added": []},
+                "attempt 2 succeeded after 12 ms, without w1, goes on behind step 5 of epoch 0: w1 failed: dead",
+            ),
+            (
+                "RescaleCompleted",
+                COMPLETED | {"step": None, "epoch": None},
+                "attempt 2 succeeded after 12 ms: a world of 4 workers, with w9, without w1, learning rate 0.1, "
+                "batch 64: w1 failed: dead",
+            ),
+            (
+                "WorkerLost",
+                {"worker_id": "w0", "reason": "its connection is gone", "grace_s": 15.0},
+                "w0 is out of reach: its connection is gone; it has 15 s to come back",
+            ),
+            (
+                "WorkerLost",
+                {"worker_id": "w0", "reason": "its pulse lives", "grace_s": None},
+                "w0 is out of reach: its pulse lives",
+            ),
+            ("JobWaiting", {"workers": 1, "needed": 2}, "training waits: 1 worker left, 2 needed"),
+            ("JobAborted", {"reason": "enough", "step": 0}, "training is given up behind step 0: enough"),
+        ],
+    )
+    def test_they_are_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
+        assert workers.in_words(kind, fact) == said
+
+    def test_every_fact_about_training_has_one_and_no_other(self) -> None:
+        assert workers._CLAUSES.keys() == {
+            name for name, kind in FACTS.items() if kind.__module__ in ABOUT_TRAINING and kind is not Fact
+        }
+
+    @pytest.mark.parametrize("kind", workers._CLAUSES)
+    def test_every_field_of_a_fact_is_in_its_sentence(self, kind: str) -> None:
+        named = {name for clause in workers._CLAUSES[kind] for name in re.findall(r"\{(\w+)\}", clause)}
+        assert set(FACTS[kind].__struct_fields__) - named <= workers._FOLLOWS
+
+    def test_what_a_newer_daemon_says_besides_stands_behind_it(self) -> None:
+        said = workers.in_words("WorkerLeft", {"worker_id": "w0", "reason": "done", "mood": "good", "for_s": 60})
+        assert said == "w0 left: done mood=good for_s=1m00s"
+
+    @pytest.mark.parametrize("kind", [*workers._CLAUSES, "NoteAdded", None, 7, []])
+    @pytest.mark.parametrize("fact", [{}, {"mood": "good"}])
+    def test_what_is_told_as_nobody_knows_it_is_no_sentence(self, kind: Any, fact: dict[str, Any]) -> None:
+        said = workers.in_words(kind, fact)
+        assert said is None or kind in ("JobPaused", "JobResumed", "JobCompleted", "JobAborted")
+
+    @pytest.mark.parametrize("kind", workers._CLAUSES)
+    @pytest.mark.parametrize("value", [None, 7, -1, 0.5, True, "", "x", b"x", [], [[1], {}], {"pieces": [[1, 2], [3]]}])
+    def test_a_field_may_be_anything(self, kind: str, value: Any) -> None:
+        fact = dict.fromkeys(FACTS[kind].__struct_fields__, value)
+        assert isinstance(workers.in_words(kind, fact), str | None)
+
+    def test_what_others_wrote_cannot_command_the_terminal(self) -> None:
+        said = workers.in_words("WorkerLeft", {"worker_id": "w0", "reason": "\x1b[2J\n{worker_id}"})
+        assert said == r"w0 left: \x1b[2J\n{worker_id}"
+
+    def test_they_stand_in_events_and_in_stories(self, capsys: Caught) -> None:
+        record = {"id": 7, "at": 0.0, "type": "JobCompleted", "job": "a", "origin": "x", "fact": {"step": 9}}
+        tables.event(record, workers.in_words)
+        tables.story([record], 7, workers.in_words)
+        first, second = capsys.readouterr().out.splitlines()
+        assert first.endswith("JobCompleted          training is done behind step 9  (x)")
+        assert second.endswith(first.partition("7")[2])
+
+    def test_a_worker_stands_anywhere_as_it_is_written(self) -> None:
+        worker = {"id": "w0", "hostname": "h\n", "port": 4}
+        assert tables.field("workers", [worker, worker | {"more": 1}]) == (
+            r"w0@h\n:4, {id=w0 hostname=h\n port=4 more=1}"
+        )
+        assert tables.field("worker", worker | {"port": {}}) == r"{id=w0 hostname=h\n port=-}"
+
+
+class TestColours:
+    @pytest.mark.parametrize(
+        ("key", "value", "colour"),
+        [
+            ("status", "active", "32"),
+            ("status", "joining", "33"),
+            ("status", "rescaling", "33"),
+            ("status", "failed", "31"),
+            ("phase", "running", "32"),
+            ("phase", "waiting", "31"),
+            ("phase", "aborted", "31"),
+        ],
+    )
+    def test_what_needs_somebody_stands_out(
+        self, capsys: Caught, monkeypatch: pytest.MonkeyPatch, key: str, value: str, colour: str
+    ) -> None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        tables.pairs({key: value})
+        assert f"\x1b[{colour}m{value}\x1b[0m" in capsys.readouterr().out
+
+
+class TestCompletion:
+    def offered(self, daemon: Pretender, *typed: str) -> list[tuple[str, str]]:
+        return candidates.candidates(main._parser(), ["--socket", str(daemon.path), *typed])
+
+    def test_workers_of_all_jobs_are_offered(self, daemon: Pretender) -> None:
+        assert self.offered(daemon, "workers", "show", "") == [("w0", "run, active"), ("w1", "run, joining")]
+
+    def test_where_the_job_is_named_its_workers_are(self, daemon: Pretender) -> None:
+        assert [name for name, _ in self.offered(daemon, "workers", "drain", "--job", "run", "w1")] == ["w1"]
+        assert daemon.asked == [("ListWorkers", {"job": "run", "after": "w"})]
+
+    def test_also_before_the_verb(self, daemon: Pretender) -> None:
+        assert [name for name, _ in self.offered(daemon, "workers", "--job", "run", "drain", "w1")] == ["w1"]
+        assert daemon.asked == [("ListWorkers", {"job": "run", "after": "w"})]
+
+    def test_where_there_are_none_nothing_is_offered(self, daemon: Pretender, answers: dict[str, Any]) -> None:
+        answers["ListWorkers"] = UNKNOWN
+        assert self.offered(daemon, "workers", "evict", "") == []
+
+    @pytest.mark.parametrize("typed", [["jobs", "pause", ""], ["jobs", "watch", "r"], ["plan", "--job", ""]])
+    def test_jobs_are_offered_where_one_is_meant(self, daemon: Pretender, typed: list[str]) -> None:
+        assert self.offered(daemon, *typed) == [("run", "")]
+
+
+class TestARealDaemon:
+    """Of which the workers are played."""
+
+    @pytest.fixture(autouse=True)
+    def _training(self, client: BlockingClient) -> None:
+        client.create_job("idle")
+        train(client, "run", "w0", "w1")
+
+    def test_its_workers_have_the_fields_that_programs_read(self, ctl: Ctl) -> None:
+        workers = json.loads(ctl("workers ls --json")[1])["workers"]
+        fields = ("id", "rank", "status", "job", "generation", "step")
+        assert [[one[field] for field in fields] for one in workers] == [
+            ["w0", 0, "active", "run", 1, 0],
+            ["w1", 1, "active", "run", 1, 0],
+        ]
+        assert all("last_heartbeat_age_s" in one for one in workers)
+
+    def test_a_worker_is_drained_and_another_is_evicted(self, ctl: Ctl) -> None:
+        assert ctl("workers drain w0 --reason upgrade")[0] == 0
+        assert "leaving" in ctl("workers show w0")[1]
+        assert ctl("workers evict w1")[0] == 0
+        assert ctl("workers show w1 --job run")[0] == 3
+        events = ctl("events")[1]
+        assert "w0 is to finish its step and go: upgrade" in events
+        assert "w1 failed with rank 1: evicted: an operator's wish" in events
+
+    def test_a_rescale_is_asked_for_and_seen(self, ctl: Ctl) -> None:
+        assert ctl("jobs rescale run --reason 'a test'")[0] == 0
+        training = json.loads(ctl("jobs show run --json")[1])["training"]
+        assert (training["phase"], training["rescale"]["waiting_for"]) == ("rescaling", ["w0", "w1"])
+        assert "waiting_for  w0, w1" in ctl("jobs show run")[1]
+        assert "attempt 2 at a world of 2 workers: a test" in ctl("events")[1]
+        assert ctl("jobs abort run")[0] == 0
+        assert ctl("jobs watch run")[1].startswith("aborted: generation 1")
+
+    def test_training_is_paused_and_goes_on(self, ctl: Ctl) -> None:
+        assert ctl("jobs pause run")[0] == 0
+        assert json.loads(ctl("jobs show run --json")[1])["training"]["paused"]
+        assert ctl("jobs resume run")[0] == 0
+        assert not json.loads(ctl("jobs show run --json")[1])["training"]["paused"]
+
+    def test_a_plan_names_who_would_go(self, ctl: Ctl) -> None:
+        assert re.search(r"^w1 +1 +-$", ctl("plan --job run --workers 1")[1], re.MULTILINE)
+
+    def test_where_the_training_of_each_job_is_stands_in_the_list(self, ctl: Ctl) -> None:
+        jobs = json.loads(ctl("jobs ls --json")[1])["jobs"]
+        assert [(job["name"], job.get("phase")) for job in jobs] == [("idle", None), ("run", "running")]
+
+    def test_what_stands_still_is_shown_with_its_reason(self, ctl: Ctl) -> None:
+        ctl("jobs pause run --reason night")
+        assert re.search("^standing +paused: night$", ctl("jobs show run")[1], re.MULTILINE)
+        assert ctl("jobs watch run")[1].endswith("; paused: night\n")
+
+    def test_a_job_is_removed_when_it_is_aborted_or_by_force(self, ctl: Ctl) -> None:
+        code, _, err = ctl("jobs rm run")
+        assert code == 3
+        assert "job run has 2 workers (abort it first (`forgectl jobs abort run`), or --force)" in err
+        assert ctl("jobs rm run --force")[0] == 0
+        assert [job["name"] for job in json.loads(ctl("jobs ls --json")[1])["jobs"]] == ["idle"]
+
+    def test_who_drains_the_last_is_told_that_nobody_is_left(self, ctl: Ctl) -> None:
+        assert "will stand still: 1 worker will be left, and min_workers is 2" in ctl("workers drain w0")[1]
+        assert "will stand still: no worker will be left, and min_workers is 2" in ctl("workers drain w1")[1]
+
+    def test_settings_that_nobody_can_train_with_are_refused_all_at_once(self, ctl: Ctl) -> None:
+        for line in ("jobs create new", "jobs change run"):
+            code, _, err = ctl(f"{line} min_workers=0 max_workers=foo stall_timeout=5 mine=1")
+            assert code == 3
+            assert all(key in err for key in ("min_workers = 0: ", "max_workers = 'foo': ", "mean stall_timeout_ms?"))
+
+    @pytest.mark.parametrize("line", ["jobs pause nojob", "jobs rescale nojob", "plan --job nojob --workers 2"])
+    def test_a_job_that_is_not_there_is_said_not_to_be_there(self, ctl: Ctl, line: str) -> None:
+        code, _, err = ctl(line)
+        assert code == 3
+        assert "there is no job 'nojob' (see `forgectl jobs ls`)" in err
+
+    def test_a_job_that_nobody_has_joined_has_no_training(self, ctl: Ctl) -> None:
+        assert ctl("workers ls --job idle")[1] == "no workers\n"
+        assert "training" not in json.loads(ctl("jobs show idle --json")[1])
+        assert ctl("workers ls --job nobody")[0] == 3
+        assert "no worker has joined" in ctl("jobs pause idle")[2]

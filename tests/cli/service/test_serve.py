@@ -1,0 +1,300 @@
+"""A daemon as a process: how it starts, what it takes from the system, how it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from forged.cli import forged
+from forged.cli.service import serve
+from forged.client import BlockingClient
+from forged.client.client import EARLIEST
+from forged.config import Config
+from forged.kernel.messages import Record
+from forged.plain_client.connection import SUBSCRIBE, Wire
+from forged.status.model import DaemonStarted, DaemonStopping
+from tests.cli.service.test_check_config import BAD_CONFIG, BAD_KEYS
+from tests.client.neighbour import Neighbour
+from tests.net.ends import Certificates
+from tests.processes.daemon import DaemonProcess
+
+Start = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Start:
+    """Tries to run a daemon in this process; for starts that fail. Returns the exit code and the complaint."""
+
+    def run(*flags: str, **places: object) -> tuple[int, str]:
+        given = {"data-dir": tmp_path / "data", "socket": tmp_path / "s", "listen": "127.0.0.1:0"}
+        given |= {name.replace("_", "-"): place for name, place in places.items()}
+        code = forged.main(["run", *flags, *(part for key, one in given.items() for part in (f"--{key}", str(one)))])
+        said = capsys.readouterr()
+        assert said.out == ""
+        return code, said.err
+
+    return run
+
+
+class TestFileLimit:
+    """How many files the system lets a process open decides how many connections there may be."""
+
+    @pytest.fixture
+    def limits(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+        """The soft and the hard limit; the last is what holds."""
+        held: list[tuple[int, int]] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda _: held[-1])
+        monkeypatch.setattr(resource, "setrlimit", lambda _, limit: held.append(limit))
+        return held
+
+    @pytest.mark.parametrize(
+        ("before", "after", "connections"),
+        [
+            ((1024, 4096), (1384, 4096), 1000),
+            ((1024, resource.RLIM_INFINITY), (1384, resource.RLIM_INFINITY), 1000),
+            ((1384, 1384), (1384, 1384), 1000),
+            ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), (resource.RLIM_INFINITY, resource.RLIM_INFINITY), 1000),
+            ((256, 884), (884, 884), 500),
+            ((64, 64), (64, 64), 1),
+        ],
+    )
+    def test_it_is_raised_as_far_as_needed_and_connections_fit_into_what_there_is(
+        self, limits: list[tuple[int, int]], before: tuple[int, int], after: tuple[int, int], connections: int
+    ) -> None:
+        limits.append(before)
+        files = serve.FileLimit()
+        assert files.fit(Config(connections_max=1000)).connections_max == connections
+        assert (limits[-1], files.allowed, files.connections_wanted) == (after, after[0], 1000)
+
+
+class TestRefusingToStart:
+    """In every case with one complaint that says what to do, exit code 2, and nothing left behind."""
+
+    def test_with_a_bad_config_all_that_is_wrong_is_listed(self, start: Start, tmp_path: Path) -> None:
+        path = tmp_path / "forged.toml"
+        path.write_text(BAD_CONFIG.replace('listen = ["nowhere"]\n', ""))
+        code, complaint = start("--config", str(path))
+        assert code == 2
+        assert all(key in complaint for key in BAD_KEYS[1:])
+
+    def test_with_a_flag_that_makes_no_sense(self, start: Start) -> None:
+        code, complaint = start(listen="nowhere")
+        assert code == 2
+        assert "the command line is not a valid configuration" in complaint
+        assert "tcp://host:port" in complaint
+
+    def test_on_a_data_directory_in_use(self, start: Start, tmp_path: Path) -> None:
+        (tmp_path / "data").mkdir()
+        with (tmp_path / "data" / serve.LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            code, complaint = start()
+        assert code == 2
+        assert f"another daemon uses {tmp_path / 'data'}" in complaint
+        assert "another --data-dir" in complaint
+
+    def test_on_a_data_directory_that_is_a_file(self, start: Start, tmp_path: Path) -> None:
+        (tmp_path / "data").write_text("not a directory")
+        code, complaint = start()
+        assert code == 2
+        assert "it is not a directory" in complaint
+
+    def test_on_a_data_directory_that_cannot_be_made(self, start: Start) -> None:
+        code, complaint = start(data_dir="/proc/forged")
+        assert code == 2
+        assert "/proc/forged" in complaint
+        assert "give --data-dir a directory to write to" in complaint
+
+    @pytest.mark.skipif(os.getuid() == 0, reason="nothing is forbidden to root")
+    def test_on_a_data_directory_that_is_not_ours(self, start: Start, tmp_path: Path) -> None:
+        (tmp_path / "data").mkdir(mode=0o500)
+        code, complaint = start()
+        assert code == 2
+        assert "Permission denied" in complaint
+
+    def test_on_a_corrupt_database(self, start: Start, tmp_path: Path) -> None:
+        (tmp_path / "data").mkdir()
+        database = tmp_path / "data" / serve.DATABASE
+        database.write_bytes(b"no database" * 1000)
+        code, complaint = start()
+        assert code == 2
+        assert f"{database} is not a sound store" in complaint
+        assert "restore a backup" in complaint
+        assert database.read_bytes() == b"no database" * 1000
+
+    def test_on_a_port_in_use(self, start: Start, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            code, complaint = start(listen=f"127.0.0.1:{port}")
+        assert code == 2
+        assert complaint.endswith(
+            f"forged: cannot listen at tcp://127.0.0.1:{port}: Address already in use"
+            " (stop the process that listens there, or use another port)\n"
+        )
+        assert not (tmp_path / "s").exists()
+
+    def test_on_a_socket_where_a_daemon_listens(self, start: Start, neighbour: Neighbour) -> None:
+        code, complaint = start(socket=neighbour.socket)
+        assert code == 2
+        assert f"another process is listening at {neighbour.socket}" in complaint
+        with neighbour.client() as client:
+            assert client.ping() > 0
+
+    def test_on_a_socket_path_where_something_else_is(self, start: Start, tmp_path: Path) -> None:
+        (tmp_path / "s").write_text("precious")
+        code, complaint = start()
+        assert code == 2
+        assert "is not a socket; it was left as it is" in complaint
+        assert (tmp_path / "s").read_text() == "precious"
+
+    def test_on_certificates_that_are_not_there(self, start: Start, tmp_path: Path) -> None:
+        path = tmp_path / "forged.toml"
+        path.write_text('tls_certificate = "/none/cert.pem"\ntls_key = "/none/key.pem"\n')
+        code, complaint = start("--config", str(path))
+        assert code == 2
+        assert "/none/cert.pem" in complaint
+        assert "/none/key.pem" in complaint
+
+    @pytest.mark.parametrize("place", ["listen", "http"])
+    def test_on_an_address_that_the_machine_does_not_have_yet_it_may_be_tried_again(
+        self, start: Start, place: str
+    ) -> None:
+        code, complaint = start(**{place: "192.0.2.1:0"})
+        assert code == 4
+        assert "192.0.2.1" in complaint
+
+    def test_it_can_be_tried_again(self, start: Start, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            for _ in range(2):
+                code, complaint = start(listen=f"127.0.0.1:{taken.getsockname()[1]}")
+                assert (code, "in use by" in complaint) == (2, False)
+
+
+class TestRunning:
+    def test_it_says_where_it_is_ready(self, tmp_path: Path) -> None:
+        with DaemonProcess(tmp_path) as daemon:
+            assert daemon.said.startswith("forged ")
+            assert f"is ready on unix://{daemon.socket}, tcp://127.0.0.1:" in daemon.said
+            assert daemon.said.endswith(f"; data in {tmp_path}\n")
+
+    def test_flags_override_the_file_and_port_0_is_any_port(self, tmp_path: Path) -> None:
+        path = tmp_path / "other.toml"
+        path.write_text('data_dir = "/none"\nsocket = "/none/s"\nlisten = ["tcp://192.0.2.1:1"]\n')
+        with DaemonProcess(tmp_path, "--config", str(path)) as daemon, daemon.client() as client:
+            status = client.status()
+            (listen,) = status.listen
+            assert (status.pid, status.data_dir, status.socket) == (
+                daemon.process.pid,
+                str(tmp_path),
+                str(daemon.socket),
+            )
+            assert not listen.endswith(":0")
+            with BlockingClient(listen) as other:
+                assert other.status().history == status.history
+
+    def test_a_reload_that_asks_for_more_connections_than_files_can_be_opened_is_told_of(self, tmp_path: Path) -> None:
+        with DaemonProcess(tmp_path) as daemon:
+            resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (600, 600))
+            (tmp_path / "forged.toml").write_text("connections_max = 1000\n")
+            daemon.process.send_signal(signal.SIGHUP)
+            told = daemon.wait_for("fewer connections are let in than was wanted", wanted=1000, open_files=600)
+            assert told["connections"] == 600 - serve.FILES_BESIDES_CONNECTIONS
+            reloaded = daemon.wait_for("fact", type="ConfigReloaded")
+            assert reloaded["fact"]["changed"] == ["connections_max"]
+            assert daemon.end() == (0, "", "")
+
+    def test_certificates_that_moved_wait_for_a_restart_and_stop_no_reload(self, tmp_path: Path) -> None:
+        (tmp_path / "old").mkdir()
+        old = {"tls_certificate": "old/localhost.pem", "tls_key": "old/localhost.key"}
+        authority = Certificates(tmp_path / "old")
+        authority.issue("localhost")
+        written = "".join(f'{key} = "{tmp_path / path}"\n' for key, path in old.items())
+        with DaemonProcess(tmp_path, **{key: str(tmp_path / path) for key, path in old.items()}) as daemon:
+            (tmp_path / "old").rename(tmp_path / "new")
+            moved = written.replace("/old/", "/new/")
+            for log_level in ("info", "debug"):
+                (tmp_path / "forged.toml").write_text(f'{moved}log_level = "{log_level}"\n')
+                daemon.process.send_signal(signal.SIGHUP)
+                told = daemon.wait_for("fact", type="ConfigReloaded")
+                assert told["fact"]["needs_restart"] == list(old)
+            assert told["fact"]["changed"] == ["log_level"]
+
+    def test_a_certificate_that_cannot_be_renewed_refuses_the_reload(self, tmp_path: Path) -> None:
+        certificate, key = Certificates(tmp_path).issue("localhost")
+        with DaemonProcess(tmp_path, tls_certificate=str(certificate), tls_key=str(key)) as daemon:
+            key.unlink()
+            daemon.process.send_signal(signal.SIGHUP)
+            assert "tls_key" in daemon.wait_for("fact", type="ConfigRefused")["fact"]["reason"]
+
+    def test_what_is_stopping_reads_no_settings_anew(self, tmp_path: Path) -> None:
+        with DaemonProcess(tmp_path, log_facts_per_s_max=100_000) as daemon, blocking_reader(daemon):
+            daemon.process.terminate()
+            daemon.wait_for("the daemon is stopping; a second signal ends it at once")
+            assert daemon.end(signal.SIGHUP) == (0, "", "")
+        assert [line["type"] for line in daemon.log if line["event"] == "fact"][-1] == "DaemonStopping"
+
+    @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_ends_it_in_good_order(self, tmp_path: Path, name: signal.Signals) -> None:
+        with DaemonProcess(tmp_path) as daemon, daemon.client() as client:
+            client.create_job("a")
+            assert daemon.end(name) == (0, "", "")
+            assert [daemon.log[-1]["event"], daemon.log[-2]["type"]] == ["the daemon has stopped", "DaemonStopping"]
+        assert not daemon.socket.exists()
+        with DaemonProcess(tmp_path) as daemon, daemon.client() as client:
+            assert [job.name for job in client.jobs()] == ["a"]
+            facts = [item.fact for item in client.past_facts(since=EARLIEST) if isinstance(item, Record)]
+            assert [type(fact) for fact in facts[-2:]] == [DaemonStopping, DaemonStarted]
+
+    def test_who_does_not_read_does_not_keep_it_past_its_deadline(self, tmp_path: Path) -> None:
+        with DaemonProcess(tmp_path, drain_timeout_s=0.2) as daemon, blocking_reader(daemon):
+            assert daemon.end() == (0, "", "")
+
+    @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+    def test_a_second_signal_ends_it_at_once(self, tmp_path: Path, name: signal.Signals) -> None:
+        with DaemonProcess(tmp_path, drain_timeout_s=3600) as daemon, blocking_reader(daemon):
+            daemon.process.send_signal(signal.SIGTERM)
+            daemon.wait_for("the daemon is stopping; a second signal ends it at once")
+            assert daemon.end(name) == (-name, "", "")
+        with DaemonProcess(tmp_path) as daemon, daemon.client() as client:
+            assert [job.name for job in client.jobs()] == ["a"]
+
+    def test_what_kill_9_leaves_is_cleaned_up(self, tmp_path: Path) -> None:
+        with DaemonProcess(tmp_path) as daemon, daemon.client() as client:
+            client.create_job("a")
+            daemon.end(signal.SIGKILL)
+            assert daemon.socket.is_socket()
+            with DaemonProcess(tmp_path) as again:
+                assert [job.name for job in client.jobs()] == ["a"]
+                assert again.end()[0] == 0
+        assert not daemon.socket.exists()
+
+    def test_nobody_needs_to_read_what_it_says(self, tmp_path: Path) -> None:
+        with DaemonProcess(tmp_path) as daemon:
+            assert daemon.process.stdout is not None
+            assert daemon.process.stderr is not None
+            daemon.process.stdout.close()
+            daemon.process.stderr.close()
+            daemon.process.terminate()
+            assert daemon.process.wait() == 0
+            daemon.process.stdout = daemon.process.stderr = None
+
+
+@contextmanager
+def blocking_reader(daemon: DaemonProcess) -> Iterator[None]:
+    """Somebody who asks for more than fits between him and the daemon, and does not read it."""
+    with daemon.client() as client:
+        client.create_job("a")
+        for number in range(500):
+            client.note("a", f"{number} {'x' * 4000}")
+    with closing(Wire(f"unix://{daemon.socket}", None, 60.0)) as line:
+        line._send([SUBSCRIBE, 1, EARLIEST, "", [], [], 1 << 16])
+        with daemon.client() as client:
+            client.ping()
+        yield

@@ -1,0 +1,222 @@
+"""What a client makes of what its daemon says on one connection."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trustme
+
+from forged.client.client import ForgedClient
+from forged.errors import PeerError, Unavailable
+from forged.jobs.model import Job, JobPage, ListJobs
+from forged.net.protocol.messages import Bye, Facts, Failure, Hello, Ping, Pong, ReplyOut, RequestMessage, Welcome
+from forged.net.transport import tls
+from forged.net.transport.sockets import SystemNetwork
+from forged.retry import RetryPolicy
+from tests.client.fake import WELCOME, FakeDaemon, Guest
+from tests.client.house import SOON, House, config_in
+from tests.client.test_client import client_of
+
+TWICE = RetryPolicy(attempts=2, delay_s=0.001)
+ONCE = RetryPolicy(attempts=1)
+
+
+async def refuse_all(guest: Guest, failure: Failure) -> None:
+    await guest.hear()
+    guest.say(failure)
+
+
+class TestHello:
+    async def test_the_first_word_is_a_hello_with_the_token(self, tmp_path: Path) -> None:
+        heard: list[Hello] = []
+
+        async def treat(guest: Guest) -> None:
+            heard.append(await guest.greet())
+            await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, token="a token"):
+            (hello,) = heard
+        assert (hello.version_min, hello.version_max, hello.token) == (1, 1, "a token")
+
+    async def test_every_connection_of_a_client_bears_the_same_id(self, tmp_path: Path) -> None:
+        heard: list[bytes] = []
+
+        async def treat(guest: Guest) -> None:
+            heard.append((await guest.greet()).client)
+            if len(heard) == 3:
+                await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake):
+            while len(heard) < 3:
+                await asyncio.sleep(0)
+        assert len(set(heard)) == 1
+
+    async def test_a_daemon_that_speaks_no_version_of_ours_is_final(self, tmp_path: Path) -> None:
+        strange = msgspec.structs.replace(WELCOME, version=99)
+        async with FakeDaemon(tmp_path / "s", lambda guest: _welcome_and_wait(guest, strange)) as fake:
+            with pytest.raises(PeerError, match="version 99") as mismatch:
+                await client_of(fake, connect_timeout_s=60).__aenter__()
+        assert mismatch.value.code == "version_mismatch"
+
+    async def test_a_daemon_that_does_not_speak_our_version_is_final(self, tmp_path: Path) -> None:
+        failure = Failure(0, "peer", "version_mismatch", "this end speaks versions 7 to 9", "upgrade")
+        async with FakeDaemon(tmp_path / "s", lambda guest: refuse_all(guest, failure)) as fake:
+            with pytest.raises(PeerError, match="7 to 9"):
+                await client_of(fake, connect_timeout_s=60).__aenter__()
+
+    async def test_a_daemon_that_is_full_is_asked_again_and_then_named_as_the_reason(self, tmp_path: Path) -> None:
+        failure = Failure(0, "unavailable", "too_many_connections", "the house is full", "try later")
+        async with FakeDaemon(tmp_path / "s", lambda guest: refuse_all(guest, failure)) as fake:
+            with pytest.raises(Unavailable, match="the house is full") as nobody:
+                await client_of(fake, connect_timeout_s=60, reconnect=TWICE).__aenter__()
+            assert fake.guests == 2
+        assert nobody.value.code == "no_daemon"
+
+    @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\3abc", b"\0\0\0\1\xc0"])
+    async def test_what_is_no_daemon_is_named_as_such(self, tmp_path: Path, said: bytes) -> None:
+        async def treat(guest: Guest) -> None:
+            guest.writer.write(said)
+            await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake:
+            with pytest.raises(Unavailable, match=r"no daemon on .*(frame announces|not a message)"):
+                await client_of(fake, connect_timeout_s=60, reconnect=TWICE).__aenter__()
+
+
+class TestConversation:
+    async def test_a_ping_is_answered(self, tmp_path: Path) -> None:
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            guest.say(Ping(5))
+            answered.set_result(await guest.hear())
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake):
+            assert await answered == Pong(5)
+
+    async def test_what_breaks_the_protocol_is_told_and_costs_the_connection(self, tmp_path: Path) -> None:
+        told: list[Any] = []
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            if not told:
+                guest.say(Hello(1, 1, b"0" * 16))
+                told.append(await guest.hear())
+            await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client:
+            while fake.guests < 2 or not client.connected:
+                await asyncio.sleep(0)
+        assert [(one.number, one.kind, one.code) for one in told] == [(0, "peer", "message_unexpected")]
+
+    async def test_a_fact_that_cannot_be_read_costs_the_connection_and_not_the_client(self, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            subscribed = await guest.hear()
+            broken = () if fake.guests > 1 else (msgspec.Raw(b"\xc0"),)
+            guest.say(Facts(subscribed.stream, 1, broken))
+            await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client, client.facts():
+            assert fake.guests == 2
+
+    async def test_an_answer_that_is_none_fails_the_call_alone(self, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            request = await guest.hear()
+            guest.say(ReplyOut(request.number, "not jobs"))
+            guest.say(ReplyOut(request.number + 1000, "to nobody"))
+            await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client:
+            with pytest.raises(PeerError, match="ListJobs") as invalid:
+                await client.jobs()
+            assert client.connected
+        assert invalid.value.code == "reply_invalid"
+
+    async def test_frames_may_be_as_large_as_the_daemon_says(self, tmp_path: Path) -> None:
+        job = Job(name="a", settings={"blob": "x" * (5 << 20)}, created_at=0.0, created_by="a test")
+        page = JobPage([job], more=False)
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet(msgspec.structs.replace(WELCOME, frame_bytes_max=8 << 20))
+            request: RequestMessage = await guest.hear()
+            guest.say(ReplyOut(request.number, page))
+            await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client:
+            assert await client.request(ListJobs()) == page
+
+    async def test_goodbye_says_why_the_daemon_went(self, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            guest.say(Bye(0, "gone fishing"))
+            await guest.gone()
+
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, reconnect=ONCE) as client:
+            with pytest.raises(Unavailable, match="gone fishing"):
+                await client.jobs()
+
+
+class TestTls:
+    @pytest.fixture
+    def authority(self) -> trustme.CA:
+        return trustme.CA()
+
+    @pytest.fixture
+    def files(self, authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
+        """The paths of an authority, and of a certificate for both ends."""
+        issued = authority.issue_cert("127.0.0.1", "localhost", common_name="bot")
+        authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+        issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+        issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+        return {name: str(tmp_path / f"{name}.pem") for name in ("ca", "cert", "key")}
+
+    async def test_certificates_are_those_that_the_environment_names(
+        self, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        house = await _secured_house(tmp_path, files)
+        for name, value in (("CA", "ca"), ("CERTIFICATE", "cert"), ("KEY", "key")):
+            monkeypatch.setenv(f"FORGED_{name}", files[value])
+        async with ForgedClient(house.daemon.listening[0], reconnect=SOON) as client:
+            assert (await client.create_job("a")).created_by == "certificate:bot"
+        await house.close()
+
+    async def test_a_certificate_that_is_not_accepted_is_final(
+        self, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        house = await _secured_house(tmp_path, files)
+        trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
+        monkeypatch.setenv("FORGED_CA", str(tmp_path / "other.pem"))
+        with pytest.raises(PeerError, match="its certificate is not accepted"):
+            await ForgedClient(house.daemon.listening[0], connect_timeout_s=60).__aenter__()
+        await house.close()
+
+    async def test_a_daemon_that_wants_a_certificate_says_so(
+        self, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        house = await _secured_house(tmp_path, files)
+        monkeypatch.setenv("FORGED_CA", files["ca"])
+        with pytest.raises(PeerError, match="wants a client certificate"):
+            await ForgedClient(house.daemon.listening[0], connect_timeout_s=60).__aenter__()
+        await house.close()
+
+
+async def _secured_house(directory: Path, files: dict[str, str]) -> House:
+    """A daemon that lets in who shows a certificate."""
+    network = SystemNetwork(tls_server=tls.server_context(files["cert"], files["key"], files["ca"]))
+    config = config_in(directory, listen=("tls://127.0.0.1:0",), certificate_roles={"bot": "worker"})
+    house = House(config, network=network)
+    await house.open()
+    return house
+
+
+async def _welcome_and_wait(guest: Guest, welcome: Welcome) -> None:
+    await guest.greet(welcome)
+    await guest.gone()

@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from forged.data.audit import epoch_audit as module
+from forged.data.audit import service
+from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict
+from forged.data.sampling.usage import Run
+from forged.elastic.messages import RescaleCompleted, RescaleJob
+from forged.errors import RequestRefused
+from forged.jobs.model import CreateJob, RemoveJob
+from forged.kernel.ledger import read_all
+from forged.kernel.store.port import Store, Transaction
+from tests.data.stage import DataStage, a_data_stage
+from tests.elastic.play import JOB
+from tests.spine import virtual
+from tests.troubled_store import TroubledStore
+
+SAMPLES = 100
+BEARING: dict[str, Any] = {"failure_tolerance_percentage": 100, "min_workers_timeout_ms": None}
+
+
+async def report(stage: DataStage, generation: int, begins_at: int, *runs: Run, samples: int = SAMPLES) -> None:
+    if stage.spine.bus.desk.fence_of(JOB) is None:
+        await stage.spine.bus.ask(CreateJob(JOB, {}))
+    await stage.spine.bus.ask(ReportUsage(JOB, "a", generation, begins_at, samples, list(runs)))
+
+
+def steps(first: int, end: int, *, epoch: int = 0, size: int = 10) -> Run:
+    """So many steps, of which each uses what comes next."""
+    start = first * size - epoch * SAMPLES
+    return Run(first, epoch, start, size, end - first)
+
+
+async def audit(stage: DataStage, epoch: int | None = 0) -> AuditView:
+    return await stage.spine.bus.ask(AuditData(JOB, epoch))
+
+
+async def keys(store: Store) -> list[str]:
+    return [entry.key for entry in await read_all(store, service.PREFIX)]
+
+
+async def refused(act: Any) -> str:
+    with pytest.raises(RequestRefused) as error:
+        await act
+    return error.value.code
+
+
+@virtual
+async def test_an_epoch_is_complete_when_all_of_it_was_reported() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 9))
+        assert ((await audit(stage)).complete, (await audit(stage)).missing) == (False, [(90, 100)])
+        await report(stage, 1, 0, steps(9, 10))
+        found = await audit(stage)
+        assert (found.complete, found.used, found.missing_total, found.epochs) == (True, 100, 0, [0])
+
+
+@virtual
+async def test_what_is_reported_again_changes_nothing() -> None:
+    async with a_data_stage() as stage:
+        for _ in range(3):
+            await report(stage, 1, 0, steps(0, 6))
+        await report(stage, 1, 0, steps(3, 10))
+        found = await audit(stage)
+        assert (found.complete, found.repeated) == (True, [])
+
+
+@virtual
+async def test_who_says_nothing_hears_what_is_known() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 6))
+        for generation, known_to in ((1, 6), (2, 0)):
+            taken = await stage.spine.bus.ask(ReportUsage(JOB, "b", generation, 0, SAMPLES, []))
+            assert taken.known_to == known_to
+        assert (await audit(stage)).used == 0, "a world that begins at 0 makes void what was before"
+
+
+@virtual
+async def test_who_reports_otherwise_than_others_is_told() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 10))
+        runs = [Run(0, 0, 0, 10, 9), Run(8, 0, 90, 10, dropped=True)]
+        await stage.spine.bus.ask(ReportUsage(JOB, "b", 1, 0, SAMPLES, runs))
+        found = await audit(stage)
+        assert (found.complete, found.conflicts) == (False, [UsageConflict(8, "b")])
+
+
+@virtual
+async def test_what_is_used_twice_is_told() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 10), Run(10, 0, 20, 10))
+        found = await audit(stage)
+        assert (found.complete, found.repeated) == (False, [(20, 30)])
+
+
+@virtual
+async def test_what_a_world_used_behind_the_beginning_of_a_later_one_is_void() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 8))
+        await report(stage, 2, 5, Run(5, 0, 50, 25, 2))
+        found = await audit(stage)
+        assert (found.complete, found.used) == (True, 100)
+
+
+@virtual
+async def test_what_an_earlier_world_tells_late_counts_up_to_where_the_later_one_began() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 2, 5, steps(5, 10))
+        assert (await audit(stage)).missing == [(0, 50)]
+        await report(stage, 1, 0, steps(0, 8))
+        assert (await audit(stage)).complete
+
+
+@virtual
+async def test_where_training_begins_anew_what_was_used_before_is_void_before_anybody_tells_of_it() -> None:
+    """The first of the new world may die before they tell; a daemon that dies knows it no less."""
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        (a,) = await stage.form("a", **BEARING)
+        await report(stage, 1, 0, steps(0, 3))
+        await a.leave()
+        await stage.start("b")
+        await stage.wait(1.0)
+        assert (await stage.agree(0)).step == 0
+        assert (await audit(stage)).missing == [(0, 100)]
+    async with a_data_stage(TroubledStore(store.memory)) as stage:
+        assert (await audit(stage)).missing == [(0, 100)]
+
+
+@virtual
+async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_where_nobody_stops_too() -> None:
+    async with a_data_stage() as stage:
+        (a,) = await stage.form("a", use_synchronous_rescaling=False, **BEARING)
+        await report(stage, 1, 0, steps(0, 3))
+        (b,) = await stage.start("b")
+        await stage.wait(31.0)
+        assert stage.facts(RescaleCompleted)[-1].step is None
+        assert (await audit(stage)).used == 30, "who trained trains on"
+        await a.leave()
+        await stage.wait(1.0)
+        await b.stop(stage.attempt, 0, holds_state=False)
+        await stage.spine.settle()
+        assert stage.facts(RescaleCompleted)[-1].step == 0
+        assert (await audit(stage)).missing == [(0, 100)]
+        await report(stage, 1, 0, steps(0, 5))
+        assert (await audit(stage)).missing == [(0, 100)], "what is told late of the world before is void as well"
+
+
+@virtual
+async def test_what_a_world_tells_that_was_void_before_anybody_had_told_anything_is_not_believed() -> None:
+    async with a_data_stage() as stage:
+        (a,) = await stage.form("a", **BEARING)
+        (b,) = await stage.start("b")
+        await a.leave(failed=True)
+        await stage.wait(1.0)
+        await stage.agree()
+        generation = stage.facts(RescaleCompleted)[-1].delta.epoch
+        await report(stage, generation - 1, 0, steps(0, 2))
+        await stage.spine.bus.ask(RescaleJob(JOB))
+        await b.stop(stage.attempt, 1, holds_state=True)
+        await stage.spine.settle()
+        await report(stage, generation, 0, steps(0, 1))
+        await report(stage, generation + 1, 1, steps(1, 10))
+        found = await audit(stage)
+        assert (found.used, found.repeated, found.complete) == (100, [], True)
+
+
+@virtual
+async def test_the_latest_epoch_is_looked_at_if_none_is_named() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 10), steps(10, 13, epoch=1))
+        found = await audit(stage, None)
+        assert (found.epoch, found.used, found.epochs) == (1, 30, [0, 1])
+
+
+@virtual
+async def test_what_was_acknowledged_survives_the_daemon() -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await report(stage, 1, 0, steps(0, 8))
+        await report(stage, 2, 5, steps(5, 9))
+    async with a_data_stage(TroubledStore(store.memory)) as stage:
+        assert (await audit(stage)).missing == [(90, 100)]
+        await report(stage, 1, 0, steps(0, 8))
+        await report(stage, 2, 5, steps(5, 10))
+        assert (await audit(stage)).complete
+
+
+@virtual
+async def test_another_number_of_samples_is_refused() -> None:
+    async with a_data_stage() as stage:
+        await report(stage, 1, 0, steps(0, 8))
+        assert await refused(report(stage, 1, 0, steps(8, 9), samples=99)) == "dataset_differs"
+
+
+@virtual
+async def test_what_is_no_part_of_an_epoch_is_refused_and_leaves_nothing() -> None:
+    async with a_data_stage() as stage:
+        assert await refused(report(stage, 1, 0, Run(0, 0, 95, 10))) == "usage_invalid"
+        assert await refused(audit(stage)) == "usage_none"
+        await report(stage, 1, 0, steps(0, 10, size=5), samples=50)
+        assert (await audit(stage)).complete
+
+
+@virtual
+async def test_of_a_job_that_is_removed_nothing_is_left() -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await stage.spine.bus.ask(CreateJob(JOB, {}))
+        await report(stage, 1, 0, steps(0, 8))
+        assert await keys(store) == ["usage/run/0"]
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.spine.settle()
+        assert await keys(store) == []
+        assert await refused(audit(stage)) == "job_unknown"
+
+
+@virtual
+async def test_what_is_told_of_a_job_that_is_gone_is_refused_and_stands_in_the_way_of_no_later_one() -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await stage.spine.bus.ask(CreateJob(JOB, {}))
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        late = ReportUsage(JOB, "a", 7, 0, 50, [steps(0, 5)])
+        assert await refused(stage.spine.bus.ask(late)) == "job_unknown"
+        assert await keys(store) == []
+        await report(stage, 1, 0, steps(0, 10))
+        assert (await audit(stage)).complete
+
+
+BROKEN_LOGS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
+    "no log": lambda chunk: {"0": b"\xc1"},
+    "cut off": lambda chunk: {"0": chunk[:-1]},
+    "its beginning gone": lambda chunk: {"1": chunk},
+    "a strange key": lambda chunk: {"0": chunk, "x": chunk},
+}
+
+
+@virtual
+@pytest.mark.parametrize("broken", BROKEN_LOGS)
+async def test_a_log_that_cannot_be_read_is_told_to_who_asks_and_is_in_the_way_of_nothing_else(broken: str) -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await stage.spine.bus.ask(CreateJob("other", {}))
+        await stage.spine.bus.ask(ReportUsage("other", "a", 1, 0, SAMPLES, [steps(0, 10)]))
+        await report(stage, 1, 0, steps(0, 8))
+    (chunk,) = [entry.value for entry in await read_all(store.memory, "usage/run/")]
+    found = {f"usage/run/{number}": value for number, value in BROKEN_LOGS[broken](chunk).items()}
+    gone = [] if "usage/run/0" in found else ["usage/run/0"]
+    await store.memory.commit([Transaction(store.memory.revision + 1, found, gone)])
+    async with a_data_stage(TroubledStore(store.memory)) as stage:
+        assert (await stage.spine.bus.ask(AuditData("other", 0))).complete
+        assert await refused(audit(stage)) == "usage_unreadable"
+        await report(stage, 1, 0, steps(8, 10))
+        assert {entry.key: entry.value for entry in await read_all(store.memory, "usage/run/")} == found
+        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.spine.settle()
+        assert await keys(store.memory) == ["usage/other/0"]
+        await report(stage, 1, 0, steps(0, 10))
+        assert (await audit(stage)).complete
+
+
+@virtual
+async def test_many_rows_are_settled_and_prove_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "ROWS_MAX", 20)
+    async with a_data_stage() as stage:
+        order = [*range(0, 100, 2), *range(1, 100, 2)]
+        for step, position in enumerate(order):
+            await report(stage, 1, 0, Run(step, 0, position, 1))
+        assert stage.audit.logs[JOB].rows <= 21 + 50
+        assert (await audit(stage)).complete
+        await report(stage, 2, 100, Run(100, 1, 0, 1))
+        assert (await audit(stage)).complete
+
+
+@virtual
+async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "CHUNKS_MAX", 1)
+    monkeypatch.setattr(module, "PARTS_BYTES_MAX", 900)
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await stage.form("a", **BEARING)
+        for epoch in range(3):
+            first = 10 * epoch
+            # Each step goes on elsewhere than where the one before has ended.
+            await report(stage, 1, 0, *(Run(first + step, epoch, 90 - 10 * step, 10) for step in range(10)))
+        assert [(await audit(stage, epoch)).forgotten for epoch in range(3)] == [True, True, False]
+        assert (await audit(stage, 2)).complete
+    async with a_data_stage(TroubledStore(store.memory)) as stage:
+        assert (await audit(stage, 2)).complete
+        assert (await audit(stage, 0)).missing_total == SAMPLES
+
+
+@virtual
+async def test_what_is_told_again_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TroubledStore()
+    async with a_data_stage(store) as stage:
+        await report(stage, 1, 0, steps(0, 6))
+        encoded = 0
+        log = stage.audit.logs[JOB]
+        encode = log.encode
+
+        def counted() -> list[bytes]:
+            nonlocal encoded
+            encoded += 1
+            return encode()
+
+        monkeypatch.setattr(log, "encode", counted)
+        await report(stage, 1, 0, steps(0, 6))
+        assert encoded == 0
+        await report(stage, 1, 0, steps(6, 10))
+        assert encoded == 1

@@ -1,0 +1,149 @@
+"""What a plan tells: the same as its columns, in the words of whoever asks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from forged.data import DataRedistributionPlan, SourceKind, TransferPace
+from forged.data.placement.sources import KINDS
+from forged.elastic import ClusterTopology
+from forged.errors import RequestRefused
+from tests.data.values import UNTIMED, Change, at, changes, redistributor, spread
+
+PACE = TransferPace(bytes_per_second=100.0, bytes_per_sample=10.0, now=1000.0)
+
+
+def plan_for_one(pace: TransferPace | None = PACE, **settings: Any) -> DataRedistributionPlan:
+    """Seven shards of 15, 15, 14... samples that all come from the origin."""
+    plans = redistributor(**settings)
+    return plans.calculate_plan(ClusterTopology(), spread(0), 100, shards=7, pace=pace)
+
+
+@UNTIMED
+@given(changes())
+def test_transfers_say_what_the_columns_say(change: Change) -> None:
+    plan = change.plan()
+    columns = plan.columns
+    assert len(plan.transfers) == columns.shards.size
+    for row, transfer in enumerate(plan.transfers):
+        source = int(columns.sources[row])
+        assert transfer.shard == plan.dataset.shard(int(columns.shards[row]))
+        assert transfer.source_worker == (None if source == -1 else plan.workers[source])
+        assert transfer.destination_worker == plan.workers[columns.destinations[row]]
+        assert transfer.priority == plan.priorities[row]
+        assert transfer.source_kind == KINDS[columns.kinds[row]]
+
+
+@UNTIMED
+@given(changes())
+def test_each_worker_gets_its_own_transfers_in_their_order(change: Change) -> None:
+    plan = change.plan()
+    for worker in plan.workers:
+        mine = [transfer for transfer in plan.transfers if transfer.destination_worker == worker]
+        assert list(plan.for_worker(worker)) == mine
+
+
+def test_for_who_is_not_in_the_plan_nothing_travels() -> None:
+    assert list(plan_for_one().for_worker(at(9, 9))) == []
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    plan = plan_for_one()
+    with pytest.raises(AttributeError):
+        plan.world_size = 2  # type: ignore[misc]
+    for column in (plan.owners, plan.owners_before, plan.replicas, plan.replicas_before, *vars(plan.columns).values()):
+        with pytest.raises(ValueError, match="read-only"):
+            column[...] = 0
+
+
+def test_a_plan_is_the_same_after_a_journey() -> None:
+    plan = plan_for_one()
+    for other in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert list(other.transfers) == list(plan.transfers)
+        assert other.workers == plan.workers
+
+
+def test_a_plan_is_shown_in_one_line_whatever_its_size() -> None:
+    assert repr(plan_for_one()) == "DataRedistributionPlan(7 shards, 1 workers, 7 moved, 7 transfers)"
+
+
+# How much travels.
+
+
+def test_bytes_are_those_of_the_samples_that_travel() -> None:
+    plan = redistributor().calculate_plan(spread(0, 1), spread(0), 11, shards=4)
+    assert [transfer.shard.size for transfer in plan.transfers] == [3, 2]
+    assert plan.bytes_to_move(8) == 40
+    assert plan.bytes_to_move(0.5) == 2
+    assert plan.bytes_to_move(sizes=[1, 20, 300, 4000]) == 4020
+
+
+def test_bytes_can_be_told_by_where_they_come_from() -> None:
+    plan = redistributor().calculate_plan(spread(0, 1, 2), spread(0), 9, shards=3, leaving=[at(1, 1)])
+    assert [plan.transfer_count(kind) for kind in SourceKind] == [1, 0, 1]
+    assert [plan.bytes_to_move(1, kind=kind) for kind in SourceKind] == [3, 0, 3]
+    assert plan.bytes_to_move(sizes=np.array([1, 10, 100]), kind=SourceKind.ORIGIN) == 100
+
+
+@pytest.mark.parametrize("given", [{}, {"bytes_per_sample": 1, "sizes": [1] * 7}, {"sizes": [1] * 6}, {"sizes": []}])
+def test_bytes_without_a_clear_size_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        plan_for_one().bytes_to_move(**given)
+    assert caught.value.code == "sizes_invalid"
+
+
+# How long it takes.
+
+
+def test_what_nobody_measured_is_not_estimated() -> None:
+    plan = plan_for_one(pace=None)
+    assert (plan.completion_times, plan.estimated_seconds) == (None, None)
+    assert {transfer.estimated_completion_time for transfer in plan.transfers} == {None}
+
+
+def test_one_at_a_time_each_waits_for_those_before_it() -> None:
+    plan = plan_for_one(use_parallel_data_transfer=False)
+    times = [transfer.estimated_completion_time for transfer in plan.transfers]
+    assert times == pytest.approx([1001.5, 1003.0, 1004.4, 1005.8, 1007.2, 1008.6, 1010.0])
+    assert plan.estimated_seconds == pytest.approx(10.0)
+
+
+def test_several_at_once_wait_only_for_those_in_their_lane() -> None:
+    plan = plan_for_one(max_concurrent_transfers=3)
+    times = [transfer.estimated_completion_time for transfer in plan.transfers]
+    assert times == pytest.approx([1001.5, 1001.5, 1001.4, 1002.9, 1002.9, 1002.8, 1004.3])
+
+
+def test_workers_do_not_wait_for_each_other() -> None:
+    plan = redistributor(max_concurrent_transfers=1).calculate_plan(
+        ClusterTopology(), spread(0, 1), 100, shards=10, pace=PACE
+    )
+    times = [one.estimated_completion_time for one in plan.for_worker(at(1, 1))]
+    assert times == pytest.approx([1001.0, 1002.0, 1003.0, 1004.0, 1005.0])
+    assert plan.estimated_seconds == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(("lanes", "seconds"), [(1, 99.0), (4, 24.75)])
+def test_whoever_has_what_all_need_is_busy_for_as_long_as_that_takes(lanes: int, seconds: float) -> None:
+    plan = redistributor(max_concurrent_transfers=lanes).calculate_plan(
+        spread(0), spread(*range(100)), 1_000, shards=100, pace=PACE
+    )
+    assert plan.estimated_seconds == pytest.approx(seconds)
+    assert plan.completion_times is not None
+    assert np.all(np.diff(plan.completion_times) >= 0)
+
+
+def test_the_origin_serves_any_number_at_once() -> None:
+    plan = redistributor().calculate_plan(ClusterTopology(), spread(*range(100)), 1_000, shards=100, pace=PACE)
+    assert plan.estimated_seconds == pytest.approx(1.0)
+
+
+def test_where_nothing_travels_it_takes_no_time() -> None:
+    plan = redistributor().calculate_plan(spread(0), spread(0), 5, pace=PACE)
+    assert (plan.estimated_seconds, list(plan.transfers)) == (0.0, [])

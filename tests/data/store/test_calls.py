@@ -1,0 +1,608 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import BinaryIO
+
+import anyio
+import pytest
+
+from forged.data.model import DataShard
+from forged.data.store import calls
+from forged.data.store.calls import LEFT_PER_SHARD_MAX, OriginCalls, OriginSilent, OriginStuck, StoreStuck
+from forged.data.store.directory import DirectoryShardStore
+from forged.data.store.memory import MemoryShardStore
+from forged.data.store.origin import PIECE_BYTES, Bringing, FunctionOrigin, ShardOrigin
+from forged.data.store.port import ArrivingShard, Begun, OpenShard, ShardStore, Stamp
+from forged.errors import Unavailable
+from tests.data.wards import LaggingStore, StuckStore, descriptors, filling, shard
+from tests.worker.meshes import PATIENCE_S, until
+
+SILENT_S = 0.02
+"""How often a caller looks; how long an origin is silent is up to the clock of the test."""
+SIZE = 3 * PIECE_BYTES + 5
+
+
+class Clock:
+    """It stands still until somebody moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self) -> None:
+        """Let as much time pass as anybody has patience for."""
+        self.now += 2 * SILENT_S
+
+
+class Way:
+    """A passage that nobody watches."""
+
+    def begins(self, offset: int, size: int | None) -> None:
+        return
+
+    def moved(self, count: int) -> None:
+        return
+
+    def pause_before(self, count: int) -> float:
+        return 0.0
+
+
+class Hanging:
+    """An origin that hangs behind so many bytes of a shard, in as many calls as it is told to, until it is let go."""
+
+    def __init__(self, behind: int = 0, times: int = 1) -> None:
+        self.gate = threading.Event()
+        self.hung = 0
+        self.raised: list[BaseException] = []
+        self.threads: list[threading.Thread] = []
+        self._behind = behind
+        self._times = times
+
+    def write_to(self, one: DataShard, file: BinaryIO) -> None:
+        data = filling(one.shard_id, SIZE)
+        if self._times:
+            self._times -= 1
+            self.threads.append(threading.current_thread())
+            file.write(data[: self._behind])
+            self.hung += 1
+            assert self.gate.wait(PATIENCE_S)
+            try:
+                file.write(b"late" * PIECE_BYTES)
+            except BaseException as error:
+                self.raised.append(error)
+                raise
+        file.write(data)
+
+    async def end(self) -> None:
+        """Let all of them go, and see that they do."""
+        self.gate.set()
+        await until(lambda: not any(thread.is_alive() for thread in self.threads))
+
+
+class Scene:
+    """Somebody who asks an origin."""
+
+    def __init__(self, store: ShardStore, origin: ShardOrigin) -> None:
+        self.store = store
+        self.origin = origin
+        self.clock = Clock()
+        self.calls = OriginCalls(SILENT_S)
+
+    def bringing(self, number: int = 7) -> Bringing:
+        return Bringing(self.origin, shard(number), self.store, Way(), lambda seconds: None, self.clock)
+
+    def ask(self, number: int = 7) -> asyncio.Task[Stamp]:
+        return asyncio.ensure_future(self.calls.ask(self.bringing(number)))
+
+    async def hang(self, origin: Hanging, number: int = 7) -> None:
+        """Ask, and give up an origin that hangs."""
+        asked, before = self.ask(number), origin.hung
+        await until(lambda: origin.hung > before)
+        self.clock.pass_by()
+        with pytest.raises(OriginSilent):
+            await asked
+
+    async def supersede(self, hung: Callable[[], int]) -> None:
+        """Ask, and want the shard no more once that hangs, too."""
+        asked, before = self.ask(), hung()
+        await until(lambda: hung() > before)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+
+@pytest.fixture(params=[DirectoryShardStore, MemoryShardStore])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ShardStore:
+    made: ShardStore = request.param(tmp_path) if request.param is DirectoryShardStore else request.param()
+    return made
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def write_bytes(one: DataShard, file: BinaryIO) -> None:
+    file.write(b"bytes")
+
+
+def bytes_of(store: ShardStore, number: int) -> bytes:
+    with store.open(number) as opened:
+        return os.pread(opened.fd, opened.stamp.size + 1, 0)
+
+
+@asynccontextmanager
+async def let_go(origin: Hanging) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await origin.end()
+
+
+async def test_an_origin_that_gives_the_shard_is_heard(store: ShardStore) -> None:
+    scene = Scene(store, FunctionOrigin(write_bytes))
+    assert await scene.ask() == Stamp.of(b"bytes")
+    assert bytes_of(store, 7) == b"bytes"
+
+
+async def test_what_an_origin_raises_is_raised() -> None:
+    def fail(one: DataShard, file: BinaryIO) -> None:
+        raise OSError("the bucket is away")
+
+    with pytest.raises(Unavailable, match="the bucket is away"):
+        await Scene(MemoryShardStore(), FunctionOrigin(fail)).ask()
+
+
+@pytest.mark.parametrize("behind", [0, 10, PIECE_BYTES, SIZE])
+async def test_a_silent_origin_is_given_up_and_what_it_does_later_touches_nothing(
+    store: ShardStore, behind: int
+) -> None:
+    origin = Hanging(behind)
+    async with let_go(origin):
+        scene = Scene(store, origin)
+        await scene.hang(origin)
+        assert await scene.ask() == Stamp.of(filling(7, SIZE))
+        await origin.end()
+        (error,) = origin.raised
+        assert isinstance(error, Unavailable)
+        assert error.code == "transfer_stopped"
+        assert bytes_of(store, 7) == filling(7, SIZE)
+
+
+@pytest.mark.parametrize("behind", [0, SIZE])
+async def test_what_comes_late_never_gets_into_what_a_newer_try_is_writing(store: ShardStore, behind: int) -> None:
+    origin = Hanging(behind)
+    async with let_go(origin):
+        scene = Scene(store, origin)
+        await scene.hang(origin)
+        with store.receive(7, None) as newer:
+            newer.write(filling(7, SIZE)[:1000])
+            await origin.end()
+            assert origin.raised
+            newer.write(filling(7, SIZE)[1000:])
+            assert newer.commit() == Stamp.of(filling(7, SIZE))
+        assert bytes_of(store, 7) == filling(7, SIZE)
+
+
+async def test_what_a_silent_origin_has_given_so_far_leaves_neither_file_nor_descriptor(tmp_path: Path) -> None:
+    store, origin = DirectoryShardStore(tmp_path), Hanging(SIZE)
+    async with let_go(origin):
+        before = descriptors()
+        await Scene(store, origin).hang(origin)
+        assert names_in(tmp_path) == []
+        assert descriptors() == before
+        await origin.end()
+        assert names_in(tmp_path) == []
+        assert descriptors() == before
+
+
+async def test_the_shard_and_how_long_nothing_came_are_named() -> None:
+    origin = Hanging()
+    async with let_go(origin):
+        scene = Scene(MemoryShardStore(), origin)
+        asked = scene.ask()
+        await until(lambda: origin.hung == 1)
+        scene.clock.pass_by()
+        with pytest.raises(OriginSilent, match=r"the origin gave nothing of shard 7 for 0\.02 s"):
+            await asked
+
+
+async def test_an_origin_that_ends_normally_when_it_was_given_up_has_given_nothing(store: ShardStore) -> None:
+    gate, ended = threading.Event(), threading.Event()
+
+    def swallow(one: DataShard, file: BinaryIO) -> None:
+        file.write(b"some")
+        assert gate.wait(PATIENCE_S)
+        with suppress(Unavailable):
+            file.write(b"more")
+        ended.set()
+
+    scene = Scene(store, FunctionOrigin(swallow))
+    bringing = scene.bringing()
+    outcome: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            bringing.run()
+        except Unavailable as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    await until(lambda: bool(store._arriving))  # type: ignore[attr-defined]
+    await until(lambda: bringing.silent_s() == 0.0 and bringing._heard_at != float("inf"))
+    bringing.give_up()
+    store.put(7, [b"another's"])
+    gate.set()
+    thread.join(PATIENCE_S)
+    assert ended.is_set()
+    assert [error.code for error in outcome if isinstance(error, Unavailable)] == ["transfer_stopped"]
+    assert bytes_of(store, 7) == b"another's"
+
+
+async def test_each_byte_begins_the_patience_anew() -> None:
+    turns = [threading.Event() for _ in range(5)]
+    written = [threading.Event() for _ in range(5)]
+
+    def drip(one: DataShard, file: BinaryIO) -> None:
+        for turn, done in zip(turns, written, strict=True):
+            assert turn.wait(PATIENCE_S)
+            file.write(b"x")
+            done.set()
+
+    scene = Scene(MemoryShardStore(), FunctionOrigin(drip))
+    bringing = scene.bringing()
+    asked = asyncio.ensure_future(scene.calls.ask(bringing))
+    for turn, done in zip(turns, written, strict=True):
+        scene.clock.now += 0.75 * SILENT_S
+        turn.set()
+        await until(done.is_set)
+        assert bringing.silent_s() == 0.0
+    assert await asked == Stamp.of(b"xxxxx")
+
+
+async def test_to_write_nothing_is_to_give_nothing() -> None:
+    asked_for, turn, written, gate = (threading.Event() for _ in range(4))
+
+    def pretend(one: DataShard, file: BinaryIO) -> None:
+        asked_for.set()
+        assert turn.wait(PATIENCE_S)
+        file.write(b"")
+        written.set()
+        assert gate.wait(PATIENCE_S)
+
+    scene = Scene(MemoryShardStore(), FunctionOrigin(pretend))
+    bringing = scene.bringing()
+    asked = asyncio.ensure_future(scene.calls.ask(bringing))
+    await until(asked_for.is_set)
+    scene.clock.now += 0.75 * SILENT_S
+    turn.set()
+    await until(written.is_set)
+    assert bringing.silent_s() > 0.5 * SILENT_S
+    scene.clock.now += 0.75 * SILENT_S
+    with pytest.raises(OriginSilent):
+        await asked
+    gate.set()
+
+
+async def test_the_time_that_the_store_takes_is_not_the_origins() -> None:
+    store = LaggingStore()
+    scene = Scene(store, FunctionOrigin(write_bytes))
+    bringing = scene.bringing()
+    asked = asyncio.ensure_future(scene.calls.ask(bringing))
+    await until(store.reached.is_set)
+    scene.clock.pass_by()
+    assert bringing.silent_s() == 0.0
+    assert scene.calls.origin_silent_s(bringing) is None
+    store.gate.set()
+    assert await asked == Stamp.of(b"bytes")
+
+
+class SlowToLetGo(MemoryShardStore):
+    """Of which each shard that is closed takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def receive(self, number: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
+        arriving = super().receive(number, stamp, offset)
+        close = arriving.close
+
+        def close_slowly() -> None:
+            self.reached.set()
+            assert self.gate.wait(PATIENCE_S)
+            close()
+
+        arriving.close = close_slowly  # type: ignore[method-assign]
+        return arriving
+
+
+async def test_the_origin_is_not_waited_for_when_the_store_has_yet_to_let_go_of_what_it_broke_off() -> None:
+    def fail(one: DataShard, file: BinaryIO) -> None:
+        raise OSError("the bucket is away")
+
+    store = SlowToLetGo()
+    scene = Scene(store, FunctionOrigin(fail))
+    bringing = scene.bringing()
+    asked = asyncio.ensure_future(scene.calls.ask(bringing))
+    await until(store.reached.is_set)
+    assert scene.calls.origin_silent_s(bringing) is None
+    store.gate.set()
+    with pytest.raises(Unavailable, match="the bucket is away"):
+        await asked
+
+
+async def test_the_origin_is_not_waited_for_when_the_store_has_yet_to_take_the_shard_from_it() -> None:
+    store, origin = SlowToLetGo(), Hanging()
+    async with let_go(origin):
+        scene = Scene(store, origin)
+        bringing = scene.bringing()
+        asked = asyncio.ensure_future(scene.calls.ask(bringing))
+        await until(lambda: origin.hung == 1)
+        scene.clock.pass_by()
+        assert scene.calls.origin_silent_s(bringing) == pytest.approx(2 * SILENT_S)
+        await until(store.reached.is_set)
+        assert scene.calls.origin_silent_s(bringing) is None
+        store.gate.set()
+        with pytest.raises(OriginSilent):
+            await asked
+
+
+@pytest.mark.parametrize("run", [asyncio.run, anyio.run])
+def test_an_origin_may_run_an_event_loop_of_its_own(run: Callable[..., bytes]) -> None:
+    async def fetch() -> bytes:
+        await anyio.sleep(0.001)
+        return b"bytes"
+
+    def write(one: DataShard, file: BinaryIO) -> None:
+        file.write(run(fetch() if run is asyncio.run else fetch))
+
+    async def ask() -> Stamp:
+        return await Scene(MemoryShardStore(), FunctionOrigin(write)).ask()
+
+    assert anyio.run(ask) == Stamp.of(b"bytes")
+
+
+async def test_an_origin_sees_nothing_of_the_context_of_who_calls() -> None:
+    """There stands which library runs the event loop, where somebody asks that way."""
+    library: ContextVar[str] = ContextVar("library", default="none")
+    library.set("the caller's")
+    seen: list[str] = []
+
+    def write(one: DataShard, file: BinaryIO) -> None:
+        seen.append(library.get())
+        write_bytes(one, file)
+
+    await Scene(MemoryShardStore(), FunctionOrigin(write)).ask()
+    assert seen == ["none"]
+
+
+async def test_a_thread_that_is_with_the_store_gives_the_shard_back_itself() -> None:
+    store = LaggingStore()
+    wrote: list[BaseException] = []
+
+    def write(one: DataShard, file: BinaryIO) -> None:
+        try:
+            file.write(b"bytes")
+        except Unavailable as error:
+            wrote.append(error)
+            raise
+
+    asked = Scene(store, FunctionOrigin(write)).ask()
+    await until(store.reached.is_set)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert store._arriving == {7}
+    store.gate.set()
+    await until(lambda: not store._arriving)
+    assert len(wrote) == 1
+    assert not store.holds(7)
+    assert store.put(7, [b"another's"]) == Stamp.of(b"another's")
+
+
+async def test_who_is_cancelled_leaves_the_shard_to_others_at_once(store: ShardStore) -> None:
+    origin = Hanging(10)
+    async with let_go(origin):
+        scene = Scene(store, origin)
+        asked = scene.ask()
+        await until(lambda: origin.hung == 1)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert await scene.ask() == Stamp.of(filling(7, SIZE))
+
+
+class TestCallsThatDoNotEnd:
+    async def test_are_so_many_for_one_shard_and_then_it_is_refused(self) -> None:
+        origin = Hanging(times=1000)
+        async with let_go(origin):
+            scene = Scene(MemoryShardStore(), origin)
+            for _ in range(LEFT_PER_SHARD_MAX):
+                await scene.hang(origin)
+            with pytest.raises(OriginStuck, match=r"of shard 7 for .* s, and 3 calls have not come back"):
+                await scene.ask()
+            assert len(origin.threads) == LEFT_PER_SHARD_MAX
+            await scene.hang(origin, 8)
+
+    async def test_are_so_many_altogether(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calls, "LEFT_MAX", 2)
+        origin = Hanging(times=1000)
+        async with let_go(origin):
+            scene = Scene(MemoryShardStore(), origin)
+            await scene.hang(origin, 1)
+            await scene.hang(origin, 2)
+            with pytest.raises(OriginStuck, match=r"of shard 3 .* 2 calls have not come back"):
+                await scene.ask(3)
+
+    async def test_make_room_when_they_end(self) -> None:
+        origin = Hanging(times=LEFT_PER_SHARD_MAX)
+        async with let_go(origin):
+            scene = Scene(MemoryShardStore(), origin)
+            for _ in range(LEFT_PER_SHARD_MAX):
+                await scene.hang(origin)
+            await origin.end()
+            await until(lambda: not scene.calls._left)
+            assert await scene.ask() == Stamp.of(filling(7, SIZE))
+
+    async def test_are_waited_for_as_long_as_there_was_no_time_to_answer(self) -> None:
+        """Or a few plans that are superseded in a row would make a slow origin one that hangs."""
+        origin = Hanging(times=LEFT_PER_SHARD_MAX)
+        async with let_go(origin):
+            scene = Scene(MemoryShardStore(), origin)
+            for _ in range(LEFT_PER_SHARD_MAX):
+                await scene.supersede(lambda: origin.hung)
+            bringing = scene.bringing()
+            asked = asyncio.ensure_future(scene.calls.ask(bringing))
+            await anyio.wait_all_tasks_blocked()
+            assert not asked.done()
+            scene.clock.now += 0.5 * SILENT_S
+            assert scene.calls.origin_silent_s(bringing) == pytest.approx(0.5 * SILENT_S)
+            await origin.end()
+            assert await asked == Stamp.of(filling(7, SIZE))
+
+    async def test_but_hang_in_the_store_are_waited_for_as_long_and_then_it_is_the_store_that_is_named(self) -> None:
+        store = StuckStore()
+        scene = Scene(store, FunctionOrigin(write_bytes))
+        for _ in range(LEFT_PER_SHARD_MAX):
+            await scene.supersede(lambda: store.reached)
+        bringing = scene.bringing()
+        asked = asyncio.ensure_future(scene.calls.ask(bringing))
+        await anyio.wait_all_tasks_blocked()
+        assert not asked.done()
+        assert scene.calls.origin_silent_s(bringing) is None
+        scene.clock.pass_by()
+        with pytest.raises(StoreStuck, match="3 calls have not come back from what keeps the shards here"):
+            await asked
+        store.gate.set()
+        await until(lambda: not scene.calls._left)
+        assert await scene.ask() == Stamp.of(b"bytes")
+
+
+class OwnStore(ShardStore):
+    """Of somebody who knows no more than the port says."""
+
+    def __init__(self) -> None:
+        self._inner = MemoryShardStore()
+        self.writers: list[OwnArriving] = []
+
+    def held(self) -> Mapping[int, Stamp]:
+        return self._inner.held()
+
+    def holds(self, number: int) -> bool:
+        return self._inner.holds(number)
+
+    def open(self, number: int) -> OpenShard:
+        return self._inner.open(number)
+
+    def begun(self, number: int) -> Begun | None:
+        return self._inner.begun(number)
+
+    def drop(self, number: int) -> None:
+        self._inner.drop(number)
+
+    def receive(self, number: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
+        self.writers.append(OwnArriving(self._inner.receive(number, stamp, offset)))
+        return self.writers[-1]
+
+
+class OwnArriving(ArrivingShard):
+    """It does not expect to be used when it was closed."""
+
+    def __init__(self, inner: ArrivingShard) -> None:
+        self._inner = inner
+        self.is_closed = False
+
+    def write(self, data: bytes | memoryview) -> None:
+        assert not self.is_closed
+        self._inner.write(data)
+
+    def commit(self) -> Stamp:
+        assert not self.is_closed
+        return self._inner.commit()
+
+    def drop(self) -> None:
+        assert not self.is_closed
+        self._inner.drop()
+
+    def close(self) -> None:
+        assert not self.is_closed
+        self.is_closed = True
+        self._inner.close()
+
+
+async def test_a_store_of_somebodys_own_is_closed_once_and_used_no_more() -> None:
+    store, origin = OwnStore(), Hanging(10)
+    async with let_go(origin):
+        scene = Scene(store, origin)
+        await scene.hang(origin)
+        assert [writer.is_closed for writer in store.writers] == [True]
+        assert await scene.ask() == Stamp.of(filling(7, SIZE))
+        await origin.end()
+        assert [error.code for error in origin.raised if isinstance(error, Unavailable)] == ["transfer_stopped"]
+
+
+END = """
+import asyncio, threading
+from forged.data.store.calls import OriginCalls
+from forged.data.store.memory import MemoryShardStore
+from forged.data.store.origin import Bringing, FunctionOrigin
+from tests.data.store.test_calls import Way
+from tests.data.wards import shard
+
+hung = threading.Event()
+
+def hang(one, file):
+    hung.set()
+    threading.Event().wait()
+
+async def main():
+    bringing = Bringing(FunctionOrigin(hang), shard(7), MemoryShardStore(), Way(), lambda s: None, lambda: 0.0)
+    asked = asyncio.ensure_future(OriginCalls(600.0).ask(bringing))
+    await asyncio.to_thread(hung.wait)
+    {how}
+    print("done", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", ["asked.cancel()", "pass"])
+async def test_a_process_ends_though_its_origin_hangs(how: str) -> None:
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", END.format(how=how)], capture_output=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
+
+
+def test_an_origin_that_answers_when_the_loop_has_ended_harms_nobody() -> None:
+    origin, failed = Hanging(), list[object]()
+    unheard: Callable[..., object] = threading.excepthook
+
+    async def main() -> None:
+        asked = Scene(MemoryShardStore(), origin).ask()
+        await until(lambda: origin.hung == 1)
+        asked.cancel()
+        with suppress(asyncio.CancelledError):
+            await asked
+
+    threading.excepthook = lambda told: failed.append(told)
+    try:
+        asyncio.run(main())
+        origin.gate.set()
+        for thread in origin.threads:
+            thread.join(PATIENCE_S)
+    finally:
+        threading.excepthook = unheard
+    assert not any(thread.is_alive() for thread in origin.threads)
+    assert failed == []

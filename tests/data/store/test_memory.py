@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from forged.data.store.memory import MemoryShardStore
+from forged.data.store.port import Stamp, StoreFailed
+from tests.data.wards import descriptors
+
+
+def test_it_takes_no_more_than_there_is_room_for() -> None:
+    store = MemoryShardStore(bytes_max=10)
+    store.put(1, [b"x" * 6])
+    with pytest.raises(StoreFailed) as raised:
+        store.put(2, [b"x" * 4, b"x"])
+    assert raised.value.code == "disk_full"
+    store.put(2, [b"x" * 4])
+
+
+def test_damaged_bytes_keep_the_stamp_that_they_had() -> None:
+    store = MemoryShardStore()
+    stamp = store.put(1, [b"right"])
+    store.damage(1, b"wrong")
+    with store.open(1) as opened:
+        assert opened.stamp == stamp == Stamp.of(b"right")
+        assert os.pread(opened.fd, 5, 0) == b"wrong"
+
+
+def test_no_descriptor_is_left_behind() -> None:
+    before = descriptors()
+    store = MemoryShardStore()
+    store.put(1, [b"x" * 100_000])
+    with store.open(1):
+        assert descriptors() == before + 1
+    assert descriptors() == before

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.data.transfer.bandwidth import BURST_S, HALF_LIFE_S, RATE_BYTES_MIN, Bandwidth, Throttle
+from forged.errors import ConfigError
+
+RATE = 100 * RATE_BYTES_MIN
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, RATE), st.floats(0, 2)), max_size=30),
+    st.floats(0, 1e6),
+)
+def test_no_more_passes_than_the_rate_and_one_burst(wishes: list[tuple[int, float]], began: float) -> None:
+    throttle = Throttle(RATE)
+    now, passed = began, 0
+    for count, idle_s in wishes:
+        now += idle_s
+        now += throttle.take(count, now)
+        passed += count
+        assert passed <= RATE * (now - began + BURST_S) * (1 + 1e-6) + 1
+
+
+def test_whoever_comes_later_waits_longer() -> None:
+    throttle = Throttle(RATE)
+    throttle.take(int(RATE * BURST_S), 0.0)
+    assert [round(throttle.take(RATE, 0.0), 6) for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_without_a_rate_nobody_waits() -> None:
+    assert Throttle(None).take(1 << 60, 0.0) == 0.0
+
+
+def test_a_clock_that_two_threads_read_in_another_order_gives_nothing_away() -> None:
+    throttle = Throttle(RATE)
+    throttle.take(int(RATE * BURST_S), 10.0)
+    first = throttle.take(RATE, 9.0)
+    assert throttle.take(0, 10.0) == pytest.approx(first)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, RATE_BYTES_MIN - 1, math.inf, math.nan])
+def test_a_rate_that_is_none_is_the_operators(rate: float) -> None:
+    with pytest.raises(ConfigError):
+        Throttle(rate)
+
+
+def test_nothing_is_known_before_the_first_byte() -> None:
+    bandwidth = Bandwidth()
+    bandwidth.observe("a", 0, 1.0)
+    bandwidth.observe("a", 5, 0.0)
+    assert bandwidth.overall_bytes_per_s is None
+    assert bandwidth.bytes_per_s("a") is None
+    assert bandwidth.seconds_for({"a": 1}, 1) is None
+    assert bandwidth.seconds_for({}, 1) == 0.0
+
+
+def test_a_rate_is_bytes_over_time_and_each_source_has_its_own() -> None:
+    bandwidth = Bandwidth()
+    bandwidth.observe("a", 100, 1.0)
+    bandwidth.observe(None, 1, 1.0)
+    assert bandwidth.bytes_per_s("a") == 100.0
+    assert bandwidth.bytes_per_s(None) == 1.0
+    assert bandwidth.bytes_per_s("b") == bandwidth.overall_bytes_per_s
+    assert bandwidth.seconds_for({"a": 200, None: 4}, 2) == pytest.approx(3.0)
+
+
+def test_what_was_long_ago_counts_less() -> None:
+    bandwidth = Bandwidth()
+    bandwidth.observe("a", 1000, 1.0)
+    for _ in range(20):
+        bandwidth.observe("a", int(10 * HALF_LIFE_S), HALF_LIFE_S)
+    rate = bandwidth.bytes_per_s("a")
+    assert rate is not None
+    assert 10.0 <= rate < 10.1

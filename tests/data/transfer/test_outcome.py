@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from forged.data.store.port import StoreFailed
+from forged.data.transfer.outcome import (
+    SHARDS_NAMED_MAX,
+    BadCopy,
+    MissingShard,
+    MovedShard,
+    SourceFailure,
+    TransferProgress,
+    TransferReport,
+    UnderWay,
+)
+from forged.data.transfer.schedule import Fault
+from forged.errors import Unavailable
+from tests.data.values import at
+
+A = at(0, 0)
+
+
+def test_a_complete_report_raises_nothing() -> None:
+    report = TransferReport(moved=(MovedShard(1, A, 10, 0, 0.5),))
+    assert report.is_complete
+    report.require_complete()
+
+
+def test_missing_shards_are_named_with_all_that_was_tried() -> None:
+    missing = MissingShard(7, (SourceFailure(A, "it is gone"), SourceFailure(None, "no such file")))
+    with pytest.raises(Unavailable) as raised:
+        TransferReport(missing=(missing, MissingShard(9, ()))).require_complete()
+    assert raised.value.code == "shards_missing"
+    assert raised.value.message == (
+        f"cannot have shard 7 ({A}: it is gone; the origin: no such file); shard 9 (nobody has it)"
+    )
+
+
+def test_a_source_that_says_the_same_each_time_is_quoted_once() -> None:
+    missing = MissingShard(7, (SourceFailure(None, "the bucket is away"),) * 3)
+    assert str(missing) == "shard 7 (the origin: the bucket is away)"
+
+
+def test_the_shard_and_the_origin_are_named_once() -> None:
+    missing = MissingShard(3, (SourceFailure(None, "the origin failed over shard 3: ValueError: shard 33 is odd"),))
+    assert str(missing) == "shard 3 (the origin failed over it: ValueError: shard 33 is odd)"
+    assert missing.reason == "the origin failed over it: ValueError: shard 33 is odd"
+
+
+def test_a_reason_that_several_share_is_told_once() -> None:
+    full = [
+        MissingShard(number, (SourceFailure(A, f"there is no room on the disk for shard {number}", Fault.OURS),))
+        for number in (13, 17, 19)
+    ]
+    with pytest.raises(StoreFailed) as raised:
+        TransferReport(missing=(*full, MissingShard(4, (SourceFailure(A, "it hangs", Fault.OURS),)))).require_complete()
+    assert raised.value.message == (
+        "cannot keep 3 shards (there is no room on the disk): 13, 17, 19; shard 4 (it hangs)"
+    )
+
+
+def test_what_this_host_does_not_take_is_nobody_elses_fault() -> None:
+    full = MissingShard(7, (SourceFailure(A, "it is gone"), SourceFailure(A, "there is no room", Fault.OURS)))
+    assert (full.is_own_fault, full.is_with_nobody) == (True, False)
+    with pytest.raises(StoreFailed) as raised:
+        TransferReport(missing=(MissingShard(3, ()), full)).require_complete()
+    assert raised.value.message == "cannot keep shard 7 (there is no room)"
+    origin = MissingShard(7, (SourceFailure(None, "there is no room", Fault.OURS),))
+    assert (origin.is_own_fault, origin.is_with_nobody) == (True, False)
+
+
+def test_a_shard_is_with_nobody_where_no_worker_was_to_have_it() -> None:
+    def told(*failures: SourceFailure) -> tuple[bool, bool]:
+        missing = MissingShard(7, failures)
+        return missing.is_with_nobody, missing.is_refused
+
+    refused, broken = SourceFailure(None, "no such file", Fault.REFUSED), SourceFailure(None, "away")
+    assert told(refused) == (True, True)
+    assert told(broken, broken) == (True, False)
+    assert told(broken, SourceFailure(None, "our disk", Fault.OURS), refused) == (True, True)
+    assert told() == (True, True)
+    assert told(SourceFailure(A, "away"), refused) == (False, True)
+    assert told(SourceFailure(A, "not held", Fault.REFUSED)) == (False, True)
+
+
+def test_many_missing_shards_are_counted() -> None:
+    report = TransferReport(missing=tuple(MissingShard(number, ()) for number in range(SHARDS_NAMED_MAX + 3)))
+    with pytest.raises(Unavailable, match="and 3 more"):
+        report.require_complete()
+
+
+def test_progress_has_a_rate_also_before_time_has_passed() -> None:
+    assert TransferProgress(0, 0, 1, 10, 0.0).bytes_per_s == 0.0
+    assert TransferProgress(0, 0, 1, 10, 2.0).bytes_per_s == 5.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        TransferReport(
+            (MovedShard(1, None, 10, 5, 0.5),), (2,), (MissingShard(3, ()),), (BadCopy(4, A, "shard_corrupt", "why"),)
+        ),
+        TransferProgress(1, 2, 3, 4, 5.0, (UnderWay(1, A, 5, None), UnderWay(2, None, 0, 9, 4.5))),
+    ],
+)
+def test_outcomes_can_be_told_to_others(value: msgspec.Struct) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value)) == value

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from forged.elastic.failure_detector.peer_reports import Complaints
+
+
+def said(*pairs: str, generation: int = 1) -> Complaints:
+    complaints = Complaints()
+    for pair in pairs:
+        complaints.add(pair[0], pair[1], generation)
+    return complaints
+
+
+BY_ALPHABET = {worker: ord(worker) for worker in "abcd"}
+
+
+def test_at_first_nobody_complains() -> None:
+    complaints = Complaints()
+    assert complaints.worlds == 0
+    assert complaints.about("a", 0) == ""
+    assert complaints.worst(BY_ALPHABET) is None
+
+
+def test_a_complaint_is_about_one_worker_in_one_world() -> None:
+    complaints = said("ba", generation=4)
+    assert complaints.about("a", 4) == "b"
+    assert complaints.about("b", 4) == ""
+    assert complaints.about("a", 5) == ""
+
+
+def test_worlds_are_counted_once_however_many_complain() -> None:
+    complaints = said("ba", "ca", "da")
+    assert complaints.worlds == 1
+    complaints.add("b", "a", 2)
+    assert complaints.worlds == 2
+
+
+def test_whom_most_are_at_odds_with_is_the_worst() -> None:
+    assert said("ba", "ca", "da").worst(BY_ALPHABET) == "a"
+    assert said("ab", "ac", "ad").worst(BY_ALPHABET) == "a"
+
+
+def test_of_two_who_name_each_other_the_higher_rank_is_the_worse() -> None:
+    assert said("ab", "ba").worst(BY_ALPHABET) == "b"
+    assert said("ab").worst(BY_ALPHABET) == "b"
+
+
+def test_the_same_complaint_again_makes_nobody_worse() -> None:
+    complaints = said("ba", "ab", "cb")
+    complaints.add("a", "b", 2)
+    complaints.add("b", "a", 3)
+    assert complaints.worst(BY_ALPHABET) == "b"
+
+
+def test_who_is_gone_has_said_nothing_and_nothing_was_said_of_it() -> None:
+    complaints = said("ba", "cb", "cd")
+    complaints.forget("b")
+    assert complaints.about("a", 1) == ""
+    assert complaints.about("b", 1) == ""
+    assert complaints.about("d", 1) == "c"
+
+
+def test_a_world_that_broke_over_the_end_of_a_worker_does_not_count() -> None:
+    complaints = said("ba", "ca")
+    complaints.add("b", "d", 2)
+    complaints.add("b", "c", 3)
+    complaints.add("c", "b", 3)
+    complaints.forget("a")
+    complaints.forget("d")
+    assert complaints.worlds == 1
+    assert complaints.about("c", 3) == "b"
+
+
+def test_when_all_is_well_everything_is_forgotten() -> None:
+    complaints = said("ba")
+    complaints.clear()
+    complaints.clear()
+    assert (complaints.worlds, complaints.about("a", 1)) == (0, "")
+
+
+def test_what_is_withdrawn_was_not_said() -> None:
+    complaints = said("ab", "ba")
+    complaints.withdraw("a", "b")
+    complaints.withdraw("a", "c")
+    assert (complaints.about("b", 1), complaints.about("a", 1)) == ("", "b")
+    assert complaints.between("a", "b")
+
+
+def test_of_some_the_worst_is_whom_most_of_all_are_at_odds_with() -> None:
+    complaints = said("ab", "cb", "cd")
+    assert complaints.worst({"a": 0, "b": 1}) == "b"
+    assert complaints.worst({"a": 0}) == "a"
+    assert complaints.worst({"x": 0}) is None
+    assert not complaints.between("a", "c")
+
+
+def test_who_names_nobody_is_the_worst_where_nobody_else_was_named() -> None:
+    complaints = said("bb")
+    complaints.add("b", "b", 2)
+    assert (complaints.worlds, complaints.worst(BY_ALPHABET)) == (2, "b")
+    assert complaints.about("b", 1) == "", "nobody else has said so"
+
+
+def test_what_was_said_of_nobody_is_explained_by_who_has_gone_from_that_world() -> None:
+    complaints = said("bb", "ba")
+    complaints.add("b", "b", 2)
+    complaints.explain(2)
+    assert complaints.worlds == 1
+    complaints.explain(1)
+    assert complaints.between("b", "a")
+    assert not complaints.between("b", "b")

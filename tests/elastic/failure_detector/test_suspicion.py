@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.failure_detector.detector import NEVER, Watch
+from forged.elastic.failure_detector.suspicion import QUARRELS_MAX, Quarrels
+from forged.elastic.membership.world_membership import Lineup
+from forged.elastic.outbox import Outbox
+from tests.elastic.play import BEGINNING_S, newcomer
+
+NOW = BEGINNING_S + 10.0
+
+
+class Scene:
+    """A world of `a`, `b` and `c`, and `d`, who is not in it yet."""
+
+    def __init__(self, holders: str = "abc") -> None:
+        self.lineup, self.watch = Lineup("run", ElasticTrainingConfig()), Watch(Outbox())
+        for name in "abcd":
+            self.lineup.enter(newcomer(name))
+        for _ in range(QUARRELS_MAX):
+            self.begin_another(holders)
+        self.quarrels = Quarrels(self.lineup, self.watch)
+
+    def begin_another(self, holders: str = "abc") -> None:
+        """Another world holds, of the same workers."""
+        self.lineup.commit("abc", (), NOW, all_have_stopped=True)
+        self.lineup.state_holders = frozenset(holders)
+
+    def lose(self, name: str) -> None:
+        self.lineup.members[name].lost_at = NOW
+        self.quarrels.lost(self.lineup.members[name], NOW)
+
+    def complain(self, name: str, peer: str) -> None:
+        self.quarrels.does_not_reach(self.lineup.members[name], peer, NOW)
+
+    @property
+    def doubts(self) -> bool:
+        """Whether somebody is to be looked at soon."""
+        return self.watch.due_at() < NEVER and bool(self.watch._doubts)
+
+
+def test_whom_neither_the_daemon_nor_another_reaches_is_doubted_whoever_is_first() -> None:
+    first, second = Scene(), Scene()
+    first.lose("b")
+    assert not first.doubts
+    first.complain("a", "b")
+    second.complain("a", "b")
+    assert not second.doubts
+    second.lose("b")
+    assert first.doubts
+    assert second.doubts
+
+
+def test_nobody_is_doubted_for_what_was_said_in_another_world() -> None:
+    scene = Scene()
+    scene.complain("a", "b")
+    scene.begin_another()
+    scene.lose("b")
+    assert not scene.doubts
+
+
+def test_who_is_not_in_the_world_has_nothing_to_say_of_it() -> None:
+    scene = Scene()
+    scene.lose("b")
+    scene.complain("d", "b")
+    assert not scene.doubts
+    assert scene.quarrels.complaints.worlds == 0
+
+
+def test_who_alone_has_the_state_is_given_its_whole_grace() -> None:
+    scene = Scene(holders="b")
+    scene.lose("b")
+    scene.complain("a", "b")
+    assert not scene.doubts
+
+
+def test_nobody_has_to_go_before_so_many_worlds_have_come_to_nothing() -> None:
+    scene = Scene()
+    for _ in range(QUARRELS_MAX):
+        assert scene.quarrels.loser() is None
+        scene.begin_another()
+        scene.complain("a", "c")
+        scene.complain("b", "c")
+    assert scene.quarrels.loser() == "c"
+
+
+def test_of_two_at_odds_who_has_the_state_stays() -> None:
+    scene = Scene(holders="c")
+    for _ in range(QUARRELS_MAX):
+        scene.begin_another(holders="c")
+        scene.complain("a", "c")
+    assert scene.quarrels.loser() == "a"
+
+
+@pytest.mark.parametrize("peer", ["", "b", "d", "x"], ids=["nobody", "itself", "an outsider", "somebody who is gone"])
+def test_over_whom_nobody_else_of_the_world_is_named_goes_who_says_that_it_cannot_go_on(peer: str) -> None:
+    scene = Scene()
+    for _ in range(QUARRELS_MAX):
+        scene.begin_another()
+        scene.quarrels.cannot_go_on(scene.lineup.members["b"], peer)
+    assert scene.quarrels.loser() == "b"
+
+
+def test_who_names_another_of_the_world_is_not_held_against_itself() -> None:
+    scene = Scene()
+    scene.quarrels.cannot_go_on(scene.lineup.members["b"], "a")
+    assert scene.quarrels.complaints.worlds == 0

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.membership.member import (
+    PULSE_INTERVAL_S,
+    PULSE_INTERVAL_S_MIN,
+    PULSES_MISSED_MAX,
+    Member,
+    death_of,
+    holding_up,
+    mute_since,
+    overstays,
+    pulse_interval_s,
+)
+from tests.elastic.play import incarnation, worker_of
+
+CONFIG = ElasticTrainingConfig(worker_heartbeat_timeout_ms=10_000, reconnect_grace_ms=15_000)
+AT = 100.0
+
+
+def member(name: str = "a", /, **more: Any) -> Member:
+    found = Member(worker_of(name), incarnation(name), b"client", 0.0)
+    found.seen_at = AT
+    for field, value in more.items():
+        setattr(found, field, value)
+    return found
+
+
+@pytest.mark.parametrize("source", ["seen_at", "heard_at", "pulse_at"])
+def test_any_sign_of_life_keeps_it_alive_for_the_timeout(source: str) -> None:
+    found = member(**{source: AT + 5})
+    assert death_of(found, CONFIG, AT + 14.9) is None
+    assert death_of(found, CONFIG, AT + 15.0) == "neither its library nor its pulse was heard for 10.0 s"
+
+
+def test_a_pulse_speaks_for_a_library_that_is_silent() -> None:
+    found = member(heard_at=AT, pulse_at=AT + 60)
+    assert death_of(found, CONFIG, AT + 69) is None
+
+
+def test_without_a_connection_it_has_its_grace_although_it_is_silent() -> None:
+    found = member(lost_at=AT + 9)
+    assert death_of(found, CONFIG, AT + 23.9) is None
+    assert death_of(found, CONFIG, AT + 24) == "its connection was lost 15.0 s ago and did not come back"
+
+
+def test_who_has_lost_the_connection_lives_as_long_as_its_pulse() -> None:
+    """A suspended process answers nobody, and a held lock keeps it from reconnecting."""
+    found = member(lost_at=AT, pulse_at=AT + 60)
+    assert death_of(found, CONFIG, AT + 61) is None
+    assert death_of(found, CONFIG, AT + 62) == "its connection was lost 62.0 s ago and did not come back"
+
+
+def test_whoever_is_silent_holds_the_others_up() -> None:
+    silent, late = member("a", marks=2), member("b", marks=1, heard_at=AT + 20)
+    waiting = member("c", marks=2, heard_at=AT + 20)
+    assert holding_up([silent, late, waiting], "abc", CONFIG, AT + 20) == [silent]
+
+
+def test_where_all_are_heard_those_hold_the_others_up_who_have_come_least_far() -> None:
+    late, waiting, joiner = member("a", marks=1), member("b", marks=2), member("c")
+    assert holding_up([late, waiting], "ab", CONFIG, AT) == [late]
+    assert holding_up([late, waiting, joiner], "ab", CONFIG, AT) == [late, joiner]
+
+
+def stay(found: Member, now: float, *, is_needed: bool = True) -> str | None:
+    return overstays(found, ElasticTrainingConfig(leave_timeout_ms=60_000), now, is_needed=is_needed)
+
+
+def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
+    found = member(leaving_at=AT + 5, heard_at=AT + 20, pulse_at=AT + 65)
+    assert stay(found, AT + 70) is None
+    found.leaving = "its host is needed"
+    assert stay(found, AT + 64.9) is None
+    assert stay(found, AT + 79.9) is None, "its library was heard since"
+    assert stay(found, AT + 80) == "it was told to go 75.0 s ago, and its library was not heard for 60.0 s"
+    found.heard_at = AT + 60
+    assert stay(found, AT + 80) is None
+
+
+def test_who_is_to_go_and_has_lost_its_connection_has_its_grace() -> None:
+    found = member(leaving_at=AT, heard_at=AT, pulse_at=AT + 100, lost_at=AT + 100)
+    found.leaving = "its host is needed"
+    for is_needed in (False, True):
+        assert stay(found, AT + 114.9, is_needed=is_needed) is None
+        assert stay(found, AT + 115, is_needed=is_needed) is not None
+
+
+def test_who_is_to_go_and_whom_nobody_needs_has_its_time_though_it_is_heard() -> None:
+    found = member(leaving_at=AT + 5, heard_at=AT + 65)
+    found.leaving = "its host is needed"
+    assert stay(found, AT + 64.9, is_needed=False) is None
+    assert stay(found, AT + 65, is_needed=False) == "it was told to go 60.0 s ago, and did not"
+
+
+def test_who_was_told_to_go_by_another_daemon_has_its_time_from_when_this_one_knows_it() -> None:
+    found = member(seen_at=AT + 30, pulse_at=AT + 90)
+    found.leaving = "its host is needed"
+    assert stay(found, AT + 89) is None
+    assert stay(found, AT + 90) is not None
+
+
+def test_where_drains_have_no_end_nobody_overstays() -> None:
+    found = member()
+    found.leaving = "its host is needed"
+    assert overstays(found, ElasticTrainingConfig(leave_timeout_ms=None), AT + 1e9, is_needed=False) is None
+
+
+def test_a_grace_of_nothing_is_over_at_once() -> None:
+    assert death_of(member(lost_at=AT), ElasticTrainingConfig(reconnect_grace_ms=0), AT) is not None
+
+
+def test_a_pulse_counts_as_long_as_few_of_its_words_are_missing() -> None:
+    assert not member().has_pulse(AT)
+    found = member(pulse_at=AT)
+    assert found.has_pulse(AT + PULSES_MISSED_MAX * PULSE_INTERVAL_S - 0.01)
+    assert not found.has_pulse(AT + PULSES_MISSED_MAX * PULSE_INTERVAL_S)
+
+
+def test_only_what_is_further_is_progress() -> None:
+    found = member()
+    assert found.hear(AT + 1, step=5, marks=50)
+    assert not found.hear(AT + 2, step=5, marks=50)
+    assert not found.hear(AT + 3, step=4, marks=50)
+    assert (found.step, found.marks, found.progress_at) == (5, 50, AT + 1)
+    assert found.hear(AT + 4, step=5, marks=51)
+    assert found.hear(AT + 5, step=6, marks=0)
+    assert (found.step, found.marks, found.progress_at) == (6, 51, AT + 5)
+
+
+def test_what_nobody_could_have_heard_is_held_against_nobody() -> None:
+    found = member(heard_at=AT + 1, pulse_at=AT + 2, progress_at=AT, lost_at=AT + 3)
+    found.forgive(20.0, AT + 23)
+    assert (found.seen_at, found.heard_at, found.pulse_at) == (AT + 20, AT + 21, AT + 22)
+    assert (found.progress_at, found.lost_at) == (AT + 20, AT + 23)
+
+
+def test_nothing_is_forgiven_in_advance() -> None:
+    found = member(heard_at=AT + 19)
+    found.forgive(20.0, AT + 20)
+    assert (found.heard_at, found.pulse_at, found.lost_at) == (AT + 20, None, None)
+
+
+def test_in_a_short_rescale_a_silent_worker_is_told_from_those_who_wait_before_two_heartbeats_are_missed() -> None:
+    config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=5_000)
+    assert AT - mute_since(config, AT) == 4.0
+    patient = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=60_000)
+    assert AT - mute_since(patient, AT) == pytest.approx(16 / 3)
+    hasty = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=1_000)
+    assert AT - mute_since(hasty, AT) > hasty.heartbeat_interval_s, "one heartbeat may always be on its way"
+
+
+HASTY = ElasticTrainingConfig(worker_heartbeat_timeout_ms=400, reconnect_grace_ms=15_000)
+"""What a job may be changed to."""
+
+
+class TestOtherSettings:
+    """A worker has yet to hear of them."""
+
+    def test_who_has_not_heard_that_it_has_less_time_has_what_it_had(self) -> None:
+        found = member(heard_at=AT)
+        found.reconsider(CONFIG, HASTY)
+        assert death_of(found, HASTY, AT + 9.9) is None
+        assert death_of(found, HASTY, AT + 10) == "neither its library nor its pulse was heard for 10.0 s"
+
+    def test_who_is_heard_as_before_has_what_it_had(self) -> None:
+        found = member()
+        found.reconsider(CONFIG, HASTY)
+        found.beat(AT + 1, CONFIG.heartbeat_interval_s, HASTY)
+        assert death_of(found, HASTY, AT + 10.9) is None
+
+    def test_who_does_not_say_how_often_it_speaks_has_what_it_had(self) -> None:
+        found = member()
+        found.reconsider(CONFIG, HASTY)
+        found.beat(AT + 1, 0.0, HASTY)
+        assert death_of(found, HASTY, AT + 10.9) is None
+
+    def test_who_is_heard_at_the_new_pace_has_what_the_settings_say(self) -> None:
+        found = member()
+        found.reconsider(CONFIG, HASTY)
+        found.beat(AT + 1, HASTY.heartbeat_interval_s, HASTY)
+        assert death_of(found, HASTY, AT + 1.39) is None
+        assert death_of(found, HASTY, AT + 1.4) is not None
+
+    def test_longer_ones_hold_at_once(self) -> None:
+        found = member()
+        found.reconsider(HASTY, CONFIG)
+        assert death_of(found, CONFIG, AT + 9.9) is None
+        assert death_of(found, CONFIG, AT + 10) is not None
+
+    def test_of_several_the_longest_holds_until_it_is_heard_at_the_newest_pace(self) -> None:
+        found, middle = member(), ElasticTrainingConfig(worker_heartbeat_timeout_ms=1_000)
+        found.reconsider(CONFIG, middle)
+        found.reconsider(middle, HASTY)
+        found.beat(AT, middle.heartbeat_interval_s, HASTY)
+        assert death_of(found, HASTY, AT + 9.9) is None
+        found.reconsider(HASTY, CONFIG)
+        assert death_of(found, CONFIG, AT + 10) is not None
+
+    def test_who_has_not_heard_of_them_is_not_mute_by_them(self) -> None:
+        found = member(heard_at=AT)
+        found.reconsider(CONFIG, HASTY)
+        assert not found.is_mute(mute_since(HASTY, AT + 5))
+        found.beat(AT, HASTY.heartbeat_interval_s, HASTY)
+        assert found.is_mute(mute_since(HASTY, AT + 5))
+
+
+def test_a_pulse_has_time_to_speak_whatever_the_timeout() -> None:
+    found = member()
+    found.pulsate(AT, PULSE_INTERVAL_S, 1.0)
+    assert death_of(found, HASTY, AT + 3 * PULSE_INTERVAL_S - 0.01) is None
+    found.pulsate(AT, 0.1, 1.0)
+    assert death_of(found, HASTY, AT + 0.39) is None
+    assert death_of(found, HASTY, AT + 0.4) is not None
+
+
+@pytest.mark.parametrize("every_s", [1e9, float("inf"), float("nan"), -1.0])
+def test_no_pulse_keeps_a_worker_alive_by_what_it_says_of_itself(every_s: float) -> None:
+    found = member()
+    found.pulsate(AT, every_s, 1.0)
+    assert death_of(found, HASTY, AT + 3 * PULSE_INTERVAL_S) is not None
+
+
+@pytest.mark.parametrize(("timeout_ms", "wanted_s"), [(10_000, 0.5), (1_500, 0.5), (600, 0.2), (1, 0.05)])
+def test_a_pulse_speaks_so_often_that_two_of_its_words_may_be_lost(timeout_ms: int, wanted_s: float) -> None:
+    config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=timeout_ms)
+    assert pulse_interval_s(config) == pytest.approx(wanted_s)
+    assert PULSE_INTERVAL_S_MIN <= pulse_interval_s(config) <= PULSE_INTERVAL_S
+
+
+@pytest.mark.parametrize(
+    ("known", "is_well"),
+    [
+        ({"heard_at": AT + 1}, True),
+        ({"heard_at": AT}, False),
+        ({}, False),
+        ({"heard_at": AT + 1, "lost_at": AT}, False),
+        ({"heard_at": AT + 1, "leaving": "it wanted to"}, False),
+    ],
+)
+def test_whoever_was_heard_and_may_stay_is_well(known: dict[str, Any], is_well: bool) -> None:
+    assert member(**known).is_well(AT) is is_well

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.elastic.membership.registry import ROOM_BYTES, Roster
+from forged.errors import RequestRefused
+from tests.elastic.play import JOB, incarnation, newcomer
+
+
+def test_a_worker_is_known_by_its_incarnation() -> None:
+    roster = Roster(JOB, [newcomer("a")])
+    assert roster.known("a", incarnation("a")) is roster["a"]
+    assert roster.known("a", incarnation("a", 2)) is None
+    assert roster.known("b", incarnation("b")) is None
+
+
+def test_who_is_not_there_is_refused() -> None:
+    with pytest.raises(RequestRefused) as error:
+        Roster(JOB).require("a")
+    assert error.value.code == "worker_unknown"
+
+
+def test_there_is_room_for_so_many_names_and_for_more_when_some_go() -> None:
+    roster = Roster(JOB)
+
+    def crowd() -> None:
+        for number in range(ROOM_BYTES):
+            roster.enter(newcomer(f"{number:0>120}"))
+
+    with pytest.raises(RequestRefused) as error:
+        crowd()
+    assert error.value.code == "workers_full"
+    there = len(roster)
+    assert 1_000 < there < 5_000
+    roster.strike(next(iter(roster.values())))
+    roster.enter(newcomer("short"))
+    assert len(roster) == there

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.elastic.model import RescaleType
+from forged.elastic.rescale.attempt import Attempt, Stage, Stop, brought_along, choose_source
+
+
+def attempt(target: str, added: str = "") -> Attempt:
+    return Attempt(1, RescaleType.REPLACE, tuple(target), tuple(added), (), "a test", 0.0)
+
+
+def at(step: int, *, finished: bool = False) -> Stop:
+    return Stop(step, holds_state=True, finished=finished)
+
+
+NOTHING = Stop(0, holds_state=False)
+
+
+def settled(stops: dict[str, Stop], added: str = "") -> Attempt:
+    found = attempt("".join(stops), added)
+    found.stops.update(stops)
+    assert found.stopped
+    found.settle()
+    return found
+
+
+def test_all_have_to_stop() -> None:
+    found = attempt("abc")
+    assert (found.stage, found.waiting_for, found.stopped) == (Stage.PAUSING, ["a", "b", "c"], False)
+    found.stops["c"] = found.stops["a"] = at(5)
+    assert (found.waiting_for, found.stopped) == (["b"], False)
+    found.stops["b"] = at(5)
+    assert (found.waiting_for, found.stopped) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("stops", "source", "step", "behind"),
+    [
+        pytest.param({"a": at(5), "b": at(5)}, "a", 5, set(), id="all at the same step: nobody has to be told"),
+        pytest.param({"a": at(4), "b": at(5)}, "b", 5, {"a"}, id="the highest committed step counts"),
+        pytest.param({"a": at(5), "b": at(5), "c": at(4)}, "a", 5, {"c"}, id="the lowest rank among several"),
+        pytest.param({"a": NOTHING, "b": at(0)}, "b", 0, {"a"}, id="who holds a state, before who holds none"),
+        pytest.param({"a": NOTHING, "b": NOTHING}, "a", 0, {"b"}, id="nobody holds one: what the first begins with"),
+        pytest.param(
+            {"a": NOTHING, "b": Stop(500, holds_state=False), "c": Stop(500, holds_state=False)},
+            "b",
+            500,
+            {"a", "c"},
+            id="nobody holds one: what the first of those begins with who are furthest",
+        ),
+        pytest.param({"a": NOTHING}, "a", 0, set(), id="one alone has nobody to wait for"),
+        pytest.param(
+            {"a": at(4, finished=True), "b": at(4, finished=True)}, "a", 5, set(), id="finished by all: it counts"
+        ),
+        pytest.param(
+            {"a": at(4, finished=True), "b": at(4)}, "b", 4, {"a"}, id="finished by some: it is done again by all"
+        ),
+        pytest.param(
+            {"a": at(4, finished=True), "b": at(5)}, "a", 5, set(), id="who finished it is where it was committed"
+        ),
+        pytest.param(
+            {"a": at(5, finished=True), "b": at(5), "c": at(4)}, "b", 5, {"a", "c"}, id="ahead is behind as well"
+        ),
+        pytest.param(
+            {"a": at(4, finished=True), "b": NOTHING}, "a", 5, {"b"}, id="who holds nothing has not failed to finish"
+        ),
+    ],
+)
+def test_the_source_is_where_the_training_goes_on(
+    stops: dict[str, Stop], source: str, step: int, behind: set[str]
+) -> None:
+    found = settled(stops)
+    assert (found.source, found.step, found.behind) == (source, step, behind)
+    assert found.stage is Stage.SYNCHRONISING
+    assert found.waiting_for == sorted(behind)
+
+
+def test_what_a_joiner_brings_along_does_not_count_beside_that_of_a_survivor() -> None:
+    found = settled({"a": at(900), "b": at(5), "c": NOTHING}, added="ac")
+    assert (found.source, found.step, found.behind) == ("b", 5, {"a", "c"})
+
+
+def test_what_a_joiner_brings_along_counts_where_nobody_is_left() -> None:
+    found = settled({"a": NOTHING, "b": at(900), "c": at(800)}, added="abc")
+    assert (found.source, found.step, found.behind) == ("b", 900, {"a", "c"})
+    found = settled({"a": NOTHING, "b": at(900)}, added="b")
+    assert found.source == "b"
+
+
+STOPS = st.builds(Stop, st.integers(0, 3), st.booleans(), st.booleans())
+
+
+@given(st.lists(STOPS, min_size=1, max_size=6))
+def test_no_committed_step_of_a_holder_is_taken_back(stops: list[Stop]) -> None:
+    found = settled({chr(ord("a") + number): stop for number, stop in enumerate(stops)})
+    assert found.step >= max((stop.step for stop in stops if stop.holds_state), default=0)
+
+
+@given(st.lists(STOPS, min_size=1, max_size=6))
+def test_whoever_is_not_behind_has_what_the_source_has(stops: list[Stop]) -> None:
+    by_worker = {chr(ord("a") + number): stop for number, stop in enumerate(stops)}
+    found = settled(by_worker)
+    assert found.source not in found.behind
+    for worker in by_worker.keys() - found.behind - {found.source}:
+        assert by_worker[worker].holds_state
+        assert by_worker[worker].position == found.step
+
+
+@given(st.lists(STOPS, min_size=1, max_size=6))
+def test_the_choice_is_the_same_for_everybody_who_knows_the_stops(stops: list[Stop]) -> None:
+    target = tuple(chr(ord("a") + number) for number in range(len(stops)))
+    by_worker = dict(zip(target, stops, strict=True))
+    backwards = dict(reversed(by_worker.items()))
+    assert choose_source(target, by_worker) == choose_source(target, backwards)
+
+
+def test_it_is_said_whose_state_holds_where_nobody_had_one_and_not_all_begin_alike() -> None:
+    further = Stop(1500, holds_state=False)
+    said = "b brings 1,500 steps along, and others fewer: its state holds"
+    assert brought_along("b", {"a": NOTHING, "b": further}) == said
+    assert brought_along("a", {"a": further, "b": further}) == ""
+    assert brought_along("b", {"a": NOTHING, "b": at(1500)}) == "", "the others take what the training has"

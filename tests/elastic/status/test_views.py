@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.elastic.messages import PlannedWorker, RescaleView
+from forged.elastic.model import WorkerStatus
+from forged.elastic.phases import Phase
+from forged.elastic.rescale.attempt import Stop
+from forged.elastic.status.views import PLANNED_MAX, cluster_view, drain_remarks, plan, worker_view
+from forged.errors import RequestRefused
+from tests.elastic.play import WINDOW_S, Play, formed
+
+
+def status(play: Play, name: str) -> WorkerStatus:
+    return worker_view(play.cluster, play.cluster.members[name], play.time).status
+
+
+def test_a_worker_is_shown_with_what_is_known_of_it() -> None:
+    play = formed("a", "b")
+    play.time += 2.0
+    play.pulse("b", step=7, cpu_s=12.5)
+    play.time += 0.5
+    view = worker_view(play.cluster, play.cluster.members["b"], play.time)
+    assert (view.id, view.job, view.rank, view.generation, view.step) == ("b", "run", 1, 1, 7)
+    assert (view.status, view.last_heartbeat_age_s, view.cpu_s) == (WorkerStatus.ACTIVE, 0.5, 12.5)
+    assert (view.address, view.connected, view.stalled) == ("host-b:7000", True, False)
+
+
+def test_who_was_never_heard_has_no_heartbeat() -> None:
+    play = Play()
+    play.join("a")
+    view = worker_view(play.cluster, play.cluster.members["a"], play.time)
+    assert (view.rank, view.last_heartbeat_age_s, view.cpu_s) == (-1, None, None)
+
+
+def test_a_worker_goes_through_its_statuses() -> None:
+    play = formed("a")
+    play.join("b")
+    assert (status(play, "a"), status(play, "b")) == (WorkerStatus.ACTIVE, WorkerStatus.JOINING)
+    play.wait(WINDOW_S)
+    assert (status(play, "a"), status(play, "b")) == (WorkerStatus.RESCALING, WorkerStatus.RESCALING)
+    play.agree()
+    assert (status(play, "a"), status(play, "b")) == (WorkerStatus.ACTIVE, WorkerStatus.ACTIVE)
+    play.cluster.drain("b", play.now, "a test")
+    assert status(play, "b") is WorkerStatus.LEAVING
+
+
+def test_a_job_is_shown_as_it_stands() -> None:
+    play = formed("a", "b", "c")
+    play.join("d")
+    play.die("b")
+    view = cluster_view(play.cluster, play.time)
+    assert (view.job, view.phase, view.paused, view.generation) == ("run", Phase.RUNNING, False, 1)
+    assert (view.world_size, view.joining, view.failures, view.rescale) == (2, 1, 1, None)
+    assert view.reason == "a, b, c joined"
+
+
+def test_the_reason_that_is_shown_is_that_of_the_phase_whoever_paused_and_resumed_since() -> None:
+    play = formed("a", "b", min_workers=2)
+    play.die("b")
+    play.wait(0.1)
+    play.cluster.pause(play.now, "night")
+    play.cluster.resume(play.now, "day")
+    view = cluster_view(play.cluster, play.time)
+    assert (view.phase, view.reason) == (Phase.WAITING, "1 worker is left, and 2 are needed")
+
+
+def test_a_rescale_is_shown_with_who_is_waited_for() -> None:
+    play = formed("a", "b")
+    play.join("c")
+    play.wait(WINDOW_S)
+    play.time += 1.5
+    play.stop("b", stop=Stop(3, holds_state=True))
+    rescale = cluster_view(play.cluster, play.time).rescale
+    assert isinstance(rescale, RescaleView)
+    assert (rescale.attempt, rescale.stage, rescale.waiting_for) == (2, "pausing", ["a", "c"])
+    assert (rescale.added, rescale.removed, rescale.reason) == (["c"], [], "c joined")
+    assert rescale.for_s >= 1.5
+    play.stop("a", stop=Stop(3, holds_state=True))
+    play.stop("c", stop=Stop(0, holds_state=False))
+    rescale = cluster_view(play.cluster, play.time).rescale
+    assert rescale is not None
+    assert (rescale.stage, rescale.waiting_for) == ("synchronising", ["c"])
+
+
+def test_a_rescale_in_the_background_is_shown_beside_workers_that_train() -> None:
+    play = formed("a", use_synchronous_rescaling=False)
+    play.cluster.members["a"].with_data = True
+    play.join("b")
+    play.wait(WINDOW_S)
+    view = cluster_view(play.cluster, play.time)
+    assert view.rescale is not None
+    assert (view.phase, view.rescale.stage, view.rescale.waiting_for) == (Phase.RESCALING, "moving", ["a"])
+    assert view.standing == "attempt 2 waits for a to have its training data while training goes on (0 s)"
+    assert (status(play, "a"), status(play, "b")) == (WorkerStatus.ACTIVE, WorkerStatus.RESCALING)
+
+
+@pytest.mark.parametrize("size", [0, -1, PLANNED_MAX + 1])
+def test_a_plan_for_an_impossible_number_is_refused(size: int) -> None:
+    with pytest.raises(RequestRefused) as error:
+        plan(formed("a").cluster, size)
+    assert error.value.code == "plan_invalid"
+
+
+def test_a_plan_names_who_would_have_which_rank_and_moves_nobody() -> None:
+    play = formed("a", "b", "c")
+    play.join("d")
+    smaller, larger = plan(play.cluster, 2), plan(play.cluster, 6)
+    assert smaller.workers == [PlannedWorker("a", 0, 0), PlannedWorker("b", 1, 1), PlannedWorker("c", 2, -1)]
+    assert [worker.id for worker in larger.workers] == ["a", "b", "c", "d", "new-1", "new-2"]
+    assert [worker.new_rank for worker in larger.workers] == [0, 1, 2, 3, 4, 5]
+    assert (smaller.moves, larger.moves) == (0, 0)
+    assert larger.remarks == ["2 workers have yet to join"]
+    assert plan(play.cluster, 5).remarks == ["1 worker has yet to join"]
+
+
+def test_who_is_to_go_is_in_no_planned_world() -> None:
+    play = formed("a", "b", "c")
+    play.join("d")
+    play.cluster.drain("a", play.now, "a test")
+    planned = plan(play.cluster, 3)
+    assert {one.id: one.new_rank for one in planned.workers} == {"d": 0, "b": 1, "c": 2, "a": -1}
+    play.wait(1.0)
+    play.agree()
+    assert "a" in play.cluster.members
+    assert [one.id for one in plan(play.cluster, 4).workers] == ["d", "b", "c", "new-1"]
+
+
+def test_who_saves_behind_its_last_world_does_not_join() -> None:
+    play = formed("a", "b")
+    play.cluster.drain("a", play.now, "a test")
+    play.wait(1.0)
+    play.agree()
+    view = cluster_view(play.cluster, play.time)
+    assert (view.world_size, view.joining) == (1, 0)
+
+
+def test_a_plan_for_a_job_that_is_over_is_refused() -> None:
+    play = formed("a")
+    play.cluster.abort(play.now, "enough")
+    with pytest.raises(RequestRefused) as error:
+        plan(play.cluster, 2)
+    assert (error.value.code, error.value.message) == ("job_over", "job run is aborted: enough")
+
+
+class TestAPlanWhereSomeOfTheWorldAreGone:
+    def test_goes_by_how_many_are_there_and_names_who_is_not(self) -> None:
+        play = formed("a", "b", "c", "d", min_workers=3, failure_tolerance_percentage=80)
+        play.die("b", "d")
+        play.wait(0.1)
+        planned = plan(play.cluster, 4)
+        assert (planned.world_size, planned.new_world_size, planned.missing, planned.gone) == (2, 4, 2, ["b", "d"])
+        assert planned.remarks == ["b, d of world 1 are gone", "2 workers have yet to join"]
+        assert plan(play.cluster, 5).remarks[-1] == "3 workers have yet to join"
+
+    def test_gives_their_ranks_to_those_who_come_and_none_to_them(self) -> None:
+        play = formed("a", "b", "c", "d", min_workers=3, failure_tolerance_percentage=80)
+        play.die("b", "c")
+        play.join("e")
+        planned = plan(play.cluster, 4)
+        ranks = {one.id: one.new_rank for one in planned.workers}
+        assert ranks == {"a": 0, "e": 1, "new-1": 2, "d": 3, "b": -1, "c": -1}
+        assert planned.moves == 0
+
+    def test_while_a_rescale_is_under_way_goes_by_who_is_there_too(self) -> None:
+        play = formed("a", "b", "c", failure_tolerance_percentage=80)
+        play.die("b")
+        play.wait(0.1)
+        assert play.cluster.attempt is not None
+        planned = plan(play.cluster, 3)
+        assert (planned.world_size, planned.remarks[-1]) == (2, "1 worker has yet to join")
+        assert [one.id for one in planned.workers] == ["a", "new-1", "c", "b"]
+
+    def test_tells_that_rate_and_batch_were_those_of_more(self) -> None:
+        play = Play(scale_batch_with_world=True, failure_tolerance_percentage=80)
+        play.form("a", "b", learning_rate=0.2, global_batch_size=64)
+        play.die("b")
+        planned = plan(play.cluster, 1)
+        assert (planned.learning_rate, planned.new_learning_rate) == (0.2, 0.1)
+        assert planned.remarks == [
+            "b of world 1 is gone",
+            "the present rate and batch are those of a world of 2 workers",
+        ]
+
+    def test_counts_who_may_come_back_and_says_so(self) -> None:
+        play = formed("a", "b")
+        play.lose("b")
+        assert plan(play.cluster, 2).remarks == ["b is counted, and has no connection"]
+
+    def test_who_is_back_as_another_is_not_gone(self) -> None:
+        play = formed("a", "b")
+        play.die("b")
+        play.join("b", life=2)
+        planned = plan(play.cluster, 2)
+        assert (planned.world_size, planned.gone, planned.missing) == (1, [], 0)
+        assert planned.workers == [PlannedWorker("a", 0, 0), PlannedWorker("b", 1, 1)]
+
+
+def test_who_has_yet_to_come_is_called_like_nobody_who_is_there() -> None:
+    play = formed("new-1")
+    assert [one.id for one in plan(play.cluster, 3).workers] == ["new-1", "new-2", "new-3"]
+
+
+def test_who_waits_and_cannot_be_reached_is_not_counted_on() -> None:
+    play = formed("a")
+    play.join("b")
+    play.lose("b")
+    assert plan(play.cluster, 2).missing == 1
+
+
+def test_a_world_is_as_large_as_those_of_it_who_are_there() -> None:
+    play = formed("a", "b", min_workers=2, failure_tolerance_percentage=100)
+    play.die("a", "b")
+    play.wait(0.1)
+    view = cluster_view(play.cluster, play.time)
+    assert (view.phase, view.world_size, view.standing[:18]) == (Phase.WAITING, 0, "no worker is there")
+
+
+def test_who_waits_for_others_to_come_is_not_active() -> None:
+    play = formed("a", "b", min_workers=2)
+    play.die("b")
+    play.wait(0.1)
+    assert play.cluster.phase is Phase.WAITING
+    assert status(play, "a") is WorkerStatus.RESCALING
+
+
+class TestDrainRemarks:
+    def test_who_leaves_enough_behind_goes_without_a_remark(self) -> None:
+        play = formed("a", "b")
+        play.cluster.drain("a", play.now, "")
+        assert drain_remarks(play.cluster, "a") == []
+
+    def test_the_last_one_leaves_nobody(self) -> None:
+        play = formed("a")
+        play.cluster.drain("a", play.now, "")
+        assert drain_remarks(play.cluster, "a") == [
+            "training will stand still: no worker will be left, and min_workers is 1",
+            "the state of the training goes with it: nobody is left to take it;"
+            " have the script save a checkpoint first, or start another worker",
+        ]
+
+    def test_the_last_of_several_who_are_to_go_takes_the_state_along(self) -> None:
+        play = formed("a", "b")
+        play.cluster.drain("a", play.now, "")
+        play.cluster.drain("b", play.now, "")
+        assert any(
+            said.startswith("the state of the training goes with it") for said in drain_remarks(play.cluster, "b")
+        )
+
+    def test_somebody_who_waits_takes_the_state_over(self) -> None:
+        play = formed("a")
+        play.join("b")
+        play.cluster.drain("a", play.now, "")
+        assert drain_remarks(play.cluster, "a") == []
+
+    def test_who_cannot_hear_of_it_or_does_not_get_on_is_named(self) -> None:
+        play = formed("a", "b")
+        play.cluster.members["a"].stalled = True
+        play.lose("a")
+        play.cluster.drain("a", play.now, "")
+        stalled, lost = drain_remarks(play.cluster, "a")
+        assert stalled == "a is stalled, and goes when it has finished its step; evict it if it never does"
+        assert lost == "a has no connection, and hears of it when it is back"
+
+    def test_who_is_not_trained_with_is_not_missed(self) -> None:
+        play = formed("a")
+        play.join("spare")
+        play.cluster.drain("spare", play.now, "")
+        assert drain_remarks(play.cluster, "spare") == []
+
+
+def test_a_plan_tells_rate_and_batch_and_changes_nothing() -> None:
+    play = Play(scale_batch_with_world=True, min_workers=2, max_workers=4)
+    play.form("a", "b", learning_rate=0.1, global_batch_size=64)
+    doubled = plan(play.cluster, 4)
+    assert (doubled.learning_rate, doubled.new_learning_rate) == (0.1, 0.2)
+    assert (doubled.global_batch_size, doubled.new_global_batch_size) == (64, 128)
+    assert plan(play.cluster, 1).remarks == ["the job would wait: min_workers is 2"]
+    assert plan(play.cluster, 5).remarks[-1] == "so many are not taken in: max_workers is 4"
+    assert not play.cluster.out
+    assert play.world == ["a", "b"]

@@ -1,0 +1,71 @@
+"""What all workers of a job have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from forged.elastic.compatibility import CHARS_MAX, FIX, PARTS_MAX, VALUES_MAX, Common, check_common, require_same
+from forged.errors import RequestRefused
+
+DATASET: Common = {"dataset": {"samples": 100, "shards": 10}}
+SAMPLER: Common = {"sampler": {"seed": 7, "drop_last": False}}
+
+
+def refusal(known: Common, given: Common) -> RequestRefused:
+    with pytest.raises(RequestRefused) as error:
+        require_same("run", known, given)
+    return error.value
+
+
+@pytest.mark.parametrize("common", [{}, DATASET, SAMPLER, DATASET | SAMPLER])
+def test_who_has_the_same_is_welcome(common: Common) -> None:
+    require_same("run", common, common)
+
+
+def test_who_lacks_a_part_is_told_what_the_others_have() -> None:
+    error = refusal(DATASET | SAMPLER, SAMPLER)
+    assert error.code == "dataset_missing"
+    assert error.message == "job run trains with a dataset (samples = 100, shards = 10), and this worker has none"
+    assert error.fix == "give it the dataset that the others have"
+
+
+def test_who_has_a_part_that_the_others_lack_is_refused_likewise() -> None:
+    error = refusal(SAMPLER, DATASET | SAMPLER)
+    assert error.code == "dataset_differs"
+    assert error.message == ("job run trains without a dataset, and this worker has one (samples = 100, shards = 10)")
+    assert error.fix == FIX
+
+
+def test_what_differs_is_named_with_both_values() -> None:
+    error = refusal(SAMPLER, {"sampler": {"seed": 8, "drop_last": True}})
+    assert error.code == "sampler_differs"
+    assert error.message == (
+        "job run trains with another sampler: drop_last = False, and True here; seed = 7, and 8 here"
+    )
+
+
+def test_a_value_that_only_one_of_them_has_differs() -> None:
+    error = refusal(SAMPLER, {"sampler": {"seed": 7}})
+    assert error.message == "job run trains with another sampler: drop_last = False, and None here"
+
+
+@pytest.mark.parametrize("common", [None, {}, DATASET | SAMPLER])
+def test_what_workers_say_is_taken(common: Common | None) -> None:
+    check_common(common)
+
+
+@pytest.mark.parametrize(
+    "common",
+    [
+        {f"part{number}": {} for number in range(PARTS_MAX + 1)},
+        {"dataset": {f"value{number}": 0 for number in range(VALUES_MAX + 1)}},
+        {"dataset": {"name": "x" * (CHARS_MAX + 1)}},
+        {"dataset": {"x" * (CHARS_MAX + 1): 1}},
+        {"x" * (CHARS_MAX + 1): {}},
+    ],
+    ids=["parts", "values", "a text", "a name", "the name of a part"],
+)
+def test_more_than_that_is_refused(common: Common) -> None:
+    with pytest.raises(RequestRefused) as error:
+        check_common(common)
+    assert error.value.code == "common_invalid"

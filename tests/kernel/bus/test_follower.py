@@ -1,0 +1,732 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.errors import RequestRefused, Unavailable
+from forged.kernel.bus.bus import CURSOR_INTERVAL_S
+from forged.kernel.bus.follower import DELIVERING_AGAIN, SCAN_MAX, Deliver, Follower, Following
+from forged.kernel.bus.model import HandlerFailed
+from forged.kernel.journal import Journal
+from forged.kernel.ledger import CURSOR_PREFIX
+from forged.kernel.messages import Decision, Fact, Gap, Record
+from tests.spine import Added, Echoed, Spine, ids, running, task_group, virtual
+from tests.troubled_store import TroubledStore, full
+
+DOWN = Unavailable("receiver_down", "nobody is there", "")
+
+
+class Receiver:
+    """To whom facts are delivered: notes them, and does what it is told to."""
+
+    def __init__(self, **terms: Any) -> None:
+        self.batches: list[list[int]] = []
+        self.gaps: list[Gap] = []
+        self.does: Callable[[Sequence[Record]], Any] = lambda records: None
+        self.terms = {"on_gap": self.gaps.append} | terms
+        self.follower: Follower
+
+    async def __call__(self, records: Sequence[Record]) -> None:
+        self.batches.append(ids(records))
+        result = self.does(records)
+        if isinstance(result, Awaitable):
+            await result
+
+    @property
+    def ids(self) -> list[int]:
+        return [fact_id for batch in self.batches for fact_id in batch]
+
+    def register(self, spine: Spine) -> None:
+        terms = dict(self.terms)
+        self.follower = spine.bus.follow(terms.pop("types", Added), self, name="receiver", **terms)
+
+
+def raising(error: BaseException) -> Callable[[Sequence[Record]], None]:
+    def act(_: Sequence[Record]) -> None:
+        raise error
+
+    return act
+
+
+async def hang(_: Sequence[Record]) -> None:
+    await asyncio.Event().wait()
+
+
+def additions(spine: Spine) -> list[int]:
+    return [record.id for record in spine.journal.after(0, 100_000) if record.type == "Added"]
+
+
+async def delivered(receiver: Receiver) -> None:
+    """Wait until there is nothing left for the follower to do."""
+    while not receiver.follower.idle:
+        await anyio.sleep(0.1)
+
+
+async def echo(spine: Spine, job: str = "", count: int = 1) -> None:
+    await spine.ledger.append(Decision(None, tuple(Echoed(0) for _ in range(count)), job=job)).wait()
+
+
+# Delivering.
+
+
+@virtual
+async def test_facts_are_delivered_in_the_order_of_their_ids() -> None:
+    receiver = Receiver()
+    async with running(register=receiver.register) as spine:
+        for _ in range(20):
+            await spine.add()
+        await delivered(receiver)
+        assert receiver.ids == additions(spine)
+
+
+@virtual
+async def test_nothing_is_delivered_that_is_not_durable() -> None:
+    store, receiver = TroubledStore(), Receiver()
+    async with running(store, receiver.register) as spine:
+        store.block()
+        spine.submit()
+        await anyio.sleep(10)
+        assert receiver.ids == []
+        store.unblock()
+        await spine.settle()
+        await delivered(receiver)
+        assert receiver.ids == additions(spine)
+        assert receiver.ids[-1] <= store.revision
+
+
+@virtual
+async def test_what_came_before_a_new_follower_is_not_its_affair() -> None:
+    store, receiver = TroubledStore(), Receiver()
+    async with running(store) as spine:
+        await spine.add()
+    async with running(store, receiver.register) as spine:
+        await spine.add()
+        await delivered(receiver)
+        assert receiver.ids == additions(spine)[1:]
+
+
+@virtual
+async def test_a_follower_may_come_while_the_bus_runs() -> None:
+    receiver = Receiver()
+    async with running() as spine:
+        await spine.add()
+        receiver.register(spine)
+        await spine.add()
+        await delivered(receiver)
+        assert receiver.ids == additions(spine)[1:]
+
+
+@virtual
+async def test_what_has_gathered_is_delivered_in_batches_of_limited_size() -> None:
+    receiver = Receiver(batch_max=4)
+    release = asyncio.Event()
+    receiver.does = lambda _: release.wait()
+    async with running(register=receiver.register) as spine:
+        for _ in range(10):
+            await spine.add()
+        release.set()
+        await delivered(receiver)
+        assert [len(batch) for batch in receiver.batches] == [1, 4, 4, 1]
+        assert receiver.ids == additions(spine)
+
+
+@virtual
+async def test_only_facts_of_the_types_and_jobs_asked_for_are_delivered() -> None:
+    receiver = Receiver(types=[Echoed], jobs=frozenset({"a", "b"}))
+    async with running(register=receiver.register) as spine:
+        for job in ("a", "", "b", "c", "a"):
+            await echo(spine, job)
+            await spine.add()
+        await delivered(receiver)
+        found = [spine.journal.get(fact_id) for fact_id in receiver.ids]
+        assert [(one.type, one.job) for one in found if one] == [("Echoed", "a"), ("Echoed", "b"), ("Echoed", "a")]
+
+
+@virtual
+async def test_a_follower_of_all_facts_has_all_of_them() -> None:
+    receiver = Receiver(types=Fact)
+    async with running(register=receiver.register) as spine:
+        await spine.add()
+        await echo(spine, count=3)
+        await delivered(receiver)
+        assert receiver.ids == ids(spine.journal.after(0, 100))
+
+
+@virtual
+async def test_a_fact_that_a_delivery_leads_to_is_delivered_too() -> None:
+    receiver = Receiver()
+    async with running(register=receiver.register) as spine:
+        receiver.does = lambda _: spine.add() if len(spine.facts(Added)) < 5 else None
+        await spine.add()
+        await delivered(receiver)
+        assert receiver.ids == additions(spine)
+        assert len(receiver.ids) == 5
+
+
+@pytest.mark.parametrize(("types", "name"), [((), "new"), (Added, "taken")])
+@virtual
+async def test_a_name_is_given_once_and_no_types_are_a_mistake(types: Any, name: str) -> None:
+    async with running(register=lambda spine: spine.bus.on(Added, lambda _: None, name="taken")) as spine:
+        with pytest.raises(ValueError, match=name):
+            spine.bus.follow(types, Receiver(), name=name)
+        assert spine.bus.followers == {}
+
+
+# Failing.
+
+
+@virtual
+async def test_a_delivery_that_fails_is_tried_again_with_growing_pauses() -> None:
+    receiver, moments = Receiver(), list[float]()
+    async with running(register=receiver.register) as spine:
+
+        def refuse(_: Sequence[Record]) -> None:
+            moments.append(spine.clock.monotonic())
+            raise ValueError("boom")
+
+        receiver.does = refuse
+        await spine.add()
+        await anyio.sleep(600)
+        pauses = [later - earlier for earlier, later in pairwise(moments)]
+        assert pauses[0] <= DELIVERING_AGAIN.delay_s
+        assert all(later >= 1.4 * earlier for earlier, later in pairwise(pauses[:6]))
+        assert max(pauses) <= DELIVERING_AGAIN.delay_max_s
+        assert {tuple(batch) for batch in receiver.batches} == {tuple(additions(spine))}
+
+
+@virtual
+async def test_after_a_success_the_pauses_begin_anew() -> None:
+    receiver, moments = Receiver(), list[float]()
+    async with running(register=receiver.register) as spine:
+
+        def refuse(_: Sequence[Record]) -> None:
+            moments.append(spine.clock.monotonic())
+            if len(moments) not in (8, 10):
+                raise DOWN
+
+        receiver.does = refuse
+        for _ in range(2):
+            await spine.add()
+            await anyio.sleep(100)
+        assert moments[9] - moments[8] <= DELIVERING_AGAIN.delay_s
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), RequestRefused("no", "boom", "")])
+@virtual
+async def test_a_failure_is_put_on_record_and_reported(error: BaseException) -> None:
+    receiver, told = Receiver(), list[tuple[str, str]]()
+    receiver.does = raising(error)
+    async with running(register=receiver.register) as spine:
+        spine.bus.on_failure.append(lambda handler, reason: told.append((handler.name, reason)))
+        await spine.add()
+        await anyio.sleep(0.1)
+        receiver.does = lambda _: None
+        await delivered(receiver)
+        (failed,) = spine.facts(HandlerFailed)
+        assert (failed.handler, "boom" in failed.reason or "SystemExit" in failed.reason) == ("receiver", True)
+        assert told == [("receiver", failed.reason)]
+        assert (receiver.follower.statistics.failed, receiver.follower.failures_in_a_row) == (1, 0)
+
+
+@virtual
+async def test_a_mistake_is_told_with_its_traceback_and_an_error_of_ours_is_not() -> None:
+    receiver, told = Receiver(), list[BaseException]()
+    mistake, refusal = ValueError("boom"), RequestRefused("no", "no", "")
+    async with running(register=receiver.register) as spine:
+        spine.bus.on_broken = lambda _, error: told.append(error)
+        for error in (mistake, refusal):
+            receiver.does = raising(error)
+            await spine.add()
+            await anyio.sleep(0.05)
+            receiver.does = lambda _: None
+            await delivered(receiver)
+        assert told == [mistake]
+
+
+@virtual
+async def test_an_hour_without_a_receiver_is_no_failure_and_costs_the_bus_nothing() -> None:
+    receiver = Receiver()
+    receiver.does = raising(DOWN)
+    async with running(register=receiver.register) as spine:
+        spine.bus.backlog_max = 10
+        for _ in range(300):
+            await spine.add()
+            await anyio.sleep(10)
+            assert not spine.bus.congested
+        await spine.bus.drain()
+        assert spine.facts(HandlerFailed) == []
+        assert (receiver.follower.statistics.failed, receiver.follower.failures_in_a_row) == (0, 0)
+        assert (receiver.follower.behind, receiver.follower.waiting_for) == (300, "nobody is there")
+        assert not any(isinstance(value, list | dict | set) and value for value in vars(receiver.follower).values())
+        receiver.batches.clear()
+        receiver.does = lambda _: None
+        await delivered(receiver)
+        assert receiver.ids == additions(spine)
+        assert (receiver.follower.behind, receiver.follower.waiting_for) == (0, None)
+
+
+@virtual
+async def test_when_it_is_tried_again_can_be_seen() -> None:
+    receiver = Receiver()
+    receiver.does = raising(DOWN)
+    async with running(register=receiver.register) as spine:
+        await spine.add()
+        await anyio.sleep(0.01)
+        again_at = receiver.follower.again_at
+        assert again_at is not None
+        assert 0 < again_at - spine.clock.monotonic() <= DELIVERING_AGAIN.delay_s
+        receiver.does = lambda _: None
+        await delivered(receiver)
+        assert receiver.follower.again_at is None
+
+
+@virtual
+async def test_a_delivery_that_is_cancelled_from_within_is_a_failure_and_not_the_end() -> None:
+    receiver = Receiver()
+    receiver.does = raising(asyncio.CancelledError())
+    async with running(register=receiver.register) as spine:
+        await spine.add()
+        await anyio.sleep(0.1)
+        receiver.does = lambda _: None
+        await delivered(receiver)
+        assert receiver.ids[-1:] == additions(spine)
+        assert [fact.reason for fact in spine.facts(HandlerFailed)] == ["was cancelled from within"]
+
+
+@virtual
+async def test_a_failure_while_nothing_can_be_written_is_put_on_record_later() -> None:
+    store, receiver = TroubledStore(), Receiver()
+    async with running(store, receiver.register) as spine:
+        receiver.does = hang
+        await spine.add()
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await spine.add()
+        spine.bus.followers["receiver"].pause()
+        spine.bus.record_later(Decision(None, (HandlerFailed("receiver", 1, "boom"),)))
+        await anyio.sleep(10)
+        assert spine.facts(HandlerFailed) == []
+        store.commit_error = None
+        await anyio.sleep(10)
+        assert len(spine.facts(HandlerFailed)) == 1
+
+
+# The position.
+
+
+@virtual
+async def test_a_follower_goes_on_after_a_restart_where_it_was() -> None:
+    store, receiver = TroubledStore(), Receiver()
+    async with running(store, receiver.register) as spine:
+        await spine.add()
+        await spine.add()
+        await anyio.sleep(2 * CURSOR_INTERVAL_S)
+        receiver.does = raising(DOWN)
+        await spine.add()
+        await spine.add()
+        await anyio.sleep(2 * CURSOR_INTERVAL_S)
+    again = Receiver()
+    async with running(store, again.register) as spine:
+        await delivered(again)
+        assert again.ids == additions(spine)[2:]
+
+
+@virtual
+async def test_what_was_delivered_just_before_a_crash_may_come_twice_but_never_not_at_all() -> None:
+    store, receiver, again = TroubledStore(), Receiver(), Receiver()
+    async with running(store, receiver.register) as spine:
+        await spine.add()
+        await anyio.sleep(CURSOR_INTERVAL_S / 2)
+        assert len(receiver.ids) == 1
+    async with running(store, again.register) as spine:
+        await delivered(again)
+        assert again.ids == additions(spine)
+
+
+@virtual
+async def test_the_position_is_stored_under_the_follower_s_name_when_all_is_told() -> None:
+    receiver = Receiver()
+    async with running(register=receiver.register) as spine:
+        await spine.add()
+        await delivered(receiver)
+        spine.bus.save_cursors()
+        await spine.ledger.flush()
+        entry = await spine.store.get(CURSOR_PREFIX + "receiver")
+        assert entry is not None
+        assert [int(entry.value)] == additions(spine)
+
+
+@virtual
+async def test_the_position_does_not_move_past_what_is_being_delivered() -> None:
+    store, receiver, again = TroubledStore(), Receiver(), Receiver()
+    receiver.does = hang
+    async with running(store, receiver.register) as spine:
+        for _ in range(5):
+            await spine.add()
+            await anyio.sleep(CURSOR_INTERVAL_S)
+    async with running(store, again.register) as spine:
+        await delivered(again)
+        assert again.ids == additions(spine)
+
+
+@virtual
+async def test_facts_that_do_not_concern_it_move_its_position_when_one_comes_that_does() -> None:
+    receiver = Receiver(types=Echoed)
+    receiver.does = hang
+    async with running(register=receiver.register) as spine:
+        await anyio.sleep(0.1)
+        for _ in range(50):
+            await spine.add()
+        assert receiver.follower.behind == 0
+        await echo(spine)
+        await anyio.sleep(0.1)
+        assert receiver.follower.position == additions(spine)[-1]
+        assert receiver.follower.behind == 1
+
+
+@virtual
+async def test_one_that_is_rarely_concerned_is_told_of_no_gap_that_is_none() -> None:
+    store, receiver, again = TroubledStore(), Receiver(types=Echoed), Receiver(types=Echoed)
+    async with running(store, receiver.register, facts_max=20) as spine:
+        for _ in range(50):
+            await spine.add()
+            await anyio.sleep(CURSOR_INTERVAL_S / 5)
+        await echo(spine)
+        await delivered(receiver)
+        await anyio.sleep(2 * CURSOR_INTERVAL_S)
+    async with running(store, again.register, facts_max=20) as spine:
+        await delivered(again)
+    assert (len(receiver.ids), again.ids, receiver.gaps, again.gaps) == (1, [], [], [])
+
+
+@virtual
+async def test_one_that_could_not_deliver_stays_where_it_is() -> None:
+    store, receiver, again = TroubledStore(), Receiver(), Receiver()
+    receiver.does = raising(DOWN)
+    async with running(store, receiver.register, facts_max=20) as spine:
+        for _ in range(15):
+            await spine.add()
+        await anyio.sleep(60)
+    async with running(store, again.register, facts_max=20) as spine:
+        await delivered(again)
+        assert again.ids == additions(spine)
+        assert len(again.ids) == 15
+
+
+# Gaps.
+
+
+@virtual
+async def test_what_the_journal_has_forgotten_meanwhile_is_told_as_a_gap_before_what_comes_behind() -> None:
+    receiver, order = Receiver(), list[object]()
+    receiver.terms["on_gap"] = order.append
+    receiver.does = raising(DOWN)
+    async with running(register=receiver.register, facts_max=10) as spine:
+        for _ in range(30):
+            await spine.add()
+        receiver.does = lambda records: order.append(ids(records))
+        await delivered(receiver)
+        gap, *batches = order
+        assert isinstance(gap, Gap)
+        assert (gap.first, gap.last) == (receiver.batches[0][0], spine.journal.floor)
+        assert batches == [additions(spine)]
+
+
+@virtual
+async def test_a_gap_is_told_to_one_that_was_away_for_longer_than_the_journal() -> None:
+    store, receiver, again = TroubledStore(), Receiver(), Receiver()
+    async with running(store, receiver.register, facts_max=10) as spine:
+        began = spine.ledger.published
+    async with running(store, facts_max=10) as spine:
+        for _ in range(30):
+            await spine.add()
+    async with running(store, again.register, facts_max=10) as spine:
+        await delivered(again)
+        assert [(gap.first, gap.last) for gap in again.gaps] == [(began + 1, spine.journal.floor)]
+        assert again.ids == additions(spine)
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), DOWN])
+@virtual
+async def test_a_gap_that_could_not_be_told_is_told_again(error: Exception) -> None:
+    receiver, tellings = Receiver(), list[Gap]()
+
+    def tell(gap: Gap) -> None:
+        tellings.append(gap)
+        if len(tellings) < 3:
+            raise error
+
+    receiver.terms["on_gap"] = tell
+    receiver.does = raising(DOWN)
+    async with running(register=receiver.register, facts_max=10) as spine:
+        for _ in range(30):
+            await spine.add()
+        receiver.does = lambda _: None
+        await delivered(receiver)
+        assert len(tellings) == 3
+        assert receiver.batches[-1] == additions(spine)
+        assert len(spine.facts(HandlerFailed)) == (0 if error is DOWN else 2)
+
+
+@virtual
+async def test_a_gap_is_awaited_where_telling_it_takes_time() -> None:
+    receiver, told = Receiver(), list[Gap]()
+
+    async def tell(gap: Gap) -> None:
+        await anyio.sleep(5)
+        assert receiver.batches[-1][0] <= gap.first
+        told.append(gap)
+
+    receiver.terms["on_gap"] = tell
+    receiver.does = raising(DOWN)
+    async with running(register=receiver.register, facts_max=10) as spine:
+        for _ in range(30):
+            await spine.add()
+        receiver.does = lambda _: None
+        await delivered(receiver)
+        assert len(told) == 1
+        assert receiver.follower.statistics.dropped == 1
+
+
+# Pausing.
+
+
+@virtual
+async def test_one_that_is_paused_delivers_nothing_and_goes_on_where_it_was() -> None:
+    receiver = Receiver()
+    async with running(register=receiver.register) as spine:
+        await spine.add()
+        await delivered(receiver)
+        receiver.follower.pause()
+        for _ in range(3):
+            await spine.add()
+        await anyio.sleep(100)
+        assert len(receiver.ids) == 1
+        receiver.follower.resume()
+        await delivered(receiver)
+        assert receiver.ids == additions(spine)
+
+
+@virtual
+async def test_one_that_is_paused_stays_where_it_is_over_a_restart() -> None:
+    store, receiver, again = TroubledStore(), Receiver(), Receiver()
+    async with running(store, receiver.register, facts_max=20) as spine:
+        await spine.add()
+        await anyio.sleep(2 * CURSOR_INTERVAL_S)
+        receiver.follower.pause()
+        for _ in range(15):
+            await spine.add()
+        await anyio.sleep(3 * CURSOR_INTERVAL_S)
+    async with running(store, again.register, facts_max=20) as spine:
+        await delivered(again)
+        assert again.ids == additions(spine)[1:]
+
+
+@virtual
+async def test_a_pause_while_it_fails_ends_the_attempts_until_it_is_resumed_with_a_clean_record() -> None:
+    receiver = Receiver()
+    receiver.does = raising(ValueError("boom"))
+    async with running(register=receiver.register) as spine:
+        await spine.add()
+        await anyio.sleep(5)
+        receiver.follower.pause()
+        await anyio.sleep(100)
+        attempts = len(receiver.batches)
+        await anyio.sleep(1000)
+        assert len(receiver.batches) == attempts
+        receiver.does = lambda _: None
+        receiver.follower.resume()
+        assert (receiver.follower.failures_in_a_row, receiver.follower.waiting_for) == (0, None)
+        await delivered(receiver)
+        assert receiver.batches[-1] == additions(spine)
+
+
+@virtual
+async def test_one_that_is_paused_while_it_fails_does_not_rest_when_it_is_resumed() -> None:
+    receiver = Receiver()
+
+    def fail(_: Sequence[Record]) -> None:
+        receiver.follower.pause()
+        raise DOWN
+
+    receiver.does = fail
+    async with running(register=receiver.register) as spine:
+        await spine.add()
+        await anyio.sleep(0.01)
+        receiver.does = lambda _: None
+        receiver.follower.resume()
+        await asyncio.sleep(0)
+        assert receiver.batches == [additions(spine)] * 2
+
+
+# The store fails.
+
+
+@virtual
+async def test_commits_that_fail_are_delivered_by_nobody_and_the_others_once() -> None:
+    store, receiver = TroubledStore(), Receiver()
+    async with running(store, receiver.register) as spine:
+        for round_ in range(6):
+            store.commit_error = full() if round_ % 2 else None
+            with suppress(Unavailable):
+                await spine.add()
+            await anyio.sleep(0.1)
+        store.commit_error = None
+        await spine.ledger.writable()
+        await spine.add()
+        await delivered(receiver)
+        assert receiver.ids == additions(spine)
+        assert spine.ledger.reloads > 1
+
+
+@virtual
+async def test_facts_that_come_to_light_with_a_reload_are_delivered() -> None:
+    store, receiver = TroubledStore(), Receiver()
+    async with running(store, receiver.register) as spine:
+        await spine.add()
+        async with running(store.memory) as other:
+            await other.add()
+        with suppress(Unavailable):
+            await spine.add()
+        await anyio.sleep(10)
+        await delivered(receiver)
+        assert receiver.ids == additions(spine)
+        assert len(receiver.ids) >= 2
+
+
+@virtual
+async def test_one_delivers_while_the_store_takes_no_writes() -> None:
+    store, receiver = TroubledStore(), Receiver()
+    receiver.does = raising(DOWN)
+    async with running(store, receiver.register) as spine:
+        await spine.add()
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await spine.add()
+        receiver.does = lambda _: None
+        await anyio.sleep(60)
+        assert receiver.batches[-1] == additions(spine)
+        assert receiver.follower.idle
+
+
+@given(
+    steps=st.lists(
+        st.sampled_from(["add", "down", "raise", "up", "fill", "free", "wait", "pause", "resume", "die"]), max_size=25
+    ),
+    batch_max=st.integers(1, 4),
+)
+def test_whatever_happens_every_durable_fact_is_delivered_in_order(steps: list[str], batch_max: int) -> None:
+    live_through(steps, batch_max)
+
+
+@virtual
+async def live_through(steps: list[str], batch_max: int) -> None:
+    store, heard = TroubledStore(), list[int]()
+    lives: list[list[str]] = [[]]
+    for step in steps:
+        lives[-1].append(step)
+        if step == "die":
+            lives.append([])
+    for life in [*lives, ["free", "up"]]:
+        receiver = Receiver(batch_max=batch_max)
+
+        def take(records: Sequence[Record]) -> None:
+            assert all(record.id <= store.revision for record in records)
+            heard.extend(ids(records))
+
+        manners = {"up": take, "down": raising(DOWN), "raise": raising(ValueError("boom"))}
+        receiver.does = take
+        async with running(store, receiver.register) as spine:
+            for step in life:
+                if step == "add":
+                    with suppress(Unavailable):
+                        await spine.add()
+                elif step in manners:
+                    receiver.does = manners[step]
+                elif step == "pause":
+                    receiver.follower.pause()
+                elif step == "resume":
+                    receiver.follower.resume()
+                else:
+                    store.commit_error = {"fill": full(), "free": None}.get(step, store.commit_error)
+                await anyio.sleep(0.7)
+    async with running(store, (last := Receiver()).register) as spine:
+        await spine.ledger.writable()
+        await delivered(last)
+        firsts = list(dict.fromkeys([*heard, *last.ids]))
+        assert firsts == additions(spine)
+
+
+# Fairness.
+
+
+def journal_of(count: int) -> Journal:
+    journal = Journal(count)
+    journal.extend([Record.of(Echoed(0), fact_id=fact_id, at=0.0) for fact_id in range(1, count + 1)])
+    return journal
+
+
+def follower_of(deliver: Deliver, types: frozenset[type[Fact]]) -> Follower:
+    return Follower(
+        Following("reader", deliver, types),
+        now=asyncio.get_running_loop().time,
+        random=Random(1).random,
+        sleep=anyio.sleep,
+        report=lambda *_: None,
+    )
+
+
+class Shelf:
+    """A journal, all of which was published."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.published = journal.last
+
+
+@virtual
+async def test_what_is_in_the_journal_and_not_published_yet_is_not_delivered() -> None:
+    taken: list[int] = []
+
+    async def deliver(records: Sequence[Record]) -> None:
+        taken.extend(ids(records))
+
+    shelf = Shelf(journal_of(10))
+    shelf.published = 7
+    follower = follower_of(deliver, frozenset())
+    follower.begin(shelf, 5)
+    async with task_group() as tasks:
+        tasks.start_soon(follower.run)
+        await anyio.sleep(1)
+    assert (taken, follower.position) == ([6, 7], 7)
+
+
+@pytest.mark.parametrize(("types", "batches"), [(frozenset({Added}), 0), (frozenset({Echoed}), 1000)])
+@virtual
+async def test_a_long_journal_is_gone_through_while_the_others_have_their_turns(
+    types: frozenset[type[Fact]], batches: int
+) -> None:
+    journal, taken = journal_of(100_000), list[int]()
+
+    async def deliver(records: Sequence[Record]) -> None:
+        taken.append(len(records))
+
+    follower = follower_of(deliver, types)
+    follower.begin(Shelf(journal), 0)
+    turns = 0
+    async with task_group() as tasks:
+        tasks.start_soon(follower.run)
+        while not follower.idle:
+            await asyncio.sleep(0)
+            turns += 1
+    assert (len(taken), follower.position, follower.behind) == (batches, 100_000, 0)
+    assert turns >= max(len(journal) // SCAN_MAX, batches)

@@ -1,0 +1,93 @@
+"""`kill -9` in the middle of commits loses nothing that was acknowledged, and leaves no batch half there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import IO
+
+import pytest
+
+import forged
+from forged.kernel.store.port import Entry
+from forged.kernel.store.sqlite import SqliteStore
+from tests.kernel.store.victims import BATCH_TRANSACTIONS, state_at
+
+KILLS = 60
+ACKNOWLEDGED_MAX = 15
+TURNS_MAX = 50_000
+PROJECT = Path(forged.__file__).parents[1]
+
+
+class Victims:
+    """The warm process, from the outside."""
+
+    def __init__(self, orders: IO[bytes], words: IO[bytes]) -> None:
+        self._orders = orders
+        self._words = words
+
+    def kill_one(self, path: Path, acknowledgements: int, turns: int) -> Sequence[int]:
+        """Let one write to the store and kill it so many turns of a loop after so many acknowledgements.
+
+        The turns let the kill meet any part of a commit. Returns all revisions that were acknowledged.
+        """
+        self._orders.write(f"{path}\n".encode())
+        self._orders.flush()
+        word, writer = self._hear()
+        assert word == "born"
+        revisions = [self._hear()[1] for _ in range(acknowledgements)]
+        for _ in range(turns):
+            pass
+        os.kill(writer, signal.SIGKILL)
+        while (heard := self._hear())[0] != "dead":
+            revisions.append(heard[1])
+        return revisions
+
+    def _hear(self) -> tuple[str, int]:
+        word, number = self._words.readline().split()
+        return word.decode(), int(number)
+
+
+@pytest.fixture
+def victims() -> Iterator[Victims]:
+    command = [sys.executable, "-m", "tests.kernel.store.victims"]
+    with subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield Victims(process.stdin, process.stdout)
+
+
+async def reopen(path: Path) -> tuple[int, Sequence[Entry]]:
+    store = await SqliteStore.open(path)
+    try:
+        return store.revision, await store.list("")
+    finally:
+        await store.close()
+
+
+def test_a_kill_keeps_what_was_acknowledged_and_no_half_batch(victims: Victims, tmp_path: Path) -> None:
+    path, random, last = tmp_path / "store.db", Random(1), 0
+    for _ in range(KILLS):
+        acknowledged = victims.kill_one(path, random.randrange(ACKNOWLEDGED_MAX), random.randrange(TURNS_MAX))
+        revision, found = asyncio.run(reopen(path))
+        last = acknowledged[-1] if acknowledged else last
+        assert revision in {last, last + BATCH_TRANSACTIONS}
+        assert found == state_at(revision)
+        last = revision
+    assert last > KILLS
+
+
+def test_a_kill_while_the_store_is_made_leaves_none_or_a_whole_one(victims: Victims, tmp_path: Path) -> None:
+    random = Random(2)
+    for number in range(KILLS):
+        path = tmp_path / f"{number}.db"
+        acknowledged = victims.kill_one(path, 0, random.randrange(10 * TURNS_MAX))
+        revision, found = asyncio.run(reopen(path))
+        assert revision >= max(acknowledged, default=0)
+        assert found == state_at(revision)

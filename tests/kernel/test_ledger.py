@@ -1,0 +1,829 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from forged.errors import ForgedError, NotLeader, RequestRefused, Unavailable
+from forged.kernel.journal import Journal
+from forged.kernel.ledger import BATCH_MAX, PROBE_PAUSE_S, Ledger, fact_key, read_all
+from forged.kernel.messages import Decision, Fact, Record
+from forged.kernel.pending import Pending
+from forged.kernel.replies import PREFIX as REPLY_PREFIX
+from forged.kernel.store.memory import MemoryStore
+from forged.kernel.store.port import OPERATIONS_MAX, VALUE_BYTES_MAX, StoreCorrupt, StoreFenced, Transaction
+from tests.simulation.loop import VirtualClock
+from tests.spine import TOTAL_KEY, Added, Spine, Tally, call, ids, task_group, virtual
+from tests.troubled_store import TroubledStore, full
+
+
+class Rubble(Fact, frozen=True):
+    """Holds what cannot be encoded."""
+
+    thing: Any
+
+
+class Hall:
+    """Hears everything, and notes what was durable when it did."""
+
+    def __init__(self) -> None:
+        self.heard: list[Record] = []
+        self.durable_when_heard: list[bool] = []
+        self.rewound: list[tuple[str, int]] = []
+        self.store: TroubledStore
+
+    def publish(self, records: Sequence[Record]) -> None:
+        self.heard += records
+        self.durable_when_heard += [record.id <= self.store.revision for record in records]
+
+    def rewind(self, handler: str, position: int) -> None:
+        self.rewound.append((handler, position))
+
+
+class House:
+    """A ledger, its store, its audience and one owner of state."""
+
+    def __init__(self, store: TroubledStore, facts_max: int) -> None:
+        self.store = store
+        self.hall = Hall()
+        self.hall.store = store
+        self.tally = Tally()
+        self.journal = Journal(facts_max)
+        self.ledger = Ledger(store, self.journal, clock(), self.hall)
+        self.ledger.join(self.tally)
+
+    def add(self, amount: int = 1, **more: Any) -> Pending:
+        return self.ledger.append(self.tally.add(amount), **more)
+
+    async def stored_total(self) -> int:
+        entry = await self.store.memory.get(TOTAL_KEY)
+        return int(entry.value) if entry else 0
+
+    async def recovered(self) -> None:
+        await self.ledger.writable()
+
+
+def clock() -> VirtualClock:
+    return VirtualClock(asyncio.get_running_loop())
+
+
+@asynccontextmanager
+async def house(store: TroubledStore | None = None, facts_max: int = 50_000) -> AsyncIterator[House]:
+    built = House(store or TroubledStore(), facts_max)
+    await built.ledger.start()
+    async with task_group() as tasks:
+        tasks.start_soon(built.ledger.run)
+        yield built
+
+
+# What waits for the commit.
+
+
+@virtual
+async def test_a_reply_waits_until_its_decision_is_durable() -> None:
+    async with house() as it:
+        it.store.block()
+        pending = it.add(5)
+        await it.store.entered.wait()
+        assert not pending.done
+        it.store.unblock()
+        assert await pending.wait() == 5
+        assert pending.revision <= it.store.revision
+
+
+@virtual
+async def test_facts_are_heard_only_once_they_are_durable() -> None:
+    async with house() as it:
+        it.store.block()
+        pending = it.add()
+        await it.store.entered.wait()
+        assert it.hall.heard == []
+        assert it.journal.last == 0
+        it.store.unblock()
+        await pending.wait()
+        assert [record.fact for record in it.hall.heard] == [Added(1, 1)]
+        assert it.hall.durable_when_heard == [True]
+
+
+@virtual
+async def test_facts_are_heard_before_the_reply() -> None:
+    async with house() as it:
+        heard_when_answered: list[int] = []
+        it.add().when_done(lambda _: heard_when_answered.append(len(it.hall.heard)))
+        await it.ledger.flush()
+        assert heard_when_answered == [1]
+
+
+@virtual
+async def test_state_changes_at_once() -> None:
+    async with house() as it:
+        it.store.block()
+        it.add(2)
+        it.add(3)
+        assert it.tally.total == 5
+
+
+@virtual
+async def test_a_read_waits_for_the_decision_that_it_rests_on() -> None:
+    async with house() as it:
+        it.store.block()
+        it.add(7)
+        read = it.ledger.settled(it.tally.total)
+        await it.store.entered.wait()
+        assert not read.done
+        it.store.unblock()
+        assert await read.wait() == 7
+
+
+@virtual
+async def test_a_read_waits_for_the_batch_that_is_being_written_too() -> None:
+    async with house() as it:
+        it.store.block()
+        it.add(7)
+        await it.store.entered.wait()
+        read = it.ledger.settled(it.tally.total)
+        assert not read.done
+        it.store.unblock()
+        assert await read.wait() == 7
+
+
+@virtual
+async def test_a_read_fails_with_the_decision_that_it_rests_on() -> None:
+    async with house() as it:
+        it.store.commit_error = full()
+        it.add(7)
+        read = it.ledger.settled(it.tally.total)
+        with pytest.raises(Unavailable):
+            await read.wait()
+
+
+@virtual
+async def test_a_read_of_what_is_durable_is_answered_at_once() -> None:
+    async with house() as it:
+        await it.add().wait()
+        assert it.ledger.settled("x").done
+
+
+@virtual
+async def test_a_fact_s_id_is_the_revision_that_made_it_durable() -> None:
+    async with house() as it:
+        pending = it.ledger.append(Decision(None, (Added(1, 1), Added(2, 3), Added(3, 6))))
+        await pending.wait()
+        first, second, third = ids(it.hall.heard)
+        assert (second, third) == (first + 1, first + 2)
+        assert pending.revision == third == it.store.revision == it.ledger.durable
+        entry = await it.store.get(fact_key(third))
+        assert entry is not None
+        assert (entry.revision, entry.value) == (third, it.hall.heard[-1].data)
+
+
+@virtual
+async def test_the_record_tells_job_generation_cause_and_origin() -> None:
+    async with house() as it:
+        await it.ledger.append(Decision(None, (Added(1, 1),), job="a", generation=4), cause=1, origin="somebody").wait()
+        (record,) = it.hall.heard
+        assert (record.job, record.generation, record.cause, record.origin) == ("a", 4, 1, "somebody")
+
+
+@virtual
+async def test_writes_facts_and_reply_are_one_transaction() -> None:
+    async with house() as it:
+        request = call(1)
+        it.ledger.recall(request)
+        await it.add(3, call=request).wait()
+        (transaction,) = it.store.batches[-1]
+        kinds = {key.split("/")[0] for key in transaction.puts}
+        assert kinds == {"tally", "fact", "reply"}
+
+
+# Batches.
+
+
+@virtual
+async def test_what_is_decided_while_a_batch_is_written_shares_the_next() -> None:
+    async with house() as it:
+        it.store.block()
+        first = it.add()
+        await it.store.entered.wait()
+        others = [it.add() for _ in range(50)]
+        it.store.unblock()
+        assert [await pending.wait() for pending in (first, *others)] == list(range(1, 52))
+        assert [len(batch) for batch in it.store.batches[1:]] == [1, 50]
+        assert (it.ledger.batches, it.ledger.decisions) == (2, 51)
+
+
+@virtual
+async def test_what_is_decided_in_one_turn_shares_one_batch() -> None:
+    async with house() as it:
+        for _ in range(10):
+            it.add()
+        await it.ledger.flush()
+        assert len(it.store.batches[-1]) == 10
+
+
+@virtual
+async def test_a_batch_is_bounded() -> None:
+    async with house() as it:
+        pendings = [it.add() for _ in range(BATCH_MAX + 10)]
+        assert [await pending.wait() for pending in pendings] == list(range(1, BATCH_MAX + 11))
+        assert [len(batch) for batch in it.store.batches[1:]] == [BATCH_MAX, 10]
+
+
+@virtual
+async def test_flush_waits_for_everything_decided() -> None:
+    async with house() as it:
+        it.add()
+        it.store.block()
+        it.add()
+        with anyio.move_on_after(1) as waiting:
+            await it.ledger.flush()
+        assert waiting.cancelled_caught
+        it.store.unblock()
+        await it.ledger.flush()
+        assert await it.stored_total() == 2
+
+
+@virtual
+async def test_flush_returns_when_the_commit_has_failed() -> None:
+    async with house() as it:
+        it.store.commit_error = full()
+        it.add()
+        await it.ledger.flush()
+        assert it.ledger.failures == 1
+
+
+# When a commit fails.
+
+
+@virtual
+async def test_everybody_who_waits_for_a_failed_commit_is_told() -> None:
+    async with house() as it:
+        it.store.block()
+        in_flight = it.add()
+        await it.store.entered.wait()
+        behind = [it.add() for _ in range(3)]
+        it.store.commit_error = full()
+        it.store.unblock()
+        for pending in (in_flight, *behind):
+            with pytest.raises(Unavailable) as caught:
+                await pending.wait()
+            assert caught.value.code == "store_full"
+
+
+@virtual
+async def test_after_a_failed_commit_state_is_what_the_store_holds() -> None:
+    async with house() as it:
+        await it.add(10).wait()
+        it.store.commit_error = full()
+        it.add(1)
+        it.add(2)
+        await it.ledger.flush()
+        assert it.tally.total == 10
+        assert it.journal.last == it.store.revision
+
+
+@virtual
+async def test_nobody_hears_of_a_decision_that_failed() -> None:
+    async with house() as it:
+        it.store.commit_error = full()
+        it.add(1)
+        await it.ledger.flush()
+        it.store.commit_error = None
+        await it.recovered()
+        await it.add(5).wait()
+        assert [record.fact for record in it.hall.heard] == [Added(5, 5)]
+
+
+@virtual
+async def test_while_the_disk_is_full_reads_go_on_and_writes_are_unavailable() -> None:
+    async with house() as it:
+        await it.add(10).wait()
+        it.store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await it.add(1).wait()
+        for _ in range(5):
+            await anyio.sleep(PROBE_PAUSE_S)
+            assert await it.ledger.settled(it.tally.total).wait() == 10
+            with pytest.raises(Unavailable) as caught:
+                it.ledger.require_writable()
+            assert caught.value.code == "store_full"
+
+
+@virtual
+async def test_work_goes_on_by_itself_once_there_is_room_again() -> None:
+    async with house() as it:
+        await it.add(10).wait()
+        it.store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await it.add(1).wait()
+        await anyio.sleep(10)
+        it.store.commit_error = None
+        await it.recovered()
+        it.ledger.require_writable()
+        assert await it.add(5).wait() == 15
+        assert await it.stored_total() == 15
+        assert ids(it.hall.heard) == ids(it.journal.after(0, 10))
+
+
+@virtual
+async def test_writing_is_closed_until_the_probe_has_succeeded() -> None:
+    async with house() as it:
+        it.store.commit_error = full()
+        it.add()
+        await it.ledger.flush()
+        it.store.commit_error = None
+        with pytest.raises(Unavailable):
+            it.ledger.require_writable()
+        await it.recovered()
+        it.ledger.require_writable()
+
+
+@virtual
+async def test_a_decision_taken_while_nothing_can_be_written_is_undone() -> None:
+    async with house() as it:
+        await it.add(10).wait()
+        it.store.commit_error = full()
+        it.add()
+        await it.ledger.flush()
+        with pytest.raises(Unavailable):
+            it.add(5)
+        with pytest.raises(Unavailable):
+            it.ledger.require_sound()
+        it.store.commit_error = None
+        await it.recovered()
+        assert it.tally.total == 10
+
+
+@virtual
+async def test_when_reading_fails_as_well_nothing_is_answered_until_it_works() -> None:
+    async with house() as it:
+        await it.add(10).wait()
+        it.store.commit_error = it.store.read_error = full()
+        with pytest.raises(Unavailable):
+            await it.add(1).wait()
+        with pytest.raises(Unavailable):
+            it.ledger.settled(it.tally.total)
+        it.store.read_error = None
+        await anyio.sleep(2 * PROBE_PAUSE_S)
+        assert await it.ledger.settled(it.tally.total).wait() == 10
+        it.store.commit_error = None
+        await it.recovered()
+        assert await it.add(1).wait() == 11
+
+
+@virtual
+async def test_a_refusal_of_the_store_is_a_failed_commit_like_any_other() -> None:
+    async with house() as it:
+        it.store.commit_error = RequestRefused("transaction_too_large", "too large")
+        with pytest.raises(RequestRefused):
+            await it.add(1).wait()
+        it.store.commit_error = None
+        await it.recovered()
+        assert await it.add(2).wait() == 2
+
+
+@virtual
+async def test_the_error_of_a_long_trouble_keeps_no_memory_of_those_who_met_it() -> None:
+    async with house() as it:
+        it.store.commit_error = full()
+        waiting = [it.add() for _ in range(20)]
+        for pending in waiting:
+            with pytest.raises(Unavailable):
+                await pending.wait()
+        depths = set()
+        for _ in range(5):
+            with pytest.raises(Unavailable) as caught:
+                it.ledger.require_writable()
+            depths.add(len(caught.traceback))
+        assert len(depths) == 1
+
+
+@virtual
+async def test_a_durable_handler_is_rewound_to_before_the_lost_decision() -> None:
+    async with house() as it:
+        await it.add(cursor=("h", 5)).wait()
+        it.store.commit_error = full()
+        it.add(cursor=("h", 8))
+        it.add(cursor=("h", 9))
+        await it.ledger.flush()
+        assert it.hall.rewound == [("h", 7), ("h", 8)]
+        assert it.ledger.cursors == {"h": 5}
+
+
+@virtual
+async def test_a_saved_cursor_that_is_lost_rewinds_nobody() -> None:
+    async with house() as it:
+        it.ledger.save_cursor("h", 8)
+        it.store.commit_error = full()
+        it.ledger.save_cursor("h", 9)
+        await it.ledger.flush()
+        assert it.hall.rewound == []
+
+
+# Taint.
+
+
+@virtual
+async def test_tainted_state_is_read_anew() -> None:
+    async with house() as it:
+        await it.add(10).wait()
+        it.tally.total = 99
+        it.ledger.taint(Unavailable("reloading", "state is being read anew"))
+        with pytest.raises(Unavailable):
+            it.ledger.settled(it.tally.total)
+        await it.recovered()
+        assert it.tally.total == 10
+        assert await it.add(1).wait() == 11
+
+
+@virtual
+async def test_what_was_being_written_when_state_was_tainted_stays_decided() -> None:
+    async with house() as it:
+        it.store.block()
+        before = it.add(10)
+        await it.store.entered.wait()
+        it.ledger.taint(Unavailable("reloading", "state is being read anew"))
+        it.store.unblock()
+        assert await before.wait() == 10
+        await it.recovered()
+        assert it.tally.total == 10
+
+
+@pytest.mark.parametrize("error", [None, full()], ids=["writable", "full"])
+@virtual
+async def test_state_tainted_while_it_is_being_read_is_read_once_more_before_anybody_sees_it(
+    error: ForgedError | None,
+) -> None:
+    async with house() as it:
+        await it.add(10).wait()
+        it.store.commit_error = error
+        reading = anyio.Event()
+        release = anyio.Event()
+
+        class Slow:
+            async def load(self, store: object) -> None:
+                reading.set()
+                await release.wait()
+
+        it.ledger.join(Slow())
+        if error is None:
+            it.ledger.taint(Unavailable("reloading", "state is being read anew"))
+        else:
+            it.add()
+        await reading.wait()
+        it.tally.total = 99
+        it.ledger.taint(Unavailable("reloading", "state is being read anew"))
+        release.set()
+        while it.tally.total == 99:
+            with pytest.raises(Unavailable):
+                it.ledger.settled(it.tally.total)
+            await anyio.sleep(PROBE_PAUSE_S / 10)
+        it.store.commit_error = None
+        await it.recovered()
+        assert await it.add(1).wait() == 11
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        Decision(None, writes={"k": b"x" * (VALUE_BYTES_MAX + 1)}),
+        Decision(None, writes={f"k{index}": b"" for index in range(OPERATIONS_MAX + 1)}),
+        Decision(None, writes={"k" * 1000: b""}),
+        Decision(None, (Rubble(object()),)),
+        Decision(None, (Rubble(1 << 70),)),
+        Decision(None, (Rubble("\ud800"),)),
+        Decision(object()),
+    ],
+    ids=["value", "operations", "key", "no encoding", "too large an integer", "no text", "reply"],
+)
+@virtual
+async def test_a_decision_that_cannot_be_stored_leaves_no_trace(impossible: Decision[Any]) -> None:
+    async with house() as it:
+        await it.add(10).wait()
+        it.tally.total = 99
+        request = call(1)
+        it.ledger.recall(request)
+        with pytest.raises(ForgedError):
+            it.ledger.append(impossible, call=request, cursor=("h", 3))
+        await it.recovered()
+        assert it.tally.total == 10
+        assert it.ledger.cursors == {}
+        assert it.ledger.recall(request) is None
+        assert await it.add(1).wait() == 11
+        assert len(it.journal) == 2
+
+
+# Restart and takeover.
+
+
+@virtual
+async def test_a_restarted_ledger_has_everything_that_was_acknowledged() -> None:
+    store = TroubledStore()
+    async with house(store) as it:
+        await it.add(10).wait()
+        await it.add(5, cursor=("h", 1)).wait()
+        before = it.journal.after(0, 10)
+    async with house(store) as it:
+        assert it.tally.total == 15
+        assert [record.data for record in it.journal.after(0, 10)] == [record.data for record in before]
+        assert it.ledger.cursors == {"h": 1}
+
+
+@virtual
+async def test_what_an_earlier_process_published_is_not_published_again() -> None:
+    store = TroubledStore()
+    async with house(store) as it:
+        await it.add().wait()
+    async with house(store) as it:
+        await it.add().wait()
+        assert [record.fact for record in it.hall.heard] == [Added(1, 2)]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@virtual
+async def test_a_decision_that_dies_at_its_commit_happened_whole_or_not_at_all(moment: str) -> None:
+    store = TroubledStore()
+    async with house(store) as it:
+        await it.add(10).wait()
+        store.dies = moment
+        pending = it.add(5)
+        await anyio.sleep(1)
+        assert not pending.done
+    store.dies = ""
+    async with house(store) as it:
+        assert it.tally.total == (15 if moment == "after" else 10)
+        assert len(it.journal) == (2 if moment == "after" else 1)
+
+
+@virtual
+async def test_the_term_grows_with_every_start() -> None:
+    store = TroubledStore()
+    terms = []
+    for _ in range(3):
+        async with house(store) as it:
+            terms.append(it.ledger.term)
+    assert terms == [1, 2, 3]
+
+
+@virtual
+async def test_a_ledger_that_was_overtaken_is_told_that_it_does_not_lead() -> None:
+    store = TroubledStore()
+    async with house(store) as old:
+        await old.add(10).wait()
+        async with house(store) as new:
+            with pytest.raises(NotLeader):
+                await old.add(1).wait()
+            with pytest.raises(NotLeader):
+                old.ledger.require_writable()
+            assert await new.add(5).wait() == 15
+
+
+@virtual
+async def test_a_ledger_that_was_overtaken_never_writes_again() -> None:
+    store = TroubledStore()
+    async with house(store) as old, house(store) as new:
+        await new.add(5).wait()
+        with pytest.raises(NotLeader):
+            await old.add(1).wait()
+        for _ in range(10):
+            await anyio.sleep(PROBE_PAUSE_S)
+            with pytest.raises(NotLeader):
+                old.ledger.require_writable()
+        assert await new.add(5).wait() == 10
+
+
+@virtual
+async def test_an_overtaken_ledger_is_fenced_even_where_its_revision_is_ahead() -> None:
+    store = TroubledStore()
+    async with house(store) as old:
+        old.ledger.revision += 1000
+        async with house(store):
+            with pytest.raises(NotLeader):
+                await old.add(1).wait()
+
+
+@virtual
+async def test_a_ledger_takes_a_store_over_only_from_the_term_that_it_saw() -> None:
+    memory = MemoryStore("a history")
+    first, second = (Ledger(memory, Journal(), clock(), Hall()) for _ in range(2))
+    await first.start()
+    await second.start()
+    assert (first.term, second.term) == (1, 2)
+
+
+@virtual
+async def test_a_ledger_that_starts_while_another_writes_takes_the_store_over_in_the_end() -> None:
+    memory = MemoryStore("a history")
+    async with house(TroubledStore(memory)) as old:
+        await old.add(10).wait()
+        slow = TroubledStore(memory)
+        slow.block()
+        new = House(slow, 100)
+        async with task_group() as tasks:
+            tasks.start_soon(new.ledger.start)
+            await slow.entered.wait()
+            await old.add(1).wait()
+            slow.unblock()
+            await anyio.lowlevel.checkpoint()
+            tasks.start_soon(new.ledger.run)
+            await anyio.sleep(PROBE_PAUSE_S / 2)
+            await old.add(1).wait()
+            await new.recovered()
+            assert await new.add(5).wait() == 17
+            with pytest.raises(NotLeader):
+                await old.add(1).wait()
+
+
+@virtual
+async def test_a_store_that_is_full_at_the_start_is_read_from_until_there_is_room() -> None:
+    store = TroubledStore()
+    async with house(store) as it:
+        await it.add(10).wait()
+    store.commit_error = full()
+    async with house(store) as it:
+        assert await it.ledger.settled(it.tally.total).wait() == 10
+        with pytest.raises(Unavailable):
+            it.ledger.require_writable()
+        store.commit_error = None
+        await it.recovered()
+        assert await it.add(1).wait() == 11
+
+
+@virtual
+async def test_nothing_is_answered_before_the_start() -> None:
+    ledger = Ledger(TroubledStore(), Journal(), clock(), Hall())
+    with pytest.raises(Unavailable) as caught:
+        ledger.require_sound()
+    assert caught.value.code == "starting"
+
+
+# What is kept.
+
+
+@virtual
+async def test_the_store_keeps_as_many_facts_as_the_journal() -> None:
+    async with house(facts_max=10) as it:
+        for _ in range(50):
+            await it.add().wait()
+        stored = await read_all(it.store, "fact/")
+        assert [int(entry.key.removeprefix("fact/"), 16) for entry in stored] == ids(it.journal.after(0, 50))
+        assert len(it.journal) == 10
+
+
+@virtual
+async def test_the_floor_survives_a_restart() -> None:
+    store = TroubledStore()
+    async with house(store, facts_max=10) as it:
+        for _ in range(50):
+            await it.add().wait()
+        floor = it.journal.floor
+    async with house(store, facts_max=10) as it:
+        assert it.journal.floor == floor > 0
+
+
+@virtual
+async def test_a_lowered_limit_is_reached_by_and_by() -> None:
+    store = TroubledStore()
+    async with house(store, facts_max=200) as it:
+        for _ in range(200):
+            await it.add().wait()
+    async with house(store, facts_max=10) as it:
+        assert len(it.journal) == 10
+        for _ in range(20):
+            await it.add().wait()
+        assert len(await read_all(store, "fact/")) == len(it.journal) == 10
+
+
+@virtual
+async def test_a_full_journal_takes_the_largest_decision_that_an_empty_one_takes() -> None:
+    async with house(facts_max=200) as it:
+        large = Decision(None, tuple(Added(index, index) for index in range(100)))
+        for _ in range(10):
+            await it.ledger.append(large).wait()
+        for _ in range(100):
+            await it.add().wait()
+        assert len(await read_all(it.store, "fact/")) == len(it.journal) == 200
+
+
+@virtual
+async def test_an_acknowledged_reply_is_forgotten_in_the_store_as_well() -> None:
+    async with house() as it:
+        for number in range(1, 11):
+            request = call(number, acknowledged=number - 1)
+            assert it.ledger.recall(request) is None
+            await it.add(call=request).wait()
+        assert len(await read_all(it.store, REPLY_PREFIX)) == 1
+        assert len(it.ledger.replies) == 1
+
+
+@virtual
+async def test_many_acknowledged_at_once_are_forgotten_a_few_at_a_time() -> None:
+    async with house() as it:
+        for number in range(1, 101):
+            request = call(number)
+            it.ledger.recall(request)
+            await it.add(call=request).wait()
+        assert len(await read_all(it.store, REPLY_PREFIX)) == 100
+        it.ledger.replies.acknowledge(request.client, 100)
+        for _ in range(10):
+            await it.add().wait()
+        assert await read_all(it.store, REPLY_PREFIX) == []
+
+
+@virtual
+async def test_what_was_acknowledged_before_a_failed_commit_is_still_forgotten_after_it() -> None:
+    async with house() as it:
+        request = call(1)
+        it.ledger.recall(request)
+        await it.add(call=request).wait()
+        it.store.commit_error = full()
+        it.ledger.replies.acknowledge(request.client, 1)
+        with pytest.raises(Unavailable):
+            await it.add().wait()
+        it.store.commit_error = None
+        await it.recovered()
+        await it.add().wait()
+        assert await read_all(it.store, REPLY_PREFIX) == []
+
+
+@virtual
+async def test_a_reply_is_remembered_with_its_pending_before_and_its_bytes_after_a_restart() -> None:
+    store = TroubledStore()
+    request = call(1)
+    async with house(store) as it:
+        it.ledger.recall(request)
+        pending = it.add(10, call=request)
+        assert it.ledger.recall(request) is pending
+        await pending.wait()
+    async with house(store) as it:
+        assert it.ledger.recall(request) == pending.encoded
+
+
+@virtual
+async def test_a_request_whose_commit_failed_may_be_sent_again() -> None:
+    async with house() as it:
+        request = call(1)
+        it.ledger.recall(request)
+        it.store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await it.add(10, call=request).wait()
+        it.store.commit_error = None
+        await it.recovered()
+        assert it.ledger.recall(request) is None
+
+
+# Pending replies.
+
+
+def test_a_pending_reply_calls_everybody_back_once() -> None:
+    pending = Pending(1, "reply")
+    told: list[Callable[[], object]] = []
+    pending.when_done(lambda one: told.append(lambda: one.reply))
+    pending.resolve()
+    pending.when_done(lambda one: told.append(lambda: one.reply))
+    assert [tell() for tell in told] == ["reply", "reply"]
+
+
+@virtual
+async def test_somebody_who_waits_no_longer_does_not_disturb_the_others() -> None:
+    async with house() as it:
+        it.store.block()
+        pending = it.add(3)
+        with anyio.move_on_after(1):
+            await pending.wait()
+        it.store.unblock()
+        assert await pending.wait() == 3
+
+
+@virtual
+async def test_a_fenced_store_is_named_as_lost_leadership() -> None:
+    async with house() as it:
+        it.store.commit_error = StoreFenced("store_fenced", "somebody else has written")
+        with pytest.raises(NotLeader):
+            await it.add().wait()
+
+
+@virtual
+async def test_a_cause_lies_in_the_past() -> None:
+    async with house() as it:
+        await it.add().wait()
+        last = it.journal.last
+        with pytest.raises(ForgedError):
+            it.add(cause=last + 1)
+        await it.recovered()
+        assert it.tally.total == 1
+
+
+@pytest.mark.parametrize("key", ["fact/0000000000000001", "cursor/x", "reply/00/01", "ledger/floor"])
+@virtual
+async def test_a_store_that_holds_what_no_ledger_wrote_is_damaged(key: str) -> None:
+    store = TroubledStore()
+    await store.commit([Transaction(1, {key: b"\xc1 garbage"})])
+    with pytest.raises(StoreCorrupt) as damaged:
+        await Spine(store).ledger.start()
+    assert damaged.value.code == "store_undecodable"

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from forged.errors import RequestRefused, Unavailable
+from forged.kernel.messages import Call
+from forged.kernel.replies import (
+    CLIENTS_MAX,
+    FORGET_PER_TRANSACTION,
+    REMEMBERED_S,
+    SILENT_S,
+    UNACKNOWLEDGED_BYTES_MAX,
+    UNACKNOWLEDGED_MAX,
+    ReplyBook,
+)
+from forged.kernel.store.port import Entry
+from tests.spine import OPERATOR, call
+
+EVERYTHING = 1 << 20
+
+
+def book_with(*numbers: int) -> ReplyBook:
+    book = ReplyBook()
+    for number in numbers:
+        assert book.recall(call(number), 0.0) is None
+        book.remember(call(number), f"answer {number}")
+    return book
+
+
+def stored(*numbers: int) -> Iterator[Entry]:
+    for number in numbers:
+        key, value = ReplyBook().write(call(number, digest=7), msgspec.msgpack.encode(number), 0.0)
+        yield Entry(key, value, 1)
+
+
+def from_client(client: int, number: int = 1, acknowledged: int = 0) -> Call:
+    return Call(OPERATOR, "a test", client=client.to_bytes(16, "big"), number=number, acknowledged=acknowledged)
+
+
+def test_a_number_that_is_repeated_gets_the_answer_that_was_given() -> None:
+    assert book_with(1, 2).recall(call(2), 0.0) == "answer 2"
+
+
+def test_a_number_that_its_client_has_done_with_is_refused() -> None:
+    book = book_with(1)
+    assert book.recall(call(2, acknowledged=1), 0.0) is None
+    with pytest.raises(RequestRefused) as caught:
+        book.recall(call(1), 0.0)
+    assert caught.value.code == "request_stale"
+
+
+def test_a_number_that_comes_back_with_another_body_is_refused() -> None:
+    with pytest.raises(RequestRefused) as caught:
+        book_with(1).recall(call(1, digest=99), 0.0)
+    assert caught.value.code == "request_id_reused"
+
+
+def test_clients_do_not_share_their_numbers() -> None:
+    book = book_with(1)
+    assert book.recall(from_client(99, 1), 0.0) is None
+
+
+def test_an_acknowledgement_never_goes_back() -> None:
+    book = book_with(1, 2)
+    book.recall(call(3, acknowledged=2), 0.0)
+    book.recall(call(4, acknowledged=1), 0.0)
+    with pytest.raises(RequestRefused):
+        book.recall(call(2), 0.0)
+
+
+def test_the_acknowledgement_of_an_unknown_client_is_nothing() -> None:
+    book = ReplyBook()
+    book.acknowledge(b"?" * 16, 5)
+    assert len(book) == 0
+
+
+def test_a_client_that_acknowledges_nothing_is_refused_in_the_end() -> None:
+    book = book_with(*range(1, UNACKNOWLEDGED_MAX + 1))
+    with pytest.raises(RequestRefused) as caught:
+        book.recall(call(UNACKNOWLEDGED_MAX + 1), 0.0)
+    assert caught.value.code == "too_many_unacknowledged"
+    assert book.recall(call(1), 0.0) == "answer 1"
+    assert book.recall(call(UNACKNOWLEDGED_MAX + 1, acknowledged=1), 0.0) is None
+
+
+def test_the_keys_of_acknowledged_answers_are_given_out_for_deletion_once() -> None:
+    book = book_with(1, 2, 3)
+    book.acknowledge(call(1).client, 2)
+    keys = book.take_forgotten(EVERYTHING)
+    assert keys == [book.write(call(number), b"\xc0", 0.0)[0] for number in (1, 2)]
+    assert book.take_forgotten(EVERYTHING) == []
+
+
+def test_no_more_keys_are_given_out_than_there_is_room() -> None:
+    book = book_with(*range(1, 101))
+    book.acknowledge(call(1).client, 100)
+    assert len(book.take_forgotten(5)) == 5
+    assert book.take_forgotten(0) == []
+    assert len(book.take_forgotten(EVERYTHING)) == FORGET_PER_TRANSACTION
+
+
+def test_a_stored_answer_is_read_back_as_its_bytes() -> None:
+    book = ReplyBook()
+    book.load(stored(1), 0.0)
+    assert book.recall(call(1, digest=7), 0.0) == msgspec.msgpack.encode(1)
+
+
+def test_what_was_acknowledged_to_this_process_stays_so_when_the_store_is_read_anew() -> None:
+    book = book_with(1, 2)
+    book.acknowledge(call(1).client, 1)
+    book.load(stored(1, 2), 0.0)
+    with pytest.raises(RequestRefused):
+        book.recall(call(1), 0.0)
+    assert book.take_forgotten(EVERYTHING) == [entry.key for entry in stored(1)]
+    assert len(book) == 1
+
+
+def test_an_answer_to_a_client_that_was_forgotten_meanwhile_is_not_kept() -> None:
+    book = ReplyBook()
+    book.remember(call(1), "answer")
+    assert len(book) == 0
+
+
+def test_a_client_that_fell_silent_is_forgotten_with_its_answers() -> None:
+    book = book_with(1)
+    book.recall(from_client(2), REMEMBERED_S + 1)
+    assert len(book) == 0
+    assert len(book.take_forgotten(EVERYTHING)) == 1
+
+
+def test_a_client_that_is_heard_of_now_and_then_is_remembered() -> None:
+    book = book_with(1)
+    for hour in range(1, 100):
+        assert book.recall(call(1), hour * 3600.0) == "answer 1"
+        book.recall(from_client(hour), hour * 3600.0)
+    assert book.recall(call(1), 100 * 3600.0) == "answer 1"
+
+
+@given(gaps_s=st.lists(st.floats(0, REMEMBERED_S / 10), min_size=1, max_size=300))
+def test_how_many_clients_are_known_is_bounded_by_how_many_come(gaps_s: list[float]) -> None:
+    book = ReplyBook()
+    came_at: list[float] = []
+    now = 0.0
+    for index, gap_s in enumerate(gaps_s):
+        now += gap_s
+        came_at.append(now)
+        book.recall(from_client(index), now)
+        book.remember(from_client(index), "answer")
+        recent = sum(now - then <= REMEMBERED_S for then in came_at)
+        assert recent <= len(book) <= 2 * recent + 2
+
+
+@dataclass
+class ModelClient:
+    acknowledged: int = 0
+    answers: dict[int, int] = field(default_factory=dict)
+
+
+class Books(RuleBasedStateMachine):
+    """A reply book with its part of a store, beside two plain dicts. Time stands still, so nobody falls silent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = ReplyBook()
+        self.disk: dict[str, bytes] = {}
+        self.model = {client: ModelClient() for client in range(3)}
+
+    @rule(
+        client=st.integers(0, 2), number=st.integers(1, 12), acknowledged=st.integers(0, 12), digest=st.integers(0, 1)
+    )
+    def ask(self, client: int, number: int, acknowledged: int, digest: int) -> None:
+        model = self.model[client]
+        asked = from_client(client, number, acknowledged)
+        asked.digest = digest
+        model.acknowledged = max(model.acknowledged, acknowledged)
+        model.answers = {key: value for key, value in model.answers.items() if key > model.acknowledged}
+        if number <= model.acknowledged:
+            expected: object = "request_stale"
+        elif number in model.answers and model.answers[number] != digest:
+            expected = "request_id_reused"
+        else:
+            expected = number if number in model.answers else None
+        try:
+            answer = self.book.recall(asked, 0.0)
+        except RequestRefused as error:
+            answer = error.code
+        assert (msgspec.msgpack.decode(answer) if isinstance(answer, bytes) else answer) == expected
+        if expected is None:
+            self.decide(asked, model)
+
+    def decide(self, asked: Call, model: ModelClient) -> None:
+        self.book.remember(asked, asked.number)
+        key, value = self.book.write(asked, msgspec.msgpack.encode(asked.number), 0.0)
+        self.disk[key] = value
+        self.tidy()
+        model.answers[asked.number] = asked.digest
+
+    @rule()
+    def tidy(self) -> None:
+        for key in self.book.take_forgotten(EVERYTHING):
+            del self.disk[key]
+
+    @rule(client=st.integers(0, 2), number=st.integers(1, 12))
+    def leave(self, client: int, number: int) -> None:
+        model = self.model[client]
+        asked = from_client(client)
+        known = bool(model.answers or model.acknowledged)
+        self.book.acknowledge(asked.client, number)
+        if known:
+            model.acknowledged = max(model.acknowledged, number)
+            model.answers = {key: value for key, value in model.answers.items() if key > model.acknowledged}
+
+    @rule()
+    def read_anew(self) -> None:
+        self.book.load([Entry(key, value, 1) for key, value in sorted(self.disk.items())], 0.0)
+
+    @precondition(lambda self: len(self.disk) == len(self.book))
+    @rule()
+    def restart(self) -> None:
+        self.book = ReplyBook()
+        self.read_anew()
+        for model in self.model.values():
+            model.acknowledged = 0
+
+    @invariant()
+    def the_book_holds_what_the_model_holds(self) -> None:
+        assert len(self.book) == sum(len(model.answers) for model in self.model.values())
+
+    @invariant()
+    def the_disk_holds_what_the_book_holds(self) -> None:
+        assert len(self.disk) >= len(self.book)
+
+    def teardown(self) -> None:
+        for _ in range(20):
+            self.tidy()
+        assert len(self.disk) == len(self.book)
+
+
+TestBooks = Books.TestCase
+
+
+def told(book: ReplyBook, number: int, *waiting: int) -> None:
+    book.note(call(number).client, 0, number, waiting)
+
+
+def test_what_does_not_wait_any_more_is_forgotten_though_an_older_one_waits() -> None:
+    book = book_with(2, 3)
+    told(book, 4, 1)
+    assert len(book) == 0
+    assert len(book.take_forgotten(EVERYTHING)) == 2
+
+
+def test_what_does_not_wait_any_more_is_refused_when_it_comes_again() -> None:
+    book = book_with(2)
+    told(book, 4, 1)
+    with pytest.raises(RequestRefused) as caught:
+        book.recall(call(2), 0.0)
+    assert caught.value.code == "request_stale"
+
+
+def test_what_still_waits_may_come_again() -> None:
+    book = book_with(2, 3)
+    told(book, 5, 1, 3)
+    assert book.recall(call(3), 0.0) == "answer 3"
+    assert book.recall(call(1), 0.0) is None
+
+
+def test_what_is_told_late_does_not_undo_what_was_told_since() -> None:
+    book = book_with(2, 3)
+    told(book, 5, 1, 2)
+    told(book, 4, 1, 2, 3)
+    with pytest.raises(RequestRefused):
+        book.recall(call(3), 0.0)
+
+
+def test_one_slow_request_does_not_use_up_the_room_for_the_answers_to_others() -> None:
+    book = book_with()
+    for number in range(2, 3 * UNACKNOWLEDGED_MAX):
+        if number % 256 == 0:
+            told(book, number, 1)
+        assert book.recall(call(number), 0.0) is None
+        book.remember(call(number), "answer")
+    assert len(book) <= 256
+
+
+def test_answers_to_one_client_are_bounded_in_bytes() -> None:
+    book = ReplyBook()
+    assert book.recall(call(1), 0.0) is None
+    book.remember(call(1), "answer", UNACKNOWLEDGED_BYTES_MAX)
+    with pytest.raises(RequestRefused) as caught:
+        book.recall(call(2), 0.0)
+    assert caught.value.code == "too_many_unacknowledged"
+
+
+def test_when_there_is_no_room_the_client_that_was_silent_longest_makes_room() -> None:
+    book = ReplyBook()
+    for client in range(CLIENTS_MAX):
+        assert book.recall(from_client(client), 0.0) is None
+    with pytest.raises(Unavailable) as caught:
+        book.recall(from_client(CLIENTS_MAX), 1.0)
+    assert caught.value.code == "reply_memory_full"
+    assert book.recall(from_client(CLIENTS_MAX), 1.0 + SILENT_S) is None

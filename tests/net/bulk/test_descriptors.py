@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import resource
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.net.bulk import descriptors
+from forged.net.bulk.descriptors import (
+    DESCRIPTORS_MAX,
+    HEADER,
+    MAGIC,
+    MARKER,
+    receive_descriptors,
+    receive_descriptors_blocking,
+    send_descriptors,
+    send_descriptors_blocking,
+)
+
+Pair = tuple[socket.socket, socket.socket]
+Receive = Callable[[socket.socket], Awaitable[list[int]]]
+
+TIMEOUT_S = 0.05
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    near, far = socket.socketpair()
+    with near, far:
+        yield near, far
+
+
+@pytest.fixture(params=["loop", "thread"])
+def receive(request: pytest.FixtureRequest) -> Receive:
+    """Both ways to receive, with the same claims to keep."""
+
+    async def in_loop(sock: socket.socket) -> list[int]:
+        sock.settimeout(0)
+        return await receive_descriptors(sock)
+
+    async def in_thread(sock: socket.socket) -> list[int]:
+        return receive_descriptors_blocking(sock)
+
+    return in_loop if request.param == "loop" else in_thread
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    before = open_memory_files()
+    yield
+    assert open_memory_files() == before
+
+
+def open_memory_files() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/fd").iterdir() if target(entry).startswith("/memfd:")}
+
+
+def target(entry: Path) -> str:
+    try:
+        return str(entry.readlink())
+    except FileNotFoundError:
+        return ""
+
+
+@contextmanager
+def memory_files(count: int) -> Iterator[list[int]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(os.fdopen(os.memfd_create(str(n)), "r+b")).fileno() for n in range(count)]
+
+
+def names(received: Sequence[int]) -> list[str]:
+    """What the descriptors refer to; closes them."""
+    found = [target(Path(f"/proc/self/fd/{descriptor}")).split()[0] for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    return found
+
+
+def attach(sock: socket.socket, data: bytes, sent: Sequence[int]) -> None:
+    sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))])
+
+
+async def failure(receive: Receive, sock: socket.socket) -> ForgedError:
+    with pytest.raises(ForgedError) as raised:
+        await receive(sock)
+    return raised.value
+
+
+@pytest.mark.parametrize("count", [1, 2, DESCRIPTORS_MAX])
+async def test_descriptors_arrive_in_order(pair: Pair, receive: Receive, count: int) -> None:
+    near, far = pair
+    with memory_files(count) as sent:
+        send_descriptors_blocking(near, sent)
+        assert names(await receive(far)) == [f"/memfd:{n}" for n in range(count)]
+
+
+async def test_the_senders_descriptors_stay_open(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    with memory_files(1) as sent:
+        send_descriptors_blocking(near, sent)
+        names(await receive(far))
+        os.fstat(sent[0])
+
+
+async def test_received_descriptors_are_closed_on_exec(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    with memory_files(2) as sent:
+        os.set_inheritable(sent[0], True)
+        send_descriptors_blocking(near, sent)
+        received = await receive(far)
+        assert not any(map(os.get_inheritable, received))
+        names(received)
+
+
+async def test_bytes_before_and_after_stay_where_they_belong(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    with memory_files(1) as sent:
+        near.sendall(b"before")
+        send_descriptors_blocking(near, sent)
+        near.sendall(b"after")
+        assert far.recv(len(b"before")) == b"before"
+        assert names(await receive(far)) == ["/memfd:0"]
+        far.settimeout(None)
+        assert far.recv(100) == b"after"
+
+
+async def test_several_handovers_follow_each_other(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    with memory_files(3) as sent:
+        send_descriptors_blocking(near, sent[:1])
+        send_descriptors_blocking(near, sent[1:])
+        assert names(await receive(far)) == ["/memfd:0"]
+        assert names(await receive(far)) == ["/memfd:1", "/memfd:2"]
+
+
+def test_a_plain_receive_of_the_header_leaves_the_descriptors(pair: Pair) -> None:
+    near, far = pair
+    with memory_files(1) as sent:
+        send_descriptors_blocking(near, sent)
+        assert HEADER.unpack(far.recv(HEADER.size)) == (MAGIC, 1)
+        _, received, _, _ = socket.recv_fds(far, 1, 1)
+        assert names(received) == ["/memfd:0"]
+
+
+async def test_a_receive_waits_for_descriptors_that_come_late(pair: Pair) -> None:
+    near, far = pair
+    near.settimeout(0)
+    far.settimeout(0)
+    async with asyncio.TaskGroup() as tasks:
+        receiving = tasks.create_task(receive_descriptors(far))
+        await asyncio.sleep(0)
+        with memory_files(1) as sent:
+            await send_descriptors(near, sent)
+    assert names(receiving.result()) == ["/memfd:0"]
+
+
+async def test_a_header_that_comes_in_pieces_is_put_together(pair: Pair) -> None:
+    near, far = pair
+    far.settimeout(0)
+    async with asyncio.TaskGroup() as tasks:
+        receiving = tasks.create_task(receive_descriptors(far))
+        with memory_files(1) as sent:
+            for part in struct.unpack("6c", HEADER.pack(MAGIC, 1)):
+                near.sendall(part)
+                await asyncio.sleep(0)
+            attach(near, MARKER, sent)
+    assert names(receiving.result()) == ["/memfd:0"]
+
+
+async def test_a_send_waits_for_room(pair: Pair) -> None:
+    near, far = pair
+    near.settimeout(0)
+    far.settimeout(0)
+    filled = fill(near)
+    async with asyncio.TaskGroup() as tasks:
+        with memory_files(1) as sent:
+            sending = tasks.create_task(send_descriptors(near, sent))
+            await asyncio.sleep(0)
+            assert not sending.done()
+            await drain(far, filled)
+            await sending
+        assert names(await receive_descriptors(far)) == ["/memfd:0"]
+
+
+async def test_a_cancelled_receive_takes_nothing(pair: Pair) -> None:
+    near, far = pair
+    far.settimeout(0)
+    with anyio.move_on_after(TIMEOUT_S):
+        await receive_descriptors(far)
+    with memory_files(1) as sent:
+        send_descriptors_blocking(near, sent)
+        assert names(await receive_descriptors(far)) == ["/memfd:0"]
+
+
+async def test_a_sender_that_closes_before_the_header_is_truncated(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    near.close()
+    assert (await failure(receive, far)).code == "descriptors_truncated"
+
+
+async def test_a_sender_that_closes_in_the_header_is_truncated(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    near.sendall(MAGIC)
+    near.close()
+    assert (await failure(receive, far)).code == "descriptors_truncated"
+
+
+async def test_a_sender_that_closes_after_the_header_is_truncated(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    near.sendall(HEADER.pack(MAGIC, 1))
+    near.close()
+    assert (await failure(receive, far)).code == "descriptors_truncated"
+
+
+def test_a_sender_that_stalls_is_given_up_on(pair: Pair) -> None:
+    near, far = pair
+    near.sendall(HEADER.pack(MAGIC, 1))
+    far.settimeout(TIMEOUT_S)
+    with pytest.raises(Unavailable) as raised:
+        receive_descriptors_blocking(far)
+    assert raised.value.code == "descriptors_stalled"
+
+
+async def test_other_bytes_in_the_place_of_the_header_are_the_peers_fault(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    near.sendall(b"hello there")
+    error = await failure(receive, far)
+    assert (type(error), error.code) == (PeerError, "descriptors_header")
+
+
+@pytest.mark.parametrize("count", [0, DESCRIPTORS_MAX + 1, 0xFFFF])
+async def test_a_count_out_of_bounds_is_the_peers_fault_and_nothing_is_taken(
+    pair: Pair, receive: Receive, count: int
+) -> None:
+    near, far = pair
+    with memory_files(3) as sent:
+        near.sendall(HEADER.pack(MAGIC, count))
+        attach(near, MARKER, sent)
+        error = await failure(receive, far)
+    assert (type(error), error.code) == (PeerError, "descriptors_too_many")
+
+
+async def test_the_receivers_own_limit_holds(pair: Pair) -> None:
+    near, far = pair
+    far.settimeout(0)
+    with memory_files(3) as sent:
+        send_descriptors_blocking(near, sent)
+        with pytest.raises(PeerError, match="from 1 to 2") as raised:
+            await receive_descriptors(far, descriptors_max=2)
+    assert raised.value.code == "descriptors_too_many"
+
+
+@pytest.mark.parametrize(("announced", "sent_count"), [(1, 2), (2, 3), (1, 100)])
+async def test_more_descriptors_than_announced_are_the_peers_fault_and_all_are_closed(
+    pair: Pair, receive: Receive, announced: int, sent_count: int
+) -> None:
+    near, far = pair
+    with memory_files(sent_count) as sent:
+        near.sendall(HEADER.pack(MAGIC, announced))
+        attach(near, MARKER, sent)
+        error = await failure(receive, far)
+    assert (type(error), error.code) == (PeerError, "descriptors_too_many")
+
+
+async def test_fewer_descriptors_than_announced_are_the_peers_fault_and_all_are_closed(
+    pair: Pair, receive: Receive
+) -> None:
+    near, far = pair
+    with memory_files(1) as sent:
+        near.sendall(HEADER.pack(MAGIC, 2))
+        attach(near, MARKER, sent)
+        error = await failure(receive, far)
+    assert (type(error), error.code) == (PeerError, "descriptors_missing")
+
+
+async def test_descriptors_on_the_header_are_not_taken(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    with memory_files(1) as sent:
+        attach(near, HEADER.pack(MAGIC, 1), sent)
+        near.sendall(MARKER)
+        error = await failure(receive, far)
+    assert (type(error), error.code) == (PeerError, "descriptors_missing")
+
+
+async def test_a_process_that_can_open_no_more_says_so_and_closes_what_it_got(pair: Pair, receive: Receive) -> None:
+    near, far = pair
+    with memory_files(4) as sent:
+        send_descriptors_blocking(near, sent)
+        with descriptors_left(2):
+            error = await failure(receive, far)
+    assert (type(error), error.code) == (Unavailable, "descriptors_exhausted")
+    assert "2 of 4" in str(error)
+
+
+@pytest.mark.parametrize("count", [0, DESCRIPTORS_MAX + 1])
+def test_a_count_that_cannot_travel_is_refused_before_anything_is_sent(pair: Pair, count: int) -> None:
+    near, far = pair
+    with memory_files(count) as sent, pytest.raises(RequestRefused) as raised:
+        send_descriptors_blocking(near, sent)
+    assert raised.value.code == "descriptors_count"
+    assert nothing_came(far)
+
+
+def test_a_closed_descriptor_is_refused_before_anything_is_sent(pair: Pair) -> None:
+    near, far = pair
+    with memory_files(1) as sent:
+        closed = os.dup(sent[0])
+        os.close(closed)
+        with pytest.raises(RequestRefused, match=str(closed)) as raised:
+            send_descriptors_blocking(near, [*sent, closed])
+    assert raised.value.code == "descriptor_invalid"
+    assert nothing_came(far)
+
+
+def test_a_receiver_that_is_gone_is_told(pair: Pair) -> None:
+    near, far = pair
+    far.close()
+    with memory_files(1) as sent, pytest.raises(Unavailable) as raised:
+        send_descriptors_blocking(near, sent)
+    assert raised.value.code == "descriptors_failed"
+
+
+def internet() -> socket.socket:
+    return socket.socket()
+
+
+def datagrams() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+
+def packets() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+@pytest.mark.parametrize("make", [internet, datagrams, packets])
+@pytest.mark.parametrize(
+    "movement", [partial(send_descriptors_blocking, descriptors=[0]), receive_descriptors_blocking]
+)
+def test_sockets_of_another_kind_are_refused(make: Callable[[], socket.socket], movement: Any) -> None:
+    with make() as sock, pytest.raises(RequestRefused) as raised:
+        movement(sock)
+    assert raised.value.code == "descriptors_socket_invalid"
+
+
+def test_the_limit_is_one_that_the_kernel_allows() -> None:
+    assert descriptors.DESCRIPTORS_MAX <= 253
+
+
+def nothing_came(sock: socket.socket) -> bool:
+    sock.settimeout(0)
+    try:
+        return not sock.recv(1)
+    except BlockingIOError:
+        return True
+
+
+def fill(sock: socket.socket) -> int:
+    """Send until no more fits, in bytes so that not one more fits."""
+    filled = 0
+    for piece in (bytes(4096), b"x"):
+        while True:
+            try:
+                filled += sock.send(piece)
+            except BlockingIOError:
+                break
+    return filled
+
+
+async def drain(sock: socket.socket, count: int) -> None:
+    while count:
+        count -= len(await asyncio.get_running_loop().sock_recv(sock, count))
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Let this process open only so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0) for _ in range(64)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, hard))
+    for descriptor in taken[-count:]:
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken[:-count]:
+            os.close(descriptor)

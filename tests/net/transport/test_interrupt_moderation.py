@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from selectors import EVENT_READ, EVENT_WRITE
+
+import pytest
+
+from forged.net.transport.interrupt_moderation import HOLD_S, STILL_S, WAKES_MAX, WAKES_WITHIN_S, ModeratingSelector
+from forged.net.transport.port import Address, Scheme
+from forged.net.transport.sockets import SystemNetwork
+from tests.net.ends import Certificates, Ends
+
+A_WHILE_S = 1.01 * STILL_S
+AT_LAST_S = 1.01 * HOLD_S
+
+
+class Time:
+    """A clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def go_on(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Line:
+    """A connection to this process, and its other end."""
+
+    def __init__(self, there: socket.socket, here: socket.socket) -> None:
+        self.there, self.here = there, here
+
+    @property
+    def fd(self) -> int:
+        return self.here.fileno()
+
+    def say(self) -> None:
+        self.there.send(b"x")
+
+    def listen(self) -> None:
+        assert self.here.recv(1) == b"x"
+
+
+class Switchboard:
+    """Lines that a selector watches, on a clock of its own."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.time = Time()
+        self.selector = ModeratingSelector(self.time)
+        self._stack = stack
+        stack.callback(self.selector.close)
+        self.door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def line(self) -> Line:
+        """One over IP, watched, that has said nothing yet."""
+        line = self.unwatched()
+        self.selector.register(line.fd, EVENT_READ)
+        return line
+
+    def unwatched(self) -> Line:
+        there = self._stack.enter_context(socket.create_connection(self.door.getsockname()))
+        here = self._stack.enter_context(self.door.accept()[0])
+        return Line(there, here)
+
+    def pair(self) -> Line:
+        """One that does not leave this process, watched."""
+        there, here = (self._stack.enter_context(end) for end in socket.socketpair())
+        self.selector.register(here.fileno(), EVENT_READ)
+        return Line(there, here)
+
+    def heard(self) -> set[int]:
+        """Whom the selector tells of, without waiting."""
+        return {key.fd for key, _ in self.selector.select(0)}
+
+    def hears(self, line: Line) -> bool:
+        """Have somebody speak; tells whether that is heard at once."""
+        line.say()
+        if self.heard() != {line.fd}:
+            return False
+        line.listen()
+        return True
+
+    def resting(self, count: int) -> list[Line]:
+        """So many that rest."""
+        lines = [self.line() for _ in range(count)]
+        self.time.go_on(A_WHILE_S)
+        assert all(self.hears(line) for line in lines)
+        self.time.go_on(A_WHILE_S)
+        return lines
+
+    def exhaust(self, lines: list[Line]) -> None:
+        """Have some of them wake the process as often as they may, in as short a time as they can."""
+        self.time.go_on(WAKES_WITHIN_S)
+        assert self.heard() == set()
+        for wake in range(WAKES_MAX):
+            assert self.hears(lines[wake % len(lines)])
+            self.time.go_on(A_WHILE_S / len(lines))
+
+
+@pytest.fixture
+def board() -> Iterator[Switchboard]:
+    with ExitStack() as stack:
+        yield Switchboard(stack)
+
+
+MANY = 8
+"""So many are enough to speak too often together, each of them after a while."""
+assert WAKES_MAX * A_WHILE_S / (MANY - 1) < WAKES_WITHIN_S
+
+
+def test_who_rests_is_heard_at_once_while_that_comes_seldom(board: Switchboard) -> None:
+    (one,) = board.resting(1)
+    for _ in range(3 * WAKES_MAX):
+        assert board.hears(one)
+        board.time.go_on(A_WHILE_S)
+
+
+def test_those_who_rest_wait_when_they_have_woken_the_process_too_often(board: Switchboard) -> None:
+    lines = board.resting(MANY)
+    board.exhaust(lines)
+    assert not board.hears(lines[0])
+
+
+def test_those_who_have_waited_are_heard_together(board: Switchboard) -> None:
+    lines = board.resting(MANY)
+    board.exhaust(lines)
+    for line in lines:
+        line.say()
+    assert board.heard() == set()
+    board.time.go_on(AT_LAST_S)
+    assert board.heard() == {line.fd for line in lines}
+
+
+def test_nobody_waits_for_longer_than_the_hold_though_the_loop_would_sleep(board: Switchboard) -> None:
+    board.exhaust(board.resting(MANY))
+    assert board.selector.select(None) == []
+
+
+def test_they_wait_again_when_several_have_spoken(board: Switchboard) -> None:
+    lines = board.resting(MANY)
+    board.exhaust(lines)
+    board.time.go_on(A_WHILE_S)
+    for line in lines[1:]:
+        line.say()
+    for line in lines[1:] if board.heard() else ():
+        line.listen()
+    assert not board.hears(lines[0])
+
+
+def test_they_wait_no_more_when_hardly_anybody_has_spoken(board: Switchboard) -> None:
+    one, other, *more = board.resting(MANY)
+    board.exhaust([one, other, *more])
+    board.time.go_on(A_WHILE_S)
+    assert board.hears(one)
+    assert board.hears(other)
+
+
+def test_who_is_in_conversation_does_not_wait(board: Switchboard) -> None:
+    talker, *lines = board.resting(MANY)
+    for _ in range(3):
+        assert board.hears(talker)
+    board.exhaust(lines)
+    assert board.hears(talker)
+
+
+def test_a_conversation_is_over_after_a_while(board: Switchboard) -> None:
+    talker, *lines = board.resting(MANY)
+    for silence_s in (0, 0, A_WHILE_S):
+        board.time.go_on(silence_s)
+        assert board.hears(talker)
+    board.exhaust(lines)
+    assert not board.hears(talker)
+
+
+def test_who_has_just_come_does_not_wait(board: Switchboard) -> None:
+    lines = board.resting(MANY)
+    board.exhaust(lines)
+    assert board.hears(board.line())
+
+
+def test_what_does_not_come_from_elsewhere_never_waits(board: Switchboard) -> None:
+    """As the pipe by which threads wake the loop."""
+    pair = board.pair()
+    lines = board.resting(MANY)
+    assert board.hears(pair)
+    board.exhaust(lines)
+    assert board.hears(pair)
+
+
+def test_a_door_never_waits(board: Switchboard) -> None:
+    lines = board.resting(MANY)
+    board.selector.register(board.door.fileno(), EVENT_READ)
+    for _ in range(2):
+        board.exhaust(lines)
+        with socket.create_connection(board.door.getsockname()):
+            assert board.heard() == {board.door.fileno()}
+        board.door.accept()[0].close()
+
+
+def test_who_waits_to_write_does_not_rest(board: Switchboard) -> None:
+    one, *lines = board.resting(MANY)
+    board.exhaust(lines)
+    board.selector.modify(one.fd, EVENT_READ | EVENT_WRITE)
+    for line in lines:
+        line.say()
+    board.time.go_on(A_WHILE_S)
+    assert one.fd in board.heard()
+    assert board.heard() == {one.fd}
+
+
+def test_whoever_watches_somebody_anew_is_told_by_what_it_gave_last(board: Switchboard) -> None:
+    (one,) = board.resting(1)
+    board.selector.modify(one.fd, EVENT_READ, "new")
+    one.say()
+    assert [key.data for key, _ in board.selector.select(0)] == ["new"]
+
+
+def test_the_end_of_one_who_rests_is_heard(board: Switchboard) -> None:
+    (one,) = board.resting(1)
+    one.there.close()
+    assert board.heard() == {one.fd}
+
+
+def test_who_is_watched_no_more_is_not_heard_and_not_known(board: Switchboard) -> None:
+    (one,) = board.resting(1)
+    assert one.fd in board.selector.get_map()
+    board.selector.unregister(one.fd)
+    one.say()
+    assert board.heard() == set()
+    assert one.fd not in board.selector.get_map()
+    with pytest.raises(KeyError):
+        board.selector.unregister(one.fd)
+
+
+def test_a_number_that_is_used_again_is_somebody_else(board: Switchboard) -> None:
+    lines = board.resting(MANY)
+    gone, other = lines[0], board.unwatched()
+    board.exhaust(lines[1:])
+    board.selector.unregister(gone.fd)
+    os.dup2(other.fd, gone.fd)
+    board.selector.register(gone.fd, EVENT_READ)
+    other.say()
+    assert board.heard() == {gone.fd}
+
+
+def test_a_number_that_was_left_behind_is_refused_as_by_other_selectors(board: Switchboard) -> None:
+    one, other = *board.resting(1), board.unwatched()
+    os.dup2(other.fd, one.fd)
+    with pytest.raises(KeyError, match="already registered"):
+        board.selector.register(one.fd, EVENT_READ)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "unix"])
+def test_an_event_loop_whose_connections_rest_loses_nothing(
+    scheme: Scheme, certificates: Certificates, tmp_path: Path
+) -> None:
+    hours = itertools.count(step=3600)
+    network = SystemNetwork(tls_server=certificates.server(), tls_client=certificates.client())
+    address = Address("unix", path=str(tmp_path / "s")) if scheme == "unix" else Address(scheme, host="127.0.0.1")
+
+    async def talk() -> None:
+        ends = Ends()
+        listener = await ends.listen(network, address)
+        near, far = await ends.connect(network, listener.address)
+        words = b""
+        for number in range(50):
+            words += b"%d " % number
+            near.open_transport.write(b"%d " % number)
+            await far.hear(words)
+            far.open_transport.write(b"%d " % number)
+            await near.hear(words)
+        assert await asyncio.to_thread(lambda: "from a thread") == "from a thread"
+        await ends.close()
+
+    # To this selector every word comes an hour after the last.
+    selector = ModeratingSelector(lambda: float(next(hours)))
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        runner.run(talk())

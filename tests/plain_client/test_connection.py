@@ -1,0 +1,561 @@
+"""`forgectl`'s own connection, against daemons, silence and nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+import trustme
+
+from forged.client import BlockingClient
+from forged.errors import ConfigError, ForgedError, PeerError, RequestRefused, Unavailable
+from forged.net.protocol.messages import Bye, Failure, Ping, Pong, ReplyOut, Subscribe
+from forged.net.transport import tls
+from forged.net.transport.sockets import SystemNetwork
+from forged.plain_client import connection
+from forged.plain_client.connection import Wire
+from forged.version import VERSION
+from tests.cli.pretender import Refusal, pretending, trickle
+from tests.client.fake import WELCOME, FakeDaemon, Guest
+from tests.client.house import House, config_in
+from tests.client.neighbour import LoopThread, Neighbour
+
+SHORT_S = 0.25
+LONG_S = 60.0
+HEAVY = {"anyio", "asyncio", "json", "logging", "msgspec", "ssl", "subprocess", "tomllib"}
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread()
+    yield loop
+    loop.end()
+
+
+@contextmanager
+def connected(
+    loop: LoopThread,
+    directory: Path,
+    treat: Callable[[Guest], Awaitable[None]],
+    timeout_s: float = LONG_S,
+) -> Iterator[Wire]:
+    """A wire to a fake daemon."""
+    fake = FakeDaemon(directory / "s", treat)
+    loop.call(fake.__aenter__)
+    try:
+        with closing(Wire(fake.endpoint, None, timeout_s)) as line:
+            yield line
+    finally:
+        loop.call(fake.__aexit__)
+
+
+class TestHello:
+    @pytest.mark.parametrize(
+        ("said", "why"),
+        [
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it speaks HTTP"),
+            (b"<!DOCTYPE HTML>\n<html>", "it speaks HTTP"),
+            (b"\x15\x03\x01\0\2\2\x46", "it speaks TLS"),
+            (b"SSH-2.0-OpenSSH_9.2\r\n", "announces"),
+            (b"\0\0\0\3\x81\x90\x01", "not msgpack"),
+            (b"\0\0\0\2\x91\x90", "no message"),
+            (b"\0\0\0\0", "announces 0 bytes"),
+            (b"\0\0\0\1\xc1", "not msgpack"),
+            (b"\0\0\0\1\x80", "no message"),
+            (b"\0\0\0\2\x91\x01", "its welcome is none"),
+            (b"\0\0\0\4\x93\x01\x01\xc0", "its welcome is none"),
+        ],
+    )
+    def test_what_is_no_daemon_is_named_as_such(self, loop: LoopThread, tmp_path: Path, said: bytes, why: str) -> None:
+        async def treat(guest: Guest) -> None:
+            guest.writer.write(said)
+            await guest.gone()
+
+        with pytest.raises(PeerError, match=why) as strange, connected(loop, tmp_path, treat):
+            pass
+        assert strange.value.code == "not_a_daemon"
+
+    def test_a_daemon_of_another_version_is_told_apart(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet(msgspec.structs.replace(WELCOME, version=9))
+            await guest.gone()
+
+        with (
+            pytest.raises(PeerError, match=r"\(a fake\) speaks version 9") as mismatch,
+            connected(loop, tmp_path, treat),
+        ):
+            pass
+        assert (mismatch.value.code, mismatch.value.fix) == ("version_mismatch", "upgrade forgectl")
+
+    def test_what_a_newer_daemon_appends_to_its_welcome_is_ignored(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.hear()
+            fields = [1, *msgspec.to_builtins(WELCOME)[1:], "news", {}]
+            payload = msgspec.msgpack.encode(fields)
+            guest.writer.write(len(payload).to_bytes(4, "big") + payload)
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            assert line.history == WELCOME.history
+
+    def test_one_that_speaks_only_an_older_version_is_told_apart(self, tmp_path: Path) -> None:
+        older = [1, 0, "forged/0.0.9", "unix:0", "operator", "", 0, 1, 4 << 20, 1024, 0]
+        with (
+            pretending(tmp_path, welcome=older) as daemon,
+            pytest.raises(PeerError, match=r"forged/0\.0\.9") as mismatch,
+        ):
+            Wire(f"unix://{daemon.path}", None, LONG_S)
+        assert mismatch.value.fix == "upgrade the daemon"
+
+    def test_one_that_refuses_our_version_is_quoted(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.hear()
+            guest.say(Failure(0, "peer", "version_mismatch", "this end speaks 2 to 3", "upgrade the older"))
+            await guest.gone()
+
+        said = "no version of the protocol in common: this end speaks 2 to 3"
+        with pytest.raises(PeerError, match=said) as mismatch, connected(loop, tmp_path, treat):
+            pass
+        assert mismatch.value.code == "version_mismatch"
+
+    def test_one_that_hangs_up_before_it_has_listened_is_quoted(self, tmp_path: Path) -> None:
+        said = msgpack.packb([4, 0, "unavailable", "too_many_connections", "there are 7 already", "try again"])
+        path = tmp_path / "s"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+            server.listen()
+            turned_away = threading.Thread(target=lambda: _turn_away(server, said))
+            turned_away.start()
+            with pytest.raises(Unavailable, match="there are 7 already"):
+                Wire(f"unix://{path}", None, LONG_S)
+            turned_away.join()
+
+    def test_one_that_hangs_up_is_unavailable(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.hear()
+
+        with pytest.raises(Unavailable, match="closed the connection"), connected(loop, tmp_path, treat):
+            pass
+
+
+class TestAnswers:
+    def test_pings_are_answered_and_do_not_count_as_an_answer(self, loop: LoopThread, tmp_path: Path) -> None:
+        heard: list[Any] = []
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            for nonce in range(1000):
+                guest.say(Ping(nonce))
+                heard.append(await guest.hear())
+                await asyncio.sleep(SHORT_S / 20)
+
+        with (
+            pytest.raises(Unavailable, match=f"did not answer within {SHORT_S} s"),
+            connected(loop, tmp_path, treat, SHORT_S) as line,
+        ):
+            line.request("ReadStatus")
+        assert heard[0] == Pong(0)
+
+    def test_a_failure_is_raised_as_what_it_is(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            guest.say(Failure(1, "refused", "no_way", "that will not do", "do something else"))
+            await guest.hear()
+            payload = b"\x95\x04\x02\xa8internal\xa1x\xa3why"
+            guest.writer.write(len(payload).to_bytes(4, "big") + payload)
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            with pytest.raises(RequestRefused, match="will not do") as refused:
+                line.request("Anything")
+            with pytest.raises(ForgedError, match="why"):
+                line.request("Anything")
+        assert (refused.value.code, refused.value.fix) == ("no_way", "do something else")
+
+    def test_answers_may_be_as_large_as_the_daemon_says(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            guest.say(ReplyOut((await guest.hear()).number, "x" * 1_000_000))
+            guest.say(ReplyOut((await guest.hear()).number, "x" * 5_000_000))
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            assert len(line.request("Anything")) == 1_000_000
+            with pytest.raises(PeerError, match="announces 5000"):
+                line.request("Anything")
+
+    def test_goodbye_is_unavailable_and_says_so(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            guest.say(Bye(0, "gone fishing"))
+            await guest.gone()
+
+        with pytest.raises(Unavailable, match="is stopping"), connected(loop, tmp_path, treat) as line:
+            line.request("Anything")
+
+    @pytest.mark.parametrize(
+        ("agent", "fix"),
+        [
+            ("forged/0.0.9", "upgrade the daemon"),
+            ("forged/0.0", "upgrade the daemon"),
+            ("forged/99.0.0", "upgrade forgectl"),
+            (f"forged/{VERSION}", "install the same build of both"),
+            ("something else", "install the same build of both"),
+        ],
+    )
+    def test_a_request_that_it_does_not_know_names_both_versions(self, tmp_path: Path, agent: str, fix: str) -> None:
+        with (
+            pretending(tmp_path, agent=agent) as daemon,
+            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            pytest.raises(RequestRefused, match=f"the daemon is {agent}, this is forgectl {VERSION}") as refused,
+        ):
+            line.request("ListPlugins")
+        assert (refused.value.code, refused.value.fix) == ("request_unknown", fix)
+
+    @pytest.mark.parametrize(
+        ("agent", "fix"), [("forged/99.0", "upgrade forgectl"), (f"forged/{VERSION}", "see the fields")]
+    )
+    def test_fields_that_it_does_not_take_are_a_matter_of_versions_if_those_differ(
+        self, tmp_path: Path, agent: str, fix: str
+    ) -> None:
+        answers = {"CreateJob": Refusal("refused", "request_invalid", "field missing", "see the fields")}
+        with (
+            pretending(tmp_path, answers, agent=agent) as daemon,
+            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            pytest.raises(RequestRefused) as refused,
+        ):
+            line.request("CreateJob")
+        assert refused.value.fix == fix
+
+    @pytest.mark.parametrize(
+        "message", [[3, 1], [3], [3, "x", {}], [7, 1, 2], [7, 1, 2, "x"], [8, 1, 1, 2], [4], [11, 1, {}]]
+    )
+    def test_what_has_not_its_shape_is_an_error(self, loop: LoopThread, tmp_path: Path, message: list[Any]) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            payload = msgpack.packb(message)
+            guest.writer.write(len(payload).to_bytes(4, "big") + payload)
+            await guest.gone()
+
+        with pytest.raises(ForgedError), connected(loop, tmp_path, treat) as line:
+            line.request("Anything") if message[0] == 3 else next(line.facts(None, [], []))
+
+    @pytest.mark.parametrize("given", ["\udcff", 1 << 64])
+    def test_what_cannot_be_sent_is_the_callers_to_mend(self, tmp_path: Path, given: Any) -> None:
+        with (
+            pretending(tmp_path) as daemon,
+            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            pytest.raises(ConfigError, match="cannot be sent"),
+        ):
+            line.request("AddNote", text=given)
+        assert daemon.asked == []
+
+
+class TestSayingAndHeeding:
+    def test_a_signal_is_said_as_it_is(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            signal = await guest.hear()
+            guest.say(ReplyOut((await guest.hear()).number, [signal.name, bytes(signal.body)]))
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.signal("Pulse", job="run", step=3)
+            name, body = line.request("Anything")
+        assert (name, msgpack.unpackb(body)) == ("Pulse", {"job": "run", "step": 3})
+
+    def test_a_ping_is_answered_by_who_heeds_it(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            guest.say(Ping(7))
+            pong = await guest.hear()
+            guest.say(ReplyOut((await guest.hear()).number, pong.nonce))
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.signal("Begin")
+            select.select([line], [], [], LONG_S)
+            line.heed()
+            assert line.request("Anything") == 7
+
+    def test_what_came_with_the_welcome_is_heeded_too(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.hear()
+            payloads = [msgspec.msgpack.encode(message) for message in (WELCOME, Ping(7))]
+            guest.writer.write(b"".join(len(payload).to_bytes(4, "big") + payload for payload in payloads))
+            pong = await guest.hear()
+            guest.say(ReplyOut((await guest.hear()).number, pong.nonce))
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.heed()
+            assert line.request("Anything") == 7
+
+    def test_who_heeds_waits_for_nothing(self, loop: LoopThread, tmp_path: Path) -> None:
+        """Neither for a first byte nor for the last of a message that has begun."""
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            guest.writer.write(b"\0\0\0\3\x92\x0d")
+            await guest.hear()
+            guest.writer.write(b"\0")
+            guest.say(ReplyOut((await guest.hear()).number, "well"))
+            await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.heed()
+            line.signal("Begin")
+            select.select([line], [], [], LONG_S)
+            line.heed()
+            line.signal("End")
+            select.select([line], [], [], LONG_S)
+            line.heed()
+            assert line.request("Anything") == "well"
+
+    @pytest.mark.parametrize(
+        ("said", "error"),
+        [
+            (b"", Unavailable),
+            (b"\0\0\0\2\x91\x0e", Unavailable),
+            (b"\0\0\0\x0f\x96\x04\0\xa7refused\xa1x\xa0\xa0", RequestRefused),
+            (b"\xff\xff\xff\xff", PeerError),
+            (b"\0\0\0\0", PeerError),
+            (b"\0\0\0\1\xc1", PeerError),
+        ],
+        ids=["gone", "bye", "failure", "endless", "empty", "nonsense"],
+    )
+    def test_the_end_is_heard_by_who_heeds(
+        self, loop: LoopThread, tmp_path: Path, said: bytes, error: type[ForgedError]
+    ) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            guest.writer.write(said)
+            if said:
+                await guest.gone()
+
+        with connected(loop, tmp_path, treat) as line:
+            line.signal("Begin")
+            select.select([line], [], [], LONG_S)
+            with pytest.raises(error):
+                line.heed()
+
+    def test_the_kernel_gives_up_a_host_that_takes_nothing(self, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            welcome = msgspec.msgpack.encode(WELCOME)
+            turned = threading.Thread(target=lambda: _turn_away(server, welcome))
+            turned.start()
+            line = Wire(f"tcp://127.0.0.1:{server.getsockname()[1]}", None, LONG_S)
+            line.lose_after(1.5)
+            with socket.socket(fileno=os.dup(line.fileno())) as same:
+                assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
+            turned.join()
+            line.drop()
+
+
+class TestFacts:
+    def test_a_message_that_begins_and_does_not_end_is_given_up(self, loop: LoopThread, tmp_path: Path) -> None:
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.hear()
+            await trickle(guest)
+
+        with (
+            pytest.raises(Unavailable, match="did not answer within"),
+            connected(loop, tmp_path, treat, SHORT_S) as line,
+        ):
+            next(line.facts(None, [], []))
+
+    def test_records_of_any_version_are_read(self, tmp_path: Path) -> None:
+        records = [
+            [1, 0.0, "JobCreated", "a", 0, 0, "me", {}, "news"],
+            [2, 0.0],
+            {"id": 3, "type": "NoteAdded"},
+            [],
+            7,
+        ]
+        with (
+            pretending(tmp_path, facts=records) as daemon,
+            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+        ):
+            read = [event for _, event in line.facts(-1, [], [], until=5) if event]
+        assert [event["id"] for event in read] == [1, 2, 3]
+        assert read[0].keys() == set(connection.RECORD_FIELDS)
+
+    def test_who_waits_is_asked_now_and_then_whether_to_go_on(
+        self, loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connection, "PING_AFTER_S", SHORT_S)
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            await guest.gone()
+
+        def stop() -> None:
+            raise BrokenPipeError
+
+        with connected(loop, tmp_path, treat) as line:
+            line.while_quiet = stop
+            with pytest.raises(BrokenPipeError):
+                next(line.facts(None, [], []))
+
+    def test_a_daemon_that_falls_silent_is_asked_and_then_given_up(
+        self, loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connection, "PING_AFTER_S", SHORT_S)
+        heard: list[Any] = []
+
+        async def treat(guest: Guest) -> None:
+            await guest.greet()
+            heard.append(await guest.hear())
+            for _ in range(3):
+                heard.append(await guest.hear())
+                guest.say(Pong(0))
+            await guest.gone()
+
+        with (
+            pytest.raises(Unavailable, match="did not answer within"),
+            connected(loop, tmp_path, treat) as line,
+        ):
+            next(line.facts(None, [], []))
+        assert [type(one) for one in heard] == [Subscribe, Ping, Ping, Ping]
+
+    def test_a_gap_is_told_with_the_position_behind_it(self, neighbour: Neighbour) -> None:
+        with neighbour.client() as client:
+            client.create_job("a")
+            line = Wire(neighbour.house.endpoint, None, LONG_S)
+            position, gap = next(line.facts(1, [], [], history="another history"))
+            line.close()
+        assert gap is not None
+        assert gap["gap"]["last"] == position
+
+    def test_a_reader_that_has_seen_a_window_gives_credit_for_more(
+        self, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connection, "WINDOW_FACTS", 10)
+        with neighbour.client() as client:
+            client.create_job("a")
+            for number in range(95):
+                client.note("a", f"{number}")
+            last = client.status().last_fact
+            line = Wire(neighbour.house.endpoint, None, LONG_S)
+            texts = [event["fact"].get("text") for _, event in line.facts(-1, [], [], until=last) if event]
+            line.close()
+        assert texts[2:] == [f"{number}" for number in range(95)]
+
+
+class TestTls:
+    @pytest.fixture
+    def secured(self, tmp_path: Path, loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+        """The endpoint of a daemon that lets in whose certificate it knows; ours are in the environment."""
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1", common_name="bot")
+        files = {name: str(tmp_path / f"{name}.pem") for name in ("CA", "CERTIFICATE", "KEY")}
+        authority.cert_pem.write_to_path(files["CA"])
+        issued.cert_chain_pems[0].write_to_path(files["CERTIFICATE"])
+        issued.private_key_pem.write_to_path(files["KEY"])
+        for name, path in files.items():
+            monkeypatch.setenv(f"FORGED_{name}", path)
+        context = tls.server_context(files["CERTIFICATE"], files["KEY"], files["CA"])
+        config = config_in(tmp_path, listen=("tls://127.0.0.1:0",), certificate_roles={"bot": "viewer"})
+
+        async def open_house() -> House:
+            house = House(config, network=SystemNetwork(tls_server=context))
+            await house.open()
+            return house
+
+        house = loop.call(open_house)
+        yield house.daemon.listening[0]
+        loop.call(house.close)
+
+    def test_a_daemon_behind_tls_answers(self, secured: str) -> None:
+        line = Wire(secured, None, LONG_S)
+        assert line.request("ReadStatus")["listen"] == [secured]
+        line.close()
+
+    def test_who_heeds_behind_tls_waits_for_nothing(self, secured: str) -> None:
+        line = Wire(secured, None, LONG_S)
+        line.heed()
+        line.lose_after(1.5)
+        assert line.request("ReadStatus")["listen"] == [secured]
+        line.close()
+
+    def test_a_certificate_that_is_not_accepted_is_named(
+        self, secured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
+        monkeypatch.setenv("FORGED_CA", str(tmp_path / "other.pem"))
+        with pytest.raises(PeerError, match="its certificate is not accepted"):
+            Wire(secured, None, LONG_S)
+
+    def test_a_certificate_that_is_missing_is_named(self, secured: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("FORGED_CERTIFICATE")
+        monkeypatch.delenv("FORGED_KEY")
+        with pytest.raises(PeerError, match="wants a client certificate"):
+            Wire(secured, None, LONG_S)
+
+
+def _turn_away(server: socket.socket, said: bytes) -> None:
+    guest, _ = server.accept()
+    guest.sendall(len(said).to_bytes(4, "big") + said)
+    guest.close()
+
+
+def test_starting_it_imports_nothing_heavy() -> None:
+    program = "import sys, forged.cli.forgectl.main; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert not HEAVY & set(loaded.split())
+
+
+def test_the_protocol_in_it_is_the_protocol_of_the_daemon() -> None:
+    tags = {kind.__struct_config__.tag: kind.__name__.upper().removesuffix("MESSAGE") for kind in msgspec_messages()}
+    ours = {
+        "SUBSCRIBE",
+        "FACTS",
+        "CREDIT",
+        "ENDED",
+        "PING",
+        "PONG",
+        "BYE",
+        "SIGNAL",
+        "HELLO",
+        "WELCOME",
+        "REPLY",
+        "FAILURE",
+    }
+    assert {name: getattr(connection, name) for name in ours} == {
+        name: tag for tag, name in tags.items() if name in ours
+    }
+
+
+def msgspec_messages() -> list[Any]:
+    from forged.net.protocol.messages import AnyMessage
+
+    return list(AnyMessage.__args__)
+
+
+def test_a_blocking_client_and_a_wire_tell_the_same(neighbour: Neighbour) -> None:
+    with BlockingClient(neighbour.house.endpoint) as client:
+        line = Wire(neighbour.house.endpoint, None, LONG_S)
+        theirs = msgspec.to_builtins(client.status())
+        ours = line.request("ReadStatus")
+        line.close()
+    assert ours.keys() == theirs.keys()
+    assert ours["history"] == theirs["history"]

@@ -1,0 +1,160 @@
+"""Reaching the daemon, and being told why not."""
+
+from __future__ import annotations
+
+import grp
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from forged.errors import ConfigError, ForgedError, Unavailable
+from forged.plain_client.dial import dial
+
+LONG_S = 60.0
+SHORT_S = 0.05
+NOBODY = 65534
+SOME_GROUP = 1
+
+
+@contextmanager
+def listening(path: Path, backlog: int = 8) -> Iterator[Path]:
+    """A socket that lets everybody connect, as many as it has room for."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen(backlog)
+        yield path
+
+
+@contextmanager
+def somebody_else() -> Iterator[None]:
+    """For root, who may use everything, be a user who may not."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """One that everybody may enter, with all that is above it."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+def refused(endpoint: str, timeout_s: float = LONG_S) -> ForgedError:
+    with pytest.raises(ForgedError) as error:
+        dial(endpoint, timeout_s).close()
+    return error.value
+
+
+class TestUnix:
+    def test_where_somebody_listens_there_is_a_connection(self, tmp_path: Path) -> None:
+        with listening(tmp_path / "s") as path:
+            dial(f"unix://{path}", LONG_S).close()
+
+    def test_where_nothing_is_it_says_how_to_start_one(self, tmp_path: Path) -> None:
+        error = refused(f"unix://{tmp_path}/none")
+        assert (type(error), error.code) == (Unavailable, "no_daemon")
+        assert "No such file" in error.message
+        assert "start one with `forged run`" in error.fix
+
+    def test_a_socket_that_a_dead_daemon_left_is_told_apart(self, tmp_path: Path) -> None:
+        with listening(tmp_path / "s") as path:
+            pass
+        error = refused(f"unix://{path}")
+        assert (type(error), error.code) == (Unavailable, "no_daemon")
+        assert "the one that made this socket is gone" in error.message
+
+    def test_what_is_no_socket_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        error = refused(f"unix://{tmp_path}/file")
+        assert (type(error), error.message) == (ConfigError, f"{tmp_path}/file is not a socket")
+
+    def test_a_path_that_is_too_long_is_named(self) -> None:
+        error = refused(f"unix:///{'x' * 200}")
+        assert (type(error), error.code) == (ConfigError, "address_invalid")
+        assert "too long" in error.message
+
+    def test_one_that_lets_nobody_in_does_not_answer(self, tmp_path: Path) -> None:
+        with listening(tmp_path / "s", backlog=0) as path, dial(f"unix://{path}", LONG_S):
+            error = refused(f"unix://{path}", SHORT_S)
+        assert (type(error), error.code) == (Unavailable, "no_answer")
+        assert f"did not answer within {SHORT_S} s" in error.message
+
+
+class TestPermission:
+    @pytest.mark.parametrize(
+        ("mode", "fix"), [(0o660, "join the group {group} and log in anew, or use sudo"), (0o600, "use sudo")]
+    )
+    def test_it_says_whose_the_socket_is_and_which_group_may_use_it(
+        self, open_directory: Path, mode: int, fix: str
+    ) -> None:
+        with listening(open_directory / "s") as path:
+            if os.geteuid():
+                path.chmod(mode & ~0o600)
+            else:
+                path.chmod(mode)
+                os.chown(path, 0, SOME_GROUP)
+            with somebody_else():
+                error = refused(f"unix://{path}")
+            group = grp.getgrgid(path.stat().st_gid).gr_name
+        assert (type(error), error.code) == (ConfigError, "connect_not_permitted")
+        assert f"its group {group}, its mode 0o" in error.message
+        assert error.fix == fix.format(group=group)
+
+    def test_a_directory_that_is_closed_is_named(self, open_directory: Path) -> None:
+        inner = open_directory / "inner"
+        inner.mkdir(mode=0o700)
+        with listening(inner / "s") as path:
+            inner.chmod(0)
+            with somebody_else():
+                error = refused(f"unix://{path}")
+            inner.chmod(0o700)
+        assert (type(error), error.code) == (ConfigError, "connect_not_permitted")
+        assert f"the directory {inner} is closed to you" in error.message
+
+
+class TestTcp:
+    def test_where_nobody_listens_it_says_so(self) -> None:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            error = refused(f"tcp://127.0.0.1:{unused.getsockname()[1]}")
+        assert (type(error), error.code) == (Unavailable, "no_daemon")
+
+    def test_a_host_that_is_not_known_is_named(self) -> None:
+        error = refused("tcp://host.invalid:1")
+        assert (type(error), error.fix) == (Unavailable, "see the name of the host")
+
+    def test_what_cannot_be_a_host_is_the_operators_to_mend(self) -> None:
+        assert isinstance(refused("tcp://a..b:1"), ConfigError)
+
+    def test_one_that_does_not_answer_in_time_is_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wait_in_vain(*_: object) -> None:
+            raise TimeoutError("timed out")
+
+        monkeypatch.setattr(socket, "create_connection", wait_in_vain)
+        error = refused("tcp://10.0.0.1:1", 3.0)
+        assert (error.code, error.message) == ("no_answer", "tcp://10.0.0.1:1 did not answer within 3 s")
+
+    def test_a_plain_port_does_not_speak_tls(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            error = refused(f"tls://127.0.0.1:{port}", SHORT_S)
+        assert isinstance(error, ForgedError)
+        assert f"{port}" in error.message
+
+
+@pytest.mark.parametrize("endpoint", ["gopher://x:1", "tcp://host", "tcp://:1", "tcp://h:65536", "unix://", "x", ""])
+def test_what_is_no_endpoint_is_told_how_to_write_one(endpoint: str) -> None:
+    error = refused(endpoint)
+    assert (type(error), error.code) == (ConfigError, "address_invalid")

@@ -1,0 +1,848 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from forged.auth.model import Principal, Role
+from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
+from forged.kernel.bus.model import HandlerFailed
+from forged.kernel.messages import Call
+from forged.plugins.alarm_guard import AlarmGuard
+from forged.plugins.context import PluginContext
+from forged.plugins.host.call_limits import GRACE_S
+from forged.plugins.host.plugin import RECENT_S, PluginLimits
+from forged.plugins.host.plugin_host import BURST_S, COMMAND_TIMEOUT_S, STOP_TIMEOUT_S, PluginSource
+from forged.plugins.model import (
+    CommandView,
+    PluginDisabled,
+    PluginEnabled,
+    PluginQuarantined,
+    PluginRefused,
+    PluginState,
+    RunPluginCommand,
+)
+from tests.plugins.stage import (
+    FAILURES_MAX,
+    Broken,
+    Contexts,
+    Guess,
+    Said,
+    on,
+    source,
+    staged,
+)
+from tests.spine import Add, Added, ReadTotal, Spine, call, running, virtual
+from tests.troubled_store import TroubledStore, full
+
+
+def quiet(context: PluginContext) -> None:
+    """Registers nothing."""
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def act(*_: Any) -> Any:
+        raise error
+
+    return act
+
+
+async def hang(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+async def stubborn(*_: Any) -> None:
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            continue
+
+
+async def refused(work: Any) -> ForgedError:
+    """The error that something ends with."""
+    with pytest.raises(ForgedError) as caught:
+        await work
+    return caught.value
+
+
+def fails_at(error: BaseException) -> PluginSource:
+    def load() -> Any:
+        raise error
+
+    return PluginSource("one", "a test", load)
+
+
+# Taking in.
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (source(quiet, name="Bad Name"), "is no name for a plugin"),
+        (source(quiet, name="x" * 65), "is no name for a plugin"),
+        (source(quiet, API_VERSION=None), "does not say which API it is for; this daemon has version 1"),
+        (source(quiet, API_VERSION=2), "is for version 2 of the API"),
+        (source(quiet, API_VERSION="1"), "is for version '1' of the API"),
+        (source(None), "it has no function register"),
+        (source(7), "it has no function register"),  # type: ignore[arg-type]
+        (source(hang), "register is a coroutine"),
+        (source(raising(ValueError("boom"))), "ValueError: boom"),
+        (source(raising(SystemExit(1))), "raised SystemExit"),
+        (source(raising(KeyboardInterrupt())), "raised KeyboardInterrupt"),
+        (source(raising(asyncio.CancelledError())), "raised CancelledError"),
+        (source(raising(StopIteration())), "StopIteration"),
+        (source(raising(ValueError("caf\udce9"))), "caf\\udce9"),
+        (fails_at(SyntaxError("what?")), "SyntaxError: what?"),
+        (fails_at(SystemExit("bye")), "raised SystemExit: bye"),
+        (
+            fails_at(ConfigError("plugin_mode", "not yours: caf\udce9", "chmod go-w")),
+            "not yours: caf\\udce9 (chmod go-w)",
+        ),
+    ],
+)
+@virtual
+async def test_what_cannot_be_taken_in_is_refused_with_the_reason_on_record_and_the_daemon_starts(
+    found: PluginSource, reason: str
+) -> None:
+    async with staged(found) as stage:
+        (fact,) = stage.spine.facts(PluginRefused)
+        assert (fact.plugin, reason in fact.reason) == (found.name, True)
+        view = await stage.view(found.name)
+        assert (view.state, view.reason) == (PluginState.REFUSED, fact.reason)
+        assert await stage.spine.add() == 1
+        assert (await refused(stage.enable(found.name))).code == "plugin_not_loaded"
+        await stage.disable(found.name)
+        assert [plugin.name for plugin in stage.host.refused] == [found.name]
+
+
+@virtual
+async def test_a_mistake_in_a_plugin_is_told_with_its_traceback_and_a_refusal_is_not() -> None:
+    broken, mistake = Broken(), ValueError("boom")
+
+    def register(spine: Spine) -> None:
+        spine.bus.on_broken = broken
+
+    refusal = ConfigError("no", "no", "")
+    async with staged(raising(mistake), raising(refusal), register=register):
+        assert broken.told == [("one", mistake)]
+
+
+@virtual
+async def test_one_that_is_refused_leaves_the_others_be() -> None:
+    async with staged(raising(ValueError()), on(Added, lambda _: None), raising(SystemExit())) as stage:
+        assert [stage.state(name) for name in ("one", "two", "three")] == [
+            PluginState.REFUSED,
+            PluginState.ACTIVE,
+            PluginState.REFUSED,
+        ]
+
+
+@pytest.mark.parametrize("where", ["import", "register"])
+async def test_a_plugin_that_takes_for_ever_is_refused(where: str) -> None:
+    def spin(*_: Any) -> Any:
+        while True:
+            time.sleep(0.001)
+
+    found = PluginSource("one", "a test", spin) if where == "import" else source(spin)
+    guard = AlarmGuard()
+    try:
+        async with staged(found, guard=guard, load_timeout_s=0.05) as stage:
+            assert "kept the daemon waiting for more than 0.05 s" in str(stage.plugin().reason)
+            assert await stage.spine.add() == 1
+    finally:
+        guard.close()
+
+
+@virtual
+async def test_a_module_that_answers_for_its_attributes_does_so_as_a_plugin() -> None:
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            raise SystemExit(name)
+
+    async with staged(PluginSource("one", "a test", lambda: Odd())) as stage:  # type: ignore[arg-type, return-value]
+        assert "raised SystemExit: API_VERSION" in str(stage.plugin().reason)
+
+
+@virtual
+async def test_the_version_is_the_package_s_or_the_module_s() -> None:
+    sources = (
+        source(quiet, "one", __version__="1.2"),
+        PluginSource("two", "a package", source(quiet, __version__="1.2").load, "3.4"),
+        source(quiet, "three", __version__="\udce9" * 100),
+    )
+    async with staged(*sources) as stage:
+        versions = [(await stage.view(name)).version for name in ("one", "two", "three")]
+        assert versions == ["1.2", "3.4", ("\\udce9" * 100)[:64]]
+
+
+@virtual
+async def test_the_settings_of_a_plugin_reach_it_without_the_key_that_is_the_daemon_s() -> None:
+    contexts = Contexts()
+    async with staged(contexts, settings={"one": {"enabled": True, "url": "x"}}):
+        assert contexts.context.config == {"url": "x"}
+
+
+@virtual
+async def test_a_plugin_that_is_disabled_in_the_settings_is_not_even_loaded() -> None:
+    async with staged(fails_at(AssertionError()), settings={"one": {"enabled": False}}) as stage:
+        view = await stage.view()
+        assert (view.state, view.reason) == (PluginState.DISABLED, "enabled = false in the settings")
+        assert stage.spine.facts(PluginRefused) == []
+        assert (await refused(stage.enable())).code == "plugin_not_loaded"
+        await stage.disable()
+        assert stage.spine.facts(PluginDisabled) == []
+
+
+@virtual
+async def test_settings_for_a_plugin_that_is_not_there_are_told() -> None:
+    async with staged(quiet, settings={"one": {}, "webhok": {}}) as stage:
+        view = await stage.view("webhok")
+        assert (view.state, view.reason, view.origin) == (
+            PluginState.REFUSED,
+            "no plugin of this name was found",
+            "the settings",
+        )
+
+
+class Settings(msgspec.Struct):
+    url: str
+    times: int = 3
+
+
+@virtual
+async def test_all_that_is_wrong_in_the_settings_is_told_at_once() -> None:
+    settings = {"one": {"ulr": "x", "times": "many"}}
+    async with staged(lambda context: context.settings(Settings), settings=settings) as stage:
+        plugin = stage.plugin()
+        assert [problem.key for problem in plugin.problems] == [
+            "plugins.one.ulr",
+            "plugins.one.times",
+            "plugins.one.url",
+        ]
+        assert all(key in str(plugin.reason) for key in ("ulr", "times", "url"))
+
+
+@virtual
+async def test_of_two_with_the_same_name_the_first_is_taken_in_and_the_other_is_told() -> None:
+    second = PluginSource("one", "elsewhere", source(raising(AssertionError())).load)
+    async with staged(source(quiet), second) as stage:
+        assert stage.plugin().active
+        assert "elsewhere has a plugin of this name too" in str((await stage.view()).reason)
+
+
+@virtual
+async def test_what_is_there_is_shown() -> None:
+    def register(context: PluginContext) -> None:
+        context.on(Added, lambda _: None, name="ears")
+        context.follow([Added, Said], lambda _: None, name="feet")
+        context.serve(Guess, lambda *_: 1)
+        context.replace(ReadTotal, lambda *_: 1)
+        context.wrap(Add, hang)
+        context.every(2, lambda: None, name="pulse")
+        context.command("status", lambda _: None, help="how it is")
+
+    async with staged(register) as stage:
+        view = await stage.view()
+        assert (view.name, view.origin, view.state, view.reason) == ("one", "a test", PluginState.ACTIVE, None)
+        assert view.parts == [
+            "observes Added",
+            "follows Added, Said",
+            "serves Guess",
+            "replaces ReadTotal",
+            "wraps Add",
+            "every 2 s",
+        ]
+        assert view.commands == [CommandView("status", "how it is")]
+        assert stage.host.views == [view]
+
+
+@virtual
+async def test_registering_is_over_when_register_has_returned() -> None:
+    contexts = Contexts()
+    async with staged(contexts):
+        with pytest.raises(RuntimeError, match="only while it is asked to"):
+            contexts.context.on(Added, lambda _: None, name="late")
+        with pytest.raises(RuntimeError):
+            contexts.context.command("late", lambda _: None)
+
+
+@virtual
+async def test_a_plugin_is_told_which_history_its_facts_belong_to() -> None:
+    contexts, heard = Contexts(), list[str]()
+
+    def register(context: PluginContext) -> None:
+        contexts(context)
+        heard.append(context.history)
+        context.on(Added, lambda _: heard.append(context.history), name="part")
+
+    async with staged(register) as stage:
+        await stage.spine.add()
+        await stage.spine.settle()
+        assert heard == ["", "a history"]
+
+
+# Quarantine, and back.
+
+
+@virtual
+async def test_a_plugin_is_given_up_as_a_whole() -> None:
+    beats: list[float] = []
+    heard: list[int] = []
+
+    def register(context: PluginContext) -> None:
+        context.on(Added, lambda record: heard.append(record.id), name="ears")
+        context.follow(Added, lambda records: heard.extend(record.id for record in records), name="feet")
+        context.every(1.0, lambda: beats.append(context.clock.monotonic()), name="pulse")
+        context.serve(Guess, lambda *_: 1)
+        context.replace(ReadTotal, lambda *_: 99)
+        context.wrap(Add, hang, deadline_s=1.0)
+        context.command("break", raising(ValueError("boom")))
+
+    async with staged(register) as stage:
+        for _ in range(FAILURES_MAX):
+            assert (await refused(stage.run("break"))).code == "plugin_broken"
+        assert stage.state() is PluginState.QUARANTINED
+        beats.clear()
+        assert await stage.spine.add(2) == 2
+        await anyio.sleep(30)
+        assert (heard, beats) == ([], [])
+        assert await stage.spine.bus.ask(ReadTotal()) == 2
+        for request in (Guess(), RunPluginCommand("one", "break")):
+            assert (await refused(stage.spine.bus.ask(request, call()))).code == "plugin_left_out"
+        assert stage.quarantines() == [PluginQuarantined("one", "one/break", FAILURES_MAX, "ValueError: boom")]
+        assert (await stage.view()).reason == "one/break: ValueError: boom"
+
+
+@virtual
+async def test_a_plugin_that_is_enabled_again_has_a_clean_record_and_all_its_work() -> None:
+    heard: list[int] = []
+    broken = True
+
+    def hear(record: Any) -> None:
+        heard.append(record.id)
+        if broken:
+            raise ValueError("boom")
+
+    async with staged(on(Added, hear)) as stage:
+        for _ in range(FAILURES_MAX):
+            await stage.spine.add()
+            await stage.spine.settle()
+        assert not stage.plugin().active
+        await stage.enable()
+        for _ in range(FAILURES_MAX - 1):
+            await stage.spine.add()
+            await anyio.sleep(0.1)
+        assert stage.plugin().active
+        broken = False
+        await stage.spine.add()
+        await stage.spine.settle()
+        assert len(heard) == 2 * FAILURES_MAX
+        assert len(stage.quarantines()) == 1
+        assert stage.spine.facts(PluginEnabled) == [PluginEnabled("one")]
+
+
+@virtual
+async def test_enabling_and_disabling_twice_is_no_error_and_one_fact() -> None:
+    async with staged(quiet) as stage:
+        await stage.enable()
+        for _ in range(2):
+            await stage.disable()
+        assert (await stage.view()).reason == "disabled by an operator"
+        for _ in range(2):
+            await stage.enable()
+        await stage.spine.settle()
+        assert stage.spine.facts(PluginDisabled) == [PluginDisabled("one")]
+        assert stage.spine.facts(PluginEnabled) == [PluginEnabled("one")]
+
+
+@virtual
+async def test_a_plugin_in_quarantine_may_be_disabled() -> None:
+    async with staged(lambda context: context.command("break", raising(ValueError()))) as stage:
+        for _ in range(FAILURES_MAX):
+            await refused(stage.run("break"))
+        await stage.disable()
+        assert stage.state() is PluginState.DISABLED
+        await stage.enable()
+        assert stage.plugin().active
+
+
+@virtual
+async def test_plugins_can_be_disabled_and_enabled_while_nothing_can_be_written() -> None:
+    store = TroubledStore()
+    async with staged(quiet, store=store) as stage:
+        store.commit_error = full()
+        await refused(stage.spine.add())
+        await stage.disable()
+        assert stage.state() is PluginState.DISABLED
+        await stage.enable()
+        assert stage.plugin().active
+        store.commit_error = None
+        await anyio.sleep(10)
+        facts = [*stage.spine.facts(PluginDisabled), *stage.spine.facts(PluginEnabled)]
+        assert facts == [PluginDisabled("one"), PluginEnabled("one")]
+
+
+@virtual
+async def test_a_plugin_that_nobody_knows_cannot_be_looked_after() -> None:
+    async with staged() as stage:
+        for work in (stage.enable("nobody"), stage.disable("nobody"), stage.run("x", "nobody")):
+            assert (await refused(work)).code == "plugin_unknown"
+
+
+@virtual
+async def test_a_refusal_before_the_store_takes_writes_is_put_on_record_once_it_does() -> None:
+    store = TroubledStore()
+    store.commit_error = full()
+    async with staged(raising(ValueError("boom")), store=store) as stage:
+        await anyio.sleep(5)
+        assert stage.spine.facts(PluginRefused) == []
+        store.commit_error = None
+        await anyio.sleep(5)
+        assert stage.spine.facts(PluginRefused) == [PluginRefused("one", "ValueError: boom")]
+
+
+@virtual
+async def test_a_plugin_that_fails_every_second_time_is_given_up_too() -> None:
+    async def flap(record: Any) -> None:
+        if record.fact.total % 2:
+            raise ValueError("boom")
+
+    async with staged(on(Added, flap), failures_max=5) as stage:
+        for _ in range(60):
+            await stage.spine.add()
+            await anyio.sleep(RECENT_S / 60)
+        assert stage.state() is PluginState.QUARANTINED
+
+
+@virtual
+async def test_a_part_that_runs_when_its_plugin_disables_itself_ends_well() -> None:
+    contexts, went_on = Contexts(), list[str]()
+
+    async def give_up(_: dict[str, Any]) -> str:
+        await stage.disable()
+        await anyio.sleep(1)
+        went_on.append("on")
+        return "done"
+
+    def register(context: PluginContext) -> None:
+        contexts(context)
+        context.command("quit", give_up)
+
+    async with staged(register) as stage:
+        assert (await refused(stage.run("quit"))).code == "plugin_left_out"
+        assert (went_on, stage.plugin().failed) == ([], 0)
+        assert await stage.spine.add() == 1
+
+
+@virtual
+async def test_limits_that_change_hold_at_once() -> None:
+    async with staged(lambda context: context.command("break", raising(ValueError()))) as stage:
+        await refused(stage.run("break"))
+        stage.host.set_limits(PluginLimits(failures_max=2))
+        await refused(stage.run("break"))
+        assert not stage.plugin().active
+
+
+# Publishing.
+
+
+async def say(contexts: Contexts, count: int = 1, **more: Any) -> None:
+    await contexts.context.publish(*(Said(str(number)) for number in range(count)), **more)
+
+
+@virtual
+async def test_what_a_plugin_says_is_on_record_with_its_cause_its_job_and_its_name() -> None:
+    contexts = Contexts()
+    async with staged(contexts) as stage:
+        await stage.spine.add()
+        cause = stage.spine.journal.last
+        await contexts.context.publish(Said("a"), Said("b"), job="j", cause=cause)
+        records = stage.spine.journal.after(cause, 10)
+        assert [(one.fact, one.job, one.cause, one.origin) for one in records] == [
+            (Said("a"), "j", cause, "plugin one"),
+            (Said("b"), "j", cause, "plugin one"),
+        ]
+        assert (await stage.view()).published == 2
+
+
+@virtual
+async def test_what_is_published_is_durable_when_that_is_done() -> None:
+    store, contexts = TroubledStore(), Contexts()
+    async with staged(contexts, store=store) as stage:
+        store.block()
+        with anyio.move_on_after(10) as scope:
+            await say(contexts)
+        assert scope.cancelled_caught
+        store.unblock()
+        await stage.spine.settle()
+        assert len(stage.spine.facts(Said)) == 1
+
+
+@virtual
+async def test_a_plugin_that_publishes_in_a_storm_is_refused_and_then_given_up() -> None:
+    contexts = Contexts()
+    async with staged(contexts, facts_per_s_max=10.0) as stage:
+        for _ in range(int(BURST_S * 10)):
+            await say(contexts)
+        for _ in range(FAILURES_MAX):
+            assert stage.plugin().active
+            assert (await refused(say(contexts))).code == "plugin_storm"
+        assert (await refused(say(contexts))).code == "plugin_left_out"
+        await stage.spine.settle()
+        assert len(stage.spine.facts(Said)) == BURST_S * 10
+        (quarantined,) = stage.quarantines()
+        assert quarantined.reason == "more than 10 facts per second"
+
+
+@virtual
+async def test_a_plugin_that_publishes_steadily_within_the_rate_is_never_refused() -> None:
+    contexts = Contexts()
+    async with staged(contexts, facts_per_s_max=10.0) as stage:
+        for _ in range(200):
+            await say(contexts)
+            await anyio.sleep(0.1)
+        assert len(stage.spine.facts(Said)) == 200
+
+
+@pytest.mark.parametrize(
+    ("facts", "more", "code"),
+    [
+        ([HandlerFailed("x", 1, "x")], {}, "fact_foreign"),
+        (["text"], {}, "fact_strange"),
+        ([Said("x", object())], {}, "fact_unfit"),
+        ([Said("caf\udce9")], {}, "fact_unfit"),
+        ([Said(7)], {}, "fact_unfit"),  # type: ignore[arg-type]
+        ([Said("x", 1 << 70)], {}, "fact_unfit"),
+        ([Said("x" * 100_000)], {}, "fact_too_large"),
+        ([Said("x")] * 65, {}, "facts_too_many"),
+        ([Said("x")], {"cause": 99}, "cause_unknown"),
+        ([Said("x")], {"cause": -1}, "cause_unknown"),
+        ([Said("x")], {"cause": 1.0}, "cause_unknown"),
+        ([Said("x")], {"cause": True}, "cause_unknown"),
+        ([Said("x")], {"job": 5}, "fact_unfit"),
+        ([Said("x")], {"job": "caf\udce9"}, "fact_unfit"),
+    ],
+)
+@virtual
+async def test_what_cannot_be_on_record_is_refused_and_nobody_s_state_is_read_anew(
+    facts: list[Any], more: dict[str, Any], code: str
+) -> None:
+    store, contexts = TroubledStore(), Contexts()
+    async with staged(contexts, store=store) as stage:
+        await stage.spine.add()
+        assert (await refused(contexts.context.publish(*facts, **more))).code == code
+        assert (stage.spine.ledger.reloads, stage.spine.facts(Said), stage.plugin().failed) == (1, [], 0)
+        assert await stage.spine.add() == 2
+    async with running(store) as spine:
+        assert await spine.add() == 3
+
+
+@virtual
+async def test_nothing_can_be_published_while_nothing_can_be_written() -> None:
+    store, contexts = TroubledStore(), Contexts()
+    async with staged(contexts, store=store) as stage:
+        store.commit_error = full()
+        await refused(stage.spine.add())
+        for _ in range(2 * FAILURES_MAX):
+            assert isinstance(await refused(say(contexts)), Unavailable)
+        assert (stage.plugin().active, stage.plugin().failed) == (True, 0)
+        store.commit_error = None
+        await stage.spine.ledger.writable()
+        await say(contexts)
+
+
+@virtual
+async def test_to_publish_nothing_is_nothing() -> None:
+    contexts = Contexts()
+    async with staged(contexts) as stage:
+        await contexts.context.publish()
+        assert (stage.plugin().published, stage.plugin().handled, len(stage.spine.journal)) == (0, 0, 0)
+
+
+@virtual
+async def test_a_plugin_that_is_left_out_neither_publishes_nor_asks() -> None:
+    contexts = Contexts()
+    async with staged(contexts) as stage:
+        await stage.disable()
+        assert (await refused(say(contexts))).code == "plugin_left_out"
+        assert (await refused(contexts.context.ask(Add()))).code == "plugin_left_out"
+
+
+# Asking.
+
+
+@virtual
+async def test_a_plugin_asks_in_its_own_name_with_a_cause() -> None:
+    contexts = Contexts()
+    async with staged(contexts) as stage:
+        await stage.spine.add()
+        assert await contexts.context.ask(Add(2), cause=1) == 3
+        record = stage.spine.journal.get(stage.spine.journal.last)
+        assert record is not None
+        assert (record.cause, record.origin) == (1, "plugin one")
+        assert (await refused(contexts.context.ask(Add(), cause=99))).code == "cause_unknown"
+        assert stage.spine.ledger.reloads == 1
+
+
+@virtual
+async def test_a_plugin_waits_no_longer_for_an_answer_than_it_says() -> None:
+    contexts = Contexts()
+    async with staged(contexts, register=lambda spine: spine.bus.serve(Guess, hang, owner="x")):
+        assert (await refused(contexts.context.ask(Guess(), timeout_s=2.0))).code == "deadline_exceeded"
+
+
+# Again and again.
+
+
+@virtual
+async def test_what_is_done_again_and_again_never_overlaps_and_rests_in_between() -> None:
+    began: list[float] = []
+    running_now = 0
+
+    async def take_time() -> None:
+        nonlocal running_now
+        assert not running_now
+        running_now += 1
+        began.append(asyncio.get_running_loop().time())
+        await anyio.sleep(2.5)
+        running_now -= 1
+
+    async with staged(lambda context: context.every(1.0, take_time)):
+        await anyio.sleep(11)
+        assert began == pytest.approx([1.0, 4.5, 8.0])
+
+
+@virtual
+async def test_what_is_done_again_and_again_goes_on_after_a_failure_and_ends_after_many() -> None:
+    count = 0
+
+    def act() -> None:
+        nonlocal count
+        count += 1
+        if count != 2:
+            raise ValueError("boom")
+
+    async with staged(lambda context: context.every(1.0, act)) as stage:
+        await anyio.sleep(60)
+        assert (count, stage.state()) == (2 + FAILURES_MAX, PluginState.QUARANTINED)
+        await stage.enable()
+        await anyio.sleep(60)
+        assert count == 2 + 2 * FAILURES_MAX
+
+
+@virtual
+async def test_to_be_refused_something_is_a_failure_and_no_mistake_to_be_told() -> None:
+    broken = Broken()
+
+    def register(spine: Spine) -> None:
+        spine.bus.on_broken = broken
+
+    refusal = RequestRefused("no", "no", "")
+    async with staged(lambda context: context.every(1.0, raising(refusal), name="e"), register=register) as stage:
+        await anyio.sleep(1.5)
+        assert (stage.plugin().failed, broken.told) == (1, [])
+
+
+async def test_a_task_that_a_plugin_starts_may_not_hold_up_the_loop_either() -> None:
+    async def spin() -> None:
+        while True:
+            pass
+
+    async def start(_: dict[str, Any]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(spin())
+
+    guard = AlarmGuard()
+    try:
+        async with staged(lambda context: context.command("start", start), guard=guard, block_max_s=0.05) as stage:
+            assert (await refused(stage.run("start"))).code == "plugin_broken"
+            assert await stage.spine.add() == 1
+    finally:
+        guard.close()
+
+
+@pytest.mark.parametrize("act", [hang, stubborn])
+@virtual
+async def test_what_hangs_is_ended_and_begun_anew_until_the_plugin_is_given_up(act: Any) -> None:
+    async with staged(lambda context: context.every(1.0, act, deadline_s=2.0)) as stage:
+        await anyio.sleep(60)
+        assert (stage.state(), stage.plugin().failed, stage.plugin().turns) == (
+            PluginState.QUARANTINED,
+            FAILURES_MAX,
+            {},
+        )
+        await stage.enable()
+        assert stage.plugin().active
+
+
+@virtual
+async def test_a_disabled_plugin_does_nothing_again_and_again() -> None:
+    beats: list[int] = []
+    async with staged(lambda context: context.every(1.0, lambda: beats.append(1), name="pulse")) as stage:
+        await stage.disable()
+        await anyio.sleep(60)
+        assert beats == []
+        await stage.enable()
+        await anyio.sleep(10.5)
+        assert len(beats) == 11
+
+
+# Commands.
+
+
+@virtual
+async def test_a_command_has_its_arguments_and_its_result() -> None:
+    async def later(arguments: dict[str, Any]) -> Any:
+        await anyio.sleep(1)
+        return arguments | {"more": [1, b"raw", None]}
+
+    def register(context: PluginContext) -> None:
+        context.command("now", lambda arguments: len(arguments))
+        context.command("later", later)
+
+    async with staged(register) as stage:
+        assert await stage.run("now", a=1, b=2) == 2
+        assert await stage.run("later", a=1) == {"a": 1, "more": [1, b"raw", None]}
+        assert (await refused(stage.run("never"))).code == "command_unknown"
+
+
+@virtual
+async def test_what_a_command_returns_is_made_fit_to_be_sent() -> None:
+    moment = datetime(2026, 1, 2, tzinfo=UTC)
+    results: dict[str, Any] = {
+        "moment": moment,
+        "path": Path("/x"),
+        "struct": Said("x"),
+        "set": {1},
+        "number": math.inf,
+    }
+    async with staged(lambda context: context.command("show", lambda _: results)) as stage:
+        shown = await stage.run("show")
+        msgspec.msgpack.encode(shown)
+        assert shown == {
+            "moment": "2026-01-02T00:00:00Z",
+            "path": "/x",
+            "struct": {"text": "x", "more": None},
+            "set": [1],
+            "number": math.inf,
+        }
+
+
+def endless() -> list[Any]:
+    it: list[Any] = []
+    it.append(it)
+    return it
+
+
+@pytest.mark.parametrize("result", ["caf\udce9", 1 << 70, endless()])
+@virtual
+async def test_what_cannot_be_sent_is_the_plugin_s_failure(result: Any) -> None:
+    async with staged(lambda context: context.command("show", lambda _: result)) as stage:
+        assert (await refused(stage.run("show"))).code == "plugin_broken"
+        assert stage.plugin().failed == 1
+
+
+@virtual
+async def test_a_command_needs_the_role_that_it_says() -> None:
+    def register(context: PluginContext) -> None:
+        context.command("look", lambda _: "seen", needs=Role.VIEWER)
+        context.command("touch", lambda _: "done")
+
+    viewer = Call(Principal("a viewer", Role.VIEWER), "a test")
+    async with staged(register) as stage:
+        assert await stage.spine.bus.ask(RunPluginCommand("one", "look"), viewer) == "seen"
+        error = await refused(stage.spine.bus.ask(RunPluginCommand("one", "touch"), viewer))
+        assert (error.code, stage.plugin().failed) == ("forbidden", 0)
+
+
+@virtual
+async def test_a_command_may_refuse_and_one_that_hangs_is_an_error_in_time() -> None:
+    def register(context: PluginContext) -> None:
+        context.command("refuse", raising(RequestRefused("no", "no", "")))
+        context.command("hang", hang)
+
+    async with staged(register) as stage:
+        assert (await refused(stage.run("refuse"))).code == "no"
+        assert (await refused(stage.run("hang"))).code == "plugin_broken"
+        assert stage.spine.clock.monotonic() == pytest.approx(COMMAND_TIMEOUT_S, abs=0.1)
+        assert stage.plugin().failed == 1
+
+
+# The end.
+
+
+@virtual
+async def test_every_plugin_ends_what_it_began_whatever_the_others_do() -> None:
+    ended: list[str] = []
+
+    async def end() -> None:
+        await anyio.sleep(1)
+        ended.append("async")
+
+    def register(context: PluginContext) -> None:
+        for action in (
+            hang,
+            stubborn,
+            raising(ValueError()),
+            raising(SystemExit()),
+            end,
+            lambda: ended.append("plain"),
+        ):
+            context.on_stop(action)
+
+    async with staged(register, failures_max=100) as stage:
+        await stage.host.stop()
+        assert sorted(ended) == ["async", "plain"]
+        assert stage.spine.clock.monotonic() <= STOP_TIMEOUT_S + GRACE_S + 0.1
+
+
+@virtual
+async def test_a_plugin_that_takes_no_part_ends_what_it_began_too() -> None:
+    ended: list[str] = []
+    async with staged(lambda context: context.on_stop(lambda: ended.append("it"))) as stage:
+        await stage.disable()
+        await stage.host.stop()
+        assert ended == ["it"]
+
+
+@virtual
+async def test_a_part_that_ignores_its_cancellation_does_not_keep_the_daemon_from_ending() -> None:
+    def register(context: PluginContext) -> None:
+        context.on(Added, stubborn, deadline_s=1e6)
+        context.follow(Added, stubborn, name="f", deadline_s=1e6)
+        context.every(1.0, stubborn, name="e", deadline_s=1e6)
+        context.serve(Guess, stubborn, deadline_s=1e6)
+
+    async with staged(register) as stage:
+        await stage.spine.add()
+        stage.spine.bus.submit(Guess(), call())
+        await anyio.sleep(5)
+        assert len(stage.plugin().turns) == 4
+
+
+@virtual
+async def test_failures_that_were_counted_are_not_counted_twice() -> None:
+    """One failure of an observer is one of the plugin, also where the observer failed because it was refused."""
+    contexts = Contexts()
+
+    async def hear(_: Any) -> None:
+        await contexts.context.publish(Said("x", object()))
+
+    def register(context: PluginContext) -> None:
+        contexts(context)
+        context.on(Added, hear)
+
+    async with staged(register) as stage:
+        await stage.spine.add()
+        await stage.spine.settle()
+        await anyio.sleep(1)
+        assert stage.plugin().failed == 1

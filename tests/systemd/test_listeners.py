@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.errors import ConfigError
+from forged.net.transport.port import Address
+from forged.systemd.listeners import Doors, InheritedDoor, divide
+
+SOCKET = "/run/forged/forged.sock"
+DEFAULT = ("tcp://127.0.0.1:7433",)
+UNIX = InheritedDoor(Address("unix", path=SOCKET))
+
+
+def tcp(host: str, port: int, name: str = "") -> InheritedDoor:
+    return InheritedDoor(Address("tcp", host=host, port=port), name)
+
+
+def divided(*inherited: InheritedDoor, listen: tuple[str, ...] = DEFAULT) -> tuple[str, ...]:
+    return divide(inherited, SOCKET, listen, DEFAULT).listen
+
+
+def test_nothing_inherited_changes_nothing() -> None:
+    assert divide([], SOCKET, DEFAULT, DEFAULT) == Doors(SOCKET, DEFAULT, ())
+
+
+def test_a_unix_socket_takes_the_place_of_the_configured_one_wherever_it_is() -> None:
+    other = InheritedDoor(Address("unix", path="/elsewhere"), "control")
+    assert divide([other], SOCKET, DEFAULT, DEFAULT) == Doors("/elsewhere", DEFAULT, (other.address,))
+
+
+def test_the_default_is_not_opened_beside_a_tcp_socket() -> None:
+    assert divided(tcp("0.0.0.0", 9000), UNIX) == ("tcp://0.0.0.0:9000",)
+    assert divided(UNIX) == DEFAULT
+
+
+def test_what_is_configured_is_opened_beside_a_tcp_socket() -> None:
+    assert divided(tcp("10.0.0.1", 9000), listen=("tcp://10.0.0.1:1", "tls://10.0.0.1:2")) == (
+        "tcp://10.0.0.1:9000",
+        "tcp://10.0.0.1:1",
+        "tls://10.0.0.1:2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("configured", "host", "served"),
+    [
+        ("tcp://10.0.0.1:7433", "10.0.0.1", "tcp://10.0.0.1:7433"),
+        ("tls://10.0.0.1:7433", "10.0.0.1", "tls://10.0.0.1:7433"),
+        ("tls://[0:0::1]:7433", "::1", "tls://[::1]:7433"),
+        ("tcp://localhost:7433", "127.0.0.1", "tcp://127.0.0.1:7433"),
+        ("tcp://LOCALHOST:7433", "::1", "tcp://[::1]:7433"),
+        ("tls://0.0.0.0:7433", "::", "tls://[::]:7433"),
+        ("tls://10.0.0.1:7433", "::ffff:10.0.0.1", "tls://[::ffff:10.0.0.1]:7433"),
+    ],
+)
+def test_the_same_address_is_taken_and_stays_what_it_is(configured: str, host: str, served: str) -> None:
+    # The other name of the descriptor does not count where the address is configured.
+    for name in ("", "tls"):
+        assert divided(tcp(host, 7433, name), listen=(configured,)) == (served,)
+
+
+def test_both_sockets_of_a_host_take_the_place_of_its_name() -> None:
+    both = (tcp("127.0.0.1", 7433), tcp("::1", 7433))
+    assert divided(*both, listen=("tls://localhost:7433",)) == ("tls://127.0.0.1:7433", "tls://[::1]:7433")
+
+
+@pytest.mark.parametrize("configured", ["tcp://10.0.0.1:7434", "tcp://10.0.0.2:7433", "tcp://10.0.0.1:0"])
+def test_another_address_is_opened_besides(configured: str) -> None:
+    assert divided(tcp("10.0.0.1", 7433), listen=(configured,)) == ("tcp://10.0.0.1:7433", configured)
+
+
+def test_one_that_is_not_configured_is_tls_if_its_name_says_so() -> None:
+    sockets = (tcp("10.0.0.1", 1, "tls"), tcp("10.0.0.1", 2, "workers"), tcp("10.0.0.1", 3))
+    assert divided(*sockets, listen=()) == ("tls://10.0.0.1:1", "tcp://10.0.0.1:2", "tcp://10.0.0.1:3")
+
+
+def test_two_unix_sockets_are_one_too_many() -> None:
+    other = InheritedDoor(Address("unix", path="/elsewhere"))
+    with pytest.raises(ConfigError, match=r"/run/forged/forged\.sock, /elsewhere") as raised:
+        divide([UNIX, other], SOCKET, DEFAULT, DEFAULT)
+    assert raised.value.code == "sockets_too_many"
+
+
+hosts = st.sampled_from(["127.0.0.1", "::1", "0.0.0.0", "::", "10.0.0.1"])
+ports = st.integers(1, 4)
+texts = st.builds(
+    lambda scheme, host, port: str(Address(scheme, host=host, port=port)),
+    st.sampled_from(["tcp", "tls"]),
+    st.one_of(hosts, st.just("localhost")),
+    ports,
+)
+
+
+@given(st.lists(st.builds(tcp, hosts, ports, st.sampled_from(["", "tls"])), max_size=4), st.lists(texts, max_size=4))
+def test_every_inherited_socket_is_served_and_its_address_can_be_found_again(
+    inherited: list[InheritedDoor], listen: list[str]
+) -> None:
+    doors = divide(inherited, SOCKET, listen, DEFAULT)
+    found = [Address.parse(text) for text in doors.listen]
+    assert found[: len(inherited)] == list(doors.inherited)
+    assert [(door.host, door.port) for door in doors.inherited] == [
+        (door.address.host, door.address.port) for door in inherited
+    ]
+    assert set(doors.listen[len(inherited) :]) <= set(listen)
+
+
+def place(door: InheritedDoor) -> tuple[str, int]:
+    """Where only one socket can be."""
+    return door.address.host.replace("0.0.0.0", "::"), door.address.port
+
+
+sockets_apart = st.lists(st.builds(tcp, hosts, ports, st.sampled_from(["", "tls"])), max_size=4, unique_by=place)
+
+
+@given(sockets_apart, st.lists(texts, max_size=4))
+def test_dividing_again_what_was_divided_changes_nothing(inherited: list[InheritedDoor], listen: list[str]) -> None:
+    doors = divide(inherited, SOCKET, listen, DEFAULT)
+    assert divide(inherited, doors.socket, doors.listen, DEFAULT) == doors

@@ -1,0 +1,182 @@
+"""Who may stay connected over HTTP, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from forged.telemetry.http_connections import ANSWER_TIMEOUT_S, ASK_TIMEOUT_S, IDLE_MAX_S, Visitors
+
+LINGERING = "/linger"
+
+
+class Door:
+    """A server of one page that answers at once and one that waits, and a clock that is moved by hand."""
+
+    def __init__(self, port: int, visitors: Visitors) -> None:
+        self.visitors = visitors
+        self.port = port
+        self.asked = asyncio.Event()
+        self.answer = asyncio.Event()
+        self.later_s = 0.0
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def ask(self, writer: asyncio.StreamWriter, path: str = "/") -> None:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+        await writer.drain()
+
+    def sweep_after(self, seconds: float) -> None:
+        self.later_s += seconds
+        self.visitors.sweep()
+
+
+@asynccontextmanager
+async def a_door(monkeypatch: pytest.MonkeyPatch, connections_max: int = 3) -> AsyncIterator[Door]:
+    visitors = Visitors(connections_max)
+
+    @web.middleware
+    async def attend(request: web.Request, handler: Any) -> web.StreamResponse:
+        with visitors.serving(request.protocol):
+            response: web.StreamResponse = await handler(request)
+            return response
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    async def linger(request: web.Request) -> web.Response:
+        door.asked.set()
+        await door.answer.wait()
+        return web.Response(text="at last")
+
+    application = web.Application(middlewares=[attend])
+    application.router.add_get("/", answer)
+    application.router.add_get(LINGERING, linger)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    assert runner.server is not None
+    visitors.begin(runner.server)
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(visitors.enter, "127.0.0.1", 0)
+    door = Door(listener.sockets[0].getsockname()[1], visitors)
+    monkeypatch.setattr(visitors, "_now", lambda: loop.time() + door.later_s)
+    try:
+        yield door
+    finally:
+        door.answer.set()
+        listener.close()
+        await runner.cleanup()
+
+
+async def answered(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    return head.split(b"\r\n")[0]
+
+
+async def is_cut_off(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await reader.read() == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_who_never_asks_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_door(monkeypatch) as door:
+        silent, writer = await door.connect()
+        slow, slow_writer = await door.connect()
+        slow_writer.write(b"GET / HTTP/1.1\r\nX-Slow: ")
+        _, swift_writer = swift = await door.connect()
+        await door.ask(swift_writer)
+        assert await answered(swift[0]) == b"HTTP/1.1 200 OK"
+        door.sweep_after(ASK_TIMEOUT_S + 1)
+        assert await is_cut_off(silent)
+        assert await is_cut_off(slow)
+        await door.ask(swift_writer)
+        await swift[0].readuntil(b"hello")
+        for one in (writer, slow_writer, swift_writer):
+            one.close()
+
+
+async def test_who_asks_nothing_more_is_cut_off_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_door(monkeypatch) as door:
+        reader, writer = await door.connect()
+        await door.ask(writer)
+        await reader.readuntil(b"hello")
+        door.sweep_after(IDLE_MAX_S - 1)
+        await door.ask(writer)
+        await reader.readuntil(b"hello")
+        door.sweep_after(IDLE_MAX_S + 1)
+        assert await is_cut_off(reader)
+        writer.close()
+
+
+async def test_an_answer_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_door(monkeypatch) as door:
+        reader, writer = await door.connect()
+        await door.ask(writer, LINGERING)
+        await door.asked.wait()
+        door.sweep_after(ANSWER_TIMEOUT_S + 1)
+        assert await is_cut_off(reader)
+        writer.close()
+
+
+async def test_when_all_places_are_taken_the_one_that_is_idle_longest_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_door(monkeypatch, connections_max=2) as door:
+        first, second = await door.connect(), await door.connect()
+        for reader, writer in (first, second):
+            await door.ask(writer)
+            await reader.readuntil(b"hello")
+        third = await door.connect()
+        await door.ask(third[1])
+        assert await answered(third[0]) == b"HTTP/1.1 200 OK"
+        assert await is_cut_off(first[0])
+        await door.ask(second[1])
+        assert await answered(second[0]) == b"HTTP/1.1 200 OK"
+        for _, writer in (first, second, third):
+            writer.close()
+
+
+async def test_many_who_come_at_once_do_not_get_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_door(monkeypatch, connections_max=2) as door:
+        crowd = await asyncio.gather(*(door.connect() for _ in range(50)))
+        reader, writer = await door.connect()
+        await door.ask(writer)
+        assert await answered(reader) == b"HTTP/1.1 200 OK"
+        assert len(door.visitors.here) <= 2
+        for _, one in (*crowd, (reader, writer)):
+            one.close()
+
+
+async def test_when_all_are_being_answered_one_more_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_door(monkeypatch, connections_max=1) as door:
+        reader, writer = await door.connect()
+        await door.ask(writer, LINGERING)
+        await door.asked.wait()
+        refused, refused_writer = await door.connect()
+        assert await answered(refused) == b"HTTP/1.1 503 Service Unavailable"
+        door.answer.set()
+        assert await answered(reader) == b"HTTP/1.1 200 OK"
+        for one in (writer, refused_writer):
+            one.close()
+
+
+async def test_those_who_have_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_door(monkeypatch) as door:
+        reader, writer = await door.connect()
+        await door.ask(writer)
+        await reader.readuntil(b"hello")
+        writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert await reader.read() != b""
+        writer.close()
+        while door.visitors.here:
+            await asyncio.sleep(0)
+        door.sweep_after(0)
+        assert door.visitors._due == {}

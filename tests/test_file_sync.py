@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from forged import file_sync
+from forged.file_sync import PAGE, bypass_cache, sync_directory
+
+
+def test_it_is_the_directory_that_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[os.stat_result] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd)))
+    sync_directory(tmp_path)
+    (found,) = synced
+    assert stat.S_ISDIR(found.st_mode)
+    assert found.st_ino == tmp_path.stat().st_ino
+
+
+def test_what_is_no_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        sync_directory(tmp_path / "file")
+
+
+def test_what_goes_past_the_cache_is_in_whole_pages(tmp_path: Path) -> None:
+    memory = memoryview(mmap.mmap(-1, PAGE))
+    memory[:] = bytes(range(256)) * (PAGE // 256)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        bypass_cache(fd, on=True)
+        assert os.pwrite(fd, memory, 0) == PAGE
+        with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
+            os.pwrite(fd, memory[1:100], 1)
+        bypass_cache(fd, on=False)
+        assert os.pwrite(fd, b"more", PAGE) == 4
+    finally:
+        os.close(fd)
+    assert (tmp_path / "file").read_bytes() == bytes(memory) + b"more"
+
+
+def test_room_is_reserved_as_a_size(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        file_sync.reserve(file.fileno(), 10_000)
+    assert (tmp_path / "file").stat().st_size == 10_000
+
+
+def test_a_name_that_somebody_has_is_not_taken(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("one")
+    file_sync.rename_new(str(one), str(other))
+    one.write_text("again")
+    with pytest.raises(FileExistsError):
+        file_sync.rename_new(str(one), str(other))
+    assert other.read_text() == "one"
+
+
+def test_the_cache_is_written_and_forgotten(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        file.write(b"data")
+        file_sync.begin_write_back(file.fileno(), 0, 4)
+        file_sync.drop_cache(file.fileno(), 0, 4)
+        assert os.pread(file.fileno(), 4, 0) == b"data"
+
+
+def test_what_is_no_file_is_refused() -> None:
+    outlet, inlet = os.pipe()
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.ESPIPE)):
+            file_sync.begin_write_back(inlet, 0, 1)
+    finally:
+        os.close(outlet)
+        os.close(inlet)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_the_cache_has_is_told_to_owners_and_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_ours: bool
+) -> None:
+    """The system itself tells strangers that it has everything, so they are to find out by reading."""
+    monkeypatch.setattr(file_sync, "_is_ours", lambda fd: is_ours)
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        file.write(bytes(10 * PAGE))
+        assert file_sync.is_cached(file.fileno(), 5 * PAGE)
+        file_sync.drop_cache(file.fileno(), 0, 10 * PAGE)
+        assert not file_sync.is_cached(file.fileno(), 5 * PAGE)
+
+
+def test_of_a_file_that_has_become_shorter_nothing_is_told(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        file.write(bytes(PAGE))
+        with pytest.raises(OSError, match="greater than file size"):
+            file_sync.is_cached(file.fileno(), 5 * PAGE)
+
+
+def test_a_file_is_ours_if_we_own_it_or_may_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        assert file_sync._is_ours(file.fileno())
+        monkeypatch.setattr(os, "geteuid", lambda: os.fstat(file.fileno()).st_uid + 1)
+        for may_write in (True, False):
+            monkeypatch.setattr(os, "access", lambda path, mode, effective_ids, may=may_write: may)
+            assert file_sync._is_ours(file.fileno()) == may_write

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.errors import RequestRefused
+from forged.pagination import PAGE_BYTES_MAX, PAGE_ENTRIES_MAX, ascending, take_page
+
+
+@given(names=st.sets(st.text(max_size=3)), after=st.text(max_size=3))
+def test_names_come_in_order_from_behind_the_last_one_on(names: set[str], after: str) -> None:
+    assert list(ascending(names, after)) == sorted(name for name in names if name > after)
+
+
+@given(sizes=st.lists(st.integers(0, 3 * PAGE_BYTES_MAX // 2), max_size=5), limit=st.integers(1, 6))
+def test_pages_bring_every_entry_once_and_the_last_says_so(sizes: list[int], limit: int) -> None:
+    left = [bytes(size) for size in sizes]
+    while left:
+        page, more = take_page(iter(left), limit)
+        assert page == left[: len(page)]
+        assert 1 <= len(page) <= limit
+        assert len(page) == 1 or len(msgspec.msgpack.encode(page)) <= PAGE_BYTES_MAX + 5
+        left = left[len(page) :]
+        assert more == bool(left)
+
+
+def test_a_page_holds_so_many_entries_at_most_whatever_is_asked_for() -> None:
+    page, more = take_page(iter(range(PAGE_ENTRIES_MAX + 1)), 1 << 60)
+    assert (len(page), more) == (PAGE_ENTRIES_MAX, True)
+
+
+def test_nothing_is_an_empty_page_and_the_last() -> None:
+    assert take_page(iter(()), 1) == ([], False)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_page_of_nothing_is_refused(limit: int) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        take_page(iter((1,)), limit)
+    assert caught.value.code == "page_invalid"

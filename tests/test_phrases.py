@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.phrases import NAMES_MAX, REASON_CHARS_MAX, counted, in_words, is_or_are, joined, named, too_few
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "no worker is left"), (1, "1 worker is left"), (2, "2 workers are left")]
+)
+def test_every_number_makes_a_sentence(number: int, said: str) -> None:
+    assert f"{counted(number, 'worker')} {is_or_are(number)} left" == said
+
+
+def test_the_first_of_many_names_stand_for_them() -> None:
+    names = [f"w{number}" for number in range(NAMES_MAX + 2)]
+    assert (named([]), named(names[:2])) == ("", "w0, w1")
+    assert named(names) == f"{', '.join(names[:NAMES_MAX])} and 2 more"
+
+
+def test_a_reason_is_what_was_said_as_far_as_it_can_be_kept_or_what_goes_without_saying() -> None:
+    assert in_words(" the night\n", "none") == "the night"
+    assert in_words(" \n", "none") == "none"
+    assert in_words("x" * (REASON_CHARS_MAX + 1), "none") == "x" * REASON_CHARS_MAX
+
+
+def test_that_somebody_joined_is_said_only_where_somebody_did() -> None:
+    assert (list(joined([])), list(joined(["a", "b"]))) == ([], ["a, b joined"])
+
+
+@pytest.mark.parametrize(
+    ("there", "needed", "said"),
+    [
+        (0, 1, "no worker is left, and 1 is needed"),
+        (1, 2, "1 worker is left, and 2 are needed"),
+        (2, 3, "2 workers are left, and 3 are needed"),
+    ],
+)
+def test_that_too_few_are_left_is_said_of_every_number(there: int, needed: int, said: str) -> None:
+    assert too_few(there, needed) == said

@@ -1,0 +1,70 @@
+"""What is left out in a flood, and when that is told."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.rate_limit import COUNT_S, Flood
+
+
+def let_through(flood: Flood, times: int, now: float) -> int:
+    return sum(flood.admits(now) for _ in range(times))
+
+
+def test_one_burst_is_let_through_and_then_so_much_per_second() -> None:
+    flood = Flood(10, 10, 0.0)
+    assert let_through(flood, 100, 0.0) == 10
+    assert let_through(flood, 100, 0.5) == 5
+    assert let_through(flood, 100, 60.0) == 10
+
+
+def test_what_was_left_out_is_told_once_and_only_when_the_flood_is_over() -> None:
+    flood = Flood(10, 10, 0.0)
+    let_through(flood, 100, 0.0)
+    let_through(flood, 100, 0.5)
+    assert flood.count(1.0) == 0
+    assert flood.count(1.5) == 185
+    assert flood.count(100.0) == 0
+
+
+def test_a_flood_that_does_not_end_is_told_in_between() -> None:
+    flood = Flood(1, 1, 0.0)
+    told = []
+    for second in range(int(COUNT_S) + 2):
+        let_through(flood, 11, float(second))
+        told.append(flood.count(float(second)))
+    assert [count for count in told if count] == [10 * (COUNT_S + 1)]
+
+
+def test_where_nothing_was_left_out_nothing_is_told() -> None:
+    flood = Flood(10, 10, 0.0)
+    let_through(flood, 10, 0.0)
+    assert flood.count(1000.0) == 0
+
+
+def test_a_limit_can_be_changed_while_it_is_used() -> None:
+    flood = Flood(1, 1, 0.0)
+    assert let_through(flood, 10, 0.0) == 1
+    flood.resize(100, 100)
+    assert let_through(flood, 1000, 1.0) == 100
+    flood.resize(0, 1)
+    assert let_through(flood, 1000, 2.0) == 0
+    assert flood.count(2.0) == 9 + 900 + 1000
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 5), st.integers(0, 30)), max_size=40),
+    st.floats(0.05, 50),
+    st.integers(1, 50),
+)
+def test_whatever_comes_is_let_through_or_counted(arrivals: list[tuple[float, int]], per_s: float, burst: int) -> None:
+    flood = Flood(per_s, burst, 0.0)
+    now, through, told = 0.0, 0, 0
+    for pause, times in arrivals:
+        now += pause
+        through += let_through(flood, times, now)
+        told += flood.count(now)
+    told += flood.count(now + COUNT_S + burst / per_s)
+    assert through + told == sum(times for _, times in arrivals)
+    assert through <= burst + per_s * now + 1e-6 * (1 + now)

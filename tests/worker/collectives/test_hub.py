@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.errors import ForgedError, PeerError, RequestRefused
+from forged.worker.collectives.hub import NAMES_MAX, REDUCED_BYTES_MAX, Collected, Hub, receives, values_due
+from forged.worker.transport.peer_messages import COLLECTIVE_BYTES_MAX, Call, Contribution, Form, Kind, Operation, Value
+
+BARRIER = Call(Kind.BARRIER)
+
+
+def hub(size: int = 3) -> Hub:
+    return Hub([f"w{rank}" for rank in range(size)])
+
+
+def value(data: bytes = b"x") -> Value:
+    return Value(Form.BYTES, memoryview(data))
+
+
+def collect(one: Hub, *contributions: Contribution) -> Collected:
+    """What comes of it when every rank brings one of these."""
+    *early, last = (one.take(rank, contribution) for rank, contribution in enumerate(contributions))
+    assert early == [None] * len(early)
+    assert last is not None
+    return last
+
+
+def error_of(one: Hub, rank: int, contribution: Contribution) -> ForgedError:
+    with pytest.raises(ForgedError) as raised:
+        one.take(rank, contribution)
+    return raised.value
+
+
+@given(st.permutations(range(5)), st.integers(1, 4))
+def test_a_collective_is_complete_when_every_rank_has_called_it_in_any_order(order: list[int], rounds: int) -> None:
+    one = hub(5)
+    for number in range(1, rounds + 1):
+        call = Call(Kind.ALL_GATHER)
+        outcomes = [one.take(rank, Contribution(number, call, value(b"%d" % rank))) for rank in order]
+        assert outcomes[:-1] == [None] * 4
+        collected = outcomes[-1]
+        assert collected is not None
+        assert [bytes(one.data) for one in collected.brought] == [b"0", b"1", b"2", b"3", b"4"]
+        assert not one.is_waiting
+
+
+def test_two_calls_that_differ_are_both_named_with_their_ranks() -> None:
+    one = hub()
+    one.take(2, Contribution(1, Call(Kind.END_STEP, step=7)))
+    error = error_of(one, 0, Contribution(1, Call(Kind.END_STEP, step=8)))
+    assert isinstance(error, RequestRefused)
+    assert error.code == "collective_mismatch"
+    for said in ("#1", "w2 (rank 2)", "step=7", "w0 (rank 0)", "step=8"):
+        assert said in error.message
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Call(Kind.GATHER, 0), Call(Kind.GATHER, 1)),
+        (Call(Kind.ALL_GATHER), Call(Kind.GATHER, 0)),
+        (
+            Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="", shape=()),
+            Call(Kind.ALL_REDUCE, operation=Operation.MAX, dtype="", shape=()),
+        ),
+    ],
+)
+def test_calls_differ_by_kind_root_and_operation(first: Call, second: Call) -> None:
+    one = hub()
+    one.take(0, Contribution(1, first, value()))
+    assert error_of(one, 1, Contribution(1, second, value())).code == "collective_mismatch"
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("<f4", (2,)), ("<f8", (3,)), ("<f8", (2, 1))])
+def test_reductions_differ_by_type_and_shape(dtype: str, shape: tuple[int, ...]) -> None:
+    def reduction(dtype: str, shape: tuple[int, ...]) -> Contribution:
+        call = Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype=dtype, shape=shape)
+        return Contribution(1, call, Value(Form.ARRAY, memoryview(b""), dtype, shape))
+
+    one = hub()
+    one.take(0, reduction("<f8", (2,)))
+    assert error_of(one, 1, reduction(dtype, shape)).code == "collective_mismatch"
+
+
+@pytest.mark.parametrize(("rank", "number"), [(1, 1), (2, 0), (2, 2)])
+def test_a_rank_that_calls_twice_or_out_of_order_is_at_fault(rank: int, number: int) -> None:
+    one = hub()
+    one.take(1, Contribution(1, BARRIER))
+    error = error_of(one, rank, Contribution(number, BARRIER))
+    assert isinstance(error, PeerError)
+    assert f"w{rank} (rank {rank})" in error.message
+
+
+@pytest.mark.parametrize(
+    "contribution",
+    [
+        Contribution(1, BARRIER, value()),
+        Contribution(1, Call(Kind.GATHER, 0)),
+        Contribution(1, Call(Kind.BROADCAST, 0), value()),
+        Contribution(1, Call(Kind.BROADCAST, 1)),
+        Contribution(1, Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=(2,)), value()),
+    ],
+)
+def test_a_rank_that_brings_what_does_not_belong_to_its_call_is_at_fault(contribution: Contribution) -> None:
+    assert isinstance(error_of(hub(), 1, contribution), PeerError)
+
+
+def test_a_root_that_is_no_rank_is_refused() -> None:
+    assert error_of(hub(), 1, Contribution(1, Call(Kind.GATHER, 3), value())).code == "collective_root_invalid"
+
+
+def test_the_largest_wish_to_stop_counts_and_who_has_one_is_named() -> None:
+    step = Call(Kind.END_STEP, step=1)
+    collected = collect(hub(), *(Contribution(1, step, stop_wanted=wanted) for wanted in (0, 9, 4)))
+    assert (collected.stop_wanted, collected.stop_by) == (9, ("w1", "w2"))
+
+
+@pytest.mark.parametrize("call", [Call(Kind.ALL_GATHER), Call(Kind.GATHER, 0)])
+def test_a_gathering_that_is_too_large_is_refused_as_soon_as_it_is_with_the_sum_so_far(call: Call) -> None:
+    piece = value(bytes(COLLECTIVE_BYTES_MAX // 2 + 1))
+    one = hub(12)
+    one.take(7, Contribution(1, call, piece))
+    error = error_of(one, 3, Contribution(1, call, piece))
+    assert error.code == "collective_too_large"
+    assert str(COLLECTIVE_BYTES_MAX + 2) in error.message
+
+
+def test_what_was_gathered_before_does_not_count() -> None:
+    one, call, piece = hub(2), Call(Kind.ALL_GATHER), value(bytes(COLLECTIVE_BYTES_MAX // 2))
+    for number in (1, 2):
+        one.take(1, Contribution(number, call, piece))
+        assert one.take(0, Contribution(number, call, piece)) is not None
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(16, False), (17, True)])
+def test_a_reduction_that_would_be_too_large_is_refused_by_whoever_comes_first(size: int, is_refused: bool) -> None:
+    data = bytes(COLLECTIVE_BYTES_MAX)
+    call = Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="|u1", shape=(len(data),))
+    contribution = Contribution(1, call, Value(Form.ARRAY, memoryview(data), "|u1", (len(data),)))
+    if not is_refused:
+        assert hub(size).take(5, contribution) is None
+        return
+    error = error_of(hub(size), 5, contribution)
+    assert error.code == "collective_too_large"
+    assert str(17 * COLLECTIVE_BYTES_MAX) in error.message
+    assert str(REDUCED_BYTES_MAX) in error.message
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (Call(Kind.GATHER, 1), [False, True, False]),
+        (Call(Kind.BROADCAST, 1), [True, False, True]),
+        (Call(Kind.ALL_GATHER), [True, True, True]),
+    ],
+)
+def test_only_who_needs_the_values_is_told_them(call: Call, expected: list[bool]) -> None:
+    assert [receives(call, rank) for rank in range(3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (Call(Kind.GATHER, 1), [0, 3, 0]),
+        (Call(Kind.BROADCAST, 1), [1, 0, 1]),
+        (Call(Kind.ALL_GATHER), [3, 3, 3]),
+        (Call(Kind.ALL_REDUCE), [1, 1, 1]),
+        (BARRIER, [0, 0, 0]),
+        (Call(Kind.END_STEP), [0, 0, 0]),
+    ],
+)
+def test_every_rank_knows_how_many_values_are_its(call: Call, expected: list[int]) -> None:
+    assert [values_due(call, rank, 3) for rank in range(3)] == expected
+
+
+def test_who_is_missing_is_named_but_not_by_the_hundred() -> None:
+    one = hub(100)
+    one.take(1, Contribution(1, BARRIER))
+    missing = one.missing()
+    assert missing.startswith("w0 (rank 0), w2 (rank 2)")
+    assert missing.endswith(f"and {99 - NAMES_MAX} more")

@@ -1,0 +1,369 @@
+"""What a worker hears of its job, and asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import anyio.lowlevel
+import pytest
+from anyio.abc import TaskGroup
+
+from forged.client import ForgedClient
+from forged.elastic.messages import (
+    JobCompleted,
+    JobPaused,
+    RescaleCompleted,
+    RescaleStarted,
+    ShowCluster,
+)
+from forged.elastic.phases import Phase
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.kernel.messages import Gap, Record
+from forged.log import SILENT
+from forged.net.protocol.messages import Facts
+from forged.worker.daemon.fact_listener import Hearing
+from forged.worker.daemon.job_view import Standing
+from forged.worker.errors import JobEnded, WorkerEvicted
+from tests.client.house import House, config_in
+from tests.client.proxy import Proxy
+from tests.spine import task_group, virtual
+from tests.worker.crew import JOB, Crew, crew_at
+
+PAUSED = Record.of(JobPaused("lunch"), fact_id=7, at=0.0)
+DONE = Record.of(JobCompleted(9), fact_id=8, at=0.0)
+GAP = Gap(5, 6, "the journal has moved on")
+
+
+class Stream:
+    """Facts that come, and then an end of them."""
+
+    def __init__(self, *items: Record | Gap, error: ForgedError | None = None) -> None:
+        self.items = items
+        self.error = error
+        self.is_closed = False
+
+    async def __aiter__(self) -> AsyncIterator[Record | Gap]:
+        for item in self.items:
+            await anyio.lowlevel.checkpoint()
+            yield item
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Daemon:
+    """Answers what it is asked, in turn; the last answer holds for ever."""
+
+    def __init__(self, *answers: ForgedError | None, phase: Phase = Phase.ABORTED) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+        self.phase = phase
+
+    async def request(self, request: Any) -> Any:
+        assert request == ShowCluster("run")
+        return SimpleNamespace(phase=self.phase, reason="too many failed", state=SimpleNamespace(current_step=12))
+
+
+class Scene:
+    """A worker that hears."""
+
+    def __init__(self, daemon: Daemon, tasks: TaskGroup) -> None:
+        self.daemon = daemon
+        self.standing = Standing("me", known=True)
+        self.heard: list[Record | Gap] = []
+        self.wakes = 0
+        self.hearing = Hearing(
+            cast("Any", daemon),
+            "run",
+            self.standing,
+            ask=self._ask,
+            heard=self.heard.append,
+            wake=self._wake,
+            tasks=tasks,
+            source=Random(1),
+            log=SILENT,
+        )
+
+    async def _ask(self) -> None:
+        daemon = self.daemon
+        daemon.asked += 1
+        await anyio.sleep(1)
+        answer = daemon.answers.pop(0) if len(daemon.answers) > 1 else (daemon.answers or [None])[0]
+        if answer is not None:
+            raise answer
+        self.standing.outdated = False
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+
+def scene(act: Callable[[Scene], Any], *answers: ForgedError | None, phase: Phase = Phase.ABORTED) -> Any:
+    async def play() -> None:
+        async with task_group() as tasks:
+            await act(Scene(Daemon(*answers, phase=phase), tasks))
+
+    return virtual(play)()
+
+
+def test_what_is_heard_changes_the_standing_and_is_handed_on_in_its_order() -> None:
+    async def act(scene: Scene) -> None:
+        stream = Stream(PAUSED, DONE)
+        await scene.hearing.listen(cast("Any", stream))
+        assert (scene.standing.paused, scene.standing.completed) == (True, 9)
+        assert scene.heard == [PAUSED, DONE]
+        assert scene.wakes == 2
+        assert stream.is_closed
+
+    scene(act)
+
+
+def test_a_stream_that_fails_ends_the_training_and_is_closed() -> None:
+    async def act(scene: Scene) -> None:
+        error = PeerError("stream_lost", "it is gone")
+        stream = Stream(PAUSED, error=error)
+        await scene.hearing.listen(cast("Any", stream))
+        assert scene.standing.end is error
+        assert (scene.wakes, stream.is_closed) == (2, True)
+
+    scene(act)
+
+
+def test_a_stream_that_is_given_up_is_closed() -> None:
+    async def act(scene: Scene) -> None:
+        stream = Stream(PAUSED)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await scene.hearing.listen(cast("Any", stream))
+        assert stream.is_closed
+        assert scene.standing.end is None
+
+    scene(act)
+
+
+def test_what_was_missed_is_asked_for_by_one_question_at_a_time() -> None:
+    async def act(scene: Scene) -> None:
+        scene.hearing.begin_to_ask()
+        for _ in range(3):
+            scene.hearing.hear(GAP)
+        assert scene.standing.outdated
+        await anyio.sleep(10)
+        assert scene.daemon.asked == 1
+        assert not scene.standing.outdated
+        assert scene.wakes == 4
+        scene.hearing.hear(GAP)
+        await anyio.sleep(10)
+        assert scene.daemon.asked == 2
+
+    scene(act)
+
+
+def test_what_is_missed_while_it_asks_is_asked_for_again() -> None:
+    async def act(scene: Scene) -> None:
+        scene.hearing.begin_to_ask()
+        scene.hearing.hear(GAP)
+        await anyio.sleep(0.5)
+        scene.hearing.hear(GAP)
+        await anyio.sleep(10)
+        assert scene.daemon.asked == 2
+        assert not scene.standing.outdated
+
+    scene(act)
+
+
+def test_nobody_asks_before_the_daemon_knows_the_worker_and_then_at_once() -> None:
+    async def act(scene: Scene) -> None:
+        scene.hearing.hear(GAP)
+        await anyio.sleep(10)
+        assert scene.daemon.asked == 0
+        scene.hearing.begin_to_ask()
+        await anyio.sleep(10)
+        assert scene.daemon.asked == 1
+
+    scene(act)
+
+
+@pytest.mark.parametrize("phase", [Phase.COMPLETED, Phase.ABORTED])
+def test_of_a_job_that_is_over_it_learns_how_it_ended(phase: Phase) -> None:
+    async def act(scene: Scene) -> None:
+        scene.hearing.begin_to_ask()
+        scene.hearing.hear(GAP)
+        await anyio.sleep(10)
+        if phase is Phase.COMPLETED:
+            assert (scene.standing.completed, scene.standing.end) == (12, None)
+        else:
+            assert isinstance(scene.standing.end, JobEnded)
+            assert "too many failed" in scene.standing.end.message
+        assert scene.wakes == 2
+
+    scene(act, RequestRefused("job_over", "it is over"), phase=phase)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "end"),
+    [
+        (RequestRefused("worker_gone", "it was put out"), WorkerEvicted),
+        (RequestRefused("forbidden", "the token does not allow it"), RequestRefused),
+        (Unavailable("too_late", "the client is closed"), Unavailable),
+    ],
+)
+def test_whoever_is_not_wanted_any_more_ends_and_asks_no_more(refusal: ForgedError, end: type[ForgedError]) -> None:
+    async def act(scene: Scene) -> None:
+        scene.hearing.begin_to_ask()
+        scene.hearing.hear(GAP)
+        await anyio.sleep(100)
+        assert type(scene.standing.end) is end
+        assert refusal.message in scene.standing.end.message
+        assert (scene.daemon.asked, scene.wakes) == (1, 2)
+
+    scene(act, refusal)
+
+
+def test_an_answer_that_comes_behind_the_end_of_the_tasks_hurts_nobody() -> None:
+    async def play() -> None:
+        async with task_group() as tasks:
+            one = Scene(Daemon(), tasks)
+            one.hearing.begin_to_ask()
+            one.hearing.hear(GAP)
+            await asyncio.sleep(0)
+        assert one.standing.outdated
+
+    virtual(play)()
+
+
+class TestFactsThatAreMissed:
+    """Whoever was away for longer than the daemon keeps facts asks what it has missed."""
+
+    @pytest.fixture
+    async def house(self, tmp_path: Path) -> AsyncIterator[House]:
+        house = House(config_in(tmp_path, journal_facts_max=100))
+        await house.open()
+        yield house
+        await house.close()
+
+    async def _noise(self, client: ForgedClient) -> None:
+        await client.create_job("noise")
+        for number in range(150):
+            await client.note("noise", f"{number}")
+
+    async def test_a_world_for_which_nobody_stopped_begins_where_its_members_are(
+        self, house: House, tmp_path: Path, client: ForgedClient
+    ) -> None:
+        """The daemon, which is asked for what was missed, has heard less of the steps than have been made."""
+        proxy = Proxy(tmp_path / "p", house.config.socket)
+        async with crew_at(proxy.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("me")
+            await crew.world_of("me", steps=5)
+            proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
+            crew.endpoints = [house.endpoint]
+            async with client.facts(RescaleCompleted) as facts:
+                crew.start("c")
+                await anext(facts)
+            await self._noise(client)
+            proxy.rule = lambda way, message: False
+            proxy.cut()
+            await crew.world_of("me", "c")
+            await crew.finish("me", "c")
+        await proxy.close()
+
+    @pytest.mark.parametrize(
+        "happening",
+        ["nothing", "pause", "drain", "join", "evict", "abort", "complete"],
+    )
+    async def test_it_hears_of_it_all_the_same(
+        self, happening: str, house: House, tmp_path: Path, client: ForgedClient
+    ) -> None:
+        proxy = Proxy(tmp_path / "p", house.config.socket)
+        async with crew_at(house.endpoint) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            crew.endpoints = [proxy.endpoint]
+            crew.start("me")
+            await crew.world_of("a", "b", "me")
+            crew.endpoints = [house.endpoint]
+            # Facts do not come through until there are too many of them.
+            proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
+            await HAPPENINGS[happening](client, crew)
+            await self._noise(client)
+            proxy.rule = lambda way, message: False
+            proxy.cut()
+            await AFTERMATHS[happening](client, crew)
+        await proxy.close()
+
+
+async def _nothing(client: ForgedClient, crew: Crew) -> None:
+    await client.note(JOB, "a remark")
+
+
+async def _join(client: ForgedClient, crew: Crew) -> None:
+    async with client.facts(RescaleStarted) as facts:
+        crew.start("c")
+        await anext(facts)
+
+
+async def _complete(client: ForgedClient, crew: Crew) -> None:
+    async with client.facts(JobCompleted) as facts:
+        crew.total = crew["a"].worker.step + 3
+        await anext(facts)
+
+
+async def _all_go_on(client: ForgedClient, crew: Crew) -> None:
+    await crew.more_steps("a", "b", "me")
+    await crew.finish("a", "b", "me")
+
+
+async def _resumes(client: ForgedClient, crew: Crew) -> None:
+    await crew.until(lambda: all(crew[name].worker._presence.rests for name in ("a", "b")))
+    await client.resume_job(JOB)
+    await _all_go_on(client, crew)
+
+
+async def _drained(client: ForgedClient, crew: Crew) -> None:
+    assert await crew.over("me") == [None]
+    await crew.world_of("a", "b")
+
+
+async def _joined(client: ForgedClient, crew: Crew) -> None:
+    await crew.world_of("a", "b", "c", "me")
+    await crew.finish("a", "b", "c", "me")
+
+
+async def _evicted(client: ForgedClient, crew: Crew) -> None:
+    assert isinstance((await crew.over("me"))[0], WorkerEvicted)
+    await crew.world_of("a", "b")
+
+
+async def _aborted(client: ForgedClient, crew: Crew) -> None:
+    assert all(isinstance(error, JobEnded) for error in await crew.over("a", "b", "me"))
+
+
+async def _completed(client: ForgedClient, crew: Crew) -> None:
+    assert await crew.over("a", "b", "me") == [None] * 3
+    assert crew["me"].worker.step == crew.total
+
+
+HAPPENINGS: dict[str, Callable[[ForgedClient, Crew], Awaitable[object]]] = {
+    "nothing": _nothing,
+    "pause": lambda client, crew: client.pause_job(JOB),
+    "drain": lambda client, crew: client.drain_worker(JOB, "me"),
+    "join": _join,
+    "evict": lambda client, crew: client.evict_worker(JOB, "me"),
+    "abort": lambda client, crew: client.abort_job(JOB),
+    "complete": _complete,
+}
+AFTERMATHS = {
+    "nothing": _all_go_on,
+    "pause": _resumes,
+    "drain": _drained,
+    "join": _joined,
+    "evict": _evicted,
+    "abort": _aborted,
+    "complete": _completed,
+}

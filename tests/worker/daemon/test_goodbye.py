@@ -1,0 +1,73 @@
+"""Why a worker goes."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from forged.worker.daemon.goodbye import Farewell, Goodbye, farewell
+from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
+
+
+class Unspeakable(Exception):
+    """What cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("not even that")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "it left its loop"),
+        (KeyboardInterrupt(), "it was interrupted"),
+        (GeneratorExit(), "it was interrupted"),
+        (SystemExit(), "its script exited with 0"),
+        (SystemExit(0), "its script exited with 0"),
+        (SystemExit(3), "its script exited with 3"),
+        (SystemExit("no data"), "its script exited with 1: no data"),
+        (JobEnded("job_aborted", "the job was aborted: enough"), "the job was aborted"),
+        (JobEnded("job_removed", "the job was removed"), "the job was removed"),
+        (WorkerEvicted("evicted: slow"), "it counts as dead"),
+    ],
+)
+def test_who_was_interrupted_or_is_wanted_no_more_has_not_failed(error: BaseException | None, reason: str) -> None:
+    assert farewell(error) == Farewell(reason, failed=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("nan"), "its script failed: ValueError: nan"),
+        (ValueError("one\n  two"), "its script failed: ValueError: one two"),
+        (StepAborted("b is gone"), "its script failed: the step was aborted: b is gone (do the step inside"),
+        (Unspeakable(), "its script failed: Unspeakable, which cannot be shown"),
+        (ValueError("\ud800"), "its script failed: ValueError: \\ud800"),
+    ],
+)
+def test_who_fails_says_of_what_in_one_line(error: Exception, reason: str) -> None:
+    said = farewell(error)
+    assert said.failed
+    assert said.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("error", [ValueError("x" * 1_000_000), SystemExit("x" * 1_000_000)])
+def test_a_reason_is_short_whatever_was_raised(error: BaseException) -> None:
+    assert len(farewell(error).reason) < 2_100
+
+
+async def test_what_was_said_first_is_said_until_that_was_done_once_and_again_only_in_haste() -> None:
+    said: list[tuple[Farewell, bool]] = []
+
+    async def say(last: Farewell, /, *, is_again: bool) -> None:
+        said.append((last, is_again))
+        if not is_again:
+            scope.cancel()
+            await anyio.sleep_forever()
+
+    goodbye, words = Goodbye(say), Farewell("the training is done", done=True)
+    with anyio.CancelScope() as scope:
+        await goodbye.say(words)
+    for _ in range(2):
+        await goodbye.say(Farewell("it was disconnected"))
+    assert said == [(words, False), (words, True)]

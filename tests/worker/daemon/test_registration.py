@@ -1,0 +1,28 @@
+"""What a worker says to the daemon."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import anyio
+
+from forged.elastic.model import WorkerId
+from forged.worker.daemon.registration import Registration
+from tests.spine import virtual
+from tests.telemetry.heard import Heard
+
+
+class Deaf:
+    """A client whose daemon answers nothing."""
+
+    async def request(self, request: Any, **_: Any) -> Any:
+        await anyio.sleep_forever()
+
+
+@virtual
+async def test_how_long_the_daemon_was_given_for_a_goodbye_is_told_as_people_read_it() -> None:
+    log, deaf = Heard(), Deaf()
+    line = Registration(deaf, "run", WorkerId("a", "host", 1), bytes(16), Random(1), log)  # type: ignore[arg-type]
+    await line.leave("the training is done", 7, 2.99918, done=True, failed=False)
+    assert [said["why"] for said in log.of("could not say goodbye")] == ["the daemon did not answer within 3 s"]

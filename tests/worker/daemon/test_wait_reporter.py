@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from itertools import islice
+from random import Random
+
+import anyio
+
+from forged.errors import Unavailable
+from forged.worker.daemon.registration import persevere
+from forged.worker.daemon.wait_reporter import Waiting, pauses
+from tests.spine import task_group, virtual
+from tests.telemetry.heard import Heard
+
+
+async def because() -> str:
+    return "1 worker waits for 1 more"
+
+
+@virtual
+async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_grow() -> None:
+    log = Heard()
+    async with task_group() as tasks:
+        waiting = Waiting(because, tasks, log)
+        for _ in range(9):
+            waiting.begin()
+            await anyio.sleep(10.0)
+    said = log.of("this worker waits")
+    assert [fields["for_s"] for fields in said] == [10, 30, 70]
+    assert {fields["why"] for fields in said} == {"1 worker waits for 1 more"}
+    assert log.levels("this worker waits") == {"warning"}
+
+
+@virtual
+async def test_what_passes_in_a_moment_is_not_told() -> None:
+    log = Heard()
+    async with task_group() as tasks:
+        waiting = Waiting(because, tasks, log)
+        for _ in range(9):
+            waiting.begin()
+            await anyio.sleep(9.0)
+            waiting.end()
+            waiting.end()
+        await anyio.sleep(9.0)
+    assert log.lines == []
+
+
+@virtual
+async def test_what_is_tried_again_and_again_is_told_when_it_lasts() -> None:
+    log, began_at = Heard(), anyio.current_time()
+
+    async def fail() -> float:
+        if anyio.current_time() < began_at + 60.0:
+            raise Unavailable("worker_undecided", "nothing says yet that it died", "try again")
+        return anyio.current_time()
+
+    await persevere(fail, Random(1), log)
+    told = log.of("still trying")
+    assert log.levels("still trying") == {"warning"}
+    assert [round(fields["for_s"], -1) for fields in told] == [10, 30]
+    assert {fields["why"] for fields in told} == {"nothing says yet that it died (try again)"}
+    assert len(log.of("trying again")) > 20
+
+
+def test_the_pauses_do_not_grow_for_ever() -> None:
+    assert list(islice(pauses(), 9)) == [10, 20, 40, 80, 160, 320, 600, 600, 600]

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.data.audit.epoch_audit import UsageLog
+from forged.data.dataset import Dataset
+from forged.data.sampling.sampler import ElasticSampler
+from forged.worker.data import sample_usage as consumptions
+from forged.worker.data.sample_usage import Consumption
+
+SAMPLES, BATCH = 100, 10
+
+
+def consumption(batch: int = BATCH) -> Consumption:
+    return Consumption(ElasticSampler(SAMPLES, batch, 1))
+
+
+def train(it: Consumption, first: int, end: int) -> None:
+    """So many steps that count."""
+    for step in range(first, end):
+        it.finish()
+        it.count(step)
+
+
+def tell(it: Consumption, log: UsageLog) -> None:
+    """The daemon hears all of it."""
+    for generation, begins_at, runs in list(it.unspoken()):
+        log.rewind(generation, begins_at)
+        log.report(generation, runs)
+        it.known(generation, max(run.end_step for run in runs))
+
+
+def test_a_step_is_noted_when_it_counts_and_not_before() -> None:
+    it = consumption()
+    it.enter(1, 0)
+    it.finish()
+    assert list(it.unspoken()) == []
+    it.count(0)
+    ((generation, begins_at, (run,)),) = it.unspoken()
+    assert (generation, begins_at, run.step, run.size) == (1, 0, 0, BATCH)
+
+
+def test_a_step_that_is_done_again_has_used_nothing_before() -> None:
+    it = consumption()
+    it.enter(1, 0)
+    train(it, 0, 3)
+    before = it.sampler.state_dict()
+    it.finish()
+    it.sampler.load_state_dict(before)
+    it.enter(2, 3)
+    train(it, 3, 10)
+    log = UsageLog(SAMPLES)
+    tell(it, log)
+    assert log.audit(0).complete
+
+
+def test_a_step_that_turns_out_to_count_is_noted_in_the_world_in_which_it_was() -> None:
+    it = consumption()
+    it.enter(1, 0)
+    train(it, 0, 3)
+    it.finish()
+    it.count(3)
+    it.enter(2, 4)
+    assert [(generation, runs[0].count) for generation, _, runs in it.unspoken()] == [(1, 4)]
+
+
+def test_what_was_told_is_told_no_more() -> None:
+    it = consumption()
+    log = UsageLog(SAMPLES)
+    it.enter(1, 0)
+    train(it, 0, 4)
+    tell(it, log)
+    assert list(it.unspoken()) == []
+    train(it, 4, 10)
+    ((_, _, (run,)),) = it.unspoken()
+    assert (run.step, run.count) == (4, 6)
+    tell(it, log)
+    assert log.audit(0).complete
+
+
+def test_what_comes_while_the_daemon_is_told_is_told_later() -> None:
+    it = consumption()
+    it.enter(1, 0)
+    train(it, 0, 4)
+    ((generation, _, runs),) = it.unspoken()
+    train(it, 4, 6)
+    it.known(generation, max(run.end_step for run in runs))
+    ((_, _, (run,)),) = it.unspoken()
+    assert (run.step, run.count) == (4, 2)
+
+
+def test_worlds_of_which_all_was_told_are_forgotten() -> None:
+    it = consumption()
+    log = UsageLog(SAMPLES)
+    for generation in range(1, 50):
+        it.enter(generation, generation - 1)
+        train(it, generation - 1, generation)
+        tell(it, log)
+    assert len(it.state_dict()["noted"]) < 50
+
+
+def test_steps_that_are_told_in_parts_are_told_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank goes on in a large shard while others take one small shard after the other."""
+    monkeypatch.setattr(consumptions, "RUNS_TOLD_MAX", 7)
+    sampler = ElasticSampler(1_000, 20, 1, mode="sharded", dataset=Dataset.of(1_000, 200))
+    sampler.reassign([0] * 150 + [1] * 30 + [2] * 20, 3)
+    it = Consumption(sampler)
+    it.enter(1, 0)
+    step = 0
+    while it.sampler.epoch == 0:
+        train(it, step, step + 1)
+        step += 1
+    log = UsageLog(1_000)
+    parts = list(it.unspoken())
+    assert len(parts) > 5
+    ends = [max(run.end_step for run in runs) for _, _, runs in parts]
+    starts = [min(run.step for run in runs) for _, _, runs in parts]
+    assert starts[1:] == ends[:-1]
+    tell(it, log)
+    assert log.audit(0).complete
+    assert list(it.unspoken()) == []
+
+
+def test_notes_travel_with_the_state_to_who_has_not_been_there() -> None:
+    it, other = consumption(), consumption()
+    it.enter(1, 0)
+    train(it, 0, 3)
+    it.enter(2, 3)
+    train(it, 3, 7)
+    other.sampler.load_state_dict(it.sampler.state_dict())
+    other.load_state_dict(it.state_dict())
+    other.enter(3, 7)
+    train(other, 7, 10)
+    log = UsageLog(SAMPLES)
+    tell(other, log)
+    assert log.audit(0).complete
+
+
+def test_notes_of_who_is_further_take_the_place_of_ones_own() -> None:
+    it, other = consumption(), consumption()
+    log = UsageLog(SAMPLES)
+    for one in (it, other):
+        one.enter(1, 0)
+        train(one, 0, 3)
+        one.finish()
+    it.count(3)
+    tell(it, log)
+    train(it, 4, 5)
+    other.sampler.load_state_dict(it.sampler.state_dict())
+    other.load_state_dict(it.state_dict())
+    other.enter(2, 5)
+    train(other, 5, 10)
+    tell(other, log)
+    assert log.audit(0).complete

@@ -1,0 +1,469 @@
+"""The pulse of a worker, which says what the worker cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+import forged
+from forged.clock import SystemClock
+from forged.errors import Unavailable
+from forged.net.protocol.messages import Failure
+from forged.plain_client.connection import Wire
+from forged.worker.process import pulse as pulses
+from forged.worker.process.counters import Counters
+from forged.worker.process.pulse import FLAGS, Heart, Pulse
+from tests.client.neighbour import Neighbour
+from tests.net.hand import HandClock
+from tests.telemetry.heard import Heard
+from tests.worker.process.test_forks import in_a_child
+from tests.worker.witness import INCARNATION, INTERVAL_S, PATIENCE_S, Witness, is_over, state, victim
+
+KILLS = 5
+STARTS = 100
+NOBODY = "unix:///nowhere/at/all"
+HOLD_THE_GIL = """
+def count():
+    while True:
+        counters.marks += 1
+threading.Thread(target=count, daemon=True).start()
+import re
+re.match("(a+)+$", "a" * 64 + "b")
+"""
+"""A thread counts until the one call into C begins, which never ends and never lets go of the GIL."""
+HEAVY = {"anyio", "asyncio", "json", "logging", "msgspec", "random", "ssl", "subprocess", "tempfile", "threading"}
+
+
+@pytest.fixture
+def witness(tmp_path: Path) -> Iterator[Witness]:
+    witness = Witness(tmp_path / "daemon")
+    yield witness
+    witness.end()
+
+
+@pytest.fixture
+def counters() -> Iterator[Counters]:
+    with closing(Counters.create()) as counters:
+        yield counters
+
+
+def started(endpoint: str, counters: Counters, token: str | None = None) -> Pulse:
+    """A pulse of this very process."""
+    return Pulse.start([endpoint], "run", "w1", INCARNATION, token, counters, interval_s=INTERVAL_S)
+
+
+def own_descriptors() -> set[str]:
+    return {one.name for one in Path("/proc/self/fd").iterdir()}
+
+
+def ended_by_itself(pulse: Pulse) -> bool:
+    pidfd = os.pidfd_open(pulse.pid)
+    try:
+        return is_over(pidfd, PATIENCE_S) and not pulse.alive
+    finally:
+        os.close(pidfd)
+
+
+class TestTheLiving:
+    def test_it_says_who_lives_and_how_far_it_is(self, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FORGED_TOKEN", "forged_token")
+        with victim(witness.endpoint):
+            hello = witness.next("Hello").body
+            said = witness.next("Pulse").body
+        assert hello["agent"].startswith("forged-pulse/")
+        assert hello["token"] == "forged_token"
+        cpu_s = said.pop("cpu_s")
+        about = {"job": "run", "worker_id": "w1", "incarnation": INCARNATION}
+        assert said == {**about, "step": 3, "marks": 7, "every_s": INTERVAL_S}
+        assert 0.0 < cpu_s < PATIENCE_S
+
+    def test_it_speaks_as_often_as_the_worker_says_from_then_on(self, witness: Witness, counters: Counters) -> None:
+        with closing(started(witness.endpoint, counters)):
+            assert witness.next("Pulse").body["every_s"] == INTERVAL_S
+            counters.pulse_interval_s = 0.125
+            while (said := witness.next("Pulse")).body["every_s"] != 0.125:
+                pass
+            assert witness.next("Pulse").at - said.at >= 0.1
+
+    def test_it_goes_on_while_the_gil_is_held(self, witness: Witness) -> None:
+        with victim(witness.endpoint, HOLD_THE_GIL):
+            marks, cpu_s = -1, witness.next("Pulse").body["cpu_s"]
+            # Once two pulses tell the same, no thread of Python has run in between.
+            while (said := witness.next("Pulse").body)["marks"] != marks:
+                marks = said["marks"]
+            while (later := witness.next("Pulse").body)["cpu_s"] <= max(cpu_s, said["cpu_s"]):
+                assert later["marks"] == marks
+
+    def test_a_stopped_worker_is_not_dead(self, witness: Witness) -> None:
+        with victim(witness.endpoint) as worker:
+            witness.next("Pulse")
+            os.kill(worker.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
+            witness.forget()
+            used = {witness.next("Pulse").body["cpu_s"] for _ in range(20)}
+            assert state(worker.pid) == "T"
+            assert len(used) == 1
+            os.kill(worker.pid, signal.SIGCONT)
+            worker.kill()
+            assert witness.next("ReportDeath")
+
+    def test_signals_to_everybody_do_not_end_it(self, witness: Witness) -> None:
+        with victim(witness.endpoint) as worker:
+            witness.next("Pulse")
+            assert os.getsid(worker.pulse) == worker.pulse
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                os.kill(worker.pulse, number)
+            witness.forget()
+            witness.next("Pulse")
+
+    def test_it_comes_back_to_a_daemon_that_was_restarted(self, witness: Witness) -> None:
+        with victim(witness.endpoint):
+            witness.next("Pulse")
+            witness.close()
+            witness.forget()
+            witness.open()
+            witness.next("Hello")
+            witness.next("Pulse")
+
+    def test_it_turns_to_the_next_endpoint(self, witness: Witness, counters: Counters) -> None:
+        endpoints = [NOBODY, "no endpoint", witness.endpoint]
+        with closing(Pulse.start(endpoints, "run", "w1", INCARNATION, None, counters, interval_s=INTERVAL_S)):
+            assert witness.next("Pulse")
+
+    def test_it_starts_before_the_daemon_does(self, witness: Witness, counters: Counters) -> None:
+        witness.close()
+        with closing(started(witness.endpoint, counters)) as pulse:
+            assert pulse.alive
+            witness.open()
+            assert witness.next("Pulse")
+
+    def test_it_answers_pings(self, witness: Witness) -> None:
+        """Between two pulses, which here are an hour apart."""
+
+        async def ping(guest: Any) -> None:
+            from forged.net.protocol.messages import Ping
+
+            await guest.greet()
+            await guest.hear()
+            guest.say(Ping(7))
+            answer = await guest.hear()
+            witness.said.put((0.0, type(answer).__name__, {"nonce": answer.nonce}))  # type: ignore[arg-type]
+
+        witness._treat = ping  # type: ignore[method-assign]
+        witness.close()
+        witness.open()
+        with victim(witness.endpoint, interval_s=3600.0):
+            _, name, body = witness.said.get(timeout=PATIENCE_S)
+        assert (name, body) == ("Pong", {"nonce": 7})
+
+
+class TestTheDead:
+    def test_a_kill_is_reported_with_what_killed(self, witness: Witness) -> None:
+        """The time from the kill to the report is printed; how soon that is depends on the machine."""
+        taken_s = []
+        for _ in range(KILLS):
+            with victim(witness.endpoint) as worker:
+                witness.next("Pulse")
+                killed_at = worker.kill()
+                report = witness.next("ReportDeath")
+                taken_s.append(report.at - killed_at)
+                assert worker.pulse_is_gone()
+            assert report.body == {
+                "job": "run",
+                "worker_id": "w1",
+                "incarnation": INCARNATION,
+                "reason": "its process was killed by SIGKILL",
+            }
+        print(f"from kill -9 to the report: median {statistics.median(taken_s) * 1e3:.1f} ms of {KILLS}")
+
+    def test_it_says_goodbye_so_that_the_answer_is_acknowledged(self, witness: Witness) -> None:
+        with victim(witness.endpoint) as worker:
+            witness.next("Pulse")
+            worker.kill()
+            witness.next("ReportDeath")
+            assert witness.next("Bye")
+
+    @pytest.mark.parametrize(
+        ("way", "reason"),
+        [
+            ("pass", "its process has ended with exit code 0"),
+            ("raise SystemExit(3)", "its process has ended with exit code 3"),
+            ("os._exit(4)", "its process has ended with exit code 4"),
+            ("os.kill(os.getpid(), signal.SIGTERM)", "its process was killed by SIGTERM"),
+            ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", f"its process was killed by signal {signal.SIGRTMIN + 1}"),
+        ],
+    )
+    def test_a_worker_that_ends_by_itself_is_reported(self, witness: Witness, way: str, reason: str) -> None:
+        with victim(witness.endpoint, way) as worker:
+            assert witness.next("ReportDeath").body["reason"] == reason
+            assert worker.pulse_is_gone()
+
+    def test_a_worker_whose_children_live_on_is_reported(self, witness: Witness) -> None:
+        way = "child = os.fork(); child and print(child, flush=True); signal.pause()"
+        with victim(witness.endpoint, way) as worker:
+            child = int(worker.stdout.readline())
+            worker.kill()
+            assert witness.next("ReportDeath")
+            os.kill(child, signal.SIGKILL)
+
+    def test_a_signal_to_its_group_does_not_hinder_the_report(self, witness: Witness) -> None:
+        with victim(witness.endpoint) as worker:
+            os.killpg(worker.pid, signal.SIGKILL)
+            assert witness.next("ReportDeath")
+
+    def test_a_daemon_that_is_down_hears_of_it_when_it_is_back(self, witness: Witness) -> None:
+        with victim(witness.endpoint) as worker:
+            witness.next("Pulse")
+            witness.close()
+            worker.kill()
+            worker.process.wait()
+            assert not worker.pulse_is_gone(0.0)
+            witness.open()
+            # Whoever started it has asked how it ended, and only the kernel could tell anybody else.
+            assert witness.next("ReportDeath").body["reason"].startswith("its process ")
+            assert worker.pulse_is_gone()
+
+    def test_what_a_worker_could_not_say_itself_is_said_when_the_daemon_is_back(self, witness: Witness) -> None:
+        words = "pulse.bequeath({'reason': 'SIGTERM', 'step': 7}); pulse.close(); print(pulse.alive, flush=True)"
+        witness.close()
+        with victim(witness.endpoint, f"{words}; signal.pause()") as worker:
+            assert worker.stdout.readline() == "True\n"
+            worker.kill()
+            witness.open()
+            left = witness.next("LeaveJob").body
+            assert (left["worker_id"], left["incarnation"]) == ("w1", INCARNATION)
+            assert (left["reason"], left["step"]) == ("SIGTERM", 7)
+            assert worker.pulse_is_gone()
+
+    def test_a_report_that_gets_no_answer_is_made_again(self, witness: Witness) -> None:
+        """An answer that says "later" is none."""
+        with victim(witness.endpoint) as worker:
+            witness.next("Pulse")
+            witness.refusals["ReportDeath"] = Failure(1, "unavailable", "starting", "not yet")
+            worker.kill()
+            witness.next("ReportDeath")
+            witness.next("ReportDeath")
+            witness.refusals.clear()
+            assert worker.pulse_is_gone()
+
+    def test_output_of_the_worker_ends_with_the_worker(self, witness: Witness) -> None:
+        """`train | tee log` is not kept waiting by a pulse that cannot report."""
+        with victim(witness.endpoint) as worker:
+            witness.next("Pulse")
+            witness.close()
+            worker.kill()
+            assert worker.stdout.read() == ""
+            assert not worker.pulse_is_gone(0.0)
+
+
+class TestSilence:
+    def test_closing_it_says_nothing_and_leaves_nothing(self, witness: Witness) -> None:
+        with victim(witness.endpoint, "pulse.close(); pulse.close(); print(pulse.alive, flush=True)") as worker:
+            assert worker.stdout.readline() == "False\n"
+            assert worker.pulse_is_gone(0.0)
+            worker.process.wait()
+        assert "ReportDeath" not in {said.name for said in list(witness.said.queue)}
+
+    def test_a_worker_that_becomes_another_program_is_not_dead_and_has_no_pulse(self, witness: Witness) -> None:
+        with victim(witness.endpoint, "os.execv('/bin/sleep', ['sleep', '3600'])") as worker:
+            assert worker.pulse_is_gone()
+            assert worker.process.poll() is None
+        assert "ReportDeath" not in {said.name for said in list(witness.said.queue)}
+
+    @pytest.mark.parametrize(
+        ("kind", "code"), [("refused", "token_unknown"), ("peer", "version_mismatch"), ("peer", "client_invalid")]
+    )
+    def test_a_daemon_that_does_not_let_it_in_is_left_in_peace(
+        self, witness: Witness, counters: Counters, kind: str, code: str
+    ) -> None:
+        witness.refusals["Hello"] = Failure(0, kind, code, "no")
+        with closing(started(witness.endpoint, counters)) as pulse:
+            assert ended_by_itself(pulse)
+
+    def test_a_daemon_that_is_too_old_to_know_of_deaths_is_told_once(self, witness: Witness) -> None:
+        witness.refusals["ReportDeath"] = Failure(1, "refused", "request_unknown", "nobody answers that")
+        with victim(witness.endpoint) as worker:
+            witness.next("Pulse")
+            worker.kill()
+            assert worker.pulse_is_gone()
+        assert [said.name for said in list(witness.said.queue)].count("ReportDeath") == 1
+
+
+class TestStarting:
+    def test_it_inherits_what_it_watches_and_no_socket(self, witness: Witness) -> None:
+        way = (
+            "import socket; kept = socket.socketpair(); print(*(os.fstat(end.fileno()).st_ino for end in kept), "
+            "flush=True); pulse.close(); from forged.worker.process.pulse import Pulse; "
+            "[end.set_inheritable(True) for end in kept]; "
+            f"pulse = Pulse.start([{witness.endpoint!r}], 'run', 'w2', b'{INCARNATION.decode()}', None, counters); "
+            "print(pulse.pid, flush=True); signal.pause()"
+        )
+        with victim(witness.endpoint, way) as worker:
+            sockets = set(worker.stdout.readline().split())
+            pulse = int(worker.stdout.readline())
+            while witness.next("Pulse").body["worker_id"] != "w2":
+                pass
+            held = {int(one.name): str(one.readlink()) for one in Path(f"/proc/{pulse}/fd").iterdir()}
+            stat = f"/proc/{worker.pid}/stat"
+            os.kill(pulse, signal.SIGKILL)
+        assert held.pop(0).startswith("pipe:")
+        assert (held.pop(1), held.pop(2)) == (os.devnull, os.devnull)
+        kinds = {target.partition(":")[0] for target in held.values()}
+        assert kinds == {"/memfd", stat, "anon_inode", "socket"}
+        assert not any(f"[{number}]" in target for target in held.values() for number in sockets)
+
+    def test_starts_and_stops_leave_nothing_behind(self, counters: Counters) -> None:
+        before = own_descriptors()
+        for _ in range(STARTS):
+            with closing(started(NOBODY, counters)) as pulse:
+                pid = pulse.pid
+        assert own_descriptors() == before
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        assert f"{pid}" not in children
+
+    def test_one_that_cannot_be_started_is_unavailable_and_leaves_nothing(
+        self, counters: Counters, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = own_descriptors()
+        for executable in ("/nowhere/python", "", None):
+            monkeypatch.setattr(sys, "executable", executable)
+            with pytest.raises(Unavailable) as error:
+                started(NOBODY, counters)
+            assert error.value.code == "pulse_not_started"
+        assert own_descriptors() == before
+
+    def test_one_that_dies_before_it_has_its_orders_is_unavailable(
+        self, counters: Counters, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def dead(control: int, descriptors: object) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(["/bin/true"], stdin=control)
+            process.wait()
+            return process
+
+        before = own_descriptors()
+        monkeypatch.setattr(pulses, "_run", dead)
+        with pytest.raises(Unavailable, match="no pulse could be started"):
+            started(NOBODY, counters)
+        assert own_descriptors() == before
+
+    def test_a_token_is_not_shown_to_whoever_lists_processes(self, counters: Counters) -> None:
+        with closing(started(NOBODY, counters, token="forged_secret")) as pulse:
+            assert b"forged_secret" not in Path(f"/proc/{pulse.pid}/cmdline").read_bytes()
+
+    def test_what_the_environment_says_to_python_is_not_for_the_pulse(
+        self, witness: Witness, counters: Counters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "struct.py").write_text("raise SystemExit")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("PYTHONMALLOC", "nonsense")
+        with closing(started(witness.endpoint, counters)):
+            assert witness.next("Pulse")
+
+    def test_a_forked_child_has_no_pulse_and_cannot_end_its_parents(self, witness: Witness, counters: Counters) -> None:
+        with closing(started(witness.endpoint, counters)) as pulse:
+            witness.next("Pulse")
+
+            def in_vain() -> None:
+                assert not pulse.alive
+                pulse.close()
+
+            in_a_child(in_vain)
+            witness.forget()
+            assert witness.next("Pulse")
+            assert pulse.alive
+
+    def test_it_imports_nothing_heavy(self) -> None:
+        program = (
+            "import sys; sys.path += sys.argv[1:]; import forged.worker.process.pulse_process; "
+            "print(*{name.partition('.')[0] for name in sys.modules})"
+        )
+        places = [str(Path(module.__file__ or "").parents[1]) for module in (forged, msgpack)]
+        command = [sys.executable, FLAGS, "-c", program, *places]
+        loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert not HEAVY & set(loaded.split())
+
+
+class TestReplacing:
+    class Ended:
+        """A pulse that has ended."""
+
+        pid, alive = 1, False
+
+        def close(self) -> None:
+            return
+
+    def test_one_that_ends_is_replaced_at_once_and_the_next_ones_behind_longer_and_longer_pauses(self) -> None:
+        clock, starts = HandClock(), 0
+
+        def start() -> Any:
+            nonlocal starts
+            starts += 1
+            return self.Ended()
+
+        log = Heard()
+        heart = Heart(start, clock, lambda: 0.0, log)
+        heart.look()
+        assert starts == 2
+        for pause_s in (1.0, 2.0, 4.0):
+            clock.now += pause_s - 0.01
+            heart.look()
+            before = starts
+            clock.now += 0.02
+            heart.look()
+            assert starts == before + 1
+        assert log.levels("the pulse has ended, and another was started") == {"warning"}
+
+    def test_one_that_cannot_be_started_is_tried_again(self) -> None:
+        clock, log = HandClock(), Heard()
+        outcomes: list[Any] = [self.Ended(), Unavailable("pulse_not_started", "no"), self.Ended()]
+
+        def start() -> Any:
+            outcome = outcomes.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        heart = Heart(start, clock, lambda: 0.0, log)
+        heart.look()
+        assert log.levels("the pulse has ended, and no other could be started") == {"warning"}
+        clock.now += 1.01
+        heart.look()
+        assert outcomes == []
+
+    def test_one_that_lives_is_left_alone(self, witness: Witness, counters: Counters) -> None:
+        heart = Heart(lambda: started(witness.endpoint, counters), SystemClock(), lambda: 0.0, Heard())
+        pid = heart.pulse.pid
+        heart.look()
+        assert heart.pulse.pid == pid
+        heart.close()
+
+
+def test_a_real_daemon_counts_a_killed_worker_as_failed(neighbour: Neighbour) -> None:
+    """The worker's own connection is this test's, and stays: what tells of the death is the pulse."""
+    endpoint = neighbour.house.endpoint
+    with socket.create_server(("127.0.0.1", 0)) as peers, closing(Wire(endpoint, None, PATIENCE_S)) as line:
+        worker = {"id": "w1", "hostname": "127.0.0.1", "port": peers.getsockname()[1]}
+        line.request("JoinJob", job="run", worker=worker, incarnation=INCARNATION, settings={"stability_window_ms": 0})
+        with (
+            victim(endpoint, "counters.step = 41; signal.pause()") as killed,
+            closing(Wire(endpoint, None, PATIENCE_S)) as news,
+        ):
+            while news.request("ShowWorker", job="run", worker_id="w1")["step"] != 41:
+                pass
+            assert news.request("ShowWorker", job="run", worker_id="w1")["cpu_s"] > 0.0
+            killed.kill()
+            failed = next(event for _, event in news.facts(-1, ["WorkerFailed"], ["run"]) if event)
+    assert failed["fact"]["reason"] == "its process was killed by SIGKILL"

@@ -1,0 +1,100 @@
+"""SIGTERM, as workers hear it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from forged.worker.process.sigterm import heeding_sigterm, is_heeded
+from tests.worker.process.test_forks import in_a_child
+
+NOBODY_LEAVES = """
+import signal
+from forged.worker.process.sigterm import heeding_sigterm
+
+with heeding_sigterm(lambda: False):
+    signal.raise_signal(signal.SIGTERM)
+    print("it was not heeded")
+"""
+
+
+class Told:
+    """Who hears of it, and leaves or does not."""
+
+    def __init__(self, *, leaves: bool = True) -> None:
+        self.times = 0
+        self._leaves = leaves
+
+    def __call__(self) -> bool:
+        self.times += 1
+        return self._leaves
+
+
+def test_all_workers_of_a_process_are_told() -> None:
+    some = [Told(), Told(leaves=False), Told()]
+    with heeding_sigterm(some[0]), heeding_sigterm(some[1]), heeding_sigterm(some[2]):
+        signal.raise_signal(signal.SIGTERM)
+    assert [one.times for one in some] == [1, 1, 1]
+
+
+def test_it_is_heeded_until_the_last_of_them_has_left() -> None:
+    first, second = heeding_sigterm(lambda: True), heeding_sigterm(lambda: True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_heeded()
+    second.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_where_no_worker_is_waited_for_the_process_ends_as_it_would_have() -> None:
+    done = subprocess.run([sys.executable, "-c", NOBODY_LEAVES], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_handler_of_the_scripts_own_stays(when: str) -> None:
+    def own(number: int, frame: object) -> None:
+        return
+
+    if when == "before":
+        signal.signal(signal.SIGTERM, own)
+    try:
+        with heeding_sigterm(lambda: True):
+            if when == "meanwhile":
+                signal.signal(signal.SIGTERM, own)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_in_another_thread_nothing_happens() -> None:
+    heeded: list[bool] = []
+
+    def script() -> None:
+        with heeding_sigterm(lambda: True):
+            heeded.append(is_heeded())
+
+    thread = threading.Thread(target=script)
+    thread.start()
+    thread.join()
+    assert heeded == [False]
+
+
+def test_it_ends_a_forked_child_and_does_not_reach_its_parent() -> None:
+    told = Told()
+    with heeding_sigterm(told):
+        child = os.fork()
+        if child == 0:
+            while True:
+                signal.pause()
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        in_a_child(lambda: None if not is_heeded() else os._exit(1))
+        assert is_heeded()
+    assert told.times == 0

@@ -1,0 +1,168 @@
+"""A worker in a world, between real meshes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+
+import numpy as np
+import pytest
+
+from forged.elastic.membership.member import MARKS_PER_WORLD
+from forged.elastic.messages import JobPaused, JobResumed
+from forged.elastic.model import WorkerStatus
+from forged.errors import RequestRefused
+from forged.kernel.messages import Record
+from forged.worker.collectives.world import CollectiveMismatch
+from forged.worker.daemon.job_view import Standing
+from forged.worker.errors import StepAborted
+from forged.worker.mesh import WorldIncomplete
+from forged.worker.process.counters import Counters
+from forged.worker.rescale.current_world import Presence, Trouble, peer_of
+from tests.worker.meshes import PATIENCE_S, each, open_meshes, until
+
+GENERATION = 4
+
+
+@asynccontextmanager
+async def together(count: int) -> AsyncIterator[list[Presence]]:
+    """So many workers in one world."""
+    async with open_meshes(count) as made, asyncio.timeout(PATIENCE_S):
+        presences = [Presence(Standing(worker.id), None) for worker in made.workers]
+        for presence, world in zip(presences, await made.enter(GENERATION), strict=True):
+            presence.go_by(made.topology)
+            presence.enter(world)
+        yield presences
+
+
+def hear(presence: Presence, *records: Record) -> None:
+    for record in records:
+        presence._standing.hear(record)
+
+
+PAUSED = Record.of(JobPaused("lunch"), fact_id=7, at=0.0)
+RESUMED = Record.of(JobResumed("coffee"), fact_id=8, at=0.0)
+
+
+async def test_who_is_in_no_world_takes_no_step_and_its_step_is_void() -> None:
+    presence = Presence(Standing("me"), None)
+    assert not presence.may_step
+    assert presence.status is WorkerStatus.JOINING
+    with pytest.raises(StepAborted, match="no world"):
+        await presence.together(lambda world: world.barrier())
+    assert presence.is_void
+    assert not await presence.end_step(1)
+    await presence.leave()
+    assert presence.trouble is None
+
+
+async def test_a_step_counts_when_all_have_ended_it() -> None:
+    async with together(3) as presences:
+        sums = await each(presences, lambda one: one.together(lambda world: world.all_reduce(np.ones(2))))
+        assert [list(total) for total in sums] == [[3, 3]] * 3
+        assert await each(presences, lambda one: one.end_step(1)) == [True] * 3
+        assert all(presence.may_step for presence in presences)
+
+
+async def test_all_stop_behind_the_same_step_and_rest_until_each_has_heard_why_and_that_it_is_over() -> None:
+    async with together(2) as (one, other):
+        hear(one, PAUSED)
+        assert one.may_step, "the world stops, and nobody by himself"
+        assert await each([one, other], lambda presence: presence.end_step(1)) == [True, True]
+        assert (one.rests, other.rests) == (True, True)
+        hear(other, PAUSED)
+        assert other.rests
+        hear(one, RESUMED)
+        hear(other, RESUMED)
+        assert (one.may_step, other.may_step) == (True, True)
+
+
+async def test_a_collective_that_is_broken_off_voids_the_step_and_loses_the_world() -> None:
+    async with together(2) as (one, other):
+        waiting = asyncio.create_task(one.together(lambda world: world.barrier()))
+        await asyncio.sleep(0)
+        assert other.world is not None
+        other.world.abort("it was unplugged", "w1")
+        with pytest.raises(StepAborted):
+            await waiting
+        assert one.is_void
+        assert one.world is None
+        assert one.trouble is not None
+        assert (one.trouble.generation, one.trouble.peer) == (GENERATION, "w1")
+        with pytest.raises(StepAborted, match="no world"):
+            await one.together(lambda world: world.barrier())
+
+
+async def test_a_step_that_cannot_end_does_not_count_and_loses_the_world() -> None:
+    async with together(2) as (one, other):
+        ending = asyncio.create_task(one.end_step(1))
+        await asyncio.sleep(0)
+        assert other.world is not None
+        other.world.abort("it was unplugged")
+        assert not await ending
+        assert one.world is None
+        assert not one.is_void, "what it did to the state is that of a finished step"
+
+
+@pytest.mark.parametrize("known", ["lost", "rescaling"])
+async def test_what_the_daemon_has_told_itself_it_is_not_told(known: str) -> None:
+    async with together(2) as (one, _):
+        setattr(one._standing, known, "w1" if known == "lost" else True)
+        one.lose(WorldIncomplete("nobody came", "w1"))
+        assert one.world is None
+        assert one.trouble is None
+
+
+async def test_a_world_that_is_lost_twice_is_told_of_once() -> None:
+    async with together(2) as (one, _):
+        one.lose(WorldIncomplete("nobody came", "w1"))
+        told = one.trouble
+        one.lose(WorldIncomplete("nobody came", "w0"))
+        assert one.trouble is told
+        assert told == Trouble(GENERATION, "w1", told.why if told else "")
+
+
+async def test_only_a_script_that_waits_for_others_can_be_let_out_of_that() -> None:
+    async with together(2) as (one, other):
+        one.begin_step()
+        one.break_off("it is to go")
+        await each([one, other], lambda presence: presence.together(lambda world: world.barrier()))
+        assert one.meeting is None
+        waits = asyncio.ensure_future(one.end_step(1))
+        await until(lambda: one.meeting is not None)
+        one.break_off("it is to go")
+        assert (await waits, one.meeting) == (False, None)
+        with pytest.raises(StepAborted, match="it is to go"):
+            await other.together(lambda world: world.barrier())
+
+
+async def test_who_leaves_in_good_order_ends_the_world_for_the_others() -> None:
+    async with together(2) as (one, other):
+        world = other.world
+        assert world is not None
+        await one.leave()
+        await one.leave()
+        await until(lambda: world.ending is not None)
+        assert not other.may_step
+        assert one.trouble is None
+
+
+async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> None:
+    with closing(Counters.create()) as counters:
+        presence = Presence(Standing("me"), counters)
+        async with open_meshes(1) as made:
+            topology = made.topology
+        presence.go_by(topology)
+        presence.mark()
+        presence.mark()
+        assert presence.marks == counters.marks == topology.epoch * MARKS_PER_WORLD + 2
+        presence.come_to(topology)
+        assert presence.marks == topology.epoch * MARKS_PER_WORLD
+        assert presence.topology is topology
+
+
+def test_a_mistake_is_blamed_on_nobody() -> None:
+    assert peer_of(RequestRefused("no", "no")) == ""
+    assert peer_of(CollectiveMismatch("differ", "they differ")) == ""
+    assert peer_of(WorldIncomplete("nobody came", "w3")) == "w3"

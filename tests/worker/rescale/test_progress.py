@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from forged.data.sampling.sampler import ElasticSampler
+from forged.elastic.model import ClusterTopology, GlobalTrainingState
+from forged.elastic.rescale.attempt import Stop
+from forged.errors import RequestRefused
+from forged.worker.daemon.job_view import Commit
+from forged.worker.process.counters import Counters
+from forged.worker.rescale.progress import Place
+
+NOWHERE = ClusterTopology()
+
+
+def commit(step: int | None = None, epoch: int | None = None, rate: float = 0.0, batch: int = 0) -> Commit:
+    return Commit(1, NOWHERE, NOWHERE, step, epoch, rate, batch, "a test")
+
+
+def place(sampler: ElasticSampler | None = None, counters: Counters | None = None) -> Place:
+    return Place(0.5, 0 if sampler else 32, sampler, counters)
+
+
+@pytest.fixture
+def counters() -> Iterator[Counters]:
+    with contextlib.closing(Counters.create()) as counters:
+        yield counters
+
+
+def test_it_begins_before_the_first_step_with_a_state_that_nobody_has_to_take() -> None:
+    found = place()
+    assert found.stop == Stop(0, False, False, 0, 0.5, 32)
+    assert found.state(3, 1.0) is None
+
+
+def test_a_step_counts_when_it_is_committed() -> None:
+    found = place()
+    found.become(7)
+    found.begin_step()
+    assert found.stop == Stop(7, True, False, 0, 0.5, 32)
+    found.finish_step()
+    assert found.stop == Stop(7, True, True, 0, 0.5, 32)
+    found.count_step()
+    assert found.stop == Stop(8, True, False, 0, 0.5, 32)
+
+
+def test_a_step_that_is_begun_again_was_not_finished() -> None:
+    found = place()
+    found.become(7)
+    found.finish_step()
+    found.begin_step()
+    assert found.stop.position == 7
+
+
+def test_what_is_finished_without_a_state_that_others_could_take_is_nothing_to_them() -> None:
+    found = place()
+    found.finish_step()
+    assert found.stop == Stop(0, False, False, 0, 0.5, 32)
+
+
+@pytest.mark.parametrize("follows", ["commit", "state"])
+def test_a_finished_step_that_only_the_next_world_tells_of_counts_once(follows: str, counters: Counters) -> None:
+    found = place(ElasticSampler(100, 10, 1), counters)
+    assert found.consumption is not None
+    found.consumption.enter(1, 0)
+    found.finish_step()
+    if follows == "commit":
+        found.adopt(commit(step=1))
+    else:
+        found.take_up(GlobalTrainingState(0, 1, 0.5, 10, 2, 1.0))
+    assert (found.step, found.has_finished, counters.step) == (1, False, 1)
+    ((_, _, runs),) = found.consumption.unspoken()
+    assert [(run.step, run.end_step) for run in runs] == [(0, 1)]
+
+
+def test_a_finished_step_that_the_next_world_does_not_have_has_used_nothing() -> None:
+    found = place(ElasticSampler(100, 10, 1))
+    assert found.consumption is not None
+    found.consumption.enter(1, 0)
+    found.finish_step()
+    found.adopt(commit(step=0))
+    assert (found.step, found.has_finished) == (0, False)
+    assert list(found.consumption.unspoken()) == []
+
+
+def test_the_state_is_behind_a_finished_step_also_where_that_never_counts() -> None:
+    found = place(ElasticSampler(100, 10, 1))
+    assert found.consumption is not None
+    found.consumption.enter(1, 0)
+    found.become(7)
+    found.finish_step()
+    assert (found.step, found.behind) == (7, 8)
+    found.close()
+    assert (found.step, found.behind, list(found.consumption.unspoken())) == (8, 8, [])
+    found.close()
+    assert found.step == 8
+
+
+def test_where_nobody_knows_behind_what_step_a_world_begins_the_own_one_stays() -> None:
+    found = place()
+    found.become(7)
+    found.finish_step()
+    found.adopt(commit())
+    assert found.stop == Stop(7, True, True, 0, 0.5, 32)
+
+
+def test_a_rate_a_batch_or_an_epoch_that_nobody_names_stays() -> None:
+    found = place()
+    found.epoch = 4
+    found.adopt(commit(step=3))
+    assert (found.epoch, found.learning_rate, found.global_batch_size) == (4, 0.5, 32)
+    found.adopt(commit(step=3, epoch=5, rate=0.25, batch=64))
+    assert (found.epoch, found.learning_rate, found.global_batch_size) == (5, 0.25, 64)
+
+
+def test_a_sampler_says_the_epoch_and_takes_the_batch() -> None:
+    sampler = ElasticSampler(20, 10, 1)
+    found = place(sampler)
+    assert found.global_batch_size == 10
+    for _ in range(2):
+        found.finish_step()
+        found.count_step()
+    assert (found.epoch, found.stop.epoch) == (sampler.epoch, sampler.epoch)
+    assert sampler.epoch == 1
+    found.take_up(GlobalTrainingState(1, 2, 0.5, 5, 2, 1.0))
+    assert sampler.global_batch == 5
+
+
+def test_how_far_it_is_is_known_once_it_has_a_state() -> None:
+    found = place()
+    found.become(7)
+    assert found.state(3, 9.0) == GlobalTrainingState(0, 7, 0.5, 32, 3, 9.0)
+    found.begin_anew()
+    assert found.state(3, 9.0) is None
+    assert found.step == 7
+
+
+@pytest.mark.parametrize("numbers", [{"learning_rate": -1.0}, {"global_batch_size": 1.5}])
+def test_numbers_that_are_none_are_refused_by_name(numbers: dict[str, float]) -> None:
+    given = {"learning_rate": 0.5, "global_batch_size": 1} | numbers
+    with pytest.raises(RequestRefused, match=next(iter(numbers))):
+        Place(given["learning_rate"], given["global_batch_size"], None, None)  # type: ignore[arg-type]

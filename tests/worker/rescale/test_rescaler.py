@@ -1,0 +1,425 @@
+"""From one world into the next, with a real daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.client import ForgedClient
+from forged.clock import SystemClock
+from forged.elastic.messages import (
+    RescaleCompleted,
+    RescaleSynchronising,
+    WorkerFailed,
+)
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.log import SILENT
+from forged.worker.collectives.world import World
+from forged.worker.daemon.job_view import Commit, Standing
+from forged.worker.daemon.registration import Registration
+from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted
+from forged.worker.mesh import Mesh, WorldIncomplete
+from forged.worker.rescale.agreement import Agreement
+from forged.worker.rescale.current_world import Presence, Trouble
+from forged.worker.rescale.progress import Place
+from forged.worker.rescale.rescaler import Means, Passage
+from forged.worker.session import Membership
+from forged.worker.state_transfer import exchange
+from forged.worker.state_transfer.exchange import StateExchange
+from tests.client.house import House
+from tests.client.proxy import Proxy
+from tests.spine import virtual
+from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
+
+
+class TestNotStopping:
+    """Jobs whose world changes without a barrier at the daemon."""
+
+    async def test_who_joins_is_there_soon_and_has_the_state(self, house: House) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a")
+            await crew.world_of("a", steps=5)
+            crew.start("b", "c")
+            await crew.world_of("a", "b", "c")
+            assert crew["b"].places[0].step >= 5
+            await crew.finish("a", "b", "c")
+
+    async def test_who_goes_is_not_missed(self, house: House, client: ForgedClient) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a")
+            await crew.world_of("a")
+            crew.start("b", "c")
+            await crew.world_of("a", "b", "c")
+            await client.evict_worker(JOB, "b")
+            assert isinstance((await crew.over("b"))[0], WorkerEvicted)
+            await crew.world_of("a", "c")
+            crew.start("d")
+            await crew.world_of("a", "c", "d")
+            await crew.finish("a", "c", "d")
+            told = await past(client, RescaleSynchronising, RescaleCompleted)
+            assert not any(isinstance(fact, RescaleSynchronising) for fact in told[2:])
+            behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted)]
+            assert behind == [0, *[None] * (len(behind) - 1)], (
+                "for the first world, for which nobody has to stop, all say"
+            )
+
+    async def test_where_the_last_goes_who_was_known_to_have_the_state_the_others_say_where_they_are(
+        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Nobody says that all have met.
+        monkeypatch.setattr(Membership, "_beat", lambda member, every_s: None)
+        settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
+        async with crew_at(house.endpoint, **settings) as crew:
+            crew.start("a")
+            await crew.world_of("a", steps=5)
+            crew.start("b", "c")
+            await crew.world_of("a", "b", "c")
+            begun = crew["b"].places[0].step
+            await client.evict_worker(JOB, "a")
+            await crew.world_of("b", "c")
+            crew.start("d")
+            await crew.world_of("b", "c", "d")
+            await crew.finish("b", "c", "d")
+            told = await past(client, RescaleCompleted)
+            behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted) and fact.step is not None]
+            assert behind[0] == 0
+            assert len(behind) == 2
+            assert behind[1] >= begun >= 5
+
+    async def test_those_who_join_at_once_learn_of_worlds_that_were_committed_before_their_answers(
+        self, house: House
+    ) -> None:
+        """Nobody waits for anybody here, so facts overtake what the daemon has answered."""
+        names = [f"w{number}" for number in range(8)]
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start(*names)
+            await crew.world_of(*names)
+            await crew.finish(*names)
+
+    async def test_a_world_that_is_committed_in_the_moment_in_which_another_is_entered_is_entered_next(
+        self, house: House, client: ForgedClient
+    ) -> None:
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            agree = Passage._agree
+            standing = crew["a"].worker._standing
+            late: list[int] = []
+
+            async def agree_late(passage: Passage, world: World, commit: Commit) -> Agreement:
+                agreement = await agree(passage, world, commit)
+                if passage is crew["a"].member.passage and not late:
+                    late.append(commit.topology.epoch)
+                    with anyio.CancelScope(shield=True):
+                        await client.rescale_job(JOB)
+                        await passage._until(lambda: standing.committed is not commit)
+                return agreement
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Passage, "_agree", agree_late)
+                await client.rescale_job(JOB)
+                await crew.until(lambda: bool(late) and crew["a"].worker.generation == late[0] + 1)
+                await crew.more_steps("a", "b")
+            assert crew["b"].worker.generation == late[0] + 1
+            await crew.finish("a", "b")
+
+    async def test_who_learns_of_the_world_by_an_answer_fetches_what_the_source_offers(self, house: House) -> None:
+        """It does not know under which attempt the others have that world."""
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a", "b")
+            await crew.world_of("a", "b", steps=5)
+            generation = crew["a"].worker.generation
+            cross = Passage._cross
+
+            async def another_attempt(passage: Passage, commit: Commit) -> None:
+                if passage is crew["c"].member.passage:
+                    passage._standing.committed = commit = replace(commit, attempt=1)
+                await cross(passage, commit)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Passage, "_cross", another_attempt)
+                crew.start("c")
+                await crew.world_of("a", "b", "c")
+            assert crew["c"].worker.generation == generation + 1
+            await crew.finish("a", "b", "c")
+
+
+class TestAStateThatCannotBeHad:
+    """Where nobody has stopped, a newcomer fetches it in the new world."""
+
+    @pytest.mark.parametrize(
+        ("error", "blamed"),
+        [
+            (Unavailable("attempt_over", "attempt 3 is over, 4 is the newest"), ""),
+            (Unavailable("unreachable", "nobody answers"), "a"),
+        ],
+        ids=["superseded", "unreached"],
+    )
+    async def test_is_held_against_the_source_unless_that_has_gone_on(
+        self, error: Unavailable, blamed: str, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        complaints: list[str] = []
+        complain, fetch = Registration.complain, StateExchange.fetch
+
+        async def note(line: Registration, generation: int, peer: str, why: str) -> None:
+            if line.worker.id == "b":
+                complaints.append(peer)
+            await complain(line, generation, peer, why)
+
+        async def fail_once(exchange: StateExchange, source: WorkerId, attempt: int) -> None:
+            if not complaints:
+                raise error
+            await fetch(exchange, source, attempt)
+
+        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+            crew.start("a")
+            await crew.world_of("a", steps=5)
+            monkeypatch.setattr(Registration, "complain", note)
+            monkeypatch.setattr(StateExchange, "fetch", fail_once)
+            crew.start("b")
+            await crew.world_of("a", "b")
+            await crew.finish("a", "b")
+        assert complaints[0] == blamed
+
+
+ME, HUB = WorkerId("me", "host", 1), WorkerId("hub", "host", 2)
+WORLDS = (
+    ClusterTopology((HUB, ME), 2),
+    ClusterTopology((ME, HUB), 2),
+    ClusterTopology((ME,), 2),
+    ClusterTopology((HUB,), 2),
+)
+UNDERTAKINGS_MAX = 8
+"""So many things at most are done one after the other before a worker waits for news."""
+
+
+class Willing:
+    """All that a passage needs of others works at once, or fails at once."""
+
+    def __init__(self, failure: ForgedError | None) -> None:
+        self.failure = failure
+        self.worker = ME
+        self.names = ("me",)
+        self.rank, self.size, self.generation = 0, 1, 2
+        self.ending = None
+
+    async def stopped(self, *_: object) -> bool:
+        return True
+
+    async def leave(self) -> None: ...
+
+    async def complain(self, *_: object) -> None: ...
+
+    async def enter(self, *_: object) -> Willing:
+        self._fail()
+        return self
+
+    async def all_gather(self, value: bytes) -> list[bytes]:
+        return [value]
+
+    def _fail(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    take = fetch = ready = settle = arrive = complain
+
+    @contextmanager
+    def offering(self, _attempt: int) -> Iterator[None]:
+        yield
+
+
+@st.composite
+def standings(draw: st.DrawFn) -> Standing:
+    """What a worker may have heard."""
+    step, number = st.sampled_from([0, 1]), st.integers(1, 2)
+    standing = Standing("me", topology=draw(st.sampled_from(WORLDS)), attempt=draw(st.integers(0, 2)))
+    standing.rescaling, standing.goes, standing.outdated = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    standing.lost = draw(st.sampled_from(["", "hub"]))
+    if draw(st.booleans()):
+        standing.synchronising = RescaleSynchronising(draw(number), draw(st.sampled_from([ME, HUB])), draw(step), 1)
+    if draw(st.booleans()):
+        behind = draw(st.one_of(st.none(), step))
+        standing.committed = Commit(
+            draw(number), ClusterTopology(), draw(st.sampled_from(WORLDS)), behind, 0, 0.0, 0, ""
+        )
+    return standing
+
+
+@given(
+    standings(),
+    st.booleans(),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from([None, Unavailable("unreachable", "nobody answers"), WorldIncomplete("nobody comes", "hub")]),
+    st.booleans(),
+)
+def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
+    standing: Standing, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, in_trouble: bool
+) -> None:
+    """Who goes on for ever without waiting lets nothing else have its turn, what it would wait for included."""
+    others: Any = Willing(failure)
+    means = Means(
+        line=others,
+        mesh=others,
+        exchange=others,
+        supply=None,
+        departure=SimpleNamespace(is_due=False),  # type: ignore[arg-type]
+        rescale_timeout_s=lambda: 1.0,
+        arrive=others.arrive,
+        clock=SystemClock(),
+        log=SILENT,
+    )
+    presence, place = Presence(standing, None), Place(0.0, 0, None, None)
+    place.holds_state = holds_state
+    presence.trouble = Trouble(2, "hub", "nobody answers") if in_trouble else None
+    passage = Passage(standing, presence, place, means)
+    passage._settled = settled
+    done = 0
+
+    @virtual
+    async def go() -> None:
+        nonlocal done
+        with anyio.move_on_after(0.1):
+            while True:
+                await passage.come_along(takes=takes)
+                done += 1
+                assert done < UNDERTAKINGS_MAX, "it goes on and on"
+
+    go()
+
+
+@virtual
+async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next() -> None:
+    standing = Standing("me")
+    presence = Presence(standing, None)
+
+    class Nobody:
+        """Nobody comes."""
+
+        async def enter(self, *arguments: Any) -> None:
+            await anyio.sleep_forever()
+
+    means: Any = SimpleNamespace(
+        line=SimpleNamespace(worker=ME),
+        mesh=Nobody(),
+        supply=None,
+        departure=SimpleNamespace(is_due=False),
+        rescale_timeout_s=lambda: 0.0,
+        log=SILENT,
+    )
+    passage = Passage(standing, presence, Place(0.0, 0, None, None), means)
+    standing.committed = Commit(1, ClusterTopology(), ClusterTopology((HUB, ME), 2), 0, 0, 0.0, 0, "")
+
+    async def leave() -> None:
+        standing.end = JobEnded("job_aborted", "the job was aborted")
+        passage.wake()
+
+    presence.leave = leave  # type: ignore[method-assign]
+    with anyio.fail_after(1):
+        await passage.come_along()
+
+
+class TestConnectionsThatBreak:
+    async def test_a_connection_that_comes_back_is_nothing_to_the_others(self, house: House, tmp_path: Path) -> None:
+        proxy = Proxy(tmp_path / "p", house.config.socket)
+        async with crew_at(proxy.endpoint) as crew, ForgedClient(house.endpoint) as client:
+            crew.start("a", "b")
+            await crew.world_of("a", "b")
+            generation = crew["a"].worker.generation
+            for _ in range(5):
+                proxy.cut()
+                await crew.more_steps("a", "b")
+            await all_connected(client, "a", "b")
+            assert crew["a"].worker.generation == generation
+            crew.start("c")
+            await crew.world_of("a", "b", "c")
+            await crew.finish("a", "b", "c")
+        await proxy.close()
+
+    async def test_a_link_between_two_workers_that_breaks_leads_to_a_new_world_of_the_same(self, crew: Crew) -> None:
+        crew.start("a", "b", "c")
+        await crew.world_of("a", "b", "c")
+        for _ in range(3):
+            mesh = crew["b"].member._mesh
+            assert mesh is not None
+            async with crew.rescaled("a", "b", "c"):
+                for link in list(mesh._links):
+                    link.abort()
+            await crew.more_steps("a", "b", "c")
+        await crew.finish("a", "b", "c")
+
+
+class TestWorkersThatHaveNotHeardTheSame:
+    @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
+    async def test_a_refusal_by_a_peer_leads_to_a_new_world_and_never_to_the_script(
+        self, code: str, crew: Crew, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        enter = Mesh.enter
+        refused: list[int] = []
+
+        async def refuse_once(mesh: Mesh, generation: int, *arguments: Any, **options: Any) -> Any:
+            if not refused and mesh is crew["b"].member._mesh:
+                refused.append(generation)
+                raise RequestRefused(code, "it has other news")
+            return await enter(mesh, generation, *arguments, **options)
+
+        crew.start("a")
+        await crew.world_of("a")
+        monkeypatch.setattr(Mesh, "enter", refuse_once)
+        crew.start("b")
+        await crew.world_of("a", "b")
+        assert crew["b"].worker.generation > refused[0]
+        assert await past(client, WorkerFailed) == []
+        await crew.finish("a", "b")
+
+    @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
+    async def test_a_source_that_refuses_is_asked_again(
+        self, code: str, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(exchange, "PAUSE_S", 0.0)
+        fetch = Mesh.fetch_state
+        refused: list[int] = []
+
+        async def refuse_twice(mesh: Mesh, source: WorkerId, attempt: int, into: Any) -> None:
+            if len(refused) < 2:
+                refused.append(attempt)
+                raise RequestRefused(code, "it has other news")
+            await fetch(mesh, source, attempt, into)
+
+        monkeypatch.setattr(Mesh, "fetch_state", refuse_twice)
+        crew.start("a")
+        await crew.world_of("a")
+        crew.start("b")
+        await crew.world_of("a", "b")
+        assert len(refused) == 2
+        await crew.finish("a", "b")
+
+    async def test_what_is_wrong_with_the_state_is_said_to_the_script(self, crew: Crew) -> None:
+        class Small:
+            """What cannot take what the others have."""
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"chain": 0}
+
+            def load_state_dict(self, state: Any) -> None:
+                raise ValueError("it does not fit")
+
+        crew.start("a")
+        await crew.world_of("a")
+        late = guest("late", crew.config, job=JOB, state=Small())
+        async with late:
+            await late.connect(*crew.endpoints)
+            with pytest.raises(ValueError, match="does not fit"):
+                await late.begin_step()
+        await crew.world_of("a")
+        await crew.finish("a")

@@ -1,0 +1,157 @@
+"""The state of a worker on its way, between real meshes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, cast
+
+import anyio
+import numpy as np
+import pytest
+
+from forged.elastic.messages import RescaleSynchronising
+from forged.elastic.model import WorkerId
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.log import SILENT
+from forged.net.transport.tls import TLS_FAILED
+from forged.retry import RetryPolicy
+from forged.worker.daemon.registration import Registration
+from forged.worker.mesh import Mesh
+from forged.worker.state_transfer import exchange, transfer
+from forged.worker.state_transfer.exchange import StateExchange
+from forged.worker.transport.peer_messages import HEAD_BYTES_MAX
+from tests.spine import task_group
+from tests.worker.meshes import PATIENCE_S, Meshes, open_meshes
+
+SIZE = 1000
+
+
+class Line:
+    """Hears what a worker says of what it receives."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, int, str, str]] = []
+        self.heard = asyncio.Event()
+
+    def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
+        self.said.append((attempt, received, trouble, unreached))
+        self.heard.set()
+
+
+class Pair:
+    """One who gives and one who takes."""
+
+    def __init__(self, made: Meshes, tasks: Any) -> None:
+        self.made = made
+        self.line = Line()
+        self.given: dict[str, Any] = {"w": np.arange(SIZE, dtype=np.float64), "step": 7}
+        self.taken: dict[str, Any] = {"w": np.zeros(SIZE), "step": 0}
+        line = cast("Registration", self.line)
+        self.giver = StateExchange(made.meshes[0], line, lambda: self.given, tasks, SILENT)
+        self.taker = StateExchange(made.meshes[1], line, lambda: self.taken, tasks, SILENT)
+
+    def settled(self, source: WorkerId | None = None) -> RescaleSynchronising:
+        return RescaleSynchronising(3, source or self.made.workers[0], 7, 1)
+
+    @property
+    def has_arrived(self) -> bool:
+        return bool((self.taken["w"] == self.given["w"]).all()) and self.taken["step"] == 7
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PAUSE_S", 0.0)
+    monkeypatch.setattr(exchange, "TELLING_INTERVAL_S", 0.01)
+    monkeypatch.setattr(transfer, "FETCHING", RetryPolicy(attempts=2, delay_s=0.0, jitter=0.0))
+
+
+pytestmark = pytest.mark.usefixtures("_impatient")
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[Pair]:
+    async with open_meshes(2) as made, task_group() as tasks, asyncio.timeout(PATIENCE_S):
+        yield Pair(made, tasks)
+
+
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, *errors: ForgedError) -> Iterator[list[ForgedError]]:
+    """The next fetches fail with these."""
+    left, fetch = list(errors), Mesh.fetch_state
+
+    async def fail(mesh: Mesh, source: WorkerId, attempt: int, into: Any) -> None:
+        if left:
+            raise left.pop(0)
+        await fetch(mesh, source, attempt, into)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mesh, "fetch_state", fail)
+        yield left
+
+
+async def test_what_one_gives_the_other_becomes() -> None:
+    async with pair() as both:
+        with both.giver.offering(3):
+            await both.taker.take(both.settled())
+        assert both.has_arrived
+
+
+async def test_bytes_that_no_description_could_hold_are_given_too() -> None:
+    async with pair() as both:
+        both.given["optimizer"] = np.random.default_rng(1).bytes(HEAD_BYTES_MAX + 1)
+        with both.giver.offering(3):
+            await both.taker.take(both.settled())
+        assert both.has_arrived
+        assert both.taken["optimizer"] == both.given["optimizer"]
+
+
+async def test_what_changes_behind_the_offer_is_not_given() -> None:
+    async with pair() as both:
+        offering = both.giver.offering(3)
+        both.given["step"] = 8
+        with offering:
+            await both.taker.take(both.settled())
+        assert both.taken["step"] == 7
+
+
+async def test_a_source_that_is_not_reached_is_told_of_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as both:
+        nobody = WorkerId("w9", "127.0.0.1", 1)
+        async with task_group() as tasks:
+            tasks.start_soon(both.taker.take, both.settled(nobody))
+            while not (both.line.said and both.line.said[-1][3]):
+                both.line.heard.clear()
+                await both.line.heard.wait()
+            tasks.cancel_scope.cancel()
+        attempt, received, trouble, unreached = both.line.said[-1]
+        assert (attempt, received, unreached) == (3, 0, "w9")
+        assert "127.0.0.1:1" in trouble
+        with both.giver.offering(4):
+            await both.taker.take(RescaleSynchronising(4, both.made.workers[0], 7, 1))
+        assert both.made.meshes[1].source_unreached is None
+        said = len(both.line.said)
+        await anyio.sleep(0.05)
+        assert len(both.line.said) == said, "who has the state says nothing more"
+
+
+async def test_what_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as both:
+        with failing(monkeypatch, Unavailable("away", "not now"), Unavailable("away", "not yet")) as left:
+            with both.giver.offering(3):
+                await both.taker.take(both.settled())
+            assert left == []
+        assert both.has_arrived
+
+
+@pytest.mark.parametrize("code", [TLS_FAILED, "state_room_unfit"])
+async def test_what_does_not_pass_is_raised(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = Unavailable(code, "no") if code == TLS_FAILED else RequestRefused(code, "no")
+    async with pair() as both:
+        with failing(monkeypatch, error), pytest.raises(ForgedError) as raised:
+            await both.taker.take(both.settled())
+        assert raised.value.code == code
+        said = len(both.line.said)
+        await anyio.sleep(0.05)
+        assert len(both.line.said) == said

@@ -1,0 +1,415 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import pytest
+from anyio import CapacityLimiter
+
+from forged.elastic.model import WorkerId
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.retry import RetryPolicy
+from forged.worker.mesh import Mesh
+from forged.worker.state_transfer import transfer
+from forged.worker.state_transfer.transfer import Into
+from forged.worker.transport import bulk_channel
+from forged.worker.transport.bulk_channel import Carrier, Channel, LoopCarrier, Parts, SocketCarrier, Verified
+from forged.worker.transport.dialogue_wire import Conversation
+from forged.worker.transport.peer_link import DialledLink
+from forged.worker.transport.peer_messages import PARTS_MAX, StateOffer, StateWanted
+from tests.worker.meshes import PATIENCE_S, Gate, Meshes, buffers, failures, open_meshes, random_parts, until
+
+T = TypeVar("T")
+
+SIZES = (0, 1, 65_536, 65_537, 3_000_000, 17)
+HEAD = b"what the parts are"
+
+
+def room(*sizes: int) -> tuple[list[memoryview], Into]:
+    """Memory, and a function that gives it."""
+    parts = buffers(*sizes)
+    return parts, lambda head: parts
+
+
+class WatchedChannel:
+    """A channel whose parts are counted, and which `after` may disturb."""
+
+    def __init__(self, inner: Channel, carrier: WatchedCarrier) -> None:
+        self.inner = inner
+        self.carrier = carrier
+
+    async def give(self, parts: Parts) -> None:
+        self.carrier.given.append(len(parts))
+        await self.inner.give(parts)
+
+    async def take(self, parts: Parts, verified: Verified) -> None:
+        def one_more() -> None:
+            verified()
+            self.carrier.verified += 1
+            self.carrier.after(self)
+
+        await self.inner.take(parts, one_more)
+
+    @property
+    def received(self) -> int:
+        return self.inner.received
+
+    @received.setter
+    def received(self, count: int) -> None:
+        self.inner.received = count
+
+    async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
+        return await self.inner.converse(conversation, turns)
+
+    async def is_called(self, patience_s: float) -> bool:
+        return await self.inner.is_called(patience_s)
+
+    def descriptor(self) -> int | None:
+        return self.inner.descriptor()
+
+    def cut(self) -> None:
+        self.inner.cut()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class WatchedCarrier:
+    """Counts what is moved; `after` is called behind each part that has arrived, in the thread that moves them."""
+
+    def __init__(self, inner: Carrier | None = None) -> None:
+        self.inner = inner or SocketCarrier()
+        self.given: list[int] = []
+        self.verified = 0
+        self.after: Callable[[WatchedChannel], None] = lambda channel: None
+
+    async def open(self, transport: asyncio.Transport) -> WatchedChannel:
+        return WatchedChannel(await self.inner.open(transport), self)
+
+
+def watched(made: Meshes, number: int) -> WatchedCarrier:
+    """Put a carrier under watch."""
+    mesh = made.meshes[number]
+    carrier = WatchedCarrier(mesh._carrier)
+    mesh._carrier = mesh._fetch._carrier = carrier
+    assert mesh._desk is not None
+    mesh._desk._carrier = carrier
+    return carrier
+
+
+async def code_of(fetching: Any) -> str:
+    with pytest.raises(ForgedError) as raised:
+        await fetching
+    return raised.value.code
+
+
+@pytest.mark.parametrize("carrier", [SocketCarrier, LoopCarrier])
+async def test_all_parts_arrive_as_they_are(carrier: Callable[[], Carrier]) -> None:
+    parts = random_parts(*SIZES)
+    heads: list[bytes] = []
+    got = buffers(*SIZES)
+
+    def into(head: bytes) -> list[memoryview]:
+        heads.append(head)
+        return got
+
+    async with open_meshes(2, carrier=carrier()) as made:
+        with made.meshes[0].offering(1, HEAD, parts):
+            await made.meshes[1].fetch_state(made.workers[0], 1, into)
+    assert got == parts
+    assert heads == [HEAD]
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (5,) * 2000])
+async def test_states_of_no_part_and_of_many_parts_travel_too(sizes: Sequence[int]) -> None:
+    parts = random_parts(*sizes)
+    got, into = room(*sizes)
+    async with open_meshes(2) as made:
+        with made.meshes[0].offering(1, b"", parts):
+            await made.meshes[1].fetch_state(made.workers[0], 1, into)
+    assert got == parts
+
+
+async def test_who_comes_before_the_offer_waits_for_it() -> None:
+    parts = random_parts(100)
+    got, into = room(100)
+    async with open_meshes(2) as made:
+        fetching = asyncio.ensure_future(made.meshes[1].fetch_state(made.workers[0], 3, into))
+        await until(lambda: bool(made.meshes[0]._links))
+        with made.meshes[0].offering(2, HEAD, random_parts(100)):
+            pass
+        with made.meshes[0].offering(3, HEAD, parts):
+            await fetching
+    assert got == parts
+
+
+async def test_who_waits_in_vain_is_told_so() -> None:
+    async with open_meshes(2) as made:
+        assert made.meshes[0]._desk is not None
+        made.meshes[0]._desk._offer_wait_s = 0.05
+        _, into = room()
+        assert await code_of(made.meshes[1].fetch_state(made.workers[0], 1, into)) == "state_not_offered"
+
+
+async def test_what_was_withdrawn_or_superseded_is_over_until_it_is_offered_again() -> None:
+    async with open_meshes(2) as made:
+        source, fetcher = made.meshes
+        got, into = room(1)
+        with source.offering(4, HEAD, [b"4"]):
+            assert await code_of(fetcher.fetch_state(made.workers[0], 3, into)) == "attempt_over"
+        assert await code_of(fetcher.fetch_state(made.workers[0], 4, into)) == "attempt_over"
+        assert await code_of(fetcher.fetch_state(made.workers[0], 3, into)) == "attempt_over"
+        with pytest.raises(Unavailable), source.offering(3, HEAD, []):
+            pass
+        with source.offering(4, HEAD, [b"5"]):
+            await fetcher.fetch_state(made.workers[0], 4, into)
+            with pytest.raises(Unavailable), source.offering(4, HEAD, []):
+                pass
+    assert bytes(got[0]) == b"5"
+
+
+async def test_a_newer_offer_is_not_withdrawn_by_the_end_of_an_older_one() -> None:
+    got, into = room(1)
+    async with open_meshes(2) as made:
+        older = made.meshes[0].offering(1, HEAD, [b"1"])
+        older.__enter__()
+        with made.meshes[0].offering(2, HEAD, [b"2"]):
+            older.__exit__(None, None, None)
+            await made.meshes[1].fetch_state(made.workers[0], 2, into)
+    assert bytes(got[0]) == b"2"
+
+
+async def test_a_fetch_that_breaks_goes_on_with_the_part_where_it_broke() -> None:
+    sizes = (100_000,) * 6
+    parts = random_parts(*sizes)
+    got, into = room(*sizes)
+    async with open_meshes(2) as made:
+        giving, taking = watched(made, 0), watched(made, 1)
+
+        def break_off(channel: WatchedChannel) -> None:
+            if taking.verified in (2, 5):
+                channel.cut()
+
+        taking.after = break_off
+        with made.meshes[0].offering(1, HEAD, parts):
+            await made.meshes[1].fetch_state(made.workers[0], 1, into)
+        # What was in the kernel's hands when the connection broke may still have arrived.
+        assert giving.given[0] == 6
+        assert len(giving.given) >= 2
+        assert giving.given == sorted(set(giving.given), reverse=True)
+        assert taking.verified == 6
+    assert got == parts
+
+
+async def test_a_part_that_arrives_damaged_does_not_count_and_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, (got, into) = random_parts(10, 20, 30), room(10, 20, 30)
+    right = bulk_channel.checksum_of
+    damaged = [1]
+
+    def checksum_of(part: memoryview) -> bytes:
+        if len(part) == 20 and damaged:
+            damaged.pop()
+            return bytes(16)
+        return right(part)
+
+    monkeypatch.setattr("forged.worker.transport.bulk_channel.checksum_of", checksum_of)
+    async with open_meshes(2) as made:
+        giving = watched(made, 0)
+        with made.meshes[0].offering(1, HEAD, parts):
+            await made.meshes[1].fetch_state(made.workers[0], 1, into)
+        assert giving.given == [3, 2]
+    assert got == parts
+
+
+async def test_many_fetch_at_once() -> None:
+    parts = random_parts(1_000_000, 50)
+    rooms = [room(1_000_000, 50) for _ in range(11)]
+    async with open_meshes(12) as made:
+        with made.meshes[0].offering(1, HEAD, parts):
+            await asyncio.gather(
+                *(
+                    mesh.fetch_state(made.workers[0], 1, into)
+                    for mesh, (_, into) in zip(made.meshes[1:], rooms, strict=True)
+                )
+            )
+    assert all(got == parts for got, _ in rooms)
+
+
+async def test_a_source_gives_while_it_waits_in_a_collective() -> None:
+    parts, (got, into) = random_parts(100), room(100)
+    async with open_meshes(3) as made:
+        worlds = await made.enter(1, 0, 1)
+        waiting = asyncio.ensure_future(worlds[0].barrier())
+        with made.meshes[0].offering(1, HEAD, parts):
+            await made.meshes[2].fetch_state(made.workers[0], 1, into)
+        await worlds[1].barrier()
+        await waiting
+    assert got == parts
+
+
+class Held:
+    """A fetch that stands still in the middle."""
+
+    def __init__(self, made: Meshes, attempt: int = 1) -> None:
+        sizes = (1_000_000,) * 40
+        self.gate = Gate()
+        self.taking = watched(made, 1)
+        self.taking.after = lambda _: self.gate.wait()
+        self.offer = made.meshes[0].offering(attempt, HEAD, random_parts(*sizes))
+        self.offer.__enter__()
+        _, into = room(*sizes)
+        self.fetching = asyncio.ensure_future(made.meshes[1].fetch_state(made.workers[0], attempt, into))
+
+    async def is_under_way(self) -> None:
+        """Wait until a part has arrived."""
+        await until(lambda: self.taking.verified > 0)
+
+
+async def test_an_offer_that_is_withdrawn_is_cut_in_the_middle() -> None:
+    async with open_meshes(2) as made:
+        held = Held(made)
+        await held.is_under_way()
+        assert [mesh.has_given() for mesh in made.meshes] == [True, False]
+        held.offer.__exit__(None, None, None)
+        held.gate.open()
+        assert await code_of(held.fetching) == "attempt_over"
+        assert held.taking.verified < 40
+        door = 1
+        await until(lambda: len(made.meshes[0].descriptors()) == door)
+        assert not made.meshes[0].has_given()
+
+
+async def test_a_newer_offer_cuts_who_still_fetches_the_older_one() -> None:
+    async with open_meshes(2) as made:
+        held = Held(made)
+        await held.is_under_way()
+        with made.meshes[0].offering(2, HEAD, []):
+            held.gate.open()
+            assert await code_of(held.fetching) == "attempt_over"
+
+
+async def test_a_newer_fetch_ends_the_older_one() -> None:
+    got, into = room(1)
+    async with open_meshes(3) as made:
+        held = Held(made)
+        await held.is_under_way()
+        with made.meshes[2].offering(2, HEAD, [b"2"]):
+            newer = asyncio.ensure_future(made.meshes[1].fetch_state(made.workers[2], 2, into))
+            held.gate.open()
+            assert await code_of(held.fetching) == "attempt_over"
+            await newer
+    assert bytes(got[0]) == b"2"
+
+
+async def test_a_cancelled_fetch_writes_nothing_afterwards() -> None:
+    async with open_meshes(2) as made:
+        held = Held(made)
+        await held.is_under_way()
+        held.fetching.cancel()
+        held.gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await held.fetching
+        verified = held.taking.verified
+        assert verified < 40
+        await asyncio.sleep(0)
+        assert held.taking.verified == verified
+        assert made.meshes[1]._fetch.descriptors() == []
+
+
+async def test_a_source_that_is_closed_in_the_middle_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "FETCHING", RetryPolicy(attempts=2, delay_s=0.0))
+    async with open_meshes(2) as made:
+        source = Mesh("w9", bytes(16), "run", key=b"the job's key, as long as a hash")
+        async with source.open() as address:
+            replaced = Meshes([source, made.meshes[1]], [WorkerId("w9", address.host, address.port), made.workers[1]])
+            held = Held(replaced)
+            await held.is_under_way()
+            held.gate.open()
+        assert await code_of(held.fetching) in {"connect_refused", "connect_reset", "connection_lost", "bulk_truncated"}
+
+
+async def test_a_source_that_is_not_there_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "FETCHING", RetryPolicy(attempts=2, delay_s=0.0))
+    async with open_meshes(1) as made:
+        _, into = room()
+        nobody = WorkerId("w9", "127.0.0.1", 1)
+        assert await code_of(made.meshes[0].fetch_state(nobody, 1, into)) == "connect_refused"
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (1, 3), (1, 2, 0)])
+async def test_room_that_does_not_fit_is_refused(sizes: Sequence[int]) -> None:
+    async with open_meshes(2) as made:
+        _, into = room(*sizes)
+        with made.meshes[0].offering(1, HEAD, random_parts(1, 2)):
+            assert await code_of(made.meshes[1].fetch_state(made.workers[0], 1, into)) == "state_room_unfit"
+
+
+async def test_room_that_cannot_be_written_is_refused() -> None:
+    async with open_meshes(2) as made:
+        with made.meshes[0].offering(1, HEAD, [b"1"]):
+            fetching = made.meshes[1].fetch_state(made.workers[0], 1, lambda _: [memoryview(b"1")])
+            assert await code_of(fetching) == "state_room_unfit"
+
+
+async def test_what_the_callers_function_raises_comes_out() -> None:
+    def into(head: bytes) -> list[memoryview]:
+        raise ZeroDivisionError
+
+    async with open_meshes(2) as made:
+        with made.meshes[0].offering(1, HEAD, [b"1"]):
+            with pytest.raises(ZeroDivisionError):
+                await made.meshes[1].fetch_state(made.workers[0], 1, into)
+            got, good = room(1)
+            await made.meshes[1].fetch_state(made.workers[0], 1, good)
+    assert bytes(got[0]) == b"1"
+
+
+async def test_too_many_parts_are_refused_before_they_are_offered() -> None:
+    async with open_meshes(1) as made:
+        with pytest.raises(RequestRefused) as raised, made.meshes[0].offering(1, HEAD, [b""] * (PARTS_MAX + 1)):
+            pass
+        assert raised.value.code == "state_too_large"
+
+
+@asynccontextmanager
+async def talk() -> AsyncIterator[tuple[transfer.Dialogue, DialledLink]]:
+    """With a source that offers a state of one part."""
+    async with open_meshes(2) as made:
+        source, fetcher = made.meshes
+        with source.offering(1, HEAD, [b"1"]):
+            dialogue = transfer.Dialogue()
+            yield dialogue, await fetcher._dial_source(made.workers[0], 1, dialogue)
+
+
+async def test_a_fetcher_that_does_not_say_what_it_wants_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
+    async with talk() as (dialogue, link):
+        assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
+        (error,) = await failures(dialogue.next(PATIENCE_S))
+        assert isinstance(error, Unavailable)
+        assert error.code == "peer_timeout"
+        assert link.lost or link.closing
+
+
+async def test_that_the_source_has_gone_is_heard_also_by_who_was_held_up_before_it_took_the_offer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or it would wait for its turn, for minutes, and all others for it."""
+    monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
+    async with talk() as (dialogue, link):
+        async with asyncio.timeout(PATIENCE_S):
+            while not link.lost:
+                await asyncio.sleep(0.01)
+        assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
+        link.send(StateWanted(0))
+        async with asyncio.timeout(PATIENCE_S):
+            assert await code_of(dialogue.next(transfer.TURN_TIMEOUT_S)) == "peer_timeout"
+
+
+async def test_a_fetcher_that_wants_more_than_there_is_is_refused() -> None:
+    async with talk() as (dialogue, link):
+        await dialogue.next(PATIENCE_S)
+        link.send(StateWanted(2))
+        assert await code_of(dialogue.next(PATIENCE_S)) == "message_unexpected"

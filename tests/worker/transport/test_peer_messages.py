@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forged.elastic.model import WorkerId
+from forged.errors import PeerError
+from forged.worker.transport import peer_messages
+from forged.worker.transport.peer_messages import (
+    Answer,
+    Call,
+    Challenge,
+    Contribution,
+    Form,
+    Kind,
+    Operation,
+    Purpose,
+    Value,
+    accepted,
+    answered,
+    decode,
+    digest_of,
+    encode,
+    is_accepted,
+    is_proven,
+)
+
+KEY = b"k" * 32
+CHALLENGE = b"c" * 32
+ANSWER = Answer(1, "run", "w0", "w1", b"i" * 16, Purpose.MEMBER, 3, b"n" * 32, 1, b"d" * 16)
+OTHERS = {
+    "version": 2,
+    "job": "walk",
+    "target": "w2",
+    "worker": "w2",
+    "incarnation": b"j" * 16,
+    "purpose": Purpose.STATE,
+    "number": 4,
+    "nonce": b"m" * 32,
+    "rank": 2,
+    "world": b"e" * 16,
+}
+
+
+def test_an_answer_made_with_the_key_to_this_challenge_is_proven() -> None:
+    assert is_proven(answered(ANSWER, KEY, CHALLENGE), KEY, CHALLENGE)
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_an_answer_that_was_changed_anywhere_is_not_proven(field: str) -> None:
+    changed = msgspec.structs.replace(answered(ANSWER, KEY, CHALLENGE), **{field: OTHERS[field]})
+    assert not is_proven(changed, KEY, CHALLENGE)
+
+
+def test_every_field_of_an_answer_is_under_the_proof() -> None:
+    assert set(Answer.__struct_fields__) == {*OTHERS, "proof"}
+
+
+def test_another_key_or_another_challenge_proves_nothing() -> None:
+    answer = answered(ANSWER, KEY, CHALLENGE)
+    assert not is_proven(answer, b"x" * 32, CHALLENGE)
+    assert not is_proven(answer, KEY, b"x" * 32)
+    assert not is_proven(ANSWER, KEY, CHALLENGE)
+
+
+def test_the_listener_proves_itself_over_what_it_accepts() -> None:
+    answer = answered(ANSWER, KEY, CHALLENGE)
+    message = accepted(answer, KEY, CHALLENGE, b"h" * 16)
+    assert is_accepted(message, answer, KEY, CHALLENGE)
+    assert not is_accepted(message, answer, b"x" * 32, CHALLENGE)
+    assert not is_accepted(message, msgspec.structs.replace(answer, nonce=b"m" * 32), KEY, CHALLENGE)
+    assert not is_accepted(msgspec.structs.replace(message, incarnation=b"g" * 16), answer, KEY, CHALLENGE)
+
+
+def test_a_proof_cannot_be_sent_back_to_whom_it_came_from() -> None:
+    answer = answered(ANSWER, KEY, CHALLENGE)
+    reflected = accepted(answer, KEY, CHALLENGE, b"")
+    assert reflected.proof != answer.proof
+    assert not is_accepted(msgspec.structs.replace(reflected, proof=answer.proof), answer, KEY, CHALLENGE)
+
+
+def test_a_value_comes_back_without_a_copy_of_its_own() -> None:
+    value = Value(Form.ARRAY, memoryview(b"12345678"), "<f8", ())
+    payload = encode(Contribution(1, Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=()), value))
+    came = decode(payload)
+    assert isinstance(came, Contribution)
+    assert came.value is not None
+    assert came.value.data.obj is payload
+    assert came == Contribution(1, Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=()), value)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        encode(("no", "message")),
+        encode((99, 1)),
+        encode((0, 1, 1, b"short")),
+        encode((5, -1, ("barrier",))),
+        encode((5, 1, ("dance",))),
+        encode((5, 1, ("gather", 0), ("array", b"", "<f8", [0] * 65))),
+        b"\x91" * 2000,
+    ],
+)
+def test_what_is_no_message_is_the_peers_fault(payload: bytes) -> None:
+    with pytest.raises(PeerError) as raised:
+        decode(payload)
+    assert raised.value.code == "message_invalid"
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_never_more_than_the_peers_fault(payload: bytes) -> None:
+    with suppress(PeerError):
+        decode(payload)
+
+
+def test_what_later_versions_append_is_ignored() -> None:
+    assert decode(encode((0, 1, 3, CHALLENGE, "new"))) == Challenge(1, 3, CHALLENGE)
+
+
+def test_calls_are_named_by_what_they_do() -> None:
+    assert str(Call(Kind.BARRIER)) == "barrier()"
+    assert str(Call(Kind.END_STEP, step=7)) == "end_step(step=7)"
+    reduction = Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f4", shape=(2, 3))
+    assert str(reduction) == "all_reduce(sum, dtype=<f4, shape=(2, 3))"
+
+
+def test_a_digest_tells_worlds_apart_by_members_and_order() -> None:
+    a, b = WorkerId("a", "h", 1), WorkerId("b", "h", 2)
+    assert digest_of([a, b]) == digest_of((a, b))
+    assert len({digest_of([a, b]), digest_of([b, a]), digest_of([a]), digest_of([])}) == 4
+    assert len(digest_of([a])) == peer_messages.WORLD_DIGEST_BYTES
