@@ -45,7 +45,7 @@ from forged.kernel.messages import Decision, Request
 from forged.kernel.store.port import BackedUp, Store
 from forged.log import SILENT, Log
 from forged.net.server import Server
-from forged.net.tickets import SideConnections, TicketBooth
+from forged.net.tickets import SideConnections, TicketRegistry
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.port import Address, Network
 from forged.plugins.alarm_guard import Guard, Unguarded
@@ -124,7 +124,7 @@ class Daemon:
         self.jobs = JobService(self.bus, clock, JobBook(), training)
         self.tokens = TokenService(self.bus, clock, _policy(config, ports.uid), self._check_rights)
         self.status = StatusService(self.bus, self.journal, self._read_status)
-        self.booth = TicketBooth(clock, ports.token_bytes)
+        self.booth = TicketRegistry(clock, ports.token_bytes)
         self.sides = SideConnections(self.booth)
         copy = store.backup if isinstance(store, BackedUp) else None
         self.backup = BackupService(self.bus, self.booth, copy, Path(config.data_dir))

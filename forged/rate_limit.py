@@ -6,17 +6,17 @@ about once a minute. Time is an argument.
 
 from __future__ import annotations
 
-from forged.token_bucket import Allowance
+from forged.token_bucket import TokenBucket
 
 COUNT_S = 60.0
 """How long a flood goes on before what was left out is told in the middle of it."""
 
 
-class Flood:
+class RateLimit:
     """Lets through as much as its allowance, and counts the rest."""
 
     def __init__(self, per_s: float, burst: float, now: float) -> None:
-        self._allowance = Allowance(per_s, burst, now)
+        self._allowance = TokenBucket(per_s, burst, now)
         self._left_out = 0
         self._since = self._until = now
 

@@ -7,7 +7,7 @@ nobody for long. Time is an argument.
 from __future__ import annotations
 
 
-class Allowance:
+class TokenBucket:
     """A bucket that fills at `per_s` and holds `burst`."""
 
     def __init__(self, per_s: float, burst: float, now: float) -> None:

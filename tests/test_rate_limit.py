@@ -5,22 +5,22 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.rate_limit import COUNT_S, Flood
+from forged.rate_limit import COUNT_S, RateLimit
 
 
-def let_through(flood: Flood, times: int, now: float) -> int:
+def let_through(flood: RateLimit, times: int, now: float) -> int:
     return sum(flood.admits(now) for _ in range(times))
 
 
 def test_one_burst_is_let_through_and_then_so_much_per_second() -> None:
-    flood = Flood(10, 10, 0.0)
+    flood = RateLimit(10, 10, 0.0)
     assert let_through(flood, 100, 0.0) == 10
     assert let_through(flood, 100, 0.5) == 5
     assert let_through(flood, 100, 60.0) == 10
 
 
 def test_what_was_left_out_is_told_once_and_only_when_the_flood_is_over() -> None:
-    flood = Flood(10, 10, 0.0)
+    flood = RateLimit(10, 10, 0.0)
     let_through(flood, 100, 0.0)
     let_through(flood, 100, 0.5)
     assert flood.count(1.0) == 0
@@ -29,7 +29,7 @@ def test_what_was_left_out_is_told_once_and_only_when_the_flood_is_over() -> Non
 
 
 def test_a_flood_that_does_not_end_is_told_in_between() -> None:
-    flood = Flood(1, 1, 0.0)
+    flood = RateLimit(1, 1, 0.0)
     told = []
     for second in range(int(COUNT_S) + 2):
         let_through(flood, 11, float(second))
@@ -38,13 +38,13 @@ def test_a_flood_that_does_not_end_is_told_in_between() -> None:
 
 
 def test_where_nothing_was_left_out_nothing_is_told() -> None:
-    flood = Flood(10, 10, 0.0)
+    flood = RateLimit(10, 10, 0.0)
     let_through(flood, 10, 0.0)
     assert flood.count(1000.0) == 0
 
 
 def test_a_limit_can_be_changed_while_it_is_used() -> None:
-    flood = Flood(1, 1, 0.0)
+    flood = RateLimit(1, 1, 0.0)
     assert let_through(flood, 10, 0.0) == 1
     flood.resize(100, 100)
     assert let_through(flood, 1000, 1.0) == 100
@@ -59,7 +59,7 @@ def test_a_limit_can_be_changed_while_it_is_used() -> None:
     st.integers(1, 50),
 )
 def test_whatever_comes_is_let_through_or_counted(arrivals: list[tuple[float, int]], per_s: float, burst: int) -> None:
-    flood = Flood(per_s, burst, 0.0)
+    flood = RateLimit(per_s, burst, 0.0)
     now, through, told = 0.0, 0, 0
     for pause, times in arrivals:
         now += pause

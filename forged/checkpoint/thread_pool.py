@@ -29,7 +29,7 @@ def threads_for(processors: int) -> int:
 THREADS = threads_for(len(os.sched_getaffinity(0)))
 
 
-def work_off(act: Callable[[T], object], items: Iterable[T], halt: Halt, threads: int = THREADS) -> None:
+def run_all(act: Callable[[T], object], items: Iterable[T], halt: Halt, threads: int = THREADS) -> None:
     """Call `act` for every item; several at a time, begun in their order. The caller's thread is one of them."""
     source, lock, failures = iter(items), threading.Lock(), list[BaseException]()
 

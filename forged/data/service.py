@@ -43,7 +43,7 @@ from forged.data.messages import (
     WorkerTransfers,
 )
 from forged.data.ownership.gathering import Assignment, Draft, Finished, Gathering, Lack
-from forged.data.ownership.ownership import Custody, Ids
+from forged.data.ownership.ownership import Ids, ShardOwnership
 from forged.data.ownership.records import (
     PREFIX,
     Restored,
@@ -99,7 +99,7 @@ class DataService:
     """Owns the custodies of all jobs."""
 
     def __init__(self, bus: Bus, clock: Clock, compute: Compute, log: Log = SILENT) -> None:
-        self.custodies: dict[str, Custody] = {}
+        self.custodies: dict[str, ShardOwnership] = {}
         self._bus = bus
         self._clock = clock
         self._compute = compute
@@ -205,7 +205,7 @@ class DataService:
             raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
         return members
 
-    def _custody(self, request: OfferShards, members: AttemptMembers) -> Custody:
+    def _custody(self, request: OfferShards, members: AttemptMembers) -> ShardOwnership:
         """The job's data, which the first who offers some defines; anew where nobody has ever trained with it."""
         custody = self.custodies.get(request.job)
         if custody is None or not (members.generation or custody.is_for(request.dataset, members.attempt)):
@@ -213,9 +213,9 @@ class DataService:
         custody.require_same(request.dataset)
         return custody
 
-    def _define(self, request: OfferShards, members: AttemptMembers) -> Custody:
+    def _define(self, request: OfferShards, members: AttemptMembers) -> ShardOwnership:
         job, former = request.job, self.custodies.get(request.job)
-        custody = Custody(job, request.dataset)
+        custody = ShardOwnership(job, request.dataset)
         if former is not None:
             custody.inherit(former)
             self._append(self._doubts_of(former))
@@ -233,7 +233,7 @@ class DataService:
         return custody
 
     async def _settle(
-        self, custody: Custody, gathering: Gathering, config: ElasticTrainingConfig, request: OfferShards
+        self, custody: ShardOwnership, gathering: Gathering, config: ElasticTrainingConfig, request: OfferShards
     ) -> tuple[Fact, ...]:
         """Plan, keep the plan, and say what it is."""
         draft: Draft = await self._compute(partial(custody.draft, gathering, config))
@@ -379,12 +379,12 @@ class DataService:
             Nothing(), (completed,), job=request.job, generation=gathering.generation, cause=gathering.cause
         )
 
-    def _stop_to_look(self, custody: Custody, attempt: int, why: str) -> NoReturn:
+    def _stop_to_look(self, custody: ShardOwnership, attempt: int, why: str) -> NoReturn:
         """Have nobody train while copies are looked at; for who has asked, the attempt is over."""
         self._look_again(custody, attempt, why)
         raise RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
 
-    def _look_again(self, custody: Custody, attempt: int, why: str, *, stops: bool = True) -> None:
+    def _look_again(self, custody: ShardOwnership, attempt: int, why: str, *, stops: bool = True) -> None:
         """Have all say anew what they hold; nobody trains with a copy that may be bad, or loses it under its hands."""
         if custody.give_up(attempt):
             self._submit(RescaleJob(custody.job, why, stops=stops))
@@ -426,7 +426,7 @@ class DataService:
             return Decision(Nothing(), (found,), writes, job, custody.assignment.generation)
         return Decision(Nothing(), (found,), writes, job, gathering.generation, gathering.cause)
 
-    def _doubts_of(self, custody: Custody) -> dict[str, bytes | None]:
+    def _doubts_of(self, custody: ShardOwnership) -> dict[str, bytes | None]:
         """What is new about them, to be written; what does not fit into one decision is written at once."""
         writes = doubt_writes(custody.job, custody.doubts.changes())
         while len(writes) > PART_MAX:
@@ -495,7 +495,7 @@ class DataService:
 
     # What is asked.
 
-    def _get(self, job: str) -> Custody:
+    def _get(self, job: str) -> ShardOwnership:
         custody = self.custodies.get(job)
         if custody is not None:
             return custody

@@ -73,7 +73,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import ClusterTopology, WorkerId, check_worker
 from forged.elastic.outbox import Moment, Probe
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Stop
+from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, StopReport
 from forged.elastic.status.views import cluster_view, drain_remarks, plan, steered, worker_view
 from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, JobChanged, JobRemoved
@@ -394,7 +394,7 @@ class ElasticService:
     def _paused(self, request: ReportPaused, call: Call) -> Decision[Nothing]:
         cluster = self._get(request.job)
         _check_stop(request)
-        stop = Stop(
+        stop = StopReport(
             request.step,
             request.holds_state,
             request.finished,

@@ -22,10 +22,10 @@ from forged.kernel.journal import Journal
 from forged.kernel.messages import Record
 from forged.log import SILENT, Log
 from forged.net.protocol.messages import Bye, Hello
-from forged.net.session import House, Session
+from forged.net.session import Session, SessionHost
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.port import Address, Listener, Network, Peer
-from forged.rate_limit import Flood
+from forged.rate_limit import RateLimit
 
 CONNECTIONS_MAX = 4096
 UNIX_RESERVE = 16
@@ -70,7 +70,7 @@ class Server:
         self._bus = bus
         self._clock = clock
         self._log = log
-        self._complaints = Flood(COMPLAINTS_PER_S_MAX, COMPLAINTS_PER_S_MAX, clock.monotonic())
+        self._complaints = RateLimit(COMPLAINTS_PER_S_MAX, COMPLAINTS_PER_S_MAX, clock.monotonic())
         self._connections_max = connections_max
         self._listeners: list[Listener] = []
         self._arriving: dict[Session, None] = {}
@@ -81,7 +81,7 @@ class Server:
         self._held: dict[Session, None] = {}
         self._release_scheduled = False
         self._someone_left = asyncio.Event()
-        self._house = House(
+        self._house = SessionHost(
             bus=bus,
             journal=journal,
             clock=clock,

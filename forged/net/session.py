@@ -49,7 +49,7 @@ from forged.net.protocol.messages import (
 from forged.net.protocol.streams import OutgoingStreams
 from forged.net.transport.connection import Connection, ConnectionLimits
 from forged.net.transport.port import Peer
-from forged.rate_limit import Flood
+from forged.rate_limit import RateLimit
 from forged.version import VERSION
 
 R = TypeVar("R")
@@ -58,7 +58,7 @@ TIMEOUT_MAX_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class SessionHost:
     """What every session of a daemon needs to know of it."""
 
     bus: Bus
@@ -77,14 +77,14 @@ class House:
     pump_soon: Callable[[Iterable[Session]], None]
     resume_when_clear: Callable[[Session], None]
     log: Log
-    complaints: Flood
+    complaints: RateLimit
     """Keeps those who are sent away from filling the log."""
 
 
 class Session(Connection):
     """One client, from its hello to its end."""
 
-    def __init__(self, house: House, peer_of: Callable[[Any], Peer]) -> None:
+    def __init__(self, house: SessionHost, peer_of: Callable[[Any], Peer]) -> None:
         super().__init__(house.clock, house.limits)
         self.house = house
         self.peer: Peer | None = None

@@ -30,7 +30,7 @@ EXPIRY_INTERVAL_S = 5.0
 SIDE_CONNECTIONS_MAX = 64
 
 
-class TicketBooth:
+class TicketRegistry:
     """The tickets that were given and not yet used."""
 
     def __init__(self, clock: Clock, token_bytes: Callable[[int], bytes], *, tickets_max: int = TICKETS_MAX) -> None:
@@ -81,7 +81,7 @@ class TicketBooth:
 class SideConnections:
     """The daemon's end: takes over the connections that came with a ticket."""
 
-    def __init__(self, booth: TicketBooth, *, connections_max: int = SIDE_CONNECTIONS_MAX) -> None:
+    def __init__(self, booth: TicketRegistry, *, connections_max: int = SIDE_CONNECTIONS_MAX) -> None:
         self._booth = booth
         self.connections_max = connections_max
         self.open_count = 0

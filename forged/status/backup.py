@@ -15,7 +15,7 @@ from forged.errors import RequestRefused, Unavailable
 from forged.kernel.bus import Bus
 from forged.kernel.messages import Call, Ticket
 from forged.net.bulk.side_connection import Offer, offer_file
-from forged.net.tickets import TicketBooth
+from forged.net.tickets import TicketRegistry
 from forged.status.model import BackUp
 
 OWNER = "backup"
@@ -27,7 +27,7 @@ Copy = Callable[[Path], Awaitable[None]]
 class BackupService:
     """Copies the store and offers the copy."""
 
-    def __init__(self, bus: Bus, booth: TicketBooth, copy: Copy | None, directory: Path) -> None:
+    def __init__(self, bus: Bus, booth: TicketRegistry, copy: Copy | None, directory: Path) -> None:
         self._booth = booth
         self._copy = copy
         self._path = directory / NAME

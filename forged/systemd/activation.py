@@ -16,7 +16,7 @@ from forged.errors import ConfigError
 from forged.net.transport.port import Address, Listener, Peer, ProtocolFactory
 from forged.net.transport.sockets import IP_FAMILIES, SystemNetwork
 from forged.systemd.environment import Environment, nonsense, take, whole_number
-from forged.systemd.listeners import InheritedDoor, divide
+from forged.systemd.listeners import InheritedListener, divide
 
 FIRST_DESCRIPTOR = 3
 SOCKETS_MAX = 64
@@ -31,11 +31,11 @@ class InheritedSocket:
     name: str
 
     @property
-    def door(self) -> InheritedDoor:
+    def door(self) -> InheritedListener:
         """Where it listens, if it does at all."""
         where = self.sock.getsockname()
         if self.sock.family != socket.AF_UNIX:
-            return InheritedDoor(Address("tcp", host=where[0], port=where[1]), self.name)
+            return InheritedListener(Address("tcp", host=where[0], port=where[1]), self.name)
         if not isinstance(where, str) or not where:
             # The file's mode is what keeps others out, and an abstract socket has no file.
             raise ConfigError(
@@ -43,7 +43,7 @@ class InheritedSocket:
                 f"descriptor {self.sock.fileno()} is a Unix socket without a path",
                 "give ListenStream= a path",
             )
-        return InheritedDoor(Address("unix", path=where), self.name)
+        return InheritedListener(Address("unix", path=where), self.name)
 
 
 class ActivatedNetwork:

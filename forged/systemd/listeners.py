@@ -19,7 +19,7 @@ TLS_NAME = "tls"
 
 
 @dataclass(frozen=True, slots=True)
-class InheritedDoor:
+class InheritedListener:
     """Where an inherited socket listens, `unix` or `tcp`, and what its unit calls it."""
 
     address: Address
@@ -27,7 +27,7 @@ class InheritedDoor:
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class Listeners:
     """Where the daemon serves; `inherited` says as which of these addresses each inherited socket does, in order."""
 
     socket: str
@@ -35,7 +35,9 @@ class Doors:
     inherited: tuple[Address, ...]
 
 
-def divide(inherited: Sequence[InheritedDoor], socket: str, listen: Sequence[str], default: Sequence[str]) -> Doors:
+def divide(
+    inherited: Sequence[InheritedListener], socket: str, listen: Sequence[str], default: Sequence[str]
+) -> Listeners:
     """Give each inherited socket its place; `default` is what `listen` is when nobody has set it."""
     configured = {address: Address.parse(address) for address in listen}
     served = tuple(_as_served(door, configured.values()) for door in inherited)
@@ -49,10 +51,10 @@ def divide(inherited: Sequence[InheritedDoor], socket: str, listen: Sequence[str
             f"there is one control socket, and {len(paths)} Unix sockets were passed: {', '.join(paths)}",
             "leave one ListenStream= with a path in the socket unit",
         )
-    return Doors(paths[0] if paths else socket, (*map(str, ports), *opened), served)
+    return Listeners(paths[0] if paths else socket, (*map(str, ports), *opened), served)
 
 
-def _as_served(door: InheritedDoor, configured: Iterable[Address]) -> Address:
+def _as_served(door: InheritedListener, configured: Iterable[Address]) -> Address:
     address = door.address
     if address.scheme == "unix":
         return address

@@ -29,7 +29,7 @@ from forged.net.transport.port import Address, Peer
 from forged.plugins.model import PluginView
 from forged.status.model import PingDaemon
 from forged.telemetry.exposition import Exposition
-from forged.telemetry.http_connections import Visitors
+from forged.telemetry.http_connections import HttpConnections
 from forged.telemetry.metrics import DaemonCollector
 
 HEALTH_TIMEOUT_S = 2.0
@@ -59,7 +59,7 @@ class HttpDoor:
         self._ledger = ledger
         self._identify = identify
         self._server = server
-        self._visitors = Visitors()
+        self._visitors = HttpConnections()
         self._exposition = Exposition(DaemonCollector(bus, ledger, server, log_lines_lost, plugins), _now)
 
     @asynccontextmanager

@@ -26,7 +26,7 @@ IDLE_MAX_S = 90.0
 _NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-class Visitors:
+class HttpConnections:
     """The connections of one HTTP server."""
 
     def __init__(self, connections_max: int = CONNECTIONS_MAX) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 from forged.clock import Clock
 from forged.errors import describe
 from forged.log import Log
-from forged.rate_limit import Flood
+from forged.rate_limit import RateLimit
 
 COMPLAINTS_PER_S_MAX = 10.0
 
 TellMistake = Callable[[str, BaseException], None]
 
 
-class Complaints(logging.Handler):
+class LibraryLogs(logging.Handler):
     """Takes what is logged by Python's `logging`, warnings and worse."""
 
     def __init__(self, log: Log, tell_mistake: TellMistake, clock: Clock) -> None:
@@ -30,7 +30,7 @@ class Complaints(logging.Handler):
         self._log = log
         self._tell_mistake = tell_mistake
         self._now = clock.monotonic
-        self._flood = Flood(COMPLAINTS_PER_S_MAX, COMPLAINTS_PER_S_MAX, clock.monotonic())
+        self._flood = RateLimit(COMPLAINTS_PER_S_MAX, COMPLAINTS_PER_S_MAX, clock.monotonic())
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -60,7 +60,7 @@ class Complaints(logging.Handler):
 
 
 @contextmanager
-def adopted(complaints: Complaints) -> Iterator[None]:
+def adopted(complaints: LibraryLogs) -> Iterator[None]:
     """Hear everybody inside the block. To be entered on the event loop."""
     loop, root = asyncio.get_running_loop(), logging.getLogger()
     before = loop.get_exception_handler()

@@ -17,8 +17,8 @@ from forged.kernel.bus import Bus
 from forged.kernel.ledger import Ledger
 from forged.kernel.messages import FACTS, Fact, Record
 from forged.log import LEVELS, Log
-from forged.rate_limit import Flood
-from forged.telemetry.library_logs import Complaints, adopted
+from forged.rate_limit import RateLimit
+from forged.telemetry.library_logs import LibraryLogs, adopted
 
 FACTS_PER_S_MAX = 100.0
 LOOK_INTERVAL_S = 1.0
@@ -39,7 +39,9 @@ class FactReport:
         self._now = clock.monotonic
         self._per_s_max = per_s_max
         # One for each level, so that many that are usual do not hide the one that matters.
-        self._floods: Mapping[str, Flood] = {level: Flood(per_s_max, max(1.0, per_s_max), now) for level in LEVELS}
+        self._floods: Mapping[str, RateLimit] = {
+            level: RateLimit(per_s_max, max(1.0, per_s_max), now) for level in LEVELS
+        }
 
     def set_limit(self, per_s_max: float) -> None:
         """Tell so many per second from now on; none at all where it is 0."""
@@ -112,7 +114,7 @@ class MistakeReport:
     def __init__(self, log: Log, clock: Clock) -> None:
         self._log = log
         self._now = clock.monotonic
-        self._floods: dict[tuple[str, str, str], Flood] = {}
+        self._floods: dict[tuple[str, str, str], RateLimit] = {}
 
     def tell(self, owner: str, error: BaseException) -> None:
         """Tell what was raised in somebody's code."""
@@ -124,7 +126,7 @@ class MistakeReport:
         if flood is None:
             if len(self._floods) >= MISTAKES_MAX:
                 del self._floods[next(iter(self._floods))]
-            flood = self._floods[key] = Flood(TRACEBACKS_PER_MIN_MAX / 60, TRACEBACKS_PER_MIN_MAX, now)
+            flood = self._floods[key] = RateLimit(TRACEBACKS_PER_MIN_MAX / 60, TRACEBACKS_PER_MIN_MAX, now)
         if flood.admits(now):
             self._log.error("a mistake in the code", owner=owner, exception=_traceback(error))
 
@@ -144,7 +146,7 @@ class Reporter:
         self.facts = FactReport(log, clock, facts_per_s_max)
         self.mistakes = MistakeReport(log, clock)
         self._store = StoreReport(log, ledger)
-        self._complaints = Complaints(log, self.mistakes.tell, clock)
+        self._complaints = LibraryLogs(log, self.mistakes.tell, clock)
         self._clock = clock
         # Not a handler of its own: for each fact a mailbox would cost more than looking whether it is to be told.
         bus.on_publish.append(self.facts.tell)

@@ -27,12 +27,12 @@ from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.port import Address, Listener, Network
 from forged.net.transport.sockets import SystemNetwork
 from forged.retry import RetryPolicy
-from forged.worker.collectives.endpoints import HubSide, MemberSide
+from forged.worker.collectives.endpoints import HubEndpoint, MemberEndpoint
 from forged.worker.collectives.world import ABORTED, World
-from forged.worker.data.shard_connections import ShardDesk, ShardVisit, ShardVisits
-from forged.worker.state_transfer.transfer import Into, StateDesk, StateFetch
+from forged.worker.data.shard_connections import ShardConnection, ShardConnections, ShardServer
+from forged.worker.state_transfer.transfer import Into, StateFetch, StateServer
 from forged.worker.transport import peer_messages
-from forged.worker.transport.bulk_channel import Carrier, SocketCarrier
+from forged.worker.transport.bulk_channel import BulkTransport, SocketBulkTransport
 from forged.worker.transport.peer_link import PEER_LIMITS, AcceptedLink, DialledLink, PeerLink, Receiver, dial
 from forged.worker.transport.peer_messages import NONCE_BYTES, Answer, PeerMessage, Purpose
 
@@ -93,7 +93,7 @@ class Mesh:
         *,
         key: bytes = b"",
         source: random.Random | None = None,
-        carrier: Carrier | None = None,
+        carrier: BulkTransport | None = None,
         limits: ConnectionLimits = PEER_LIMITS,
         scheme: Literal["tcp", "tls"] = "tcp",
     ) -> None:
@@ -106,22 +106,22 @@ class Mesh:
         self._log = log
         self._key = key
         self._random = source or random.SystemRandom()
-        self._carrier = carrier or SocketCarrier()
+        self._carrier = carrier or SocketBulkTransport()
         self._limits = limits
         self._scheme: Literal["tcp", "tls"] = scheme
         self._generation = -1
         self._world: World | None = None
-        self._hub: HubSide | None = None
+        self._hub: HubEndpoint | None = None
         self._strangers: dict[AcceptedLink, None] = {}
         self._links: dict[PeerLink, None] = {}
         self._early: dict[PeerLink, _Early] = {}
         self._tasks: TaskGroup | None = None
         self._door: Listener | None = None
-        self._desk: StateDesk | None = None
+        self._desk: StateServer | None = None
         self._fetch = StateFetch(self._carrier, self._dial_source, self._random)
         self._shards: ShardStore | None = None
-        self._shard_desk: ShardDesk | None = None
-        self._visits = ShardVisits(self._carrier, self._dial_shards)
+        self._shard_desk: ShardServer | None = None
+        self._visits = ShardConnections(self._carrier, self._dial_shards)
 
     def trust(self, key: bytes) -> None:
         """Use the job's key from now on."""
@@ -135,8 +135,8 @@ class Mesh:
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
-            self._desk = StateDesk(self._carrier, tasks, self._log)
-            self._shard_desk = ShardDesk(self._carrier, tasks, self._log, lambda: self._shards)
+            self._desk = StateServer(self._carrier, tasks, self._log)
+            self._shard_desk = ShardServer(self._carrier, tasks, self._log, lambda: self._shards)
             tasks.start_soon(self._sweep)
             try:
                 async with self._listening(Address(self._scheme, host=host, port=port)) as address:
@@ -185,7 +185,7 @@ class Mesh:
 
     async def _host(self, world: World, topology: ClusterTopology) -> None:
         assert self._tasks is not None
-        hub = self._hub = HubSide(world, peer_messages.digest_of(topology.workers), self._tasks)
+        hub = self._hub = HubEndpoint(world, peer_messages.digest_of(topology.workers), self._tasks)
         world.side = hub
         for link, early in list(self._early.items()):
             self._place(link, early.answer)
@@ -196,7 +196,7 @@ class Mesh:
     async def _meet(self, world: World, topology: ClusterTopology) -> None:
         self._hub = None
         self._turn_away_early()
-        side = MemberSide(world)
+        side = MemberEndpoint(world)
         world.side = side
         answer = msgspec.structs.replace(
             self._answer(topology.workers[0].id, Purpose.MEMBER, world.generation),
@@ -223,7 +223,7 @@ class Mesh:
         if self._hub is not None:
             absent, peer = self._hub.absent, self._hub.first_absent
         else:
-            is_let_in = isinstance(world.side, MemberSide) and world.side.link is not None
+            is_let_in = isinstance(world.side, MemberEndpoint) and world.side.link is not None
             absent, peer = f"the others at {topology.workers[0]}", "" if is_let_in else topology.workers[0].id
         return WorldIncomplete(f"{absent} did not come within {timeout_s:g} s", peer)
 
@@ -266,7 +266,7 @@ class Mesh:
         """From now on give the shards of this store to whoever comes for them."""
         self._shards = store
 
-    async def visit_shards(self, source: WorkerId) -> ShardVisit:
+    async def visit_shards(self, source: WorkerId) -> ShardConnection:
         """Connect to a worker, to fetch shards from it."""
         return await self._visits.visit(source)
 
@@ -358,7 +358,7 @@ class Mesh:
             with self._refusing(link):
                 self._hub_of(answer).admit(link, answer)
 
-    def _hub_of(self, answer: Answer) -> HubSide:
+    def _hub_of(self, answer: Answer) -> HubEndpoint:
         if answer.number < self._generation or self._hub is None:
             raise Unavailable(
                 "generation_over",

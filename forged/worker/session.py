@@ -39,25 +39,25 @@ from forged.errors import ForgedError
 from forged.jobs.model import JobChanged, SettingValue
 from forged.kernel.messages import Gap, Record
 from forged.log import Log
-from forged.worker.daemon.fact_listener import Hearing
-from forged.worker.daemon.goodbye import Farewell, Goodbye, farewell
+from forged.worker.daemon.fact_listener import FactListener
+from forged.worker.daemon.goodbye import Goodbye, LeaveReason, farewell
 from forged.worker.daemon.heartbeat import Heartbeat
-from forged.worker.daemon.job_view import FOLLOWED, Standing
+from forged.worker.daemon.job_view import FOLLOWED, JobView
 from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
-from forged.worker.daemon.wait_reporter import Waiting
-from forged.worker.data.provider import Supply
-from forged.worker.data.sample_usage import Consumption
-from forged.worker.data.shard_holder import Custodian
-from forged.worker.drain.drain import Departure, Ties
+from forged.worker.daemon.wait_reporter import WaitReporter
+from forged.worker.data.provider import DataProvider
+from forged.worker.data.sample_usage import SampleUsage
+from forged.worker.data.shard_holder import ShardHolder
+from forged.worker.drain.drain import Drain, Ties
 from forged.worker.drain.withdrawal import Withdrawal
 from forged.worker.mesh import Mesh
 from forged.worker.process.worker_process import WorkerProcess
-from forged.worker.rescale.current_world import Presence
-from forged.worker.rescale.progress import Place
-from forged.worker.rescale.rescaler import Means, Passage
+from forged.worker.rescale.current_world import CurrentWorld
+from forged.worker.rescale.progress import TrainingProgress
+from forged.worker.rescale.rescaler import Means, Rescaler
 from forged.worker.state_transfer.encoding import pack
 from forged.worker.state_transfer.exchange import StateExchange
-from forged.worker.transport.bulk_channel import Carrier, LoopCarrier
+from forged.worker.transport.bulk_channel import BulkTransport, LoopBulkTransport
 from forged.worker.usage_report import UsageReport
 
 RESHAPING = (RescaleStarted, RescaleCompleted)
@@ -67,7 +67,7 @@ RELEASING = (RescaleSynchronising, RescaleAborted, JobWaiting, WorkerDraining, W
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
+class WorkerSpec:
     """What a worker is, whatever it connects to."""
 
     job: str
@@ -78,14 +78,14 @@ class Profile:
     data: TrainingData | None
     sampler: ElasticSampler | None
     process: WorkerProcess
-    carrier: Carrier | None
+    carrier: BulkTransport | None
     clock: Clock
     random: Random
     log: Log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Session:
+class Connection:
     """What a worker has for as long as it is connected."""
 
     worker: WorkerId
@@ -100,18 +100,18 @@ class Session:
 class Whereabouts:
     """Where a worker is: by what it has heard, in its world, and in the training."""
 
-    standing: Standing
-    presence: Presence
-    place: Place
+    standing: JobView
+    presence: CurrentWorld
+    place: TrainingProgress
 
 
-class Membership:
+class WorkerSession:
     """Makes a worker a member of its job. `state` is what the script trains; `arrive` is told of each world entered."""
 
     def __init__(
         self,
-        profile: Profile,
-        session: Session,
+        profile: WorkerSpec,
+        session: Connection,
         whereabouts: Whereabouts,
         state: Callable[[], Any],
         arrive: Callable[[RescalingEvent, GlobalTrainingState], Awaitable[None]],
@@ -128,21 +128,21 @@ class Membership:
         self._line = Registration(
             session.client, profile.job, session.worker, session.incarnation, profile.random, profile.log
         )
-        self.departure = Departure(self._standing, self._ties(), self.wake, profile.random.random, profile.log)
+        self.departure = Drain(self._standing, self._ties(), self.wake, profile.random.random, profile.log)
         self.withdrawal = Withdrawal(
             self._standing, self._presence, self.departure, self.beat_now, self._tasks, profile.log
         )
-        self.waiting = Waiting(self._what_stands_still, self._tasks, profile.log)
-        self.passage: Passage | None = None
+        self.waiting = WaitReporter(self._what_stands_still, self._tasks, profile.log)
+        self.passage: Rescaler | None = None
         """How it comes from world to world; None before the daemon has taken it in."""
-        self.supply: Supply | None = None
+        self.supply: DataProvider | None = None
         """Where its training data comes from; None before that, or for who has none."""
         self._is_registered = False
         self._may_be_known = False
         """Whether the daemon may take it for a worker that is not registered yet."""
         self._going_out = anyio.Lock()
         self._config: ElasticTrainingConfig | None = None
-        self._hearing = Hearing(
+        self._hearing = FactListener(
             self._client,
             profile.job,
             self._standing,
@@ -184,7 +184,7 @@ class Membership:
 
     # Coming.
 
-    async def register(self) -> Passage:
+    async def register(self) -> Rescaler:
         """Become a worker of the job; from now on the world waits for this worker. No more than once."""
         if self._is_registered:
             assert self.passage is not None
@@ -232,7 +232,7 @@ class Membership:
         endpoints = [str(address) for address in client.endpoints]
         self._profile.process.begin_pulse(endpoints, line.job, line.worker.id, line.incarnation, client.token)
 
-    def _report_of(self, consumption: Consumption) -> UsageReport:
+    def _report_of(self, consumption: SampleUsage) -> UsageReport:
         presence, profile = self._presence, self._profile
         return UsageReport(self._place, consumption, lambda: presence.topology, self._line, profile.clock, profile.log)
 
@@ -255,7 +255,7 @@ class Membership:
             # It may be another daemon, which counts on this worker otherwise.
             self.beat_now()
 
-    def _learn(self, joined: Joined) -> Passage:
+    def _learn(self, joined: Joined) -> Rescaler:
         """Take what the daemon has told of the job."""
         self._mesh.trust(joined.peer_key)
         self._standing.catch_up(joined)
@@ -278,9 +278,9 @@ class Membership:
             self._heartbeat.go_by(config.heartbeat_interval_s)
         return config
 
-    def _supply_of(self, data: TrainingData, config: ElasticTrainingConfig) -> Supply:
+    def _supply_of(self, data: TrainingData, config: ElasticTrainingConfig) -> DataProvider:
         profile = self._profile
-        custodian = Custodian(
+        custodian = ShardHolder(
             data,
             config,
             self._line,
@@ -288,12 +288,12 @@ class Membership:
             self._mesh,
             profile.clock,
             profile.random.random,
-            uses_threads=not isinstance(profile.carrier, LoopCarrier),
+            uses_threads=not isinstance(profile.carrier, LoopBulkTransport),
             log=profile.log,
         )
-        return Supply(custodian, profile.sampler, self._line, self._tasks, self._give_up, profile.log)
+        return DataProvider(custodian, profile.sampler, self._line, self._tasks, self._give_up, profile.log)
 
-    def _passage_with(self, supply: Supply | None) -> Passage:
+    def _passage_with(self, supply: DataProvider | None) -> Rescaler:
         log = self._profile.log
         means = Means(
             line=self._line,
@@ -306,7 +306,7 @@ class Membership:
             clock=self._profile.clock,
             log=log,
         )
-        return Passage(self._standing, self._presence, self._place, means)
+        return Rescaler(self._standing, self._presence, self._place, means)
 
     @property
     def _whole_state(self) -> Any:
@@ -409,12 +409,12 @@ class Membership:
         if self._profile.process.is_forked:
             return
         if self._is_registered:
-            await self._goodbye.say(Farewell(reason, failed, done))
+            await self._goodbye.say(LeaveReason(reason, failed, done))
         else:
             # Its script may have been interrupted while it registered, and be saying so at this moment.
             await self._go_out(reason)
 
-    async def _say_goodbye(self, last: Farewell, *, is_again: bool) -> None:
+    async def _say_goodbye(self, last: LeaveReason, *, is_again: bool) -> None:
         self._presence.status = WorkerStatus.LEAVING
         # That all is done may be known to nobody else, so it is said for as long as the daemon waits for this worker,
         # unless somebody does not want to wait for that.

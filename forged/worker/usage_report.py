@@ -18,8 +18,8 @@ from forged.elastic.model import ClusterTopology
 from forged.errors import ForgedError
 from forged.log import Log
 from forged.worker.daemon.registration import Registration
-from forged.worker.data.sample_usage import Consumption
-from forged.worker.rescale.progress import Place
+from forged.worker.data.sample_usage import SampleUsage
+from forged.worker.rescale.progress import TrainingProgress
 
 INTERVAL_S = 1.0
 """How often the first rank tells."""
@@ -34,8 +34,8 @@ class UsageReport:
 
     def __init__(
         self,
-        place: Place,
-        consumption: Consumption,
+        place: TrainingProgress,
+        consumption: SampleUsage,
         topology: Callable[[], ClusterTopology],
         line: Registration,
         clock: Clock,

@@ -44,7 +44,7 @@ from forged.retry import REJOINING
 from forged.worker import arguments
 from forged.worker.collectives.world import World
 from forged.worker.daemon.goodbye import farewell
-from forged.worker.daemon.job_view import Standing
+from forged.worker.daemon.job_view import JobView
 from forged.worker.drain.withdrawal import Parting
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event
@@ -53,13 +53,13 @@ from forged.worker.process.counters import Counters
 from forged.worker.process.own_host import own_host
 from forged.worker.process.sigterm import TOLD
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
-from forged.worker.rescale.current_world import Presence
-from forged.worker.rescale.progress import Place
-from forged.worker.rescale.rescaler import Passage
+from forged.worker.rescale.current_world import CurrentWorld
+from forged.worker.rescale.progress import TrainingProgress
+from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.script_log import SCRIPT_LOG
-from forged.worker.session import Membership, Profile, Session, Whereabouts
+from forged.worker.session import Connection, Whereabouts, WorkerSession, WorkerSpec
 from forged.worker.step import Step
-from forged.worker.transport.bulk_channel import Carrier
+from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
 
 R = TypeVar("R")
@@ -106,7 +106,7 @@ class ElasticWorker:
         process: WorkerProcess | None = None,
         log: Log = SCRIPT_LOG,
         random: Random | None = None,
-        carrier: Carrier | None = None,
+        carrier: BulkTransport | None = None,
         peer_tls: PeerTls | None = None,
         data: TrainingData | None = None,
         sampler: ElasticSampler | None = None,
@@ -131,7 +131,7 @@ class ElasticWorker:
         """What tells this worker from any other of its name, before it and behind it."""
         self.process: WorkerProcess = process or OwnProcess(log)
         """What it has of the process that it lives in."""
-        self._profile = Profile(
+        self._profile = WorkerSpec(
             job=job,
             settings=None if config is None else config.to_settings(),
             attributes=dict(attributes or {}),
@@ -144,8 +144,8 @@ class ElasticWorker:
             random=self._random,
             log=log,
         )
-        self._place = Place(learning_rate, global_batch_size, sampler, None)
-        self._membership: Membership | None = None
+        self._place = TrainingProgress(learning_rate, global_batch_size, sampler, None)
+        self._membership: WorkerSession | None = None
         """What it has while it is connected."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: AbstractAsyncContextManager[ElasticWorker] | None = None
@@ -158,8 +158,8 @@ class ElasticWorker:
         if self._sessions:
             # To the daemon and the others it is another worker, which comes with its state and is not believed it.
             self.incarnation = self._random.randbytes(INCARNATION_BYTES)
-        self._standing = Standing(self._worker_id.id)
-        self._presence = Presence(self._standing, counters, self._clock.wall())
+        self._standing = JobView(self._worker_id.id)
+        self._presence = CurrentWorld(self._standing, counters, self._clock.wall())
         self._place.counters = counters
         self._place.begin_anew()
 
@@ -346,9 +346,9 @@ class ElasticWorker:
             self._open_door(client) as mesh,
             anyio.create_task_group() as tasks,
         ):
-            self._membership = Membership(
+            self._membership = WorkerSession(
                 self._profile,
-                Session(worker=self._worker_id, incarnation=self.incarnation, client=client, mesh=mesh, tasks=tasks),
+                Connection(worker=self._worker_id, incarnation=self.incarnation, client=client, mesh=mesh, tasks=tasks),
                 Whereabouts(standing=self._standing, presence=self._presence, place=self._place),
                 lambda: self.state,
                 self._arrive,
@@ -399,7 +399,7 @@ class ElasticWorker:
         await self._member.register()
 
     @property
-    def _member(self) -> Membership:
+    def _member(self) -> WorkerSession:
         if self._membership is None:
             raise RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
         return self._membership
@@ -496,7 +496,7 @@ class ElasticWorker:
         finally:
             member.waiting.end()
 
-    async def _come_along(self, member: Membership, passage: Passage, total: int | None) -> int | Parting | None:
+    async def _come_along(self, member: WorkerSession, passage: Rescaler, total: int | None) -> int | Parting | None:
         while not member.is_over:
             if self._standing.end is not None:
                 await self._fall_out(self._standing.end)
@@ -529,7 +529,7 @@ class ElasticWorker:
         self._place.count_step()
         return True
 
-    async def _come_to_an_end(self, member: Membership, step: int) -> None:
+    async def _come_to_an_end(self, member: WorkerSession, step: int) -> None:
         """Others say that the training is done."""
         if self._has_gone_out:
             # The others may have done again, with other shares, what it had finished.

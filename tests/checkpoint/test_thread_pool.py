@@ -11,7 +11,7 @@ import pytest
 
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.ports import Halt
-from forged.checkpoint.thread_pool import threads_for, work_off
+from forged.checkpoint.thread_pool import run_all, threads_for
 
 NEVER = Halt()
 PATIENCE_S = 30.0
@@ -39,19 +39,19 @@ print(THREADS)
 @pytest.mark.parametrize("count", [0, 1, 100])
 def test_everything_is_done_once(threads: int, count: int) -> None:
     done: list[int] = []
-    work_off(done.append, range(count), NEVER, threads)
+    run_all(done.append, range(count), NEVER, threads)
     assert sorted(done) == list(range(count))
 
 
 def test_several_are_at_it_at_the_same_time() -> None:
     both = threading.Barrier(2)
-    work_off(lambda item: both.wait(PATIENCE_S), range(2), NEVER, 2)
+    run_all(lambda item: both.wait(PATIENCE_S), range(2), NEVER, 2)
     assert not both.broken
 
 
 def test_the_caller_is_one_of_them_and_alone_where_there_are_no_others() -> None:
     found: set[threading.Thread] = set()
-    work_off(lambda item: found.add(threading.current_thread()), range(5), NEVER, 1)
+    run_all(lambda item: found.add(threading.current_thread()), range(5), NEVER, 1)
     assert found == {threading.current_thread()}
 
 
@@ -61,7 +61,7 @@ def test_where_the_system_has_no_threads_left_the_caller_does_it_all(monkeypatch
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     done: list[int] = []
-    work_off(done.append, range(10), NEVER, 3)
+    run_all(done.append, range(10), NEVER, 3)
     assert done == list(range(10))
 
 
@@ -80,7 +80,7 @@ def test_the_first_error_stops_all_and_is_raised_when_nobody_works_any_more(thre
             done.append(item)
 
     with pytest.raises(ValueError, match="1" if threads == 2 else "0"):
-        work_off(act, range(1000), NEVER, threads)
+        run_all(act, range(1000), NEVER, threads)
     assert len(done) < 999
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-crew"]
 
@@ -91,7 +91,7 @@ def test_a_list_that_fails_is_an_error_like_any_other() -> None:
         raise KeyError("no more")
 
     with pytest.raises(KeyError):
-        work_off(lambda item: None, items(), NEVER)
+        run_all(lambda item: None, items(), NEVER)
 
 
 def test_a_halt_stops_all_between_two_items() -> None:
@@ -103,7 +103,7 @@ def test_a_halt_stops_all_between_two_items() -> None:
             halt.cancel()
 
     with pytest.raises(CheckpointException, match="cancelled"):
-        work_off(act, range(100), halt, 1)
+        run_all(act, range(100), halt, 1)
     assert done == [0, 1, 2, 3, 4, 5]
 
 

@@ -225,11 +225,11 @@ class TestTrainingData:
     ) -> None:
         pages = iter([(1, True), (2, False)])
 
-        def page(self: ownership.Custody, after: int) -> OwnersPage:
+        def page(self: ownership.ShardOwnership, after: int) -> OwnersPage:
             generation, more = next(pages)
             return OwnersPage(generation, self.assignment.workers, bytes(4), more)
 
-        monkeypatch.setattr(ownership.Custody, "owners_page", page)
+        monkeypatch.setattr(ownership.ShardOwnership, "owners_page", page)
         with pytest.raises(Unavailable, match="other owners"):
             client.shard_owners("run")
 

@@ -12,7 +12,7 @@ from forged.elastic.membership.member import Member
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import WorkerId
 from forged.elastic.outbox import Moment, Probe
-from forged.elastic.rescale.attempt import Stage, Stop
+from forged.elastic.rescale.attempt import Stage, StopReport
 from forged.jobs.model import SettingValue
 from forged.kernel.messages import Fact
 
@@ -106,7 +106,7 @@ class Play:
             self.cluster.pulse(name, member.incarnation, step, marks, cpu_s, self.now)
         return self.news()
 
-    def stop(self, *names: str, stop: Stop, number: int | None = None) -> list[Fact]:
+    def stop(self, *names: str, stop: StopReport, number: int | None = None) -> list[Fact]:
         """These say that they have stopped there."""
         for name in names:
             attempt = self.cluster.attempts if number is None else number
@@ -211,7 +211,7 @@ class Play:
         assert attempt is not None
         for name in attempt.members:
             holds = name in self.cluster.lineup.world and name not in attempt.added
-            self.stop(name, stop=Stop(step if holds else 0, holds, **more))  # type: ignore[arg-type]
+            self.stop(name, stop=StopReport(step if holds else 0, holds, **more))  # type: ignore[arg-type]
         for name in attempt.waiting_for if attempt.stage is Stage.SYNCHRONISING else ():
             self.ready(name)
         return self.last(RescaleCompleted)

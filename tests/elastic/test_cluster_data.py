@@ -16,7 +16,7 @@ from forged.elastic.messages import (
     WorkerStalled,
 )
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Attempt, Stage, Stop
+from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Attempt, Stage, StopReport
 from forged.elastic.status.stall_report import standing
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
@@ -45,7 +45,7 @@ def formed(*names: str, least: int = 0, **settings: SettingValue) -> Play:
 
 
 def stop(play: Play, *names: str) -> None:
-    play.stop(*names, stop=Stop(0, holds_state=True))
+    play.stop(*names, stop=StopReport(0, holds_state=True))
 
 
 def members(play: Play, name: str) -> tuple[list[str], list[str]]:
@@ -554,7 +554,7 @@ def test_only_those_are_said_to_take_the_state_who_do() -> None:
     join(play, "c")
     play.wait(0.1)
     stop(play, "a", "b")
-    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("c", stop=StopReport(0, holds_state=False))
     assert play.last(RescaleSynchronising).behind == 1
     attempt = play.cluster.attempt
     assert attempt is not None

@@ -32,7 +32,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import ClusterTopology, RescaleType
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import Stage, Stop, choose_source
+from forged.elastic.rescale.attempt import Stage, StopReport, choose_source
 from forged.elastic.rescale.ranks import assign_ranks
 from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Fact
@@ -282,7 +282,7 @@ class Histories(RuleBasedStateMachine):
         if not self.is_member(process):
             return
         if process.answered < attempt.number and attempt.stage is Stage.PAUSING:
-            stop = Stop(process.step, process.holds_state, process.holds_state and process.finished, 0, 0.1, 32)
+            stop = StopReport(process.step, process.holds_state, process.holds_state and process.finished, 0, 0.1, 32)
             self.cluster.stopped(name, process.incarnation, attempt.number, stop, self.now)
             if self.settle():
                 process.answered = attempt.number
@@ -305,7 +305,9 @@ class Histories(RuleBasedStateMachine):
         if not members or len(members) < len(world) or self.met == self.cluster.generation:
             return
         if self.phase is Phase.RUNNING:
-            stops = {one.name: Stop(one.step, one.holds_state, one.holds_state and one.finished) for one in members}
+            stops = {
+                one.name: StopReport(one.step, one.holds_state, one.holds_state and one.finished) for one in members
+            }
             self.take_up(stops[choose_source(tuple(stops), stops)].position, tuple(stops))
 
     @rule()
@@ -372,7 +374,7 @@ class Histories(RuleBasedStateMachine):
         process = self.living(name)
         if process is None:
             return
-        number, stop = self.cluster.attempts - back, Stop(0, holds_state=False)
+        number, stop = self.cluster.attempts - back, StopReport(0, holds_state=False)
         known = process.incarnation
         assert refused(lambda: self.cluster.stopped(name, known, number, stop, self.now)) == "attempt_over"
         assert refused(lambda: self.cluster.ready(name, known, number, self.now)) == "attempt_over"

@@ -14,7 +14,7 @@ from forged.elastic.messages import (
     WorkerFailed,
 )
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from forged.jobs.model import SettingValue
 from tests.elastic.play import Play, formed, incarnation, kinds
 
@@ -42,8 +42,8 @@ def with_a_spare() -> Play:
     play.join("c")
     drain(play, "b")
     play.wait(SOON_S)
-    play.stop("c", stop=Stop(0, holds_state=False))
-    play.stop("a", "b", stop=Stop(5, holds_state=True))
+    play.stop("c", stop=StopReport(0, holds_state=False))
+    play.stop("a", "b", stop=StopReport(5, holds_state=True))
     return play
 
 
@@ -155,9 +155,9 @@ def test_the_state_of_who_is_to_go_is_taken_over() -> None:
     play.join("c", "d")
     drain(play, "a", "b")
     play.wait(SOON_S)
-    play.stop("a", stop=Stop(7, holds_state=True))
-    play.stop("b", stop=Stop(8, holds_state=True))
-    play.stop("c", "d", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=StopReport(7, holds_state=True))
+    play.stop("b", stop=StopReport(8, holds_state=True))
+    play.stop("c", "d", stop=StopReport(0, holds_state=False))
     settled = play.last(RescaleSynchronising)
     assert (settled.source.id, settled.step, settled.behind) == ("b", 8, 2)
     play.ready("c", "d")
@@ -178,9 +178,9 @@ def test_nobody_goes_on_before_who_is_to_go_has_said_where_it_has_stopped() -> N
     play = formed("a", "b")
     drain(play, "b")
     play.wait(SOON_S)
-    play.stop("a", stop=Stop(5, holds_state=True, finished=True))
+    play.stop("a", stop=StopReport(5, holds_state=True, finished=True))
     assert play.world == ["a", "b"]
-    play.stop("b", stop=Stop(6, holds_state=True))
+    play.stop("b", stop=StopReport(6, holds_state=True))
     assert play.last(RescaleCompleted).step == 6
 
 
@@ -198,10 +198,10 @@ def test_who_is_of_no_use_any_more_need_not_wait_until_others_have_taken_what_th
     play.join("c")
     drain(play, "b")
     play.wait(SOON_S)
-    play.stop("c", stop=Stop(0, holds_state=False))
-    play.stop("b", stop=Stop(5, holds_state=True))
+    play.stop("c", stop=StopReport(0, holds_state=False))
+    play.stop("b", stop=StopReport(5, holds_state=True))
     assert not may_go(play, "b"), "a may be dead"
-    play.stop("a", stop=Stop(5, holds_state=True))
+    play.stop("a", stop=StopReport(5, holds_state=True))
     assert may_go(play, "b")
     play.leave("b")
     play.wait(SOON_S)
@@ -223,8 +223,8 @@ def test_where_none_who_stays_has_the_state_all_who_have_it_wait_until_it_is_tak
     play.join("c")
     drain(play, "a", "b")
     play.wait(SOON_S)
-    play.stop("c", stop=Stop(0, holds_state=False))
-    play.stop("a", "b", stop=Stop(5, holds_state=True))
+    play.stop("c", stop=StopReport(0, holds_state=False))
+    play.stop("a", "b", stop=StopReport(5, holds_state=True))
     assert (may_go(play, "a"), may_go(play, "b")) == (False, False)
     play.die("a")
     play.wait(SOON_S)
@@ -245,9 +245,9 @@ def test_who_gives_its_state_stays_though_a_newcomer_has_it_already() -> None:
     play.join("c", "d")
     drain(play, "a")
     play.wait(SOON_S)
-    play.stop("c", stop=Stop(5, holds_state=True))
-    play.stop("d", stop=Stop(0, holds_state=False))
-    play.stop("a", stop=Stop(5, holds_state=True))
+    play.stop("c", stop=StopReport(5, holds_state=True))
+    play.stop("d", stop=StopReport(0, holds_state=False))
+    play.stop("a", stop=StopReport(5, holds_state=True))
     assert play.last(RescaleSynchronising).source.id == "a"
     assert not may_go(play, "a"), "d has been told to take it there"
 
@@ -256,8 +256,8 @@ def test_who_is_to_go_and_is_behind_takes_nothing() -> None:
     play = formed("a", "b")
     drain(play, "b")
     play.wait(SOON_S)
-    play.stop("b", stop=Stop(5, holds_state=True))
-    play.stop("a", stop=Stop(6, holds_state=True))
+    play.stop("b", stop=StopReport(5, holds_state=True))
+    play.stop("a", stop=StopReport(6, holds_state=True))
     assert play.world == ["a"]
 
 
@@ -275,7 +275,7 @@ def test_who_is_to_go_and_does_not_answer_fails() -> None:
     play = formed("a", "b", rescale_timeout_ms=5_000)
     drain(play, "b")
     play.wait(SOON_S)
-    play.stop("a", stop=Stop(5, holds_state=True))
+    play.stop("a", stop=StopReport(5, holds_state=True))
     play.wait(8.0)
     assert failed(play) == ["b"]
     play.agree(5)
@@ -312,8 +312,8 @@ def test_who_has_gone_out_of_a_world_is_asked_for_the_state_when_nobody_else_has
     play.wait(SOON_S)
     started = play.last(RescaleStarted)
     assert (started.leaving, started.removed) == (["a"], ["b"])
-    play.stop("a", stop=Stop(9, holds_state=True))
-    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=StopReport(9, holds_state=True))
+    play.stop("c", stop=StopReport(0, holds_state=False))
     play.ready("c")
     assert play.last(RescaleCompleted).step == 9
     assert (play.world, may_go(play, "a")) == (["c"], True)
@@ -364,7 +364,7 @@ def test_an_attempt_begins_anew_without_who_is_to_go() -> None:
     play = formed("a", "b", "c")
     play.die("c")
     play.wait(0.2)
-    play.stop("a", stop=Stop(5, holds_state=True))
+    play.stop("a", stop=StopReport(5, holds_state=True))
     drain(play, "b")
     aborted, started = play.wait(SOON_S)[-2:]
     assert isinstance(aborted, RescaleAborted)
@@ -697,8 +697,8 @@ def test_who_saves_behind_its_last_world_is_kept_for_whoever_comes_when_nobody_o
     play.wait(SOON_S)
     assert play.last(RescaleStarted).leaving == ["a"]
     assert not may_go(play, "a"), "while it is asked where it is"
-    play.stop("a", stop=Stop(5, holds_state=True))
-    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=StopReport(5, holds_state=True))
+    play.stop("c", stop=StopReport(0, holds_state=False))
     assert play.last(RescaleSynchronising).source.id == "a"
     assert not may_go(play, "a"), "while it gives what it has"
     play.ready("c")

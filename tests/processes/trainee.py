@@ -24,7 +24,7 @@ import numpy as np
 from forged.elastic.config import ElasticTrainingConfig
 from forged.net.bulk import movers
 from forged.worker.blocking import Training, join
-from forged.worker.collectives.endpoints import HubSide
+from forged.worker.collectives.endpoints import HubEndpoint
 from forged.worker.collectives.hub import Collected
 from forged.worker.collectives.world import World
 from forged.worker.daemon.registration import Registration
@@ -134,15 +134,15 @@ def catch(point: Point, act: Act, due: Due) -> None:
 
 def die_having_told_some(due: Due) -> None:
     """The hub says to one member alone that a step is committed."""
-    tell = HubSide._tell
+    tell = HubEndpoint._tell
 
-    def tell_some(side: HubSide, collected: Collected, full: Result) -> None:
+    def tell_some(side: HubEndpoint, collected: Collected, full: Result) -> None:
         if due.hit(collected.call.kind is Kind.END_STEP):
             next(iter(side._links.values())).write(frame_of(full))
             _die()
         tell(side, collected, full)
 
-    setattr(HubSide, "_tell", tell_some)  # noqa: B010 - mypy has methods for constants
+    setattr(HubEndpoint, "_tell", tell_some)  # noqa: B010 - mypy has methods for constants
 
 
 def die_giving(due: Due) -> None:

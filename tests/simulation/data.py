@@ -27,7 +27,7 @@ from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import LostDataPolicy, RedistributionType
 from forged.net.protocol.messages import Message
-from forged.worker.transport.bulk_channel import LoopCarrier, LoopChannel
+from forged.worker.transport.bulk_channel import LoopBulkTransport, LoopChannel
 from forged.worker.transport.dialogue_wire import Absorb, Conversation, Wire, cut_off
 from forged.worker.transport.peer_messages import PeerMessage
 from tests.simulation.elastic_truth import Trainee
@@ -312,7 +312,7 @@ class JobData:
             self.samples, self.batch, seed=7, drop_last=self.drop_last, mode=self.mode, dataset=dataset
         )
 
-    def carrier(self) -> LoopCarrier:
+    def carrier(self) -> LoopBulkTransport:
         """The ways on which shards come to it."""
         return BadCarrier(self.ways, self.shard_takes_s, self.source, self.met)
 
@@ -350,7 +350,7 @@ def _content(job: str, shard: int, size: int) -> bytes:
     return Random(f"{job} {shard} {size}").randbytes(size)
 
 
-class BadCarrier(LoopCarrier):
+class BadCarrier(LoopBulkTransport):
     """Carries states as they are, and shards as the ways allow."""
 
     def __init__(self, ways: Ways, shard_takes_s: float, source: Random, met: Callable[[str], None]) -> None:

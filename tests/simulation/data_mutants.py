@@ -15,17 +15,17 @@ import numpy as np
 
 from forged.data.audit.epoch_audit import UsageLog
 from forged.data.dataset import Indices
-from forged.data.ownership.ownership import Custody, Ids
-from forged.data.ownership.suspect_copies import Doubts
+from forged.data.ownership.ownership import Ids, ShardOwnership
+from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.sampling.sharded_order import ShardedOrder
 from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.model import WorkerId
 from forged.elastic.rescale.attempt import Attempt
-from forged.worker.daemon.job_view import Standing
-from forged.worker.data.sample_usage import Consumption
-from forged.worker.data.shard_holder import Custodian
-from forged.worker.session import Membership
+from forged.worker.daemon.job_view import JobView
+from forged.worker.data.sample_usage import SampleUsage
+from forged.worker.data.shard_holder import ShardHolder
+from forged.worker.session import WorkerSession
 from forged.worker.usage_report import UsageReport
 from tests.simulation.data_oracle import DataPromise
 
@@ -47,25 +47,25 @@ def commit_without_waiting_for_data() -> Iterator[None]:
 @contextmanager
 def drop_before_the_commit() -> Iterator[None]:
     """Who need not hold a shard any more drops it as soon as the plan says so."""
-    take_part = Custodian.take_part
+    take_part = ShardHolder.take_part
 
-    async def hasty(self: Custodian, attempt: int, **options: Any) -> None:
+    async def hasty(self: ShardHolder, attempt: int, **options: Any) -> None:
         await take_part(self, attempt, **options)
         store = self._data.store
         keep = self._holds[attempt].keep
         for shard in [shard for shard in store.held() if shard not in keep]:
             store.drop(shard)
 
-    with patch.object(Custodian, "take_part", hasty):
+    with patch.object(ShardHolder, "take_part", hasty):
         yield
 
 
 @contextmanager
 def believe_what_was_held_once() -> Iterator[None]:
     """Whoever had a shard in the world before is taken to have it still."""
-    offer = Custody.offer
+    offer = ShardOwnership.offer
 
-    def trusting(self: Custody, worker: WorkerId, held: Ids, *what: Any) -> bool:
+    def trusting(self: ShardOwnership, worker: WorkerId, held: Ids, *what: Any) -> bool:
         names = [known.id for known in self.assignment.workers]
         if worker.id in names:
             held = np.union1d(held, np.flatnonzero(self.assignment.owners == names.index(worker.id)))
@@ -73,29 +73,29 @@ def believe_what_was_held_once() -> Iterator[None]:
         *others, _marks = what
         return offer(self, worker, held, *others)
 
-    with patch.object(Custody, "offer", trusting):
+    with patch.object(ShardOwnership, "offer", trusting):
         yield
 
 
 @contextmanager
 def weigh_all_alike() -> Iterator[None]:
     """What a worker says of how much it should hold is not heard."""
-    offer = Custody.offer
+    offer = ShardOwnership.offer
 
-    def deaf(self: Custody, worker: WorkerId, held: Ids, *what: Any) -> bool:
+    def deaf(self: ShardOwnership, worker: WorkerId, held: Ids, *what: Any) -> bool:
         *others, _weight, _marks = what
         return offer(self, worker, held, *others)
 
-    with patch.object(Custody, "offer", deaf):
+    with patch.object(ShardOwnership, "offer", deaf):
         yield
 
 
 @contextmanager
 def call_lost_what_nobody_owns() -> Iterator[None]:
     """Further copies are not asked for."""
-    offer = Custody.offer
+    offer = ShardOwnership.offer
 
-    def forgetful(self: Custody, worker: WorkerId, held: Ids, *what: Any) -> bool:
+    def forgetful(self: ShardOwnership, worker: WorkerId, held: Ids, *what: Any) -> bool:
         places = [place for place, known in enumerate(self.assignment.workers) if known == worker]
         if self.assignment.generation:
             held = held[np.isin(self.assignment.owners[held], places)]
@@ -103,14 +103,14 @@ def call_lost_what_nobody_owns() -> Iterator[None]:
         *others, _marks = what
         return offer(self, worker, held, *others)
 
-    with patch.object(Custody, "offer", forgetful):
+    with patch.object(ShardOwnership, "offer", forgetful):
         yield
 
 
 @contextmanager
 def leave_the_sampler_behind() -> Iterator[None]:
     """The state goes from worker to worker, and how far the data is used does not."""
-    with patch.object(Membership, "_whole_state", property(lambda self: self._state())):
+    with patch.object(WorkerSession, "_whole_state", property(lambda self: self._state())):
         yield
 
 
@@ -131,13 +131,13 @@ def draw_as_in_the_world_before() -> Iterator[None]:
 @contextmanager
 def advance_twice() -> Iterator[None]:
     """A batch is left out where a world begins."""
-    enter = Consumption.enter
+    enter = SampleUsage.enter
 
-    def hasty(self: Consumption, generation: int, begins_at: int) -> None:
+    def hasty(self: SampleUsage, generation: int, begins_at: int) -> None:
         enter(self, generation, begins_at)
         self.sampler.advance()
 
-    with patch.object(Consumption, "enter", hasty):
+    with patch.object(SampleUsage, "enter", hasty):
         yield
 
 
@@ -192,19 +192,19 @@ def commit_when_the_first_has_its_data() -> Iterator[None]:
 @contextmanager
 def stop_while_data_moves() -> Iterator[None]:
     """What moves in the background is a reason to stop, as what moves for all to see."""
-    stop_wanted = Standing.stop_wanted
+    stop_wanted = JobView.stop_wanted
 
-    def eager(self: Standing) -> int:
+    def eager(self: JobView) -> int:
         return stop_wanted.__get__(self) or self.moving
 
-    with patch.object(Standing, "stop_wanted", property(eager)):
+    with patch.object(JobView, "stop_wanted", property(eager)):
         yield
 
 
 @contextmanager
 def keep_what_was_found_to_be_bad() -> Iterator[None]:
     """That a copy is bad is told, and nothing follows."""
-    with patch.object(Doubts, "add", lambda self, holder, shard: True):
+    with patch.object(SuspectCopies, "add", lambda self, holder, shard: True):
         yield
 
 

@@ -14,19 +14,19 @@ from unittest.mock import patch
 
 from forged.elastic.coordinator import cluster, records
 from forged.elastic.coordinator.cluster import Cluster
-from forged.elastic.coordinator.step_witnesses import Witnesses
+from forged.elastic.coordinator.step_witnesses import StepWitnesses
 from forged.elastic.failure_detector import detector, timeouts
 from forged.elastic.membership.member import Member, death_of
-from forged.elastic.membership.world_membership import Lineup
+from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.phases import Phase
 from forged.elastic.rescale import attempt
-from forged.elastic.rescale.attempt import Attempt, Stop
+from forged.elastic.rescale.attempt import Attempt, StopReport
 from forged.worker.collectives.world import World
 from forged.worker.daemon.job_view import Commit
 from forged.worker.rescale import rescaler
 from forged.worker.rescale.agreement import Agreement, agree
-from forged.worker.rescale.progress import Place
-from forged.worker.rescale.rescaler import Passage
+from forged.worker.rescale.progress import TrainingProgress
+from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.state_transfer.exchange import StateExchange
 from tests.simulation.elastic_truth import Promise
 
@@ -64,18 +64,18 @@ def commit_before_all_have_the_state() -> Iterator[None]:
 def _taken_at_their_word() -> Iterator[None]:
     """Everybody claims to be where the commit says."""
 
-    come_to_agree = Passage._agree
+    come_to_agree = Rescaler._agree
     commits: dict[World, Commit] = {}
 
-    async def claim(world: World, own: Stop) -> Agreement:
+    async def claim(world: World, own: StopReport) -> Agreement:
         step = commits[world].step
         return await agree(world, own if step is None else replace(own, step=step, finished=False, holds_state=True))
 
-    async def note(self: Passage, world: World, commit: Commit) -> Agreement:
+    async def note(self: Rescaler, world: World, commit: Commit) -> Agreement:
         commits[world] = commit
         return await come_to_agree(self, world, commit)
 
-    with patch.object(rescaler, "agree", claim), patch.object(Passage, "_agree", note):
+    with patch.object(rescaler, "agree", claim), patch.object(Rescaler, "_agree", note):
         yield
 
 
@@ -101,7 +101,7 @@ def take_the_lowest_step() -> Iterator[None]:
 def count_what_somebody_has_finished() -> Iterator[None]:
     """A step that one has finished counts, whether the others have or not."""
 
-    def furthest(target: tuple[str, ...], stops: Mapping[str, Stop], added: Collection[str] = ()) -> str:
+    def furthest(target: tuple[str, ...], stops: Mapping[str, StopReport], added: Collection[str] = ()) -> str:
         holders = [worker for worker in target if stops[worker].holds_state]
         holders = [worker for worker in holders if worker not in added] or holders
         return max(holders or target, key=lambda worker: stops[worker].position)
@@ -191,12 +191,12 @@ def tolerate_every_failure() -> Iterator[None]:
 @contextmanager
 def forget_what_was_finished() -> Iterator[None]:
     """A worker that has finished a step which may not count says nothing of it."""
-    stop: Callable[[Place], Stop] = vars(Place)["stop"].fget
+    stop: Callable[[TrainingProgress], StopReport] = vars(TrainingProgress)["stop"].fget
 
-    def forgetful(self: Place) -> Stop:
+    def forgetful(self: TrainingProgress) -> StopReport:
         return replace(stop(self), finished=False)
 
-    with patch.object(Place, "stop", property(forgetful)):
+    with patch.object(TrainingProgress, "stop", property(forgetful)):
         yield
 
 
@@ -214,7 +214,7 @@ def answer_without_the_state() -> Iterator[None]:
 @contextmanager
 def believe_every_heartbeat() -> Iterator[None]:
     """One worker's word is enough."""
-    with patch.object(Witnesses, "hear", lambda self, worker, step, world: step):
+    with patch.object(StepWitnesses, "hear", lambda self, worker, step, world: step):
         yield
 
 
@@ -259,7 +259,7 @@ def count_evictions() -> Iterator[None]:
 def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
     """Nobody is asked who is left of a world, though all may have come into it without ever having met the others."""
     everybody = property(lambda self: frozenset(self.world), lambda self, holders: None)
-    with patch.object(Lineup, "state_holders", everybody, create=True):
+    with patch.object(WorldMembership, "state_holders", everybody, create=True):
         yield
 
 

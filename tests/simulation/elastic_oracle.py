@@ -37,7 +37,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.elastic.phases import OVER, Cause, following
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from forged.errors import ForgedError
 from forged.kernel.messages import Fact, Record
 from forged.status.model import DaemonStarted
@@ -294,7 +294,7 @@ class ElasticOracle:
     def stopped(self, report: ReportPaused) -> None:
         """A worker says where it has stopped."""
         if truth := self.truths.get(report.job):
-            stop = Stop(report.step, report.holds_state, report.finished)
+            stop = StopReport(report.step, report.holds_state, report.finished)
             truth.stops[report.attempt][report.incarnation] = stop
 
     def has_state(self, report: ReportReady) -> None:

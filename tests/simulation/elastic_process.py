@@ -24,7 +24,7 @@ from forged.log import SILENT
 from forged.worker.errors import StepAborted
 from forged.worker.process.counters import Counters
 from forged.worker.process.worker_process import SharedProcess
-from forged.worker.transport.bulk_channel import LoopCarrier
+from forged.worker.transport.bulk_channel import LoopBulkTransport
 from forged.worker.worker import ElasticWorker
 from tests.simulation.data import JobData
 from tests.simulation.elastic_oracle import ElasticOracle
@@ -219,7 +219,7 @@ class Process:
             process=SpokenFor(self),
             log=SILENT,
             random=self._random,
-            carrier=LoopCarrier() if data is None else data.carrier(),
+            carrier=LoopBulkTransport() if data is None else data.carrier(),
             data=given,
             sampler=None if data is None else data.sampler(),
         )

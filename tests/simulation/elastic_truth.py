@@ -15,7 +15,7 @@ from enum import StrEnum
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from tests.simulation.oracle import Broken
 
 BATCH = 24
@@ -164,7 +164,7 @@ class Truth:
     told_to_go: dict[WorkerId, float] = field(default_factory=dict)
     """When that became known."""
     gone: set[WorkerId] = field(default_factory=set)
-    stops: defaultdict[int, dict[bytes, Stop]] = field(default_factory=lambda: defaultdict(dict))
+    stops: defaultdict[int, dict[bytes, StopReport]] = field(default_factory=lambda: defaultdict(dict))
     """By attempt and incarnation: where members said that they have stopped."""
     ready: defaultdict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     """By attempt: who said that it has the state."""

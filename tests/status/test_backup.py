@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forged.kernel.bus import Bus
-from forged.net.tickets import TicketBooth
+from forged.net.tickets import TicketRegistry
 from forged.status.backup import NAME, BackupService, Copy
 from tests.net.hand import HandClock
 
@@ -19,7 +19,7 @@ async def copy_nothing(path: Path) -> None:
 
 def service_in(directory: Path, copy: Copy | None = copy_nothing) -> BackupService:
     clock = HandClock()
-    return BackupService(Bus(clock), TicketBooth(clock, os.urandom), copy, directory)
+    return BackupService(Bus(clock), TicketRegistry(clock, os.urandom), copy, directory)
 
 
 @pytest.mark.parametrize("name", [NAME, UNFINISHED])

@@ -6,28 +6,28 @@ from hypothesis import strategies as st
 
 from forged.errors import ConfigError
 from forged.net.transport.port import Address
-from forged.systemd.listeners import Doors, InheritedDoor, divide
+from forged.systemd.listeners import InheritedListener, Listeners, divide
 
 SOCKET = "/run/forged/forged.sock"
 DEFAULT = ("tcp://127.0.0.1:7433",)
-UNIX = InheritedDoor(Address("unix", path=SOCKET))
+UNIX = InheritedListener(Address("unix", path=SOCKET))
 
 
-def tcp(host: str, port: int, name: str = "") -> InheritedDoor:
-    return InheritedDoor(Address("tcp", host=host, port=port), name)
+def tcp(host: str, port: int, name: str = "") -> InheritedListener:
+    return InheritedListener(Address("tcp", host=host, port=port), name)
 
 
-def divided(*inherited: InheritedDoor, listen: tuple[str, ...] = DEFAULT) -> tuple[str, ...]:
+def divided(*inherited: InheritedListener, listen: tuple[str, ...] = DEFAULT) -> tuple[str, ...]:
     return divide(inherited, SOCKET, listen, DEFAULT).listen
 
 
 def test_nothing_inherited_changes_nothing() -> None:
-    assert divide([], SOCKET, DEFAULT, DEFAULT) == Doors(SOCKET, DEFAULT, ())
+    assert divide([], SOCKET, DEFAULT, DEFAULT) == Listeners(SOCKET, DEFAULT, ())
 
 
 def test_a_unix_socket_takes_the_place_of_the_configured_one_wherever_it_is() -> None:
-    other = InheritedDoor(Address("unix", path="/elsewhere"), "control")
-    assert divide([other], SOCKET, DEFAULT, DEFAULT) == Doors("/elsewhere", DEFAULT, (other.address,))
+    other = InheritedListener(Address("unix", path="/elsewhere"), "control")
+    assert divide([other], SOCKET, DEFAULT, DEFAULT) == Listeners("/elsewhere", DEFAULT, (other.address,))
 
 
 def test_the_default_is_not_opened_beside_a_tcp_socket() -> None:
@@ -77,7 +77,7 @@ def test_one_that_is_not_configured_is_tls_if_its_name_says_so() -> None:
 
 
 def test_two_unix_sockets_are_one_too_many() -> None:
-    other = InheritedDoor(Address("unix", path="/elsewhere"))
+    other = InheritedListener(Address("unix", path="/elsewhere"))
     with pytest.raises(ConfigError, match=r"/run/forged/forged\.sock, /elsewhere") as raised:
         divide([UNIX, other], SOCKET, DEFAULT, DEFAULT)
     assert raised.value.code == "sockets_too_many"
@@ -95,7 +95,7 @@ texts = st.builds(
 
 @given(st.lists(st.builds(tcp, hosts, ports, st.sampled_from(["", "tls"])), max_size=4), st.lists(texts, max_size=4))
 def test_every_inherited_socket_is_served_and_its_address_can_be_found_again(
-    inherited: list[InheritedDoor], listen: list[str]
+    inherited: list[InheritedListener], listen: list[str]
 ) -> None:
     doors = divide(inherited, SOCKET, listen, DEFAULT)
     found = [Address.parse(text) for text in doors.listen]
@@ -106,7 +106,7 @@ def test_every_inherited_socket_is_served_and_its_address_can_be_found_again(
     assert set(doors.listen[len(inherited) :]) <= set(listen)
 
 
-def place(door: InheritedDoor) -> tuple[str, int]:
+def place(door: InheritedListener) -> tuple[str, int]:
     """Where only one socket can be."""
     return door.address.host.replace("0.0.0.0", "::"), door.address.port
 
@@ -115,6 +115,6 @@ sockets_apart = st.lists(st.builds(tcp, hosts, ports, st.sampled_from(["", "tls"
 
 
 @given(sockets_apart, st.lists(texts, max_size=4))
-def test_dividing_again_what_was_divided_changes_nothing(inherited: list[InheritedDoor], listen: list[str]) -> None:
+def test_dividing_again_what_was_divided_changes_nothing(inherited: list[InheritedListener], listen: list[str]) -> None:
     doors = divide(inherited, SOCKET, listen, DEFAULT)
     assert divide(inherited, doors.socket, doors.listen, DEFAULT) == doors

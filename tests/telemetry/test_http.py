@@ -25,7 +25,7 @@ from forged.net.transport.sockets import SystemNetwork
 from forged.status.model import PingDaemon
 from forged.telemetry import http, http_connections
 from forged.telemetry.exposition import EXPOSITION_AGE_MAX_S, Exposition
-from forged.telemetry.http_connections import Visitors
+from forged.telemetry.http_connections import HttpConnections
 
 SCRAPERS = 100
 LARGE_BYTES = 64 << 20
@@ -269,7 +269,7 @@ async def test_who_does_not_read_the_answer_is_cut_off(tmp_path: Path, monkeypat
         swept.set()
 
     monkeypatch.setattr(http_connections, "_cut_off", note)
-    monkeypatch.setattr(Visitors, "_now", lambda _: loop.time() + later_s)
+    monkeypatch.setattr(HttpConnections, "_now", lambda _: loop.time() + later_s)
     monkeypatch.setattr(http, "SWEEP_INTERVAL_S", 0.01)
     monkeypatch.setattr(Exposition, "text", lambda _: large())
     async with watched(tmp_path) as daemon:

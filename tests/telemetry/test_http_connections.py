@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from forged.telemetry.http_connections import ANSWER_TIMEOUT_S, ASK_TIMEOUT_S, IDLE_MAX_S, Visitors
+from forged.telemetry.http_connections import ANSWER_TIMEOUT_S, ASK_TIMEOUT_S, IDLE_MAX_S, HttpConnections
 
 LINGERING = "/linger"
 
@@ -18,7 +18,7 @@ LINGERING = "/linger"
 class Door:
     """A server of one page that answers at once and one that waits, and a clock that is moved by hand."""
 
-    def __init__(self, port: int, visitors: Visitors) -> None:
+    def __init__(self, port: int, visitors: HttpConnections) -> None:
         self.visitors = visitors
         self.port = port
         self.asked = asyncio.Event()
@@ -39,7 +39,7 @@ class Door:
 
 @asynccontextmanager
 async def a_door(monkeypatch: pytest.MonkeyPatch, connections_max: int = 3) -> AsyncIterator[Door]:
-    visitors = Visitors(connections_max)
+    visitors = HttpConnections(connections_max)
 
     @web.middleware
     async def attend(request: web.Request, handler: Any) -> web.StreamResponse:

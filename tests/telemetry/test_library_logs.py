@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from forged.telemetry.library_logs import COMPLAINTS_PER_S_MAX, Complaints, adopted
+from forged.telemetry.library_logs import COMPLAINTS_PER_S_MAX, LibraryLogs, adopted
 from forged.telemetry.report import MistakeReport
 from tests.net.hand import HandClock, until
 from tests.telemetry.heard import Heard
@@ -20,7 +20,7 @@ class Place:
 
     def __init__(self) -> None:
         self.log, self.clock = Heard(), HandClock()
-        self.complaints = Complaints(self.log, MistakeReport(self.log, self.clock).tell, self.clock)
+        self.complaints = LibraryLogs(self.log, MistakeReport(self.log, self.clock).tell, self.clock)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.kernel.messages import Fact, Record
 from forged.worker.errors import StepAborted
 from forged.worker.process.worker_process import SharedProcess
-from forged.worker.session import Membership
+from forged.worker.session import WorkerSession
 from forged.worker.worker import ElasticWorker
 
 JOB = "run"
@@ -87,7 +87,7 @@ class Trainer:
         return int(self.state["chain"][0])
 
     @property
-    def member(self) -> Membership:
+    def member(self) -> WorkerSession:
         """What its worker is made of while it is connected."""
         return self.worker._member
 

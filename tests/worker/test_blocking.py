@@ -32,7 +32,7 @@ from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.process.pulse import Pulse
 from forged.worker.process.sigterm import is_heeded
 from forged.worker.process.worker_process import OwnProcess
-from forged.worker.rescale.rescaler import Passage
+from forged.worker.rescale.rescaler import Rescaler
 from tests.client.neighbour import Neighbour
 from tests.telemetry.heard import Heard
 from tests.worker.crew import JOB, PATIENCE_S, advance, chain_behind, config
@@ -537,14 +537,14 @@ class TestSignals:
     ) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        come_along = Passage.come_along
+        come_along = Rescaler.come_along
 
-        async def terminate(passage: Passage) -> None:
+        async def terminate(passage: Rescaler) -> None:
             monkeypatch.undo()
             signal.pthread_kill(main, signal.SIGTERM)
             await come_along(passage)
 
-        monkeypatch.setattr(Passage, "come_along", terminate)
+        monkeypatch.setattr(Rescaler, "come_along", terminate)
         with at(endpoint, config=config(min_workers=2)) as worker:
             assert list(worker.steps()) == []
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]

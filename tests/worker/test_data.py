@@ -39,7 +39,7 @@ from forged.kernel.messages import Fact, Record
 from forged.retry import RetryPolicy
 from forged.worker.daemon.registration import Registration
 from forged.worker.data import shard_holder
-from forged.worker.data.shard_holder import Custodian
+from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import drain
 from forged.worker.errors import JobEnded, WorkerEvicted
 from tests.client.house import SOON, House
@@ -492,7 +492,7 @@ class TestWhoIsToGo:
         async with ranch_at(house) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
-            async with held_at(Custodian, "take_part", monkeypatch) as reached:
+            async with held_at(ShardHolder, "take_part", monkeypatch) as reached:
                 ranch.start("b")
                 await soon(reached)
                 ranch.crew["b"].worker.drain("a change of mind")
@@ -566,7 +566,7 @@ class TestTheBackground:
             await ranch.crew.world_of("a", "b")
             generation = ranch.crew["a"].worker.generation
             held = {name: set(ranch.stores[name].held()) for name in "ab"}
-            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
                 ranch.start("c")
                 await soon(reached)
                 # More than an epoch, in which nothing is drawn that is not owned.
@@ -588,7 +588,7 @@ class TestTheBackground:
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
             await until(lambda: house.daemon.elastic.clusters[JOB].lineup.state_holders == {"a", "b"})
-            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
                 ranch.crew["a"].worker.drain("the spot price")
                 await soon(reached)
                 await ranch.crew.more_steps("a", "b", steps=10)
@@ -603,7 +603,7 @@ class TestTheBackground:
         async with ranch_at(house) as ranch, ranch.client() as client:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
-            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
                 ranch.start("c")
                 await soon(reached)
                 await client.evict_worker(JOB, "c")
@@ -620,7 +620,7 @@ class TestTheBackground:
         async with ranch_at(house, replication=1) as ranch, ranch.client() as client:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
-            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
                 ranch.start("c")
                 await soon(reached)
                 await client.evict_worker(JOB, "b")
@@ -674,7 +674,7 @@ class TestTheBackground:
         async with ranch_at(house) as ranch:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
-            async with held_at(Custodian, "_tell_done", monkeypatch) as reached:
+            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
                 ranch.start("c")
                 await soon(reached)
                 await house.close()
@@ -986,7 +986,7 @@ class TestTrouble:
         async with ranch_at(house, origin=None) as ranch:
             ranch.start("a", store=filled(*range(SHARDS)))
             await ranch.crew.world_of("a")
-            async with held_at(Custodian, point, monkeypatch) as reached:
+            async with held_at(ShardHolder, point, monkeypatch) as reached:
                 ranch.start("b")
                 await soon(reached)
                 await house.close()
@@ -1002,7 +1002,7 @@ class TestTrouble:
         async with ranch_at(house, origin=None) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
             await ranch.crew.world_of("a")
-            async with held_at(Custodian, point, monkeypatch) as reached:
+            async with held_at(ShardHolder, point, monkeypatch) as reached:
                 ranch.start("b")
                 await soon(reached)
                 await client.rescale_job(JOB)

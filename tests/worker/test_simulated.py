@@ -15,7 +15,7 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError
 from forged.worker.collectives.world import CollectiveAborted, World
 from forged.worker.mesh import Mesh
-from forged.worker.transport.bulk_channel import LoopCarrier
+from forged.worker.transport.bulk_channel import LoopBulkTransport
 from tests.simulation.links import Faults
 from tests.simulation.loop import VirtualClock, run
 from tests.simulation.network import HostNetwork, SimulatedNetwork
@@ -43,7 +43,7 @@ class Cluster:
                 VirtualClock(loop),
                 key=KEY,
                 source=Random(f"{seed} {number}"),
-                carrier=LoopCarrier(),
+                carrier=LoopBulkTransport(),
             )
             for number, host in enumerate(self.hosts)
         ]

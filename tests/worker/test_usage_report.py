@@ -12,7 +12,7 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 from forged.log import SILENT
 from forged.worker.daemon.registration import Registration
-from forged.worker.rescale.progress import Place
+from forged.worker.rescale.progress import TrainingProgress
 from forged.worker.usage_report import COMPARED_MAX, INTERVAL_S, OTHERS_INTERVAL_S, UsageReport
 from tests.simulation.loop import VirtualClock
 from tests.spine import task_group, virtual
@@ -32,7 +32,7 @@ class Scene:
         self.refuses = False
         self.known_to = 0
         self.topology = ClusterTopology((FIRST, OTHER), 4)
-        self.place = Place(0.1, 0, ElasticSampler(samples, 10, 1), None)
+        self.place = TrainingProgress(0.1, 0, ElasticSampler(samples, 10, 1), None)
         assert self.place.consumption is not None
         self.place.consumption.enter(4, 0)
         line = cast("Registration", self)

@@ -51,8 +51,8 @@ from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.mesh import Mesh
 from forged.worker.process.counters import Counters
 from forged.worker.process.worker_process import SharedProcess
-from forged.worker.rescale.current_world import Presence
-from forged.worker.rescale.rescaler import Passage
+from forged.worker.rescale.current_world import CurrentWorld
+from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.worker import ElasticWorker
 from tests.client.house import SOON, House
@@ -312,9 +312,9 @@ class TestComingAndGoing:
     async def test_who_is_cancelled_in_its_goodbye_says_it_all_the_same(
         self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        leave, leaves = Presence.leave, asyncio.Event()
+        leave, leaves = CurrentWorld.leave, asyncio.Event()
 
-        async def leave_slowly(presence: Presence) -> None:
+        async def leave_slowly(presence: CurrentWorld) -> None:
             leaves.set()
             await asyncio.sleep(0.1)
             await leave(presence)
@@ -324,7 +324,7 @@ class TestComingAndGoing:
         async def train() -> None:
             async for _ in worker.steps(3):
                 if worker.step == 2:
-                    monkeypatch.setattr(Presence, "leave", leave_slowly)
+                    monkeypatch.setattr(CurrentWorld, "leave", leave_slowly)
 
         async with worker:
             await worker.connect(house.endpoint)
@@ -588,14 +588,14 @@ class TestTraining:
     async def test_nobody_has_to_do_a_step_again_because_another_joins(self, crew: Crew) -> None:
         """All stop behind the same step: no step is broken off."""
         aborted: list[str] = []
-        lose = Presence.lose
+        lose = CurrentWorld.lose
 
-        def note(presence: Presence, error: Any) -> None:
+        def note(presence: CurrentWorld, error: Any) -> None:
             aborted.append(error.message)
             lose(presence, error)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Presence, "lose", note)
+            patch.setattr(CurrentWorld, "lose", note)
             crew.start("a", "b")
             await crew.world_of("a", "b")
             for name in ("c", "d"):
@@ -640,15 +640,15 @@ class TestTraining:
         await crew.world_of("a")
         assert not crew["a"].worker.is_rescaling
         seen: list[bool] = []
-        leave = Presence.leave
+        leave = CurrentWorld.leave
 
-        async def look(presence: Presence) -> None:
+        async def look(presence: CurrentWorld) -> None:
             (worker,) = (one.worker for one in crew.trainers.values() if one.worker._presence is presence)
             seen.append(worker.is_rescaling)
             await leave(presence)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Presence, "leave", look)
+            patch.setattr(CurrentWorld, "leave", look)
             crew.start("b")
             await crew.world_of("a", "b")
         assert len(seen) >= 2
@@ -982,13 +982,13 @@ class TestLeaving:
     async def test_one_that_waits_drains_too(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
         async with crew_at(house.endpoint, min_workers=2) as crew:
             waits = asyncio.Event()
-            come_along = Passage.come_along
+            come_along = Rescaler.come_along
 
-            async def come(passage: Passage) -> None:
+            async def come(passage: Rescaler) -> None:
                 waits.set()
                 await come_along(passage)
 
-            monkeypatch.setattr(Passage, "come_along", come)
+            monkeypatch.setattr(Rescaler, "come_along", come)
             crew.start("a")
             await waits.wait()
             crew["a"].worker.drain("nobody comes")

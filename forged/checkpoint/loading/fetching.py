@@ -35,7 +35,7 @@ from forged.checkpoint.loading.read_plan import (
 )
 from forged.checkpoint.model import Mended
 from forged.checkpoint.ports import Halt, Reader, Storage
-from forged.checkpoint.thread_pool import THREADS, work_off
+from forged.checkpoint.thread_pool import THREADS, run_all
 
 ALONE_BYTES_MAX = 16 << 20
 ALONE_READS_MAX = 4
@@ -105,7 +105,7 @@ def fetch(
     jobs = fetching.jobs(found)
     is_little = fetching.read <= ALONE_BYTES_MAX and len(jobs) <= ALONE_READS_MAX
     with fetching:
-        work_off(fetching.do, jobs, halt, 1 if is_little else threads)
+        run_all(fetching.do, jobs, halt, 1 if is_little else threads)
     return Fetched(fetching.wants.finished(), fetching.mended, fetching.read, found.needed)
 
 

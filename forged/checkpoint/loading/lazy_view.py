@@ -25,7 +25,7 @@ from forged.checkpoint.loading.fetching import Array, fetch, is_of_storage, requ
 from forged.checkpoint.loading.read_plan import Copy, Index, blocks_of
 from forged.checkpoint.loading.repair import Mender
 from forged.checkpoint.ports import Halt, Storage, bounded
-from forged.checkpoint.thread_pool import THREADS, work_off
+from forged.checkpoint.thread_pool import THREADS, run_all
 
 
 class TensorInfo(NamedTuple):
@@ -146,7 +146,7 @@ class CheckpointView(Mapping[str, Array]):
                 return None
             if copy not in self._verified:
                 blocks = blocks_of(layout.memory, first, end)
-                work_off(partial(require_right, self._index, layout, file), blocks, self._halt(), self._threads)
+                run_all(partial(require_right, self._index, layout, file), blocks, self._halt(), self._threads)
                 self._verified.add(copy)
         except CheckpointException as error:
             if not is_of_storage(error):

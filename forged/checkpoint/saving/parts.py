@@ -23,7 +23,7 @@ from forged.checkpoint.ports import Halt, Source, Storage
 from forged.checkpoint.saving.image import Image, Imaged, Layout, cut_out, lay_out
 from forged.checkpoint.saving.plan import Plan, Share
 from forged.checkpoint.saving.staging import Staged
-from forged.checkpoint.thread_pool import THREADS, work_off
+from forged.checkpoint.thread_pool import THREADS, run_all
 
 FILE_METADATA = {"format": "np", "by": "forged"}
 """What readers of safetensors files look for."""
@@ -113,7 +113,7 @@ class Packed:
         self._memory = list(accumulate(self._lengths, initial=0))
         self._chunks: dict[int, bytes | memoryview] = {}
         """All of them; or those that reach over the end of a block, until the next one is asked for."""
-        work_off(self._pack, self._stretches(), halt, THREADS)
+        run_all(self._pack, self._stretches(), halt, THREADS)
         self._starts = list(accumulate(map(abs, self.stored), initial=0))
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from forged.checkpoint.large_pages import new_memory
 from forged.checkpoint.ports import BLOCK_BYTES, Halt
 from forged.checkpoint.saving.image import Image, blocks
-from forged.checkpoint.thread_pool import THREADS, work_off
+from forged.checkpoint.thread_pool import THREADS, run_all
 
 MEMORIES_MAX = 2
 
@@ -65,7 +65,7 @@ class Staging:
             image.block(offset, view[offset : offset + BLOCK_BYTES])
 
         try:
-            work_off(copy, blocks(image.size), halt, self._threads)
+            run_all(copy, blocks(image.size), halt, self._threads)
         except BaseException:
             view.release()
             self._give_back(memory)
@@ -104,7 +104,7 @@ class Staging:
         def touch(offset: int) -> None:
             np.frombuffer(memory, np.uint8)[offset : offset + BLOCK_BYTES : mmap.PAGESIZE] = 0
 
-        work_off(touch, blocks(len(memory)), halt, self._threads)
+        run_all(touch, blocks(len(memory)), halt, self._threads)
         return memory
 
     def _give_back(self, memory: mmap.mmap) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from forged.checkpoint.large_pages import new_memory
 from forged.checkpoint.ports import BLOCK_BYTES, Halt, Source
 from forged.checkpoint.storage.files import Files
-from forged.checkpoint.thread_pool import work_off
+from forged.checkpoint.thread_pool import run_all
 from forged.file_sync import PAGE
 
 BLOCKS_CACHED_MAX = 8
@@ -91,7 +91,7 @@ class Filling:
                 with writing:
                     self._put(block, offset, room)
 
-        work_off(put, blocks, halt, min(writes * ROOMS_PER_WRITE, len(blocks)) if writes > 1 else 1)
+        run_all(put, blocks, halt, min(writes * ROOMS_PER_WRITE, len(blocks)) if writes > 1 else 1)
         halt.check()
         if self._is_padded:
             self._files.truncate(self._fd, self._source.size)

@@ -21,7 +21,7 @@ from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.fetching import fetch
 from forged.checkpoint.loading.read_plan import Index
 from forged.checkpoint.ports import Halt, Storage
-from forged.checkpoint.thread_pool import work_off
+from forged.checkpoint.thread_pool import run_all
 
 Array = np.ndarray[Any, Any]
 ELEMENTS_AT_ONCE = 1 << 13
@@ -132,7 +132,7 @@ class _Comparing:
         def compare(box: Box) -> None:
             tally.add(self._read(self._a, tensor, box), self._read(self._b, other, box))
 
-        work_off(compare, cells, self._halt)
+        run_all(compare, cells, self._halt)
         return tally.amount()
 
     def _read(self, side: tuple[Storage, Index], tensor: int, box: Box) -> Array:

@@ -29,7 +29,7 @@ from forged.checkpoint.loading.read_plan import Index, PartLayout, blocks_of, pl
 from forged.checkpoint.model import check_timeout
 from forged.checkpoint.ports import Halt, Reader, Storage, bounded
 from forged.checkpoint.storage.listing import read_manifest
-from forged.checkpoint.thread_pool import THREADS, work_off
+from forged.checkpoint.thread_pool import THREADS, run_all
 from forged.errors import describe
 
 FINDINGS_MAX = 200
@@ -278,7 +278,7 @@ class _Walk:
         blocks = [*blocks_of(layout.memory, 0, layout.chunks)]
         try:
             with self._storage.open(layout.part.file) as reader:
-                work_off(partial(self._block, layout, reader), blocks, self._halt, threads if len(blocks) > 1 else 1)
+                run_all(partial(self._block, layout, reader), blocks, self._halt, threads if len(blocks) > 1 else 1)
         except CheckpointException as error:
             if not is_of_storage(error):
                 raise

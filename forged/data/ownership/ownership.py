@@ -29,7 +29,7 @@ from forged.data.messages import (
 from forged.data.model import SourceKind, TransferPace
 from forged.data.ownership.conflicting_copies import Marks, outvoted
 from forged.data.ownership.gathering import NOTHING, Assignment, Draft, Finished, Gathering, Holdings, Lack
-from forged.data.ownership.suspect_copies import Doubts
+from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.placement.planner import DataRedistributor, check_replication
 from forged.data.placement.shares import check_weight
@@ -50,7 +50,7 @@ NO_SOURCE = -2
 Ids = Indices
 
 
-class Custody:
+class ShardOwnership:
     """The data of one job."""
 
     def __init__(self, job: str, dataset: DatasetSpec, assignment: Assignment | None = None) -> None:
@@ -60,7 +60,7 @@ class Custody:
         Dataset.of(dataset.samples, dataset.shards)
         self.assignment = assignment or Assignment.nobody(dataset.shards)
         self.gathering: Gathering | None = None
-        self.doubts = Doubts()
+        self.doubts = SuspectCopies()
         self.full: set[WorkerId] = set()
         """Who cannot keep any more than it has, and alone has some of it, since the last commit."""
         self._bytes_per_sample = 0.0
@@ -71,7 +71,7 @@ class Custody:
         """Whether it is of this dataset, or members of this attempt have said already that they have another."""
         return dataset == self.dataset or (self.gathering is not None and self.gathering.attempt == attempt)
 
-    def inherit(self, former: Custody) -> None:
+    def inherit(self, former: ShardOwnership) -> None:
         """Come after one with which nobody has trained: the copies that were in doubt there are the same here, unless
         the shards are others."""
         known = former.dataset

@@ -15,8 +15,8 @@ import numpy as np
 from forged.data.columns import NOBODY, Column
 from forged.data.messages import DatasetSpec
 from forged.data.ownership.gathering import Assignment
-from forged.data.ownership.ownership import Custody
-from forged.data.ownership.suspect_copies import Doubts
+from forged.data.ownership.ownership import ShardOwnership
+from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.elastic.model import WorkerId
 from forged.errors import PeerError, RequestRefused, describe
 
@@ -103,7 +103,7 @@ def _doubted(name: str, dataset: DatasetSpec) -> tuple[str, int] | None:
 class Restored(msgspec.Struct, frozen=True):
     """What comes back of a job."""
 
-    custody: Custody
+    custody: ShardOwnership
     attempt: int
     """The one that led to what is held now; 0 before the first."""
     planned: dict[int, Assignment]
@@ -124,9 +124,9 @@ def _restored(job: str, entries: Iterable[tuple[str, bytes]]) -> Restored | None
     found = {key.removeprefix(f"{PREFIX}{job}/"): value for key, value in entries}
     if DATASET not in found:
         return None
-    custody = Custody(job, _decode_dataset(found[DATASET]))
+    custody = ShardOwnership(job, _decode_dataset(found[DATASET]))
     doubted = {name: copy for name in found if (copy := _doubted(name, custody.dataset))}
-    custody.doubts = Doubts(doubted.values())
+    custody.doubts = SuspectCopies(doubted.values())
     records = [_decode_holders(value) for key, value in found.items() if key.startswith(f"{HOLDERS}/")]
     held = max((record for record in records if record.generation), key=_generation, default=None)
     if held is not None:

@@ -24,7 +24,7 @@ ASKED_MAX = 1 << 14
 _NOTHING: Indices = np.empty(0, np.int64)
 
 
-class Doubts:
+class SuspectCopies:
     """Those about the copies of one job; `known` are those that were written down."""
 
     def __init__(self, known: Iterable[tuple[str, int]] = ()) -> None:

@@ -13,15 +13,15 @@ from itertools import islice
 
 from forged.elastic.compatibility import Common, require_same
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.coordinator.failure_budget import Failures
-from forged.elastic.coordinator.step_witnesses import Witnesses, state_at, state_behind
-from forged.elastic.failure_detector.detector import NEVER, Watch
-from forged.elastic.failure_detector.peer_reports import Complaints
-from forged.elastic.failure_detector.suspicion import Quarrels
+from forged.elastic.coordinator.failure_budget import FailureBudget
+from forged.elastic.coordinator.step_witnesses import StepWitnesses, state_at, state_behind
+from forged.elastic.failure_detector.detector import NEVER, FailureDetector
+from forged.elastic.failure_detector.peer_reports import PeerReports
+from forged.elastic.failure_detector.suspicion import Suspicions
 from forged.elastic.failure_detector.timeouts import keeping_others
 from forged.elastic.membership.member import MARKS_PER_WORLD, Member
-from forged.elastic.membership.registry import Roster
-from forged.elastic.membership.world_membership import Lineup
+from forged.elastic.membership.registry import MemberRegistry
+from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.messages import (
     AttemptMembers,
     JobAborted,
@@ -42,9 +42,9 @@ from forged.elastic.messages import (
 from forged.elastic.model import GlobalTrainingState, RescaleType
 from forged.elastic.outbox import Moment, Outbox
 from forged.elastic.phases import OVER, Cause, Phase, following, require_not_over
-from forged.elastic.rescale.attempt import Attempt, Stage, Stop, brought_along
+from forged.elastic.rescale.attempt import Attempt, Stage, StopReport, brought_along
 from forged.elastic.rescale.ranks import assign_ranks
-from forged.elastic.rescale.scaling import Base, paces
+from forged.elastic.rescale.scaling import ScalingBase, paces
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.kernel.messages import Fact
@@ -76,8 +76,8 @@ class Cluster:
         self.attempts = 0
         self.told_over = 0
         """The newest attempt that was given up because a daemon died over it."""
-        self.failures = Failures()
-        self.base = Base()
+        self.failures = FailureBudget()
+        self.base = ScalingBase()
         self.reason = ""
         """Why the phase is what it is."""
         self.why: list[str] = []
@@ -86,10 +86,10 @@ class Cluster:
         """What all workers have to have in common; None while none has said it."""
         self.cause = 0
         """The id of the fact that the next rescale, or what is left of this one, follows from."""
-        self.lineup = Lineup(job, self.config)
+        self.lineup = WorldMembership(job, self.config)
         self.attempt: Attempt | None = None
         self.out = Outbox()
-        self.watch = Watch(self.out)
+        self.watch = FailureDetector(self.out)
         self._hole_at: float | None = None
         """Since when somebody is missing in the world, or from the attempt."""
         self._hole_is_told = False
@@ -102,8 +102,8 @@ class Cluster:
         """Since when this daemon has the job."""
         self.advanced_at = -NEVER
         """When anybody of the world was known to have come further last, or could first."""
-        self._quarrels = Quarrels(self.lineup, self.watch)
-        self._witnesses = Witnesses()
+        self._quarrels = Suspicions(self.lineup, self.watch)
+        self._witnesses = StepWitnesses()
         self._troubles: set[str] = set()
         """Those of the reasons that only tell of what some other one explains."""
         self._must_stop = False
@@ -122,7 +122,7 @@ class Cluster:
             member.reconsider(before, self.config)
 
     @property
-    def members(self) -> Roster:
+    def members(self) -> MemberRegistry:
         """Who has registered."""
         return self.lineup.members
 
@@ -142,7 +142,7 @@ class Cluster:
         return self.phase is Phase.RUNNING or (self.attempt is not None and self.attempt.in_background)
 
     @property
-    def complaints(self) -> Complaints:
+    def complaints(self) -> PeerReports:
         """What workers have said of each other."""
         return self._quarrels.complaints
 
@@ -338,7 +338,7 @@ class Cluster:
 
     # Answers in an attempt.
 
-    def stopped(self, worker_id: str, incarnation: bytes, number: int, stop: Stop, now: Moment) -> None:
+    def stopped(self, worker_id: str, incarnation: bytes, number: int, stop: StopReport, now: Moment) -> None:
         """A member of the attempt has stopped."""
         attempt, member = self._answering(worker_id, incarnation, number)
         member.heard_at = now.monotonic
@@ -731,7 +731,7 @@ class Cluster:
         if attempt.source:
             self.state = state_at(self.state, attempt.stops[attempt.source], now.wall)
         if not self.base.world:
-            self.base = Base(len(members), self.state.learning_rate, self.state.global_batch_size)
+            self.base = ScalingBase(len(members), self.state.learning_rate, self.state.global_batch_size)
         # Where nobody has stopped, and the rate does not follow the world, it is whatever the workers have by now.
         is_known = bool(attempt.source) or self.config.scale_batch_with_world
         rate, batch = self.paces(len(members)) if is_known else (0.0, 0)

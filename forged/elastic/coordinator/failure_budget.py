@@ -13,7 +13,7 @@ from forged.phrases import counted
 
 
 @dataclass(slots=True)
-class Failures:
+class FailureBudget:
     """The failures of members of a world."""
 
     in_world: int = 0

@@ -12,13 +12,13 @@ import msgspec
 
 from forged.elastic.compatibility import Common
 from forged.elastic.coordinator.cluster import Cluster
-from forged.elastic.coordinator.failure_budget import Failures
+from forged.elastic.coordinator.failure_budget import FailureBudget
 from forged.elastic.membership.member import Member
-from forged.elastic.membership.registry import Roster
+from forged.elastic.membership.registry import MemberRegistry
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, WorkerId
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.scaling import Base
+from forged.elastic.rescale.scaling import ScalingBase
 from forged.jobs.model import SettingValue
 
 PREFIX = "elastic/"
@@ -132,7 +132,7 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Clu
     for member in members:
         member.slack_s = slack_s
     # Who came first is taken in first, also behind a restart.
-    cluster.lineup.members = Roster(job, sorted(members, key=lambda member: member.joined_at))
+    cluster.lineup.members = MemberRegistry(job, sorted(members, key=lambda member: member.joined_at))
     if world is not None:
         _take_world(cluster, world)
     cluster.resume_from_store(now)
@@ -166,8 +166,8 @@ def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
     cluster.configure(record.settings)
     cluster.phase, cluster.paused, cluster.state = record.phase, record.paused, record.state
     cluster.paused_because, cluster.attempts = record.paused_because, record.attempts
-    cluster.failures = Failures(record.failures, record.failures_in_a_row, record.failed_at_step)
-    cluster.base, cluster.reason, cluster.why = Base(*record.base), record.reason, record.why
+    cluster.failures = FailureBudget(record.failures, record.failures_in_a_row, record.failed_at_step)
+    cluster.base, cluster.reason, cluster.why = ScalingBase(*record.base), record.reason, record.why
     cluster.common, cluster.told_over, cluster.cause = record.common, record.told_over, record.cause
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forged.elastic.model import GlobalTrainingState
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 
 
 @dataclass(slots=True)
-class Witnesses:
+class StepWitnesses:
     """What the members of a world have said."""
 
     _furthest: str = ""
@@ -34,7 +34,7 @@ class Witnesses:
         self._furthest, self._step = "", 0
 
 
-def state_at(state: GlobalTrainingState, stop: Stop, now: float) -> GlobalTrainingState:
+def state_at(state: GlobalTrainingState, stop: StopReport, now: float) -> GlobalTrainingState:
     """The job's state as it is where its source has stopped."""
     return GlobalTrainingState(
         stop.epoch,

@@ -42,7 +42,7 @@ class _Doubt(NamedTuple):
     at: float
 
 
-class Watch:
+class FailureDetector:
     """What is known from looking at the members of one job."""
 
     def __init__(self, out: Outbox) -> None:

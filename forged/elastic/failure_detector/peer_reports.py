@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 
-class Complaints:
+class PeerReports:
     """What workers said of each other since the last step that was committed."""
 
     def __init__(self) -> None:

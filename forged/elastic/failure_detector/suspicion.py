@@ -7,20 +7,20 @@ state is spared for as long as it can be.
 
 from __future__ import annotations
 
-from forged.elastic.failure_detector.detector import Watch, is_lost
-from forged.elastic.failure_detector.peer_reports import Complaints
+from forged.elastic.failure_detector.detector import FailureDetector, is_lost
+from forged.elastic.failure_detector.peer_reports import PeerReports
 from forged.elastic.membership.member import Member
-from forged.elastic.membership.world_membership import Lineup
+from forged.elastic.membership.world_membership import WorldMembership
 
 QUARRELS_MAX = 3
 """So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
 
 
-class Quarrels:
+class Suspicions:
     """What the workers of one job say of each other, and what follows."""
 
-    def __init__(self, lineup: Lineup, watch: Watch) -> None:
-        self.complaints = Complaints()
+    def __init__(self, lineup: WorldMembership, watch: FailureDetector) -> None:
+        self.complaints = PeerReports()
         self._lineup = lineup
         self._watch = watch
 

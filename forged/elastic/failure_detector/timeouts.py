@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from forged.elastic.failure_detector.peer_reports import Complaints
+from forged.elastic.failure_detector.peer_reports import PeerReports
 from forged.elastic.membership.member import Member, holding_up, mute_since
-from forged.elastic.membership.world_membership import Lineup
+from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.rescale.attempt import Attempt, Stage
 
 RESTING_S = 5.0
@@ -21,7 +21,7 @@ NEVER_SAID = -math.inf
 
 
 def keeping_others(
-    attempt: Attempt, lineup: Lineup, complaints: Complaints, now: float, *, trains: bool
+    attempt: Attempt, lineup: WorldMembership, complaints: PeerReports, now: float, *, trains: bool
 ) -> Iterator[tuple[Member, str]]:
     """Who keeps the others waiting, and what is held against it; nobody where all are in a step that lasts, or wait for
     what none of them can give. `trains` tells whether the world before goes on meanwhile."""
@@ -45,7 +45,12 @@ def keeping_others(
 
 
 def _kept_from(
-    source: Member, late: Iterable[Member], attempt: Attempt, lineup: Lineup, complaints: Complaints, now: float
+    source: Member,
+    late: Iterable[Member],
+    attempt: Attempt,
+    lineup: WorldMembership,
+    complaints: PeerReports,
+    now: float,
 ) -> str:
     """Which of them does not come by the state through no fault of its own; empty for none.
 
@@ -61,7 +66,7 @@ def _kept_from(
     return ""
 
 
-def _is_in_a_step(member: Member, attempt: Attempt, lineup: Lineup, now: float) -> bool:
+def _is_in_a_step(member: Member, attempt: Attempt, lineup: WorldMembership, now: float) -> bool:
     """Whether it may come to the end of a long step: nobody of its world has come there yet, and it is heard.
 
     Its pulse speaks for a library that cannot: who is held up holds up a step like any other.
@@ -73,7 +78,7 @@ def _is_in_a_step(member: Member, attempt: Attempt, lineup: Lineup, now: float) 
     return attempt.stage is Stage.PAUSING and is_heard and not (attempt.is_at_step_end or is_late)
 
 
-def _busy(attempt: Attempt, lineup: Lineup, now: float) -> list[str]:
+def _busy(attempt: Attempt, lineup: WorldMembership, now: float) -> list[str]:
     """Who has something to do in the attempt, and does not wait for others."""
     since = now - max(RESTING_S, lineup.config.rescale_timeout_s)
     return [worker for worker in attempt.waiting_for if attempt.resting.get(worker, NEVER_SAID) < since]

@@ -17,7 +17,7 @@ WORKER_BYTES = 64
 """What a worker takes besides its names."""
 
 
-class Roster(dict[str, Member]):
+class MemberRegistry(dict[str, Member]):
     """The members by their ids, the first to come first."""
 
     def __init__(self, job: str, members: Iterable[Member] = ()) -> None:

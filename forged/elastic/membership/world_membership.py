@@ -12,16 +12,16 @@ from itertools import chain, islice
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.membership.member import Member
-from forged.elastic.membership.registry import Roster
+from forged.elastic.membership.registry import MemberRegistry
 from forged.elastic.model import ClusterTopology
 
 
-class Lineup:
+class WorldMembership:
     """The members of one job by what they are to its world; the settings are those of the job at any time."""
 
     def __init__(self, job: str, config: ElasticTrainingConfig) -> None:
         self.config = config
-        self.members = Roster(job)
+        self.members = MemberRegistry(job)
         self.topology = ClusterTopology()
         self.world: dict[str, bytes] = {}
         """The incarnations of those in the committed world, in the order of their ranks."""

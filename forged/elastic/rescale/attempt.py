@@ -34,7 +34,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopReport:
     """Where a member has stopped: so many steps are committed, and its state is that of the next if it `finished` it.
 
     `holds_state` is false for who has nothing that others could take.
@@ -75,7 +75,7 @@ class Attempt:
     source: str = ""
     step: int = 0
     """The steps that the new world has behind it, once that is settled."""
-    stops: dict[str, Stop] = field(default_factory=dict)
+    stops: dict[str, StopReport] = field(default_factory=dict)
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
     """How many bytes of the state, and of training data, have come to those who are sent some."""
     resting: dict[str, float] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Attempt:
         self.stage = Stage.SYNCHRONISING
 
 
-def choose_source(members: tuple[str, ...], stops: Mapping[str, Stop], added: Collection[str] = ()) -> str:
+def choose_source(members: tuple[str, ...], stops: Mapping[str, StopReport], added: Collection[str] = ()) -> str:
     """Whose state the others take. Where nobody has one yet, it is what the one begins with who is furthest.
 
     What `added` workers bring along counts only where nobody is left of the world before.
@@ -158,7 +158,7 @@ def choose_source(members: tuple[str, ...], stops: Mapping[str, Stop], added: Co
     return next(exact, max(holders, key=lambda worker: stops[worker].position))
 
 
-def brought_along(source: str, stops: Mapping[str, Stop]) -> str:
+def brought_along(source: str, stops: Mapping[str, StopReport]) -> str:
     """In words, whose state holds where nobody had one and not all begin alike; empty where there was no choice."""
     nobody_had_one = not any(stop.holds_state for stop in stops.values())
     if not nobody_had_one or len({stop.position for stop in stops.values()}) == 1:
@@ -166,7 +166,7 @@ def brought_along(source: str, stops: Mapping[str, Stop]) -> str:
     return f"{source} brings {counted(stops[source].position, 'step')} along, and others fewer: its state holds"
 
 
-def _behind(stops: Mapping[str, Stop], source: str) -> Iterator[str]:
+def _behind(stops: Mapping[str, StopReport], source: str) -> Iterator[str]:
     position = stops[source].position
     for worker, stop in stops.items():
         if worker != source and not (stop.holds_state and stop.position == position):

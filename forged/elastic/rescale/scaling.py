@@ -12,7 +12,7 @@ from forged.elastic.learning_rate import adapt_learning_rate
 from forged.elastic.model import GlobalTrainingState
 
 
-class Base(NamedTuple):
+class ScalingBase(NamedTuple):
     """The world for which this rate and this batch are right: that of the first commit. A world of 0 is none yet."""
 
     world: int = 0
@@ -20,7 +20,9 @@ class Base(NamedTuple):
     global_batch_size: int = 0
 
 
-def paces(config: ElasticTrainingConfig, base: Base, state: GlobalTrainingState, world: int) -> tuple[float, int]:
+def paces(
+    config: ElasticTrainingConfig, base: ScalingBase, state: GlobalTrainingState, world: int
+) -> tuple[float, int]:
     """The learning rate and the global batch for a world of that size."""
     if not config.scale_batch_with_world:
         return state.learning_rate or config.base_learning_rate or 0.0, (

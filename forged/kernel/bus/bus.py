@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from forged.auth.model import Principal, Role
 from forged.clock import Clock
 from forged.errors import ForgedError, RequestRefused, Unavailable
-from forged.kernel.bus.dispatcher import Desk
+from forged.kernel.bus.dispatcher import RequestDispatcher
 from forged.kernel.bus.follower import Deliver, Follower, Following
 from forged.kernel.bus.mailbox import Mailbox
 from forged.kernel.bus.model import HandlerFailed, HandlerQuarantined, HandlerReadmitted
@@ -61,7 +61,7 @@ class Bus:
         self.owners: dict[str, str] = {}
         """The plugins that handlers belong to, by the handlers' names."""
         self.requests = RequestTable()
-        self.desk = Desk(self.requests, clock)
+        self.desk = RequestDispatcher(self.requests, clock)
         self.published = 0
         self.on_publish: list[Callable[[Sequence[Record]], None]] = []
         """Called with all facts of a batch at once, before the mailboxes; for the edges that stream them."""

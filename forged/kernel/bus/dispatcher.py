@@ -41,7 +41,7 @@ class _Running:
     digest: int
 
 
-class Desk:
+class RequestDispatcher:
     """Takes requests from the edges and from the daemon's own parts."""
 
     def __init__(self, table: RequestTable, clock: Clock) -> None:

@@ -18,7 +18,7 @@ from forged.kernel.bus.mailbox import Mailbox
 from forged.plugins.context import Command
 from forged.plugins.host.call_limits import Turn
 from forged.plugins.model import CommandView, PluginState, PluginView
-from forged.token_bucket import Allowance
+from forged.token_bucket import TokenBucket
 
 RECENT_S = 60.0
 
@@ -42,7 +42,7 @@ class Plugin:
     name: str
     version: str
     origin: str
-    allowance: Allowance
+    allowance: TokenBucket
     state: PluginState = PluginState.ACTIVE
     reason: str | None = None
     loaded: bool = False

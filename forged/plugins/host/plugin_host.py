@@ -48,7 +48,7 @@ from forged.plugins.model import (
     PluginView,
     RunPluginCommand,
 )
-from forged.token_bucket import Allowance
+from forged.token_bucket import TokenBucket
 
 R = TypeVar("R")
 
@@ -187,9 +187,9 @@ class PluginHost:
         self.plugins[name] = plugin
         return plugin
 
-    def _allowance(self) -> Allowance:
+    def _allowance(self) -> TokenBucket:
         limits = self._turns.limits
-        return Allowance(limits.facts_per_s_max, _burst(limits), self._clock.monotonic())
+        return TokenBucket(limits.facts_per_s_max, _burst(limits), self._clock.monotonic())
 
     # Running.
 

@@ -36,7 +36,7 @@ APART_BYTES = 16 << 20
 """Sums over more bytes than this are made in a thread; fewer take under half a millisecond from warm memory."""
 
 
-class HubSide:
+class HubEndpoint:
     """The side of rank 0, to which all others are connected."""
 
     def __init__(self, world: World, digest: bytes, tasks: TaskGroup) -> None:
@@ -211,7 +211,7 @@ class HubSide:
         self._world.on_result(full if receives(collected.call, 0) else collected.bare)
 
 
-class MemberSide:
+class MemberEndpoint:
     """The side of every other rank."""
 
     def __init__(self, world: World) -> None:

@@ -74,7 +74,7 @@ class StepVerdict:
         return self.stop_wanted > 0
 
 
-class Side(Protocol):
+class Endpoint(Protocol):
     """A rank's way to the hub."""
 
     def contribute(self, contribution: Contribution) -> None:
@@ -97,7 +97,7 @@ class Side(Protocol):
 class World:
     """One rank's place in a world. Its calls are made one after the other, in the same order at all ranks."""
 
-    side: Side
+    side: Endpoint
 
     def __init__(self, generation: int, rank: int, names: Sequence[str]) -> None:
         self.generation = generation

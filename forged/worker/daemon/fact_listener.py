@@ -18,19 +18,19 @@ from forged.elastic.phases import Phase
 from forged.errors import ForgedError, RequestRefused
 from forged.kernel.messages import Gap, Record
 from forged.log import Log
-from forged.worker.daemon.job_view import Standing
+from forged.worker.daemon.job_view import JobView
 from forged.worker.daemon.registration import persevere
 from forged.worker.errors import JobEnded, WorkerEvicted
 
 
-class Hearing:
+class FactListener:
     """Keeps the standing of one worker up to date; `heard` is told of each thing that was heard."""
 
     def __init__(
         self,
         client: ForgedClient,
         job: str,
-        standing: Standing,
+        standing: JobView,
         *,
         ask: Callable[[], Awaitable[object]],
         heard: Callable[[Record | Gap], None],

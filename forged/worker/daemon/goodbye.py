@@ -15,7 +15,7 @@ from forged.errors import describe
 from forged.worker.errors import JobEnded, WorkerEvicted
 
 
-class Farewell(NamedTuple):
+class LeaveReason(NamedTuple):
     """What a worker says when it goes."""
 
     reason: str
@@ -27,7 +27,7 @@ class Farewell(NamedTuple):
 class Say(Protocol):
     """Says a farewell; in a moment only where `is_again`."""
 
-    async def __call__(self, last: Farewell, /, *, is_again: bool) -> None: ...
+    async def __call__(self, last: LeaveReason, /, *, is_again: bool) -> None: ...
 
 
 class Goodbye:
@@ -35,7 +35,7 @@ class Goodbye:
 
     def __init__(self, say: Say) -> None:
         self._say = say
-        self._words: Farewell | None = None
+        self._words: LeaveReason | None = None
         self._was_tried = self._is_said = False
         self._turn = anyio.Lock()
 
@@ -44,7 +44,7 @@ class Goodbye:
         """Whether the worker goes."""
         return self._words is not None
 
-    async def say(self, words: Farewell) -> None:
+    async def say(self, words: LeaveReason) -> None:
         """Say it, or what could not be said to its end before."""
         words = self._words = self._words or words
         async with self._turn:
@@ -54,23 +54,23 @@ class Goodbye:
                 self._is_said = True
 
 
-def farewell(error: BaseException | None) -> Farewell:
+def farewell(error: BaseException | None) -> LeaveReason:
     """What follows from how its script has ended; None: with nothing that was raised."""
     match error:
         case None:
-            return Farewell("it left its loop")
+            return LeaveReason("it left its loop")
         case JobEnded(code="job_removed"):
-            return Farewell("the job was removed")
+            return LeaveReason("the job was removed")
         case JobEnded():
-            return Farewell("the job was aborted")
+            return LeaveReason("the job was aborted")
         case WorkerEvicted():
-            return Farewell("it counts as dead")
+            return LeaveReason("it counts as dead")
         case SystemExit():
-            return Farewell(f"its script exited with {_exit_code(error)}")
+            return LeaveReason(f"its script exited with {_exit_code(error)}")
         case Exception():
-            return Farewell(f"its script failed: {_in_one_line(error)}", failed=True)
+            return LeaveReason(f"its script failed: {_in_one_line(error)}", failed=True)
         case _:
-            return Farewell("it was interrupted")
+            return LeaveReason("it was interrupted")
 
 
 def _exit_code(error: SystemExit) -> str:

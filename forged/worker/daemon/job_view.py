@@ -66,7 +66,7 @@ class Commit:
 
 
 @dataclass(slots=True)
-class Standing:
+class JobView:
     """What the facts so far mean for one worker."""
 
     worker_id: str

@@ -30,7 +30,7 @@ from forged.elastic.messages import (
     ReportTrouble,
 )
 from forged.elastic.model import WorkerId
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import SettingValue
 from forged.kernel.messages import Request
@@ -85,7 +85,7 @@ class Registration:
             )
         )
 
-    async def stopped(self, attempt: int, stop: Stop) -> bool:
+    async def stopped(self, attempt: int, stop: StopReport) -> bool:
         """Say where this worker has stopped; false if that comes too late."""
         return await self._report(
             ReportPaused(

@@ -25,7 +25,7 @@ def pauses() -> Iterator[float]:
         pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
 
-class Waiting:
+class WaitReporter:
     """Watches one worker's waiting; `ask` tells in words what stands still, and why."""
 
     def __init__(self, ask: Callable[[], Awaitable[str]], tasks: TaskGroup, log: Log) -> None:

@@ -19,18 +19,18 @@ from forged.kernel.messages import Fact, UnknownFact
 from forged.log import Log
 from forged.worker.daemon.job_view import Commit
 from forged.worker.daemon.registration import Registration
-from forged.worker.data.shard_holder import Custodian
+from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.errors import passes
 
 OVER = "attempt_over"
 
 
-class Supply:
+class DataProvider:
     """Sees to the training data of one worker. `fail` is told what ends the training here."""
 
     def __init__(
         self,
-        custodian: Custodian,
+        custodian: ShardHolder,
         sampler: ElasticSampler | None,
         line: Registration,
         tasks: TaskGroup,

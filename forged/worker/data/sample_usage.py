@@ -69,7 +69,7 @@ def _between(runs: Sequence[Run], first: int, end: int) -> list[Run]:
     return [part for run in runs if (part := run.between(first, end)) is not None]
 
 
-class Consumption:
+class SampleUsage:
     """Advances the sampler with the steps, and notes what they use."""
 
     def __init__(self, sampler: ElasticSampler) -> None:

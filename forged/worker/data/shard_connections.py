@@ -21,7 +21,7 @@ from forged.errors import ForgedError, PeerError, Unavailable
 from forged.log import Log
 from forged.worker.data import shard_protocol
 from forged.worker.state_transfer.transfer import ANSWER_TIMEOUT_S, Dialogue
-from forged.worker.transport.bulk_channel import Carrier, Channel
+from forged.worker.transport.bulk_channel import BulkChannel, BulkTransport
 from forged.worker.transport.peer_link import AcceptedLink, DialledLink, PeerLink, Receiver
 from forged.worker.transport.peer_messages import ShardsReady
 
@@ -34,16 +34,18 @@ IDLE_MAX_S = 60.0
 Dial = Callable[[WorkerId, Receiver], Awaitable[DialledLink]]
 
 
-class ShardDesk:
+class ShardServer:
     """Gives shards to those who come for them."""
 
-    def __init__(self, carrier: Carrier, tasks: TaskGroup, log: Log, store: Callable[[], ShardStore | None]) -> None:
+    def __init__(
+        self, carrier: BulkTransport, tasks: TaskGroup, log: Log, store: Callable[[], ShardStore | None]
+    ) -> None:
         self._store = store
         self._carrier = carrier
         self._tasks = tasks
         self._log = log
         self._turns = CapacityLimiter(GIVEN_AT_ONCE_MAX)
-        self._channels: dict[Channel, None] = {}
+        self._channels: dict[BulkChannel, None] = {}
         self._giving = 0
         """To so many at the moment."""
         self._has_given = False
@@ -77,7 +79,7 @@ class ShardDesk:
         except ForgedError as error:
             self._log.info("shards were not given", worker=worker, why=error.message)
 
-    async def _answer(self, channel: Channel) -> None:
+    async def _answer(self, channel: BulkChannel) -> None:
         while await channel.is_called(IDLE_MAX_S):
             self._giving += 1
             try:
@@ -88,10 +90,12 @@ class ShardDesk:
                 self._has_given = True
 
 
-class ShardVisit:
+class ShardConnection:
     """A connection to a worker that has shards."""
 
-    def __init__(self, channel: Channel, turns: CapacityLimiter, on_close: Callable[[ShardVisit], None]) -> None:
+    def __init__(
+        self, channel: BulkChannel, turns: CapacityLimiter, on_close: Callable[[ShardConnection], None]
+    ) -> None:
         self._channel = channel
         self._turns = turns
         self._on_close = on_close
@@ -115,16 +119,16 @@ class ShardVisit:
         self._on_close(self)
 
 
-class ShardVisits:
+class ShardConnections:
     """All connections of one worker over which it fetches shards."""
 
-    def __init__(self, carrier: Carrier, dial: Dial) -> None:
+    def __init__(self, carrier: BulkTransport, dial: Dial) -> None:
         self._carrier = carrier
         self._dial = dial
-        self._open: dict[ShardVisit, None] = {}
+        self._open: dict[ShardConnection, None] = {}
         self._turns: CapacityLimiter | None = None
 
-    async def visit(self, source: WorkerId) -> ShardVisit:
+    async def visit(self, source: WorkerId) -> ShardConnection:
         """Connect to a worker that has shards."""
         dialogue = Dialogue()
         link = await self._dial(source, dialogue)
@@ -137,7 +141,7 @@ class ShardVisits:
                 link.abort()
         if self._turns is None:
             self._turns = CapacityLimiter(TAKEN_AT_ONCE_MAX)
-        visit = ShardVisit(channel, self._turns, self._forget)
+        visit = ShardConnection(channel, self._turns, self._forget)
         self._open[visit] = None
         return visit
 
@@ -145,7 +149,7 @@ class ShardVisits:
         """Those of all sockets."""
         return [fd for visit in self._open if (fd := visit.descriptor()) is not None]
 
-    def _forget(self, visit: ShardVisit) -> None:
+    def _forget(self, visit: ShardConnection) -> None:
         self._open.pop(visit, None)
 
     def cut(self) -> None:

@@ -89,7 +89,7 @@ class Part:
     """Of which others hold something else."""
 
 
-class Custodian:
+class ShardHolder:
     """Holds shards for one worker."""
 
     def __init__(

@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from forged.elastic.config import ElasticTrainingConfig
 from forged.errors import ForgedError
 from forged.log import Log
-from forged.worker.daemon.job_view import Standing
+from forged.worker.daemon.job_view import JobView
 
 LOOK_INTERVAL_S = 0.5
 """How often it is looked whether anybody comes."""
@@ -49,11 +49,11 @@ class Ties:
     """Goes, unless it is needed; returns whether it has gone."""
 
 
-class Departure:
+class Drain:
     """Waits for the moment."""
 
     def __init__(
-        self, standing: Standing, ties: Ties, wake: Callable[[], None], random: Callable[[], float], log: Log
+        self, standing: JobView, ties: Ties, wake: Callable[[], None], random: Callable[[], float], log: Log
     ) -> None:
         self.is_overdue = False
         """Whether it waits for nobody any more."""

@@ -17,10 +17,10 @@ from anyio.abc import TaskGroup
 from forged.errors import describe
 from forged.log import Log
 from forged.worker.collectives.world import World
-from forged.worker.daemon.job_view import Standing
-from forged.worker.drain.drain import Departure
-from forged.worker.rescale.current_world import Presence
-from forged.worker.rescale.rescaler import Passage
+from forged.worker.daemon.job_view import JobView
+from forged.worker.drain.drain import Drain
+from forged.worker.rescale.current_world import CurrentWorld
+from forged.worker.rescale.rescaler import Rescaler
 
 NEVER = -1
 
@@ -38,9 +38,9 @@ class Withdrawal:
 
     def __init__(
         self,
-        standing: Standing,
-        presence: Presence,
-        departure: Departure,
+        standing: JobView,
+        presence: CurrentWorld,
+        departure: Drain,
         beat: Callable[[], None],
         tasks: TaskGroup,
         log: Log,
@@ -60,7 +60,7 @@ class Withdrawal:
         self._tasks = tasks
         self._log = log
 
-    async def begin(self, step: int, passage: Passage) -> Parting:
+    async def begin(self, step: int, passage: Rescaler) -> Parting:
         """Leave the script to itself, and the others to theirs; again for a script that was interrupted in it."""
         if not self.is_under_way:
             await self._stop_serving()
@@ -96,7 +96,7 @@ class Withdrawal:
             await ended.wait()
             self._serving = None
 
-    async def _serve(self, passage: Passage, scope: anyio.CancelScope, ended: anyio.Event) -> None:
+    async def _serve(self, passage: Rescaler, scope: anyio.CancelScope, ended: anyio.Event) -> None:
         """Give others what this worker has, should they come to need it."""
         try:
             with scope:
@@ -106,7 +106,7 @@ class Withdrawal:
         finally:
             ended.set()
 
-    async def _serve_while_needed(self, passage: Passage) -> None:
+    async def _serve_while_needed(self, passage: Rescaler) -> None:
         standing = self._standing
         while standing.end is None and standing.completed is None:
             if self._departure.is_due:

@@ -137,7 +137,7 @@ class Pulse:
             raise
 
 
-class Heart:
+class PulseKeeper:
     """Keeps a pulse going, for as long as somebody looks after it now and then."""
 
     def __init__(self, start: Callable[[], Pulse], clock: Clock, random: Random, log: Log) -> None:

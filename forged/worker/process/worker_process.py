@@ -17,7 +17,7 @@ from forged.clock import SystemClock
 from forged.log import Log
 from forged.worker.process.counters import Counters
 from forged.worker.process.forks import ForkGuard
-from forged.worker.process.pulse import Heart, Pulse
+from forged.worker.process.pulse import Pulse, PulseKeeper
 from forged.worker.process.sigterm import heeding_sigterm
 
 
@@ -58,7 +58,7 @@ class OwnProcess:
     """This process, which is one worker's."""
 
     def __init__(self, log: Log) -> None:
-        self.heart: Heart | None = None
+        self.heart: PulseKeeper | None = None
         """What keeps its pulse going; None while it has none."""
         self._counters: Counters | None = None
         self._guard: ForkGuard | None = None
@@ -94,7 +94,7 @@ class OwnProcess:
         def start() -> Pulse:
             return Pulse.start(endpoints, job, worker_id, incarnation, token, counters)
 
-        self.heart = Heart(start, SystemClock(), SystemRandom().random, self._log)
+        self.heart = PulseKeeper(start, SystemClock(), SystemRandom().random, self._log)
 
     def look_after_pulse(self) -> None:
         if self.heart is not None:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from forged.elastic.rescale.attempt import Stop, choose_source
+from forged.elastic.rescale.attempt import StopReport, choose_source
 from forged.errors import PeerError
 from forged.worker.collectives.world import World
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Stop).decode
+_decode = msgspec.msgpack.Decoder(StopReport).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Agreement:
 
     source: int
     """The rank of whose state holds."""
-    stop: Stop
+    stop: StopReport
     """Where the source has stopped."""
     behind: frozenset[int]
     """The ranks whose state is another one."""
@@ -35,12 +35,12 @@ class Agreement:
         return self.stop.position
 
 
-async def agree(world: World, own: Stop) -> Agreement:
+async def agree(world: World, own: StopReport) -> Agreement:
     """Tell the others where this worker is, and hear where they are."""
     return settle(world.names, [_read(told) for told in await world.all_gather(_encode(own))])
 
 
-def settle(names: tuple[str, ...], stops: list[Stop]) -> Agreement:
+def settle(names: tuple[str, ...], stops: list[StopReport]) -> Agreement:
     """What follows from where all are; by rank."""
     source = names.index(choose_source(names, dict(zip(names, stops, strict=True))))
     position = stops[source].position
@@ -52,7 +52,7 @@ def settle(names: tuple[str, ...], stops: list[Stop]) -> Agreement:
     return Agreement(source, stops[source], behind)
 
 
-def _read(told: bytes) -> Stop:
+def _read(told: bytes) -> StopReport:
     try:
         return _decode(told)
     except (msgspec.MsgspecError, TypeError) as error:

@@ -14,7 +14,7 @@ from forged.elastic.membership.member import MARKS_PER_WORLD
 from forged.elastic.model import ClusterTopology, WorkerStatus
 from forged.errors import ForgedError
 from forged.worker.collectives.world import CollectiveAborted, World
-from forged.worker.daemon.job_view import Standing
+from forged.worker.daemon.job_view import JobView
 from forged.worker.errors import StepAborted
 from forged.worker.mesh import WorldIncomplete
 from forged.worker.process.counters import Counters
@@ -30,10 +30,10 @@ class Trouble(NamedTuple):
     why: str
 
 
-class Presence:
+class CurrentWorld:
     """One worker's part in the world; `counters` show the pulse how far it has come."""
 
-    def __init__(self, standing: Standing, counters: Counters | None, now: float = 0.0) -> None:
+    def __init__(self, standing: JobView, counters: Counters | None, now: float = 0.0) -> None:
         self.status = WorkerStatus.JOINING
         self.joined_at = self.heartbeat_at = now
         self.topology = ClusterTopology()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from forged.data.sampling.sampler import ElasticSampler
 from forged.elastic.model import GlobalTrainingState
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from forged.worker import arguments
 from forged.worker.daemon.job_view import Commit
-from forged.worker.data.sample_usage import Consumption
+from forged.worker.data.sample_usage import SampleUsage
 from forged.worker.process.counters import Counters
 
 
-class Place:
+class TrainingProgress:
     """Where a worker is between its steps; `counters` show it to the pulse."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Place:
         self.holds_state = False
         self.has_finished = False
         """Whether a step is finished that may not be committed."""
-        self.consumption = None if self.sampler is None else Consumption(self.sampler)
+        self.consumption = None if self.sampler is None else SampleUsage(self.sampler)
 
     @property
     def behind(self) -> int:
@@ -45,9 +45,9 @@ class Place:
         return self.step + self.has_finished
 
     @property
-    def stop(self) -> Stop:
+    def stop(self) -> StopReport:
         """Where it stops for another world."""
-        return Stop(
+        return StopReport(
             self.step,
             self.holds_state,
             self.has_finished and self.holds_state,

@@ -22,15 +22,15 @@ from forged.errors import ForgedError, Unavailable
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
 from forged.worker.collectives.world import CollectiveAborted, World
-from forged.worker.daemon.job_view import Commit, Standing
+from forged.worker.daemon.job_view import Commit, JobView
 from forged.worker.daemon.registration import Registration
-from forged.worker.data.provider import Supply
-from forged.worker.drain.drain import Departure
+from forged.worker.data.provider import DataProvider
+from forged.worker.drain.drain import Drain
 from forged.worker.errors import BLAMELESS, passes
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.rescale.agreement import Agreement, agree
-from forged.worker.rescale.current_world import Presence, Trouble, peer_of
-from forged.worker.rescale.progress import Place
+from forged.worker.rescale.current_world import CurrentWorld, Trouble, peer_of
+from forged.worker.rescale.progress import TrainingProgress
 from forged.worker.state_transfer.exchange import StateExchange
 
 TROUBLE_PAUSE_S = 0.2
@@ -44,9 +44,9 @@ class Means:
     line: Registration
     mesh: Mesh
     exchange: StateExchange
-    supply: Supply | None
+    supply: DataProvider | None
     """Where its training data comes from; None for one that has none."""
-    departure: Departure
+    departure: Drain
     rescale_timeout_s: Callable[[], float]
     arrive: Callable[[RescalingEvent, GlobalTrainingState], Awaitable[None]]
     """Told when this worker is in another world, and where the training is there."""
@@ -54,10 +54,10 @@ class Means:
     log: Log
 
 
-class Passage:
+class Rescaler:
     """Takes one worker along, from what it hears and where it is."""
 
-    def __init__(self, standing: Standing, presence: Presence, place: Place, means: Means) -> None:
+    def __init__(self, standing: JobView, presence: CurrentWorld, place: TrainingProgress, means: Means) -> None:
         self._standing = standing
         self._presence = presence
         self._place = place

@@ -21,7 +21,7 @@ from forged.elastic.model import WorkerId
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.log import Log
 from forged.retry import RetryPolicy
-from forged.worker.transport.bulk_channel import THREADS_MAX, Carrier, Channel
+from forged.worker.transport.bulk_channel import THREADS_MAX, BulkChannel, BulkTransport
 from forged.worker.transport.peer_link import AcceptedLink, DialledLink, PeerLink, Receiver
 from forged.worker.transport.peer_messages import (
     HEAD_BYTES_MAX,
@@ -87,7 +87,7 @@ class _Offer:
     head: bytes
     parts: list[memoryview]
     scopes: dict[PeerLink, anyio.CancelScope] = field(default_factory=dict)
-    channels: dict[Channel, None] = field(default_factory=dict)
+    channels: dict[BulkChannel, None] = field(default_factory=dict)
     """In the order in which they came, in which they are cut."""
 
     @contextmanager
@@ -107,10 +107,10 @@ class _Offer:
             scope.cancel()
 
 
-class StateDesk:
+class StateServer:
     """Gives the state to those who come for it."""
 
-    def __init__(self, carrier: Carrier, tasks: TaskGroup, log: Log, offer_wait_s: float = OFFER_WAIT_S) -> None:
+    def __init__(self, carrier: BulkTransport, tasks: TaskGroup, log: Log, offer_wait_s: float = OFFER_WAIT_S) -> None:
         self._carrier = carrier
         self._tasks = tasks
         self._log = log
@@ -204,14 +204,14 @@ class StateDesk:
 class StateFetch:
     """Takes a state from another worker."""
 
-    def __init__(self, carrier: Carrier, dial: Dial, source: Random, offer_wait_s: float = OFFER_WAIT_S) -> None:
+    def __init__(self, carrier: BulkTransport, dial: Dial, source: Random, offer_wait_s: float = OFFER_WAIT_S) -> None:
         self._carrier = carrier
         self._dial = dial
         self._random = source
         self._offer_wait_s = offer_wait_s
         self._attempt = -1
         self._scope: anyio.CancelScope | None = None
-        self._channel: Channel | None = None
+        self._channel: BulkChannel | None = None
         self._received = 0
         self.unreached: Unavailable | None = None
         """Why the source was not reached the last time; None when it was."""

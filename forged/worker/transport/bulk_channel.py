@@ -4,8 +4,8 @@ Law: the bytes go straight from the memory of one worker into that of another, e
 a part counts when its checksum was found right. The fetcher speaks first, when its own end no longer reads into a
 buffer, and last, so that the source knows that all has arrived. A channel that was cut sends nothing more.
 
-`SocketCarrier` moves them with blocking sockets in threads. `LoopCarrier` does the same within the event loop, for
-networks without sockets, which are those of simulations.
+`SocketBulkTransport` moves them with blocking sockets in threads. `LoopBulkTransport` does the same within the event
+loop, for networks without sockets, which are those of simulations.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Verified = Callable[[], None]
 """Told of every part that has arrived and is right, in the thread that moves them."""
 
 
-class Channel(Protocol):
+class BulkChannel(Protocol):
     """A connection that carries parts."""
 
     received: int
@@ -76,15 +76,15 @@ class Channel(Protocol):
         ...
 
 
-class Carrier(Protocol):
+class BulkTransport(Protocol):
     """Makes channels of connections."""
 
-    async def open(self, transport: asyncio.Transport) -> Channel:
+    async def open(self, transport: asyncio.Transport) -> BulkChannel:
         """Take a connection over whose protocol has nothing more to say."""
         ...
 
 
-class SocketCarrier:
+class SocketBulkTransport:
     """Blocking sockets in threads."""
 
     def __init__(self, threads_max: int = THREADS_MAX) -> None:
@@ -142,7 +142,7 @@ class SocketChannel:
         self._sock.close()
 
 
-class LoopCarrier:
+class LoopBulkTransport:
     """Streams in the event loop."""
 
     async def open(self, transport: asyncio.Transport) -> LoopChannel:

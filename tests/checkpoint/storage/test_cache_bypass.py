@@ -19,7 +19,7 @@ from forged.checkpoint.storage import cache_bypass
 from forged.checkpoint.storage.cache_bypass import Draining
 from forged.checkpoint.storage.direct_write import Rooms
 from forged.checkpoint.storage.files import READ, Files, SystemFiles
-from forged.checkpoint.thread_pool import work_off
+from forged.checkpoint.thread_pool import run_all
 from tests.checkpoint.disk import EMPTY, ROOT, Image, MemoryFiles
 from tests.checkpoint.sources import PAGE, pattern
 from tests.checkpoint.troubles import Act, failing, troubled
@@ -222,7 +222,7 @@ def test_several_threads_read_one_file(real: Callable[[], tuple[str, bytes]]) ->
         end = min(offset + 1_000_003, len(data))
         assert drained.read(offset, room[offset:end]) == end - offset
 
-    work_off(act, range(0, len(data), 1_000_003), Halt(), 4)
+    run_all(act, range(0, len(data), 1_000_003), Halt(), 4)
     drained.close()
     SystemFiles().close(fd)
     assert bytes(room) == data

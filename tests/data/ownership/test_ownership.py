@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
 from forged.data.ownership import suspect_copies
 from forged.data.ownership.gathering import Assignment, Draft, Finished, Gathering, Lack
-from forged.data.ownership.ownership import Custody, Ids
+from forged.data.ownership.ownership import Ids, ShardOwnership
 from forged.data.placement.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
@@ -33,11 +33,13 @@ def ids(*numbers: int) -> Ids:
     return np.array(numbers, np.int64)
 
 
-def custody(shards: int = 10, *, samples: int | None = None, replication: int = 0, has_origin: bool = False) -> Custody:
-    return Custody("run", DatasetSpec(samples or 100 * shards, shards, replication, has_origin))
+def custody(
+    shards: int = 10, *, samples: int | None = None, replication: int = 0, has_origin: bool = False
+) -> ShardOwnership:
+    return ShardOwnership("run", DatasetSpec(samples or 100 * shards, shards, replication, has_origin))
 
 
-def settled(it: Custody, attempt: int, held: dict[str, Ids], *, leaving: str = "") -> Gathering:
+def settled(it: ShardOwnership, attempt: int, held: dict[str, Ids], *, leaving: str = "") -> Gathering:
     """All say what they hold, and a plan is made."""
     it.gather(attempt, workers("".join(name for name in held if name not in leaving)), workers(leaving), 0.0)
     was_last = [it.offer(worker(name), ids, False, 8 * ids.size, 0.0) for name, ids in held.items()]
@@ -48,7 +50,7 @@ def settled(it: Custody, attempt: int, held: dict[str, Ids], *, leaving: str = "
     return gathering
 
 
-def part(it: Custody, name: str, attempt: int) -> tuple[list[int], list[list[int]], list[int]]:
+def part(it: ShardOwnership, name: str, attempt: int) -> tuple[list[int], list[list[int]], list[int]]:
     """What a member has to fetch, from whom, and what it keeps; all pages of it."""
     shards: list[int] = []
     sources: list[list[int]] = []
@@ -396,7 +398,9 @@ def test_what_cannot_be_missing_is_refused(lack: Lack) -> None:
     assert not gathering.refused
 
 
-def weighed(it: Custody, attempt: int, weights: Mapping[str, float], config: ElasticTrainingConfig = CONFIG) -> Draft:
+def weighed(
+    it: ShardOwnership, attempt: int, weights: Mapping[str, float], config: ElasticTrainingConfig = CONFIG
+) -> Draft:
     """What follows when they hold nothing, and each says how much it should."""
     it.gather(attempt, workers("".join(weights)), (), 0.0)
     for name, weight in weights.items():

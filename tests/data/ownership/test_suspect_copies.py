@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from forged.data.ownership import suspect_copies
-from forged.data.ownership.suspect_copies import Doubts
+from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.data.placement.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
@@ -20,8 +20,8 @@ def ids(*shards: int) -> np.typing.NDArray[np.int64]:
 ALL = ids(*range(10))
 
 
-def about(*copies: tuple[str, int]) -> Doubts:
-    made = Doubts()
+def about(*copies: tuple[str, int]) -> SuspectCopies:
+    made = SuspectCopies()
     for holder, shard in copies:
         made.add(holder, shard)
     return made
@@ -80,7 +80,7 @@ def test_what_changes_is_told_once_to_whoever_writes_it_down() -> None:
 
 
 def test_what_was_written_down_is_known_and_no_change() -> None:
-    it = Doubts([("a", 1), ("b", 3), ("a", 2)])
+    it = SuspectCopies([("a", 1), ("b", 3), ("a", 2)])
     assert it.among("a", ALL).tolist() == [1, 2]
     assert it.changes() == {}
 
@@ -102,7 +102,7 @@ def test_those_count_that_stay_with_who_has_them_as_their_owner_or_not() -> None
 def test_so_many_are_remembered_and_so_many_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspect_copies, "DOUBTED_MAX", 3)
     monkeypatch.setattr(suspect_copies, "ASKED_MAX", 2)
-    it = Doubts()
+    it = SuspectCopies()
     assert [it.add("a", shard) for shard in (0, 1, 2, 3, 2)] == [True, True, True, False, True]
     assert it.among("a", ALL).tolist() == [0, 1]
     it.looked_at("a", ids(0, 1))

@@ -34,7 +34,7 @@ from forged.net.bulk import movers
 from forged.retry import RetryPolicy
 from forged.worker.data import shard_connections as shards
 from forged.worker.data import shard_protocol
-from forged.worker.transport.bulk_channel import Carrier, LoopCarrier, SocketCarrier
+from forged.worker.transport.bulk_channel import BulkTransport, LoopBulkTransport, SocketBulkTransport
 from forged.worker.transport.peer_link import PEER_LIMITS
 from tests.data.wards import (
     SWIFT,
@@ -55,7 +55,7 @@ SIZE = 300_000
 ENDS = 3000
 """Where the bytes of a first shard certainly have begun on a connection, and the handshake is over."""
 
-CARRIERS: list[Callable[[], Carrier]] = [SocketCarrier, LoopCarrier]
+CARRIERS: list[Callable[[], BulkTransport]] = [SocketBulkTransport, LoopBulkTransport]
 
 
 class Standing(SystemClock):
@@ -113,7 +113,9 @@ async def code_of(action: Any) -> str:
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-async def test_a_plan_moves_every_shard_that_is_for_this_worker(carrier: Callable[[], Carrier], tmp_path: Path) -> None:
+async def test_a_plan_moves_every_shard_that_is_for_this_worker(
+    carrier: Callable[[], BulkTransport], tmp_path: Path
+) -> None:
     async with open_ward(3, directories(tmp_path), carrier=carrier()) as ward:
         put(ward.stores[1], 0, 2, 4)
         put(ward.stores[2], 1, 3)

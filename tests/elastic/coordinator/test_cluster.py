@@ -30,7 +30,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import RescaleType, WorkerId
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import Stage, Stop
+from forged.elastic.rescale.attempt import Stage, StopReport
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.phrases import REASON_CHARS_MAX, REASONS_MAX
 from tests.elastic.play import BEGINNING_S, WALL_S, WINDOW_S, Play, formed, incarnation, kinds, newcomer, worker_of
@@ -447,8 +447,8 @@ def test_nobody_is_stalled_while_nobody_is_to_train(rests: str) -> None:
     else:
         play.join("c")
         play.wait(31.0)
-        play.stop("a", "b", stop=Stop(1, holds_state=True))
-        play.stop("c", stop=Stop(0, holds_state=False))
+        play.stop("a", "b", stop=StopReport(1, holds_state=True))
+        play.stop("c", stop=StopReport(0, holds_state=False))
     play.news()
     assert play.wait(60.0, still=True) == []
     if rests == "paused":
@@ -463,7 +463,7 @@ def test_nobody_is_stalled_while_nobody_is_to_train(rests: str) -> None:
 def test_who_keeps_a_rescale_waiting_in_its_step_is_stalled_and_who_has_stopped_is_not() -> None:
     play = formed("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=0)
     play.cluster.rescale(play.now, "a test")
-    play.stop("a", stop=Stop(1, holds_state=True))
+    play.stop("a", stop=StopReport(1, holds_state=True))
     play.news()
     assert [fact.worker_id for fact in play.wait(20.0, still=True) if isinstance(fact, WorkerStalled)] == ["b"]
 
@@ -512,7 +512,7 @@ def test_a_member_that_is_silent_is_failed_and_those_who_wait_for_it_are_not() -
     play.join("d")
     play.wait(WINDOW_S)
     assert play.cluster.attempt is not None
-    play.stop("d", stop=Stop(0, holds_state=False))
+    play.stop("d", stop=StopReport(0, holds_state=False))
     play.pulse("b")
     told = play.wait(7.0, silent=["b"], still=True)
     assert [fact.worker_id for fact in told if isinstance(fact, WorkerFailed)] == ["b"]
@@ -527,8 +527,10 @@ def test_a_synchronous_rescale_is_a_barrier_with_one_commit() -> None:
     play.wait(WINDOW_S)
     assert play.last(RescaleStarted).attempt == 2
     play.news()
-    assert play.stop("a", "c", stop=Stop(9, holds_state=False)) == []
-    (synchronising,) = play.stop("b", stop=Stop(9, holds_state=True, epoch=2, learning_rate=0.5, global_batch_size=64))
+    assert play.stop("a", "c", stop=StopReport(9, holds_state=False)) == []
+    (synchronising,) = play.stop(
+        "b", stop=StopReport(9, holds_state=True, epoch=2, learning_rate=0.5, global_batch_size=64)
+    )
     assert synchronising == RescaleSynchronising(2, worker_of("b"), 9, behind=2)
     assert play.ready("c") == []
     assert play.cluster.generation == 1
@@ -543,8 +545,8 @@ def test_where_all_are_at_one_step_nobody_has_to_be_synchronised() -> None:
     play = formed("a", "b", "c")
     play.die("c")
     play.wait(0.1)
-    play.stop("a", stop=Stop(4, holds_state=True))
-    (completed,) = play.stop("b", stop=Stop(4, holds_state=True))
+    play.stop("a", stop=StopReport(4, holds_state=True))
+    (completed,) = play.stop("b", stop=StopReport(4, holds_state=True))
     assert isinstance(completed, RescaleCompleted)
     assert completed.step == 4
 
@@ -553,8 +555,8 @@ def test_the_first_world_begins_with_what_somebody_has_brought_back() -> None:
     play = Play()
     play.join("a", "b", "c")
     play.wait(WINDOW_S)
-    play.stop("a", "c", stop=Stop(0, holds_state=False))
-    play.stop("b", stop=Stop(500, holds_state=False))
+    play.stop("a", "c", stop=StopReport(0, holds_state=False))
+    play.stop("b", stop=StopReport(500, holds_state=False))
     play.ready("a", "c")
     completed = play.last(RescaleCompleted)
     assert completed.step == 500
@@ -568,7 +570,7 @@ def test_it_is_told_that_what_was_committed_is_lost() -> None:
     play.die("a", "b")
     play.join("c")
     play.wait(1.0)
-    lost, completed = play.stop("c", stop=Stop(0, holds_state=False))
+    lost, completed = play.stop("c", stop=StopReport(0, holds_state=False))
     assert lost == ProgressLost(1200, 0, "nobody who had them is left")
     assert isinstance(completed, RescaleCompleted)
     assert completed.reason.endswith("; 1,200 committed steps are lost: nobody who had them is left")
@@ -579,8 +581,8 @@ def test_survivors_of_a_death_inside_a_step_go_on_from_the_highest_committed_one
     play = formed("a", "b", "c")
     play.die("c")
     play.wait(0.1)
-    play.stop("a", stop=Stop(4, holds_state=True))
-    (synchronising,) = play.stop("b", stop=Stop(5, holds_state=True))
+    play.stop("a", stop=StopReport(4, holds_state=True))
+    (synchronising,) = play.stop("b", stop=StopReport(5, holds_state=True))
     assert synchronising == RescaleSynchronising(2, worker_of("b"), 5, behind=1)
     assert play.ready("a")[0] == play.last(RescaleCompleted)
     assert play.last(RescaleCompleted).step == 5
@@ -590,8 +592,8 @@ def test_a_step_that_some_finished_and_nobody_committed_is_done_again() -> None:
     play = formed("a", "b", "c")
     play.die("c")
     play.wait(0.1)
-    play.stop("a", stop=Stop(4, holds_state=True, finished=True))
-    (synchronising,) = play.stop("b", stop=Stop(4, holds_state=True))
+    play.stop("a", stop=StopReport(4, holds_state=True, finished=True))
+    (synchronising,) = play.stop("b", stop=StopReport(4, holds_state=True))
     assert synchronising == RescaleSynchronising(2, worker_of("b"), 4, behind=1)
 
 
@@ -601,12 +603,12 @@ def test_nothing_is_settled_by_an_attempt_that_comes_to_nothing() -> None:
     play.beat("a", "b", "c", step=4)
     play.die("c")
     play.wait(0.1)
-    play.stop("a", stop=Stop(4, holds_state=True))
-    play.stop("b", stop=Stop(5, holds_state=True, learning_rate=9.0))
+    play.stop("a", stop=StopReport(4, holds_state=True))
+    play.stop("b", stop=StopReport(5, holds_state=True, learning_rate=9.0))
     assert (play.cluster.state.current_step, play.cluster.state.learning_rate) == (4, 0.0)
     play.die("b")
     play.wait(0.1)
-    play.stop("a", stop=Stop(4, holds_state=True))
+    play.stop("a", stop=StopReport(4, holds_state=True))
     assert play.last(RescaleCompleted).step == 4
 
 
@@ -635,14 +637,14 @@ def test_who_goes_in_the_middle_of_an_attempt_is_never_in_a_world(stage: Stage, 
     play.wait(WINDOW_S)
     gone = "b" if who == "a survivor" else "d"
     for name in "abd" if stage is Stage.SYNCHRONISING else "bd":
-        play.stop(name, stop=Stop(3, holds_state=True))
+        play.stop(name, stop=StopReport(3, holds_state=True))
     if stage is Stage.SYNCHRONISING:
-        play.stop("c", stop=Stop(2, holds_state=True))
+        play.stop("c", stop=StopReport(2, holds_state=True))
         assert play.cluster.attempt is not None
         assert play.cluster.attempt.stage is stage
     getattr(play, "die" if goes == "dies" else "leave")(gone)
     if stage is Stage.PAUSING:
-        play.stop("a", "c", stop=Stop(3, holds_state=True))
+        play.stop("a", "c", stop=StopReport(3, holds_state=True))
     else:
         play.ready("c")
     assert play.cluster.generation == 1
@@ -659,7 +661,7 @@ def test_an_older_attempt_is_refused_and_changes_nothing() -> None:
     play.cluster.rescale(play.now, "another")
     play.news()
     with pytest.raises(RequestRefused) as stop:
-        play.stop("a", stop=Stop(1, holds_state=True), number=2)
+        play.stop("a", stop=StopReport(1, holds_state=True), number=2)
     with pytest.raises(RequestRefused) as ready:
         play.ready("a", number=2)
     for error in (stop, ready):
@@ -674,10 +676,10 @@ def test_who_is_not_in_the_attempt_has_no_say_in_it() -> None:
     play.cluster.rescale(play.now, "a test")
     play.join("c")
     with pytest.raises(RequestRefused) as error:
-        play.stop("c", stop=Stop(1, holds_state=True))
+        play.stop("c", stop=StopReport(1, holds_state=True))
     assert refusal(error) == "attempt_over"
     with pytest.raises(RequestRefused):
-        play.cluster.stopped("a", incarnation("a", 2), 2, Stop(1, holds_state=True), play.now)
+        play.cluster.stopped("a", incarnation("a", 2), 2, StopReport(1, holds_state=True), play.now)
 
 
 def test_without_an_attempt_every_number_is_over() -> None:
@@ -692,13 +694,13 @@ def test_who_is_in_a_long_step_together_with_all_others_is_waited_for() -> None:
     play = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
     play.join("c")
     play.wait(WINDOW_S)
-    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("c", stop=StopReport(0, holds_state=False))
     assert "WorkerFailed" not in kinds(play.wait(60.0))
     attempt = play.cluster.attempt
     assert attempt is not None
-    play.stop("a", stop=Stop(1, holds_state=True))
+    play.stop("a", stop=StopReport(1, holds_state=True))
     assert "WorkerFailed" not in kinds(play.wait(4.0))
-    play.stop("b", stop=Stop(1, holds_state=True))
+    play.stop("b", stop=StopReport(1, holds_state=True))
     failed = [fact.worker_id for fact in play.wait(6.0) if isinstance(fact, WorkerFailed)]
     assert failed == ["c"], "it does not take the state"
 
@@ -708,11 +710,11 @@ def test_who_is_held_up_in_a_step_is_waited_for_as_long_as_its_pulse_lives() -> 
     play = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
     play.join("c")
     play.wait(WINDOW_S)
-    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("c", stop=StopReport(0, holds_state=False))
     for _ in range(120):
         play.pulse("b")
         assert "WorkerFailed" not in kinds(play.wait(0.5, silent=["b"]))
-    play.stop("a", stop=Stop(1, holds_state=True))
+    play.stop("a", stop=StopReport(1, holds_state=True))
     play.pulse("b")
     failed = [fact.worker_id for fact in play.wait(5.5, silent=["b"]) if isinstance(fact, WorkerFailed)]
     assert failed == ["b"], "the others have come to the end of the step"
@@ -722,7 +724,7 @@ def test_who_is_held_up_in_a_step_goes_where_those_who_are_stalled_do() -> None:
     play = formed("a", "b", rescale_timeout_ms=5_000, stall_timeout_ms=12_000, evict_stalled=True, **PATIENT)
     play.join("c")
     play.wait(WINDOW_S)
-    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("c", stop=StopReport(0, holds_state=False))
     failed = []
     for _ in range(40):
         play.pulse(*play.cluster.members.keys() & {"b"})
@@ -758,8 +760,8 @@ def test_who_does_not_answer_in_time_has_failed_and_the_rescale_restarts_without
     play = formed("a", "b", "c", rescale_timeout_ms=5_000)
     play.join("d")
     play.wait(WINDOW_S)
-    play.stop("a", "b", stop=Stop(0, holds_state=True))
-    play.stop("d", stop=Stop(0, holds_state=False))
+    play.stop("a", "b", stop=StopReport(0, holds_state=True))
+    play.stop("d", stop=StopReport(0, holds_state=False))
     play.news()
     assert play.wait(4.0) == []
     failed, *rest = play.wait(2.0)
@@ -773,8 +775,8 @@ def test_a_joiner_that_never_becomes_ready_is_failed_and_costs_the_job_nothing()
     play = formed("a", rescale_timeout_ms=5_000, max_consecutive_failures=1)
     play.join("b")
     play.wait(WINDOW_S)
-    play.stop("a", stop=Stop(3, holds_state=True))
-    play.stop("b", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=StopReport(3, holds_state=True))
+    play.stop("b", stop=StopReport(0, holds_state=False))
     play.news()
     failed, *rest = play.wait(6.0)
     assert failed == WorkerFailed("b", -1, "it did not answer in attempt 2 within 5 s")
@@ -783,8 +785,8 @@ def test_a_joiner_that_never_becomes_ready_is_failed_and_costs_the_job_nothing()
     assert (play.world, play.cluster.failures.in_world, play.cluster.failures.in_a_row) == (["a"], 0, 0)
 
 
-BEHIND = Stop(7, holds_state=True)
-AHEAD = Stop(7, holds_state=True, finished=True)
+BEHIND = StopReport(7, holds_state=True)
+AHEAD = StopReport(7, holds_state=True, finished=True)
 
 
 def test_whose_state_is_wanted_and_cannot_be_had_goes_if_it_has_the_higher_rank() -> None:
@@ -837,7 +839,7 @@ def test_a_newcomer_that_does_not_get_the_state_costs_nobody_else_its_place() ->
     play.join("c", "d")
     play.wait(WINDOW_S)
     play.stop("a", "b", stop=BEHIND)
-    play.stop("c", "d", stop=Stop(0, holds_state=False))
+    play.stop("c", "d", stop=StopReport(0, holds_state=False))
     for name in ("c", "d"):
         play.receive(name, unreached="a", trouble="nobody answers")
     play.news()
@@ -916,7 +918,7 @@ def test_who_alone_is_known_to_have_the_state_stays_whoever_complains(quarrel: s
         play.complain("b", "c")
         play.wait(1.2)
         play.stop("b", stop=BEHIND)
-        play.stop("c", stop=Stop(0, holds_state=False))
+        play.stop("c", stop=StopReport(0, holds_state=False))
         play.receive("c", unreached="b", trouble="refused")
         play.ready("b")
         play.wait(6.0)
@@ -956,8 +958,8 @@ def test_who_had_to_wait_has_all_its_time_from_then_on() -> None:
     for member in play.cluster.members.values():
         member.with_data = True
     play.wait(WINDOW_S)
-    play.stop("a", stop=Stop(30, holds_state=True))
-    play.stop("b", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=StopReport(30, holds_state=True))
+    play.stop("b", stop=StopReport(0, holds_state=False))
     play.ready("a")
     for _ in range(39):
         play.receive("b", waits=True)
@@ -1057,7 +1059,7 @@ def test_where_nobody_trains_yet_all_say_where_they_begin_without_synchronising_
     play = Play(use_synchronous_rescaling=False)
     play.join("a", "b")
     assert kinds(play.wait(WINDOW_S)) == ["RescaleStarted"]
-    play.stop("a", "b", stop=Stop(7, holds_state=False, epoch=2))
+    play.stop("a", "b", stop=StopReport(7, holds_state=False, epoch=2))
     assert kinds(play.ready("b")) == ["RescaleCompleted"]
     completed = play.last(RescaleCompleted)
     assert (completed.step, completed.epoch) == (7, 2)
@@ -1069,7 +1071,7 @@ def test_who_comes_when_nobody_of_a_world_is_left_says_where_it_begins_without_s
     play.die("a")
     play.wait(0.1)
     play.join("b")
-    assert kinds(play.stop("b", stop=Stop(90, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
+    assert kinds(play.stop("b", stop=StopReport(90, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
     assert (play.last(RescaleCompleted).step, play.cluster.state.current_step) == (90, 90)
 
 
@@ -1084,7 +1086,7 @@ def test_who_is_left_and_may_never_have_met_who_had_the_state_says_where_it_begi
     (started,) = play.wait(0.1)
     assert isinstance(started, RescaleStarted)
     assert started.reason.endswith("nobody who is left of world 2 is known to have the state")
-    assert kinds(play.stop("b", stop=Stop(0, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
+    assert kinds(play.stop("b", stop=StopReport(0, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
     assert (play.world, play.last(RescaleCompleted).step, play.cluster.state.current_step) == (["b"], 0, 0)
 
 
@@ -1094,7 +1096,7 @@ def test_who_has_said_where_it_begins_is_known_to_have_the_state_from_then_on() 
     play.wait(WINDOW_S)
     play.die("a")
     play.wait(0.1)
-    play.stop("b", stop=Stop(30, holds_state=True))
+    play.stop("b", stop=StopReport(30, holds_state=True))
     assert play.last(RescaleCompleted).step == 30
     play.join("c")
     assert kinds(play.wait(WINDOW_S)) == ["RescaleStarted", "RescaleCompleted"]
@@ -1130,7 +1132,7 @@ def test_who_comes_under_the_name_of_one_who_had_the_state_is_another() -> None:
     assert (sorted(play.world), play.last(RescaleCompleted).step) == (["a", "b"], None)
     play.die("b")
     assert kinds(play.wait(0.1)) == ["RescaleStarted"]
-    play.stop("a", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=StopReport(0, holds_state=False))
     assert (play.world, play.last(RescaleCompleted).step) == (["a"], 0)
 
 
@@ -1183,7 +1185,7 @@ def test_the_whole_world_may_be_replaced_and_says_so() -> None:
     play.die("a")
     assert kinds(play.wait(0.1)) == ["JobWaiting"]
     play.join("b")
-    play.stop("b", stop=Stop(90, holds_state=True))
+    play.stop("b", stop=StopReport(90, holds_state=True))
     completed = play.last(RescaleCompleted)
     assert (completed.step, completed.removed, completed.added) == (90, ["a"], ["b"])
     assert play.cluster.state.current_step == 90
@@ -1248,7 +1250,7 @@ def test_steps_that_are_done_again_from_an_older_state_count_as_steps_in_between
     play.die("a")
     play.wait(0.1)
     play.join("b")
-    play.stop("b", stop=Stop(500, holds_state=True))
+    play.stop("b", stop=StopReport(500, holds_state=True))
     play.beat("b", step=501)
     assert (play.cluster.state.current_step, play.cluster.failures.in_a_row) == (501, 0)
 
@@ -1280,7 +1282,7 @@ def test_a_rescale_ends_with_the_job() -> None:
     play.cluster.abort(play.now, "enough")
     assert play.news() == [RescaleAborted(2, "enough"), JobAborted("enough", 0)]
     with pytest.raises(RequestRefused):
-        play.stop("a", stop=Stop(1, holds_state=True))
+        play.stop("a", stop=StopReport(1, holds_state=True))
 
 
 def test_nothing_is_decided_when_a_job_is_over() -> None:
@@ -1458,7 +1460,7 @@ def test_who_was_told_to_go_and_does_not_answer_fails_and_counts_towards_no_limi
     play.cluster.drain("b", play.now, "the night")
     play.die("c")
     play.wait(0.2)
-    play.stop("a", stop=Stop(5, True))
+    play.stop("a", stop=StopReport(5, True))
     play.wait(8.0)
     assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerFailed)] == ["c", "b"]
     assert play.cluster.phase is Phase.RESCALING
@@ -1600,7 +1602,7 @@ def test_quarrels_with_steps_in_between_part_nobody() -> None:
     for step in range(1, 6):
         play.complain("a", "b")
         play.wait(1.1)
-        play.stop("a", "b", stop=Stop(step, holds_state=True))
+        play.stop("a", "b", stop=StopReport(step, holds_state=True))
         assert play.world == ["a", "b"]
     assert play.cluster.generation == 6
 
@@ -1787,13 +1789,13 @@ def test_a_daemon_that_dies_over_a_rescale_begins_it_again_when_all_are_back(sta
     play.join("c")
     play.wait(WINDOW_S)
     if stage is Stage.SYNCHRONISING:
-        play.stop("a", "b", stop=Stop(3, holds_state=True))
-        play.stop("c", stop=Stop(0, holds_state=False))
+        play.stop("a", "b", stop=StopReport(3, holds_state=True))
+        play.stop("c", stop=StopReport(0, holds_state=False))
     play.restart()
     play.come_back("a", "b")
     assert play.cluster.attempt is None
     with pytest.raises(RequestRefused):
-        play.stop("a", stop=Stop(3, holds_state=True), number=2)
+        play.stop("a", stop=StopReport(3, holds_state=True), number=2)
     play.wait(1.0)
     assert play.cluster.attempt is None
     play.news()
@@ -1868,7 +1870,7 @@ def _crash_in_turn(play: Play, for_s: float) -> float:
         attempt = play.cluster.attempt
         stood_s += 0.1 if attempt else 0.0
         if attempt is not None and attempt.stage is Stage.PAUSING:
-            play.stop(*(name for name in "abc" if name not in attempt.stops), stop=Stop(1, holds_state=True))
+            play.stop(*(name for name in "abc" if name not in attempt.stops), stop=StopReport(1, holds_state=True))
         attempt = play.cluster.attempt
         for name in lives:
             if attempt is not None and name in attempt and asked[name] != attempt.number:
@@ -2053,9 +2055,9 @@ def test_steps_are_told_to_be_lost_with_the_last_who_said_in_an_attempt_that_the
     play = formed("a", "b", **PATIENT)
     play.join("c")
     play.wait(31.0)
-    play.stop("b", stop=Stop(9, holds_state=True))
+    play.stop("b", stop=StopReport(9, holds_state=True))
     if said == "in its stop":
-        play.stop("a", stop=Stop(9, holds_state=True))
+        play.stop("a", stop=StopReport(9, holds_state=True))
         play.die("a", "b")
     else:
         play.die("b")
@@ -2068,9 +2070,9 @@ def test_steps_are_told_to_be_lost_with_the_last_who_said_in_an_attempt_that_the
 def test_a_job_is_given_up_behind_the_step_that_was_told_last() -> None:
     play = formed("a", "b", min_workers=2)
     play.cluster.rescale(play.now, "a test")
-    play.stop("a", "b", stop=Stop(9, holds_state=True, finished=True))
+    play.stop("a", "b", stop=StopReport(9, holds_state=True, finished=True))
     play.cluster.rescale(play.now, "once more")
-    play.stop("a", stop=Stop(12, holds_state=True))
+    play.stop("a", stop=StopReport(12, holds_state=True))
     play.cluster.abort(play.now, "")
     play.settle()
     assert play.last(JobAborted).step == 12

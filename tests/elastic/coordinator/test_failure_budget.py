@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.coordinator.failure_budget import Failures
+from forged.elastic.coordinator.failure_budget import FailureBudget
 
 CONFIG = ElasticTrainingConfig(failure_tolerance_percentage=50, max_consecutive_failures=3)
 
 
-def failed(*steps: int) -> Failures:
-    failures = Failures()
+def failed(*steps: int) -> FailureBudget:
+    failures = FailureBudget()
     for step in steps:
         failures.count(step)
     return failures

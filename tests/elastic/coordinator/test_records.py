@@ -3,7 +3,7 @@ from __future__ import annotations
 from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.coordinator.records import job_of, restored, writes
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from tests.elastic.play import JOB, WINDOW_S, Play, formed, incarnation, newcomer, worker_of
 
 
@@ -39,7 +39,7 @@ def test_a_commit_writes_the_world_and_no_member() -> None:
     play = Play()
     play.join("a")
     play.wait(WINDOW_S)
-    play.cluster.stopped("a", incarnation("a"), 1, Stop(0, holds_state=False), play.now)
+    play.cluster.stopped("a", incarnation("a"), 1, StopReport(0, holds_state=False), play.now)
     assert changed(play) == {"cluster", "world"}
 
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.elastic.coordinator.step_witnesses import Witnesses, state_at, state_behind
+from forged.elastic.coordinator.step_witnesses import StepWitnesses, state_at, state_behind
 from forged.elastic.model import GlobalTrainingState
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 
 
 def test_one_alone_is_believed_where_there_is_no_other() -> None:
-    assert Witnesses().hear("a", 7, 1) == 7
+    assert StepWitnesses().hear("a", 7, 1) == 7
 
 
 def test_what_one_of_several_says_is_not_believed_until_another_says_as_much() -> None:
-    witnesses = Witnesses()
+    witnesses = StepWitnesses()
     assert [witnesses.hear("a", 7, 2), witnesses.hear("a", 8, 2)] == [0, 0]
     assert witnesses.hear("b", 7, 2) == 7
     assert witnesses.hear("b", 9, 2) == 8
 
 
 def test_another_world_has_heard_nothing() -> None:
-    witnesses = Witnesses()
+    witnesses = StepWitnesses()
     witnesses.hear("a", 7, 2)
     witnesses.begin_anew()
     assert witnesses.hear("b", 7, 2) == 0
@@ -31,7 +31,7 @@ def test_another_world_has_heard_nothing() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), max_size=40))
 def test_one_liar_never_makes_more_believed_than_an_honest_one_has_said(words: list[tuple[str, int]]) -> None:
     """ "a" lies with every word; the others say what is so."""
-    witnesses, honest = Witnesses(), 0
+    witnesses, honest = StepWitnesses(), 0
     for worker, step in words:
         lies = worker == "a"
         honest = honest if lies else max(honest, step)
@@ -46,9 +46,9 @@ def test_a_state_behind_a_step_is_what_was_known_but_for_the_step() -> None:
 
 
 def test_the_state_of_a_source_counts_what_it_has_finished() -> None:
-    stop = Stop(41, holds_state=True, finished=True, epoch=2, learning_rate=0.25, global_batch_size=32)
+    stop = StopReport(41, holds_state=True, finished=True, epoch=2, learning_rate=0.25, global_batch_size=32)
     assert state_at(KNOWN, stop, 11.0) == GlobalTrainingState(2, 42, 0.25, 32, 3, 11.0)
 
 
 def test_a_source_that_knows_no_rate_and_no_batch_leaves_those_that_are_known() -> None:
-    assert state_at(KNOWN, Stop(41, holds_state=True), 11.0) == GlobalTrainingState(0, 41, 0.5, 64, 3, 11.0)
+    assert state_at(KNOWN, StopReport(41, holds_state=True), 11.0) == GlobalTrainingState(0, 41, 0.5, 64, 3, 11.0)

@@ -12,7 +12,7 @@ from forged.elastic.failure_detector.detector import (
     PROBE_INTERVAL_S,
     SCAN_INTERVAL_S,
     STEADY_S,
-    Watch,
+    FailureDetector,
 )
 from forged.elastic.membership.member import PULSE_INTERVAL_S, Member
 from forged.elastic.messages import WorkerLost, WorkerReturned, WorkerStalled
@@ -27,7 +27,9 @@ def member(name: str, *, marks: int = 0, told_at: float = 0.0, progress_at: floa
     return found
 
 
-def look(watch: Watch, *members: Member, now: float, steps: bool = True, evict: bool = False) -> list[tuple[str, str]]:
+def look(
+    watch: FailureDetector, *members: Member, now: float, steps: bool = True, evict: bool = False
+) -> list[tuple[str, str]]:
     config = ElasticTrainingConfig(stall_timeout_ms=5_000, evict_stalled=evict)
     known = {one.id: one for one in members}
     stepping = known if steps else ()
@@ -35,7 +37,7 @@ def look(watch: Watch, *members: Member, now: float, steps: bool = True, evict: 
 
 
 def test_it_looks_again_and_again() -> None:
-    watch = Watch(Outbox())
+    watch = FailureDetector(Outbox())
     assert watch.due_at() < 0
     look(watch, now=7.0)
     assert watch.due_at() == 7.0 + SCAN_INTERVAL_S
@@ -46,7 +48,7 @@ def test_it_looks_again_and_again() -> None:
 
 
 def test_it_looks_soon_when_somebody_is_lost() -> None:
-    watch, lost = Watch(Outbox()), member("a", told_at=7.0, progress_at=7.0)
+    watch, lost = FailureDetector(Outbox()), member("a", told_at=7.0, progress_at=7.0)
     look(watch, lost, now=7.0)
     lost.lost_at = 7.01
     watch.lose(lost, 7.01)
@@ -59,14 +61,16 @@ def test_it_looks_soon_when_somebody_is_lost() -> None:
 
 def test_only_who_keeps_the_others_waiting_stalls() -> None:
     out = Outbox()
-    assert look(Watch(out), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0), now=6.0) == []
+    assert (
+        look(FailureDetector(out), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0), now=6.0) == []
+    )
     assert out.facts == [WorkerStalled("b", 0, 6.0)]
 
 
 def test_who_has_waited_is_not_taken_for_the_one_that_did_not_get_on_when_that_one_does() -> None:
     """The news of the one that goes on may come before that of those who have waited for it."""
     out = Outbox()
-    watch, waits, stalls = Watch(out), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0)
+    watch, waits, stalls = FailureDetector(out), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0)
     look(watch, waits, stalls, now=6.0)
     waits.told_at = 6.4
     stalls.marks, stalls.told_at, stalls.progress_at = 100, 6.5, 6.5
@@ -76,12 +80,16 @@ def test_who_has_waited_is_not_taken_for_the_one_that_did_not_get_on_when_that_o
 
 def test_where_nobody_can_make_steps_nobody_stalls() -> None:
     out, there = Outbox(), member("a", told_at=6.0)
-    assert look(Watch(out), there, now=6.0, steps=False) == []
+    assert look(FailureDetector(out), there, now=6.0, steps=False) == []
     assert (out.facts, there.progress_at) == ([], 6.0)
 
 
 def test_who_stalls_goes_by_policy_only() -> None:
-    watch, waits, stalls = Watch(Outbox()), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0)
+    watch, waits, stalls = (
+        FailureDetector(Outbox()),
+        member("a", marks=3, told_at=6.0),
+        member("b", marks=2, told_at=6.0),
+    )
     assert look(watch, waits, stalls, now=1.0) == []
     assert look(watch, waits, stalls, now=6.0) == []
     assert look(watch, waits, stalls, now=6.5, evict=True) == [("b", "it lives and made no progress for 6.0 s")], (
@@ -90,7 +98,11 @@ def test_who_stalls_goes_by_policy_only() -> None:
 
 
 def test_who_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_from_then_on() -> None:
-    watch, first, second = Watch(Outbox()), member("a", marks=2, told_at=6.0), member("b", marks=2, told_at=6.0)
+    watch, first, second = (
+        FailureDetector(Outbox()),
+        member("a", marks=2, told_at=6.0),
+        member("b", marks=2, told_at=6.0),
+    )
     assert look(watch, first, second, now=6.0, evict=True) == []
     first.marks, first.progress_at = 3, 6.3
     assert look(watch, first, second, now=6.5, evict=True) == []
@@ -101,13 +113,13 @@ def test_who_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_from_then
 def test_where_nobody_has_come_further_all_are_told_and_nobody_goes() -> None:
     """They are in the same long step, and who puts out all of them puts out the state."""
     out = Outbox()
-    assert look(Watch(out), member("a", told_at=6.0), member("b", told_at=6.0), now=6.0, evict=True) == []
+    assert look(FailureDetector(out), member("a", told_at=6.0), member("b", told_at=6.0), now=6.0, evict=True) == []
     assert out.facts == [WorkerStalled("a", 0, 6.0), WorkerStalled("b", 0, 6.0)]
 
 
 def test_who_is_lost_is_told_once_and_asked_for_at_its_address_now_and_then() -> None:
     out = Outbox()
-    watch, lost = Watch(out), member("a", told_at=9.0, progress_at=9.0)
+    watch, lost = FailureDetector(out), member("a", told_at=9.0, progress_at=9.0)
     lost.lost_at = 9.5
     for now in (10.0, 10.1, 10.0 + PROBE_INTERVAL_S):
         assert look(watch, lost, now=now) == []
@@ -122,7 +134,7 @@ def test_nobody_is_probed_whose_pulse_would_tell_of_its_death() -> None:
     out = Outbox()
     lost = member("a")
     lost.lost_at, lost.pulse_at = 9.5, 10.0 - PULSE_INTERVAL_S
-    look(Watch(out), lost, now=10.0)
+    look(FailureDetector(out), lost, now=10.0)
     assert out.probes == []
 
 
@@ -130,13 +142,13 @@ def test_who_comes_back_before_anybody_was_told_is_not_told_to_have_returned() -
     out = Outbox()
     lost = member("a")
     lost.lost_at = 1.0
-    Watch(out).found(lost, 1.2)
+    FailureDetector(out).found(lost, 1.2)
     assert out.facts == []
 
 
 def test_who_went_and_came_as_another_is_told_to_be_lost_again() -> None:
     out = Outbox()
-    watch, lost = Watch(out), member("a", told_at=9.0, progress_at=9.0)
+    watch, lost = FailureDetector(out), member("a", told_at=9.0, progress_at=9.0)
     lost.lost_at = 9.5
     look(watch, lost, now=10.0)
     watch.forget(lost)
@@ -148,7 +160,7 @@ def test_who_is_held_up_while_its_pulse_lives_is_told_with_that_and_without_a_de
     out = Outbox()
     lost = member("a")
     lost.lost_at, lost.pulse_at = 10.0, 10.25
-    look(Watch(out), lost, now=10.5)
+    look(FailureDetector(out), lost, now=10.5)
     reason = "its connection is gone; its pulse was heard 0.2 s ago"
     assert out.facts == [WorkerLost("a", reason, None)]
 
@@ -157,7 +169,7 @@ def test_who_has_done_its_last_step_does_not_stall_while_it_saves() -> None:
     out = Outbox()
     saves, waits = member("a", marks=2, told_at=60.0), member("b", marks=3, told_at=60.0)
     saves.is_parting = True
-    assert look(Watch(out), saves, waits, now=60.0, evict=True) == []
+    assert look(FailureDetector(out), saves, waits, now=60.0, evict=True) == []
     assert out.facts == []
 
 
@@ -173,7 +185,7 @@ def witness(name: str = "b") -> Member:
 
 
 def test_whom_another_does_not_reach_either_has_a_moment_to_come_back() -> None:
-    watch, lost, other = Watch(Outbox()), lost_on("h1", "a"), witness()
+    watch, lost, other = FailureDetector(Outbox()), lost_on("h1", "a"), witness()
     watch.doubt(lost, "b", 10.0)
     watch.doubt(lost, "c", 10.1)
     assert watch.due_at() <= 10.0 + CONFIRMED_S
@@ -183,7 +195,7 @@ def test_whom_another_does_not_reach_either_has_a_moment_to_come_back() -> None:
 
 
 def test_whose_pulse_is_heard_still_is_held_up_and_not_dead() -> None:
-    watch, lost, other = Watch(Outbox()), lost_on("h1", "a"), witness()
+    watch, lost, other = FailureDetector(Outbox()), lost_on("h1", "a"), witness()
     watch.doubt(lost, "b", 10.0)
     lost.pulse_at = 10.5
     assert look(watch, lost, other, now=10.6) == []
@@ -192,7 +204,7 @@ def test_whose_pulse_is_heard_still_is_held_up_and_not_dead() -> None:
 
 @pytest.mark.parametrize("how", ["is lost", "was lost", "is gone"])
 def test_the_word_of_one_counts_only_as_long_as_it_is_well_itself(how: str) -> None:
-    watch, lost, other = Watch(Outbox()), lost_on("h1", "a"), witness()
+    watch, lost, other = FailureDetector(Outbox()), lost_on("h1", "a"), witness()
     watch.doubt(lost, "b", 10.0)
     if how != "is gone":
         other.lost_at = 10.05
@@ -203,7 +215,7 @@ def test_the_word_of_one_counts_only_as_long_as_it_is_well_itself(how: str) -> N
 
 
 def test_who_comes_back_in_that_moment_is_doubted_no_more() -> None:
-    watch, lost = Watch(Outbox()), lost_on("h1", "a")
+    watch, lost = FailureDetector(Outbox()), lost_on("h1", "a")
     watch.doubt(lost, "b", 10.0)
     watch.found(lost, 10.1)
     lost.lost_at = 10.2
@@ -211,7 +223,7 @@ def test_who_comes_back_in_that_moment_is_doubted_no_more() -> None:
 
 
 def test_where_several_hosts_are_lost_they_have_longer_for_that() -> None:
-    watch, one, other, third = Watch(Outbox()), lost_on("h1", "a"), lost_on("h2", "b"), witness("c")
+    watch, one, other, third = FailureDetector(Outbox()), lost_on("h1", "a"), lost_on("h2", "b"), witness("c")
     watch.doubt(one, "c", 10.0)
     assert look(watch, one, other, third, now=12.0) == []
     third.heard_at = other.heard_at = one.heard_at = 12.9
@@ -221,7 +233,7 @@ def test_where_several_hosts_are_lost_they_have_longer_for_that() -> None:
 
 
 def test_the_word_of_one_that_was_away_itself_a_moment_ago_proves_nothing() -> None:
-    watch, witness = Watch(Outbox()), member("a", told_at=10.0)
+    watch, witness = FailureDetector(Outbox()), member("a", told_at=10.0)
     look(watch, witness, now=10.0)
     assert watch.is_steady(witness, 10.0)
     witness.lost_at = 10.1
@@ -234,7 +246,7 @@ def test_the_word_of_one_that_was_away_itself_a_moment_ago_proves_nothing() -> N
 
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_word_counts_later_where_nobody_has_listened(when: str) -> None:
-    watch, other, lost = Watch(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
+    watch, other, lost = FailureDetector(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
     look(watch, other, lost, now=10.0)
     if when == "before":
         watch.doubt(lost, "a", 10.0)
@@ -249,7 +261,7 @@ def test_a_word_counts_later_where_nobody_has_listened(when: str) -> None:
 
 def test_who_was_there_before_this_daemon_is_not_looked_for_at_once() -> None:
     out = Outbox()
-    watch, awaited = Watch(out), lost_on("h1", "a")
+    watch, awaited = FailureDetector(out), lost_on("h1", "a")
     awaited.seen_at = awaited.lost_at = 9.5
     awaited.is_awaited = True
     look(watch, awaited, now=9.5 + AWAITED_S - 0.1)
@@ -259,7 +271,7 @@ def test_who_was_there_before_this_daemon_is_not_looked_for_at_once() -> None:
 
 
 def test_a_moment_in_which_nobody_has_listened_postpones_no_word() -> None:
-    watch, other, lost = Watch(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
+    watch, other, lost = FailureDetector(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
     look(watch, other, lost, now=10.0)
     now = 10.0 + SCAN_INTERVAL_S + LATE_S
     watch.forgive(now)

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from forged.elastic.failure_detector.peer_reports import Complaints
+from forged.elastic.failure_detector.peer_reports import PeerReports
 
 
-def said(*pairs: str, generation: int = 1) -> Complaints:
-    complaints = Complaints()
+def said(*pairs: str, generation: int = 1) -> PeerReports:
+    complaints = PeerReports()
     for pair in pairs:
         complaints.add(pair[0], pair[1], generation)
     return complaints
@@ -14,7 +14,7 @@ BY_ALPHABET = {worker: ord(worker) for worker in "abcd"}
 
 
 def test_at_first_nobody_complains() -> None:
-    complaints = Complaints()
+    complaints = PeerReports()
     assert complaints.worlds == 0
     assert complaints.about("a", 0) == ""
     assert complaints.worst(BY_ALPHABET) is None

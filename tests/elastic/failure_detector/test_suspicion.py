@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.failure_detector.detector import NEVER, Watch
-from forged.elastic.failure_detector.suspicion import QUARRELS_MAX, Quarrels
-from forged.elastic.membership.world_membership import Lineup
+from forged.elastic.failure_detector.detector import NEVER, FailureDetector
+from forged.elastic.failure_detector.suspicion import QUARRELS_MAX, Suspicions
+from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.outbox import Outbox
 from tests.elastic.play import BEGINNING_S, newcomer
 
@@ -16,12 +16,12 @@ class Scene:
     """A world of `a`, `b` and `c`, and `d`, who is not in it yet."""
 
     def __init__(self, holders: str = "abc") -> None:
-        self.lineup, self.watch = Lineup("run", ElasticTrainingConfig()), Watch(Outbox())
+        self.lineup, self.watch = WorldMembership("run", ElasticTrainingConfig()), FailureDetector(Outbox())
         for name in "abcd":
             self.lineup.enter(newcomer(name))
         for _ in range(QUARRELS_MAX):
             self.begin_another(holders)
-        self.quarrels = Quarrels(self.lineup, self.watch)
+        self.quarrels = Suspicions(self.lineup, self.watch)
 
     def begin_another(self, holders: str = "abc") -> None:
         """Another world holds, of the same workers."""

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from forged.elastic.membership.registry import ROOM_BYTES, Roster
+from forged.elastic.membership.registry import ROOM_BYTES, MemberRegistry
 from forged.errors import RequestRefused
 from tests.elastic.play import JOB, incarnation, newcomer
 
 
 def test_a_worker_is_known_by_its_incarnation() -> None:
-    roster = Roster(JOB, [newcomer("a")])
+    roster = MemberRegistry(JOB, [newcomer("a")])
     assert roster.known("a", incarnation("a")) is roster["a"]
     assert roster.known("a", incarnation("a", 2)) is None
     assert roster.known("b", incarnation("b")) is None
@@ -16,12 +16,12 @@ def test_a_worker_is_known_by_its_incarnation() -> None:
 
 def test_who_is_not_there_is_refused() -> None:
     with pytest.raises(RequestRefused) as error:
-        Roster(JOB).require("a")
+        MemberRegistry(JOB).require("a")
     assert error.value.code == "worker_unknown"
 
 
 def test_there_is_room_for_so_many_names_and_for_more_when_some_go() -> None:
-    roster = Roster(JOB)
+    roster = MemberRegistry(JOB)
 
     def crowd() -> None:
         for number in range(ROOM_BYTES):

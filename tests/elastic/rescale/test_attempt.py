@@ -5,21 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.elastic.model import RescaleType
-from forged.elastic.rescale.attempt import Attempt, Stage, Stop, brought_along, choose_source
+from forged.elastic.rescale.attempt import Attempt, Stage, StopReport, brought_along, choose_source
 
 
 def attempt(target: str, added: str = "") -> Attempt:
     return Attempt(1, RescaleType.REPLACE, tuple(target), tuple(added), (), "a test", 0.0)
 
 
-def at(step: int, *, finished: bool = False) -> Stop:
-    return Stop(step, holds_state=True, finished=finished)
+def at(step: int, *, finished: bool = False) -> StopReport:
+    return StopReport(step, holds_state=True, finished=finished)
 
 
-NOTHING = Stop(0, holds_state=False)
+NOTHING = StopReport(0, holds_state=False)
 
 
-def settled(stops: dict[str, Stop], added: str = "") -> Attempt:
+def settled(stops: dict[str, StopReport], added: str = "") -> Attempt:
     found = attempt("".join(stops), added)
     found.stops.update(stops)
     assert found.stopped
@@ -45,7 +45,7 @@ def test_all_have_to_stop() -> None:
         pytest.param({"a": NOTHING, "b": at(0)}, "b", 0, {"a"}, id="who holds a state, before who holds none"),
         pytest.param({"a": NOTHING, "b": NOTHING}, "a", 0, {"b"}, id="nobody holds one: what the first begins with"),
         pytest.param(
-            {"a": NOTHING, "b": Stop(500, holds_state=False), "c": Stop(500, holds_state=False)},
+            {"a": NOTHING, "b": StopReport(500, holds_state=False), "c": StopReport(500, holds_state=False)},
             "b",
             500,
             {"a", "c"},
@@ -70,7 +70,7 @@ def test_all_have_to_stop() -> None:
     ],
 )
 def test_the_source_is_where_the_training_goes_on(
-    stops: dict[str, Stop], source: str, step: int, behind: set[str]
+    stops: dict[str, StopReport], source: str, step: int, behind: set[str]
 ) -> None:
     found = settled(stops)
     assert (found.source, found.step, found.behind) == (source, step, behind)
@@ -90,17 +90,17 @@ def test_what_a_joiner_brings_along_counts_where_nobody_is_left() -> None:
     assert found.source == "b"
 
 
-STOPS = st.builds(Stop, st.integers(0, 3), st.booleans(), st.booleans())
+STOPS = st.builds(StopReport, st.integers(0, 3), st.booleans(), st.booleans())
 
 
 @given(st.lists(STOPS, min_size=1, max_size=6))
-def test_no_committed_step_of_a_holder_is_taken_back(stops: list[Stop]) -> None:
+def test_no_committed_step_of_a_holder_is_taken_back(stops: list[StopReport]) -> None:
     found = settled({chr(ord("a") + number): stop for number, stop in enumerate(stops)})
     assert found.step >= max((stop.step for stop in stops if stop.holds_state), default=0)
 
 
 @given(st.lists(STOPS, min_size=1, max_size=6))
-def test_whoever_is_not_behind_has_what_the_source_has(stops: list[Stop]) -> None:
+def test_whoever_is_not_behind_has_what_the_source_has(stops: list[StopReport]) -> None:
     by_worker = {chr(ord("a") + number): stop for number, stop in enumerate(stops)}
     found = settled(by_worker)
     assert found.source not in found.behind
@@ -110,7 +110,7 @@ def test_whoever_is_not_behind_has_what_the_source_has(stops: list[Stop]) -> Non
 
 
 @given(st.lists(STOPS, min_size=1, max_size=6))
-def test_the_choice_is_the_same_for_everybody_who_knows_the_stops(stops: list[Stop]) -> None:
+def test_the_choice_is_the_same_for_everybody_who_knows_the_stops(stops: list[StopReport]) -> None:
     target = tuple(chr(ord("a") + number) for number in range(len(stops)))
     by_worker = dict(zip(target, stops, strict=True))
     backwards = dict(reversed(by_worker.items()))
@@ -118,7 +118,7 @@ def test_the_choice_is_the_same_for_everybody_who_knows_the_stops(stops: list[St
 
 
 def test_it_is_said_whose_state_holds_where_nobody_had_one_and_not_all_begin_alike() -> None:
-    further = Stop(1500, holds_state=False)
+    further = StopReport(1500, holds_state=False)
     said = "b brings 1,500 steps along, and others fewer: its state holds"
     assert brought_along("b", {"a": NOTHING, "b": further}) == said
     assert brought_along("a", {"a": further, "b": further}) == ""

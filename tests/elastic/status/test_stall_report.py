@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from forged.elastic.membership.member import MARKS_PER_WORLD
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from forged.elastic.status.stall_report import STALLED_TOLD_MAX, standing
 from tests.elastic.play import WINDOW_S, Play, formed
 
@@ -113,8 +113,8 @@ class TestWhoDoesNotReachAnother:
         play.complain("c", "b")
         play.wait(2.0)
         assert said(play).split("; ")[1] == "c does not reach b, in 1 world so far"
-        play.stop("a", "b", stop=Stop(1, holds_state=True))
-        play.stop("c", stop=Stop(0, holds_state=True))
+        play.stop("a", "b", stop=StopReport(1, holds_state=True))
+        play.stop("c", stop=StopReport(0, holds_state=True))
         play.receive("c", trouble="a gives it nothing")
         assert said(play).split("; ")[1:] == ["c: a gives it nothing"]
 
@@ -257,10 +257,10 @@ def test_an_attempt_names_who_it_waits_for_and_for_what() -> None:
     play.join("c")
     play.wait(WINDOW_S)
     play.time += 12.0
-    play.stop("a", stop=Stop(3, holds_state=True))
-    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=StopReport(3, holds_state=True))
+    play.stop("c", stop=StopReport(0, holds_state=False))
     assert said(play) == "attempt 2 waits for b to stop (12 s)"
-    play.stop("b", stop=Stop(3, holds_state=True))
+    play.stop("b", stop=StopReport(3, holds_state=True))
     assert said(play) == "attempt 2 waits for c to have what the others give it (12 s)"
 
 

@@ -5,7 +5,7 @@ import pytest
 from forged.elastic.messages import PlannedWorker, RescaleView
 from forged.elastic.model import WorkerStatus
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from forged.elastic.status.views import PLANNED_MAX, cluster_view, drain_remarks, plan, worker_view
 from forged.errors import RequestRefused
 from tests.elastic.play import WINDOW_S, Play, formed
@@ -70,14 +70,14 @@ def test_a_rescale_is_shown_with_who_is_waited_for() -> None:
     play.join("c")
     play.wait(WINDOW_S)
     play.time += 1.5
-    play.stop("b", stop=Stop(3, holds_state=True))
+    play.stop("b", stop=StopReport(3, holds_state=True))
     rescale = cluster_view(play.cluster, play.time).rescale
     assert isinstance(rescale, RescaleView)
     assert (rescale.attempt, rescale.stage, rescale.waiting_for) == (2, "pausing", ["a", "c"])
     assert (rescale.added, rescale.removed, rescale.reason) == (["c"], [], "c joined")
     assert rescale.for_s >= 1.5
-    play.stop("a", stop=Stop(3, holds_state=True))
-    play.stop("c", stop=Stop(0, holds_state=False))
+    play.stop("a", stop=StopReport(3, holds_state=True))
+    play.stop("c", stop=StopReport(0, holds_state=False))
     rescale = cluster_view(play.cluster, play.time).rescale
     assert rescale is not None
     assert (rescale.stage, rescale.waiting_for) == ("synchronising", ["c"])

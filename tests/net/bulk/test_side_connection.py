@@ -32,7 +32,7 @@ from forged.net.bulk import side_connection
 from forged.net.bulk.detach import detach
 from forged.net.protocol import frames
 from forged.net.protocol.messages import Hello, encode
-from forged.net.tickets import SIDE_CONNECTIONS_MAX, TicketBooth
+from forged.net.tickets import SIDE_CONNECTIONS_MAX, TicketRegistry
 from forged.net.transport.sockets import SystemNetwork
 from forged.net.transport.tls import client_context, server_context
 
@@ -386,7 +386,7 @@ class FakeClock:
 
 def test_a_ticket_that_nobody_used_expires_and_lets_go_of_its_offer() -> None:
     clock, closed = FakeClock(), []
-    booth = TicketBooth(clock, os.urandom)
+    booth = TicketRegistry(clock, os.urandom)
     ticket = booth.issue(side_connection.Offer(1, lambda sock, offset: None, lambda: closed.append(1)), ttl_s=5.0)
     clock.now += 5.0
     with pytest.raises(PeerError):
@@ -396,7 +396,7 @@ def test_a_ticket_that_nobody_used_expires_and_lets_go_of_its_offer() -> None:
 
 def test_tickets_are_limited_and_one_too_many_lets_go_of_its_offer() -> None:
     closed: list[int] = []
-    booth = TicketBooth(FakeClock(), os.urandom, tickets_max=1)
+    booth = TicketRegistry(FakeClock(), os.urandom, tickets_max=1)
     booth.issue(side_connection.Offer(1, lambda sock, offset: None))
     with pytest.raises(Unavailable) as full:
         booth.issue(side_connection.Offer(1, lambda sock, offset: None, lambda: closed.append(1)))

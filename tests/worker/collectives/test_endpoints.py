@@ -5,7 +5,7 @@ from typing import cast
 import pytest
 
 from forged.errors import Unavailable
-from forged.worker.collectives.endpoints import MemberSide
+from forged.worker.collectives.endpoints import MemberEndpoint
 from forged.worker.collectives.world import World
 from forged.worker.transport.peer_link import PeerLink
 
@@ -18,7 +18,7 @@ def link() -> PeerLink:
 
 
 async def test_a_connection_that_ends_before_a_member_has_it_in_hand_fails_the_attempt_also_the_second_time() -> None:
-    side = MemberSide(World(1, 1, ["a", "b"]))
+    side = MemberEndpoint(World(1, 1, ["a", "b"]))
     first, second = link(), link()
     side.await_start()
     side.link = first
@@ -34,7 +34,7 @@ async def test_a_connection_that_ends_before_a_member_has_it_in_hand_fails_the_a
 
 
 async def test_the_end_of_an_earlier_connection_is_nothing_to_who_has_another() -> None:
-    side = MemberSide(World(1, 1, ["a", "b"]))
+    side = MemberEndpoint(World(1, 1, ["a", "b"]))
     side.await_start()
     side.link = link()
     side.on_end(link(), LOST)

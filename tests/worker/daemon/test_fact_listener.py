@@ -27,8 +27,8 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.kernel.messages import Gap, Record
 from forged.log import SILENT
 from forged.net.protocol.messages import Facts
-from forged.worker.daemon.fact_listener import Hearing
-from forged.worker.daemon.job_view import Standing
+from forged.worker.daemon.fact_listener import FactListener
+from forged.worker.daemon.job_view import JobView
 from forged.worker.errors import JobEnded, WorkerEvicted
 from tests.client.house import House, config_in
 from tests.client.proxy import Proxy
@@ -77,10 +77,10 @@ class Scene:
 
     def __init__(self, daemon: Daemon, tasks: TaskGroup) -> None:
         self.daemon = daemon
-        self.standing = Standing("me", known=True)
+        self.standing = JobView("me", known=True)
         self.heard: list[Record | Gap] = []
         self.wakes = 0
-        self.hearing = Hearing(
+        self.hearing = FactListener(
             cast("Any", daemon),
             "run",
             self.standing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from forged.worker.daemon.goodbye import Farewell, Goodbye, farewell
+from forged.worker.daemon.goodbye import Goodbye, LeaveReason, farewell
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 
 
@@ -32,7 +32,7 @@ class Unspeakable(Exception):
     ],
 )
 def test_who_was_interrupted_or_is_wanted_no_more_has_not_failed(error: BaseException | None, reason: str) -> None:
-    assert farewell(error) == Farewell(reason, failed=False)
+    assert farewell(error) == LeaveReason(reason, failed=False)
 
 
 @pytest.mark.parametrize(
@@ -57,17 +57,17 @@ def test_a_reason_is_short_whatever_was_raised(error: BaseException) -> None:
 
 
 async def test_what_was_said_first_is_said_until_that_was_done_once_and_again_only_in_haste() -> None:
-    said: list[tuple[Farewell, bool]] = []
+    said: list[tuple[LeaveReason, bool]] = []
 
-    async def say(last: Farewell, /, *, is_again: bool) -> None:
+    async def say(last: LeaveReason, /, *, is_again: bool) -> None:
         said.append((last, is_again))
         if not is_again:
             scope.cancel()
             await anyio.sleep_forever()
 
-    goodbye, words = Goodbye(say), Farewell("the training is done", done=True)
+    goodbye, words = Goodbye(say), LeaveReason("the training is done", done=True)
     with anyio.CancelScope() as scope:
         await goodbye.say(words)
     for _ in range(2):
-        await goodbye.say(Farewell("it was disconnected"))
+        await goodbye.say(LeaveReason("it was disconnected"))
     assert said == [(words, False), (words, True)]

@@ -26,7 +26,7 @@ from forged.elastic.phases import Phase
 from forged.errors import ForgedError
 from forged.jobs.model import JobChanged, JobRemoved, SettingValue
 from forged.kernel.messages import Fact, Fence, Gap, Record
-from forged.worker.daemon.job_view import FOLLOWED, Standing
+from forged.worker.daemon.job_view import FOLLOWED, JobView
 from forged.worker.errors import JobEnded, WorkerEvicted
 
 A, B, C, ME = (WorkerId(name, "host", port) for port, name in enumerate(("a", "b", "c", "me"), 1))
@@ -36,7 +36,7 @@ class Hearing:
     """A standing, and facts that come one after the other."""
 
     def __init__(self, *workers: WorkerId, known: bool = True) -> None:
-        self.standing = Standing("me")
+        self.standing = JobView("me")
         self.ids = itertools.count(10)
         self.epoch = 0
         if known:
@@ -256,7 +256,7 @@ class TestStopping:
         assert hearing.standing.stop_wanted > 0
 
     def test_a_pause_of_which_the_fact_is_not_known_wants_it_too(self) -> None:
-        standing = Standing("me")
+        standing = JobView("me")
         standing.catch_up(joined(paused=True))
         assert standing.stop_wanted > 0
 
@@ -494,7 +494,7 @@ class TestWhatWasMissed:
         assert not hearing.standing.outdated
 
     def test_a_world_of_another_under_this_name_is_not_entered(self) -> None:
-        standing = Standing("me")
+        standing = JobView("me")
         standing.catch_up(joined(ClusterTopology((A, ME), 4)))
         assert (standing.committed, standing.topology.epoch) == (None, 4)
 

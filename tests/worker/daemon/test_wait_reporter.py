@@ -7,7 +7,7 @@ import anyio
 
 from forged.errors import Unavailable
 from forged.worker.daemon.registration import persevere
-from forged.worker.daemon.wait_reporter import Waiting, pauses
+from forged.worker.daemon.wait_reporter import WaitReporter, pauses
 from tests.spine import task_group, virtual
 from tests.telemetry.heard import Heard
 
@@ -20,7 +20,7 @@ async def because() -> str:
 async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_grow() -> None:
     log = Heard()
     async with task_group() as tasks:
-        waiting = Waiting(because, tasks, log)
+        waiting = WaitReporter(because, tasks, log)
         for _ in range(9):
             waiting.begin()
             await anyio.sleep(10.0)
@@ -34,7 +34,7 @@ async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_gr
 async def test_what_passes_in_a_moment_is_not_told() -> None:
     log = Heard()
     async with task_group() as tasks:
-        waiting = Waiting(because, tasks, log)
+        waiting = WaitReporter(because, tasks, log)
         for _ in range(9):
             waiting.begin()
             await anyio.sleep(9.0)

@@ -20,8 +20,8 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.worker.daemon.job_view import Commit
 from forged.worker.daemon.registration import Registration
-from forged.worker.data.provider import Supply
-from forged.worker.data.shard_holder import Custodian
+from forged.worker.data.provider import DataProvider
+from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.errors import NEWS_DIFFER
 
 ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)
@@ -95,9 +95,9 @@ class Scene:
                 await self.moved.wait()
 
     @asynccontextmanager
-    async def supply(self, sampler: ElasticSampler | None = None) -> AsyncIterator[Supply]:
+    async def supply(self, sampler: ElasticSampler | None = None) -> AsyncIterator[DataProvider]:
         async with anyio.create_task_group() as tasks:
-            yield Supply(cast("Custodian", self), sampler, cast("Registration", self), tasks, self.fail, SILENT)
+            yield DataProvider(cast("ShardHolder", self), sampler, cast("Registration", self), tasks, self.fail, SILENT)
             tasks.cancel_scope.cancel()
 
 

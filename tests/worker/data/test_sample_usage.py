@@ -6,23 +6,23 @@ from forged.data.audit.epoch_audit import UsageLog
 from forged.data.dataset import Dataset
 from forged.data.sampling.sampler import ElasticSampler
 from forged.worker.data import sample_usage as consumptions
-from forged.worker.data.sample_usage import Consumption
+from forged.worker.data.sample_usage import SampleUsage
 
 SAMPLES, BATCH = 100, 10
 
 
-def consumption(batch: int = BATCH) -> Consumption:
-    return Consumption(ElasticSampler(SAMPLES, batch, 1))
+def consumption(batch: int = BATCH) -> SampleUsage:
+    return SampleUsage(ElasticSampler(SAMPLES, batch, 1))
 
 
-def train(it: Consumption, first: int, end: int) -> None:
+def train(it: SampleUsage, first: int, end: int) -> None:
     """So many steps that count."""
     for step in range(first, end):
         it.finish()
         it.count(step)
 
 
-def tell(it: Consumption, log: UsageLog) -> None:
+def tell(it: SampleUsage, log: UsageLog) -> None:
     """The daemon hears all of it."""
     for generation, begins_at, runs in list(it.unspoken()):
         log.rewind(generation, begins_at)
@@ -104,7 +104,7 @@ def test_steps_that_are_told_in_parts_are_told_whole(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(consumptions, "RUNS_TOLD_MAX", 7)
     sampler = ElasticSampler(1_000, 20, 1, mode="sharded", dataset=Dataset.of(1_000, 200))
     sampler.reassign([0] * 150 + [1] * 30 + [2] * 20, 3)
-    it = Consumption(sampler)
+    it = SampleUsage(sampler)
     it.enter(1, 0)
     step = 0
     while it.sampler.epoch == 0:

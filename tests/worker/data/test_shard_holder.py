@@ -49,7 +49,7 @@ from forged.worker.data.shard_holder import (
     PUT_AWAY_S,
     SAYING_INTERVAL_S,
     SILENCE_TOLD_S,
-    Custodian,
+    ShardHolder,
 )
 from forged.worker.mesh import Mesh
 
@@ -158,7 +158,7 @@ class Scene:
         self.brought: list[int] = []
         self.clock = Clock()
         data = TrainingData(60, SHARDS, self.store, origin=origin or FunctionOrigin(write or self._write), **terms)
-        self.custodian = Custodian(
+        self.custodian = ShardHolder(
             data,
             ElasticTrainingConfig(),
             cast("Registration", self.line),

@@ -16,7 +16,7 @@ from forged.data.store.memory import MemoryShardStore
 from forged.data.store.port import Begun, ShardStore, Stamp
 from forged.errors import ForgedError, PeerError, RequestRefused
 from forged.worker.data import shard_protocol
-from forged.worker.transport.bulk_channel import Carrier, Channel, LoopCarrier, SocketCarrier
+from forged.worker.transport.bulk_channel import BulkChannel, BulkTransport, LoopBulkTransport, SocketBulkTransport
 from forged.worker.transport.dialogue_wire import PIECE_BYTES, receive
 from forged.worker.transport.peer_link import frame_of
 from forged.worker.transport.peer_messages import (
@@ -31,7 +31,7 @@ from forged.worker.transport.peer_messages import (
 )
 from tests.worker.transport.test_dialogue_wire import PATIENCE_S, channel, pair
 
-MAKERS: list[Callable[[], Carrier]] = [SocketCarrier, LoopCarrier]
+MAKERS: list[Callable[[], BulkTransport]] = [SocketBulkTransport, LoopBulkTransport]
 DATA = bytes(range(256)) * 100
 STAMP = Stamp.of(DATA)
 ALL = ShardComing(7, *STAMP)
@@ -40,8 +40,8 @@ NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
 @pytest.fixture(params=MAKERS)
-def carrier(request: pytest.FixtureRequest) -> Carrier:
-    made: Carrier = request.param()
+def carrier(request: pytest.FixtureRequest) -> BulkTransport:
+    made: BulkTransport = request.param()
     return made
 
 
@@ -64,17 +64,17 @@ class Passage:
         return 0.0
 
 
-async def served(made: Channel, store: ShardStore | None) -> bool:
+async def served(made: BulkChannel, store: ShardStore | None) -> bool:
     return await made.converse(partial(shard_protocol.serve, store=store), CapacityLimiter(1))
 
 
-async def served_when_called(made: Channel, store: ShardStore) -> bool:
+async def served_when_called(made: BulkChannel, store: ShardStore) -> bool:
     """A source waits for no more than a moment in its thread."""
     assert await made.is_called(PATIENCE_S)
     return await served(made, store)
 
 
-async def fetched(made: Channel, store: ShardStore, passage: Passage | None = None) -> Stamp:
+async def fetched(made: BulkChannel, store: ShardStore, passage: Passage | None = None) -> Stamp:
     conversation = partial(shard_protocol.fetch, shard=7, store=store, passage=passage or Passage())
     return await made.converse(conversation, CapacityLimiter(1))
 
@@ -114,7 +114,7 @@ def begun(stamp: Stamp = STAMP, count: int = 1000) -> MemoryShardStore:
 # The source.
 
 
-async def ask(carrier: Carrier, store: ShardStore | None, wanted: ShardWanted) -> tuple[PeerMessage, bytes, bool]:
+async def ask(carrier: BulkTransport, store: ShardStore | None, wanted: ShardWanted) -> tuple[PeerMessage, bytes, bool]:
     """What comes back for a wish: the word, the bytes behind it, and whether the conversation may go on."""
     async with channel(carrier) as (made, far):
         far.sendall(said(wanted))
@@ -128,19 +128,21 @@ async def ask(carrier: Carrier, store: ShardStore | None, wanted: ShardWanted) -
         return answer, data, await serving
 
 
-async def test_a_shard_that_is_wanted_comes_with_its_stamp_and_is_confirmed(carrier: Carrier) -> None:
+async def test_a_shard_that_is_wanted_comes_with_its_stamp_and_is_confirmed(carrier: BulkTransport) -> None:
     assert await ask(carrier, full(), ShardWanted(7)) == (ALL, DATA, True)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 1000, len(DATA)])
-async def test_who_has_the_beginning_gets_the_rest(carrier: Carrier, offset: int) -> None:
+async def test_who_has_the_beginning_gets_the_rest(carrier: BulkTransport, offset: int) -> None:
     answer, data, _ = await ask(carrier, full(), ShardWanted(7, offset, *STAMP))
     assert answer == ShardComing(7, *STAMP, offset)
     assert data == DATA[offset:]
 
 
 @pytest.mark.parametrize("wanted", [ShardWanted(7, 5, *Stamp.of(b"other")), ShardWanted(7, 5, len(DATA), NO_CHECKSUM)])
-async def test_who_has_the_beginning_of_something_else_gets_all_of_it(carrier: Carrier, wanted: ShardWanted) -> None:
+async def test_who_has_the_beginning_of_something_else_gets_all_of_it(
+    carrier: BulkTransport, wanted: ShardWanted
+) -> None:
     assert await ask(carrier, full(), wanted) == (ALL, DATA, True)
 
 
@@ -155,7 +157,7 @@ async def test_who_has_the_beginning_of_something_else_gets_all_of_it(carrier: C
     ],
 )
 async def test_what_cannot_be_given_is_refused_by_name_and_the_conversation_goes_on(
-    carrier: Carrier, wanted: ShardWanted, code: str
+    carrier: BulkTransport, wanted: ShardWanted, code: str
 ) -> None:
     answer, _, goes_on = await ask(carrier, full(), wanted)
     assert isinstance(answer, Refused)
@@ -164,13 +166,13 @@ async def test_what_cannot_be_given_is_refused_by_name_and_the_conversation_goes
     assert goes_on
 
 
-async def test_a_worker_without_a_store_holds_nothing(carrier: Carrier) -> None:
+async def test_a_worker_without_a_store_holds_nothing(carrier: BulkTransport) -> None:
     answer, _, _ = await ask(carrier, None, ShardWanted(7))
     assert isinstance(answer, Refused)
     assert answer.code == "shard_not_held"
 
 
-async def test_many_wishes_are_granted_in_their_order(carrier: Carrier) -> None:
+async def test_many_wishes_are_granted_in_their_order(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     for number in range(50):
         store.put(number, [b"%d" % number])
@@ -184,7 +186,7 @@ async def test_many_wishes_are_granted_in_their_order(carrier: Carrier) -> None:
         assert await serving
 
 
-async def test_a_source_lets_others_have_their_turn(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_source_lets_others_have_their_turn(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_protocol, "TURN_BYTES", 2 * len(DATA))
     async with channel(carrier) as (made, far):
         far.sendall(said(*[ShardWanted(7)] * 3))
@@ -196,21 +198,21 @@ async def test_a_source_lets_others_have_their_turn(carrier: Carrier, monkeypatc
         assert bytes(await task) == said(ALL, DATA, SENT) * 3
 
 
-async def test_when_nobody_is_there_any_more_the_source_is_done(carrier: Carrier) -> None:
+async def test_when_nobody_is_there_any_more_the_source_is_done(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         far.close()
         assert not await served(made, full())
 
 
 @pytest.mark.parametrize("word", [StateReady(), SENT, b"\0\0\0\1\xc1", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_who_does_not_wish_breaks_the_protocol(carrier: Carrier, word: Any) -> None:
+async def test_who_does_not_wish_breaks_the_protocol(carrier: BulkTransport, word: Any) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(said(word))
         assert isinstance(await error_of(served(made, full())), PeerError)
 
 
 @pytest.mark.parametrize("shard", [-1, 2**63, 2**64 - 1])
-async def test_numbers_that_are_none_break_the_protocol(carrier: Carrier, shard: int) -> None:
+async def test_numbers_that_are_none_break_the_protocol(carrier: BulkTransport, shard: int) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(said(ShardWanted(shard)))
         assert isinstance(await error_of(served(made, full())), PeerError)
@@ -219,7 +221,7 @@ async def test_numbers_that_are_none_break_the_protocol(carrier: Carrier, shard:
 # The fetcher.
 
 
-async def told(carrier: Carrier, store: MemoryShardStore, *words: Any) -> ForgedError:
+async def told(carrier: BulkTransport, store: MemoryShardStore, *words: Any) -> ForgedError:
     """What the fetcher makes of what a source says, which then hangs up."""
     async with channel(carrier) as (made, far):
         far.sendall(said(*words))
@@ -230,7 +232,7 @@ async def told(carrier: Carrier, store: MemoryShardStore, *words: Any) -> Forged
     return error
 
 
-async def test_a_shard_is_fetched_and_held(carrier: Carrier) -> None:
+async def test_a_shard_is_fetched_and_held(carrier: BulkTransport) -> None:
     store, passage = MemoryShardStore(), Passage()
     async with channel(carrier) as (made, far):
         far.sendall(said(ALL, DATA, SENT))
@@ -240,7 +242,7 @@ async def test_a_shard_is_fetched_and_held(carrier: Carrier) -> None:
     assert (passage.began, passage.count) == ((0, len(DATA)), len(DATA))
 
 
-async def test_the_rest_of_a_shard_is_fetched_from_where_it_stopped(carrier: Carrier) -> None:
+async def test_the_rest_of_a_shard_is_fetched_from_where_it_stopped(carrier: BulkTransport) -> None:
     store, passage = begun(), Passage()
     async with channel(carrier) as (made, far):
         far.sendall(said(ShardComing(7, *STAMP, 1000), DATA[1000:], SENT))
@@ -250,7 +252,7 @@ async def test_the_rest_of_a_shard_is_fetched_from_where_it_stopped(carrier: Car
     assert (passage.began, passage.count) == ((1000, len(DATA)), len(DATA) - 1000)
 
 
-async def test_the_rest_comes_in_pieces_that_begin_at_multiples_of_their_length(carrier: Carrier) -> None:
+async def test_the_rest_comes_in_pieces_that_begin_at_multiples_of_their_length(carrier: BulkTransport) -> None:
     data = os.urandom(2 * PIECE_BYTES + 5)
     stamp, store, passage = Stamp.of(data), MemoryShardStore(), Passage()
     with store.receive(7, stamp) as arriving:
@@ -262,7 +264,7 @@ async def test_the_rest_comes_in_pieces_that_begin_at_multiples_of_their_length(
     assert passage.pieces == [PIECE_BYTES - 1000, PIECE_BYTES, 5]
 
 
-async def test_a_source_may_begin_anew(carrier: Carrier) -> None:
+async def test_a_source_may_begin_anew(carrier: BulkTransport) -> None:
     other = b"other" * 100
     store = begun()
     async with channel(carrier) as (made, far):
@@ -271,21 +273,21 @@ async def test_a_source_may_begin_anew(carrier: Carrier) -> None:
     assert store.read(7) == other
 
 
-async def test_what_has_arrived_before_the_connection_breaks_is_kept(carrier: Carrier) -> None:
+async def test_what_has_arrived_before_the_connection_breaks_is_kept(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     error = await told(carrier, store, ALL, DATA[:5000])
     assert error.code == "bulk_truncated"
     assert store.begun(7) == Begun(STAMP, 5000)
 
 
-async def test_all_bytes_without_a_confirmation_do_not_count_yet(carrier: Carrier) -> None:
+async def test_all_bytes_without_a_confirmation_do_not_count_yet(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     error = await told(carrier, store, ALL, DATA)
     assert error.retryable
     assert store.begun(7) == Begun(STAMP, len(DATA))
 
 
-async def test_a_shard_that_was_changed_meanwhile_is_dropped(carrier: Carrier) -> None:
+async def test_a_shard_that_was_changed_meanwhile_is_dropped(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     error = await told(carrier, store, ALL, DATA, ShardSent(True))
     assert isinstance(error, RequestRefused)
@@ -294,7 +296,7 @@ async def test_a_shard_that_was_changed_meanwhile_is_dropped(carrier: Carrier) -
     assert store.begun(7) is None
 
 
-async def test_wrong_bytes_are_dropped(carrier: Carrier) -> None:
+async def test_wrong_bytes_are_dropped(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     error = await told(carrier, store, ALL, DATA[::-1], SENT)
     assert error.code == "shard_corrupt"
@@ -302,14 +304,14 @@ async def test_wrong_bytes_are_dropped(carrier: Carrier) -> None:
 
 
 @pytest.mark.parametrize("extra", [b"x", b"\xff" * 100, DATA])
-async def test_a_source_that_sends_too_much_is_not_believed(carrier: Carrier, extra: bytes) -> None:
+async def test_a_source_that_sends_too_much_is_not_believed(carrier: BulkTransport, extra: bytes) -> None:
     store = MemoryShardStore()
     error = await told(carrier, store, ALL, DATA, extra, SENT)
     assert isinstance(error, PeerError)
     assert store.begun(7) is None
 
 
-async def test_a_source_that_sends_too_little_is_not_believed(carrier: Carrier) -> None:
+async def test_a_source_that_sends_too_little_is_not_believed(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     assert (await told(carrier, store, ALL, DATA[:-1], SENT)).code in {
         "shard_corrupt",
@@ -331,7 +333,7 @@ async def test_a_source_that_sends_too_little_is_not_believed(carrier: Carrier) 
         SENT,
     ],
 )
-async def test_a_source_that_answers_something_else_breaks_the_protocol(carrier: Carrier, coming: Any) -> None:
+async def test_a_source_that_answers_something_else_breaks_the_protocol(carrier: BulkTransport, coming: Any) -> None:
     store = begun()
     error = await told(carrier, store, coming, DATA)
     assert isinstance(error, PeerError)
@@ -347,30 +349,30 @@ async def test_a_source_that_answers_something_else_breaks_the_protocol(carrier:
         ShardComing(7, 2**63, NO_CHECKSUM),
     ],
 )
-async def test_sizes_and_offsets_that_are_none_break_the_protocol(carrier: Carrier, coming: Any) -> None:
+async def test_sizes_and_offsets_that_are_none_break_the_protocol(carrier: BulkTransport, coming: Any) -> None:
     assert isinstance(await told(carrier, MemoryShardStore(), coming), PeerError)
 
 
-async def test_a_refusal_comes_out_as_it_was_said(carrier: Carrier) -> None:
+async def test_a_refusal_comes_out_as_it_was_said(carrier: BulkTransport) -> None:
     error = await told(carrier, MemoryShardStore(), Refused("refused", "shard_not_held", "shard 7 is not held", "ask"))
     assert isinstance(error, RequestRefused)
     assert error.code == "shard_not_held"
 
 
-async def test_a_source_that_never_answers_is_given_up(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_source_that_never_answers_is_given_up(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_protocol, "TURN_TIMEOUT_S", 0.01)
     async with channel(carrier) as (made, _):
         assert (await error_of(fetched(made, MemoryShardStore()))).code == "peer_timeout"
 
 
-async def test_an_announced_size_takes_no_room_before_its_bytes_come(carrier: Carrier) -> None:
+async def test_an_announced_size_takes_no_room_before_its_bytes_come(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     error = await told(carrier, store, ShardComing(7, 2**62, NO_CHECKSUM), b"few")
     assert error.code == "bulk_truncated"
     assert store.begun(7) == Begun(Stamp(2**62, NO_CHECKSUM), 3)
 
 
-async def test_both_ends_understand_each_other(carrier: Carrier) -> None:
+async def test_both_ends_understand_each_other(carrier: BulkTransport) -> None:
     store = begun()
     async with pair(carrier) as (source, fetcher):
         goes_on, stamp = await asyncio.gather(served_when_called(source, full()), fetched(fetcher, store))

@@ -15,9 +15,9 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import WorkerJoined, WorkerLeft
 from forged.errors import ForgedError, RequestRefused
 from forged.log import SILENT
-from forged.worker.daemon.job_view import Standing
+from forged.worker.daemon.job_view import JobView
 from forged.worker.drain import drain
-from forged.worker.drain.drain import LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Departure, Ties
+from forged.worker.drain.drain import LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Drain, Ties
 from forged.worker.mesh import Mesh, WorldIncomplete
 from tests.client.house import House
 from tests.client.proxy import Proxy
@@ -32,7 +32,7 @@ class Scene:
     """A worker that may be needed, and a daemon that may be there."""
 
     def __init__(self) -> None:
-        self.standing = Standing("me")
+        self.standing = JobView("me")
         self.config = CONFIG
         self.is_bound = True
         self.has_daemon = True
@@ -57,7 +57,7 @@ class Scene:
             ask=partial(self._ask, "and now?"),
             leave=partial(self._ask, "good bye?"),
         )
-        self.departure = Departure(self.standing, ties, self._wake, lambda: 0.5, SILENT)
+        self.departure = Drain(self.standing, ties, self._wake, lambda: 0.5, SILENT)
 
     @asynccontextmanager
     async def told_to_go(self) -> AsyncIterator[None]:

@@ -9,11 +9,11 @@ import pytest
 from anyio.abc import TaskGroup
 
 from forged.errors import Unavailable
-from forged.worker.daemon.job_view import Standing
-from forged.worker.drain.drain import Departure
+from forged.worker.daemon.job_view import JobView
+from forged.worker.drain.drain import Drain
 from forged.worker.drain.withdrawal import Parting, Withdrawal
-from forged.worker.rescale.current_world import Presence
-from forged.worker.rescale.rescaler import Passage
+from forged.worker.rescale.current_world import CurrentWorld
+from forged.worker.rescale.rescaler import Rescaler
 from tests.spine import task_group
 from tests.telemetry.heard import Heard
 
@@ -22,7 +22,7 @@ class Scene:
     """A worker that is to go, which the daemon may keep."""
 
     def __init__(self, tasks: TaskGroup) -> None:
-        self.standing = Standing("me")
+        self.standing = JobView("me")
         self.log = Heard()
         self.beats: list[bool] = []
         """Whether it has said at each beat that it is on its way out."""
@@ -33,11 +33,11 @@ class Scene:
         """How many do its part for the others at this moment."""
         self.fails: Exception | None = None
         """What its part for the others fails of."""
-        presence = Presence(self.standing, None)
-        self.withdrawal = Withdrawal(self.standing, presence, cast("Departure", self), self._beat, tasks, self.log)
+        presence = CurrentWorld(self.standing, None)
+        self.withdrawal = Withdrawal(self.standing, presence, cast("Drain", self), self._beat, tasks, self.log)
 
     async def begin(self, step: int = 7) -> Parting:
-        return await self.withdrawal.begin(step, cast("Passage", self))
+        return await self.withdrawal.begin(step, cast("Rescaler", self))
 
     def _beat(self) -> None:
         self.beats.append(self.withdrawal.is_under_way)

@@ -23,7 +23,7 @@ from forged.net.protocol.messages import Failure
 from forged.plain_client.connection import Wire
 from forged.worker.process import pulse as pulses
 from forged.worker.process.counters import Counters
-from forged.worker.process.pulse import FLAGS, Heart, Pulse
+from forged.worker.process.pulse import FLAGS, Pulse, PulseKeeper
 from tests.client.neighbour import Neighbour
 from tests.net.hand import HandClock
 from tests.telemetry.heard import Heard
@@ -414,7 +414,7 @@ class TestReplacing:
             return self.Ended()
 
         log = Heard()
-        heart = Heart(start, clock, lambda: 0.0, log)
+        heart = PulseKeeper(start, clock, lambda: 0.0, log)
         heart.look()
         assert starts == 2
         for pause_s in (1.0, 2.0, 4.0):
@@ -436,7 +436,7 @@ class TestReplacing:
                 raise outcome
             return outcome
 
-        heart = Heart(start, clock, lambda: 0.0, log)
+        heart = PulseKeeper(start, clock, lambda: 0.0, log)
         heart.look()
         assert log.levels("the pulse has ended, and no other could be started") == {"warning"}
         clock.now += 1.01
@@ -444,7 +444,7 @@ class TestReplacing:
         assert outcomes == []
 
     def test_one_that_lives_is_left_alone(self, witness: Witness, counters: Counters) -> None:
-        heart = Heart(lambda: started(witness.endpoint, counters), SystemClock(), lambda: 0.0, Heard())
+        heart = PulseKeeper(lambda: started(witness.endpoint, counters), SystemClock(), lambda: 0.0, Heard())
         pid = heart.pulse.pid
         heart.look()
         assert heart.pulse.pid == pid

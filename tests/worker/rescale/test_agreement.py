@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from forged.errors import PeerError
 from forged.worker.rescale.agreement import agree, settle
 from tests.worker.meshes import each, open_world
@@ -17,25 +17,49 @@ NAMES = ("a", "b", "c")
 @pytest.mark.parametrize(
     ("stops", "source", "step", "behind"),
     [
-        pytest.param([Stop(5, True)] * 3, 0, 5, set(), id="nothing is left to settle"),
-        pytest.param([Stop(0, False)] * 3, 0, 0, {1, 2}, id="nobody has a state: that of the first"),
-        pytest.param([Stop(0, False), Stop(9, False), Stop(9, False)], 1, 9, {0, 2}, id="nobody has, some bring one"),
-        pytest.param([Stop(0, False), Stop(7, True), Stop(7, True)], 1, 7, {0}, id="a new one at rank 0"),
-        pytest.param([Stop(5, True), Stop(6, True), Stop(6, True)], 1, 6, {0}, id="the highest committed step"),
-        pytest.param([Stop(5, True, True), Stop(6, True), Stop(5, True, True)], 0, 6, set(), id="finished is there"),
-        pytest.param([Stop(5, True, True), Stop(5, True), Stop(5, True, True)], 1, 5, {0, 2}, id="not all finished"),
-        pytest.param([Stop(5, True, True), Stop(0, False), Stop(5, True, True)], 0, 6, {1}, id="all finished"),
+        pytest.param([StopReport(5, True)] * 3, 0, 5, set(), id="nothing is left to settle"),
+        pytest.param([StopReport(0, False)] * 3, 0, 0, {1, 2}, id="nobody has a state: that of the first"),
+        pytest.param(
+            [StopReport(0, False), StopReport(9, False), StopReport(9, False)],
+            1,
+            9,
+            {0, 2},
+            id="nobody has, some bring one",
+        ),
+        pytest.param(
+            [StopReport(0, False), StopReport(7, True), StopReport(7, True)], 1, 7, {0}, id="a new one at rank 0"
+        ),
+        pytest.param(
+            [StopReport(5, True), StopReport(6, True), StopReport(6, True)], 1, 6, {0}, id="the highest committed step"
+        ),
+        pytest.param(
+            [StopReport(5, True, True), StopReport(6, True), StopReport(5, True, True)],
+            0,
+            6,
+            set(),
+            id="finished is there",
+        ),
+        pytest.param(
+            [StopReport(5, True, True), StopReport(5, True), StopReport(5, True, True)],
+            1,
+            5,
+            {0, 2},
+            id="not all finished",
+        ),
+        pytest.param(
+            [StopReport(5, True, True), StopReport(0, False), StopReport(5, True, True)], 0, 6, {1}, id="all finished"
+        ),
     ],
 )
 def test_the_state_that_holds_and_who_has_not_got_it(
-    stops: list[Stop], source: int, step: int, behind: set[int]
+    stops: list[StopReport], source: int, step: int, behind: set[int]
 ) -> None:
     agreement = settle(NAMES, stops)
     assert (agreement.source, agreement.step, agreement.behind) == (source, step, frozenset(behind))
 
 
 async def test_all_members_agree_on_the_same() -> None:
-    stops = [Stop(3, True, epoch=1), Stop(4, True, True, 2, 0.5, 64), Stop(0, False)]
+    stops = [StopReport(3, True, epoch=1), StopReport(4, True, True, 2, 0.5, 64), StopReport(0, False)]
     async with open_world(3) as worlds:
         first, *others = await each(list(zip(worlds, stops, strict=True)), lambda one: agree(*one))
     assert [first, first] == others
@@ -47,5 +71,5 @@ async def test_who_does_not_say_where_it_is_breaks_the_rule(word: bytes | int) -
     async with open_world(2) as (world, other):
         told = asyncio.ensure_future(other.all_gather(word))
         with pytest.raises(PeerError, match="does not say where it is"):
-            await agree(world, Stop(0, True))
+            await agree(world, StopReport(0, True))
         await told

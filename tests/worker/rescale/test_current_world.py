@@ -15,28 +15,28 @@ from forged.elastic.model import WorkerStatus
 from forged.errors import RequestRefused
 from forged.kernel.messages import Record
 from forged.worker.collectives.world import CollectiveMismatch
-from forged.worker.daemon.job_view import Standing
+from forged.worker.daemon.job_view import JobView
 from forged.worker.errors import StepAborted
 from forged.worker.mesh import WorldIncomplete
 from forged.worker.process.counters import Counters
-from forged.worker.rescale.current_world import Presence, Trouble, peer_of
+from forged.worker.rescale.current_world import CurrentWorld, Trouble, peer_of
 from tests.worker.meshes import PATIENCE_S, each, open_meshes, until
 
 GENERATION = 4
 
 
 @asynccontextmanager
-async def together(count: int) -> AsyncIterator[list[Presence]]:
+async def together(count: int) -> AsyncIterator[list[CurrentWorld]]:
     """So many workers in one world."""
     async with open_meshes(count) as made, asyncio.timeout(PATIENCE_S):
-        presences = [Presence(Standing(worker.id), None) for worker in made.workers]
+        presences = [CurrentWorld(JobView(worker.id), None) for worker in made.workers]
         for presence, world in zip(presences, await made.enter(GENERATION), strict=True):
             presence.go_by(made.topology)
             presence.enter(world)
         yield presences
 
 
-def hear(presence: Presence, *records: Record) -> None:
+def hear(presence: CurrentWorld, *records: Record) -> None:
     for record in records:
         presence._standing.hear(record)
 
@@ -46,7 +46,7 @@ RESUMED = Record.of(JobResumed("coffee"), fact_id=8, at=0.0)
 
 
 async def test_who_is_in_no_world_takes_no_step_and_its_step_is_void() -> None:
-    presence = Presence(Standing("me"), None)
+    presence = CurrentWorld(JobView("me"), None)
     assert not presence.may_step
     assert presence.status is WorkerStatus.JOINING
     with pytest.raises(StepAborted, match="no world"):
@@ -150,7 +150,7 @@ async def test_who_leaves_in_good_order_ends_the_world_for_the_others() -> None:
 
 async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> None:
     with closing(Counters.create()) as counters:
-        presence = Presence(Standing("me"), counters)
+        presence = CurrentWorld(JobView("me"), counters)
         async with open_meshes(1) as made:
             topology = made.topology
         presence.go_by(topology)

@@ -7,11 +7,11 @@ import pytest
 
 from forged.data.sampling.sampler import ElasticSampler
 from forged.elastic.model import ClusterTopology, GlobalTrainingState
-from forged.elastic.rescale.attempt import Stop
+from forged.elastic.rescale.attempt import StopReport
 from forged.errors import RequestRefused
 from forged.worker.daemon.job_view import Commit
 from forged.worker.process.counters import Counters
-from forged.worker.rescale.progress import Place
+from forged.worker.rescale.progress import TrainingProgress
 
 NOWHERE = ClusterTopology()
 
@@ -20,8 +20,8 @@ def commit(step: int | None = None, epoch: int | None = None, rate: float = 0.0,
     return Commit(1, NOWHERE, NOWHERE, step, epoch, rate, batch, "a test")
 
 
-def place(sampler: ElasticSampler | None = None, counters: Counters | None = None) -> Place:
-    return Place(0.5, 0 if sampler else 32, sampler, counters)
+def place(sampler: ElasticSampler | None = None, counters: Counters | None = None) -> TrainingProgress:
+    return TrainingProgress(0.5, 0 if sampler else 32, sampler, counters)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def counters() -> Iterator[Counters]:
 
 def test_it_begins_before_the_first_step_with_a_state_that_nobody_has_to_take() -> None:
     found = place()
-    assert found.stop == Stop(0, False, False, 0, 0.5, 32)
+    assert found.stop == StopReport(0, False, False, 0, 0.5, 32)
     assert found.state(3, 1.0) is None
 
 
@@ -40,11 +40,11 @@ def test_a_step_counts_when_it_is_committed() -> None:
     found = place()
     found.become(7)
     found.begin_step()
-    assert found.stop == Stop(7, True, False, 0, 0.5, 32)
+    assert found.stop == StopReport(7, True, False, 0, 0.5, 32)
     found.finish_step()
-    assert found.stop == Stop(7, True, True, 0, 0.5, 32)
+    assert found.stop == StopReport(7, True, True, 0, 0.5, 32)
     found.count_step()
-    assert found.stop == Stop(8, True, False, 0, 0.5, 32)
+    assert found.stop == StopReport(8, True, False, 0, 0.5, 32)
 
 
 def test_a_step_that_is_begun_again_was_not_finished() -> None:
@@ -58,7 +58,7 @@ def test_a_step_that_is_begun_again_was_not_finished() -> None:
 def test_what_is_finished_without_a_state_that_others_could_take_is_nothing_to_them() -> None:
     found = place()
     found.finish_step()
-    assert found.stop == Stop(0, False, False, 0, 0.5, 32)
+    assert found.stop == StopReport(0, False, False, 0, 0.5, 32)
 
 
 @pytest.mark.parametrize("follows", ["commit", "state"])
@@ -104,7 +104,7 @@ def test_where_nobody_knows_behind_what_step_a_world_begins_the_own_one_stays() 
     found.become(7)
     found.finish_step()
     found.adopt(commit())
-    assert found.stop == Stop(7, True, True, 0, 0.5, 32)
+    assert found.stop == StopReport(7, True, True, 0, 0.5, 32)
 
 
 def test_a_rate_a_batch_or_an_epoch_that_nobody_names_stays() -> None:
@@ -142,4 +142,4 @@ def test_how_far_it_is_is_known_once_it_has_a_state() -> None:
 def test_numbers_that_are_none_are_refused_by_name(numbers: dict[str, float]) -> None:
     given = {"learning_rate": 0.5, "global_batch_size": 1} | numbers
     with pytest.raises(RequestRefused, match=next(iter(numbers))):
-        Place(given["learning_rate"], given["global_batch_size"], None, None)  # type: ignore[arg-type]
+        TrainingProgress(given["learning_rate"], given["global_batch_size"], None, None)  # type: ignore[arg-type]

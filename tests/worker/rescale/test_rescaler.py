@@ -25,15 +25,15 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.worker.collectives.world import World
-from forged.worker.daemon.job_view import Commit, Standing
+from forged.worker.daemon.job_view import Commit, JobView
 from forged.worker.daemon.registration import Registration
 from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.rescale.agreement import Agreement
-from forged.worker.rescale.current_world import Presence, Trouble
-from forged.worker.rescale.progress import Place
-from forged.worker.rescale.rescaler import Means, Passage
-from forged.worker.session import Membership
+from forged.worker.rescale.current_world import CurrentWorld, Trouble
+from forged.worker.rescale.progress import TrainingProgress
+from forged.worker.rescale.rescaler import Means, Rescaler
+from forged.worker.session import WorkerSession
 from forged.worker.state_transfer import exchange
 from forged.worker.state_transfer.exchange import StateExchange
 from tests.client.house import House
@@ -77,7 +77,7 @@ class TestNotStopping:
         self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Nobody says that all have met.
-        monkeypatch.setattr(Membership, "_beat", lambda member, every_s: None)
+        monkeypatch.setattr(WorkerSession, "_beat", lambda member, every_s: None)
         settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
         async with crew_at(house.endpoint, **settings) as crew:
             crew.start("a")
@@ -112,11 +112,11 @@ class TestNotStopping:
         async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("a", "b")
             await crew.world_of("a", "b")
-            agree = Passage._agree
+            agree = Rescaler._agree
             standing = crew["a"].worker._standing
             late: list[int] = []
 
-            async def agree_late(passage: Passage, world: World, commit: Commit) -> Agreement:
+            async def agree_late(passage: Rescaler, world: World, commit: Commit) -> Agreement:
                 agreement = await agree(passage, world, commit)
                 if passage is crew["a"].member.passage and not late:
                     late.append(commit.topology.epoch)
@@ -126,7 +126,7 @@ class TestNotStopping:
                 return agreement
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Passage, "_agree", agree_late)
+                patch.setattr(Rescaler, "_agree", agree_late)
                 await client.rescale_job(JOB)
                 await crew.until(lambda: bool(late) and crew["a"].worker.generation == late[0] + 1)
                 await crew.more_steps("a", "b")
@@ -139,15 +139,15 @@ class TestNotStopping:
             crew.start("a", "b")
             await crew.world_of("a", "b", steps=5)
             generation = crew["a"].worker.generation
-            cross = Passage._cross
+            cross = Rescaler._cross
 
-            async def another_attempt(passage: Passage, commit: Commit) -> None:
+            async def another_attempt(passage: Rescaler, commit: Commit) -> None:
                 if passage is crew["c"].member.passage:
                     passage._standing.committed = commit = replace(commit, attempt=1)
                 await cross(passage, commit)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Passage, "_cross", another_attempt)
+                patch.setattr(Rescaler, "_cross", another_attempt)
                 crew.start("c")
                 await crew.world_of("a", "b", "c")
             assert crew["c"].worker.generation == generation + 1
@@ -239,10 +239,10 @@ class Willing:
 
 
 @st.composite
-def standings(draw: st.DrawFn) -> Standing:
+def standings(draw: st.DrawFn) -> JobView:
     """What a worker may have heard."""
     step, number = st.sampled_from([0, 1]), st.integers(1, 2)
-    standing = Standing("me", topology=draw(st.sampled_from(WORLDS)), attempt=draw(st.integers(0, 2)))
+    standing = JobView("me", topology=draw(st.sampled_from(WORLDS)), attempt=draw(st.integers(0, 2)))
     standing.rescaling, standing.goes, standing.outdated = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     standing.lost = draw(st.sampled_from(["", "hub"]))
     if draw(st.booleans()):
@@ -264,7 +264,7 @@ def standings(draw: st.DrawFn) -> Standing:
     st.booleans(),
 )
 def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
-    standing: Standing, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, in_trouble: bool
+    standing: JobView, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, in_trouble: bool
 ) -> None:
     """Who goes on for ever without waiting lets nothing else have its turn, what it would wait for included."""
     others: Any = Willing(failure)
@@ -279,10 +279,10 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
         clock=SystemClock(),
         log=SILENT,
     )
-    presence, place = Presence(standing, None), Place(0.0, 0, None, None)
+    presence, place = CurrentWorld(standing, None), TrainingProgress(0.0, 0, None, None)
     place.holds_state = holds_state
     presence.trouble = Trouble(2, "hub", "nobody answers") if in_trouble else None
-    passage = Passage(standing, presence, place, means)
+    passage = Rescaler(standing, presence, place, means)
     passage._settled = settled
     done = 0
 
@@ -300,8 +300,8 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
 
 @virtual
 async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next() -> None:
-    standing = Standing("me")
-    presence = Presence(standing, None)
+    standing = JobView("me")
+    presence = CurrentWorld(standing, None)
 
     class Nobody:
         """Nobody comes."""
@@ -317,7 +317,7 @@ async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next()
         rescale_timeout_s=lambda: 0.0,
         log=SILENT,
     )
-    passage = Passage(standing, presence, Place(0.0, 0, None, None), means)
+    passage = Rescaler(standing, presence, TrainingProgress(0.0, 0, None, None), means)
     standing.committed = Commit(1, ClusterTopology(), ClusterTopology((HUB, ME), 2), 0, 0, 0.0, 0, "")
 
     async def leave() -> None:

@@ -15,7 +15,14 @@ from forged.worker.mesh import Mesh
 from forged.worker.state_transfer import transfer
 from forged.worker.state_transfer.transfer import Into
 from forged.worker.transport import bulk_channel
-from forged.worker.transport.bulk_channel import Carrier, Channel, LoopCarrier, Parts, SocketCarrier, Verified
+from forged.worker.transport.bulk_channel import (
+    BulkChannel,
+    BulkTransport,
+    LoopBulkTransport,
+    Parts,
+    SocketBulkTransport,
+    Verified,
+)
 from forged.worker.transport.dialogue_wire import Conversation
 from forged.worker.transport.peer_link import DialledLink
 from forged.worker.transport.peer_messages import PARTS_MAX, StateOffer, StateWanted
@@ -36,7 +43,7 @@ def room(*sizes: int) -> tuple[list[memoryview], Into]:
 class WatchedChannel:
     """A channel whose parts are counted, and which `after` may disturb."""
 
-    def __init__(self, inner: Channel, carrier: WatchedCarrier) -> None:
+    def __init__(self, inner: BulkChannel, carrier: WatchedCarrier) -> None:
         self.inner = inner
         self.carrier = carrier
 
@@ -79,8 +86,8 @@ class WatchedChannel:
 class WatchedCarrier:
     """Counts what is moved; `after` is called behind each part that has arrived, in the thread that moves them."""
 
-    def __init__(self, inner: Carrier | None = None) -> None:
-        self.inner = inner or SocketCarrier()
+    def __init__(self, inner: BulkTransport | None = None) -> None:
+        self.inner = inner or SocketBulkTransport()
         self.given: list[int] = []
         self.verified = 0
         self.after: Callable[[WatchedChannel], None] = lambda channel: None
@@ -105,8 +112,8 @@ async def code_of(fetching: Any) -> str:
     return raised.value.code
 
 
-@pytest.mark.parametrize("carrier", [SocketCarrier, LoopCarrier])
-async def test_all_parts_arrive_as_they_are(carrier: Callable[[], Carrier]) -> None:
+@pytest.mark.parametrize("carrier", [SocketBulkTransport, LoopBulkTransport])
+async def test_all_parts_arrive_as_they_are(carrier: Callable[[], BulkTransport]) -> None:
     parts = random_parts(*SIZES)
     heads: list[bytes] = []
     got = buffers(*SIZES)

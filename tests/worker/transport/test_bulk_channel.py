@@ -13,26 +13,26 @@ from forged.worker.transport.bulk_channel import (
     DONE,
     GO,
     TOGETHER_BYTES,
-    Carrier,
-    Channel,
-    LoopCarrier,
-    SocketCarrier,
+    BulkChannel,
+    BulkTransport,
+    LoopBulkTransport,
+    SocketBulkTransport,
     checksum_of,
 )
 from tests.worker.meshes import buffers, random_parts
 
-MAKERS: list[Callable[[], Carrier]] = [SocketCarrier, LoopCarrier]
+MAKERS: list[Callable[[], BulkTransport]] = [SocketBulkTransport, LoopBulkTransport]
 SIZES = (0, 7, TOGETHER_BYTES, TOGETHER_BYTES + 1, 2_000_000)
 
 
 @pytest.fixture(params=MAKERS)
-def carrier(request: pytest.FixtureRequest) -> Carrier:
-    made: Carrier = request.param()
+def carrier(request: pytest.FixtureRequest) -> BulkTransport:
+    made: BulkTransport = request.param()
     return made
 
 
 @asynccontextmanager
-async def channel(carrier: Carrier) -> AsyncIterator[tuple[Channel, socket.socket]]:
+async def channel(carrier: BulkTransport) -> AsyncIterator[tuple[BulkChannel, socket.socket]]:
     """A channel, and the socket at its other end."""
     near, far = socket.socketpair()
     near.setblocking(False)
@@ -58,10 +58,10 @@ async def code_of(moving: object) -> str:
 
 
 @pytest.mark.parametrize("giver", MAKERS)
-async def test_both_carriers_understand_each_other(carrier: Carrier, giver: Callable[[], Carrier]) -> None:
+async def test_both_carriers_understand_each_other(carrier: BulkTransport, giver: Callable[[], BulkTransport]) -> None:
     parts, got, verified = random_parts(*SIZES), buffers(*SIZES), list[int]()
     near, far = socket.socketpair()
-    channels: list[Channel] = []
+    channels: list[BulkChannel] = []
     for sock, one in ((near, carrier), (far, giver())):
         sock.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=sock)
@@ -78,7 +78,7 @@ async def test_both_carriers_understand_each_other(carrier: Carrier, giver: Call
     assert len(verified) == len(SIZES)
 
 
-async def test_nothing_is_sent_before_the_fetcher_says_so(carrier: Carrier) -> None:
+async def test_nothing_is_sent_before_the_fetcher_says_so(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         giving = asyncio.ensure_future(made.give([memoryview(b"abc")]))
         far.setblocking(False)
@@ -95,7 +95,7 @@ async def test_nothing_is_sent_before_the_fetcher_says_so(carrier: Carrier) -> N
 
 
 @pytest.mark.parametrize("size", [5, TOGETHER_BYTES + 5])
-async def test_a_part_that_is_not_what_was_sent_does_not_count(carrier: Carrier, size: int) -> None:
+async def test_a_part_that_is_not_what_was_sent_does_not_count(carrier: BulkTransport, size: int) -> None:
     verified: list[int] = []
     parts = random_parts(5, size)
     async with channel(carrier) as (made, far):
@@ -105,21 +105,21 @@ async def test_a_part_that_is_not_what_was_sent_does_not_count(carrier: Carrier,
 
 
 @pytest.mark.parametrize("size", [5, TOGETHER_BYTES + 5])
-async def test_a_source_that_ends_in_the_middle_is_truncated(carrier: Carrier, size: int) -> None:
+async def test_a_source_that_ends_in_the_middle_is_truncated(carrier: BulkTransport, size: int) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(bytes(size - 1))
         far.shutdown(socket.SHUT_WR)
         assert await code_of(made.take(buffers(size), nothing)) in {"state_truncated", "bulk_truncated"}
 
 
-async def test_a_fetcher_that_never_says_that_it_has_all_is_no_success(carrier: Carrier) -> None:
+async def test_a_fetcher_that_never_says_that_it_has_all_is_no_success(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(GO)
         far.shutdown(socket.SHUT_WR)
         assert await code_of(made.give([memoryview(b"abc")])) == "state_truncated"
 
 
-async def test_who_stands_still_is_given_up(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_stands_still_is_given_up(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers, "STALL_TIMEOUT_S", 0.05)
     async with channel(carrier) as (made, _):
         assert await code_of(made.take(buffers(5), nothing)) in {"state_broken_off", "bulk_failed"}
@@ -127,7 +127,7 @@ async def test_who_stands_still_is_given_up(carrier: Carrier, monkeypatch: pytes
         assert await code_of(made.give([])) in {"state_broken_off", "bulk_failed"}
 
 
-async def test_a_channel_that_is_cut_moves_nothing_more(carrier: Carrier) -> None:
+async def test_a_channel_that_is_cut_moves_nothing_more(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         taking = asyncio.ensure_future(made.take(buffers(5), nothing))
         assert await asyncio.get_running_loop().run_in_executor(None, far.recv, 1) == GO
@@ -136,7 +136,7 @@ async def test_a_channel_that_is_cut_moves_nothing_more(carrier: Carrier) -> Non
         assert await asyncio.get_running_loop().run_in_executor(None, far.recv, 1) == b""
 
 
-async def test_a_cancelled_movement_ends_its_thread(carrier: Carrier) -> None:
+async def test_a_cancelled_movement_ends_its_thread(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         taking = asyncio.ensure_future(made.take(buffers(5), nothing))
         assert await asyncio.get_running_loop().run_in_executor(None, far.recv, 1) == GO

@@ -16,7 +16,7 @@ from anyio import CapacityLimiter
 from forged.errors import ForgedError, PeerError, Unavailable
 from forged.net.bulk import movers
 from forged.worker.transport import dialogue_wire
-from forged.worker.transport.bulk_channel import Carrier, Channel, LoopCarrier, SocketCarrier
+from forged.worker.transport.bulk_channel import BulkChannel, BulkTransport, LoopBulkTransport, SocketBulkTransport
 from forged.worker.transport.dialogue_wire import (
     CHUNK_BYTES,
     PIECE_BYTES,
@@ -29,19 +29,19 @@ from forged.worker.transport.dialogue_wire import (
 from forged.worker.transport.peer_link import frame_of
 from forged.worker.transport.peer_messages import ShardSent, ShardsReady, ShardWanted, StateWanted
 
-MAKERS: list[Callable[[], Carrier]] = [SocketCarrier, LoopCarrier]
+MAKERS: list[Callable[[], BulkTransport]] = [SocketBulkTransport, LoopBulkTransport]
 SOON_S = 0.01
 PATIENCE_S = 30.0
 
 
 @pytest.fixture(params=MAKERS)
-def carrier(request: pytest.FixtureRequest) -> Carrier:
-    made: Carrier = request.param()
+def carrier(request: pytest.FixtureRequest) -> BulkTransport:
+    made: BulkTransport = request.param()
     return made
 
 
 @asynccontextmanager
-async def channel(carrier: Carrier) -> AsyncIterator[tuple[Channel, socket.socket]]:
+async def channel(carrier: BulkTransport) -> AsyncIterator[tuple[BulkChannel, socket.socket]]:
     """A channel, and the socket at its other end."""
     near, far = socket.socketpair()
     near.setblocking(False)
@@ -60,24 +60,24 @@ async def channel(carrier: Carrier) -> AsyncIterator[tuple[Channel, socket.socke
 
 
 @asynccontextmanager
-async def pair(carrier: Carrier) -> AsyncIterator[list[Channel]]:
+async def pair(carrier: BulkTransport) -> AsyncIterator[list[BulkChannel]]:
     """A channel, and one in threads at its other end."""
     async with channel(carrier) as (near, far):
         far.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=far.dup())
         transport.pause_reading()
-        other = await SocketCarrier().open(transport)
+        other = await SocketBulkTransport().open(transport)
         try:
             yield [near, other]
         finally:
             other.close()
 
 
-async def converse(made: Channel, conversation: Conversation[Any]) -> Any:
+async def converse(made: BulkChannel, conversation: Conversation[Any]) -> Any:
     return await made.converse(conversation, CapacityLimiter(1))
 
 
-async def error_of(made: Channel, conversation: Conversation[Any]) -> ForgedError:
+async def error_of(made: BulkChannel, conversation: Conversation[Any]) -> ForgedError:
     with pytest.raises(ForgedError) as raised:
         await converse(made, conversation)
     return raised.value
@@ -91,21 +91,21 @@ async def apart(action: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, action, *arguments)
 
 
-async def test_words_are_heard_one_after_the_other_in_several_conversations(carrier: Carrier) -> None:
+async def test_words_are_heard_one_after_the_other_in_several_conversations(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(frame_of(ShardWanted(7, 1, 2)) + frame_of(ShardsReady()))
         assert await converse(made, hear) == ShardWanted(7, 1, 2)
         assert await converse(made, hear) == ShardsReady()
 
 
-async def test_words_are_said_as_frames(carrier: Carrier) -> None:
+async def test_words_are_said_as_frames(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         await converse(made, lambda wire: wire.say(ShardSent(True)))
         frame = frame_of(ShardSent(True))
         assert await apart(far.recv, len(frame), socket.MSG_WAITALL) == frame
 
 
-async def test_who_says_nothing_is_not_waited_for_longer_than_was_said(carrier: Carrier) -> None:
+async def test_who_says_nothing_is_not_waited_for_longer_than_was_said(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         assert await converse(made, lambda wire: wire.hear(SOON_S)) is None
         assert not await made.is_called(SOON_S)
@@ -115,7 +115,7 @@ async def test_who_says_nothing_is_not_waited_for_longer_than_was_said(carrier: 
         assert await converse(made, hear) == ShardsReady()
 
 
-async def test_the_end_of_the_connection_is_a_call_too(carrier: Carrier) -> None:
+async def test_the_end_of_the_connection_is_a_call_too(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         far.close()
         assert await made.is_called(PATIENCE_S)
@@ -123,7 +123,7 @@ async def test_the_end_of_the_connection_is_a_call_too(carrier: Carrier) -> None
 
 
 @pytest.mark.parametrize("rest", [1, 3, 5])
-async def test_a_word_that_is_cut_off_is_an_error(carrier: Carrier, rest: int) -> None:
+async def test_a_word_that_is_cut_off_is_an_error(carrier: BulkTransport, rest: int) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(frame_of(ShardWanted(7))[:rest])
         far.shutdown(socket.SHUT_WR)
@@ -133,14 +133,14 @@ async def test_a_word_that_is_cut_off_is_an_error(carrier: Carrier, rest: int) -
 
 
 @pytest.mark.parametrize("garbage", [bytes(4), struct.pack(">I", WORD_BYTES_MAX + 1), b"\0\0\0\1\xc1", b"\xff" * 9])
-async def test_what_is_no_word_breaks_the_protocol(carrier: Carrier, garbage: bytes) -> None:
+async def test_what_is_no_word_breaks_the_protocol(carrier: BulkTransport, garbage: bytes) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(garbage)
         assert isinstance(await error_of(made, hear), PeerError)
 
 
 async def test_a_word_that_stands_still_in_the_middle_is_given_up(
-    carrier: Carrier, monkeypatch: pytest.MonkeyPatch
+    carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(movers, "STALL_TIMEOUT_S", SOON_S)
     async with channel(carrier) as (made, far):
@@ -149,7 +149,7 @@ async def test_a_word_that_stands_still_in_the_middle_is_given_up(
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, PIECE_BYTES, 3 * PIECE_BYTES + 1])
-async def test_bytes_of_a_file_arrive_as_they_are(carrier: Carrier, size: int) -> None:
+async def test_bytes_of_a_file_arrive_as_they_are(carrier: BulkTransport, size: int) -> None:
     data = os.urandom(size + 10)
     file = os.memfd_create("file")
     os.pwrite(file, data, 0)
@@ -170,7 +170,7 @@ async def test_bytes_of_a_file_arrive_as_they_are(carrier: Carrier, size: int) -
     os.close(file)
 
 
-async def test_bytes_that_are_here_when_the_connection_breaks_are_not_lost(carrier: Carrier) -> None:
+async def test_bytes_that_are_here_when_the_connection_breaks_are_not_lost(carrier: BulkTransport) -> None:
     got = bytearray()
     async with channel(carrier) as (made, far):
         far.sendall(b"x" * 1000)
@@ -195,7 +195,7 @@ async def test_over_a_slow_connection_bytes_are_handed_on_bit_by_bit(monkeypatch
             assert seen.wait(PATIENCE_S)
             seen.clear()
 
-    async with channel(SocketCarrier()) as (made, far):
+    async with channel(SocketBulkTransport()) as (made, far):
         await asyncio.gather(converse(made, lambda wire: wire.take(3000, absorb)), asyncio.to_thread(drip, far))
     assert got == [b"x" * 1000] * 3
 
@@ -212,19 +212,19 @@ async def test_bytes_behind_which_nothing_comes_are_handed_on_all_the_same(monke
         finally:
             far.shutdown(socket.SHUT_WR)
 
-    async with channel(SocketCarrier()) as (made, far):
+    async with channel(SocketBulkTransport()) as (made, far):
         taking = error_of(made, lambda wire: wire.take(PIECE_BYTES, lambda _: seen.set()))
         error, is_seen = await asyncio.gather(taking, asyncio.to_thread(stand_still, far))
     assert (error.code, is_seen) == ("bulk_truncated", True)
 
 
-async def test_bytes_that_do_not_come_are_given_up(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bytes_that_do_not_come_are_given_up(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers, "STALL_TIMEOUT_S", SOON_S)
     async with channel(carrier) as (made, _):
         assert isinstance(await error_of(made, lambda wire: wire.take(1, lambda _: None)), Unavailable)
 
 
-async def test_a_file_that_ends_early_is_an_error(carrier: Carrier) -> None:
+async def test_a_file_that_ends_early_is_an_error(carrier: BulkTransport) -> None:
     file = os.memfd_create("file")
     os.write(file, b"12345")
     async with channel(carrier) as (made, _):
@@ -233,7 +233,7 @@ async def test_a_file_that_ends_early_is_an_error(carrier: Carrier) -> None:
     assert error.code == "bulk_source_short"
 
 
-async def test_who_reads_nothing_is_given_up(carrier: Carrier) -> None:
+async def test_who_reads_nothing_is_given_up(carrier: BulkTransport) -> None:
     file = os.memfd_create("file")
     os.ftruncate(file, 64 << 20)
     async with channel(carrier) as (made, _):
@@ -242,14 +242,14 @@ async def test_who_reads_nothing_is_given_up(carrier: Carrier) -> None:
     assert isinstance(error, Unavailable)
 
 
-async def test_a_pause_of_no_time_is_none(carrier: Carrier) -> None:
+async def test_a_pause_of_no_time_is_none(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, _):
         await converse(made, lambda wire: wire.pause(0.0))
         await converse(made, lambda wire: wire.pause(SOON_S))
 
 
 async def test_a_pause_ends_when_the_connection_is_cut() -> None:
-    async with channel(SocketCarrier()) as (made, far):
+    async with channel(SocketBulkTransport()) as (made, far):
         started = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -274,7 +274,7 @@ def test_errors_survive_the_way_between_processes() -> None:
     assert pickle.loads(pickle.dumps(HungUp())).code == "peer_hung_up"
 
 
-async def test_words_of_others_are_words(carrier: Carrier) -> None:
+async def test_words_of_others_are_words(carrier: BulkTransport) -> None:
     """What belongs there is for the conversation to judge."""
     async with channel(carrier) as (made, far):
         far.sendall(frame_of(StateWanted(1)))
