@@ -129,6 +129,6 @@ def from_wire(kind: str, code: str, message: str, fix: str) -> ForgedError:
     return KINDS.get(kind, ForgedError)(code, message, fix)
 
 
-def anew(error: ForgedError) -> ForgedError:
+def without_traceback(error: ForgedError) -> ForgedError:
     """An error that many will meet, without the frames of those who met it before: they would never be let go."""
     return error.with_traceback(None)

@@ -68,7 +68,7 @@ REJOINING = RetryPolicy(attempts=None, delay_s=0.1, exponential=True, delay_max_
 two, and that is not known before they have joined."""
 
 
-def passes(error: Exception) -> bool:
+def is_retryable(error: Exception) -> bool:
     """Whether the error itself says that the same action may succeed later."""
     return isinstance(error, ForgedError) and error.retryable
 
@@ -79,7 +79,7 @@ async def run(
     *,
     sleep: Callable[[float], Awaitable[None]],
     random: Random,
-    retryable: Callable[[Exception], bool] = passes,
+    retryable: Callable[[Exception], bool] = is_retryable,
 ) -> Result:
     """Call `action` until it succeeds, fails in a way that is not `retryable`, or fails the last time."""
     for pause_s in policy.delays(random):

@@ -27,10 +27,21 @@ from forged.plugins.host.plugin_host import PluginSource
 from forged.status.backup import NAME
 from forged.status.model import DaemonStarted
 from tests.client.house import LastingStore
-from tests.net.hand import BYE, FAILURE, REPLY, REQUEST, HandClock, HandDaemon, HandListener, HandNetwork, frame, until
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import on_virtual_time
+from tests.net.manual_daemon import (
+    BYE,
+    FAILURE,
+    REPLY,
+    REQUEST,
+    ManualClock,
+    ManualDaemon,
+    ManualListener,
+    ManualNetwork,
+    frame,
+    until,
+)
 from tests.plugins.stage import source
-from tests.spine import virtual
-from tests.troubled_store import TroubledStore, full
 
 DRAIN_TIMEOUT_S = 5.0
 LONG_S = 10.0
@@ -64,30 +75,30 @@ class Host:
         return "done"
 
 
-def a_store() -> TroubledStore:
+def a_store() -> FaultyStore:
     """One that can be looked into when its daemon has stopped."""
-    return TroubledStore(LastingStore("h"))
+    return FaultyStore(LastingStore("h"))
 
 
 @asynccontextmanager
 async def a_daemon(
     store: Store | None = None,
     extend: Callable[[Daemon], None] = lambda daemon: None,
-    network: HandNetwork | None = None,
+    network: ManualNetwork | None = None,
     plugins: Sequence[PluginSource] = (),
     **settings: Any,
-) -> AsyncIterator[HandDaemon]:
+) -> AsyncIterator[ManualDaemon]:
     async def open_store() -> Store:
         return store or a_store()
 
-    network, clock = network or HandNetwork(), HandClock()
+    network, clock = network or ManualNetwork(), ManualClock()
     config = replace(Config(socket="s", listen=(), drain_timeout_s=DRAIN_TIMEOUT_S), **settings)
     ports = Ports(clock, network, 1, 0, open_store, plugins=plugins)
     async with Daemon.running(config, ports, extend=extend) as daemon:
-        yield HandDaemon(daemon, network, clock)
+        yield ManualDaemon(daemon, network, clock)
 
 
-class SlowNetwork(HandNetwork):
+class SlowNetwork(ManualNetwork):
     """Its doors take long to open, and none does where an error is given."""
 
     def __init__(self, error: ForgedError | None = None) -> None:
@@ -95,7 +106,7 @@ class SlowNetwork(HandNetwork):
         self.opened: list[str] = []
         self._error = error
 
-    async def listen(self, address: Address, factory: ProtocolFactory) -> HandListener:
+    async def listen(self, address: Address, factory: ProtocolFactory) -> ManualListener:
         await asyncio.sleep(LONG_S)
         if self._error is not None:
             raise self._error
@@ -114,7 +125,7 @@ def names_in(directory: Path) -> set[str]:
 # The start.
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_nobody_answers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_module, "REQUESTS", (*REQUESTS, Unserved))
     with pytest.raises(ConfigError, match="Unserved") as refused:
@@ -123,7 +134,7 @@ async def test_a_request_that_nobody_answers_is_refused_by_name(monkeypatch: pyt
     assert refused.value.code == "requests_unsettled"
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_two_answer_is_refused_by_name() -> None:
     def answer_too(daemon: Daemon) -> None:
         daemon.bus.serve(CreateJob, lambda request, call: None, owner="a plugin")
@@ -134,7 +145,7 @@ async def test_a_request_that_two_answer_is_refused_by_name() -> None:
     assert refused.value.code == "requests_unsettled"
 
 
-@virtual
+@on_virtual_time
 async def test_a_store_that_cannot_be_read_is_the_error_of_the_start() -> None:
     store = a_store()
     store.read_error = StoreCorrupt("store_corrupt", "it is damaged", "restore a backup")
@@ -143,7 +154,7 @@ async def test_a_store_that_cannot_be_read_is_the_error_of_the_start() -> None:
             """It does not come to this."""
 
 
-@virtual
+@on_virtual_time
 async def test_what_plugins_do_again_and_again_begins_when_all_doors_are_open() -> None:
     network, began = SlowNetwork(), asyncio.Event()
     opened: list[list[str]] = []
@@ -158,7 +169,7 @@ async def test_what_plugins_do_again_and_again_begins_when_all_doors_are_open() 
     assert opened[0] == ["unix://s", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
 
 
-@virtual
+@on_virtual_time
 async def test_a_start_is_on_record_when_all_doors_are_open() -> None:
     store, network = a_store(), SlowNetwork()
     seen: list[list[str]] = []
@@ -175,7 +186,7 @@ async def test_a_start_is_on_record_when_all_doors_are_open() -> None:
     assert await kinds_on_record(store) == ["DaemonStarted", "DaemonStopping"]
 
 
-@virtual
+@on_virtual_time
 async def test_who_cannot_listen_has_neither_started_nor_stopped() -> None:
     store = a_store()
     in_use = ConfigError("address_in_use", "another process has it", "stop it")
@@ -195,7 +206,7 @@ async def test_what_a_backup_that_was_cut_short_left_is_gone_after_the_start(tmp
         return await SqliteStore.open(tmp_path / "forged.sqlite3")
 
     config = Config(data_dir=str(tmp_path), socket=str(tmp_path / "s"), listen=())
-    async with Daemon.running(config, Ports(HandClock(), SystemNetwork(), 1, 0, open_store)):
+    async with Daemon.running(config, Ports(ManualClock(), SystemNetwork(), 1, 0, open_store)):
         left = names_in(tmp_path)
     assert left >= {"forged.sqlite3", "notes"}
     assert not [name for name in left if name.startswith(NAME)]
@@ -204,7 +215,7 @@ async def test_what_a_backup_that_was_cut_short_left_is_gone_after_the_start(tmp
 # The stop.
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_being_done_is_answered_before_the_goodbye_and_nothing_new_is_begun() -> None:
     host = Host()
     async with a_daemon(extend=host.extend) as here:
@@ -220,7 +231,7 @@ async def test_what_is_being_done_is_answered_before_the_goodbye_and_nothing_new
         assert [message[:3] for message in client.heard()] == [[REPLY, 1, "done"], [BYE, 0, "the daemon is stopping"]]
 
 
-@virtual
+@on_virtual_time
 async def test_a_drain_that_finds_no_end_is_cut_short_and_the_stop_is_on_record_all_the_same() -> None:
     host, store = Host(), a_store()
     async with a_daemon(store, host.extend) as here:
@@ -233,7 +244,7 @@ async def test_a_drain_that_finds_no_end_is_cut_short_and_the_stop_is_on_record_
     assert (await kinds_on_record(store))[-1] == "DaemonStopping"
 
 
-@virtual
+@on_virtual_time
 async def test_how_far_durable_handlers_have_come_is_saved_after_a_drain_that_was_cut_short() -> None:
     host, store = Host(), a_store()
 
@@ -255,7 +266,7 @@ async def test_how_far_durable_handlers_have_come_is_saved_after_a_drain_that_wa
     assert int(cursor.value) >= seen > 0
 
 
-@virtual
+@on_virtual_time
 async def test_a_stop_takes_no_longer_than_the_drain_and_the_farewell_whatever_hangs() -> None:
     host, store = Host(), a_store()
     async with a_daemon(store, host.extend) as here:
@@ -271,7 +282,7 @@ async def test_a_stop_takes_no_longer_than_the_drain_and_the_farewell_whatever_h
 
 
 @pytest.mark.parametrize("error", [full(), StoreCorrupt("store_corrupt", "it is damaged", "restore a backup")])
-@virtual
+@on_virtual_time
 async def test_everybody_is_told_goodbye_when_the_store_takes_nothing_more(error: ForgedError) -> None:
     store = a_store()
     async with a_daemon(store) as here:
@@ -282,7 +293,7 @@ async def test_everybody_is_told_goodbye_when_the_store_takes_nothing_more(error
     assert (await client.next(BYE))[2] == "the daemon is stopping"
 
 
-@virtual
+@on_virtual_time
 async def test_what_broke_the_block_comes_out_of_it_when_the_store_is_broken_too() -> None:
     async def make_a_mistake() -> None:
         store = a_store()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
-from forged.retry import RECONNECTING, REJOINING, RetryPolicy, passes, run
+from forged.retry import RECONNECTING, REJOINING, RetryPolicy, is_retryable, run
 
 POLICIES = st.builds(
     lambda attempts, delay_s, more_s, exponential, jitter: RetryPolicy(
@@ -162,10 +162,10 @@ def test_reconnecting_never_ends_and_knocks_several_times_within_a_grace(policy:
 
 
 def test_what_is_unavailable_passes_and_what_is_refused_does_not() -> None:
-    assert passes(passing())
-    assert not passes(RequestRefused("no", "no"))
-    assert not passes(ForgedError("broken", "broken"))
-    assert not passes(OSError())
+    assert is_retryable(passing())
+    assert not is_retryable(RequestRefused("no", "no"))
+    assert not is_retryable(ForgedError("broken", "broken"))
+    assert not is_retryable(OSError())
 
 
 async def test_a_success_is_returned_without_a_pause() -> None:

@@ -95,7 +95,7 @@ class TokenBook:
         """Make a token and the text to hand out; `secret` is fresh randomness of 32 bytes or more."""
         self._refuse_invalid(name, jobs, expires_at, now)
         self._refuse_full(now)
-        token_id, text = spell(secret)
+        token_id, text = encode_token(secret)
         if token_id in self._tokens:
             raise Unavailable("token_id_taken", f"the token id {token_id} is taken", "send the request again")
         token = Token(
@@ -176,7 +176,7 @@ def _expiry_problems(expires_at: float | None, now: float) -> Iterator[Problem]:
         yield Problem("expires_at", expires_at, f"a time after now, which is {now}")
 
 
-def spell(secret: bytes) -> tuple[str, str]:
+def encode_token(secret: bytes) -> tuple[str, str]:
     """The public id that belongs to a secret, and the text that carries both.
 
     Whoever draws the secret can write the text, so it need not travel back, be remembered or be journalled.

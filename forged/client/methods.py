@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from forged.auth.messages import CreateToken, ListTokens, RevokeToken, TokenView
 from forged.auth.model import Role
-from forged.auth.tokens import SECRET_BYTES_MIN, spell
+from forged.auth.tokens import SECRET_BYTES_MIN, encode_token
 from forged.clock import Clock
 from forged.config.messages import ConfigView, ReloadConfig, Reloaded, ShowConfig
 from forged.elastic.messages import (
@@ -237,7 +237,7 @@ class DaemonMethods:
         """Create a token and return its text, which nobody can tell again."""
         secret = self._source.randbytes(SECRET_BYTES_MIN)
         await self.request(CreateToken(name, role, secret, None if jobs is None else tuple(jobs), ttl_s))
-        return spell(secret)[1]
+        return encode_token(secret)[1]
 
     async def tokens(self) -> list[TokenView]:
         """All tokens, oldest first; of those that are accepted no more, the last ones."""

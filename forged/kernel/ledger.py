@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from forged.clock import Clock
-from forged.errors import ForgedError, NotLeader, PeerError, Unavailable, anew, describe
+from forged.errors import ForgedError, NotLeader, PeerError, Unavailable, describe, without_traceback
 from forged.kernel.journal import Journal
 from forged.kernel.messages import Call, Decision, Record
 from forged.kernel.pending import Pending
@@ -167,13 +167,13 @@ class Ledger:
     def require_sound(self) -> None:
         """Raise unless state in memory is what the store holds, or will hold."""
         if self.trouble is not None:
-            raise anew(self.trouble)
+            raise without_traceback(self.trouble)
 
     def require_writable(self) -> None:
         """Raise unless something can be decided now."""
         self.require_sound()
         if self.read_only is not None:
-            raise anew(self.read_only)
+            raise without_traceback(self.read_only)
 
     @property
     def writable_now(self) -> bool:

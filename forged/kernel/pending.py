@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from forged.errors import ForgedError, anew
+from forged.errors import ForgedError, without_traceback
 
 
 class Pending:
@@ -49,5 +49,5 @@ class Pending:
             self.when_done(lambda _: None if arrived.done() else arrived.set_result(None))
             await arrived
         if self.error is not None:
-            raise anew(self.error)
+            raise without_traceback(self.error)
         return self.reply

@@ -214,7 +214,7 @@ class Mesh:
             attempt,
             sleep=anyio.sleep,
             random=self._random.random,
-            retryable=lambda error: retry.passes(error) and getattr(error, "code", "") not in _HOPELESS_CODES,
+            retryable=lambda error: retry.is_retryable(error) and getattr(error, "code", "") not in _HOPELESS_CODES,
         )
         if world.ending is not None:
             raise world.ending.error()

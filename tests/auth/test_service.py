@@ -18,16 +18,16 @@ from forged.auth.messages import (
 )
 from forged.auth.model import Principal, Role
 from forged.auth.service import PREFIX, TokenService
-from forged.auth.tokens import JOB_CHARS_MAX, JOBS_PER_TOKEN_MAX, SECRET_BYTES_MAX, SECRET_BYTES_MIN, spell
+from forged.auth.tokens import JOB_CHARS_MAX, JOBS_PER_TOKEN_MAX, SECRET_BYTES_MAX, SECRET_BYTES_MIN, encode_token
 from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Call
 from forged.net.transport.port import Peer
 from forged.pagination import PAGE_BYTES_MAX
-from tests.spine import Spine, call, running, virtual
-from tests.troubled_store import TroubledStore, full
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import Kernel, call, on_virtual_time, running
 
 SECRET = bytes(range(32))
-TEXT = spell(SECRET)[1]
+TEXT = encode_token(SECRET)[1]
 STRANGER = Peer("tcp", "192.0.2.1:5")
 
 
@@ -39,9 +39,9 @@ class Door:
     def __init__(self) -> None:
         self.told = 0
 
-    def register(self, spine: Spine) -> None:
-        self.service = TokenService(spine.bus, spine.clock, AccessPolicy(daemon_uid=1000), self._tell)
-        spine.ledger.join(self.service)
+    def register(self, kernel: Kernel) -> None:
+        self.service = TokenService(kernel.bus, kernel.clock, AccessPolicy(daemon_uid=1000), self._tell)
+        kernel.ledger.join(self.service)
 
     def knock(self, text: str = TEXT) -> Principal | str:
         """Who a stranger with this token is, or why not."""
@@ -58,80 +58,80 @@ def create(**more: Any) -> CreateToken:
     return CreateToken(**{"name": "laptop", "role": Role.WORKER, "secret": SECRET} | more)
 
 
-@virtual
+@on_virtual_time
 async def test_whoever_has_the_text_is_let_in_once_the_token_was_created() -> None:
     door = Door()
-    async with running(register=door.register, requests=REQUESTS) as spine:
+    async with running(register=door.register, requests=REQUESTS) as kernel:
         assert door.knock() == "token_unknown"
-        view = await spine.bus.ask(create(jobs=("a",)))
+        view = await kernel.bus.ask(create(jobs=("a",)))
         assert door.knock() == Principal("laptop", Role.WORKER, frozenset({"a"}))
-        assert spine.facts() == [TokenCreated(view.token_id, "laptop", Role.WORKER, ("a",))]
-        assert await spine.bus.ask(ListTokens()) == TokenPage([view], more=False)
+        assert kernel.facts() == [TokenCreated(view.token_id, "laptop", Role.WORKER, ("a",))]
+        assert await kernel.bus.ask(ListTokens()) == TokenPage([view], more=False)
 
 
-@virtual
+@on_virtual_time
 async def test_a_revoked_token_is_accepted_no_more_and_the_doors_are_told_when_it_is_durable() -> None:
-    door, store = Door(), TroubledStore()
-    async with running(store, door.register) as spine:
-        view = await spine.bus.ask(create())
+    door, store = Door(), FaultyStore()
+    async with running(store, door.register) as kernel:
+        view = await kernel.bus.ask(create())
         store.block()
-        pending = spine.bus.submit(RevokeToken(view.token_id), call())
+        pending = kernel.bus.submit(RevokeToken(view.token_id), call())
         await store.entered.wait()
         assert door.told == 0
         store.unblock()
         assert (await pending.wait()).revoked_at is not None
-        await spine.settle()
+        await kernel.settle()
         assert (door.told, door.knock()) == (1, "token_revoked")
-        assert spine.facts(TokenRevoked) == [TokenRevoked(view.token_id, "laptop")]
+        assert kernel.facts(TokenRevoked) == [TokenRevoked(view.token_id, "laptop")]
 
 
-@virtual
+@on_virtual_time
 async def test_revoking_once_more_changes_nothing() -> None:
     door = Door()
-    async with running(register=door.register) as spine:
-        view = await spine.bus.ask(create())
-        first = await spine.bus.ask(RevokeToken(view.token_id))
-        assert await spine.bus.ask(RevokeToken(view.token_id)) == first
-        assert len(spine.facts(TokenRevoked)) == 1
+    async with running(register=door.register) as kernel:
+        view = await kernel.bus.ask(create())
+        first = await kernel.bus.ask(RevokeToken(view.token_id))
+        assert await kernel.bus.ask(RevokeToken(view.token_id)) == first
+        assert len(kernel.facts(TokenRevoked)) == 1
 
 
-@virtual
+@on_virtual_time
 async def test_revoking_what_does_not_exist_is_refused() -> None:
-    async with running(register=Door().register) as spine:
+    async with running(register=Door().register) as kernel:
         with pytest.raises(RequestRefused) as caught:
-            await spine.bus.ask(RevokeToken("nobody"))
+            await kernel.bus.ask(RevokeToken("nobody"))
         assert caught.value.code == "token_not_found"
 
 
-@virtual
+@on_virtual_time
 async def test_tokens_and_their_end_survive_a_restart() -> None:
-    door, store = Door(), TroubledStore()
-    async with running(store, door.register) as spine:
-        await spine.bus.ask(create())
-        other = await spine.bus.ask(create(secret=bytes(32)))
-        await spine.bus.ask(RevokeToken(other.token_id))
+    door, store = Door(), FaultyStore()
+    async with running(store, door.register) as kernel:
+        await kernel.bus.ask(create())
+        other = await kernel.bus.ask(create(secret=bytes(32)))
+        await kernel.bus.ask(RevokeToken(other.token_id))
     async with running(store, door.register):
         assert door.knock() == Principal("laptop", Role.WORKER)
-        assert door.knock(spell(bytes(32))[1]) == "token_revoked"
+        assert door.knock(encode_token(bytes(32))[1]) == "token_revoked"
 
 
-@virtual
+@on_virtual_time
 async def test_a_token_whose_commit_failed_is_not_known() -> None:
-    door, store = Door(), TroubledStore()
-    async with running(store, door.register) as spine:
+    door, store = Door(), FaultyStore()
+    async with running(store, door.register) as kernel:
         store.commit_error = full()
         with pytest.raises(Unavailable):
-            await spine.bus.ask(create())
+            await kernel.bus.ask(create())
         assert door.knock() == "token_unknown"
 
 
-@virtual
+@on_virtual_time
 async def test_a_token_whose_revocation_is_not_durable_is_accepted_and_stays_so_when_that_fails() -> None:
-    door, store = Door(), TroubledStore()
-    async with running(store, door.register) as spine:
-        view = await spine.bus.ask(create())
+    door, store = Door(), FaultyStore()
+    async with running(store, door.register) as kernel:
+        view = await kernel.bus.ask(create())
         store.block()
-        pending = spine.bus.submit(RevokeToken(view.token_id), call())
+        pending = kernel.bus.submit(RevokeToken(view.token_id), call())
         await store.entered.wait()
         assert door.knock() == Principal("laptop", Role.WORKER)
         store.commit_error = full()
@@ -140,17 +140,17 @@ async def test_a_token_whose_revocation_is_not_durable_is_accepted_and_stays_so_
             await pending.wait()
         assert (door.knock(), door.told) == (Principal("laptop", Role.WORKER), 0)
         store.commit_error = None
-        await spine.ledger.writable()
-        await spine.bus.ask(RevokeToken(view.token_id))
+        await kernel.ledger.writable()
+        await kernel.bus.ask(RevokeToken(view.token_id))
         assert door.knock() == "token_revoked"
 
 
-@virtual
+@on_virtual_time
 async def test_a_token_is_unknown_until_it_is_durable() -> None:
-    door, store = Door(), TroubledStore()
-    async with running(store, door.register) as spine:
+    door, store = Door(), FaultyStore()
+    async with running(store, door.register) as kernel:
         store.block()
-        pending = spine.bus.submit(create(), call())
+        pending = kernel.bus.submit(create(), call())
         await store.entered.wait()
         assert door.knock() == "token_unknown"
         store.unblock()
@@ -158,47 +158,47 @@ async def test_a_token_is_unknown_until_it_is_durable() -> None:
         assert isinstance(door.knock(), Principal)
 
 
-@virtual
+@on_virtual_time
 async def test_the_door_knows_what_is_acknowledged_at_that_very_moment_and_nothing_that_is_still_on_its_way() -> None:
-    door, store = Door(), TroubledStore()
-    async with running(store, door.register) as spine:
+    door, store = Door(), FaultyStore()
+    async with running(store, door.register) as kernel:
         store.block()
-        created = spine.bus.submit(create(), call())
+        created = kernel.bus.submit(create(), call())
         await store.entered.wait()
         seen: list[Principal | str] = []
         created.when_done(lambda _: seen.append(door.knock()))
-        revoked = spine.bus.submit(RevokeToken(spell(SECRET)[0]), call())
+        revoked = kernel.bus.submit(RevokeToken(encode_token(SECRET)[0]), call())
         revoked.when_done(lambda _: seen.append(door.knock()))
         store.unblock()
         await revoked.wait()
         assert seen == [Principal("laptop", Role.WORKER), "token_revoked"]
 
 
-@virtual
+@on_virtual_time
 async def test_creating_lets_go_of_the_oldest_of_the_dead_in_the_same_decision() -> None:
-    door, store = Door(), TroubledStore()
-    async with running(store, door.register) as spine:
+    door, store = Door(), FaultyStore()
+    async with running(store, door.register) as kernel:
         door.service.book.dead_max = 1
         for number in range(3):
-            await spine.bus.ask(create(secret=bytes([number]) * 32, ttl_s=60.0 + number))
-        spine.clock.jump(100.0)
-        view = await spine.bus.ask(create())
-        held = {spell(bytes([2]) * 32)[0], view.token_id}
-        assert {token.token_id for token in (await spine.bus.ask(ListTokens())).tokens} == held
+            await kernel.bus.ask(create(secret=bytes([number]) * 32, ttl_s=60.0 + number))
+        kernel.clock.jump(100.0)
+        view = await kernel.bus.ask(create())
+        held = {encode_token(bytes([2]) * 32)[0], view.token_id}
+        assert {token.token_id for token in (await kernel.bus.ask(ListTokens())).tokens} == held
         assert {entry.key.removeprefix(PREFIX) for entry in await store.list(PREFIX)} == held
-        assert door.knock(spell(bytes(32))[1]) == "token_unknown"
-        assert door.knock(spell(bytes([2]) * 32)[1]) == "token_expired"
+        assert door.knock(encode_token(bytes(32))[1]) == "token_unknown"
+        assert door.knock(encode_token(bytes([2]) * 32)[1]) == "token_expired"
 
 
-@virtual
+@on_virtual_time
 async def test_the_list_is_told_in_pages_that_follow_each_other() -> None:
-    async with running(register=Door().register) as spine:
-        views = [await spine.bus.ask(create(secret=bytes([number]) * 32)) for number in range(5)]
+    async with running(register=Door().register) as kernel:
+        views = [await kernel.bus.ask(create(secret=bytes([number]) * 32)) for number in range(5)]
         listed: list[TokenView] = []
         sizes = []
         more = True
         while more:
-            page = await spine.bus.ask(ListTokens(listed[-1].token_id if listed else "", limit=2))
+            page = await kernel.bus.ask(ListTokens(listed[-1].token_id if listed else "", limit=2))
             listed += page.tokens
             sizes.append(len(page.tokens))
             more = page.more
@@ -206,37 +206,37 @@ async def test_the_list_is_told_in_pages_that_follow_each_other() -> None:
         assert sizes == [2, 2, 1]
 
 
-@virtual
+@on_virtual_time
 async def test_a_page_of_tokens_fits_into_a_frame() -> None:
     jobs = tuple(f"{number:0{JOB_CHARS_MAX}}" for number in range(JOBS_PER_TOKEN_MAX))
-    async with running(register=Door().register) as spine:
+    async with running(register=Door().register) as kernel:
         for number in range(40):
-            await spine.bus.ask(create(secret=bytes([number]) * 32, jobs=jobs))
-        page = await spine.bus.ask(ListTokens())
+            await kernel.bus.ask(create(secret=bytes([number]) * 32, jobs=jobs))
+        page = await kernel.bus.ask(ListTokens())
         assert page.more
         assert len(msgspec.msgpack.encode(page)) < PAGE_BYTES_MAX + len(b"some framing" * 4)
 
 
-@virtual
+@on_virtual_time
 async def test_neither_store_nor_facts_nor_answers_hold_the_secret() -> None:
-    store = TroubledStore()
-    async with running(store, Door().register) as spine:
-        view = await spine.bus.submit(create(), call(1)).wait()
-        listed = await spine.bus.ask(ListTokens())
+    store = FaultyStore()
+    async with running(store, Door().register) as kernel:
+        view = await kernel.bus.submit(create(), call(1)).wait()
+        listed = await kernel.bus.ask(ListTokens())
         held = [value for batch in store.batches for one in batch for value in one.puts.values()]
         held += [msgspec.msgpack.encode(view), msgspec.msgpack.encode(listed)]
         spelled = TEXT.rsplit("_", 1)[1].encode()
         assert not any(SECRET in value or spelled in value for value in held)
 
 
-@virtual
+@on_virtual_time
 async def test_a_token_lives_as_long_as_it_was_given() -> None:
     door = Door()
-    async with running(register=door.register) as spine:
-        await spine.bus.ask(create(ttl_s=60.0))
-        spine.clock.jump(59.0)
+    async with running(register=door.register) as kernel:
+        await kernel.bus.ask(create(ttl_s=60.0))
+        kernel.clock.jump(59.0)
         assert isinstance(door.knock(), Principal)
-        spine.clock.jump(1.0)
+        kernel.clock.jump(1.0)
         assert door.knock() == "token_expired"
 
 
@@ -252,19 +252,19 @@ async def test_a_token_lives_as_long_as_it_was_given() -> None:
     ],
     ids=["name", "jobs", "ttl", "nan", "short", "long"],
 )
-@virtual
+@on_virtual_time
 async def test_what_is_no_token_is_the_caller_s_to_mend_and_changes_nothing(more: dict[str, Any]) -> None:
-    async with running(register=Door().register) as spine:
+    async with running(register=Door().register) as kernel:
         with pytest.raises(RequestRefused):
-            await spine.bus.ask(create(**more))
-        assert (await spine.bus.ask(ListTokens()), spine.facts()) == (TokenPage([], more=False), [])
+            await kernel.bus.ask(create(**more))
+        assert (await kernel.bus.ask(ListTokens()), kernel.facts()) == (TokenPage([], more=False), [])
 
 
 @pytest.mark.parametrize("principal", [Principal("w", Role.WORKER), Principal("o", Role.OPERATOR, frozenset({"a"}))])
-@virtual
+@on_virtual_time
 async def test_tokens_are_for_operators_of_the_whole_daemon(principal: Principal) -> None:
-    async with running(register=Door().register) as spine:
+    async with running(register=Door().register) as kernel:
         for request in (create(), ListTokens(), RevokeToken("x")):
             with pytest.raises(RequestRefused) as caught:
-                await spine.bus.ask(request, Call(principal, "a test"))
+                await kernel.bus.ask(request, Call(principal, "a test"))
             assert caught.value.code == "forbidden"

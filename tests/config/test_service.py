@@ -24,8 +24,8 @@ from forged.config.redaction import HIDDEN
 from forged.config.service import ConfigService, SettingsPort
 from forged.errors import ConfigError, Problem, RequestRefused, Unavailable
 from forged.kernel.messages import Call, Decision
-from tests.spine import Added, Spine, call, running, virtual
-from tests.troubled_store import TroubledStore, full
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import Added, Kernel, call, on_virtual_time, running
 
 AT_START = Config(data_dir="/d", socket="/s", plugins={"webhook": {"url": "u", "secret": "hush", "list": [{"a": 1}]}})
 
@@ -43,9 +43,9 @@ class House:
         self.gate.set()
         self.asked = anyio.Event()
 
-    def register(self, spine: Spine) -> None:
+    def register(self, kernel: Kernel) -> None:
         port = SettingsPort(reload=self.read, defaults=replace(AT_START, plugins={}), source="/f.toml")
-        self.service = ConfigService(spine.bus, port, self.applied.append, AT_START)
+        self.service = ConfigService(kernel.bus, port, self.applied.append, AT_START)
 
     async def read(self) -> Config:
         assert self.reading == 0, "two are read at once"
@@ -61,46 +61,46 @@ class House:
             self.reading -= 1
 
 
-async def setting(spine: Spine, key: str) -> Setting:
-    view: ConfigView = await spine.bus.ask(ShowConfig())
+async def setting(kernel: Kernel, key: str) -> Setting:
+    view: ConfigView = await kernel.bus.ask(ShowConfig())
     return next(setting for setting in view.settings if setting.key == key)
 
 
-Test = Callable[[Spine, House], Awaitable[None]]
+Test = Callable[[Kernel, House], Awaitable[None]]
 
 
 def in_house(test: Test) -> Callable[[], None]:
     async def prepared() -> None:
         house = House()
-        async with running(register=house.register, requests=REQUESTS) as spine:
-            await test(spine, house)
+        async with running(register=house.register, requests=REQUESTS) as kernel:
+            await test(kernel, house)
 
     prepared.__name__ = test.__name__
-    return virtual(prepared)
+    return on_virtual_time(prepared)
 
 
 # What is shown.
 
 
 @in_house
-async def test_every_setting_is_shown_with_its_default(spine: Spine, house: House) -> None:
-    view = await spine.bus.ask(ShowConfig())
+async def test_every_setting_is_shown_with_its_default(kernel: Kernel, house: House) -> None:
+    view = await kernel.bus.ask(ShowConfig())
     assert view.source == "/f.toml"
     assert [one.key for one in view.settings] == list(Config.__slots__)
-    assert await setting(spine, "drain_timeout_s") == Setting(
+    assert await setting(kernel, "drain_timeout_s") == Setting(
         key="drain_timeout_s", value=10.0, default=10.0, live=True
     )
-    assert await setting(spine, "data_dir") == Setting(key="data_dir", value="/d", default="/d", live=False)
-    assert (await setting(spine, "listen")).value == ["tcp://127.0.0.1:7433"]
+    assert await setting(kernel, "data_dir") == Setting(key="data_dir", value="/d", default="/d", live=False)
+    assert (await setting(kernel, "listen")).value == ["tcp://127.0.0.1:7433"]
 
 
 @in_house
-async def test_what_may_be_a_secret_is_hidden(spine: Spine, house: House) -> None:
-    shown = await setting(spine, "plugins")
+async def test_what_may_be_a_secret_is_hidden(kernel: Kernel, house: House) -> None:
+    shown = await setting(kernel, "plugins")
     assert shown.value == {"webhook": {"url": "u", "secret": HIDDEN, "list": [{"a": 1}]}}
     house.wanted = replace(AT_START, plugins={"webhook": {"secret": "psst"}})
-    await spine.bus.ask(ReloadConfig())
-    view = await spine.bus.ask(ShowConfig())
+    await kernel.bus.ask(ReloadConfig())
+    view = await kernel.bus.ask(ShowConfig())
     encoded = msgspec.msgpack.encode(view)
     assert b"hush" not in encoded
     assert b"psst" not in encoded
@@ -108,12 +108,12 @@ async def test_what_may_be_a_secret_is_hidden(spine: Spine, house: House) -> Non
 
 @pytest.mark.parametrize("request_", [ShowConfig(), ReloadConfig()])
 @pytest.mark.parametrize("principal", [Principal("v", Role.VIEWER), Principal("o", Role.OPERATOR, frozenset({"a"}))])
-@virtual
+@on_virtual_time
 async def test_whoever_does_not_operate_the_daemon_is_refused(request_: Any, principal: Principal) -> None:
     house = House()
-    async with running(register=house.register) as spine:
+    async with running(register=house.register) as kernel:
         with pytest.raises(RequestRefused) as caught:
-            await spine.bus.ask(request_, Call(principal, "a test"))
+            await kernel.bus.ask(request_, Call(principal, "a test"))
         assert caught.value.code == "forbidden"
         assert house.reads == 0
 
@@ -122,63 +122,65 @@ async def test_whoever_does_not_operate_the_daemon_is_refused(request_: Any, pri
 
 
 @in_house
-async def test_what_may_change_does_and_the_rest_waits(spine: Spine, house: House) -> None:
+async def test_what_may_change_does_and_the_rest_waits(kernel: Kernel, house: House) -> None:
     house.wanted = replace(AT_START, drain_timeout_s=3.0, log_level="debug", http="127.0.0.1:1", plugins={})
-    reloaded = await spine.bus.ask(ReloadConfig())
+    reloaded = await kernel.bus.ask(ReloadConfig())
     assert reloaded == Reloaded(["drain_timeout_s", "log_level"], ["http", "plugins"])
     assert house.applied == [replace(AT_START, drain_timeout_s=3.0, log_level="debug")]
     assert house.service.running == house.applied[0]
-    assert await setting(spine, "drain_timeout_s") == Setting(key="drain_timeout_s", value=3.0, default=10.0, live=True)
-    waiting = await setting(spine, "http")
+    assert await setting(kernel, "drain_timeout_s") == Setting(
+        key="drain_timeout_s", value=3.0, default=10.0, live=True
+    )
+    waiting = await setting(kernel, "http")
     assert (waiting.value, waiting.wanted, waiting.live) == ("", "127.0.0.1:1", False)
-    assert (await setting(spine, "plugins")).wanted == {}
-    assert (await setting(spine, "socket")).wanted is None
+    assert (await setting(kernel, "plugins")).wanted == {}
+    assert (await setting(kernel, "socket")).wanted is None
 
 
 @in_house
-async def test_what_waits_is_told_at_each_reload_until_it_is_taken_back(spine: Spine, house: House) -> None:
+async def test_what_waits_is_told_at_each_reload_until_it_is_taken_back(kernel: Kernel, house: House) -> None:
     house.wanted = replace(AT_START, http="127.0.0.1:1")
-    assert (await spine.bus.ask(ReloadConfig())).needs_restart == ["http"]
-    assert (await spine.bus.ask(ReloadConfig())).needs_restart == ["http"]
+    assert (await kernel.bus.ask(ReloadConfig())).needs_restart == ["http"]
+    assert (await kernel.bus.ask(ReloadConfig())).needs_restart == ["http"]
     house.wanted = AT_START
-    assert await spine.bus.ask(ReloadConfig()) == Reloaded([], [])
-    assert (await setting(spine, "http")).wanted is None
+    assert await kernel.bus.ask(ReloadConfig()) == Reloaded([], [])
+    assert (await setting(kernel, "http")).wanted is None
 
 
 @in_house
-async def test_nothing_is_applied_when_nothing_changes(spine: Spine, house: House) -> None:
+async def test_nothing_is_applied_when_nothing_changes(kernel: Kernel, house: House) -> None:
     house.wanted = replace(AT_START, http="127.0.0.1:1")
-    await spine.bus.ask(ReloadConfig())
+    await kernel.bus.ask(ReloadConfig())
     assert house.applied == []
 
 
 @in_house
-async def test_it_is_put_on_record_with_who_asked_and_why(spine: Spine, house: House) -> None:
-    await spine.add()
+async def test_it_is_put_on_record_with_who_asked_and_why(kernel: Kernel, house: House) -> None:
+    await kernel.add()
     house.wanted = replace(AT_START, drain_timeout_s=3.0)
-    cause = spine.journal.last
-    await spine.bus.ask(ReloadConfig(), replace(call(), cause=cause))
-    record = spine.journal.after(cause, 1)[0]
+    cause = kernel.journal.last
+    await kernel.bus.ask(ReloadConfig(), replace(call(), cause=cause))
+    record = kernel.journal.after(cause, 1)[0]
     assert (record.fact, record.cause, record.origin) == (ConfigReloaded(["drain_timeout_s"], []), cause, "a test")
 
 
 @in_house
-async def test_a_signal_reloads_as_a_request_does(spine: Spine, house: House) -> None:
+async def test_a_signal_reloads_as_a_request_does(kernel: Kernel, house: House) -> None:
     house.wanted = replace(AT_START, drain_timeout_s=3.0)
     outcome = await house.service.reload("SIGHUP")
-    await spine.settle()
-    assert outcome == ConfigReloaded(["drain_timeout_s"], []) == spine.facts(ConfigReloaded)[0]
-    assert spine.journal.after(0, 1)[0].origin == "SIGHUP"
+    await kernel.settle()
+    assert outcome == ConfigReloaded(["drain_timeout_s"], []) == kernel.facts(ConfigReloaded)[0]
+    assert kernel.journal.after(0, 1)[0].origin == "SIGHUP"
 
 
-@virtual
+@on_virtual_time
 async def test_where_there_is_nothing_to_read_everything_stays() -> None:
-    def register(spine: Spine) -> None:
-        ConfigService(spine.bus, SettingsPort(), lambda _: pytest.fail("nothing is new"), AT_START)
+    def register(kernel: Kernel) -> None:
+        ConfigService(kernel.bus, SettingsPort(), lambda _: pytest.fail("nothing is new"), AT_START)
 
-    async with running(register=register, requests=REQUESTS) as spine:
-        assert await spine.bus.ask(ReloadConfig()) == Reloaded([], [])
-        assert (await spine.bus.ask(ShowConfig())).source is None
+    async with running(register=register, requests=REQUESTS) as kernel:
+        assert await kernel.bus.ask(ReloadConfig()) == Reloaded([], [])
+        assert (await kernel.bus.ask(ShowConfig())).source is None
 
 
 # What goes wrong.
@@ -187,33 +189,33 @@ BAD = ConfigError("config_invalid", "f is not valid", "mend these", [Problem("a"
 
 
 @in_house
-async def test_whoever_asks_is_told_what_is_wrong_and_everything_stays(spine: Spine, house: House) -> None:
+async def test_whoever_asks_is_told_what_is_wrong_and_everything_stays(kernel: Kernel, house: House) -> None:
     house.wanted = replace(AT_START, drain_timeout_s=3.0, http="127.0.0.1:1")
-    await spine.bus.ask(ReloadConfig())
+    await kernel.bus.ask(ReloadConfig())
     house.error = BAD
     with pytest.raises(RequestRefused) as caught:
-        await spine.bus.ask(ReloadConfig())
+        await kernel.bus.ask(ReloadConfig())
     assert (caught.value.code, caught.value.message) == ("config_refused", str(BAD))
-    await spine.settle()
-    assert spine.facts(ConfigRefused) == [ConfigRefused(str(BAD))]
+    await kernel.settle()
+    assert kernel.facts(ConfigRefused) == [ConfigRefused(str(BAD))]
     assert len(house.applied) == 1
-    assert (await setting(spine, "drain_timeout_s")).value == 3.0
-    assert (await setting(spine, "http")).wanted == "127.0.0.1:1"
+    assert (await setting(kernel, "drain_timeout_s")).value == 3.0
+    assert (await setting(kernel, "http")).wanted == "127.0.0.1:1"
 
 
 @pytest.mark.parametrize("error", [BAD, OSError(5, "broken"), RuntimeError("a bug"), Unavailable("x", "y")])
-@virtual
+@on_virtual_time
 async def test_a_signal_s_reload_raises_nothing(error: Exception) -> None:
     house = House()
-    async with running(register=house.register) as spine:
+    async with running(register=house.register) as kernel:
         house.error = error
         outcome = await house.service.reload("SIGHUP")
-        await spine.settle()
+        await kernel.settle()
         assert isinstance(outcome, ConfigRefused)
-        assert spine.facts(ConfigRefused) == [outcome]
+        assert kernel.facts(ConfigRefused) == [outcome]
 
 
-@virtual
+@on_virtual_time
 async def test_settings_that_cannot_be_applied_are_refused_and_tried_again_at_the_next_reload() -> None:
     tries: list[Config] = []
 
@@ -229,30 +231,30 @@ async def test_settings_that_cannot_be_applied_are_refused_and_tried_again_at_th
 
     services: list[ConfigService] = []
 
-    def register(spine: Spine) -> None:
-        services.append(ConfigService(spine.bus, SettingsPort(reload=read), apply, AT_START))
+    def register(kernel: Kernel) -> None:
+        services.append(ConfigService(kernel.bus, SettingsPort(reload=read), apply, AT_START))
 
-    async with running(register=register) as spine:
+    async with running(register=register) as kernel:
         assert await services[0].reload("SIGHUP") == ConfigRefused("ValueError: boom")
         assert services[0].running == AT_START
-        assert await spine.bus.ask(ReloadConfig()) == Reloaded(["drain_timeout_s"], [])
+        assert await kernel.bus.ask(ReloadConfig()) == Reloaded(["drain_timeout_s"], [])
         assert tries == [wanted, wanted]
 
 
 @in_house
-async def test_a_refusal_without_end_is_put_on_record_all_the_same(spine: Spine, house: House) -> None:
+async def test_a_refusal_without_end_is_put_on_record_all_the_same(kernel: Kernel, house: House) -> None:
     house.error = ConfigError("config_invalid", "x" * (2 << 20) + "\udce9")
     assert isinstance(await house.service.reload("SIGHUP"), ConfigRefused)
-    await spine.settle()
-    assert len(spine.facts(ConfigRefused)) == 1
-    assert spine.ledger.failures == 0
+    await kernel.settle()
+    assert len(kernel.facts(ConfigRefused)) == 1
+    assert kernel.ledger.failures == 0
 
 
 # Several at once, and all kinds of trouble.
 
 
 @in_house
-async def test_two_reloads_at_once_are_done_one_after_the_other(spine: Spine, house: House) -> None:
+async def test_two_reloads_at_once_are_done_one_after_the_other(kernel: Kernel, house: House) -> None:
     house.gate = anyio.Event()
     outcomes: list[object] = []
 
@@ -271,7 +273,9 @@ async def test_two_reloads_at_once_are_done_one_after_the_other(spine: Spine, ho
 
 
 @in_house
-async def test_a_reload_that_is_cancelled_changes_nothing_and_lets_the_next_one_in(spine: Spine, house: House) -> None:
+async def test_a_reload_that_is_cancelled_changes_nothing_and_lets_the_next_one_in(
+    kernel: Kernel, house: House
+) -> None:
     house.gate = anyio.Event()
     house.wanted = replace(AT_START, drain_timeout_s=3.0)
     async with anyio.create_task_group() as tasks:
@@ -283,68 +287,68 @@ async def test_a_reload_that_is_cancelled_changes_nothing_and_lets_the_next_one_
     assert await house.service.reload("SIGHUP") == ConfigReloaded(["drain_timeout_s"], [])
 
 
-async def break_disk(spine: Spine, store: TroubledStore) -> None:
+async def break_disk(kernel: Kernel, store: FaultyStore) -> None:
     """Let the ledger find out that nothing can be written."""
     store.commit_error = full()
     with pytest.raises(Unavailable):
-        await spine.add()
-    while spine.ledger.read_only is None or spine.ledger.trouble is not None:
+        await kernel.add()
+    while kernel.ledger.read_only is None or kernel.ledger.trouble is not None:
         await anyio.sleep(0.1)
 
 
-@virtual
+@on_virtual_time
 async def test_on_a_full_disk_settings_hold_without_a_record() -> None:
-    house, store = House(), TroubledStore()
-    async with running(store, house.register) as spine:
-        await break_disk(spine, store)
+    house, store = House(), FaultyStore()
+    async with running(store, house.register) as kernel:
+        await break_disk(kernel, store)
         house.wanted = replace(AT_START, drain_timeout_s=3.0)
-        assert await spine.bus.ask(ReloadConfig()) == Reloaded(["drain_timeout_s"], [])
+        assert await kernel.bus.ask(ReloadConfig()) == Reloaded(["drain_timeout_s"], [])
         assert await house.service.reload("SIGHUP") == ConfigReloaded([], [])
         assert house.applied == [house.wanted]
         house.error = BAD
         assert await house.service.reload("SIGHUP") == ConfigRefused(str(BAD))
-        assert (await setting(spine, "drain_timeout_s")).value == 3.0
+        assert (await setting(kernel, "drain_timeout_s")).value == 3.0
         store.commit_error = None
-        await spine.ledger.writable()
-        assert spine.facts() == []
+        await kernel.ledger.writable()
+        assert kernel.facts() == []
         house.error = None
         await house.service.reload("SIGHUP")
-        await spine.settle()
-        assert spine.facts() == [ConfigReloaded([], [])]
+        await kernel.settle()
+        assert kernel.facts() == [ConfigReloaded([], [])]
 
 
-@virtual
+@on_virtual_time
 async def test_a_disk_that_fills_up_over_the_record_takes_no_setting_back() -> None:
-    house, store = House(), TroubledStore()
-    async with running(store, house.register) as spine:
+    house, store = House(), FaultyStore()
+    async with running(store, house.register) as kernel:
         store.commit_error = full()
         house.wanted = replace(AT_START, drain_timeout_s=3.0)
         with pytest.raises(Unavailable):
-            await spine.bus.ask(ReloadConfig())
+            await kernel.bus.ask(ReloadConfig())
         assert house.applied == [house.wanted]
         store.commit_error = None
-        await spine.ledger.writable()
-        assert await spine.bus.ask(ReloadConfig()) == Reloaded([], [])
+        await kernel.ledger.writable()
+        assert await kernel.bus.ask(ReloadConfig()) == Reloaded([], [])
 
 
-@virtual
+@on_virtual_time
 async def test_a_cause_that_was_taken_back_meanwhile_is_not_told() -> None:
-    house, store = House(), TroubledStore()
-    async with running(store, house.register) as spine:
+    house, store = House(), FaultyStore()
+    async with running(store, house.register) as kernel:
         house.gate = anyio.Event()
         store.block()
-        spine.submit()
-        pending = spine.ledger.append(Decision(None, (Added(1, 1),)))
+        kernel.submit()
+        pending = kernel.ledger.append(Decision(None, (Added(1, 1),)))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(house.service.reload, "SIGHUP", pending.revision)
             await house.asked.wait()
             store.commit_error = full()
             store.unblock()
-            while spine.ledger.read_only is None:
+            while kernel.ledger.read_only is None:
                 await anyio.sleep(0.1)
             store.commit_error = None
-            await spine.ledger.writable()
-            assert spine.ledger.revision < pending.revision
+            await kernel.ledger.writable()
+            assert kernel.ledger.revision < pending.revision
             house.gate.set()
-        await spine.settle()
-        assert [record.cause for record in spine.journal.after(0, 10)] == [0]
+        await kernel.settle()
+        assert [record.cause for record in kernel.journal.after(0, 10)] == [0]

@@ -21,7 +21,7 @@ from forged.kernel.messages import Call
 from forged.kernel.store.port import Store
 from tests.elastic.play import JOB
 from tests.elastic.stage import Stage
-from tests.spine import OPERATOR, Spine, running
+from tests.kernel_fixture import OPERATOR, Kernel, running
 
 DATASET = DatasetSpec(1_000, 10)
 AT_ONCE: dict[str, Any] = {"stability_window_ms": 0, "failure_window_ms": 0, "redistribution_type": "incremental"}
@@ -34,12 +34,12 @@ NUMBERS_BEFORE_MAX = 1_000
 class DataStage(Stage):
     """A spine on which elastic training is served, and its data."""
 
-    def __init__(self, spine: Spine) -> None:
-        super().__init__(spine)
-        self.data = DataService(spine.bus, spine.clock, inline)
-        self.audit = AuditService(spine.bus)
-        spine.ledger.join(self.data)
-        spine.ledger.join(self.audit)
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        self.data = DataService(kernel.bus, kernel.clock, inline)
+        self.audit = AuditService(kernel.bus)
+        kernel.ledger.join(self.data)
+        kernel.ledger.join(self.audit)
         self.held: dict[str, set[int]] = {}
         """What lies with whom."""
 
@@ -86,7 +86,7 @@ class DataStage(Stage):
         assert attempt is not None
         for name in attempt.target:
             await self.crew[name].stop(attempt.number, step, holds_state=name not in attempt.added)
-        await self.spine.settle()
+        await self.kernel.settle()
 
     async def offer_all(self, dataset: DatasetSpec = DATASET) -> None:
         """All members of the attempt have stopped and say what they hold."""
@@ -111,7 +111,7 @@ class DataStage(Stage):
         attempt = self.attempt
         for name in names:
             await self.crew[name].ready(attempt)
-        await self.spine.settle()
+        await self.kernel.settle()
         for name in names:
             self.held[name] &= kept[name]
         return self.facts(RescaleCompleted)[-1]
@@ -126,7 +126,7 @@ class DataStage(Stage):
         for name in names:
             worker = self.crew[name]
             said = Receiving(JOB, name, worker.incarnation, self.attempt, 0, waits=True)
-            self.spine.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
+            self.kernel.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
 
     def owners(self) -> dict[str, set[int]]:
         """Who owns what in the committed world."""
@@ -142,7 +142,7 @@ async def a_data_stage(store: Store | None = None) -> AsyncIterator[DataStage]:
     """A stage that is set inside the block, and gone at its end as after a crash."""
     made: list[DataStage] = []
     async with running(
-        store, lambda spine: made.append(DataStage(spine)), requests=(*JOB_REQUESTS, *REQUESTS, *DATA_REQUESTS)
+        store, lambda kernel: made.append(DataStage(kernel)), requests=(*JOB_REQUESTS, *REQUESTS, *DATA_REQUESTS)
     ):
         (stage,) = made
         async with anyio.create_task_group() as tasks:

@@ -52,9 +52,9 @@ from forged.kernel.messages import Call, Decision, Record
 from forged.kernel.store.port import Transaction
 from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
 from tests.elastic.play import JOB
-from tests.spine import OPERATOR, virtual
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import OPERATOR, on_virtual_time
 from tests.telemetry.heard import Heard
-from tests.troubled_store import TroubledStore, full
 
 ALL = frozenset(range(10))
 
@@ -95,18 +95,18 @@ class TestCopiesThatDiffer:
         await stage.offer("a", dataset=dataset, marks=marks(stage, "a"))
         await stage.offer("b", dataset=dataset, marks=marks(stage, "b", shard_3=2, shard_4=3))
 
-    @virtual
+    @on_virtual_time
     async def test_are_told_and_who_holds_something_else_than_the_owner_fetches_that(self) -> None:
         async with a_data_stage() as stage:
             await self.held_twice(stage, self.COPIED)
             owned = sorted(stage.owners()["a"])[:2]
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.stop()
             await stage.offer("a", dataset=self.COPIED, marks=marks(stage, "a"))
             differing = {f"shard_{shard}": 2 for shard in owned}
             await stage.offer("b", dataset=self.COPIED, marks=marks(stage, "b", **differing))
             assert stage.facts(CopiesDiffer) == [CopiesDiffer(2, 2, owned, ["b"])]
-            view = await stage.spine.bus.ask(ShowData(JOB))
+            view = await stage.kernel.bus.ask(ShowData(JOB))
             assert (view.differing, view.differing_shards) == (2, owned)
             part = await stage.part("b")
             assert part.shards == part.replaced == int64(*owned)
@@ -114,19 +114,19 @@ class TestCopiesThatDiffer:
             assert (await stage.part("a")).shards == b""
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.stop()
             for name in "ab":
                 await stage.offer(name, dataset=self.COPIED, marks=marks(stage, name))
             assert len(stage.facts(CopiesDiffer)) == 1
-            assert (await stage.spine.bus.ask(ShowData(JOB))).differing == 0
+            assert (await stage.kernel.bus.ask(ShowData(JOB))).differing == 0
 
-    @virtual
+    @on_virtual_time
     async def test_are_told_and_nothing_is_done_where_what_is_dropped_could_not_be_had_again(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1)
         async with a_data_stage() as stage:
             await self.held_twice(stage, dataset)
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await self.offer_others(stage, dataset)
             (differ,) = stage.facts(CopiesDiffer)
             assert (differ.count, differ.shards) == (2, [3, 4])
@@ -134,7 +134,7 @@ class TestCopiesThatDiffer:
                 part = await stage.part(name)
                 assert part.shards == part.replaced == b""
 
-    @virtual
+    @on_virtual_time
     async def test_have_all_stop_before_somebody_drops_what_it_may_train_with(self) -> None:
         async with a_data_stage() as stage:
             await self.held_twice(stage, self.COPIED, use_synchronous_rescaling=False)
@@ -149,17 +149,17 @@ class TestCopiesThatDiffer:
             assert "workers hold something else than others of 2 shards" in started.reason
             assert stage.facts(CopiesDiffer) == []
 
-    @virtual
+    @on_virtual_time
     async def test_are_not_looked_for_where_a_worker_does_not_say_what_it_holds(self) -> None:
         async with a_data_stage() as stage:
             await self.held_twice(stage, self.COPIED)
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.stop()
             await stage.offer("a", dataset=self.COPIED)
             await stage.offer("b", dataset=self.COPIED, marks=marks(stage, "b"))
             assert stage.facts(CopiesDiffer) == []
 
-    @virtual
+    @on_virtual_time
     async def test_are_named_by_a_mark_for_each_shard_or_by_none(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *ALL)
@@ -169,33 +169,33 @@ class TestCopiesThatDiffer:
 
 
 class TestWhatCannotBeRead:
-    @virtual
+    @on_virtual_time
     async def test_is_forgotten_and_what_workers_hold_is_heard_anew(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await formed(stage)
             (piece,) = [key for key in await keys_in(store) if "/piece/" in key]
         await store.memory.commit([Transaction(store.memory.revision + 1, {f"data/{piece}": b"?"})])
-        async with a_data_stage(TroubledStore(store.memory)) as stage:
-            assert await refused(stage.spine.bus.ask(ShowData(JOB))) == "job_without_data"
+        async with a_data_stage(FaultyStore(store.memory)) as stage:
+            assert await refused(stage.kernel.bus.ask(ShowData(JOB))) == "job_without_data"
             stage.held |= {"a": set(range(5)), "b": set(range(5, 10))}
             await stage.come_again("a", "b")
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.rescale("a", "b")
             assert union(stage.owners().values()) == ALL
 
 
 class TestADataset:
-    @virtual
+    @on_virtual_time
     async def test_is_defined_once_by_the_first_who_says_what_it_holds(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
             assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.rescale("a", "b")
             assert len(stage.facts(DatasetDefined)) == 1
 
-    @virtual
+    @on_virtual_time
     async def test_that_is_another_one_is_refused(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", min_workers=2)
@@ -204,7 +204,7 @@ class TestADataset:
             await stage.offer("a")
             assert await refused(stage.offer("b", dataset=DatasetSpec(1_000, 11))) == "dataset_differs"
 
-    @virtual
+    @on_virtual_time
     async def test_that_cannot_be_is_refused_and_defines_nothing(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a")
@@ -216,9 +216,9 @@ class TestADataset:
             await stage.offer("a")
             assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
 
-    @virtual
+    @on_virtual_time
     async def test_is_kept_even_if_its_first_offer_is_refused(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await stage.come("a")
             await stage.stop()
@@ -227,18 +227,18 @@ class TestADataset:
             known = JOB in stage.data.custodies
             assert known == (await keys_in(store) == [f"{JOB}/dataset"]) == bool(stage.facts(DatasetDefined))
 
-    @virtual
+    @on_virtual_time
     async def test_of_a_job_that_none_was_given_to_is_nowhere(self) -> None:
         async with a_data_stage() as stage:
-            await stage.spine.bus.ask(CreateJob("other"))
+            await stage.kernel.bus.ask(CreateJob("other"))
             for request in (ShowData("other"), ShowTransfers("other"), PlanData("other", ["a"]), ReadOwners("other")):
-                assert await refused(stage.spine.bus.ask(request)) == "job_without_data"
+                assert await refused(stage.kernel.bus.ask(request)) == "job_without_data"
 
-    @virtual
+    @on_virtual_time
     async def test_of_a_job_that_is_not_there_is_nowhere_and_so_is_the_job(self) -> None:
         async with a_data_stage() as stage:
             for request in (ShowData("other"), ShowTransfers("other"), PlanData("other", ["a"]), ReadOwners("other")):
-                assert await refused(stage.spine.bus.ask(request)) == "job_unknown"
+                assert await refused(stage.kernel.bus.ask(request)) == "job_unknown"
 
 
 OTHER = DatasetSpec(1_200, 12, has_origin=True)
@@ -255,9 +255,9 @@ async def given_up(stage: DataStage, *names: str) -> None:
 class TestADatasetWithWhichNobodyHasTrained:
     """A script whose dataset was not right is started again with another one."""
 
-    @virtual
+    @on_virtual_time
     async def test_binds_nobody_when_those_who_had_it_are_gone(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await stage.come("a", *range(8))
             await stage.offer_all()
@@ -268,11 +268,11 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert stage.owners() == {"b": set(range(12))}
             assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET), DatasetDefined(OTHER)]
             assert stage.last(DatasetDefined).cause == stage.records(WorkerJoined)[-1].id
-            assert (await stage.spine.bus.ask(ShowData(JOB))).dataset == OTHER
+            assert (await stage.kernel.bus.ask(ShowData(JOB))).dataset == OTHER
             attempt = stage.facts(RescaleCompleted)[-1].attempt
             assert await keys_in(store) == [f"{JOB}/dataset", f"{JOB}/holders/{attempt}", f"{JOB}/piece/{attempt}/0/0"]
 
-    @virtual
+    @on_virtual_time
     async def test_binds_who_comes_once_there_was_a_world(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
@@ -283,7 +283,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert await refused(stage.offer("c", dataset=OTHER)) == "dataset_differs"
             assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
 
-    @virtual
+    @on_virtual_time
     async def test_that_cannot_be_takes_the_place_of_none(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8))
@@ -294,7 +294,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert await refused(stage.offer("b", dataset=DatasetSpec(10, 11))) == "dataset_invalid"
             assert stage.data.custodies[JOB].dataset == DATASET
 
-    @virtual
+    @on_virtual_time
     async def test_binds_those_who_are_in_an_attempt_with_who_has_said_it_there(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), min_workers=2)
@@ -312,16 +312,16 @@ class TestADatasetWithWhichNobodyHasTrained:
             await stage.commit("b", "c")
             assert stage.owners() == stage.held
 
-    @virtual
+    @on_virtual_time
     async def test_is_kept_no_more_than_what_was_planned_with_it(self) -> None:
         """A daemon that is killed in between knows the newer one, and a plan of that only."""
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("z")
             await stage.offer_all()
             await given_up(stage, "a", "z")
-        again = TroubledStore(store.memory)
+        again = FaultyStore(store.memory)
         assert f"{JOB}/holders/1" in await keys_in(again)
         async with a_data_stage(again) as stage:
             await stage.come("b")
@@ -329,14 +329,14 @@ class TestADatasetWithWhichNobodyHasTrained:
             await stage.stop()
             await stage.offer("b", dataset=OTHER)
         assert await keys_in(again) == [f"{JOB}/dataset"]
-        async with a_data_stage(TroubledStore(again.memory)) as stage:
+        async with a_data_stage(FaultyStore(again.memory)) as stage:
             assert stage.data.custodies[JOB].dataset == OTHER
             stage.held = {"b": set(), "c": set()}
             await stage.come_again("b", "c")
             await stage.rescale("b", "c", dataset=OTHER)
             assert stage.owners() == stage.held
 
-    @virtual
+    @on_virtual_time
     async def test_leaves_its_copies_in_doubt_where_the_next_has_the_same_shards(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -351,9 +351,9 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert (await stage.offer("a", dataset=copied)).doubted == int64(3)
             assert not (await stage.offer("a", dataset=copied, looked_at=int64(3))).doubted
 
-    @virtual
+    @on_virtual_time
     async def test_takes_the_doubts_along_where_the_next_has_other_shards(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -369,7 +369,7 @@ class TestADatasetWithWhichNobodyHasTrained:
 
 
 class TestAPlan:
-    @virtual
+    @on_virtual_time
     async def test_is_made_when_all_members_have_said_what_they_hold(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -378,30 +378,30 @@ class TestAPlan:
             await stage.offer("a")
             assert await refused(stage.part("a")) == "plan_pending"
             assert stage.facts(TransfersPlanned) == []
-            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            shown = await stage.kernel.bus.ask(ShowTransfers(JOB))
             assert (shown.running, shown.waiting_for, shown.planned) == (True, ["b"], False)
             await stage.offer("b")
-            assert (await stage.spine.bus.ask(ShowTransfers(JOB))).planned
+            assert (await stage.kernel.bus.ask(ShowTransfers(JOB))).planned
             (planned,) = stage.facts(TransfersPlanned)
             assert (planned.attempt, planned.totals.transfers, planned.totals.from_owners) == (1, 5, 5)
 
-    @virtual
+    @on_virtual_time
     async def test_holds_from_the_commit_on(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
             await stage.fetch("a", "b")
-            assert (await stage.spine.bus.ask(ShowData(JOB))).generation == 0
+            assert (await stage.kernel.bus.ask(ShowData(JOB))).generation == 0
             await stage.commit("a", "b")
-            shown = await stage.spine.bus.ask(ShowData(JOB))
+            shown = await stage.kernel.bus.ask(ShowData(JOB))
             assert [(one.worker_id, one.owned, one.samples) for one in shown.workers] == [("a", 5, 500), ("b", 5, 500)]
             assert shown.generation == 1
             assert stage.owners() == stage.held
-            page = await stage.spine.bus.ask(ReadOwners(JOB))
+            page = await stage.kernel.bus.ask(ReadOwners(JOB))
             assert (page.generation, page.more, len(page.owners)) == (1, False, 40)
 
-    @virtual
+    @on_virtual_time
     async def test_is_told_to_be_over_once_all_have_what_they_need(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -412,17 +412,17 @@ class TestAPlan:
             await stage.fetch("b", "b", "a")
             (completed,) = stage.facts(TransfersCompleted)
             assert (completed.attempt, completed.transfers, completed.bytes) == (1, 5, 500)
-            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            shown = await stage.kernel.bus.ask(ShowTransfers(JOB))
             assert (shown.running, shown.done, shown.bytes) == (False, 5, 500)
 
-    @virtual
+    @on_virtual_time
     async def test_of_a_newer_attempt_supersedes_the_older(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
             old = stage.attempt
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             assert stage.attempt == old + 1
             assert await refused(stage.offer("a", attempt=old)) == "attempt_over"
             await stage.stop()
@@ -433,7 +433,7 @@ class TestAPlan:
             await stage.fetch("a", "b")
             assert (await stage.commit("a", "b")).attempt == old + 1
 
-    @virtual
+    @on_virtual_time
     async def test_is_for_members_with_data_only(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -444,11 +444,11 @@ class TestAPlan:
             await stage.fetch("a")
             await stage.crew["a"].ready(1)
             await stage.crew["b"].ready(1)
-            await stage.spine.settle()
+            await stage.kernel.settle()
             assert stage.owners() == {"a": ALL}
             assert stage.facts(RescaleCompleted)[-1].delta.epoch == 1
 
-    @virtual
+    @on_virtual_time
     async def test_is_made_though_who_completed_it_has_to_say_so_again(self) -> None:
         """Its request was given up before the plan was made."""
         async with a_data_stage() as stage:
@@ -463,7 +463,7 @@ class TestAPlan:
             await stage.offer("a")
             assert len(stage.facts(TransfersPlanned)) == 1
 
-    @virtual
+    @on_virtual_time
     async def test_is_told_in_parts_of_who_says_in_parts_what_it_holds(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a")
@@ -473,16 +473,16 @@ class TestAPlan:
             await stage.offer("a", held=np.arange(5, 10, dtype="<i8").tobytes())
             assert stage.facts(TransfersPlanned)[0].totals.transfers == 0
 
-    @virtual
+    @on_virtual_time
     async def test_that_would_be_made_is_told_without_doing_anything(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
             before = len(stage.records())
-            totals = await stage.spine.bus.ask(PlanData(JOB, ["a", "b", "c"]))
+            totals = await stage.kernel.bus.ask(PlanData(JOB, ["a", "b", "c"]))
             assert (totals.transfers, totals.from_owners) == (3, 3)
             assert len(stage.records()) == before
 
-    @virtual
+    @on_virtual_time
     async def test_gives_each_its_share_by_weight_and_tells_the_weights(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -492,10 +492,10 @@ class TestAPlan:
             await stage.offer("b", weight=4.0)
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
-            shown = await stage.spine.bus.ask(ShowData(JOB))
+            shown = await stage.kernel.bus.ask(ShowData(JOB))
             assert [(one.worker_id, one.owned, one.weight) for one in shown.workers] == [("a", 2, 1.0), ("b", 8, 4.0)]
 
-    @virtual
+    @on_virtual_time
     async def test_is_not_held_up_by_a_weight_that_is_none(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -508,7 +508,7 @@ class TestAPlan:
             await stage.offer("b")
             assert len(stage.facts(TransfersPlanned)) == 1
 
-    @virtual
+    @on_virtual_time
     async def test_is_made_shown_and_tried_where_it_holds_up_nobody(self) -> None:
         done: list[object] = []
 
@@ -520,13 +520,13 @@ class TestAPlan:
         async with a_data_stage() as stage:
             stage.data._compute = elsewhere
             await formed(stage)
-            answers = [await stage.spine.bus.ask(said) for said in (ShowData(JOB), PlanData(JOB, ["a", "b", "c"]))]
+            answers = [await stage.kernel.bus.ask(said) for said in (ShowData(JOB), PlanData(JOB, ["a", "b", "c"]))]
             assert isinstance(done[0], Draft)
             assert done[1:] == answers
 
 
 class TestWhatIsToldOfData:
-    @virtual
+    @on_virtual_time
     async def test_follows_from_the_rescale_and_is_in_its_story(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
@@ -537,10 +537,10 @@ class TestWhatIsToldOfData:
             await stage.commit("a", "b", "c")
             found = [stage.last(kind) for kind in (TransfersPlanned, TransfersCompleted)]
             assert [(record.cause, record.generation) for record in found] == [(started.id, 1)] * 2
-            story = [record.type for record in stage.spine.journal.story(started.id)]
+            story = [record.type for record in stage.kernel.journal.story(started.id)]
             assert {"TransfersPlanned", "TransfersCompleted"} <= set(story)
 
-    @virtual
+    @on_virtual_time
     async def test_of_a_bad_copy_follows_from_the_rescale_in_which_it_was_found(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
@@ -551,13 +551,13 @@ class TestWhatIsToldOfData:
             found = stage.last(CorruptShardFound)
             assert (found.cause, found.generation) == (started.id, 1)
 
-    @virtual
+    @on_virtual_time
     async def test_follows_from_who_joined_where_it_is_what_the_workers_train_with(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
             assert stage.last(DatasetDefined).cause == stage.records(WorkerJoined)[0].id
 
-    @virtual
+    @on_virtual_time
     async def test_follows_from_the_rescale_that_lacks_shards(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8))
@@ -566,7 +566,7 @@ class TestWhatIsToldOfData:
             lost = stage.last(ShardsLost)
             assert (lost.cause, lost.generation) == (stage.last(RescaleStarted).id, 0)
 
-    @virtual
+    @on_virtual_time
     async def test_follows_from_no_rescale_where_a_script_has_shards_moved_besides(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
@@ -576,7 +576,7 @@ class TestWhatIsToldOfData:
 
 
 class TestProgress:
-    @virtual
+    @on_virtual_time
     async def test_is_shown_by_worker_as_it_is_told(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -585,34 +585,34 @@ class TestProgress:
             b = stage.crew["b"]
             for attempt, data in ((1, 300), (0, 900)):
                 said = Receiving(JOB, "b", b.incarnation, attempt, 5_000, transfers=data // 100, data=data)
-                stage.spine.bus.signal(said, Call(OPERATOR, "a test", client=b.client))
+                stage.kernel.bus.signal(said, Call(OPERATOR, "a test", client=b.client))
                 await stage.wait(0.1)
-            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            shown = await stage.kernel.bus.ask(ShowTransfers(JOB))
             told = {one.worker_id: (one.done, one.transfers, one.bytes) for one in shown.workers}
             assert told == {"a": (0, 0, 0), "b": (3, 5, 300)}
             assert (shown.done, shown.bytes) == (3, 300)
 
-    @virtual
+    @on_virtual_time
     async def test_of_bad_copies_is_put_on_record(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
             await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert stage.facts(CorruptShardFound) == [CorruptShardFound("a", 3, "b")]
 
-    @virtual
+    @on_virtual_time
     async def test_of_the_same_bad_copy_is_put_on_record_once_for_each_attempt(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
             for source, shard in (("a", 3), ("a", 3), ("a", 4)):
                 await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", source, shard))
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4]
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
             await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4, 3]
             assert await refused(stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 10))) == "shard_invalid"
 
-    @virtual
+    @on_virtual_time
     async def test_of_a_bad_copy_that_its_holder_is_to_keep_comes_to_nothing_before_it_was_looked_at(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1)
         async with a_data_stage() as stage:
@@ -642,7 +642,7 @@ class TestProgress:
             await stage.commit("a", "b")
             assert stage.held["a"] == stage.held["b"] == set(range(10))
 
-    @virtual
+    @on_virtual_time
     async def test_of_a_bad_copy_that_its_holder_need_not_keep_is_no_reason_to_begin_anew(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -654,7 +654,7 @@ class TestProgress:
             await stage.commit("a", "b")
             assert [fact.attempt for fact in stage.facts(RescaleCompleted)] == [1]
 
-    @virtual
+    @on_virtual_time
     async def test_of_a_bad_copy_has_all_stop_who_would_say_in_the_background_what_they_hold(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage, use_synchronous_rescaling=False)
@@ -684,9 +684,9 @@ class TestProgress:
             await stage.commit("a", "b", "c")
             assert stage.facts(WorkerFailed) == []
 
-    @virtual
+    @on_virtual_time
     async def test_of_a_bad_copy_that_lies_nowhere_any_more_stops_nobody(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await stage.come("a", *range(10), min_workers=2, use_synchronous_rescaling=False)
             await stage.come("b")
@@ -705,7 +705,7 @@ class TestProgress:
             await stage.commit("a", "b", "c")
             assert [fact.in_background for fact in stage.facts(RescaleStarted)] == [False, True]
 
-    @virtual
+    @on_virtual_time
     async def test_of_bad_copies_may_be_too_much_to_be_remembered_which_is_said(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -720,14 +720,14 @@ class TestProgress:
             said = "bad copies are believed again, as so many cannot be remembered"
             assert log.lines == [("warning", said, {"job": JOB, "copies": 1})]
 
-    @virtual
+    @on_virtual_time
     async def test_of_a_bad_copy_of_who_has_no_name_is_refused(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
             assert await refused(stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a/b", 3))) == "name_invalid"
             assert stage.facts(CorruptShardFound) == []
 
-    @virtual
+    @on_virtual_time
     async def test_that_bad_copies_make_impossible_begins_anew(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -750,13 +750,13 @@ async def doubted_by_b(stage: DataStage, dataset: DatasetSpec, **settings: Any) 
 
 
 class TestADaemonThatIsKilled:
-    async def _again(self, store: TroubledStore) -> TroubledStore:
-        return TroubledStore(store.memory)
+    async def _again(self, store: FaultyStore) -> FaultyStore:
+        return FaultyStore(store.memory)
 
     @pytest.mark.parametrize("stops", [True, False])
-    @virtual
+    @on_virtual_time
     async def test_knows_which_copies_are_in_doubt(self, stops: bool) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await formed(stage, use_synchronous_rescaling=stops)
             for shard in (3, 4):
@@ -777,13 +777,13 @@ class TestADaemonThatIsKilled:
             assert not (await stage.offer("a", looked_at=int64(4))).doubted
             assert not [key for key in await keys_in(store) if "doubted" in key]
 
-    @virtual
+    @on_virtual_time
     async def test_knows_of_the_doubts_about_a_worker_that_was_away_meanwhile(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1)
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await doubted_by_b(stage, dataset)
-            await stage.spine.bus.ask(EvictWorker(JOB, "a"))
+            await stage.kernel.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.1)
             await stage.rescale("b", dataset=dataset)
         async with a_data_stage(await self._again(store)) as stage:
@@ -793,14 +793,14 @@ class TestADaemonThatIsKilled:
             await stage.stop()
             assert (await stage.offer("a", dataset=dataset)).doubted == int64(3)
 
-    @virtual
+    @on_virtual_time
     @pytest.mark.parametrize("stops", [True, False])
     async def test_has_who_comes_into_the_place_of_one_with_a_copy_in_doubt_look_at_it_once(self, stops: bool) -> None:
         """Nobody stops for it: it does not train yet."""
         dataset = DatasetSpec(1_000, 10, 1)
         async with a_data_stage() as stage:
             await doubted_by_b(stage, dataset, use_synchronous_rescaling=stops)
-            await stage.spine.bus.ask(EvictWorker(JOB, "a"))
+            await stage.kernel.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.1)
             await stage.rescale("b", dataset=dataset)
             await stage.come("c", *ALL)
@@ -811,14 +811,14 @@ class TestADaemonThatIsKilled:
             assert (await stage.offer("c", dataset=dataset)).doubted == int64(3)
             assert not (await stage.offer("c", dataset=dataset, looked_at=int64(3))).doubted
 
-    @virtual
+    @on_virtual_time
     async def test_has_who_takes_the_place_of_one_with_a_copy_in_doubt_at_once_look_at_it(self) -> None:
         """The one who is gone is of the world still that is committed."""
         dataset = DatasetSpec(1_000, 10, 1)
         async with a_data_stage() as stage:
             await doubted_by_b(stage, dataset)
             await stage.come("c", *ALL)
-            await stage.spine.bus.ask(EvictWorker(JOB, "a"))
+            await stage.kernel.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.2)
             await stage.stop()
             attempt = stage.service.clusters[JOB].attempt
@@ -827,9 +827,9 @@ class TestADaemonThatIsKilled:
             assert not (await stage.offer("b", dataset=dataset)).doubted
             assert (await stage.offer("c", dataset=dataset)).doubted == int64(3)
 
-    @virtual
+    @on_virtual_time
     async def test_before_the_plan_is_kept_begins_anew(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -843,9 +843,9 @@ class TestADaemonThatIsKilled:
             await stage.rescale("a", "b")
             assert stage.owners() == stage.held
 
-    @virtual
+    @on_virtual_time
     async def test_with_a_plan_that_came_to_nothing_forgets_it(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -861,9 +861,9 @@ class TestADaemonThatIsKilled:
             assert stage.owners() == stage.held
             assert await keys_in(again) == [f"{JOB}/dataset", f"{JOB}/holders/2", f"{JOB}/piece/2/0/0"]
 
-    @virtual
+    @on_virtual_time
     async def test_knows_the_weights_of_who_holds_the_data(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -873,19 +873,19 @@ class TestADaemonThatIsKilled:
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
         async with a_data_stage(await self._again(store)) as stage:
-            shown = await stage.spine.bus.ask(ShowData(JOB))
+            shown = await stage.kernel.bus.ask(ShowData(JOB))
             assert [(one.worker_id, one.owned, one.weight) for one in shown.workers] == [("a", 8, 4.0), ("b", 2, 1.0)]
-            assert (await stage.spine.bus.ask(PlanData(JOB, ["a", "b"]))).transfers == 0
+            assert (await stage.kernel.bus.ask(PlanData(JOB, ["a", "b"]))).transfers == 0
 
     @pytest.mark.parametrize("is_durable", [True, False], ids=["behind the commit", "before it"])
     def test_at_the_commit_adopts_what_was_committed(self, is_durable: bool) -> None:
-        @virtual
+        @on_virtual_time
         async def test() -> None:
-            store = TroubledStore()
+            store = FaultyStore()
             async with a_data_stage(store) as stage:
                 await formed(stage)
                 before = stage.owners()
-                await stage.spine.bus.ask(RescaleJob(JOB))
+                await stage.kernel.bus.ask(RescaleJob(JOB))
                 stage.held = {"a": set(ALL), "b": set()}
                 await stage.offer_all()
                 await stage.fetch("a", "b")
@@ -894,11 +894,11 @@ class TestADaemonThatIsKilled:
                 store.dies = "after" if is_durable else "before"
                 # The answer never comes: the process is killed while the commit is written.
                 store.entered.clear()
-                stage.spine.bus.submit(ReportReady(JOB, "b", stage.crew["b"].incarnation, 2), Call(OPERATOR, "a test"))
+                stage.kernel.bus.submit(ReportReady(JOB, "b", stage.crew["b"].incarnation, 2), Call(OPERATOR, "a test"))
                 await store.entered.wait()
                 await anyio.sleep(1)
             async with a_data_stage(await self._again(store)) as stage:
-                await stage.spine.settle()
+                await stage.kernel.settle()
                 assignment = stage.data.custodies[JOB].assignment
                 if is_durable:
                     assert assignment.generation == 2
@@ -913,32 +913,32 @@ class TestADaemonThatIsKilled:
 
         test()
 
-    @virtual
+    @on_virtual_time
     async def test_while_it_deletes_what_is_no_more_leaves_nothing_of_it_in_the_end(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await formed(stage)
             held = stage.held
             pieces = ["piece/1/0/0", "piece/7/0/0", "piece/7/1/0"]
             stray = {f"data/{JOB}/{piece}": b"\0" * 20 for piece in pieces[1:]}
-            stage.spine.ledger.append(Decision(None, writes={**stray, "data/gone/holders/3": b"", "data/gone/x": b""}))
-            await stage.spine.settle()
+            stage.kernel.ledger.append(Decision(None, writes={**stray, "data/gone/holders/3": b"", "data/gone/x": b""}))
+            await stage.kernel.settle()
         again = await self._again(store)
         async with a_data_stage(again) as stage:
             stage.held = held
             await stage.come_again("a", "b")
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.rescale("a", "b")
             assert await keys_in(again) == [f"{JOB}/dataset", f"{JOB}/holders/2", f"{JOB}/piece/2/0/0"]
 
 
 class TestAFullDisk:
-    @virtual
+    @on_virtual_time
     async def test_when_the_plan_is_to_be_kept_costs_the_attempt_and_nothing_else(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await formed(stage)
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.stop()
             await stage.offer("a")
             store.commit_error = full()
@@ -953,29 +953,29 @@ class TestAFullDisk:
 
 
 class TestAJobThatIsRemoved:
-    @virtual
+    @on_virtual_time
     async def test_leaves_nothing(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await formed(stage)
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
             await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert len(await keys_in(store)) == 6
-            await stage.spine.bus.ask(AbortJob(JOB))
+            await stage.kernel.bus.ask(AbortJob(JOB))
             for name in "ab":
                 await stage.crew[name].leave()
-            await stage.spine.bus.ask(RemoveJob(JOB))
-            await stage.spine.settle()
+            await stage.kernel.bus.ask(RemoveJob(JOB))
+            await stage.kernel.settle()
             assert await keys_in(store) == []
-            assert await refused(stage.spine.bus.ask(ShowData(JOB))) == "job_unknown"
+            assert await refused(stage.kernel.bus.ask(ShowData(JOB))) == "job_unknown"
             await stage.come("a", life=2)
             await stage.rescale("a", dataset=DatasetSpec(70, 7, 0, True))
             assert stage.owners() == {"a": set(range(7))}
 
 
 class TestWhereNobodyStops:
-    @virtual
+    @on_virtual_time
     async def test_a_plan_is_made_and_committed_while_training_goes_on(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage, use_synchronous_rescaling=False)
@@ -990,15 +990,15 @@ class TestWhereNobodyStops:
             assert stage.owners() == stage.held
             assert sorted(map(len, stage.held.values())) == [3, 3, 4]
 
-    @virtual
+    @on_virtual_time
     async def test_shards_that_are_lost_make_all_stop_and_are_named_then(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage, use_synchronous_rescaling=False)
             stage.held["a"] -= {0}
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             for name in "ab":
                 await stage.offer(name)
-            await stage.spine.settle()
+            await stage.kernel.settle()
             *_, behind, ahead = stage.facts(RescaleStarted)
             assert (behind.in_background, ahead.in_background) == (True, False)
             assert ahead.reason.endswith("nobody has 1 of the shards any more")
@@ -1008,22 +1008,22 @@ class TestWhereNobodyStops:
             await stage.wait(5.0)
             assert stage.facts(RescaleStarted)[-1] == ahead
 
-    @virtual
+    @on_virtual_time
     async def test_shards_that_are_lost_end_the_job_where_that_is_its_policy(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage, use_synchronous_rescaling=False, lost_data_policy="abort")
             stage.held["a"] -= {0}
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             for name in "ab":
                 await stage.offer(name)
-            await stage.spine.settle()
+            await stage.kernel.settle()
             await stage.offer_all()
-            await stage.spine.settle()
+            await stage.kernel.settle()
             assert len(stage.facts(JobAborted)) == 1
 
 
 class TestLostShards:
-    @virtual
+    @on_virtual_time
     async def test_are_named_and_the_job_waits(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), rescale_timeout_ms=500)
@@ -1033,10 +1033,10 @@ class TestLostShards:
             with pytest.raises(RequestRefused) as error:
                 await stage.part("a")
             assert (error.value.code, error.value.message) == (SHARDS_LOST, "nobody has 2 shards any more: 8, 9")
-            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            shown = await stage.kernel.bus.ask(ShowTransfers(JOB))
             assert (shown.running, shown.waiting_for, shown.lost, shown.lost_shards) == (True, [], 2, [8, 9])
 
-    @virtual
+    @on_virtual_time
     async def test_are_said_to_have_been_with_whoever_had_them_last_and_is_gone(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage, failure_tolerance_percentage=100, min_workers_timeout_ms=None)
@@ -1048,22 +1048,22 @@ class TestLostShards:
             with pytest.raises(RequestRefused) as error:
                 await stage.part("a")
             assert error.value.message == "nobody has 5 shards any more: 5, 6, 7, 8, 9; last with b"
-            transfers = await stage.spine.bus.ask(ShowTransfers(JOB))
-            shown = await stage.spine.bus.ask(ShowData(JOB))
+            transfers = await stage.kernel.bus.ask(ShowTransfers(JOB))
+            shown = await stage.kernel.bus.ask(ShowData(JOB))
             assert transfers.last_held_by == shown.last_held_by == ["b"]
             assert (shown.lost, shown.lost_shards) == (5, [5, 6, 7, 8, 9])
 
-    @virtual
+    @on_virtual_time
     async def test_are_waited_for_by_nobody_when_the_job_was_given_up(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), lost_data_policy="abort")
             await stage.stop()
             await stage.offer("a")
-            await stage.spine.settle()
-            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            await stage.kernel.settle()
+            shown = await stage.kernel.bus.ask(ShowTransfers(JOB))
             assert (shown.running, shown.aborted, shown.lost) == (False, True, 2)
 
-    @virtual
+    @on_virtual_time
     async def test_are_waited_for_by_who_has_said_what_it_holds_however_long_that_takes(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), rescale_timeout_ms=500)
@@ -1075,7 +1075,7 @@ class TestLostShards:
             assert stage.facts(WorkerFailed) == []
             assert stage.attempt == 1
 
-    @virtual
+    @on_virtual_time
     async def test_are_no_excuse_for_who_has_not_said_what_it_holds(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), min_workers=2, rescale_timeout_ms=500)
@@ -1087,7 +1087,7 @@ class TestLostShards:
                 await stage.wait(0.5)
             assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == ["b"]
 
-    @virtual
+    @on_virtual_time
     async def test_are_no_excuse_for_who_waits_no_more(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10), min_workers=2, rescale_timeout_ms=500)
@@ -1097,11 +1097,11 @@ class TestLostShards:
             await stage.wait(0.4)
             worker = stage.crew["b"]
             said = Receiving(JOB, "b", worker.incarnation, 1, 0)
-            stage.spine.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
+            stage.kernel.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
             await stage.wait(1.0)
             assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == ["b"]
 
-    @virtual
+    @on_virtual_time
     async def test_that_a_newcomer_brings_let_the_job_go_on(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8))
@@ -1114,7 +1114,7 @@ class TestLostShards:
             assert union(stage.owners().values()) == ALL
             assert stage.owners() == stage.held
 
-    @virtual
+    @on_virtual_time
     async def test_that_one_brings_who_came_before_the_loss_was_known_let_the_job_go_on(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
@@ -1130,7 +1130,7 @@ class TestLostShards:
             await stage.rescale("a", "b2", "c")
             assert union(stage.owners().values()) == ALL
 
-    @virtual
+    @on_virtual_time
     async def test_are_not_asked_for_again_and_again_of_those_who_do_not_fit_in(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), max_workers=1)
@@ -1140,7 +1140,7 @@ class TestLostShards:
             await stage.wait(5.0)
             assert len(stage.facts(RescaleStarted)) == 1
 
-    @virtual
+    @on_virtual_time
     async def test_are_told_together_with_those_who_wait_and_were_not_asked(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), max_workers=1)
@@ -1149,10 +1149,12 @@ class TestLostShards:
             await stage.offer("a")
             reason = "1 worker waits and was not asked, because the world is full"
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9], reason)]
-            assert (await stage.spine.bus.ask(ShowTransfers(JOB))).lost_because == reason
-            assert (await stage.spine.bus.ask(ShowCluster(JOB))).standing.endswith("; 1 worker waits: max_workers is 1")
+            assert (await stage.kernel.bus.ask(ShowTransfers(JOB))).lost_because == reason
+            assert (await stage.kernel.bus.ask(ShowCluster(JOB))).standing.endswith(
+                "; 1 worker waits: max_workers is 1"
+            )
 
-    @virtual
+    @on_virtual_time
     async def test_are_brought_by_who_takes_the_place_of_one_that_was_evicted(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), max_workers=1)
@@ -1162,12 +1164,12 @@ class TestLostShards:
             assert stage.attempt == 2
             await stage.offer_all()
             assert stage.facts(ShardsLost)[-1].reason.startswith("1 worker waits")
-            await stage.spine.bus.ask(EvictWorker(JOB, "a"))
+            await stage.kernel.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.1)
             await stage.rescale("b")
             assert stage.owners() == {"b": ALL}
 
-    @virtual
+    @on_virtual_time
     async def test_make_all_begin_anew_once_however_many_come_at_a_time(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8))
@@ -1181,18 +1183,18 @@ class TestLostShards:
             await stage.wait(0.1)
             assert stage.attempt == 2
 
-    @virtual
+    @on_virtual_time
     async def test_end_the_job_where_that_is_its_policy(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(8), lost_data_policy="abort")
             await stage.stop()
             await stage.offer("a")
-            await stage.spine.settle()
+            await stage.kernel.settle()
             (aborted,) = stage.facts(JobAborted)
             assert aborted.reason == "nobody has 2 shards any more, and they cannot be had again: 8, 9"
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9])]
 
-    @virtual
+    @on_virtual_time
     async def test_are_none_where_there_is_an_origin(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a")
@@ -1215,30 +1217,30 @@ class TestWhatTheOriginDoesNotGive:
         worker = stage.crew[name]
         said = ReportLostShards(JOB, name, worker.incarnation, stage.attempt, len(shards), list(shards), "no file")
         await worker.ask(msgspec.structs.replace(said, certain=certain, **more))
-        await stage.spine.settle()
+        await stage.kernel.settle()
 
-    @virtual
+    @on_virtual_time
     async def test_is_named_with_who_says_so_and_the_job_waits(self) -> None:
         async with a_data_stage() as stage:
             await self.begun(stage)
             await self.say(stage, "b", 1, 3, certain=True)
             await self.say(stage, "b", 1, 3, certain=True)
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [1, 3], "b: no file")]
-            shown = await stage.spine.bus.ask(ShowTransfers(JOB))
+            shown = await stage.kernel.bus.ask(ShowTransfers(JOB))
             assert (shown.running, shown.lost, shown.lost_shards, shown.lost_because) == (True, 2, [1, 3], "b: no file")
             assert (stage.attempt, stage.facts(JobAborted)) == (1, [])
 
-    @virtual
+    @on_virtual_time
     async def test_is_no_more_missing_when_who_needs_it_has_it(self) -> None:
         async with a_data_stage() as stage:
             await self.begun(stage)
             await self.say(stage, "b", 1, 3)
             await stage.fetch("a", "b")
-            assert (await stage.spine.bus.ask(ShowTransfers(JOB))).lost == 0
+            assert (await stage.kernel.bus.ask(ShowTransfers(JOB))).lost == 0
             await stage.commit("a", "b")
             assert stage.owners() == stage.held
 
-    @virtual
+    @on_virtual_time
     async def test_is_fetched_from_another_who_was_given_it(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1, True)
         async with a_data_stage() as stage:
@@ -1252,7 +1254,7 @@ class TestWhatTheOriginDoesNotGive:
             await stage.offer_all(dataset)
             assert stage.facts(TransfersPlanned)[-1].totals.from_origin == 0
 
-    @virtual
+    @on_virtual_time
     async def test_is_asked_of_who_comes(self) -> None:
         async with a_data_stage() as stage:
             await self.begun(stage)
@@ -1263,7 +1265,7 @@ class TestWhatTheOriginDoesNotGive:
             await stage.rescale("a", "b", "c", dataset=self.WITH_ORIGIN)
             assert union(stage.owners().values()) == ALL
 
-    @virtual
+    @on_virtual_time
     async def test_is_asked_of_who_came_before_it_was_known(self) -> None:
         async with a_data_stage() as stage:
             await self.begun(stage)
@@ -1272,7 +1274,7 @@ class TestWhatTheOriginDoesNotGive:
             await self.say(stage, "b", 1, 3, certain=True)
             assert stage.attempt == 2
 
-    @virtual
+    @on_virtual_time
     async def test_ends_the_job_where_that_is_its_policy_and_it_is_certain(self) -> None:
         async with a_data_stage() as stage:
             await self.begun(stage, lost_data_policy="abort")
@@ -1283,14 +1285,14 @@ class TestWhatTheOriginDoesNotGive:
             assert aborted.reason == "nobody has 2 shards any more, and they cannot be had again: 1, 3 (b: no file)"
             assert len(stage.facts(ShardsLost)) == 1
 
-    @virtual
+    @on_virtual_time
     async def test_makes_all_stop_where_training_goes_on(self) -> None:
         async with a_data_stage() as stage:
             await self.begun(stage, use_synchronous_rescaling=False)
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
             stage.held["b"].clear()
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             assert stage.facts(RescaleStarted)[-1].in_background
             for name in "ab":
                 await stage.offer(name, dataset=self.WITH_ORIGIN)
@@ -1301,7 +1303,7 @@ class TestWhatTheOriginDoesNotGive:
             await self.say(stage, "b", 5)
             assert stage.facts(ShardsLost) == [ShardsLost(3, 1, [5], "b: no file")]
 
-    @virtual
+    @on_virtual_time
     async def test_is_said_of_shards_there_are_by_members_of_the_attempt(self) -> None:
         async with a_data_stage() as stage:
             await self.begun(stage)
@@ -1312,36 +1314,36 @@ class TestWhatTheOriginDoesNotGive:
 
 
 class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
-    @virtual
+    @on_virtual_time
     async def test_is_kept_when_the_next_one_is_made(self) -> None:
         """The commit is heard of later than the offers to the next attempt are."""
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await formed(stage)
-            await stage.spine.bus.ask(RescaleJob(JOB))
+            await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
             await stage.fetch("a", "b")
             late: list[Record] = []
-            commits = stage.spine.bus.mailboxes["data.commits"]
+            commits = stage.kernel.bus.mailboxes["data.commits"]
             with patch.object(commits, "put", late.extend):
                 await stage.commit("a", "b")
-                await stage.spine.bus.ask(RescaleJob(JOB))
+                await stage.kernel.bus.ask(RescaleJob(JOB))
                 await stage.offer_all()
             assert sorted(stage.data._planned[JOB]) == [2, 3]
             commits.put(late)
-            await stage.spine.settle()
+            await stage.kernel.settle()
             assert stage.data.custodies[JOB].assignment.generation == 2
             assert sorted(stage.data._planned[JOB]) == [3]
             assert stage.owners() == stage.held
 
-    @virtual
+    @on_virtual_time
     async def test_is_forgotten_with_those_that_came_to_nothing_when_a_later_one_is_adopted(self) -> None:
-        store = TroubledStore()
+        store = FaultyStore()
         async with a_data_stage(store) as stage:
             await formed(stage)
             stage.data._heard[JOB] = 0
             for _ in range(3):
-                await stage.spine.bus.ask(RescaleJob(JOB))
+                await stage.kernel.bus.ask(RescaleJob(JOB))
                 await stage.offer_all()
             assert sorted(stage.data._planned[JOB]) == [2, 3, 4]
             await stage.fetch("a", "b")
@@ -1350,11 +1352,11 @@ class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
 
 
 class TestAWorkerThatIsToGo:
-    @virtual
+    @on_virtual_time
     async def test_gives_what_only_it_holds_away_before(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
-            await stage.spine.bus.ask(DrainWorker(JOB, "b"))
+            await stage.kernel.bus.ask(DrainWorker(JOB, "b"))
             assert stage.attempt == 2
             await stage.offer_all()
             assert [(await stage.part(name)).is_released for name in "ab"] == [False, True]
@@ -1364,7 +1366,7 @@ class TestAWorkerThatIsToGo:
             assert stage.owners() == {"a": ALL}
             assert stage.held == {"a": set(ALL), "b": set()}
 
-    @virtual
+    @on_virtual_time
     async def test_gives_it_to_who_is_to_go_behind_it_and_nobody_gives_it_to_nobody(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
@@ -1381,7 +1383,7 @@ class TestAWorkerThatIsToGo:
                 assert (await one.ask(ReadLeave(JOB, one.name, one.incarnation))).may_go
             assert not stage.attempt
 
-    @virtual
+    @on_virtual_time
     async def test_and_was_told_so_while_it_joined_is_given_nothing(self) -> None:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10))
@@ -1389,14 +1391,14 @@ class TestAWorkerThatIsToGo:
             await stage.come("b")
             assert stage.attempt == 2
             await stage.offer_all()
-            await stage.spine.bus.ask(DrainWorker(JOB, "b"))
+            await stage.kernel.bus.ask(DrainWorker(JOB, "b"))
             assert stage.attempt == 3
             await stage.rescale("a")
             assert stage.owners() == {"a": ALL}
 
 
 class TestTwoJobs:
-    @virtual
+    @on_virtual_time
     async def test_have_nothing_to_do_with_each_other(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)

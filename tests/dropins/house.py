@@ -19,9 +19,9 @@ from forged.plugins.alarm_guard import Unguarded
 from forged.plugins.host.plugin import PluginLimits
 from forged.plugins.host.plugin_host import PluginHost, PluginSource
 from forged.plugins.model import PluginView, RunPluginCommand
-from tests.net.hand import HandClock
-from tests.spine import Spine, running, task_group
-from tests.troubled_store import TroubledStore
+from tests.faulty_store import FaultyStore
+from tests.kernel_fixture import Kernel, running, task_group
+from tests.net.manual_daemon import ManualClock
 
 PATIENCE_S = 30.0
 """Real seconds after which a test has waited in vain."""
@@ -74,16 +74,16 @@ class Heard:
 class House:
     """The plugin, what it is plugged into, and how long its follower has rested."""
 
-    def __init__(self, spine: Spine, name: str, module: ModuleType, settings: Mapping[str, Any], place: Path) -> None:
-        self.spine = spine
+    def __init__(self, kernel: Kernel, name: str, module: ModuleType, settings: Mapping[str, Any], place: Path) -> None:
+        self.kernel = kernel
         self.name = name
-        self.clock = HandClock()
+        self.clock = ManualClock()
         self.log = Heard()
         self.naps: list[float] = []
         self.on_nap: Callable[[], object] = lambda: None
         """Called at the end of each pause."""
         self.host = PluginHost(
-            spine.bus,
+            kernel.bus,
             self.clock,
             self.log,
             Unguarded(),
@@ -92,7 +92,7 @@ class House:
             limits=PluginLimits(),
         )
         self.host.load([PluginSource(name, "a test", lambda: module)])
-        for follower in spine.bus.followers.values():
+        for follower in kernel.bus.followers.values():
             follower._sleep = self._nap
             follower._now = self.clock.monotonic
 
@@ -103,7 +103,7 @@ class House:
 
     @property
     def follower(self) -> Any:
-        [follower] = self.spine.bus.followers.values()
+        [follower] = self.kernel.bus.followers.values()
         return follower
 
     async def say(self, *facts: Fact, job: str = "") -> list[int]:
@@ -111,7 +111,7 @@ class House:
         ids: list[int] = []
         for start in range(0, len(facts), TOGETHER):
             some = facts[start : start + TOGETHER]
-            pending = self.spine.ledger.append(Decision(None, some, job=job), origin="a test")
+            pending = self.kernel.ledger.append(Decision(None, some, job=job), origin="a test")
             ids += range(pending.revision - len(some) + 1, pending.revision + 1)
             await pending.wait()
         return ids
@@ -119,7 +119,7 @@ class House:
     async def run(self, command: str, principal: Principal | None = None) -> Any:
         """What one of its commands answers."""
         call = Call(principal or Principal("an operator", Role.OPERATOR), "a test")
-        return await self.spine.bus.ask(RunPluginCommand(self.name, command), call)
+        return await self.kernel.bus.ask(RunPluginCommand(self.name, command), call)
 
     async def caught_up(self) -> None:
         """Wait until everything was delivered that is on record."""
@@ -154,15 +154,15 @@ async def plugged(
     with anyio.fail_after(PATIENCE_S):
         async with (
             running(
-                store or TroubledStore(),
-                lambda spine: houses.append(House(spine, name, module, settings, place)),
+                store or FaultyStore(),
+                lambda kernel: houses.append(House(kernel, name, module, settings, place)),
                 facts_max=facts_max,
-            ) as spine,
+            ) as kernel,
             task_group() as tasks,
         ):
             [house] = houses
             await tasks.start(house.host.run)
-            assert spine is house.spine
+            assert kernel is house.kernel
             try:
                 yield house
             finally:
@@ -173,8 +173,8 @@ def refusal(name: str, module: ModuleType, settings: Mapping[str, Any], place: P
     """Why a plugin is not taken in with these settings; empty if it is."""
 
     async def load() -> str:
-        spine = Spine(TroubledStore())
-        house = House(spine, name, module, settings, place)
+        kernel = Kernel(FaultyStore())
+        house = House(kernel, name, module, settings, place)
         return "" if house.view.state == "active" else f"{house.view.reason}"
 
     return asyncio.run(load())

@@ -26,10 +26,10 @@ from forged.kernel.store.memory import MemoryStore
 from plugins import event_log
 from plugins.event_log import Files, Line, Mark
 from tests.dropins.house import VIEWER, Blob, House, Rare, plugged, refusal
+from tests.faulty_store import FaultyStore
+from tests.kernel_fixture import Add
 from tests.processes.test_full_disk import disk as disk  # a fixture
 from tests.processes.test_full_disk import fill
-from tests.spine import Add
-from tests.troubled_store import TroubledStore
 
 KILLS = 8
 
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plug(path: Path, tmp_path: Path) -> Plug:
-    def plug(store: TroubledStore | None = None, facts_max: int = 50_000, **given: Any) -> Any:
+    def plug(store: FaultyStore | None = None, facts_max: int = 50_000, **given: Any) -> Any:
         chosen = {"path": str(path)} | given
         return plugged("event_log", event_log, chosen, tmp_path, store=store, facts_max=facts_max)
 
@@ -103,7 +103,7 @@ async def test_each_fact_is_a_line_with_its_place_in_history(plug: Plug, path: P
     async with plug() as house:
         expected = await house.say(Blob(b"\x00\xff"), Blob(float("nan")), Blob("two\nlines\u2028"), job="a")
         await house.caught_up()
-        history = house.spine.store.history
+        history = house.kernel.store.history
     assert ids(path) == expected
     assert [entry["fact"]["value"] for entry in entries(path)] == ["00ff", None, "two\nlines\u2028"]
     assert {(entry["history"], entry["job"], entry["type"]) for entry in entries(path)} == {(history, "a", "Blob")}
@@ -119,7 +119,7 @@ async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_written(p
 
 
 async def test_a_gap_is_a_line_too_and_is_written_once(plug: Plug, path: Path) -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with plug(store, facts_max=10) as house:
         [first] = await house.say(Blob(0))
         await house.caught_up()
@@ -153,11 +153,11 @@ async def test_the_file_is_its_owners_alone_and_in_the_plugins_directory_unless_
 async def test_what_is_in_the_file_is_not_written_again_by_a_daemon_that_has_forgotten_it(
     plug: Plug, path: Path
 ) -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with plug(store) as house:
         expected = await house.say(*map(Blob, range(20)))
         await house.caught_up()
-        assert house.spine.ledger.cursors["event_log/facts"] < expected[-1]
+        assert house.kernel.ledger.cursors["event_log/facts"] < expected[-1]
     async with plug(store) as house:
         expected += await house.say(Blob(20))
         await house.caught_up()
@@ -215,7 +215,7 @@ def test_the_same_ids_of_another_history_are_other_facts(path: Path) -> None:
 
 async def test_a_restored_backup_writes_on(plug: Plug, path: Path) -> None:
     for history in ("one", "two"):
-        async with plug(TroubledStore(MemoryStore(history))) as house:
+        async with plug(FaultyStore(MemoryStore(history))) as house:
             await house.say(Blob(history))
             await house.caught_up()
     assert [entry["history"] for entry in entries(path)] == ["one", "two"]
@@ -530,7 +530,7 @@ async def test_a_disk_that_hangs_holds_up_nobody_and_what_it_does_in_the_end_cou
             try:
                 await asyncio.to_thread(hangs.wait)
                 assert "has not answered" in await house.stalled()
-                assert await house.spine.bus.ask(Add(2)) == 2
+                assert await house.kernel.bus.ask(Add(2)) == 2
                 with pytest.raises(Unavailable, match="has not answered"):
                     await house.run("rotate")
                 assert (await house.run("status", VIEWER))["trouble"]

@@ -24,9 +24,9 @@ from plugins import webhook
 from plugins.webhook import Verdict
 from tests.dropins.hook import SECRET, Body, Hook, hooked, speaking
 from tests.dropins.house import VIEWER, Blob, House, Rare, plugged, refusal
+from tests.faulty_store import FaultyStore
+from tests.kernel_fixture import Add
 from tests.net.ends import Certificates
-from tests.spine import Add
-from tests.troubled_store import TroubledStore
 
 HOUR_S = 3600.0
 NOBODY = "http://127.0.0.1:1/hook"
@@ -51,7 +51,7 @@ async def hook() -> AsyncIterator[Hook]:
 
 @pytest.fixture
 def plug(secret: Path, tmp_path: Path) -> Plug:
-    def plug(url: str, store: TroubledStore | None = None, facts_max: int = 50_000, **settings: Any) -> Any:
+    def plug(url: str, store: FaultyStore | None = None, facts_max: int = 50_000, **settings: Any) -> Any:
         given = {"url": url, "secret_file": str(secret)} | settings
         return plugged("webhook", webhook, given, tmp_path, store=store, facts_max=facts_max)
 
@@ -276,7 +276,7 @@ async def test_facts_are_posted_in_order_with_their_place_in_history_and_signed(
         ids = await house.say(Blob(b"\x00\xff"), Blob(float("nan")), Blob({1: "ü"}), job="a")
         await house.caught_up()
         [delivery] = hook.deliveries
-        history = house.spine.store.history
+        history = house.kernel.store.history
     first = delivery.body["facts"][0]
     assert delivery.signed
     assert delivery.body["history"] == history
@@ -459,12 +459,12 @@ async def test_bodies_of_many_mebibytes_are_posted_where_that_is_allowed(plug: P
 
 
 async def test_a_gap_is_posted_in_its_place(plug: Plug, hook: Hook) -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with plug(NOBODY, store, facts_max=10) as house:
         await house.say(Blob(0))
         await house.stalled()
         await house.say(*map(Blob, range(1, 30)))
-        history = house.spine.store.history
+        history = house.kernel.store.history
     async with plug(hook.url, store, facts_max=10) as house:
         await house.caught_up()
         assert (await house.run("status"))["gaps"] == 1
@@ -478,7 +478,7 @@ async def test_a_gap_is_posted_in_its_place(plug: Plug, hook: Hook) -> None:
 
 async def test_a_gap_that_is_not_taken_is_posted_again(plug: Plug, hook: Hook) -> None:
     hook.judge = one_after_the_other(503, 503, 200)
-    async with plug(NOBODY, store := TroubledStore(), facts_max=10) as house:
+    async with plug(NOBODY, store := FaultyStore(), facts_max=10) as house:
         await house.say(Blob(0))
         await house.stalled()
         await house.say(*map(Blob, range(1, 30)))
@@ -489,7 +489,7 @@ async def test_a_gap_that_is_not_taken_is_posted_again(plug: Plug, hook: Hook) -
 
 async def test_a_gap_that_is_refused_stops_nothing(plug: Plug, hook: Hook) -> None:
     hook.judge = lambda body: 422 if "gap" in body else 200
-    async with plug(NOBODY, store := TroubledStore(), facts_max=10) as house:
+    async with plug(NOBODY, store := FaultyStore(), facts_max=10) as house:
         await house.say(Blob(0))
         await house.stalled()
         await house.say(*map(Blob, range(1, 30)))
@@ -500,7 +500,7 @@ async def test_a_gap_that_is_refused_stops_nothing(plug: Plug, hook: Hook) -> No
 
 
 async def test_the_queue_survives_a_restart_and_goes_on_in_order(plug: Plug, hook: Hook) -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with plug(hook.url, store) as house:
         ids = await house.say(Blob(0))
         await house.caught_up()
@@ -527,7 +527,7 @@ async def test_a_receiver_that_says_nothing_holds_up_nobody_and_is_given_up_in_t
     async with speaking(say_nothing) as url, plug(url, timeout_s=0.05) as house:
         await house.say(Blob(1))
         await silent.wait()
-        assert await house.spine.bus.ask(Add(2)) == 2
+        assert await house.kernel.bus.ask(Add(2)) == 2
         assert "no answer in 0.05 s" in await house.stalled()
         assert house.view.failed == 0
 
@@ -715,7 +715,7 @@ async def test_a_viewer_may_look_and_not_post(plug: Plug, hook: Hook) -> None:
 async def test_a_stop_lets_go_of_the_connection_and_what_is_left_is_posted_by_the_next_daemon(
     plug: Plug, hook: Hook
 ) -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with plug(hook.url, store) as house:
         ids = await house.say(Blob(1))
         await house.caught_up()

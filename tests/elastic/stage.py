@@ -29,7 +29,7 @@ from forged.jobs.service import JobService, TrainingPort
 from forged.kernel.messages import Call, Fact, Nothing, Record, Request
 from forged.kernel.store.port import Store
 from tests.elastic.play import JOB, incarnation, worker_of
-from tests.spine import OPERATOR, Spine, running
+from tests.kernel_fixture import OPERATOR, Kernel, running
 
 R = TypeVar("R")
 F = TypeVar("F", bound=Fact)
@@ -72,7 +72,7 @@ class Crew:
             number=self._number,
             acknowledged=self._number - 1,
         )
-        return await self.stage.spine.bus.ask(request, call)
+        return await self.stage.kernel.bus.ask(request, call)
 
     async def join(self, settings: dict[str, SettingValue] | None = None, **more: Any) -> Joined:
         self.stage.service.arrived(self.client)
@@ -91,8 +91,8 @@ class Crew:
     def beat(self, step: int = 0, *, still: bool = False, every_s: float = 0.0) -> None:
         """Say that it lives, and makes progress unless it stands still."""
         call = Call(OPERATOR, "a test", client=self.client)
-        marks = 0 if still else int(self.stage.spine.clock.monotonic())
-        self.stage.spine.bus.signal(Heartbeat(self.job, self.name, self.incarnation, step, marks, every_s), call)
+        marks = 0 if still else int(self.stage.kernel.clock.monotonic())
+        self.stage.kernel.bus.signal(Heartbeat(self.job, self.name, self.incarnation, step, marks, every_s), call)
 
     def lose(self) -> None:
         self.stage.service.departed(self.client)
@@ -104,8 +104,8 @@ class Crew:
 class Stage:
     """A spine on which elastic training is served."""
 
-    def __init__(self, spine: Spine) -> None:
-        self.spine = spine
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
         self.addresses = Addresses()
         self.crew: dict[str, Crew] = {}
         self.silent: set[str] = set()
@@ -116,11 +116,11 @@ class Stage:
             workers=lambda job: service[0].workers_at_work(job),
             require=require_meant,
         )
-        self.jobs = JobService(spine.bus, spine.clock, JobBook(), training)
-        self.service = ElasticService(spine.bus, spine.clock, self.addresses.is_refused, self._token_bytes)
+        self.jobs = JobService(kernel.bus, kernel.clock, JobBook(), training)
+        self.service = ElasticService(kernel.bus, kernel.clock, self.addresses.is_refused, self._token_bytes)
         service.append(self.service)
-        spine.ledger.join(self.jobs)
-        spine.ledger.join(self.service)
+        kernel.ledger.join(self.jobs)
+        kernel.ledger.join(self.service)
 
     def _token_bytes(self, size: int) -> bytes:
         self._keys += 1
@@ -140,13 +140,13 @@ class Stage:
 
     async def wait(self, seconds: float) -> None:
         """Let time pass; everybody but the silent is heard every second."""
-        end = self.spine.clock.monotonic() + seconds
-        while (left := end - self.spine.clock.monotonic()) > 0:
+        end = self.kernel.clock.monotonic() + seconds
+        while (left := end - self.kernel.clock.monotonic()) > 0:
             for name, worker in self.crew.items():
                 if name not in self.silent:
                     worker.beat()
             await anyio.sleep(min(left, 1.0))
-        await self.spine.settle()
+        await self.kernel.settle()
 
     async def agree(self, step: int = 0) -> RescaleCompleted:
         """All members of the present attempt answer what it asks them."""
@@ -156,7 +156,7 @@ class Stage:
             await self.crew[name].stop(attempt.number, step, holds_state=name not in attempt.added)
         for name in attempt.waiting_for:
             await self.crew[name].ready(attempt.number)
-        await self.spine.settle()
+        await self.kernel.settle()
         return self.facts(RescaleCompleted)[-1]
 
     async def form(self, *names: str, **settings: SettingValue) -> list[Crew]:
@@ -168,7 +168,7 @@ class Stage:
 
     def records(self, *kinds: type[Fact]) -> list[Record]:
         wanted = {kind.__name__ for kind in kinds}
-        records = self.spine.journal.after(0, len(self.spine.journal))
+        records = self.kernel.journal.after(0, len(self.kernel.journal))
         return [record for record in records if not wanted or record.type in wanted]
 
     def facts(self, kind: type[F]) -> list[F]:
@@ -197,7 +197,7 @@ class Stage:
 async def a_stage(store: Store | None = None) -> AsyncIterator[Stage]:
     """A stage that is set inside the block, and gone at its end as after a crash."""
     made: list[Stage] = []
-    async with running(store, lambda spine: made.append(Stage(spine)), requests=(*JOB_REQUESTS, *REQUESTS)):
+    async with running(store, lambda kernel: made.append(Stage(kernel)), requests=(*JOB_REQUESTS, *REQUESTS)):
         (stage,) = made
         async with anyio.create_task_group() as tasks:
             await tasks.start(stage.service.run)

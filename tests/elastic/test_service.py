@@ -59,8 +59,8 @@ from forged.kernel.messages import Call, Fence, Nothing
 from forged.kernel.store.port import OPERATIONS_MAX, Store
 from tests.elastic.play import JOB, incarnation, worker_of
 from tests.elastic.stage import Crew, Stage, a_stage
-from tests.spine import OPERATOR, virtual
-from tests.troubled_store import TroubledStore, full
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import OPERATOR, on_virtual_time
 
 PATIENT = {"failure_tolerance_percentage": 100, "max_consecutive_failures": 100_000}
 SOON: dict[str, SettingValue] = {"stability_window_ms": 100}
@@ -77,7 +77,7 @@ def world(stage: Stage) -> list[str]:
 # What follows from what.
 
 
-@virtual
+@on_virtual_time
 async def test_the_first_world_follows_from_its_first_worker() -> None:
     async with a_stage() as stage:
         await stage.form("a", "b")
@@ -93,7 +93,7 @@ async def test_the_first_world_follows_from_its_first_worker() -> None:
         assert stage.cause(RescaleCompleted) == "RescaleStarted 1"
 
 
-@virtual
+@on_virtual_time
 async def test_a_rescale_follows_from_the_failure_that_made_it_necessary() -> None:
     async with a_stage() as stage:
         _, b, c, _ = await stage.form("a", "b", "c", "d", **PATIENT)
@@ -103,7 +103,7 @@ async def test_a_rescale_follows_from_the_failure_that_made_it_necessary() -> No
         assert stage.cause(RescaleStarted) == "WorkerFailed c"
 
 
-@virtual
+@on_virtual_time
 async def test_a_rescale_follows_from_the_first_word_that_somebody_is_to_go() -> None:
     async with a_stage() as stage:
         _, b, c = await stage.form("a", "b", "c", **PATIENT)
@@ -114,7 +114,7 @@ async def test_a_rescale_follows_from_the_first_word_that_somebody_is_to_go() ->
         assert stage.facts(RescaleStarted)[-1].leaving == ["b", "c"]
 
 
-@virtual
+@on_virtual_time
 async def test_an_attempt_that_has_to_begin_again_follows_from_what_broke_it() -> None:
     async with a_stage() as stage:
         _, b, c, _ = await stage.form("a", "b", "c", "d", **PATIENT)
@@ -126,7 +126,7 @@ async def test_an_attempt_that_has_to_begin_again_follows_from_what_broke_it() -
         assert stage.facts(RescaleStarted)[-1].attempt == 3
 
 
-@virtual
+@on_virtual_time
 async def test_a_failure_behind_a_complaint_is_the_cause_and_the_complaint_the_first_reason() -> None:
     async with a_stage() as stage:
         a, b, _ = await stage.form("a", "b", "c", **PATIENT)
@@ -137,7 +137,7 @@ async def test_a_failure_behind_a_complaint_is_the_cause_and_the_complaint_the_f
         assert stage.facts(RescaleStarted)[-1].reason.startswith("b failed")
 
 
-@virtual
+@on_virtual_time
 async def test_a_window_that_is_cut_short_is_followed_by_a_rescale_with_its_cause() -> None:
     async with a_stage() as stage:
         await stage.start("a", "b", max_workers=2)
@@ -145,11 +145,11 @@ async def test_a_window_that_is_cut_short_is_followed_by_a_rescale_with_its_caus
         assert stage.cause(RescaleStarted) == "WorkerJoined a"
 
 
-@virtual
+@on_virtual_time
 async def test_who_joined_during_a_rescale_is_the_cause_of_the_next_one() -> None:
     async with a_stage() as stage:
         await stage.form("a")
-        await stage.spine.bus.ask(RescaleJob(JOB))
+        await stage.kernel.bus.ask(RescaleJob(JOB))
         await stage.start("b")
         await stage.agree()
         assert world(stage) == ["a"]
@@ -157,18 +157,18 @@ async def test_who_joined_during_a_rescale_is_the_cause_of_the_next_one() -> Non
         assert stage.cause(RescaleStarted) == "WorkerJoined b"
 
 
-@virtual
+@on_virtual_time
 async def test_of_several_failures_the_end_follows_from_the_one_that_is_too_many() -> None:
     async with a_stage() as stage:
         a, b, _ = await stage.form("a", "b", "c")
         await a.leave(failed=True)
         await b.leave(failed=True)
-        await stage.spine.settle()
+        await stage.kernel.settle()
         assert stage.told()[-3:] == ["WorkerFailed", "WorkerFailed", "JobAborted"]
         assert stage.cause(JobAborted) == "WorkerFailed b"
 
 
-@virtual
+@on_virtual_time
 async def test_the_end_that_an_operator_wishes_follows_from_nothing_that_happened_before() -> None:
     async with a_stage() as stage:
         crew = await stage.form("a", "b", min_workers=2)
@@ -179,22 +179,22 @@ async def test_the_end_that_an_operator_wishes_follows_from_nothing_that_happene
         assert (waiting.cause > 0, aborted.cause) == (True, 0)
 
 
-@virtual
+@on_virtual_time
 async def test_the_end_of_a_job_follows_from_what_ended_it() -> None:
     async with a_stage() as stage:
         a, _ = await stage.form("a", "b", max_consecutive_failures=1)
         await a.leave(failed=True)
-        await stage.spine.settle()
+        await stage.kernel.settle()
         assert stage.told()[-2:] == ["WorkerFailed", "JobAborted"]
         assert stage.cause(JobAborted) == "WorkerFailed a"
     async with a_stage() as stage:
         a, _ = await stage.form("a", "b")
         await a.leave(done=True, step=9)
-        await stage.spine.settle()
+        await stage.kernel.settle()
         assert stage.cause(JobCompleted) == "WorkerLeft a"
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_that_has_to_wait_says_over_whom() -> None:
     async with a_stage() as stage:
         a, _ = await stage.form("a", "b", min_workers=2)
@@ -203,7 +203,7 @@ async def test_a_job_that_has_to_wait_says_over_whom() -> None:
         assert stage.cause(JobWaiting) == "WorkerLeft a"
 
 
-@virtual
+@on_virtual_time
 async def test_every_fact_is_marked_with_job_and_generation_and_lies_behind_its_cause() -> None:
     async with a_stage() as stage:
         a, _ = await stage.form("a", "b")
@@ -221,9 +221,9 @@ async def test_every_fact_is_marked_with_job_and_generation_and_lies_behind_its_
 # Many at once.
 
 
-@virtual
+@on_virtual_time
 async def test_a_thousand_workers_that_fail_at_once_are_all_told_and_all_deleted() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         names = [f"w{number:04}" for number in range(1_000)]
         await stage.form(*names, **PATIENT)
@@ -241,10 +241,10 @@ async def test_a_thousand_workers_that_fail_at_once_are_all_told_and_all_deleted
         assert len(transactions) >= 1_000 / PART_MAX
 
 
-@virtual
+@on_virtual_time
 async def test_a_large_decision_tells_of_a_world_in_the_transaction_that_keeps_it() -> None:
     """Without synchronising, a hundred failures and the world without them are one decision."""
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         names = [f"w{number:03}" for number in range(200)]
         settings = {"use_synchronous_rescaling": False, "failure_window_ms": 0, **PATIENT}
@@ -262,16 +262,16 @@ async def test_a_large_decision_tells_of_a_world_in_the_transaction_that_keeps_i
 # A store that fails.
 
 
-async def fill(store: TroubledStore, crew: Crew) -> None:
+async def fill(store: FaultyStore, crew: Crew) -> None:
     """Let there be no space left, and the daemon find out."""
     store.commit_error = full()
     with pytest.raises(Unavailable):
         await crew.ask(PauseJob(JOB))
 
 
-@virtual
+@on_virtual_time
 async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         a, b, c = await stage.form("a", "b", "c", **PATIENT)
         await fill(store, a)
@@ -291,9 +291,9 @@ async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards()
         assert world(stage) == ["a", "c"]
 
 
-@virtual
+@on_virtual_time
 async def test_what_stands_still_says_that_nothing_can_be_written() -> None:
-    store, why = TroubledStore(), "the daemon cannot write, and nothing is rescaled until it can: "
+    store, why = FaultyStore(), "the daemon cannot write, and nothing is rescaled until it can: "
     why += "the store cannot write: no space left (make room)"
     async with a_stage(store) as stage:
         (a, _) = await stage.form("a", "b")
@@ -305,9 +305,9 @@ async def test_what_stands_still_says_that_nothing_can_be_written() -> None:
         assert (await a.ask(ShowCluster(JOB))).standing == ""
 
 
-@virtual
+@on_virtual_time
 async def test_nobody_is_failed_for_the_time_in_which_nothing_could_be_written() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         (a, _) = await stage.form("a", "b")
         await fill(store, a)
@@ -318,9 +318,9 @@ async def test_nobody_is_failed_for_the_time_in_which_nothing_could_be_written()
         assert world(stage) == ["a", "b"]
 
 
-@virtual
+@on_virtual_time
 async def test_a_commit_that_fails_is_told_to_nobody_and_the_rescale_begins_again() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         a, b = await stage.start("a", "b")
         await stage.wait(31.0)
@@ -341,9 +341,9 @@ async def test_a_commit_that_fails_is_told_to_nobody_and_the_rescale_begins_agai
         assert [record.generation for record in stage.records(RescaleCompleted)] == [1]
 
 
-@virtual
+@on_virtual_time
 async def test_a_worker_that_joined_into_a_failing_store_has_not_joined() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         await stage.form("a")
         store.commit_error = full()
@@ -359,9 +359,9 @@ async def test_a_worker_that_joined_into_a_failing_store_has_not_joined() -> Non
 # A daemon that dies.
 
 
-@virtual
+@on_virtual_time
 async def test_workers_come_back_to_another_daemon_without_a_rescale() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         crew = await stage.form("a", "b")
         key = (await crew[0].join()).peer_key
@@ -379,21 +379,21 @@ async def test_workers_come_back_to_another_daemon_without_a_rescale() -> None:
         assert (joined.generation, joined.peer_key, joined.topology.world_size) == (1, key, 2)
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_there_before_the_state_is_read_is_connected() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         crew = await stage.form("a", "b")
-        stage.spine.ledger.taint(Unavailable("reloading", "a test", ""))
+        stage.kernel.ledger.taint(Unavailable("reloading", "a test", ""))
         await stage.wait(60.0)
         assert all(member.connected for member in stage.service.clusters[JOB].members.values())
         assert not stage.records(WorkerFailed, WorkerLost)
         assert len(crew) == 2
 
 
-@virtual
+@on_virtual_time
 async def test_a_daemon_that_died_over_a_rescale_completes_it_under_another_number() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         crew = await stage.start("a", "b")
         await stage.wait(31.0)
@@ -410,9 +410,9 @@ async def test_a_daemon_that_died_over_a_rescale_completes_it_under_another_numb
         assert (completed.attempt, completed.delta.epoch) == (2, 1)
 
 
-@virtual
+@on_virtual_time
 async def test_trouble_that_was_acknowledged_is_not_forgotten_by_the_next_daemon() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         crew = await stage.form("a", "b")
         await crew[0].ask(ReportTrouble(JOB, "a", crew[0].incarnation, 1, "b", "no answer"))
@@ -428,7 +428,7 @@ async def test_trouble_that_was_acknowledged_is_not_forgotten_by_the_next_daemon
 # Connections.
 
 
-@virtual
+@on_virtual_time
 async def test_a_lost_connection_is_told_and_so_is_its_return() -> None:
     async with a_stage() as stage:
         a, _ = await stage.form("a", "b")
@@ -439,7 +439,7 @@ async def test_a_lost_connection_is_told_and_so_is_its_return() -> None:
         assert stage.told()[-2:] == ["WorkerLost", "WorkerReturned"]
 
 
-@virtual
+@on_virtual_time
 async def test_the_client_of_one_that_left_has_nothing_to_do_with_who_comes_under_its_id() -> None:
     async with a_stage() as stage:
         (old,) = await stage.start("a")
@@ -455,7 +455,7 @@ async def test_the_client_of_one_that_left_has_nothing_to_do_with_who_comes_unde
         assert stage.told()[-1] == "WorkerLost"
 
 
-@virtual
+@on_virtual_time
 async def test_a_client_that_speaks_for_several_workers_loses_all_of_them() -> None:
     async with a_stage() as stage:
         a, b = stage.worker("a"), stage.worker("b", job="other")
@@ -470,7 +470,7 @@ async def test_a_client_that_speaks_for_several_workers_loses_all_of_them() -> N
         assert stage.service.clusters["other"].members["b"].connected
 
 
-@virtual
+@on_virtual_time
 async def test_a_worker_whose_address_refuses_connections_has_failed_within_moments() -> None:
     async with a_stage() as stage:
         a, b = await stage.form("a", "b")
@@ -482,7 +482,7 @@ async def test_a_worker_whose_address_refuses_connections_has_failed_within_mome
         assert a.name in world(stage)
 
 
-@virtual
+@on_virtual_time
 async def test_an_address_that_does_not_answer_is_asked_once_at_a_time() -> None:
     async with a_stage() as stage:
         _, b = await stage.form("a", "b", reconnect_grace_ms=60_000)
@@ -495,7 +495,7 @@ async def test_an_address_that_does_not_answer_is_asked_once_at_a_time() -> None
         assert len(stage.addresses.asked) >= 4
 
 
-@virtual
+@on_virtual_time
 async def test_only_so_many_addresses_are_asked_at_once() -> None:
     async with a_stage() as stage:
         names = [f"w{number}" for number in range(PROBES_MAX + 50)]
@@ -510,7 +510,7 @@ async def test_only_so_many_addresses_are_asked_at_once() -> None:
         assert set(stage.addresses.asked) == set(names)
 
 
-@virtual
+@on_virtual_time
 async def test_an_answer_that_comes_when_the_worker_is_another_one_is_about_nobody() -> None:
     async with a_stage() as stage:
         (a,) = await stage.start("a")
@@ -525,7 +525,7 @@ async def test_an_answer_that_comes_when_the_worker_is_another_one_is_about_nobo
         assert not stage.records(WorkerFailed)
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_gone_before_it_has_joined_is_lost_and_looked_for() -> None:
     async with a_stage() as stage:
         for name in ("a", "b"):
@@ -547,7 +547,7 @@ async def test_who_is_gone_before_it_has_joined_is_lost_and_looked_for() -> None
             await stage.worker("a", life=2).join()
 
 
-@virtual
+@on_virtual_time
 async def test_who_goes_while_it_registers_again_has_not_come_back() -> None:
     async with a_stage() as stage:
         (a,) = await stage.start("a", stability_window_ms=100)
@@ -563,11 +563,11 @@ async def test_who_goes_while_it_registers_again_has_not_come_back() -> None:
 # Jobs.
 
 
-@virtual
+@on_virtual_time
 async def test_the_first_worker_creates_the_job_and_the_others_need_not_know_its_settings() -> None:
     async with a_stage() as stage:
         await stage.start("a", min_workers=3)
-        assert (await stage.spine.bus.ask(ShowJob(JOB))).settings == {"min_workers": 3}
+        assert (await stage.kernel.bus.ask(ShowJob(JOB))).settings == {"min_workers": 3}
         assert (await stage.worker("b").join()).settings == {"min_workers": 3}
         assert (await stage.worker("c").join({"min_workers": 3})).settings == {"min_workers": 3}
         with pytest.raises(RequestRefused) as error:
@@ -576,47 +576,47 @@ async def test_the_first_worker_creates_the_job_and_the_others_need_not_know_its
         assert "d" not in stage.service.clusters[JOB].members
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_that_was_there_before_is_trained_as_it_says() -> None:
     async with a_stage() as stage:
-        await stage.spine.bus.ask(CreateJob(JOB, {"max_workers": 1, "dataset": "mine"}))
+        await stage.kernel.bus.ask(CreateJob(JOB, {"max_workers": 1, "dataset": "mine"}))
         await stage.start("a")
         assert stage.told()[-1] == "RescaleStarted"
 
 
-@virtual
+@on_virtual_time
 async def test_settings_that_nobody_can_train_with_create_no_job() -> None:
     async with a_stage() as stage:
         with pytest.raises(RequestRefused) as error:
             await stage.start("a", min_workers=0, max_workers=-1)
         assert all(text in error.value.message for text in ("min_workers = 0: ", "max_workers = -1: "))
         with pytest.raises(RequestRefused):
-            await stage.spine.bus.ask(ShowJob(JOB))
+            await stage.kernel.bus.ask(ShowJob(JOB))
         assert stage.service.clusters == {}
 
 
-@virtual
+@on_virtual_time
 async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         await stage.form("a", "b")
         await stage.start("c")
-        job = await stage.spine.bus.ask(ShowJob(JOB))
-        await stage.spine.bus.ask(ChangeJob(JOB, {"max_workers": 3}, job.version))
+        job = await stage.kernel.bus.ask(ShowJob(JOB))
+        await stage.kernel.bus.ask(ChangeJob(JOB, {"max_workers": 3}, job.version))
         await stage.wait(1.0)
         assert stage.told()[-1] == "RescaleStarted"
     async with a_stage(store) as other:
         assert other.service.clusters[JOB].config.max_workers == 3
 
 
-@virtual
+@on_virtual_time
 async def test_settings_that_were_changed_hold_also_for_who_brings_those_that_the_job_was_created_with() -> None:
     async with a_stage() as stage:
         settings: dict[str, SettingValue] = {"max_workers": 3}
         (a,) = await stage.start("a", **settings)
-        job = await stage.spine.bus.ask(ShowJob(JOB))
+        job = await stage.kernel.bus.ask(ShowJob(JOB))
         changed: dict[str, SettingValue] = {"max_workers": 4}
-        await stage.spine.bus.ask(ChangeJob(JOB, changed, job.version))
+        await stage.kernel.bus.ask(ChangeJob(JOB, changed, job.version))
         assert (await a.join(settings, again=True)).settings == changed, "it wants to know what it has missed"
         assert (await a.join({"max_workers": 9}, again=True)).settings == changed
         await stage.wait(0.1)
@@ -626,14 +626,14 @@ async def test_settings_that_were_changed_hold_also_for_who_brings_those_that_th
         assert error.value.code == "job_differs"
 
 
-@virtual
+@on_virtual_time
 async def test_a_shorter_timeout_holds_for_nobody_who_has_not_heard_of_it() -> None:
     """Everybody is heard every second, and the job is to have a timeout of 400 ms."""
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         a, b = await stage.form("a", "b")
-        job = await stage.spine.bus.ask(ShowJob(JOB))
-        await stage.spine.bus.ask(ChangeJob(JOB, {"worker_heartbeat_timeout_ms": 400}, job.version))
+        job = await stage.kernel.bus.ask(ShowJob(JOB))
+        await stage.kernel.bus.ask(ChangeJob(JOB, {"worker_heartbeat_timeout_ms": 400}, job.version))
         await stage.wait(8.0)
         assert stage.facts(WorkerFailed) == []
     async with a_stage(store) as other:
@@ -649,26 +649,26 @@ async def test_a_shorter_timeout_holds_for_nobody_who_has_not_heard_of_it() -> N
         assert failed.worker_id == "a", "it has heard of it, and is silent"
 
 
-@virtual
+@on_virtual_time
 async def test_settings_that_cannot_be_trained_with_are_refused_whoever_asks_and_change_nothing() -> None:
     async with a_stage() as stage:
         await stage.form("a")
         wrong: dict[str, SettingValue] = {"min_workers": 0, "max_workers": "foo", "stall_timeout": 5, "mine": None}
         for request in (ChangeJob(JOB, wrong, 1), CreateJob("another", wrong)):
             with pytest.raises(RequestRefused) as error:
-                await stage.spine.bus.ask(request)
+                await stage.kernel.bus.ask(request)
             assert error.value.code == "elastic_config_invalid"
             said = ("min_workers = 0: ", "max_workers = 'foo': ", "stall_timeout = 5: do you mean stall_timeout_ms?")
             assert all(text in error.value.message for text in said)
             assert "mine" not in error.value.message
         await stage.wait(1.0)
         assert stage.told()[-1] == "RescaleCompleted"
-        assert (await stage.spine.bus.ask(ShowJob(JOB))).version == 1
-        assert [job.name for job in (await stage.spine.bus.ask(ListJobs())).jobs] == [JOB]
+        assert (await stage.kernel.bus.ask(ShowJob(JOB))).version == 1
+        assert [job.name for job in (await stage.kernel.bus.ask(ListJobs())).jobs] == [JOB]
         assert stage.service.clusters[JOB].config == ElasticTrainingConfig()
 
 
-@virtual
+@on_virtual_time
 async def test_nobody_joins_a_job_whose_settings_came_past_the_door() -> None:
     """A plugin that answers in the place of the daemon may let anything in."""
     async with a_stage() as stage:
@@ -679,68 +679,68 @@ async def test_nobody_joins_a_job_whose_settings_came_past_the_door() -> None:
         assert stage.service.clusters == {}
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_that_somebody_trains_is_removed_when_it_is_over_or_by_force() -> None:
     async with a_stage() as stage:
         await stage.form("a", "b")
         with pytest.raises(RequestRefused) as error:
-            await stage.spine.bus.ask(RemoveJob(JOB))
+            await stage.kernel.bus.ask(RemoveJob(JOB))
         assert error.value.code == "job_in_use"
         assert "has 2 workers" in error.value.message
-        await stage.spine.bus.ask(AbortJob(JOB))
-        await stage.spine.bus.ask(RemoveJob(JOB))
-        await stage.spine.settle()
+        await stage.kernel.bus.ask(AbortJob(JOB))
+        await stage.kernel.bus.ask(RemoveJob(JOB))
+        await stage.kernel.settle()
         assert stage.told()[-1] == "JobRemoved"
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_that_is_not_there_is_said_not_to_be_there() -> None:
     async with a_stage() as stage:
         for request in (PauseJob("nojob"), RescaleJob("nojob"), PlanRescale("nojob", 2), ShowCluster("nojob")):
             with pytest.raises(RequestRefused) as error:
-                await stage.spine.bus.ask(request)
+                await stage.kernel.bus.ask(request)
             assert error.value.code == "job_unknown"
 
 
-@virtual
+@on_virtual_time
 async def test_the_clusters_of_all_jobs_that_somebody_may_see_are_listed_by_name() -> None:
     async with a_stage() as stage:
         for job in ("b", "a", "c"):
             await stage.worker(job, job=job).join()
-        page = await stage.spine.bus.ask(ListClusters(limit=2))
+        page = await stage.kernel.bus.ask(ListClusters(limit=2))
         assert ([view.job for view in page.clusters], page.more) == (["a", "b"], True)
         assert (page.clusters[0].phase, page.clusters[0].joining) == (Phase.FORMING, 1)
         of_c = Call(Principal("who sees c", Role.VIEWER, frozenset({"c"})), "a test")
-        assert [view.job for view in (await stage.spine.bus.ask(ListClusters(), of_c)).clusters] == ["c"]
+        assert [view.job for view in (await stage.kernel.bus.ask(ListClusters(), of_c)).clusters] == ["c"]
 
 
-@virtual
+@on_virtual_time
 async def test_who_drains_is_told_what_they_may_not_have_meant() -> None:
     async with a_stage() as stage:
         await stage.form("a", "b", min_workers=2)
-        told = await stage.spine.bus.ask(DrainWorker(JOB, "b"))
+        told = await stage.kernel.bus.ask(DrainWorker(JOB, "b"))
         assert told.remarks == ["training will stand still: 1 worker will be left, and min_workers is 2"]
 
 
-@virtual
+@on_virtual_time
 async def test_whether_a_worker_may_go_is_read_and_needs_no_room_on_the_disk() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         a, b = await stage.form("a", "b")
         assert not (await a.ask(AnnounceLeave(JOB, "a", a.incarnation, "the night"))).may_go, "b has yet to stop"
         assert (await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))).may_go, "nobody is to stay"
-        revision = stage.spine.ledger.revision
+        revision = stage.kernel.ledger.revision
         store.commit_error = full()
         assert (await a.ask(ReadLeave(JOB, "a", a.incarnation))).may_go
         assert (await a.ask(ReadLeave(JOB, "a", incarnation("a", 2)))).may_go, "it is nobody"
-        assert stage.spine.ledger.revision == revision
+        assert stage.kernel.ledger.revision == revision
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_needed_in_the_moment_of_going_stays() -> None:
     async with a_stage() as stage:
         (a,) = await stage.form("a")
-        await stage.spine.bus.ask(DrainWorker(JOB, "a"))
+        await stage.kernel.bus.ask(DrainWorker(JOB, "a"))
         await stage.start("b")
         assert await a.leave(if_it_may=True) == Leave(may_go=False)
         assert "WorkerLeft" not in stage.told()
@@ -748,27 +748,27 @@ async def test_who_is_needed_in_the_moment_of_going_stays() -> None:
         assert stage.told()[-1] == "WorkerLeft"
 
 
-@virtual
+@on_virtual_time
 async def test_nothing_is_left_of_a_job_that_was_removed() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         await stage.form(*[f"w{number}" for number in range(100)])
         assert len(await keys(store)) == 102
-        await stage.spine.bus.ask(RemoveJob(JOB, force=True))
+        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
         await stage.wait(1.0)
         assert await keys(store) == []
         assert (stage.service.clusters, stage.service.workers) == ({}, 0)
         with pytest.raises(RequestRefused) as error:
-            await stage.spine.bus.ask(ShowCluster(JOB))
+            await stage.kernel.bus.ask(ShowCluster(JOB))
         assert error.value.code == "job_unknown"
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_dead_daemon_left_of_a_removed_job_is_swept_away() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         await stage.form(*[f"w{number}" for number in range(100)])
-        await stage.spine.bus.ask(RemoveJob(JOB, force=True))
+        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
         store.dies = "after"
         await anyio.sleep(1.0)
     assert 0 < len(await keys(store)) < 102
@@ -779,13 +779,13 @@ async def test_what_a_dead_daemon_left_of_a_removed_job_is_swept_away() -> None:
         assert other.service.clusters == {}
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_that_is_made_again_at_once_keeps_its_workers() -> None:
     """Also while what was left of the one before is still being deleted."""
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         crew = await stage.start(*[f"w{number:04}" for number in range(600)])
-        await stage.spine.bus.ask(RemoveJob(JOB, force=True))
+        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
         while JOB in stage.service.clusters:
             await anyio.lowlevel.checkpoint()
         async with anyio.create_task_group() as tasks:
@@ -796,36 +796,36 @@ async def test_a_job_that_is_made_again_at_once_keeps_its_workers() -> None:
         assert stage.service.workers == 300
 
 
-@virtual
+@on_virtual_time
 async def test_who_held_the_fence_of_a_removed_job_is_below_that_of_the_next() -> None:
     async with a_stage() as stage:
         (a,) = await stage.form("a")
         before = (await a.join()).fence
-        await stage.spine.bus.ask(RemoveJob(JOB, force=True))
+        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
         await stage.wait(1.0)
         assert (await stage.worker("a", life=2).join()).fence > before
 
 
-@virtual
+@on_virtual_time
 async def test_a_commit_raises_the_fence_and_who_holds_an_older_one_is_refused() -> None:
     async with a_stage() as stage:
         (a,) = await stage.form("a")
         first = (await a.join()).fence
-        await stage.spine.bus.ask(RescaleJob(JOB))
+        await stage.kernel.bus.ask(RescaleJob(JOB))
         await stage.agree()
         second = (await a.join()).fence
         assert second == Fence(first.term, first.generation + 1)
         for fence, fits in ((first, False), (second, True)):
             call = Call(OPERATOR, "a test", fence=fence)
             if fits:
-                await stage.spine.bus.ask(ReadTopology(JOB), call)
+                await stage.kernel.bus.ask(ReadTopology(JOB), call)
             else:
                 with pytest.raises(RequestRefused) as error:
-                    await stage.spine.bus.ask(ReadTopology(JOB), call)
+                    await stage.kernel.bus.ask(ReadTopology(JOB), call)
                 assert error.value.code == "fenced"
 
 
-@virtual
+@on_virtual_time
 async def test_who_registers_again_learns_where_the_job_is() -> None:
     async with a_stage() as stage:
         a, b = await stage.form("a", "b")
@@ -833,25 +833,25 @@ async def test_who_registers_again_learns_where_the_job_is() -> None:
         at_first = await c.join()
         assert (at_first.generation, at_first.is_member, at_first.attempt) == (1, False, 0)
         assert (at_first.synchronising, at_first.leaving, at_first.topology.world_size) == (None, None, 2)
-        await stage.spine.bus.ask(RescaleJob(JOB))
+        await stage.kernel.bus.ask(RescaleJob(JOB))
         assert ((await a.join()).attempt, (await a.join()).synchronising) == (2, None)
         await a.stop(2, 5)
         await b.stop(2, 5)
         await c.stop(2, holds_state=False)
         assert (await c.join()).synchronising == RescaleSynchronising(2, worker_of("a"), 5, 1)
         await c.ready(2)
-        await stage.spine.bus.ask(PauseJob(JOB))
-        await stage.spine.bus.ask(DrainWorker(JOB, "c", "maintenance"))
+        await stage.kernel.bus.ask(PauseJob(JOB))
+        await stage.kernel.bus.ask(DrainWorker(JOB, "c", "maintenance"))
         at_last = await c.join()
         assert (at_last.generation, at_last.is_member, at_last.attempt) == (2, True, 0)
         assert (at_last.paused, at_last.leaving, at_last.state.current_step) == (True, "maintenance", 5)
 
 
-@virtual
+@on_virtual_time
 async def test_who_registers_during_an_attempt_is_told_of_nothing_in_which_it_has_no_part() -> None:
     async with a_stage() as stage:
         a, b = await stage.form("a", "b")
-        await stage.spine.bus.ask(RescaleJob(JOB))
+        await stage.kernel.bus.ask(RescaleJob(JOB))
         (c,) = await stage.start("c")
         assert ((await a.join()).attempt, (await c.join()).attempt) == (2, 0)
         await a.stop(2, 5)
@@ -861,7 +861,7 @@ async def test_who_registers_during_an_attempt_is_told_of_nothing_in_which_it_ha
         assert (told.attempt, told.synchronising, told.in_background) == (0, None, False)
 
 
-@virtual
+@on_virtual_time
 async def test_who_registers_again_learns_whether_it_has_to_stop_for_what_is_under_way() -> None:
     async with a_stage() as stage:
         a = stage.worker("a")
@@ -871,13 +871,13 @@ async def test_who_registers_again_learns_whether_it_has_to_stop_for_what_is_und
         await a.stop(1, holds_state=False)
         await a.ready(1)
         assert not (await a.join()).in_background
-        await stage.spine.bus.ask(RescaleJob(JOB))
+        await stage.kernel.bus.ask(RescaleJob(JOB))
         assert ((await a.join()).attempt, (await a.join()).in_background) == (2, True)
-        await stage.spine.bus.ask(RescaleJob(JOB, stops=True))
+        await stage.kernel.bus.ask(RescaleJob(JOB, stops=True))
         assert ((await a.join()).attempt, (await a.join()).in_background) == (3, False)
 
 
-@virtual
+@on_virtual_time
 async def test_jobs_have_nothing_to_do_with_each_other() -> None:
     async with a_stage() as stage:
         await stage.form("a", "b")
@@ -894,7 +894,7 @@ async def test_jobs_have_nothing_to_do_with_each_other() -> None:
 # What is refused.
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_worker_says_of_itself_has_to_make_sense() -> None:
     async with a_stage() as stage:
         cases: list[tuple[JoinJob, str]] = [
@@ -912,7 +912,7 @@ async def test_what_a_worker_says_of_itself_has_to_make_sense() -> None:
         ]
         for request, code in cases:
             with pytest.raises(RequestRefused) as error:
-                await stage.spine.bus.ask(request)
+                await stage.kernel.bus.ask(request)
             assert error.value.code == code
         assert stage.service.clusters == {}
         assert stage.told(without=()) == []
@@ -934,7 +934,7 @@ async def test_what_a_worker_says_of_itself_has_to_make_sense() -> None:
     ids=str,
 )
 def test_a_stop_where_no_training_can_be_is_refused_and_counts_for_nothing(more: dict[str, Any]) -> None:
-    @virtual
+    @on_virtual_time
     async def play() -> None:
         async with a_stage() as stage:
             (a,) = await stage.start("a", scale_batch_with_world=True)
@@ -952,7 +952,7 @@ def test_a_stop_where_no_training_can_be_is_refused_and_counts_for_nothing(more:
 COMMON: dict[str, dict[str, SettingValue]] = {"dataset": {"samples": 100}, "sampler": {"seed": 7}}
 
 
-@virtual
+@on_virtual_time
 @pytest.mark.parametrize(
     ("common", "code"),
     [
@@ -972,9 +972,9 @@ async def test_who_would_train_with_something_else_does_not_join(
         assert list(stage.service.clusters[JOB].members) == ["a"]
 
 
-@virtual
+@on_virtual_time
 async def test_who_would_train_with_something_else_does_not_join_behind_a_restart_either() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         await stage.worker("a").join({}, common=COMMON)
     async with a_stage(store) as stage:
@@ -983,7 +983,7 @@ async def test_who_would_train_with_something_else_does_not_join_behind_a_restar
         assert error.value.code == "dataset_missing"
 
 
-@virtual
+@on_virtual_time
 async def test_what_nobody_has_trained_with_binds_nobody() -> None:
     """Whoever is found to be set up wrongly is started anew."""
     async with a_stage() as stage:
@@ -996,7 +996,7 @@ async def test_what_nobody_has_trained_with_binds_nobody() -> None:
         assert error.value.code == "dataset_missing"
 
 
-@virtual
+@on_virtual_time
 async def test_what_was_trained_with_binds_who_comes_when_all_have_gone() -> None:
     async with a_stage() as stage:
         a = stage.worker("a")
@@ -1011,7 +1011,7 @@ async def test_what_was_trained_with_binds_who_comes_when_all_have_gone() -> Non
         assert error.value.code == "dataset_missing"
 
 
-@virtual
+@on_virtual_time
 async def test_more_in_common_than_anybody_has_is_refused() -> None:
     async with a_stage() as stage:
         with pytest.raises(RequestRefused) as error:
@@ -1020,10 +1020,10 @@ async def test_more_in_common_than_anybody_has_is_refused() -> None:
         assert JOB not in stage.service.clusters
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_that_nobody_has_joined_is_not_trained() -> None:
     async with a_stage() as stage:
-        await stage.spine.bus.ask(CreateJob(JOB))
+        await stage.kernel.bus.ask(CreateJob(JOB))
         for request in (
             ListWorkers(JOB),
             ShowWorker(JOB, "a"),
@@ -1039,11 +1039,11 @@ async def test_a_job_that_nobody_has_joined_is_not_trained() -> None:
             ReportTrouble(JOB, "a", incarnation("a"), 0),
         ):
             with pytest.raises(RequestRefused) as error:
-                await stage.spine.bus.ask(request)
+                await stage.kernel.bus.ask(request)
             assert error.value.code == "job_untrained"
 
 
-@virtual
+@on_virtual_time
 async def test_going_from_a_job_that_is_not_there_is_no_error() -> None:
     async with a_stage() as stage:
         a = stage.worker("a")
@@ -1052,7 +1052,7 @@ async def test_going_from_a_job_that_is_not_there_is_no_error() -> None:
         assert await a.leave(failed=True) == Leave(may_go=True)
         assert await a.ask(ReportDeath(JOB, "a", a.incarnation)) == Nothing()
         a.beat()
-        stage.spine.bus.signal(Pulse(JOB, "a", a.incarnation), Call(OPERATOR, "a test"))
+        stage.kernel.bus.signal(Pulse(JOB, "a", a.incarnation), Call(OPERATOR, "a test"))
         await stage.wait(1.0)
         assert stage.told() == []
 
@@ -1060,21 +1060,21 @@ async def test_going_from_a_job_that_is_not_there_is_no_error() -> None:
 # What operators see and want.
 
 
-@virtual
+@on_virtual_time
 async def test_workers_are_listed_by_id_in_pages() -> None:
     async with a_stage() as stage:
         await stage.form("c", "a", "b")
-        page = await stage.spine.bus.ask(ListWorkers(JOB, limit=2))
+        page = await stage.kernel.bus.ask(ListWorkers(JOB, limit=2))
         assert ([view.id for view in page.workers], page.more) == (["a", "b"], True)
-        page = await stage.spine.bus.ask(ListWorkers(JOB, after="b"))
+        page = await stage.kernel.bus.ask(ListWorkers(JOB, after="b"))
         assert ([(view.id, view.rank) for view in page.workers], page.more) == ([("c", 0)], False)
 
 
-@virtual
+@on_virtual_time
 async def test_what_an_operator_asks_for_is_done() -> None:
     async with a_stage() as stage:
         await stage.form("a", "b", "c", **PATIENT)
-        ask = stage.spine.bus.ask
+        ask = stage.kernel.bus.ask
         await ask(PauseJob(JOB, "lunch"))
         view: ClusterView = await ask(ShowCluster(JOB))
         assert (view.paused, view.phase, view.generation, view.world_size) == (True, Phase.RUNNING, 1, 3)
@@ -1091,11 +1091,11 @@ async def test_what_an_operator_asks_for_is_done() -> None:
         assert stage.told()[-2:] == ["RescaleCompleted", "JobAborted"]
 
 
-@virtual
+@on_virtual_time
 async def test_who_steers_a_job_is_told_what_came_of_it() -> None:
     async with a_stage() as stage:
         await stage.start("a", min_workers=2, min_workers_timeout_ms=None)
-        ask, waits = stage.spine.bus.ask, "1 worker waits for 1 more: min_workers is 2"
+        ask, waits = stage.kernel.bus.ask, "1 worker waits for 1 more: min_workers is 2"
         assert await ask(RescaleJob(JOB)) == Steered(False, "", waits)
         assert await ask(ResumeJob(JOB)) == Steered(False, "", waits)
         assert await ask(PauseJob(JOB, "night")) == Steered(True, "", f"paused: night; {waits}")
@@ -1107,7 +1107,7 @@ async def test_who_steers_a_job_is_told_what_came_of_it() -> None:
         assert await ask(AbortJob(JOB, "too much")) == Steered(False, "enough")
 
 
-@virtual
+@on_virtual_time
 async def test_a_heartbeat_is_heard_and_what_it_makes_true_is_told() -> None:
     async with a_stage() as stage:
         a, b = await stage.form("a", "b", stall_timeout_ms=5_000)
@@ -1121,15 +1121,15 @@ async def test_a_heartbeat_is_heard_and_what_it_makes_true_is_told() -> None:
         b.beat(step=12)
         await anyio.sleep(0.1)
         assert stage.told()[-1] == "WorkerRecovered"
-        assert (await stage.spine.bus.ask(ShowCluster(JOB))).state.current_step == 12
+        assert (await stage.kernel.bus.ask(ShowCluster(JOB))).state.current_step == 12
         call = Call(OPERATOR, "a test")
-        stage.spine.bus.signal(Pulse(JOB, "a", a.incarnation, 7.5, 13), call)
+        stage.kernel.bus.signal(Pulse(JOB, "a", a.incarnation, 7.5, 13), call)
         await anyio.sleep(0.1)
-        view = await stage.spine.bus.ask(ShowWorker(JOB, "a"))
+        view = await stage.kernel.bus.ask(ShowWorker(JOB, "a"))
         assert (view.cpu_s, view.step) == (7.5, 13)
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_with_nothing_to_do_lets_the_daemon_sleep() -> None:
     """The loop calls a livelock what spins without letting time pass."""
     async with a_stage() as stage:
@@ -1139,19 +1139,19 @@ async def test_a_job_with_nothing_to_do_lets_the_daemon_sleep() -> None:
         assert stage.told()[-1] == "RescaleCompleted"
 
 
-@virtual
+@on_virtual_time
 async def test_a_repeated_request_is_answered_as_before_and_happens_once() -> None:
     async with a_stage() as stage:
         (a,) = await stage.form("a")
         call = Call(OPERATOR, "a test", client=a.client, number=50, acknowledged=49)
         leave = RescaleJob(JOB, "once")
-        assert await stage.spine.bus.ask(leave, call) == await stage.spine.bus.ask(leave, call)
+        assert await stage.kernel.bus.ask(leave, call) == await stage.kernel.bus.ask(leave, call)
         assert [fact.reason for fact in stage.facts(RescaleStarted)][1:] == ["once"]
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_refused_has_changed_nothing() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_stage(store) as stage:
         await stage.form("a")
         twin = stage.worker("a", life=2)
@@ -1159,7 +1159,7 @@ async def test_who_is_refused_has_changed_nothing() -> None:
         with pytest.raises(ForgedError) as error:
             await twin.join()
         assert error.value.code == "worker_exists"
-        await stage.spine.settle()
+        await stage.kernel.settle()
         assert store.revision == before
         assert isinstance(stage.crew["a"], Crew)
         assert not stage.records(WorkerLeft)
@@ -1169,7 +1169,7 @@ async def test_who_is_refused_has_changed_nothing() -> None:
 # A mistake in the code.
 
 
-@virtual
+@on_virtual_time
 async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1185,7 +1185,7 @@ async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_the_others
         await stage.form("a")
         other = stage.worker("o", job="other")
         await other.join()
-        stage.spine.bus.on_broken = lambda owner, error: told.append(f"{owner}: {error}")
+        stage.kernel.bus.on_broken = lambda owner, error: told.append(f"{owner}: {error}")
         monkeypatch.setattr(Cluster, "tick", breaks)
         await stage.wait(60.0)
         assert told == [f"job {JOB} in elastic: no"] * BREAKS_MAX
@@ -1194,7 +1194,7 @@ async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_the_others
         assert stage.service.clusters["other"].phase is Phase.RESCALING
 
 
-@virtual
+@on_virtual_time
 async def test_what_breaks_once_is_done_again_with_what_the_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     breaks = [True]
     tick = Cluster.tick
@@ -1216,7 +1216,7 @@ async def test_what_breaks_once_is_done_again_with_what_the_store_holds(monkeypa
         assert (breaks, world(stage)) == ([], ["a", "b"])
 
 
-@virtual
+@on_virtual_time
 async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
@@ -1226,7 +1226,7 @@ async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pyte
     async with a_stage() as stage:
         (a,) = await stage.form("a")
         await a.leave(done=True, step=9)
-        stage.spine.bus.on_broken = lambda owner, error: told.append(owner)
+        stage.kernel.bus.on_broken = lambda owner, error: told.append(owner)
         monkeypatch.setattr(Cluster, "tick", breaks)
         monkeypatch.setattr(Cluster, "due_at", lambda cluster: 0.0)
         stage.service._wake()
@@ -1235,13 +1235,13 @@ async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pyte
         assert stage.service.clusters[JOB].phase is Phase.COMPLETED
 
 
-@virtual
+@on_virtual_time
 async def test_whom_another_does_not_reach_either_is_looked_at_as_soon_as_that_counts() -> None:
     async with a_stage() as stage:
         a, b, _ = await stage.form("a", "b", "c")
         await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1, "b", "no answer"))
-        began_at = stage.spine.clock.monotonic()
+        began_at = stage.kernel.clock.monotonic()
         stage.service.departed(b.client)
         while not stage.facts(WorkerFailed):
             await anyio.sleep(0.01)
-        assert stage.spine.clock.monotonic() - began_at < CONFIRMED_S + 0.05
+        assert stage.kernel.clock.monotonic() - began_at < CONFIRMED_S + 0.05

@@ -28,127 +28,127 @@ from forged.jobs.service import UNTRAINED, JobService, TrainingPort
 from forged.kernel.messages import Call, Fence, Nothing
 from forged.kernel.store.port import Store
 from forged.pagination import PAGE_BYTES_MAX
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import OPERATOR, Kernel, on_virtual_time, running
 from tests.simulation.loop import EPOCH_S
-from tests.spine import OPERATOR, Spine, running, virtual
-from tests.troubled_store import TroubledStore, full
 
 WORKER_OF_A = Call(Principal("a worker", Role.WORKER, frozenset({"a"})), "a test")
 
 
-def join(spine: Spine, training: TrainingPort = UNTRAINED) -> JobService:
-    service = JobService(spine.bus, spine.clock, JobBook(), training)
-    spine.ledger.join(service)
+def join(kernel: Kernel, training: TrainingPort = UNTRAINED) -> JobService:
+    service = JobService(kernel.bus, kernel.clock, JobBook(), training)
+    kernel.ledger.join(service)
     return service
 
 
-def serving(spine: Spine, training: TrainingPort = UNTRAINED) -> None:
-    join(spine, training)
+def serving(kernel: Kernel, training: TrainingPort = UNTRAINED) -> None:
+    join(kernel, training)
 
 
 async def jobs_in(store: Store) -> dict[str, int]:
     """The versions of the jobs that a daemon on this store knows."""
-    async with running(store, serving) as spine:
-        return {job.name: job.version for job in (await spine.bus.ask(ListJobs())).jobs}
+    async with running(store, serving) as kernel:
+        return {job.name: job.version for job in (await kernel.bus.ask(ListJobs())).jobs}
 
 
-@virtual
+@on_virtual_time
 async def test_it_answers_everything_that_is_said_of_jobs() -> None:
-    async with running(register=serving, requests=REQUESTS) as spine:
-        job = await spine.bus.ask(CreateJob("a", {"lr": 0.1}))
+    async with running(register=serving, requests=REQUESTS) as kernel:
+        job = await kernel.bus.ask(CreateJob("a", {"lr": 0.1}))
         assert (job.created_by, int(job.created_at)) == ("daemon", int(EPOCH_S))
-        assert await spine.bus.ask(ShowJob("a")) == job
-        assert (await spine.bus.ask(ChangeJob("a", {"lr": 0.2}, 1))).version == 2
-        assert await spine.bus.ask(AddNote("a", "hi")) == Nothing()
-        assert [one.name for one in (await spine.bus.ask(ListJobs())).jobs] == ["a"]
-        assert await spine.bus.ask(RemoveJob("a")) == Nothing()
-        assert await spine.bus.ask(ListJobs()) == JobPage([], more=False)
-        assert [type(fact) for fact in spine.facts()] == [JobCreated, JobChanged, NoteAdded, JobRemoved]
+        assert await kernel.bus.ask(ShowJob("a")) == job
+        assert (await kernel.bus.ask(ChangeJob("a", {"lr": 0.2}, 1))).version == 2
+        assert await kernel.bus.ask(AddNote("a", "hi")) == Nothing()
+        assert [one.name for one in (await kernel.bus.ask(ListJobs())).jobs] == ["a"]
+        assert await kernel.bus.ask(RemoveJob("a")) == Nothing()
+        assert await kernel.bus.ask(ListJobs()) == JobPage([], more=False)
+        assert [type(fact) for fact in kernel.facts()] == [JobCreated, JobChanged, NoteAdded, JobRemoved]
 
 
-@virtual
+@on_virtual_time
 async def test_every_fact_of_a_job_is_marked_with_it() -> None:
-    async with running(register=serving) as spine:
-        await spine.bus.ask(CreateJob("a"))
-        await spine.bus.ask(AddNote("a", "hi"))
-        await spine.bus.ask(RemoveJob("a"))
-        assert {record.job for record in spine.journal.after(0, 10)} == {"a"}
+    async with running(register=serving) as kernel:
+        await kernel.bus.ask(CreateJob("a"))
+        await kernel.bus.ask(AddNote("a", "hi"))
+        await kernel.bus.ask(RemoveJob("a"))
+        assert {record.job for record in kernel.journal.after(0, 10)} == {"a"}
 
 
-@virtual
+@on_virtual_time
 async def test_jobs_survive_a_restart() -> None:
-    store = TroubledStore()
-    async with running(store, serving) as spine:
-        await spine.bus.ask(CreateJob("a"))
-        await spine.bus.ask(CreateJob("b"))
-        await spine.bus.ask(ChangeJob("a", {"lr": 1}, 1))
-        await spine.bus.ask(RemoveJob("b"))
+    store = FaultyStore()
+    async with running(store, serving) as kernel:
+        await kernel.bus.ask(CreateJob("a"))
+        await kernel.bus.ask(CreateJob("b"))
+        await kernel.bus.ask(ChangeJob("a", {"lr": 1}, 1))
+        await kernel.bus.ask(RemoveJob("b"))
     assert await jobs_in(store) == {"a": 2}
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_whose_commit_failed_does_not_exist() -> None:
-    store = TroubledStore()
-    async with running(store, serving) as spine:
+    store = FaultyStore()
+    async with running(store, serving) as kernel:
         store.commit_error = full()
         with pytest.raises(Unavailable):
-            await spine.bus.ask(CreateJob("a"))
-        assert await spine.bus.ask(ListJobs()) == JobPage([], more=False)
+            await kernel.bus.ask(CreateJob("a"))
+        assert await kernel.bus.ask(ListJobs()) == JobPage([], more=False)
         store.commit_error = None
-        await spine.ledger.writable()
-        assert (await spine.bus.ask(CreateJob("a", {"lr": 1}))).settings == {"lr": 1}
+        await kernel.ledger.writable()
+        assert (await kernel.bus.ask(CreateJob("a", {"lr": 1}))).settings == {"lr": 1}
 
 
-@virtual
+@on_virtual_time
 async def test_a_worker_creates_the_job_that_it_is_bound_to_and_sees_no_other() -> None:
-    async with running(register=serving) as spine:
-        await spine.bus.ask(CreateJob("b"))
-        assert (await spine.bus.ask(CreateJob("a"), WORKER_OF_A)).created_by == "a worker"
-        assert [job.name for job in (await spine.bus.ask(ListJobs(), WORKER_OF_A)).jobs] == ["a"]
+    async with running(register=serving) as kernel:
+        await kernel.bus.ask(CreateJob("b"))
+        assert (await kernel.bus.ask(CreateJob("a"), WORKER_OF_A)).created_by == "a worker"
+        assert [job.name for job in (await kernel.bus.ask(ListJobs(), WORKER_OF_A)).jobs] == ["a"]
         with pytest.raises(RequestRefused) as caught:
-            await spine.bus.ask(ShowJob("b"), WORKER_OF_A)
+            await kernel.bus.ask(ShowJob("b"), WORKER_OF_A)
         assert caught.value.code == "forbidden"
 
 
-@virtual
+@on_virtual_time
 async def test_a_viewer_changes_nothing() -> None:
     viewer = Call(Principal("a viewer", Role.VIEWER), "a test")
-    async with running(register=serving) as spine:
-        await spine.bus.ask(CreateJob("a"))
+    async with running(register=serving) as kernel:
+        await kernel.bus.ask(CreateJob("a"))
         for request in (CreateJob("b"), ChangeJob("a", {}, 1), AddNote("a", "hi"), RemoveJob("a")):
             with pytest.raises(RequestRefused):
-                await spine.bus.ask(request, viewer)
-        assert (await spine.bus.ask(ShowJob("a"), viewer)).version == 1
+                await kernel.bus.ask(request, viewer)
+        assert (await kernel.bus.ask(ShowJob("a"), viewer)).version == 1
 
 
-@virtual
+@on_virtual_time
 async def test_the_fence_that_callers_are_held_against_is_the_job_s() -> None:
-    async with running(register=serving) as spine:
-        fence = (await spine.bus.ask(CreateJob("a"))).fence
-        assert await spine.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=fence)) == Nothing()
-        assert spine.bus.desk.fence_of("a") == fence == Fence(spine.ledger.term, 0)
-        assert spine.bus.desk.fence_of("b") is None
+    async with running(register=serving) as kernel:
+        fence = (await kernel.bus.ask(CreateJob("a"))).fence
+        assert await kernel.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=fence)) == Nothing()
+        assert kernel.bus.desk.fence_of("a") == fence == Fence(kernel.ledger.term, 0)
+        assert kernel.bus.desk.fence_of("b") is None
 
 
-@virtual
+@on_virtual_time
 async def test_who_held_a_job_that_was_removed_is_fenced_off_the_one_of_the_same_name() -> None:
-    async with running(register=serving) as spine:
-        held = (await spine.bus.ask(CreateJob("a"))).fence
-        await spine.bus.ask(RemoveJob("a"))
-        await spine.bus.ask(CreateJob("a"))
+    async with running(register=serving) as kernel:
+        held = (await kernel.bus.ask(CreateJob("a"))).fence
+        await kernel.bus.ask(RemoveJob("a"))
+        await kernel.bus.ask(CreateJob("a"))
         with pytest.raises(RequestRefused) as caught:
-            await spine.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=held))
+            await kernel.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=held))
         assert caught.value.code == "fenced"
 
 
-@virtual
+@on_virtual_time
 async def test_where_new_jobs_begin_survives_a_restart() -> None:
-    store = TroubledStore()
-    async with running(store, serving) as spine:
-        await spine.bus.ask(CreateJob("a"))
-        await spine.bus.ask(RemoveJob("a"))
+    store = FaultyStore()
+    async with running(store, serving) as kernel:
+        await kernel.bus.ask(CreateJob("a"))
+        await kernel.bus.ask(RemoveJob("a"))
     service: list[JobService] = []
-    async with running(store, lambda spine: service.append(join(spine))) as spine:
-        first_term = spine.ledger.term - 1
+    async with running(store, lambda kernel: service.append(join(kernel))) as kernel:
+        first_term = kernel.ledger.term - 1
         again = service[0].book.create(CreateJob("a"), "somebody", 1.0, first_term)
         assert again.reply.fence == Fence(first_term, 1)
 
@@ -156,61 +156,61 @@ async def test_where_new_jobs_begin_survives_a_restart() -> None:
 # Pages.
 
 
-@virtual
+@on_virtual_time
 async def test_jobs_are_listed_in_pages_that_follow_each_other() -> None:
-    async with running(register=serving) as spine:
+    async with running(register=serving) as kernel:
         for name in "dbeca":
-            await spine.bus.ask(CreateJob(name))
-        first = await spine.bus.ask(ListJobs(limit=3))
-        second = await spine.bus.ask(ListJobs(first.jobs[-1].name, limit=3))
+            await kernel.bus.ask(CreateJob(name))
+        first = await kernel.bus.ask(ListJobs(limit=3))
+        second = await kernel.bus.ask(ListJobs(first.jobs[-1].name, limit=3))
         assert ([job.name for job in first.jobs], first.more) == (["a", "b", "c"], True)
         assert ([job.name for job in second.jobs], second.more) == (["d", "e"], False)
 
 
-@virtual
+@on_virtual_time
 async def test_a_page_of_jobs_fits_into_a_frame() -> None:
-    async with running(register=serving) as spine:
+    async with running(register=serving) as kernel:
         for number in range(30):
-            await spine.bus.ask(CreateJob(f"j{number}", {"x": "y" * 60_000}))
-        page = await spine.bus.ask(ListJobs())
+            await kernel.bus.ask(CreateJob(f"j{number}", {"x": "y" * 60_000}))
+        page = await kernel.bus.ask(ListJobs())
         assert page.more
         assert len(msgspec.msgpack.encode(page)) < PAGE_BYTES_MAX + len(b"some framing" * 4)
 
 
-@virtual
+@on_virtual_time
 async def test_a_page_ends_when_what_follows_is_not_for_the_caller() -> None:
-    async with running(register=serving) as spine:
-        await spine.bus.ask(CreateJob("a"))
-        await spine.bus.ask(CreateJob("b"))
-        assert not (await spine.bus.ask(ListJobs(limit=1), WORKER_OF_A)).more
+    async with running(register=serving) as kernel:
+        await kernel.bus.ask(CreateJob("a"))
+        await kernel.bus.ask(CreateJob("b"))
+        assert not (await kernel.bus.ask(ListJobs(limit=1), WORKER_OF_A)).more
 
 
-@virtual
+@on_virtual_time
 async def test_what_whoever_trains_does_not_accept_is_refused_and_changes_nothing() -> None:
     def require(job: str, settings: Mapping[str, SettingValue]) -> None:
         if "wrong" in settings:
             raise RequestRefused("setting_wrong", f"{job} cannot have that", "leave it out")
 
     training = TrainingPort(require=require)
-    async with running(register=lambda spine: serving(spine, training)) as spine:
-        await spine.bus.ask(CreateJob("a", {"lr": 0.1}))
+    async with running(register=lambda kernel: serving(kernel, training)) as kernel:
+        await kernel.bus.ask(CreateJob("a", {"lr": 0.1}))
         for request in (CreateJob("b", {"wrong": 1}), ChangeJob("a", {"wrong": 1}, 1)):
             with pytest.raises(RequestRefused, match="cannot have that"):
-                await spine.bus.ask(request)
-        assert [(job.name, job.version) for job in (await spine.bus.ask(ListJobs())).jobs] == [("a", 1)]
+                await kernel.bus.ask(request)
+        assert [(job.name, job.version) for job in (await kernel.bus.ask(ListJobs())).jobs] == [("a", 1)]
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_at_which_workers_are_at_work_is_removed_by_force_only() -> None:
     workers = {"a": 1, "b": 2}
     training = TrainingPort(workers=lambda job: workers.get(job, 0))
-    async with running(register=lambda spine: serving(spine, training)) as spine:
+    async with running(register=lambda kernel: serving(kernel, training)) as kernel:
         for job in "abc":
-            await spine.bus.ask(CreateJob(job))
+            await kernel.bus.ask(CreateJob(job))
         for job, said in (("a", "job a has 1 worker$"), ("b", "job b has 2 workers$")):
             with pytest.raises(RequestRefused) as error:
-                await spine.bus.ask(RemoveJob(job))
+                await kernel.bus.ask(RemoveJob(job))
             assert (error.value.code, re.search(said, error.value.message) is not None) == ("job_in_use", True)
-        await spine.bus.ask(RemoveJob("c"))
-        await spine.bus.ask(RemoveJob("a", force=True))
-        assert [job.name for job in (await spine.bus.ask(ListJobs())).jobs] == ["b"]
+        await kernel.bus.ask(RemoveJob("c"))
+        await kernel.bus.ask(RemoveJob("a", force=True))
+        assert [job.name for job in (await kernel.bus.ask(ListJobs())).jobs] == ["b"]

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from forged.kernel.journal import STORY_FACTS_MAX, Journal
 from forged.kernel.messages import Record
-from tests.spine import Echoed, ids
+from tests.kernel_fixture import Echoed, ids
 
 
 def record(fact_id: int, cause: int = 0) -> Record:

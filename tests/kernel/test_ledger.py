@@ -17,9 +17,9 @@ from forged.kernel.pending import Pending
 from forged.kernel.replies import PREFIX as REPLY_PREFIX
 from forged.kernel.store.memory import MemoryStore
 from forged.kernel.store.port import OPERATIONS_MAX, VALUE_BYTES_MAX, StoreCorrupt, StoreFenced, Transaction
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import TOTAL_KEY, Added, Kernel, Tally, call, ids, on_virtual_time, task_group
 from tests.simulation.loop import VirtualClock
-from tests.spine import TOTAL_KEY, Added, Spine, Tally, call, ids, task_group, virtual
-from tests.troubled_store import TroubledStore, full
 
 
 class Rubble(Fact, frozen=True):
@@ -35,7 +35,7 @@ class Hall:
         self.heard: list[Record] = []
         self.durable_when_heard: list[bool] = []
         self.rewound: list[tuple[str, int]] = []
-        self.store: TroubledStore
+        self.store: FaultyStore
 
     def publish(self, records: Sequence[Record]) -> None:
         self.heard += records
@@ -48,7 +48,7 @@ class Hall:
 class House:
     """A ledger, its store, its audience and one owner of state."""
 
-    def __init__(self, store: TroubledStore, facts_max: int) -> None:
+    def __init__(self, store: FaultyStore, facts_max: int) -> None:
         self.store = store
         self.hall = Hall()
         self.hall.store = store
@@ -73,8 +73,8 @@ def clock() -> VirtualClock:
 
 
 @asynccontextmanager
-async def house(store: TroubledStore | None = None, facts_max: int = 50_000) -> AsyncIterator[House]:
-    built = House(store or TroubledStore(), facts_max)
+async def house(store: FaultyStore | None = None, facts_max: int = 50_000) -> AsyncIterator[House]:
+    built = House(store or FaultyStore(), facts_max)
     await built.ledger.start()
     async with task_group() as tasks:
         tasks.start_soon(built.ledger.run)
@@ -84,7 +84,7 @@ async def house(store: TroubledStore | None = None, facts_max: int = 50_000) -> 
 # What waits for the commit.
 
 
-@virtual
+@on_virtual_time
 async def test_a_reply_waits_until_its_decision_is_durable() -> None:
     async with house() as it:
         it.store.block()
@@ -96,7 +96,7 @@ async def test_a_reply_waits_until_its_decision_is_durable() -> None:
         assert pending.revision <= it.store.revision
 
 
-@virtual
+@on_virtual_time
 async def test_facts_are_heard_only_once_they_are_durable() -> None:
     async with house() as it:
         it.store.block()
@@ -110,7 +110,7 @@ async def test_facts_are_heard_only_once_they_are_durable() -> None:
         assert it.hall.durable_when_heard == [True]
 
 
-@virtual
+@on_virtual_time
 async def test_facts_are_heard_before_the_reply() -> None:
     async with house() as it:
         heard_when_answered: list[int] = []
@@ -119,7 +119,7 @@ async def test_facts_are_heard_before_the_reply() -> None:
         assert heard_when_answered == [1]
 
 
-@virtual
+@on_virtual_time
 async def test_state_changes_at_once() -> None:
     async with house() as it:
         it.store.block()
@@ -128,7 +128,7 @@ async def test_state_changes_at_once() -> None:
         assert it.tally.total == 5
 
 
-@virtual
+@on_virtual_time
 async def test_a_read_waits_for_the_decision_that_it_rests_on() -> None:
     async with house() as it:
         it.store.block()
@@ -140,7 +140,7 @@ async def test_a_read_waits_for_the_decision_that_it_rests_on() -> None:
         assert await read.wait() == 7
 
 
-@virtual
+@on_virtual_time
 async def test_a_read_waits_for_the_batch_that_is_being_written_too() -> None:
     async with house() as it:
         it.store.block()
@@ -152,7 +152,7 @@ async def test_a_read_waits_for_the_batch_that_is_being_written_too() -> None:
         assert await read.wait() == 7
 
 
-@virtual
+@on_virtual_time
 async def test_a_read_fails_with_the_decision_that_it_rests_on() -> None:
     async with house() as it:
         it.store.commit_error = full()
@@ -162,14 +162,14 @@ async def test_a_read_fails_with_the_decision_that_it_rests_on() -> None:
             await read.wait()
 
 
-@virtual
+@on_virtual_time
 async def test_a_read_of_what_is_durable_is_answered_at_once() -> None:
     async with house() as it:
         await it.add().wait()
         assert it.ledger.settled("x").done
 
 
-@virtual
+@on_virtual_time
 async def test_a_fact_s_id_is_the_revision_that_made_it_durable() -> None:
     async with house() as it:
         pending = it.ledger.append(Decision(None, (Added(1, 1), Added(2, 3), Added(3, 6))))
@@ -182,7 +182,7 @@ async def test_a_fact_s_id_is_the_revision_that_made_it_durable() -> None:
         assert (entry.revision, entry.value) == (third, it.hall.heard[-1].data)
 
 
-@virtual
+@on_virtual_time
 async def test_the_record_tells_job_generation_cause_and_origin() -> None:
     async with house() as it:
         await it.ledger.append(Decision(None, (Added(1, 1),), job="a", generation=4), cause=1, origin="somebody").wait()
@@ -190,7 +190,7 @@ async def test_the_record_tells_job_generation_cause_and_origin() -> None:
         assert (record.job, record.generation, record.cause, record.origin) == ("a", 4, 1, "somebody")
 
 
-@virtual
+@on_virtual_time
 async def test_writes_facts_and_reply_are_one_transaction() -> None:
     async with house() as it:
         request = call(1)
@@ -204,7 +204,7 @@ async def test_writes_facts_and_reply_are_one_transaction() -> None:
 # Batches.
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_decided_while_a_batch_is_written_shares_the_next() -> None:
     async with house() as it:
         it.store.block()
@@ -217,7 +217,7 @@ async def test_what_is_decided_while_a_batch_is_written_shares_the_next() -> Non
         assert (it.ledger.batches, it.ledger.decisions) == (2, 51)
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_decided_in_one_turn_shares_one_batch() -> None:
     async with house() as it:
         for _ in range(10):
@@ -226,7 +226,7 @@ async def test_what_is_decided_in_one_turn_shares_one_batch() -> None:
         assert len(it.store.batches[-1]) == 10
 
 
-@virtual
+@on_virtual_time
 async def test_a_batch_is_bounded() -> None:
     async with house() as it:
         pendings = [it.add() for _ in range(BATCH_MAX + 10)]
@@ -234,7 +234,7 @@ async def test_a_batch_is_bounded() -> None:
         assert [len(batch) for batch in it.store.batches[1:]] == [BATCH_MAX, 10]
 
 
-@virtual
+@on_virtual_time
 async def test_flush_waits_for_everything_decided() -> None:
     async with house() as it:
         it.add()
@@ -248,7 +248,7 @@ async def test_flush_waits_for_everything_decided() -> None:
         assert await it.stored_total() == 2
 
 
-@virtual
+@on_virtual_time
 async def test_flush_returns_when_the_commit_has_failed() -> None:
     async with house() as it:
         it.store.commit_error = full()
@@ -260,7 +260,7 @@ async def test_flush_returns_when_the_commit_has_failed() -> None:
 # When a commit fails.
 
 
-@virtual
+@on_virtual_time
 async def test_everybody_who_waits_for_a_failed_commit_is_told() -> None:
     async with house() as it:
         it.store.block()
@@ -275,7 +275,7 @@ async def test_everybody_who_waits_for_a_failed_commit_is_told() -> None:
             assert caught.value.code == "store_full"
 
 
-@virtual
+@on_virtual_time
 async def test_after_a_failed_commit_state_is_what_the_store_holds() -> None:
     async with house() as it:
         await it.add(10).wait()
@@ -287,7 +287,7 @@ async def test_after_a_failed_commit_state_is_what_the_store_holds() -> None:
         assert it.journal.last == it.store.revision
 
 
-@virtual
+@on_virtual_time
 async def test_nobody_hears_of_a_decision_that_failed() -> None:
     async with house() as it:
         it.store.commit_error = full()
@@ -299,7 +299,7 @@ async def test_nobody_hears_of_a_decision_that_failed() -> None:
         assert [record.fact for record in it.hall.heard] == [Added(5, 5)]
 
 
-@virtual
+@on_virtual_time
 async def test_while_the_disk_is_full_reads_go_on_and_writes_are_unavailable() -> None:
     async with house() as it:
         await it.add(10).wait()
@@ -314,7 +314,7 @@ async def test_while_the_disk_is_full_reads_go_on_and_writes_are_unavailable() -
             assert caught.value.code == "store_full"
 
 
-@virtual
+@on_virtual_time
 async def test_work_goes_on_by_itself_once_there_is_room_again() -> None:
     async with house() as it:
         await it.add(10).wait()
@@ -330,7 +330,7 @@ async def test_work_goes_on_by_itself_once_there_is_room_again() -> None:
         assert ids(it.hall.heard) == ids(it.journal.after(0, 10))
 
 
-@virtual
+@on_virtual_time
 async def test_writing_is_closed_until_the_probe_has_succeeded() -> None:
     async with house() as it:
         it.store.commit_error = full()
@@ -343,7 +343,7 @@ async def test_writing_is_closed_until_the_probe_has_succeeded() -> None:
         it.ledger.require_writable()
 
 
-@virtual
+@on_virtual_time
 async def test_a_decision_taken_while_nothing_can_be_written_is_undone() -> None:
     async with house() as it:
         await it.add(10).wait()
@@ -359,7 +359,7 @@ async def test_a_decision_taken_while_nothing_can_be_written_is_undone() -> None
         assert it.tally.total == 10
 
 
-@virtual
+@on_virtual_time
 async def test_when_reading_fails_as_well_nothing_is_answered_until_it_works() -> None:
     async with house() as it:
         await it.add(10).wait()
@@ -376,7 +376,7 @@ async def test_when_reading_fails_as_well_nothing_is_answered_until_it_works() -
         assert await it.add(1).wait() == 11
 
 
-@virtual
+@on_virtual_time
 async def test_a_refusal_of_the_store_is_a_failed_commit_like_any_other() -> None:
     async with house() as it:
         it.store.commit_error = RequestRefused("transaction_too_large", "too large")
@@ -387,7 +387,7 @@ async def test_a_refusal_of_the_store_is_a_failed_commit_like_any_other() -> Non
         assert await it.add(2).wait() == 2
 
 
-@virtual
+@on_virtual_time
 async def test_the_error_of_a_long_trouble_keeps_no_memory_of_those_who_met_it() -> None:
     async with house() as it:
         it.store.commit_error = full()
@@ -403,7 +403,7 @@ async def test_the_error_of_a_long_trouble_keeps_no_memory_of_those_who_met_it()
         assert len(depths) == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_durable_handler_is_rewound_to_before_the_lost_decision() -> None:
     async with house() as it:
         await it.add(cursor=("h", 5)).wait()
@@ -415,7 +415,7 @@ async def test_a_durable_handler_is_rewound_to_before_the_lost_decision() -> Non
         assert it.ledger.cursors == {"h": 5}
 
 
-@virtual
+@on_virtual_time
 async def test_a_saved_cursor_that_is_lost_rewinds_nobody() -> None:
     async with house() as it:
         it.ledger.save_cursor("h", 8)
@@ -428,7 +428,7 @@ async def test_a_saved_cursor_that_is_lost_rewinds_nobody() -> None:
 # Taint.
 
 
-@virtual
+@on_virtual_time
 async def test_tainted_state_is_read_anew() -> None:
     async with house() as it:
         await it.add(10).wait()
@@ -441,7 +441,7 @@ async def test_tainted_state_is_read_anew() -> None:
         assert await it.add(1).wait() == 11
 
 
-@virtual
+@on_virtual_time
 async def test_what_was_being_written_when_state_was_tainted_stays_decided() -> None:
     async with house() as it:
         it.store.block()
@@ -455,7 +455,7 @@ async def test_what_was_being_written_when_state_was_tainted_stays_decided() -> 
 
 
 @pytest.mark.parametrize("error", [None, full()], ids=["writable", "full"])
-@virtual
+@on_virtual_time
 async def test_state_tainted_while_it_is_being_read_is_read_once_more_before_anybody_sees_it(
     error: ForgedError | None,
 ) -> None:
@@ -501,7 +501,7 @@ async def test_state_tainted_while_it_is_being_read_is_read_once_more_before_any
     ],
     ids=["value", "operations", "key", "no encoding", "too large an integer", "no text", "reply"],
 )
-@virtual
+@on_virtual_time
 async def test_a_decision_that_cannot_be_stored_leaves_no_trace(impossible: Decision[Any]) -> None:
     async with house() as it:
         await it.add(10).wait()
@@ -521,9 +521,9 @@ async def test_a_decision_that_cannot_be_stored_leaves_no_trace(impossible: Deci
 # Restart and takeover.
 
 
-@virtual
+@on_virtual_time
 async def test_a_restarted_ledger_has_everything_that_was_acknowledged() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with house(store) as it:
         await it.add(10).wait()
         await it.add(5, cursor=("h", 1)).wait()
@@ -534,9 +534,9 @@ async def test_a_restarted_ledger_has_everything_that_was_acknowledged() -> None
         assert it.ledger.cursors == {"h": 1}
 
 
-@virtual
+@on_virtual_time
 async def test_what_an_earlier_process_published_is_not_published_again() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with house(store) as it:
         await it.add().wait()
     async with house(store) as it:
@@ -545,9 +545,9 @@ async def test_what_an_earlier_process_published_is_not_published_again() -> Non
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@virtual
+@on_virtual_time
 async def test_a_decision_that_dies_at_its_commit_happened_whole_or_not_at_all(moment: str) -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with house(store) as it:
         await it.add(10).wait()
         store.dies = moment
@@ -560,9 +560,9 @@ async def test_a_decision_that_dies_at_its_commit_happened_whole_or_not_at_all(m
         assert len(it.journal) == (2 if moment == "after" else 1)
 
 
-@virtual
+@on_virtual_time
 async def test_the_term_grows_with_every_start() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     terms = []
     for _ in range(3):
         async with house(store) as it:
@@ -570,9 +570,9 @@ async def test_the_term_grows_with_every_start() -> None:
     assert terms == [1, 2, 3]
 
 
-@virtual
+@on_virtual_time
 async def test_a_ledger_that_was_overtaken_is_told_that_it_does_not_lead() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with house(store) as old:
         await old.add(10).wait()
         async with house(store) as new:
@@ -583,9 +583,9 @@ async def test_a_ledger_that_was_overtaken_is_told_that_it_does_not_lead() -> No
             assert await new.add(5).wait() == 15
 
 
-@virtual
+@on_virtual_time
 async def test_a_ledger_that_was_overtaken_never_writes_again() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with house(store) as old, house(store) as new:
         await new.add(5).wait()
         with pytest.raises(NotLeader):
@@ -597,9 +597,9 @@ async def test_a_ledger_that_was_overtaken_never_writes_again() -> None:
         assert await new.add(5).wait() == 10
 
 
-@virtual
+@on_virtual_time
 async def test_an_overtaken_ledger_is_fenced_even_where_its_revision_is_ahead() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with house(store) as old:
         old.ledger.revision += 1000
         async with house(store):
@@ -607,7 +607,7 @@ async def test_an_overtaken_ledger_is_fenced_even_where_its_revision_is_ahead() 
                 await old.add(1).wait()
 
 
-@virtual
+@on_virtual_time
 async def test_a_ledger_takes_a_store_over_only_from_the_term_that_it_saw() -> None:
     memory = MemoryStore("a history")
     first, second = (Ledger(memory, Journal(), clock(), Hall()) for _ in range(2))
@@ -616,12 +616,12 @@ async def test_a_ledger_takes_a_store_over_only_from_the_term_that_it_saw() -> N
     assert (first.term, second.term) == (1, 2)
 
 
-@virtual
+@on_virtual_time
 async def test_a_ledger_that_starts_while_another_writes_takes_the_store_over_in_the_end() -> None:
     memory = MemoryStore("a history")
-    async with house(TroubledStore(memory)) as old:
+    async with house(FaultyStore(memory)) as old:
         await old.add(10).wait()
-        slow = TroubledStore(memory)
+        slow = FaultyStore(memory)
         slow.block()
         new = House(slow, 100)
         async with task_group() as tasks:
@@ -639,9 +639,9 @@ async def test_a_ledger_that_starts_while_another_writes_takes_the_store_over_in
                 await old.add(1).wait()
 
 
-@virtual
+@on_virtual_time
 async def test_a_store_that_is_full_at_the_start_is_read_from_until_there_is_room() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with house(store) as it:
         await it.add(10).wait()
     store.commit_error = full()
@@ -654,9 +654,9 @@ async def test_a_store_that_is_full_at_the_start_is_read_from_until_there_is_roo
         assert await it.add(1).wait() == 11
 
 
-@virtual
+@on_virtual_time
 async def test_nothing_is_answered_before_the_start() -> None:
-    ledger = Ledger(TroubledStore(), Journal(), clock(), Hall())
+    ledger = Ledger(FaultyStore(), Journal(), clock(), Hall())
     with pytest.raises(Unavailable) as caught:
         ledger.require_sound()
     assert caught.value.code == "starting"
@@ -665,7 +665,7 @@ async def test_nothing_is_answered_before_the_start() -> None:
 # What is kept.
 
 
-@virtual
+@on_virtual_time
 async def test_the_store_keeps_as_many_facts_as_the_journal() -> None:
     async with house(facts_max=10) as it:
         for _ in range(50):
@@ -675,9 +675,9 @@ async def test_the_store_keeps_as_many_facts_as_the_journal() -> None:
         assert len(it.journal) == 10
 
 
-@virtual
+@on_virtual_time
 async def test_the_floor_survives_a_restart() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with house(store, facts_max=10) as it:
         for _ in range(50):
             await it.add().wait()
@@ -686,9 +686,9 @@ async def test_the_floor_survives_a_restart() -> None:
         assert it.journal.floor == floor > 0
 
 
-@virtual
+@on_virtual_time
 async def test_a_lowered_limit_is_reached_by_and_by() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with house(store, facts_max=200) as it:
         for _ in range(200):
             await it.add().wait()
@@ -699,7 +699,7 @@ async def test_a_lowered_limit_is_reached_by_and_by() -> None:
         assert len(await read_all(store, "fact/")) == len(it.journal) == 10
 
 
-@virtual
+@on_virtual_time
 async def test_a_full_journal_takes_the_largest_decision_that_an_empty_one_takes() -> None:
     async with house(facts_max=200) as it:
         large = Decision(None, tuple(Added(index, index) for index in range(100)))
@@ -710,7 +710,7 @@ async def test_a_full_journal_takes_the_largest_decision_that_an_empty_one_takes
         assert len(await read_all(it.store, "fact/")) == len(it.journal) == 200
 
 
-@virtual
+@on_virtual_time
 async def test_an_acknowledged_reply_is_forgotten_in_the_store_as_well() -> None:
     async with house() as it:
         for number in range(1, 11):
@@ -721,7 +721,7 @@ async def test_an_acknowledged_reply_is_forgotten_in_the_store_as_well() -> None
         assert len(it.ledger.replies) == 1
 
 
-@virtual
+@on_virtual_time
 async def test_many_acknowledged_at_once_are_forgotten_a_few_at_a_time() -> None:
     async with house() as it:
         for number in range(1, 101):
@@ -735,7 +735,7 @@ async def test_many_acknowledged_at_once_are_forgotten_a_few_at_a_time() -> None
         assert await read_all(it.store, REPLY_PREFIX) == []
 
 
-@virtual
+@on_virtual_time
 async def test_what_was_acknowledged_before_a_failed_commit_is_still_forgotten_after_it() -> None:
     async with house() as it:
         request = call(1)
@@ -751,9 +751,9 @@ async def test_what_was_acknowledged_before_a_failed_commit_is_still_forgotten_a
         assert await read_all(it.store, REPLY_PREFIX) == []
 
 
-@virtual
+@on_virtual_time
 async def test_a_reply_is_remembered_with_its_pending_before_and_its_bytes_after_a_restart() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     request = call(1)
     async with house(store) as it:
         it.ledger.recall(request)
@@ -764,7 +764,7 @@ async def test_a_reply_is_remembered_with_its_pending_before_and_its_bytes_after
         assert it.ledger.recall(request) == pending.encoded
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_whose_commit_failed_may_be_sent_again() -> None:
     async with house() as it:
         request = call(1)
@@ -789,7 +789,7 @@ def test_a_pending_reply_calls_everybody_back_once() -> None:
     assert [tell() for tell in told] == ["reply", "reply"]
 
 
-@virtual
+@on_virtual_time
 async def test_somebody_who_waits_no_longer_does_not_disturb_the_others() -> None:
     async with house() as it:
         it.store.block()
@@ -800,7 +800,7 @@ async def test_somebody_who_waits_no_longer_does_not_disturb_the_others() -> Non
         assert await pending.wait() == 3
 
 
-@virtual
+@on_virtual_time
 async def test_a_fenced_store_is_named_as_lost_leadership() -> None:
     async with house() as it:
         it.store.commit_error = StoreFenced("store_fenced", "somebody else has written")
@@ -808,7 +808,7 @@ async def test_a_fenced_store_is_named_as_lost_leadership() -> None:
             await it.add().wait()
 
 
-@virtual
+@on_virtual_time
 async def test_a_cause_lies_in_the_past() -> None:
     async with house() as it:
         await it.add().wait()
@@ -820,10 +820,10 @@ async def test_a_cause_lies_in_the_past() -> None:
 
 
 @pytest.mark.parametrize("key", ["fact/0000000000000001", "cursor/x", "reply/00/01", "ledger/floor"])
-@virtual
+@on_virtual_time
 async def test_a_store_that_holds_what_no_ledger_wrote_is_damaged(key: str) -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     await store.commit([Transaction(1, {key: b"\xc1 garbage"})])
     with pytest.raises(StoreCorrupt) as damaged:
-        await Spine(store).ledger.start()
+        await Kernel(store).ledger.start()
     assert damaged.value.code == "store_undecodable"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from forged.errors import PeerError
 from forged.jobs.model import NoteAdded
 from forged.kernel.messages import FACTS, REQUESTS, SIGNALS, Fact, Fence, Nothing, Record, Request, Signal, UnknownFact
-from tests.spine import Add, Added, Level, ReadTotal
+from tests.kernel_fixture import Add, Added, Level, ReadTotal
 
 IDS = st.integers(0, 2**63 - 1)
 

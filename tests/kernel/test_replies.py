@@ -21,7 +21,7 @@ from forged.kernel.replies import (
     ReplyBook,
 )
 from forged.kernel.store.port import Entry
-from tests.spine import OPERATOR, call
+from tests.kernel_fixture import OPERATOR, call
 
 EVERYTHING = 1 << 20
 

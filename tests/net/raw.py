@@ -21,9 +21,9 @@ from forged.kernel.store.memory import MemoryStore
 from forged.net.transport.port import Address
 from forged.net.transport.sockets import SystemNetwork
 from forged.net.transport.tcp import Liveness
-from tests.net.hand import FAILURE, HELLO, PING, REPLY, REQUEST, WELCOME, Message, frame, in_one_task
+from tests.net.manual_daemon import FAILURE, HELLO, PING, REPLY, REQUEST, WELCOME, Message, frame, in_one_task
 
-PATIENCE_S = 20.0
+WAIT_MAX_S = 20.0
 
 
 class RawClient:
@@ -85,7 +85,7 @@ class RawClient:
 
     async def receive(self) -> Message:
         """The next message that is no ping."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_MAX_S):
             while True:
                 (length,) = struct.unpack(">I", await self._reader.readexactly(4))
                 payload = await self._reader.readexactly(length)

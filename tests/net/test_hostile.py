@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from forged.auth.tokens import spell
+from forged.auth.tokens import encode_token
 from forged.net import server
 from forged.net.transport.port import Address
-from tests import spine
+from tests import kernel_fixture
 from tests.net.ends import Certificates
-from tests.net.hand import (
+from tests.net.manual_daemon import (
     BYE,
     CLIENT,
     CREDIT,
@@ -104,7 +104,7 @@ BEFORE_HELLO = BAD_BYTES | {
     "a version that is too old": (frame([HELLO, 0, 0, CLIENT]), "version_mismatch"),
     "a version that is too new": (frame([HELLO, 2, 9, CLIENT]), "version_mismatch"),
     "a short id": (frame([HELLO, 1, 1, b"me"]), "client_invalid"),
-    "a token that never was": (frame([HELLO, 1, 1, CLIENT, "", spell(bytes(32))[1]]), "token_unknown"),
+    "a token that never was": (frame([HELLO, 1, 1, CLIENT, "", encode_token(bytes(32))[1]]), "token_unknown"),
     "a ticket that never was": (frame([HELLO, 1, 1, CLIENT, "", None, bytes(16)]), "ticket_unknown"),
     "a hello that is too large": (frame([HELLO, 1, 1, CLIENT, "x" * 20_000]), "frame_length"),
 }
@@ -121,7 +121,7 @@ AFTER_HELLO = BAD_BYTES | {
         "credit_overflow",
     ),
     "credit that is none": (frame([CREDIT, 1, -5]), "message_invalid"),
-    "a signal of another shape": (frame([SIGNAL, spine.Tick.__name__, {"at": "noon"}]), "signal_invalid"),
+    "a signal of another shape": (frame([SIGNAL, kernel_fixture.Tick.__name__, {"at": "noon"}]), "signal_invalid"),
 }
 
 
@@ -218,7 +218,7 @@ async def test_one_who_does_not_speak_tls_where_it_is_spoken_leaves_nothing(
 async def test_a_revoked_token_ends_its_connections_and_cannot_be_played_again(here: RealDaemon) -> None:
     async with RawClient.greeted(here.unix) as operator:
         await operator.request(1, "CreateToken", name="guest", role="viewer", secret=SECRET)
-        token_id, text = spell(SECRET)
+        token_id, text = encode_token(SECRET)
         async with RawClient.greeted(here.tcp, text) as guest:
             assert await guest.request(1, "PingDaemon") == {}
             assert await guest.request(2, "CreateJob", job="a") == "forbidden"
@@ -235,7 +235,7 @@ async def test_an_expired_token_ends_its_connections_and_cannot_be_played_again(
     async with real_daemon(tmp_path) as here:
         async with RawClient.greeted(here.unix) as operator:
             await operator.request(1, "CreateToken", name="guest", role="viewer", secret=SECRET, ttl_s=60.0)
-        text = spell(SECRET)[1]
+        text = encode_token(SECRET)[1]
         async with RawClient.greeted(here.tcp, text) as guest:
             here.clock.ahead_s = 60.0
             assert await guest.last_word() == "token_expired"

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from forged import errors
-from forged.auth.tokens import spell
+from forged.auth.tokens import encode_token
 from forged.ids import NAME_LENGTH_MAX
 from forged.kernel.messages import Record
 from forged.kernel.replies import REMEMBERED_S, UNACKNOWLEDGED_MAX
@@ -201,7 +201,7 @@ def test_the_text_of_a_token_is_written_as_the_page_says() -> None:
     secret = bytes(range(32))
     token_id = hashlib.sha256(b"forged token id\0" + secret).hexdigest()[:12]
     text = f"forged_{token_id}_{base64.urlsafe_b64encode(secret).decode().rstrip('=')}"
-    assert spell(secret) == (token_id, text)
+    assert encode_token(secret) == (token_id, text)
     assert f"`{secret.hex()}` gives the text\n`{text}`" in page.text()
 
 

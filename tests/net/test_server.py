@@ -21,7 +21,7 @@ from forged.net.server import UNIX_RESERVE
 from forged.net.session import Session
 from forged.net.transport.port import Address
 from forged.net.transport.sockets import SystemNetwork
-from tests.net.hand import (
+from tests.net.manual_daemon import (
     BYE,
     FACTS,
     FAILURE,
@@ -31,11 +31,11 @@ from tests.net.hand import (
     SUBSCRIBE,
     UNSUBSCRIBE,
     WORKER,
-    HandClient,
-    HandDaemon,
+    ManualClient,
+    ManualDaemon,
     frame,
-    hand_daemon,
     in_one_task,
+    manual_daemon,
     until,
 )
 
@@ -57,8 +57,8 @@ class EchoWord(Request[str], frozen=True):
 
 
 @pytest.fixture
-async def here(tmp_path: Path) -> AsyncIterator[HandDaemon]:
-    async with hand_daemon(tmp_path) as made:
+async def here(tmp_path: Path) -> AsyncIterator[ManualDaemon]:
+    async with manual_daemon(tmp_path) as made:
         yield made
 
 
@@ -66,7 +66,7 @@ def client_id(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def subscribe(client: HandClient, stream: int = 1, since: int | None = -1) -> None:
+def subscribe(client: ManualClient, stream: int = 1, since: int | None = -1) -> None:
     client.send(SUBSCRIBE, stream, since, "", [], [], 60_000)
 
 
@@ -74,7 +74,7 @@ def subscribe(client: HandClient, stream: int = 1, since: int | None = -1) -> No
 
 
 async def test_one_too_many_is_told_so_and_the_others_are_served(tmp_path: Path) -> None:
-    async with hand_daemon(tmp_path, connections_max=2) as here:
+    async with manual_daemon(tmp_path, connections_max=2) as here:
         first, second = [await here.greeted(WORKER, client_id(number)) for number in (1, 2)]
         third = here.client(WORKER)
         assert (await third.next())[1:4] == [0, "unavailable", "too_many_connections"]
@@ -86,7 +86,7 @@ async def test_one_too_many_is_told_so_and_the_others_are_served(tmp_path: Path)
 
 
 async def test_a_few_get_in_by_the_unix_socket_when_all_else_is_full(tmp_path: Path) -> None:
-    async with hand_daemon(tmp_path, connections_max=2) as here:
+    async with manual_daemon(tmp_path, connections_max=2) as here:
         for number in range(2 + UNIX_RESERVE):
             await here.greeted(client=client_id(number))
         for peer in (WORKER, STRANGER):
@@ -95,7 +95,7 @@ async def test_a_few_get_in_by_the_unix_socket_when_all_else_is_full(tmp_path: P
 
 
 async def test_many_at_once_beyond_the_limit_leave_nothing_behind(tmp_path: Path) -> None:
-    async with hand_daemon(tmp_path, connections_max=3) as here:
+    async with manual_daemon(tmp_path, connections_max=3) as here:
         for _ in range(200):
             here.client(WORKER)
         here.sweep(5.1)
@@ -104,19 +104,19 @@ async def test_many_at_once_beyond_the_limit_leave_nothing_behind(tmp_path: Path
 
 
 async def test_a_handshake_that_never_ends_does_not_take_up_room_for_ever(tmp_path: Path) -> None:
-    async with hand_daemon(tmp_path, connections_max=1) as here:
+    async with manual_daemon(tmp_path, connections_max=1) as here:
         protocol = here.network.accept()
         assert len(here.server.sessions) == 1
         here.sweep(5.1)
         assert here.server.sessions == {}
-        late = HandClient(protocol)
+        late = ManualClient(protocol)
         assert late.transport.aborted
         await late.lost()
         await here.greeted(WORKER)
 
 
 async def test_a_handshake_that_has_failed_takes_up_no_room(tmp_path: Path) -> None:
-    async with hand_daemon(tmp_path, connections_max=1) as here:
+    async with manual_daemon(tmp_path, connections_max=1) as here:
         protocol = here.network.accept()
         protocol.connection_lost(ConnectionResetError())
         assert here.server.sessions == {}
@@ -124,7 +124,7 @@ async def test_a_handshake_that_has_failed_takes_up_no_room(tmp_path: Path) -> N
 
 
 async def test_handshakes_that_do_not_end_lock_nobody_out(tmp_path: Path) -> None:
-    async with hand_daemon(tmp_path, connections_max=2) as here:
+    async with manual_daemon(tmp_path, connections_max=2) as here:
         for _ in range(100):
             here.network.accept()
         for number in (1, 2):
@@ -133,7 +133,7 @@ async def test_handshakes_that_do_not_end_lock_nobody_out(tmp_path: Path) -> Non
         await here.greeted(client=client_id(3))
 
 
-async def test_a_session_that_has_left_is_held_nowhere(here: HandDaemon) -> None:
+async def test_a_session_that_has_left_is_held_nowhere(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client)
     await client.next(FACTS)
@@ -147,7 +147,7 @@ async def test_a_session_that_has_left_is_held_nowhere(here: HandDaemon) -> None
     assert server.session_of(client_id(1)) is None
 
 
-async def test_an_idle_connection_costs_little_memory(here: HandDaemon) -> None:
+async def test_an_idle_connection_costs_little_memory(here: ManualDaemon) -> None:
     await here.greeted()
     tracemalloc.start()
     try:
@@ -163,7 +163,7 @@ async def test_an_idle_connection_costs_little_memory(here: HandDaemon) -> None:
 # Who is who.
 
 
-async def test_a_session_is_found_by_its_client_s_id(here: HandDaemon) -> None:
+async def test_a_session_is_found_by_its_client_s_id(here: ManualDaemon) -> None:
     client = await here.greeted(client=client_id(7))
     session = here.server.session_of(client_id(7))
     assert session is not None
@@ -174,7 +174,7 @@ async def test_a_session_is_found_by_its_client_s_id(here: HandDaemon) -> None:
     assert here.server.session_of(client_id(7)) is None
 
 
-async def test_the_latest_session_of_a_client_is_the_one_that_is_found(here: HandDaemon) -> None:
+async def test_the_latest_session_of_a_client_is_the_one_that_is_found(here: ManualDaemon) -> None:
     old = await here.greeted(client=client_id(7))
     before = here.server.session_of(client_id(7))
     new = await here.greeted(client=client_id(7))
@@ -192,7 +192,7 @@ async def test_the_latest_session_of_a_client_is_the_one_that_is_found(here: Han
 
 
 async def test_an_idle_connection_is_not_looked_at_when_facts_come(
-    here: HandDaemon, monkeypatch: pytest.MonkeyPatch
+    here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle, reader = await here.greeted(client=client_id(1)), await here.greeted(client=client_id(2))
     subscribe(reader, since=None)
@@ -213,7 +213,7 @@ async def test_an_idle_connection_is_not_looked_at_when_facts_come(
 
 
 async def test_one_with_much_to_catch_up_does_not_keep_another_waiting(tmp_path: Path) -> None:
-    async with hand_daemon(tmp_path) as here:
+    async with manual_daemon(tmp_path) as here:
         writer = await here.greeted(client=client_id(1))
         await here.ask(writer, "CreateJob", job="a")
         note = {"job": "a", "text": "x"}
@@ -234,7 +234,7 @@ async def test_one_with_much_to_catch_up_does_not_keep_another_waiting(tmp_path:
 
 
 async def test_when_the_bus_is_free_again_those_who_waited_longest_are_first(
-    here: HandDaemon, monkeypatch: pytest.MonkeyPatch
+    here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = here.daemon.bus.desk
     clients = [await here.greeted(client=client_id(number)) for number in range(3)]
@@ -262,7 +262,7 @@ async def test_when_the_bus_is_free_again_those_who_waited_longest_are_first(
 # The end.
 
 
-async def test_at_the_end_everybody_is_told_goodbye_and_why(here: HandDaemon) -> None:
+async def test_at_the_end_everybody_is_told_goodbye_and_why(here: ManualDaemon) -> None:
     clients = [await here.greeted(client=client_id(number)) for number in range(3)]
     await here.server.say_goodbye(1.0)
     for client in clients:
@@ -271,7 +271,7 @@ async def test_at_the_end_everybody_is_told_goodbye_and_why(here: HandDaemon) ->
     assert not here.server.sessions
 
 
-async def test_one_who_was_accepted_too_late_is_told_so(here: HandDaemon) -> None:
+async def test_one_who_was_accepted_too_late_is_told_so(here: ManualDaemon) -> None:
     await here.server.say_goodbye(1.0)
     late = here.client()
     assert (await late.next(FAILURE))[3] == "stopping"
@@ -279,7 +279,7 @@ async def test_one_who_was_accepted_too_late_is_told_so(here: HandDaemon) -> Non
     assert not here.server.sessions
 
 
-async def test_the_last_facts_leave_before_the_goodbye(here: HandDaemon) -> None:
+async def test_the_last_facts_leave_before_the_goodbye(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client)
     await here.server.say_goodbye(1.0)
@@ -287,7 +287,7 @@ async def test_the_last_facts_leave_before_the_goodbye(here: HandDaemon) -> None
     assert kinds == [FACTS, FACTS, BYE]
 
 
-async def test_one_who_does_not_take_the_goodbye_is_cut_off(here: HandDaemon) -> None:
+async def test_one_who_does_not_take_the_goodbye_is_cut_off(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.transport.clog()
     client.request(1, "PingDaemon")
@@ -297,7 +297,7 @@ async def test_one_who_does_not_take_the_goodbye_is_cut_off(here: HandDaemon) ->
 
 
 async def test_whoever_stops_admitting_reads_no_more_and_answers_what_it_has_begun(
-    here: HandDaemon, monkeypatch: pytest.MonkeyPatch
+    here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = await here.greeted()
     begun: list[Pending] = []
@@ -318,7 +318,7 @@ async def test_whoever_stops_admitting_reads_no_more_and_answers_what_it_has_beg
     assert not client.transport.reading
 
 
-async def test_one_who_has_not_said_hello_is_not_greeted_any_more(here: HandDaemon) -> None:
+async def test_one_who_has_not_said_hello_is_not_greeted_any_more(here: ManualDaemon) -> None:
     client = here.client()
     here.server.stop_admitting()
     assert not client.transport.reading

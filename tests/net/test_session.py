@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forged.auth.model import Role
-from forged.auth.tokens import spell
+from forged.auth.tokens import encode_token
 from forged.daemon import Daemon
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.kernel.messages import Call, Nothing, Request, Signal
 from forged.net.protocol.frames import FRAME_BYTES_MAX
 from forged.net.protocol.streams import STREAM_TURNS, STREAMS_MAX
 from forged.net.session import Session
-from tests.net.hand import (
+from tests.net.manual_daemon import (
     BYE,
     CANCEL,
     CLIENT,
@@ -38,11 +38,11 @@ from tests.net.hand import (
     UNSUBSCRIBE,
     WELCOME,
     WORKER,
-    HandClient,
-    HandDaemon,
+    ManualClient,
+    ManualDaemon,
     Message,
     frame,
-    hand_daemon,
+    manual_daemon,
     until,
 )
 
@@ -124,12 +124,12 @@ def extras() -> Extras:
 
 
 @pytest.fixture
-async def here(tmp_path: Path, extras: Extras) -> AsyncIterator[HandDaemon]:
-    async with hand_daemon(tmp_path, extend=extras.extend, in_flight_max=4) as made:
+async def here(tmp_path: Path, extras: Extras) -> AsyncIterator[ManualDaemon]:
+    async with manual_daemon(tmp_path, extend=extras.extend, in_flight_max=4) as made:
         yield made
 
 
-async def told(client: HandClient) -> tuple[str, str]:
+async def told(client: ManualClient) -> tuple[str, str]:
     """The kind and code with which the daemon let go of a client."""
     message = await client.next(FAILURE)
     assert message[1] == 0
@@ -137,7 +137,7 @@ async def told(client: HandClient) -> tuple[str, str]:
     return message[2], message[3]
 
 
-async def refused(client: HandClient, method: str, number: int = 1, **fields: Any) -> tuple[str, str]:
+async def refused(client: ManualClient, method: str, number: int = 1, **fields: Any) -> tuple[str, str]:
     """The kind and code with which the daemon refused a request."""
     client.request(number, method, **fields)
     message = await client.next(FAILURE)
@@ -145,24 +145,24 @@ async def refused(client: HandClient, method: str, number: int = 1, **fields: An
     return message[2], message[3]
 
 
-def only_session(here: HandDaemon) -> Session:
+def only_session(here: ManualDaemon) -> Session:
     (session,) = here.server.sessions
     return session
 
 
-async def token(here: HandDaemon, role: Role, jobs: list[str] | None = None, ttl_s: float | None = None) -> str:
+async def token(here: ManualDaemon, role: Role, jobs: list[str] | None = None, ttl_s: float | None = None) -> str:
     """A new token's text."""
     operator = await here.greeted(client=OTHER_CLIENT)
     await here.ask(operator, "CreateToken", name="somebody", role=role, secret=SECRET, jobs=jobs, ttl_s=ttl_s)
     operator.send(BYE, 1)
     await operator.lost()
-    return spell(SECRET)[1]
+    return encode_token(SECRET)[1]
 
 
 # Hello.
 
 
-async def test_a_hello_is_welcomed_with_what_holds_here(here: HandDaemon) -> None:
+async def test_a_hello_is_welcomed_with_what_holds_here(here: ManualDaemon) -> None:
     client = here.client()
     client.hello()
     welcome = await client.next()
@@ -171,7 +171,7 @@ async def test_a_hello_is_welcomed_with_what_holds_here(here: HandDaemon) -> Non
 
 
 @pytest.mark.parametrize(("lowest", "highest"), [(0, 1), (1, 1), (1, 9), (-3, 300)])
-async def test_of_the_versions_that_both_speak_one_is_chosen(here: HandDaemon, lowest: int, highest: int) -> None:
+async def test_of_the_versions_that_both_speak_one_is_chosen(here: ManualDaemon, lowest: int, highest: int) -> None:
     client = here.client()
     client.send(HELLO, lowest, highest, CLIENT)
     assert (await client.next())[:2] == [WELCOME, 1]
@@ -179,7 +179,7 @@ async def test_of_the_versions_that_both_speak_one_is_chosen(here: HandDaemon, l
 
 @pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (2, 3), (9, 1), (1, 0)])
 async def test_a_version_that_is_too_old_or_too_new_is_told_what_is_spoken(
-    here: HandDaemon, lowest: int, highest: int
+    here: ManualDaemon, lowest: int, highest: int
 ) -> None:
     client = here.client()
     client.send(HELLO, lowest, highest, CLIENT)
@@ -202,21 +202,21 @@ async def test_a_version_that_is_too_old_or_too_new_is_told_what_is_spoken(
         [WELCOME, 1, "a", "p", "r", "h", 1, 1, 1, 1],
     ],
 )
-async def test_nothing_is_heard_before_the_hello(here: HandDaemon, message: Message) -> None:
+async def test_nothing_is_heard_before_the_hello(here: ManualDaemon, message: Message) -> None:
     client = here.client()
     client.send(*message)
     assert await told(client) == ("peer", "hello_expected")
     await here.serves_others()
 
 
-async def test_a_second_hello_is_unexpected(here: HandDaemon) -> None:
+async def test_a_second_hello_is_unexpected(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.hello()
     assert await told(client) == ("peer", "message_unexpected")
     await here.serves_others()
 
 
-async def test_a_late_hello_is_not_waited_for(here: HandDaemon) -> None:
+async def test_a_late_hello_is_not_waited_for(here: ManualDaemon) -> None:
     client = here.client()
     here.sweep(5.0)
     assert client.heard() == []
@@ -226,26 +226,26 @@ async def test_a_late_hello_is_not_waited_for(here: HandDaemon) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 15, 17])
-async def test_a_client_s_id_has_sixteen_bytes(here: HandDaemon, size: int) -> None:
+async def test_a_client_s_id_has_sixteen_bytes(here: ManualDaemon, size: int) -> None:
     client = here.client()
     client.hello(bytes(size))
     assert await told(client) == ("peer", "client_invalid")
 
 
-async def test_a_hello_may_not_be_large(here: HandDaemon) -> None:
+async def test_a_hello_may_not_be_large(here: ManualDaemon) -> None:
     client = here.client()
     client.send(HELLO, 1, 1, CLIENT, "x" * (16 << 10))
     assert await told(client) == ("peer", "frame_length")
 
 
-async def test_a_ticket_that_was_not_given_here_is_refused(here: HandDaemon) -> None:
+async def test_a_ticket_that_was_not_given_here_is_refused(here: ManualDaemon) -> None:
     client = here.client()
     client.send(HELLO, 1, 1, CLIENT, "", None, b"not a ticket")
     assert await told(client) == ("peer", "ticket_unknown")
 
 
 async def test_a_hello_is_heard_while_the_daemon_admits_no_requests(
-    here: HandDaemon, monkeypatch: pytest.MonkeyPatch
+    here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(here.daemon.bus.desk, "in_flight", 1_000_000)
     client = await here.greeted()
@@ -258,7 +258,7 @@ async def test_a_hello_is_heard_while_the_daemon_admits_no_requests(
 # Rights.
 
 
-async def test_a_stranger_without_a_token_is_told_how_to_get_one(here: HandDaemon) -> None:
+async def test_a_stranger_without_a_token_is_told_how_to_get_one(here: ManualDaemon) -> None:
     client = here.client(STRANGER)
     client.hello()
     message = await client.next(FAILURE)
@@ -267,21 +267,21 @@ async def test_a_stranger_without_a_token_is_told_how_to_get_one(here: HandDaemo
     await here.serves_others()
 
 
-async def test_a_token_makes_a_stranger_somebody(here: HandDaemon) -> None:
+async def test_a_token_makes_a_stranger_somebody(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER)
     client = here.client(STRANGER)
     client.hello(token=text)
     assert (await client.next(WELCOME))[3:5] == ["somebody", "viewer"]
 
 
-async def test_a_token_that_was_never_issued_is_refused_even_to_the_operator(here: HandDaemon) -> None:
+async def test_a_token_that_was_never_issued_is_refused_even_to_the_operator(here: ManualDaemon) -> None:
     client = here.client()
-    client.hello(token=spell(bytes(32))[1])
+    client.hello(token=encode_token(bytes(32))[1])
     assert await told(client) == ("refused", "token_unknown")
     await here.serves_others()
 
 
-async def test_an_expired_token_is_refused_when_it_is_played_again(here: HandDaemon) -> None:
+async def test_an_expired_token_is_refused_when_it_is_played_again(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER, ttl_s=60.0)
     here.clock.now += 60.0
     client = here.client(STRANGER)
@@ -290,7 +290,7 @@ async def test_an_expired_token_is_refused_when_it_is_played_again(here: HandDae
     await here.serves_others()
 
 
-async def test_a_token_that_expires_while_its_bearer_is_connected_ends_the_connection(here: HandDaemon) -> None:
+async def test_a_token_that_expires_while_its_bearer_is_connected_ends_the_connection(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER, ttl_s=3.0)
     client = await here.greeted(STRANGER, token=text)
     here.sweep(2.9)
@@ -300,11 +300,11 @@ async def test_a_token_that_expires_while_its_bearer_is_connected_ends_the_conne
     await here.serves_others()
 
 
-async def test_a_token_that_is_revoked_while_its_bearer_is_connected_ends_the_connection(here: HandDaemon) -> None:
+async def test_a_token_that_is_revoked_while_its_bearer_is_connected_ends_the_connection(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER)
     client = await here.greeted(STRANGER, token=text)
     operator = await here.greeted(client=OTHER_CLIENT)
-    await here.ask(operator, "RevokeToken", number=2, token_id=spell(SECRET)[0])
+    await here.ask(operator, "RevokeToken", number=2, token_id=encode_token(SECRET)[0])
     assert await told(client) == ("refused", "token_revoked")
     again = here.client(STRANGER)
     again.hello(token=text)
@@ -312,7 +312,7 @@ async def test_a_token_that_is_revoked_while_its_bearer_is_connected_ends_the_co
     await here.serves_others()
 
 
-async def test_a_viewer_that_orders_is_refused_and_changes_nothing(here: HandDaemon) -> None:
+async def test_a_viewer_that_orders_is_refused_and_changes_nothing(here: ManualDaemon) -> None:
     client = await here.greeted(STRANGER, token=await token(here, Role.VIEWER))
     before = here.daemon.ledger.revision
     assert await refused(client, "CreateJob", job="a") == ("refused", "forbidden")
@@ -322,7 +322,7 @@ async def test_a_viewer_that_orders_is_refused_and_changes_nothing(here: HandDae
     await here.serves_others()
 
 
-async def test_who_is_bound_to_a_job_has_no_say_in_another(here: HandDaemon) -> None:
+async def test_who_is_bound_to_a_job_has_no_say_in_another(here: ManualDaemon) -> None:
     client = await here.greeted(STRANGER, token=await token(here, Role.OPERATOR, ["a"]))
     assert (await here.ask(client, "CreateJob", job="a"))["name"] == "a"
     assert await refused(client, "CreateJob", 2, job="b") == ("refused", "forbidden")
@@ -331,12 +331,12 @@ async def test_who_is_bound_to_a_job_has_no_say_in_another(here: HandDaemon) -> 
 # Requests.
 
 
-async def test_a_request_is_answered_under_its_number(here: HandDaemon) -> None:
+async def test_a_request_is_answered_under_its_number(here: ManualDaemon) -> None:
     client = await here.greeted()
     assert (await here.ask(client, "CreateJob", number=41, job="a"))["name"] == "a"
 
 
-async def test_answers_come_in_whatever_order_they_are_ready(here: HandDaemon, extras: Extras) -> None:
+async def test_answers_come_in_whatever_order_they_are_ready(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.request(1, "WaitForGate")
     client.request(2, "PingDaemon")
@@ -345,7 +345,7 @@ async def test_answers_come_in_whatever_order_they_are_ready(here: HandDaemon, e
     assert (await client.next(REPLY))[1] == 1
 
 
-async def test_an_unknown_method_is_refused_and_named(here: HandDaemon) -> None:
+async def test_an_unknown_method_is_refused_and_named(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.request(1, "DestroyWorld" * 100)
     message = await client.next(FAILURE)
@@ -365,7 +365,7 @@ async def test_an_unknown_method_is_refused_and_named(here: HandDaemon) -> None:
         (None, "Expected `object`"),
     ],
 )
-async def test_wrong_types_are_refused_by_field(here: HandDaemon, fields: Any, complaint: str) -> None:
+async def test_wrong_types_are_refused_by_field(here: ManualDaemon, fields: Any, complaint: str) -> None:
     client = await here.greeted()
     client.send(REQUEST, 1, 0, "CreateJob", fields)
     message = await client.next(FAILURE)
@@ -375,7 +375,7 @@ async def test_wrong_types_are_refused_by_field(here: HandDaemon, fields: Any, c
 
 
 @pytest.mark.parametrize("body", [b"\x81\xa3job\xa1\xff", b"\x81\xa1\xff\xc0"])
-async def test_a_body_that_cannot_be_read_is_refused_and_the_connection_lives(here: HandDaemon, body: bytes) -> None:
+async def test_a_body_that_cannot_be_read_is_refused_and_the_connection_lives(here: ManualDaemon, body: bytes) -> None:
     client = await here.greeted()
     payload = b"\x95\x02\x01\x00\xa9CreateJob" + body
     client.send_bytes(len(payload).to_bytes(4, "big") + payload)
@@ -384,7 +384,7 @@ async def test_a_body_that_cannot_be_read_is_refused_and_the_connection_lives(he
     assert await here.ask(client, "PingDaemon", number=2) == {}
 
 
-async def test_a_refusal_does_not_repeat_all_that_was_said(here: HandDaemon) -> None:
+async def test_a_refusal_does_not_repeat_all_that_was_said(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.request(1, "CreateToken", name="x", role="r" * (3 << 20), secret=SECRET)
     message = await client.next(FAILURE)
@@ -392,12 +392,12 @@ async def test_a_refusal_does_not_repeat_all_that_was_said(here: HandDaemon) -> 
     assert len(message[4]) <= 4096
 
 
-async def test_unknown_fields_are_ignored(here: HandDaemon) -> None:
+async def test_unknown_fields_are_ignored(here: ManualDaemon) -> None:
     client = await here.greeted()
     assert (await here.ask(client, "CreateJob", job="a", colour="red", deep={"x": [1]}))["name"] == "a"
 
 
-async def test_a_repeated_request_is_answered_and_not_repeated(here: HandDaemon) -> None:
+async def test_a_repeated_request_is_answered_and_not_repeated(here: ManualDaemon) -> None:
     client = await here.greeted()
     await here.ask(client, "CreateJob", job="a")
     before = len(here.daemon.journal)
@@ -407,7 +407,7 @@ async def test_a_repeated_request_is_answered_and_not_repeated(here: HandDaemon)
     assert len(here.daemon.journal) == before + 1
 
 
-async def test_a_request_is_sent_again_over_another_connection_of_the_same_client(here: HandDaemon) -> None:
+async def test_a_request_is_sent_again_over_another_connection_of_the_same_client(here: ManualDaemon) -> None:
     client = await here.greeted()
     before = here.daemon.ledger.decisions
     job = await here.ask(client, "CreateJob", job="a")
@@ -417,19 +417,19 @@ async def test_a_request_is_sent_again_over_another_connection_of_the_same_clien
     assert here.daemon.ledger.decisions == before + 1
 
 
-async def test_another_client_s_numbers_are_its_own(here: HandDaemon) -> None:
+async def test_another_client_s_numbers_are_its_own(here: ManualDaemon) -> None:
     await here.ask(await here.greeted(), "CreateJob", job="a")
     other = await here.greeted(client=OTHER_CLIENT)
     assert (await here.ask(other, "CreateJob", job="b"))["name"] == "b"
 
 
-async def test_a_number_that_comes_back_with_another_body_is_refused(here: HandDaemon) -> None:
+async def test_a_number_that_comes_back_with_another_body_is_refused(here: ManualDaemon) -> None:
     client = await here.greeted()
     await here.ask(client, "CreateJob", job="a")
     assert await refused(client, "CreateJob", job="b") == ("refused", "request_id_reused")
 
 
-async def test_a_number_that_its_client_has_done_with_is_stale(here: HandDaemon) -> None:
+async def test_a_number_that_its_client_has_done_with_is_stale(here: ManualDaemon) -> None:
     client = await here.greeted()
     await here.ask(client, "CreateJob", job="a")
     client.request(2, "CreateJob", acknowledged=1, job="b")
@@ -437,13 +437,13 @@ async def test_a_number_that_its_client_has_done_with_is_stale(here: HandDaemon)
     assert await refused(client, "CreateJob", job="a") == ("refused", "request_stale")
 
 
-async def test_a_number_that_acknowledges_itself_is_stale(here: HandDaemon) -> None:
+async def test_a_number_that_acknowledges_itself_is_stale(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.request(1, "CreateJob", acknowledged=1, job="a")
     assert (await client.next(FAILURE))[3] == "request_stale"
 
 
-async def test_a_request_is_given_up_at_its_deadline(here: HandDaemon, extras: Extras) -> None:
+async def test_a_request_is_given_up_at_its_deadline(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.send(REQUEST, 1, 0, "WaitForGate", {}, 0.001)
     assert (await client.next(FAILURE))[1:4] == [1, "unavailable", "deadline_exceeded"]
@@ -451,14 +451,14 @@ async def test_a_request_is_given_up_at_its_deadline(here: HandDaemon, extras: E
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), -1.0, "soon"])
-async def test_a_time_that_is_none_breaks_the_protocol(here: HandDaemon, timeout_s: object) -> None:
+async def test_a_time_that_is_none_breaks_the_protocol(here: ManualDaemon, timeout_s: object) -> None:
     client = await here.greeted()
     client.send(REQUEST, 1, 0, "WaitForGate", {}, timeout_s)
     assert await told(client) == ("peer", "message_invalid")
     await here.serves_others()
 
 
-async def test_a_cancelled_request_is_stopped_and_may_be_told_so(here: HandDaemon, extras: Extras) -> None:
+async def test_a_cancelled_request_is_stopped_and_may_be_told_so(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.request(1, "WaitForGate")
     await until(lambda: extras.waiting == 1)
@@ -467,13 +467,13 @@ async def test_a_cancelled_request_is_stopped_and_may_be_told_so(here: HandDaemo
     assert extras.waiting == 0
 
 
-async def test_cancelling_what_is_not_being_done_says_nothing(here: HandDaemon) -> None:
+async def test_cancelling_what_is_not_being_done_says_nothing(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.send(CANCEL, 17)
     assert await here.ask(client, "PingDaemon") == {}
 
 
-async def test_another_client_cannot_cancel_it(here: HandDaemon, extras: Extras) -> None:
+async def test_another_client_cannot_cancel_it(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.request(1, "WaitForGate")
     await until(lambda: extras.waiting == 1)
@@ -483,7 +483,7 @@ async def test_another_client_cannot_cancel_it(here: HandDaemon, extras: Extras)
     assert extras.waiting == 1
 
 
-async def test_more_in_flight_than_allowed_waits_and_none_is_lost(here: HandDaemon, extras: Extras) -> None:
+async def test_more_in_flight_than_allowed_waits_and_none_is_lost(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.send_bytes(b"".join(frame([REQUEST, number, 0, "WaitForGate", {}]) for number in range(1, 11)))
     await until(lambda: extras.waiting == 4)
@@ -495,7 +495,7 @@ async def test_more_in_flight_than_allowed_waits_and_none_is_lost(here: HandDaem
     assert client.transport.reading
 
 
-async def test_an_answer_to_one_who_is_gone_is_dropped(here: HandDaemon, extras: Extras) -> None:
+async def test_an_answer_to_one_who_is_gone_is_dropped(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.request(1, "WaitForGate")
     await until(lambda: extras.waiting == 1)
@@ -508,7 +508,7 @@ async def test_an_answer_to_one_who_is_gone_is_dropped(here: HandDaemon, extras:
 
 @pytest.mark.parametrize("back", [object(), {"x": 1 << 70}, {object(): 1}])
 async def test_an_answer_that_cannot_be_sent_is_the_handler_s_failure(
-    here: HandDaemon, extras: Extras, back: object
+    here: ManualDaemon, extras: Extras, back: object
 ) -> None:
     extras.back = back
     client = await here.greeted()
@@ -516,7 +516,7 @@ async def test_an_answer_that_cannot_be_sent_is_the_handler_s_failure(
     assert await here.ask(client, "PingDaemon", number=2) == {}
 
 
-async def test_an_answer_that_cannot_be_sent_does_not_stop_those_behind_it(here: HandDaemon, extras: Extras) -> None:
+async def test_an_answer_that_cannot_be_sent_does_not_stop_those_behind_it(here: ManualDaemon, extras: Extras) -> None:
     extras.back = object()
     client = await here.greeted()
     # A decision first, so that all answers wait for it to be durable and are sent from there.
@@ -528,7 +528,7 @@ async def test_an_answer_that_cannot_be_sent_does_not_stop_those_behind_it(here:
     await here.serves_others()
 
 
-async def test_an_answer_over_the_frame_limit_is_refused_under_its_number(here: HandDaemon, extras: Extras) -> None:
+async def test_an_answer_over_the_frame_limit_is_refused_under_its_number(here: ManualDaemon, extras: Extras) -> None:
     extras.back = {"x": "x" * FRAME_BYTES_MAX}
     client = await here.greeted()
     assert await refused(client, "SendBack") == ("refused", "message_too_large")
@@ -536,7 +536,7 @@ async def test_an_answer_over_the_frame_limit_is_refused_under_its_number(here: 
 
 
 async def test_answers_to_one_who_does_not_read_wait_unencoded_and_all_arrive_when_it_does(
-    here: HandDaemon, extras: Extras
+    here: ManualDaemon, extras: Extras
 ) -> None:
     extras.back = {"x": "x" * (3 << 20)}
     client = await here.greeted()
@@ -551,7 +551,7 @@ async def test_answers_to_one_who_does_not_read_wait_unencoded_and_all_arrive_wh
 
 
 async def test_a_flood_of_cheap_requests_with_large_answers_is_taken_as_fast_as_it_is_read(
-    here: HandDaemon, extras: Extras
+    here: ManualDaemon, extras: Extras
 ) -> None:
     extras.back = {"x": "x" * (1 << 20)}
     client = await here.greeted()
@@ -572,12 +572,12 @@ async def test_a_flood_of_cheap_requests_with_large_answers_is_taken_as_fast_as_
 
 
 def subscribe(
-    client: HandClient, stream: int = 1, since: int | None = -1, credit: int = 100, types: Any = (), jobs: Any = ()
+    client: ManualClient, stream: int = 1, since: int | None = -1, credit: int = 100, types: Any = (), jobs: Any = ()
 ) -> None:
     client.send(SUBSCRIBE, stream, since, "", types, jobs, credit)
 
 
-async def facts_of(client: HandClient, stream: int = 1) -> list[Message]:
+async def facts_of(client: ManualClient, stream: int = 1) -> list[Message]:
     """The records of the next message of a stream that has any."""
     while True:
         message = await client.next(FACTS)
@@ -586,7 +586,7 @@ async def facts_of(client: HandClient, stream: int = 1) -> list[Message]:
             return records
 
 
-async def test_a_stream_says_where_it_begins_and_then_sends_facts(here: HandDaemon) -> None:
+async def test_a_stream_says_where_it_begins_and_then_sends_facts(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client)
     assert await client.next() == [FACTS, 1, 0, []]
@@ -594,7 +594,7 @@ async def test_a_stream_says_where_it_begins_and_then_sends_facts(here: HandDaem
     assert (record[2], record[7]["version"]) == ("DaemonStarted", "0.1.0")
 
 
-async def test_a_fact_is_streamed_when_it_has_become_durable(here: HandDaemon) -> None:
+async def test_a_fact_is_streamed_when_it_has_become_durable(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client, since=None)
     await client.next(FACTS)
@@ -605,7 +605,7 @@ async def test_a_fact_is_streamed_when_it_has_become_durable(here: HandDaemon) -
     assert body == {"name": "a", "settings": {}}
 
 
-async def test_two_streams_of_a_connection_do_not_know_of_each_other(here: HandDaemon) -> None:
+async def test_two_streams_of_a_connection_do_not_know_of_each_other(here: ManualDaemon) -> None:
     client = await here.greeted()
     await here.ask(client, "CreateJob", job="a")
     subscribe(client, 1, types=["DaemonStarted"])
@@ -614,7 +614,7 @@ async def test_two_streams_of_a_connection_do_not_know_of_each_other(here: HandD
     assert [record[2] for record in await facts_of(client, 2)] == ["JobCreated"]
 
 
-async def test_a_stream_with_a_number_that_is_taken_breaks_the_protocol(here: HandDaemon) -> None:
+async def test_a_stream_with_a_number_that_is_taken_breaks_the_protocol(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client)
     subscribe(client)
@@ -622,7 +622,7 @@ async def test_a_stream_with_a_number_that_is_taken_breaks_the_protocol(here: Ha
     await here.serves_others()
 
 
-async def test_a_number_is_free_again_when_its_stream_has_ended(here: HandDaemon) -> None:
+async def test_a_number_is_free_again_when_its_stream_has_ended(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client)
     client.send(UNSUBSCRIBE, 1)
@@ -630,7 +630,7 @@ async def test_a_number_is_free_again_when_its_stream_has_ended(here: HandDaemon
     assert (await facts_of(client))[0][2] == "DaemonStarted"
 
 
-async def test_there_is_an_end_to_the_streams_of_a_connection(here: HandDaemon) -> None:
+async def test_there_is_an_end_to_the_streams_of_a_connection(here: ManualDaemon) -> None:
     client = await here.greeted()
     for number in range(1, STREAMS_MAX + 2):
         subscribe(client, number)
@@ -639,13 +639,13 @@ async def test_there_is_an_end_to_the_streams_of_a_connection(here: HandDaemon) 
     assert await here.ask(client, "PingDaemon") == {}
 
 
-async def test_a_stream_of_a_job_that_is_none_of_one_s_business_ends_at_once(here: HandDaemon) -> None:
+async def test_a_stream_of_a_job_that_is_none_of_one_s_business_ends_at_once(here: ManualDaemon) -> None:
     client = await here.greeted(STRANGER, token=await token(here, Role.VIEWER, ["a"]))
     subscribe(client, jobs=["a", "b"])
     assert (await client.next(ENDED))[1:4] == [1, "refused", "forbidden"]
 
 
-async def test_who_is_bound_to_a_job_is_sent_the_facts_of_that_job_only(here: HandDaemon) -> None:
+async def test_who_is_bound_to_a_job_is_sent_the_facts_of_that_job_only(here: ManualDaemon) -> None:
     client = await here.greeted(STRANGER, token=await token(here, Role.WORKER, ["a"]))
     subscribe(client)
     operator = await here.greeted(client=OTHER_CLIENT)
@@ -654,13 +654,13 @@ async def test_who_is_bound_to_a_job_is_sent_the_facts_of_that_job_only(here: Ha
     assert [record[3] for record in await facts_of(client)] == ["a"]
 
 
-async def test_a_filter_that_costs_too_much_ends_the_stream_at_once(here: HandDaemon) -> None:
+async def test_a_filter_that_costs_too_much_ends_the_stream_at_once(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client, types=["T"] * 257)
     assert (await client.next(ENDED))[1:4] == [1, "refused", "filter_too_large"]
 
 
-async def test_credit_that_overflows_breaks_the_protocol(here: HandDaemon) -> None:
+async def test_credit_that_overflows_breaks_the_protocol(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client, since=None, credit=65_536)
     client.send(CREDIT, 1, 1)
@@ -668,14 +668,14 @@ async def test_credit_that_overflows_breaks_the_protocol(here: HandDaemon) -> No
     await here.serves_others()
 
 
-async def test_credit_for_a_stream_that_is_not_there_says_nothing(here: HandDaemon) -> None:
+async def test_credit_for_a_stream_that_is_not_there_says_nothing(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.send(CREDIT, 9, 5)
     client.send(UNSUBSCRIBE, 9)
     assert await here.ask(client, "PingDaemon") == {}
 
 
-async def test_a_stream_goes_on_when_credit_comes(here: HandDaemon) -> None:
+async def test_a_stream_goes_on_when_credit_comes(here: ManualDaemon) -> None:
     client = await here.greeted()
     await here.ask(client, "CreateJob", job="a")
     subscribe(client, credit=1)
@@ -685,7 +685,7 @@ async def test_a_stream_goes_on_when_credit_comes(here: HandDaemon) -> None:
     assert [record[2] for record in await facts_of(client)] == ["JobCreated"]
 
 
-async def test_nothing_comes_of_a_stream_that_was_unsubscribed(here: HandDaemon) -> None:
+async def test_nothing_comes_of_a_stream_that_was_unsubscribed(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client, since=None)
     client.send(UNSUBSCRIBE, 1)
@@ -694,7 +694,7 @@ async def test_nothing_comes_of_a_stream_that_was_unsubscribed(here: HandDaemon)
     assert client.heard() == []
 
 
-async def test_streams_take_turns_so_that_none_is_kept_waiting(here: HandDaemon) -> None:
+async def test_streams_take_turns_so_that_none_is_kept_waiting(here: ManualDaemon) -> None:
     client = await here.greeted()
     for number in range(1, 301):
         await here.ask(client, "CreateJob", number=number, acknowledged=number - 1, job=f"job-{number}")
@@ -711,7 +711,7 @@ async def test_streams_take_turns_so_that_none_is_kept_waiting(here: HandDaemon)
 async def test_a_stream_to_one_who_does_not_read_costs_no_memory_and_tells_of_the_gap_later(
     tmp_path: Path,
 ) -> None:
-    async with hand_daemon(tmp_path, journal_facts_max=100) as here:
+    async with manual_daemon(tmp_path, journal_facts_max=100) as here:
         reader, writer = await here.greeted(), await here.greeted(client=OTHER_CLIENT)
         await here.ask(writer, "CreateJob", job="a")
         subscribe(reader, since=None, credit=60_000)
@@ -728,7 +728,7 @@ async def test_a_stream_to_one_who_does_not_read_costs_no_memory_and_tells_of_th
         assert sorted(seen + list(range(missed[0][0], missed[0][1] + 1))) == list(range(start + 1, start + 1001))
 
 
-async def _until_fact(reader: HandClient, last: int) -> tuple[list[int], list[tuple[int, int]]]:
+async def _until_fact(reader: ManualClient, last: int) -> tuple[list[int], list[tuple[int, int]]]:
     seen: list[int] = []
     missed: list[tuple[int, int]] = []
     while not seen or seen[-1] < last:
@@ -743,7 +743,7 @@ async def _until_fact(reader: HandClient, last: int) -> tuple[list[int], list[tu
 # The daemon asks.
 
 
-async def test_the_daemon_asks_a_client_and_is_answered(here: HandDaemon) -> None:
+async def test_the_daemon_asks_a_client_and_is_answered(here: ManualDaemon) -> None:
     client = await here.greeted()
     asked = asyncio.ensure_future(only_session(here).request(AskClient("hi"), 5.0))
     message = await client.next(REQUEST)
@@ -753,7 +753,7 @@ async def test_the_daemon_asks_a_client_and_is_answered(here: HandDaemon) -> Non
     assert await asked == Nothing()
 
 
-async def test_a_client_may_refuse(here: HandDaemon) -> None:
+async def test_a_client_may_refuse(here: ManualDaemon) -> None:
     client = await here.greeted()
     asked = asyncio.ensure_future(only_session(here).request(AskClient("hi")))
     await client.next(REQUEST)
@@ -762,7 +762,7 @@ async def test_a_client_may_refuse(here: HandDaemon) -> None:
         await asked
 
 
-async def test_a_client_that_answers_something_else_is_known_by_it(here: HandDaemon) -> None:
+async def test_a_client_that_answers_something_else_is_known_by_it(here: ManualDaemon) -> None:
     client = await here.greeted()
     asked = asyncio.ensure_future(only_session(here).request(AskClient("hi")))
     await client.next(REQUEST)
@@ -772,7 +772,7 @@ async def test_a_client_that_answers_something_else_is_known_by_it(here: HandDae
     assert caught.value.code == "reply_invalid"
 
 
-async def test_a_client_that_says_nothing_is_not_waited_for_longer_than_asked(here: HandDaemon) -> None:
+async def test_a_client_that_says_nothing_is_not_waited_for_longer_than_asked(here: ManualDaemon) -> None:
     await here.greeted()
     session = only_session(here)
     asked = asyncio.ensure_future(session.request(AskClient("hi"), 0.001))
@@ -784,7 +784,7 @@ async def test_a_client_that_says_nothing_is_not_waited_for_longer_than_asked(he
     assert len(session.calls) == 0
 
 
-async def test_a_client_that_leaves_does_not_answer(here: HandDaemon) -> None:
+async def test_a_client_that_leaves_does_not_answer(here: ManualDaemon) -> None:
     client = await here.greeted()
     session = only_session(here)
     asked = asyncio.ensure_future(session.request(AskClient("hi")))
@@ -797,7 +797,7 @@ async def test_a_client_that_leaves_does_not_answer(here: HandDaemon) -> None:
         await session.request(AskClient("hi"))
 
 
-async def test_a_caller_that_is_cancelled_forgets_its_question_and_says_so(here: HandDaemon) -> None:
+async def test_a_caller_that_is_cancelled_forgets_its_question_and_says_so(here: ManualDaemon) -> None:
     client = await here.greeted()
     session = only_session(here)
     asked = asyncio.ensure_future(session.request(AskClient("hi")))
@@ -811,7 +811,7 @@ async def test_a_caller_that_is_cancelled_forgets_its_question_and_says_so(here:
     assert await here.ask(client, "PingDaemon") == {}
 
 
-async def test_a_client_is_not_asked_more_at_once_than_a_connection_may_take(here: HandDaemon) -> None:
+async def test_a_client_is_not_asked_more_at_once_than_a_connection_may_take(here: ManualDaemon) -> None:
     await here.greeted()
     session = only_session(here)
     asked = [asyncio.ensure_future(session.request(AskClient("hi"))) for _ in range(4)]
@@ -824,7 +824,7 @@ async def test_a_client_is_not_asked_more_at_once_than_a_connection_may_take(her
 
 
 @pytest.mark.parametrize("message", [[REPLY, 5, {}], [FAILURE, 5, "refused", "no", "no"]])
-async def test_answers_to_what_nobody_asked_are_dropped(here: HandDaemon, message: Message) -> None:
+async def test_answers_to_what_nobody_asked_are_dropped(here: ManualDaemon, message: Message) -> None:
     client = await here.greeted()
     client.send(*message)
     assert await here.ask(client, "PingDaemon") == {}
@@ -840,7 +840,7 @@ async def test_answers_to_what_nobody_asked_are_dropped(here: HandDaemon, messag
         [ENDED, 1, "refused", "c", "t"],
     ],
 )
-async def test_what_only_a_daemon_says_breaks_the_protocol(here: HandDaemon, message: Message) -> None:
+async def test_what_only_a_daemon_says_breaks_the_protocol(here: ManualDaemon, message: Message) -> None:
     client = await here.greeted()
     client.send(*message)
     assert await told(client) == ("peer", "message_unexpected")
@@ -850,19 +850,19 @@ async def test_what_only_a_daemon_says_breaks_the_protocol(here: HandDaemon, mes
 # Signals.
 
 
-async def test_a_signal_reaches_its_handler(here: HandDaemon, extras: Extras) -> None:
+async def test_a_signal_reaches_its_handler(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted(WORKER)
     client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
     await until(lambda: extras.signals == [LightBlinked("a", "green")])
 
 
-async def test_a_signal_that_nobody_knows_says_nothing(here: HandDaemon) -> None:
+async def test_a_signal_that_nobody_knows_says_nothing(here: ManualDaemon) -> None:
     client = await here.greeted(WORKER)
     client.send(SIGNAL, "SomethingNew", {"x": 1})
     assert await here.ask(client, "PingDaemon") == {}
 
 
-async def test_a_signal_of_one_who_may_not_send_it_is_not_heard(here: HandDaemon, extras: Extras) -> None:
+async def test_a_signal_of_one_who_may_not_send_it_is_not_heard(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted(STRANGER, token=await token(here, Role.VIEWER))
     client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
     assert await here.ask(client, "PingDaemon") == {}
@@ -870,7 +870,7 @@ async def test_a_signal_of_one_who_may_not_send_it_is_not_heard(here: HandDaemon
 
 
 async def test_a_signal_about_a_job_that_the_sender_is_not_bound_to_is_not_heard(
-    here: HandDaemon, extras: Extras
+    here: ManualDaemon, extras: Extras
 ) -> None:
     client = await here.greeted(STRANGER, token=await token(here, Role.WORKER, jobs=["a"]))
     client.send(SIGNAL, "LightBlinked", {"job": "b", "light": "red"})
@@ -878,7 +878,7 @@ async def test_a_signal_about_a_job_that_the_sender_is_not_bound_to_is_not_heard
     await until(lambda: extras.signals == [LightBlinked("a", "green")])
 
 
-async def test_a_signal_of_the_daemons_own_parts_is_not_taken_from_outside(here: HandDaemon, extras: Extras) -> None:
+async def test_a_signal_of_the_daemons_own_parts_is_not_taken_from_outside(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted(WORKER)
     client.send(SIGNAL, "FuseBlown", {"job": "a"})
     client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
@@ -887,7 +887,7 @@ async def test_a_signal_of_the_daemons_own_parts_is_not_taken_from_outside(here:
 
 
 @pytest.mark.parametrize("body", [msgpack.packb({"job": "a", "light": 5}), b"\x81\xa5light\xa1\xff", b"\x90"])
-async def test_a_signal_of_another_shape_breaks_the_protocol(here: HandDaemon, body: bytes) -> None:
+async def test_a_signal_of_another_shape_breaks_the_protocol(here: ManualDaemon, body: bytes) -> None:
     client = await here.greeted(WORKER)
     payload = b"\x93\x0f\xacLightBlinked" + body
     client.send_bytes(len(payload).to_bytes(4, "big") + payload)
@@ -898,14 +898,14 @@ async def test_a_signal_of_another_shape_breaks_the_protocol(here: HandDaemon, b
 # Goodbye.
 
 
-async def test_after_bye_nothing_is_heard(here: HandDaemon) -> None:
+async def test_after_bye_nothing_is_heard(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.send_bytes(frame([BYE, 0]) + frame([REQUEST, 1, 0, "CreateJob", {"job": "a"}]))
     await client.lost()
     assert len(here.daemon.jobs.book) == 0
 
 
-async def test_bye_acknowledges(here: HandDaemon) -> None:
+async def test_bye_acknowledges(here: ManualDaemon) -> None:
     client = await here.greeted()
     await here.ask(client, "CreateJob", job="a")
     assert len(here.daemon.ledger.replies) == 1
@@ -934,7 +934,7 @@ messages = st.tuples(st.integers(0, 16), st.lists(anything, max_size=7)).map(lam
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_a_client_sends_others_are_served(tmp_path: Path, polite: bool, data: list[bytes]) -> None:
     async def play() -> None:
-        async with hand_daemon(tmp_path) as here:
+        async with manual_daemon(tmp_path) as here:
             mistakes: list[dict[str, Any]] = []
             asyncio.get_running_loop().set_exception_handler(lambda loop, context: mistakes.append(context))
             client = await here.greeted() if polite else here.client()

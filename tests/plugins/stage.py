@@ -28,7 +28,7 @@ from forged.plugins.model import (
     PluginView,
     RunPluginCommand,
 )
-from tests.spine import Spine, call, running, task_group
+from tests.kernel_fixture import Kernel, call, running, task_group
 
 FAILURES_MAX = 3
 Register = Callable[[PluginContext], Any]
@@ -68,7 +68,7 @@ class Knock(Signal, frozen=True):
 class Stage:
     """Everything that a test of plugins touches."""
 
-    spine: Spine
+    kernel: Kernel
     host: PluginHost
 
     def plugin(self, name: str = "one") -> Plugin:
@@ -78,24 +78,24 @@ class Stage:
         return self.plugin(name).state
 
     async def view(self, name: str = "one") -> PluginView:
-        views = await self.spine.bus.ask(ListPlugins())
+        views = await self.kernel.bus.ask(ListPlugins())
         return next(view for view in views if view.name == name)
 
     async def enable(self, name: str = "one") -> None:
-        await self.spine.bus.ask(EnablePlugin(name), call())
+        await self.kernel.bus.ask(EnablePlugin(name), call())
 
     async def disable(self, name: str = "one") -> None:
-        await self.spine.bus.ask(DisablePlugin(name), call())
+        await self.kernel.bus.ask(DisablePlugin(name), call())
 
     async def run(self, command: str, name: str = "one", **arguments: Any) -> Any:
-        return await self.spine.bus.ask(RunPluginCommand(name, command, arguments), call())
+        return await self.kernel.bus.ask(RunPluginCommand(name, command, arguments), call())
 
     def quarantines(self) -> list[PluginQuarantined]:
-        facts: list[PluginQuarantined] = self.spine.facts(PluginQuarantined)
+        facts: list[PluginQuarantined] = self.kernel.facts(PluginQuarantined)
         return facts
 
     def failures(self) -> list[str]:
-        return [fact.reason for fact in self.spine.facts(HandlerFailed)]
+        return [fact.reason for fact in self.kernel.facts(HandlerFailed)]
 
 
 @dataclass
@@ -118,7 +118,7 @@ def source(register: Register | None = None, name: str = "one", **attributes: An
 
 
 def host_of(
-    spine: Spine,
+    kernel: Kernel,
     *sources: PluginSource,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     guard: Guard | None = None,
@@ -128,8 +128,8 @@ def host_of(
 ) -> PluginHost:
     """A host that has taken in these plugins, on a bus that is not sealed yet."""
     host = PluginHost(
-        spine.bus,
-        spine.clock,
+        kernel.bus,
+        kernel.clock,
         log,
         guard or Unguarded(),
         settings=settings or {},
@@ -144,7 +144,7 @@ def host_of(
 async def staged(
     *plugins: Register | PluginSource,
     store: Store | None = None,
-    register: Callable[[Spine], object] = lambda spine: None,
+    register: Callable[[Kernel], object] = lambda kernel: None,
     facts_max: int = 50_000,
     **more: Any,
 ) -> AsyncIterator[Stage]:
@@ -153,13 +153,13 @@ async def staged(
     sources = [one if isinstance(one, PluginSource) else source(one, next(names)) for one in plugins]
     hosts: list[PluginHost] = []
 
-    def register_all(spine: Spine) -> None:
-        register(spine)
-        hosts.append(host_of(spine, *sources, **more))
+    def register_all(kernel: Kernel) -> None:
+        register(kernel)
+        hosts.append(host_of(kernel, *sources, **more))
 
-    async with running(store, register_all, requests=REQUESTS, facts_max=facts_max) as spine, task_group() as tasks:
+    async with running(store, register_all, requests=REQUESTS, facts_max=facts_max) as kernel, task_group() as tasks:
         await tasks.start(hosts[0].run)
-        yield Stage(spine, hosts[0])
+        yield Stage(kernel, hosts[0])
 
 
 def on(types: Any, handler: Any, **terms: Any) -> Register:

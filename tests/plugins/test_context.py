@@ -15,8 +15,8 @@ from forged.errors import ConfigError
 from forged.kernel.messages import Fact, Gap, Record, Request, Signal
 from forged.log import SILENT
 from forged.plugins.context import PluginContext
+from tests.kernel_fixture import Added, Echoed
 from tests.plugins.stage import Guess, Knock, Said
-from tests.spine import Added, Echoed
 
 
 class Nowhere:

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 
 from forged.auth.messages import CreateToken
 from forged.auth.model import Role
-from forged.auth.tokens import spell
+from forged.auth.tokens import encode_token
 from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
@@ -158,7 +158,7 @@ class Stage(ABC):
                     self.note(f"the operator was told {error.code}")
                     await anyio.sleep(0.1)
                 else:
-                    self.token = spell(secret)[1]
+                    self.token = encode_token(secret)[1]
 
     def open_store_of(self, disk: SimulatedDisk) -> OpenStore:
         """The way to the store on a disk."""

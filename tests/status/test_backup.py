@@ -8,7 +8,7 @@ import pytest
 from forged.kernel.bus import Bus
 from forged.net.tickets import TicketRegistry
 from forged.status.backup import NAME, BackupService, Copy
-from tests.net.hand import HandClock
+from tests.net.manual_daemon import ManualClock
 
 UNFINISHED = f"{NAME}.0123abcd.new"
 
@@ -18,7 +18,7 @@ async def copy_nothing(path: Path) -> None:
 
 
 def service_in(directory: Path, copy: Copy | None = copy_nothing) -> BackupService:
-    clock = HandClock()
+    clock = ManualClock()
     return BackupService(Bus(clock), TicketRegistry(clock, os.urandom), copy, directory)
 
 

@@ -18,7 +18,7 @@ from forged.status.model import (
     TellStory,
 )
 from forged.status.service import STORY_BYTES_MAX, StatusService
-from tests.spine import Add, Added, Echoed, Level, Spine, call, ids, running, virtual
+from tests.kernel_fixture import Add, Added, Echoed, Kernel, Level, call, ids, on_virtual_time, running
 
 ANSWERED = (PingDaemon, ReadStatus, TellStory, ListHandlers, ReadmitHandler)
 STATUS = Status(
@@ -44,8 +44,8 @@ STATUS = Status(
 )
 
 
-def serving(spine: Spine) -> None:
-    StatusService(spine.bus, spine.journal, lambda: STATUS)
+def serving(kernel: Kernel) -> None:
+    StatusService(kernel.bus, kernel.journal, lambda: STATUS)
 
 
 def viewer(*jobs: str) -> Call:
@@ -56,98 +56,98 @@ def story_of(answer: list[msgspec.Raw]) -> list[int]:
     return ids([Record.read(raw) for raw in answer])
 
 
-async def view(spine: Spine, name: str) -> HandlerView:
-    (found,) = [view for view in await spine.bus.ask(ListHandlers()) if view.name == name]
+async def view(kernel: Kernel, name: str) -> HandlerView:
+    (found,) = [view for view in await kernel.bus.ask(ListHandlers()) if view.name == name]
     return found
 
 
-async def record_family(spine: Spine, *jobs: str) -> list[int]:
+async def record_family(kernel: Kernel, *jobs: str) -> list[int]:
     """Facts of which each led to the next, in these jobs."""
     cause = 0
     family = []
     for job in jobs:
-        await spine.ledger.append(Decision(None, (Echoed(cause),), job=job), cause=cause).wait()
-        cause = spine.journal.last
+        await kernel.ledger.append(Decision(None, (Echoed(cause),), job=job), cause=cause).wait()
+        cause = kernel.journal.last
         family.append(cause)
     return family
 
 
-@virtual
+@on_virtual_time
 async def test_it_answers_everything_that_is_said_of_the_daemon() -> None:
-    async with running(register=serving, requests=ANSWERED) as spine:
-        assert await spine.bus.ask(PingDaemon(), viewer("a")) == Nothing()
-        assert await spine.bus.ask(ReadStatus(), viewer("a")) is STATUS
+    async with running(register=serving, requests=ANSWERED) as kernel:
+        assert await kernel.bus.ask(PingDaemon(), viewer("a")) == Nothing()
+        assert await kernel.bus.ask(ReadStatus(), viewer("a")) is STATUS
 
 
 # Stories.
 
 
-@virtual
+@on_virtual_time
 async def test_a_story_is_told_from_its_first_cause_to_its_last_consequence() -> None:
-    async with running(register=serving) as spine:
-        family = await record_family(spine, "", "a", "a")
+    async with running(register=serving) as kernel:
+        family = await record_family(kernel, "", "a", "a")
         for fact_id in family:
-            assert story_of(await spine.bus.ask(TellStory(fact_id), viewer())) == family
+            assert story_of(await kernel.bus.ask(TellStory(fact_id), viewer())) == family
 
 
-@virtual
+@on_virtual_time
 async def test_somebody_bound_to_jobs_is_told_the_parts_that_happened_there() -> None:
-    async with running(register=serving) as spine:
-        _, second, _, fourth = await record_family(spine, "", "a", "b", "a")
-        assert story_of(await spine.bus.ask(TellStory(second), viewer("a"))) == [second, fourth]
+    async with running(register=serving) as kernel:
+        _, second, _, fourth = await record_family(kernel, "", "a", "b", "a")
+        assert story_of(await kernel.bus.ask(TellStory(second), viewer("a"))) == [second, fourth]
 
 
 @pytest.mark.parametrize("jobs", [("b",), ("",)])
-@virtual
+@on_virtual_time
 async def test_a_fact_that_somebody_may_not_see_is_unknown_to_them(jobs: tuple[str, ...]) -> None:
-    async with running(register=serving) as spine:
-        (fact_id,) = await record_family(spine, *jobs)
+    async with running(register=serving) as kernel:
+        (fact_id,) = await record_family(kernel, *jobs)
         with pytest.raises(RequestRefused) as caught:
-            await spine.bus.ask(TellStory(fact_id), viewer("a"))
+            await kernel.bus.ask(TellStory(fact_id), viewer("a"))
         assert caught.value.code == "fact_unknown"
 
 
 @pytest.mark.parametrize("fact_id", [-1, 0, 10_000])
-@virtual
+@on_virtual_time
 async def test_a_fact_that_is_not_kept_is_refused_with_those_that_are(fact_id: int) -> None:
-    async with running(register=serving) as spine:
-        await spine.add()
-        [oldest] = spine.journal.after(spine.journal.floor, 1)
+    async with running(register=serving) as kernel:
+        await kernel.add()
+        [oldest] = kernel.journal.after(kernel.journal.floor, 1)
         assert oldest.id == 2, "ids have holes"
-        with pytest.raises(RequestRefused, match=f"kept are 2 to {spine.journal.last}"):
-            await spine.bus.ask(TellStory(fact_id))
+        with pytest.raises(RequestRefused, match=f"kept are 2 to {kernel.journal.last}"):
+            await kernel.bus.ask(TellStory(fact_id))
 
 
-@virtual
+@on_virtual_time
 async def test_a_story_fits_into_a_frame() -> None:
-    async with running(register=serving) as spine:
-        await spine.add()
-        origin = spine.journal.last
+    async with running(register=serving) as kernel:
+        await kernel.add()
+        origin = kernel.journal.last
         for _ in range(12):
             large = Decision(None, (Added(1, 1),), job="j" * 100_000)
-            await spine.ledger.append(large, cause=origin).wait()
-        told = await spine.bus.ask(TellStory(origin))
+            await kernel.ledger.append(large, cause=origin).wait()
+        told = await kernel.bus.ask(TellStory(origin))
         assert 1 < len(told) < 13
         assert sum(len(bytes(raw)) for raw in told) <= STORY_BYTES_MAX
 
 
-@virtual
+@on_virtual_time
 async def test_what_somebody_may_not_see_takes_no_room_in_their_story() -> None:
-    async with running(register=serving) as spine:
+    async with running(register=serving) as kernel:
         cause = 0
         for _ in range(12):
             hidden = Decision(None, (Added(1, 1),), job="j" * 100_000)
-            await spine.ledger.append(hidden, cause=cause).wait()
-            cause = spine.journal.last
-        await spine.ledger.append(Decision(None, (Echoed(cause),), job="a"), cause=cause).wait()
-        own = spine.journal.last
-        assert story_of(await spine.bus.ask(TellStory(own), viewer("a"))) == [own]
+            await kernel.ledger.append(hidden, cause=cause).wait()
+            cause = kernel.journal.last
+        await kernel.ledger.append(Decision(None, (Echoed(cause),), job="a"), cause=cause).wait()
+        own = kernel.journal.last
+        assert story_of(await kernel.bus.ask(TellStory(own), viewer("a"))) == [own]
 
 
 # Handlers.
 
 
-@virtual
+@on_virtual_time
 async def test_every_handler_is_listed_with_what_it_did() -> None:
     def failing(_: Record) -> None:
         raise ValueError("boom")
@@ -155,34 +155,34 @@ async def test_every_handler_is_listed_with_what_it_did() -> None:
     async def wrapper(request: Any, _: Call, proceed: Any) -> Any:
         return await proceed(request)
 
-    def register(spine: Spine) -> None:
-        serving(spine)
-        spine.bus.on(Added, failing, name="failing", failures_max=2)
-        spine.bus.on_signal(Level, lambda *_: None, name="gauge")
-        spine.bus.wrap(Add, wrapper, owner="plugin")
+    def register(kernel: Kernel) -> None:
+        serving(kernel)
+        kernel.bus.on(Added, failing, name="failing", failures_max=2)
+        kernel.bus.on_signal(Level, lambda *_: None, name="gauge")
+        kernel.bus.wrap(Add, wrapper, owner="plugin")
 
-    async with running(register=register) as spine:
+    async with running(register=register) as kernel:
         for _ in range(3):
-            await spine.add()
-        spine.bus.signal(Level("tank"), call())
-        await spine.settle()
-        failed = await view(spine, "failing")
+            await kernel.add()
+        kernel.bus.signal(Level("tank"), call())
+        await kernel.settle()
+        failed = await view(kernel, "failing")
         assert (failed.kind, failed.messages, failed.quarantined) == ("fact", ["Added"], True)
         assert (failed.handled, failed.failed, failed.dropped, failed.queued) == (2, 2, 1, 0)
-        added = await view(spine, "tally < plugin")
+        added = await view(kernel, "tally < plugin")
         assert (added.kind, added.messages, added.handled) == ("request", ["Add"], 3)
         assert added.p50_s <= added.p99_s
-        assert (await view(spine, "gauge")).kind == "signal"
+        assert (await view(kernel, "gauge")).kind == "signal"
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_of_all_facts_says_so() -> None:
-    async with running(register=serving) as spine:
-        spine.bus.on(Fact, lambda _: None, name="everything")
-        assert (await view(spine, "everything")).messages == ["*"]
+    async with running(register=serving) as kernel:
+        kernel.bus.on(Fact, lambda _: None, name="everything")
+        assert (await view(kernel, "everything")).messages == ["*"]
 
 
-@virtual
+@on_virtual_time
 async def test_an_operator_readmits_a_handler() -> None:
     heard: list[int] = []
 
@@ -191,17 +191,17 @@ async def test_an_operator_readmits_a_handler() -> None:
         if len(heard) == 1:
             raise ValueError("boom")
 
-    def register(spine: Spine) -> None:
-        serving(spine)
-        spine.bus.on(Added, once_bitten, name="plugin", failures_max=1)
+    def register(kernel: Kernel) -> None:
+        serving(kernel)
+        kernel.bus.on(Added, once_bitten, name="plugin", failures_max=1)
 
-    async with running(register=register) as spine:
-        await spine.add()
-        await spine.settle()
+    async with running(register=register) as kernel:
+        await kernel.add()
+        await kernel.settle()
         with pytest.raises(RequestRefused):
-            await spine.bus.ask(ReadmitHandler("plugin"), viewer())
-        assert await spine.bus.ask(ReadmitHandler("plugin")) == Nothing()
-        assert not (await view(spine, "plugin")).quarantined
-        await spine.add()
-        await spine.settle()
+            await kernel.bus.ask(ReadmitHandler("plugin"), viewer())
+        assert await kernel.bus.ask(ReadmitHandler("plugin")) == Nothing()
+        assert not (await view(kernel, "plugin")).quarantined
+        await kernel.add()
+        await kernel.settle()
         assert len(heard) == 2

@@ -9,7 +9,7 @@ import pytest
 from forged.errors import Unavailable
 from forged.status.model import Status
 from forged.systemd.report import LOOK_INTERVAL_S, report, status_line
-from tests.spine import virtual
+from tests.kernel_fixture import on_virtual_time
 from tests.systemd.manager import Manager
 
 
@@ -34,7 +34,7 @@ def test_the_line_says_what_one_wants_to_know_first(known: dict[str, Any], line:
     assert status_line(status(**known)) == line
 
 
-@virtual
+@on_virtual_time
 async def test_the_line_is_told_when_it_changes_and_not_more_often_than_somebody_looks(manager: Manager) -> None:
     jobs = 0
 
@@ -54,7 +54,7 @@ async def test_the_line_is_told_when_it_changes_and_not_more_often_than_somebody
     assert len(messages) <= 4
 
 
-@virtual
+@on_virtual_time
 async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: Manager) -> None:
     looks = 0
 
@@ -77,7 +77,7 @@ async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: Ma
     ]
 
 
-@virtual
+@on_virtual_time
 async def test_readiness_that_did_not_get_through_is_told_as_soon_as_it_does(manager: Manager) -> None:
     async def read() -> Status:
         return status()

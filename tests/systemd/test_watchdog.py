@@ -11,9 +11,9 @@ from forged.errors import ConfigError, Unavailable
 from forged.kernel.messages import Call, Decision, Nothing, Record, Request
 from forged.status.model import PingDaemon
 from forged.systemd.watchdog import BusProbe, feed, feeding_interval_s
-from tests.spine import Added, Echoed, Spine, running, virtual
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import Added, Echoed, Kernel, on_virtual_time, running
 from tests.systemd.manager import Manager
-from tests.troubled_store import TroubledStore, full
 
 INTERVAL_S = 10.0
 FED = ["WATCHDOG=1"]
@@ -42,19 +42,21 @@ class TestTheInterval:
 
 @asynccontextmanager
 async def fed(
-    manager: Manager, store: TroubledStore | None = None, register: Callable[[Spine], object] = lambda spine: None
-) -> AsyncIterator[Spine]:
+    manager: Manager,
+    store: FaultyStore | None = None,
+    register: Callable[[Kernel], object] = lambda kernel: None,
+) -> AsyncIterator[Kernel]:
     """A spine whose watchdog is being fed."""
 
-    def serve(spine: Spine) -> None:
-        spine.bus.serve(PingDaemon, lambda *_: Nothing(), owner="status")
-        register(spine)
+    def serve(kernel: Kernel) -> None:
+        kernel.bus.serve(PingDaemon, lambda *_: Nothing(), owner="status")
+        register(kernel)
 
-    async with running(store, serve) as spine, anyio.create_task_group() as tasks:
-        tasks.start_soon(feed, manager.notifier, INTERVAL_S, BusProbe(spine.bus, INTERVAL_S))
+    async with running(store, serve) as kernel, anyio.create_task_group() as tasks:
+        tasks.start_soon(feed, manager.notifier, INTERVAL_S, BusProbe(kernel.bus, INTERVAL_S))
         # Between two feeds, so that nothing that is counted falls on the border.
         await anyio.sleep(INTERVAL_S / 2)
-        yield spine
+        yield kernel
         tasks.cancel_scope.cancel()
 
 
@@ -67,34 +69,34 @@ async def feeds(manager: Manager, *, intervals: int = 6) -> int:
     return len(messages)
 
 
-@virtual
+@on_virtual_time
 async def test_an_idle_bus_is_fed_every_interval(manager: Manager) -> None:
     async with fed(manager):
         assert await feeds(manager) == 6
 
 
-@virtual
+@on_virtual_time
 async def test_a_busy_bus_whose_queues_move_is_fed(manager: Manager) -> None:
     async def slow(record: Record) -> None:
         await anyio.sleep(INTERVAL_S / 2)
 
-    async with fed(manager, register=lambda spine: spine.bus.on(Added, slow, name="slow")) as spine:
+    async with fed(manager, register=lambda kernel: kernel.bus.on(Added, slow, name="slow")) as kernel:
         for _ in range(100):
-            await spine.add()
+            await kernel.add()
         assert await feeds(manager) == 6
-        assert spine.bus.backlog > 50
+        assert kernel.bus.backlog > 50
 
 
-@virtual
+@on_virtual_time
 async def test_a_built_in_handler_that_never_returns_is_not_fed(manager: Manager) -> None:
     release = anyio.Event()
 
     async def stuck(record: Record) -> None:
         await release.wait()
 
-    async with fed(manager, register=lambda spine: spine.bus.on(Added, stuck, name="stuck")) as spine:
+    async with fed(manager, register=lambda kernel: kernel.bus.on(Added, stuck, name="stuck")) as kernel:
         assert await feeds(manager) == 6
-        await spine.add()
+        await kernel.add()
         assert await feeds(manager, intervals=2) <= 1
         assert await feeds(manager) == 0
         release.set()
@@ -102,17 +104,17 @@ async def test_a_built_in_handler_that_never_returns_is_not_fed(manager: Manager
         assert await feeds(manager) == 6
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_stuck_is_told_to_the_log(manager: Manager) -> None:
-    async with fed(manager, register=lambda spine: spine.bus.on(Added, forever, name="stuck")) as spine:
-        await spine.add()
-        probe = BusProbe(spine.bus, INTERVAL_S)
+    async with fed(manager, register=lambda kernel: kernel.bus.on(Added, forever, name="stuck")) as kernel:
+        await kernel.add()
+        probe = BusProbe(kernel.bus, INTERVAL_S)
         await probe()
         assert await probe() == ["handler stuck"]
-        store = spine.store
-        assert isinstance(store, TroubledStore)
+        store = kernel.store
+        assert isinstance(store, FaultyStore)
         store.block()
-        spine.submit()
+        kernel.submit()
         with anyio.move_on_after(INTERVAL_S) as scope:
             await probe()
         assert scope.cancelled_caught
@@ -122,23 +124,23 @@ async def forever(record: Record) -> None:
     await anyio.sleep_forever()
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugins_handler_that_never_returns_is_fed(manager: Manager) -> None:
-    def register(spine: Spine) -> None:
-        spine.bus.on(Added, forever, name="plugin", lossless=False)
+    def register(kernel: Kernel) -> None:
+        kernel.bus.on(Added, forever, name="plugin", lossless=False)
 
-    async with fed(manager, register=register) as spine:
+    async with fed(manager, register=register) as kernel:
         for _ in range(5):
-            await spine.add()
+            await kernel.add()
         assert await feeds(manager) == 6
 
 
-@virtual
+@on_virtual_time
 async def test_a_commit_that_never_ends_is_not_fed(manager: Manager) -> None:
-    store = TroubledStore()
-    async with fed(manager, store) as spine:
+    store = FaultyStore()
+    async with fed(manager, store) as kernel:
         store.block()
-        spine.submit()
+        kernel.submit()
         await store.entered.wait()
         assert await feeds(manager, intervals=2) <= 1
         assert await feeds(manager) == 0
@@ -151,51 +153,51 @@ async def hang(request: Request[Any], call: Call, proceed: Callable[[Request[Any
     await anyio.sleep_forever()
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_wraps_the_ping_and_hangs_does_not_end_the_daemon(manager: Manager) -> None:
-    async with fed(manager, register=lambda spine: spine.bus.wrap(PingDaemon, hang, owner="plugin")):
+    async with fed(manager, register=lambda kernel: kernel.bus.wrap(PingDaemon, hang, owner="plugin")):
         await anyio.sleep(INTERVAL_S)
         assert await feeds(manager) == 6
 
 
-@virtual
+@on_virtual_time
 async def test_nor_does_it_hide_a_commit_that_never_ends(manager: Manager) -> None:
-    store = TroubledStore()
-    async with fed(manager, store, lambda spine: spine.bus.wrap(PingDaemon, hang, owner="plugin")) as spine:
+    store = FaultyStore()
+    async with fed(manager, store, lambda kernel: kernel.bus.wrap(PingDaemon, hang, owner="plugin")) as kernel:
         store.block()
-        spine.submit()
+        kernel.submit()
         await store.entered.wait()
         await anyio.sleep(2 * INTERVAL_S)
         assert await feeds(manager) == 0
 
 
-@virtual
+@on_virtual_time
 async def test_an_answer_that_refuses_is_an_answer(manager: Manager) -> None:
     def refuse(request: PingDaemon, call: Call) -> Nothing:
         raise Unavailable("busy", "not now", "try again")
 
-    async with fed(manager, register=lambda spine: spine.bus.replace(PingDaemon, refuse, owner="plugin")):
+    async with fed(manager, register=lambda kernel: kernel.bus.replace(PingDaemon, refuse, owner="plugin")):
         assert await feeds(manager) == 6
 
 
-@virtual
+@on_virtual_time
 async def test_a_full_disk_is_fed_and_so_are_those_who_wait_for_room(manager: Manager) -> None:
     async def echo(record: Record) -> Decision[None]:
         return Decision(None, (Echoed(record.id),))
 
-    store = TroubledStore()
-    async with fed(manager, store, lambda spine: spine.bus.on(Added, echo, name="echo", durable=True)) as spine:
+    store = FaultyStore()
+    async with fed(manager, store, lambda kernel: kernel.bus.on(Added, echo, name="echo", durable=True)) as kernel:
         for _ in range(5):
-            await spine.add()
+            await kernel.add()
         store.commit_error = full()
         with pytest.raises(Unavailable):
-            await spine.add()
+            await kernel.add()
         await anyio.sleep(INTERVAL_S)
-        assert not spine.ledger.writable_now
+        assert not kernel.ledger.writable_now
         assert await feeds(manager) == 6
 
 
-@virtual
+@on_virtual_time
 async def test_a_probe_that_is_late_once_is_asked_again_at_once(manager: Manager) -> None:
     asked = []
 

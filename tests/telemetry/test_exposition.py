@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from forged.telemetry.exposition import EXPOSITION_AGE_MAX_S, Exposition
-from tests.net.hand import HandClock
+from tests.net.manual_daemon import ManualClock
 
 
 class Numbers(Collector):
@@ -31,7 +31,7 @@ class Numbers(Collector):
 
 
 async def test_a_hundred_who_ask_at_once_are_given_one_text_that_was_made_once() -> None:
-    numbers, clock = Numbers(), HandClock()
+    numbers, clock = Numbers(), ManualClock()
     exposition = Exposition(numbers, clock.monotonic)
     texts = await asyncio.gather(*(exposition.text() for _ in range(100)))
     assert numbers.reads == exposition.made == 1
@@ -41,7 +41,7 @@ async def test_a_hundred_who_ask_at_once_are_given_one_text_that_was_made_once()
 
 
 async def test_a_text_that_is_too_old_is_made_anew() -> None:
-    numbers, clock = Numbers(1), HandClock()
+    numbers, clock = Numbers(1), ManualClock()
     exposition = Exposition(numbers, clock.monotonic)
     first = await exposition.text()
     clock.now += EXPOSITION_AGE_MAX_S
@@ -60,14 +60,14 @@ async def test_others_have_their_turn_between_the_families() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count_turns())
-    await Exposition(Numbers(50), HandClock().monotonic).text()
+    await Exposition(Numbers(50), ManualClock().monotonic).text()
     counting.cancel()
     assert turns >= 50
 
 
 async def test_who_goes_away_while_it_is_made_does_not_keep_others_from_it() -> None:
     numbers = Numbers()
-    exposition = Exposition(numbers, HandClock().monotonic)
+    exposition = Exposition(numbers, ManualClock().monotonic)
     with anyio.CancelScope() as scope:
         scope.cancel()
         await exposition.text()

@@ -9,7 +9,7 @@ import pytest
 
 from forged.telemetry.library_logs import COMPLAINTS_PER_S_MAX, LibraryLogs, adopted
 from forged.telemetry.report import MistakeReport
-from tests.net.hand import HandClock, until
+from tests.net.manual_daemon import ManualClock, until
 from tests.telemetry.heard import Heard
 
 library = logging.getLogger("a.library")
@@ -19,7 +19,7 @@ class Place:
     """A log, and what is told to it."""
 
     def __init__(self) -> None:
-        self.log, self.clock = Heard(), HandClock()
+        self.log, self.clock = Heard(), ManualClock()
         self.complaints = LibraryLogs(self.log, MistakeReport(self.log, self.clock).tell, self.clock)
 
 

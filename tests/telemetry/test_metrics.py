@@ -14,15 +14,15 @@ from forged.net.server import Server
 from forged.plugins.model import PluginState, PluginView
 from forged.telemetry.metrics import Commits, DaemonCollector, _buckets
 from forged.version import VERSION
-from tests.net.hand import HandClock, HandNetwork
-from tests.spine import Added, Spine, running, virtual
-from tests.troubled_store import TroubledStore
+from tests.faulty_store import FaultyStore
+from tests.kernel_fixture import Added, Kernel, on_virtual_time, running
+from tests.net.manual_daemon import ManualClock, ManualNetwork
 
 
-def registry_of(spine: Spine, lost: int = 0, plugins: Sequence[PluginView] = ()) -> CollectorRegistry:
-    server = Server(HandNetwork(), spine.bus, spine.journal, HandClock(), history="h", identify=refuse)
+def registry_of(kernel: Kernel, lost: int = 0, plugins: Sequence[PluginView] = ()) -> CollectorRegistry:
+    server = Server(ManualNetwork(), kernel.bus, kernel.journal, ManualClock(), history="h", identify=refuse)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(DaemonCollector(spine.bus, spine.ledger, server, lambda: lost, lambda: plugins))
+    registry.register(DaemonCollector(kernel.bus, kernel.ledger, server, lambda: lost, lambda: plugins))
     return registry
 
 
@@ -34,16 +34,16 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(name, labels)
 
 
-@virtual
+@on_virtual_time
 async def test_commits_are_counted_with_their_size_and_duration() -> None:
-    store = TroubledStore()
-    async with running(store) as spine:
-        registry = registry_of(spine)
-        await spine.add()
+    store = FaultyStore()
+    async with running(store) as kernel:
+        registry = registry_of(kernel)
+        await kernel.add()
         store.block()
-        first = spine.submit()
+        first = kernel.submit()
         await store.entered.wait()
-        pending = [spine.submit() for _ in range(5)]
+        pending = [kernel.submit() for _ in range(5)]
         store.unblock()
         for one in (first, *pending):
             await one.wait()
@@ -64,42 +64,42 @@ def test_each_size_is_in_the_bucket_whose_bound_it_does_not_exceed() -> None:
             assert count == (size <= float(bound))
 
 
-@virtual
+@on_virtual_time
 async def test_what_waits_for_handlers_and_what_they_failed_on_is_shown() -> None:
     def fail(record: object) -> None:
         raise ZeroDivisionError
 
-    def register(spine: Spine) -> None:
-        spine.bus.on(Added, fail, name="plugin", failures_max=1, lossless=False)
+    def register(kernel: Kernel) -> None:
+        kernel.bus.on(Added, fail, name="plugin", failures_max=1, lossless=False)
 
-    async with running(register=register) as spine:
-        registry = registry_of(spine)
-        await spine.add()
-        await spine.settle()
+    async with running(register=register) as kernel:
+        registry = registry_of(kernel)
+        await kernel.add()
+        await kernel.settle()
         assert value(registry, "forged_handler_failures_total", kind="fact", handler="plugin") == 1
         assert value(registry, "forged_handler_quarantined", handler="plugin") == 1
         assert value(registry, "forged_mailbox_facts", handler="plugin") == 0
         assert value(registry, "forged_handler_seconds_bucket", kind="request", handler="Add", le="+Inf") == 1
-        assert value(registry, "forged_decisions_total") == spine.ledger.decisions
+        assert value(registry, "forged_decisions_total") == kernel.ledger.decisions
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_follows_the_journal_is_shown_among_the_handlers() -> None:
     async def deliver(records: object) -> None:
         """Takes all."""
 
-    async with running(register=lambda spine: spine.bus.follow(Added, deliver, name="follower")) as spine:
-        registry = registry_of(spine)
-        await spine.add()
-        await spine.settle()
+    async with running(register=lambda kernel: kernel.bus.follow(Added, deliver, name="follower")) as kernel:
+        registry = registry_of(kernel)
+        await kernel.add()
+        await kernel.settle()
         assert value(registry, "forged_mailbox_facts", handler="follower") is not None
         assert value(registry, "forged_handler_quarantined", handler="follower") == 0
 
 
-@virtual
+@on_virtual_time
 async def test_the_build_the_process_and_the_log_are_shown() -> None:
-    async with running() as spine:
-        registry = registry_of(spine, lost=7)
+    async with running() as kernel:
+        registry = registry_of(kernel, lost=7)
         assert value(registry, "forged_build_info", version=VERSION) == 1
         assert value(registry, "forged_log_lines_lost_total") == 7
         for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
@@ -108,11 +108,11 @@ async def test_the_build_the_process_and_the_log_are_shown() -> None:
             assert found > 0
 
 
-@virtual
+@on_virtual_time
 async def test_all_of_it_is_valid_in_both_formats_and_explained() -> None:
-    async with running() as spine:
-        registry = registry_of(spine)
-        await spine.add()
+    async with running() as kernel:
+        registry = registry_of(kernel)
+        await kernel.add()
         families = list(text_string_to_metric_families(generate_latest(registry).decode()))
         assert len(families) > 20
         assert all(family.documentation for family in families)
@@ -120,7 +120,7 @@ async def test_all_of_it_is_valid_in_both_formats_and_explained() -> None:
         assert list(strictly_parsed(generate_open_metrics(registry).decode()))  # type: ignore[no-untyped-call]
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_shows_its_state_and_what_it_did() -> None:
     plugin = PluginView(
         name="noisy",
@@ -134,8 +134,8 @@ async def test_a_plugin_shows_its_state_and_what_it_did() -> None:
         failed=5,
         published=3,
     )
-    async with running() as spine:
-        registry = registry_of(spine, plugins=[plugin])
+    async with running() as kernel:
+        registry = registry_of(kernel, plugins=[plugin])
         states = {
             state: value(registry, "forged_plugin_state", plugin="noisy", forged_plugin_state=state)
             for state in PluginState

@@ -11,35 +11,35 @@ from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.kernel.store.memory import MemoryStore
 from forged.net.server import COMPLAINTS_PER_S_MAX, SWEEP_INTERVAL_S
-from tests.net.hand import (
+from tests.kernel_fixture import on_virtual_time
+from tests.net.manual_daemon import (
     BYE,
     CLIENT,
     HELLO,
     OPERATOR,
     STRANGER,
     WORKER,
-    HandClient,
-    HandClock,
-    HandDaemon,
-    HandNetwork,
+    ManualClient,
+    ManualClock,
+    ManualDaemon,
+    ManualNetwork,
     until,
 )
-from tests.spine import virtual
 from tests.telemetry.heard import Heard
 
 
 @asynccontextmanager
-async def a_daemon(log: Heard) -> AsyncIterator[HandDaemon]:
+async def a_daemon(log: Heard) -> AsyncIterator[ManualDaemon]:
     async def open_store() -> MemoryStore:
         return MemoryStore("h")
 
-    network, clock = HandNetwork(), HandClock()
+    network, clock = ManualNetwork(), ManualClock()
     config = Config(socket="s", listen=(), drain_timeout_s=0.0)
     async with Daemon.running(config, Ports(clock, network, 1, 0, open_store, log=log)) as daemon:
-        yield HandDaemon(daemon, network, clock)
+        yield ManualDaemon(daemon, network, clock)
 
 
-@virtual
+@on_virtual_time
 async def test_a_connection_is_told_at_both_its_ends_with_who_it_was() -> None:
     log = Heard()
     async with a_daemon(log) as here:
@@ -54,23 +54,23 @@ async def test_a_connection_is_told_at_both_its_ends_with_who_it_was() -> None:
     assert log.of("a peer was sent away") == []
 
 
-def speak_another_protocol(client: HandClient) -> None:
+def speak_another_protocol(client: ManualClient) -> None:
     client.send_bytes(b"GET / HTTP/1.1\r\n\r\n")
 
 
-def speak_a_later_version(client: HandClient) -> None:
+def speak_a_later_version(client: ManualClient) -> None:
     client.send(HELLO, 7, 9, CLIENT, "from the future", None)
 
 
-def bring_a_wrong_token(client: HandClient) -> None:
+def bring_a_wrong_token(client: ManualClient) -> None:
     client.hello(token="forged_nonsense")
 
 
 @pytest.mark.parametrize("misbehave", [speak_another_protocol, speak_a_later_version, bring_a_wrong_token])
-def test_who_is_sent_away_is_told_with_the_reason(misbehave: Callable[[HandClient], None]) -> None:
+def test_who_is_sent_away_is_told_with_the_reason(misbehave: Callable[[ManualClient], None]) -> None:
     log = Heard()
 
-    @virtual
+    @on_virtual_time
     async def meet() -> None:
         async with a_daemon(log) as here:
             client = here.client(WORKER)
@@ -86,7 +86,7 @@ def test_who_is_sent_away_is_told_with_the_reason(misbehave: Callable[[HandClien
     assert log.of("a connection has ended")[0]["code"] == told["code"]
 
 
-@virtual
+@on_virtual_time
 async def test_who_breaks_the_protocol_after_the_hello_is_told_by_name() -> None:
     log = Heard()
     async with a_daemon(log) as here:
@@ -98,7 +98,7 @@ async def test_who_breaks_the_protocol_after_the_hello_is_told_by_name() -> None
     assert told["client"] == CLIENT.hex()
 
 
-@virtual
+@on_virtual_time
 async def test_many_who_are_sent_away_do_not_fill_the_log_and_are_counted() -> None:
     log = Heard()
     async with a_daemon(log) as here:

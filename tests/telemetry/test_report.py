@@ -12,10 +12,10 @@ from forged.errors import RequestRefused
 from forged.kernel.bus.model import HandlerFailed
 from forged.kernel.messages import Call, Fact, Record, Request
 from forged.telemetry.report import MISTAKES_MAX, TRACEBACK_CHARS_MAX, FactReport, MistakeReport, Reporter
-from tests.net.hand import HandClock
-from tests.spine import Add, Added, Spine, Tick, call, running, virtual
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import Add, Added, Kernel, Tick, call, on_virtual_time, running
+from tests.net.manual_daemon import ManualClock
 from tests.telemetry.heard import Heard
-from tests.troubled_store import TroubledStore, full
 
 
 class Shouted(Fact, frozen=True):
@@ -35,9 +35,9 @@ class Stumble(Request[int], frozen=True):
 def reporting(log: Heard, **limits: Any) -> Any:
     """Registers a reporter on a spine and keeps it there."""
 
-    def register(spine: Spine) -> None:
-        spine.bus.serve(Stumble, stumble, owner="clumsy")
-        spine.reporter = Reporter(log, spine.bus, spine.ledger, spine.clock, **limits)  # type: ignore[attr-defined]
+    def register(kernel: Kernel) -> None:
+        kernel.bus.serve(Stumble, stumble, owner="clumsy")
+        kernel.reporter = Reporter(log, kernel.bus, kernel.ledger, kernel.clock, **limits)  # type: ignore[attr-defined]
 
     return register
 
@@ -57,7 +57,7 @@ def added(count: int) -> list[Record]:
 
 
 def fact_report(log: Heard, per_s_max: float = 10.0, clock: Clock | None = None) -> FactReport:
-    return FactReport(log, clock or HandClock(), per_s_max)
+    return FactReport(log, clock or ManualClock(), per_s_max)
 
 
 def test_a_fact_is_told_with_its_place_in_history_and_its_fields() -> None:
@@ -93,7 +93,7 @@ def test_a_fact_has_the_level_of_its_class_and_one_that_is_unknown_is_info() -> 
 
 
 def test_below_the_level_of_the_log_nothing_is_told_or_counted() -> None:
-    log, clock = Heard(level="warning"), HandClock()
+    log, clock = Heard(level="warning"), ManualClock()
     report = fact_report(log, clock=clock)
     report.tell(added(1000))
     clock.now += 100
@@ -102,7 +102,7 @@ def test_below_the_level_of_the_log_nothing_is_told_or_counted() -> None:
 
 
 def test_of_a_flood_only_so_much_is_told_and_the_rest_is_counted_in_one_line_at_its_end() -> None:
-    log, clock = Heard(), HandClock()
+    log, clock = Heard(), ManualClock()
     report = fact_report(log, 10.0, clock)
     report.tell(added(1000))
     report.look(clock.now)
@@ -122,7 +122,7 @@ def test_a_flood_of_what_is_usual_does_not_hide_a_warning() -> None:
 
 
 def test_the_limit_can_be_changed_and_none_at_all_is_told_at_zero() -> None:
-    log, clock = Heard(), HandClock()
+    log, clock = Heard(), ManualClock()
     report = fact_report(log, 0.0, clock)
     report.tell(added(1000))
     report.look(clock.now + 100)
@@ -133,12 +133,12 @@ def test_the_limit_can_be_changed_and_none_at_all_is_told_at_zero() -> None:
     assert len(log.of("fact")) == 50
 
 
-@virtual
+@on_virtual_time
 async def test_facts_of_the_bus_are_told_once_they_are_durable() -> None:
-    log, store = Heard(), TroubledStore()
-    async with running(store, reporting(log)) as spine:
+    log, store = Heard(), FaultyStore()
+    async with running(store, reporting(log)) as kernel:
         store.block()
-        pending = spine.submit(4)
+        pending = kernel.submit(4)
         await store.entered.wait()
         assert log.lines == []
         store.unblock()
@@ -146,24 +146,24 @@ async def test_facts_of_the_bus_are_told_once_they_are_durable() -> None:
         assert [fields["fact"] for fields in log.of("fact")] == [{"amount": 4, "total": 4}]
 
 
-@virtual
+@on_virtual_time
 async def test_a_reporter_can_be_told_a_new_limit() -> None:
     log = Heard()
-    async with running(register=reporting(log, facts_per_s_max=0)) as spine:
-        await spine.add()
+    async with running(register=reporting(log, facts_per_s_max=0)) as kernel:
+        await kernel.add()
         assert log.of("fact") == []
-        spine.reporter.set_limits(facts_per_s_max=10)  # type: ignore[attr-defined]
-        await spine.add()
+        kernel.reporter.set_limits(facts_per_s_max=10)  # type: ignore[attr-defined]
+        await kernel.add()
         assert len(log.of("fact")) == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_store_that_stops_taking_writes_is_told_once_and_so_is_its_recovery() -> None:
-    log, store = Heard(), TroubledStore()
-    async with running(store, reporting(log)) as spine, anyio.create_task_group() as tasks:
-        tasks.start_soon(spine.reporter.run)  # type: ignore[attr-defined]
+    log, store = Heard(), FaultyStore()
+    async with running(store, reporting(log)) as kernel, anyio.create_task_group() as tasks:
+        tasks.start_soon(kernel.reporter.run)  # type: ignore[attr-defined]
         store.commit_error = full()
-        spine.submit()
+        kernel.submit()
         await anyio.sleep(5)
         assert [fields["code"] for fields in log.of("decisions are not written")] == ["store_full"]
         assert log.levels("decisions are not written") == {"error"}
@@ -174,21 +174,21 @@ async def test_a_store_that_stops_taking_writes_is_told_once_and_so_is_its_recov
         tasks.cancel_scope.cancel()
 
 
-@virtual
+@on_virtual_time
 async def test_a_failure_that_is_over_before_anybody_looks_is_told_too() -> None:
     log = Heard()
-    async with running(register=reporting(log)) as spine:
-        spine.bus.submit(Stumble("once"), call())
-        await spine.ledger.writable()
-        spine.reporter.look()  # type: ignore[attr-defined]
+    async with running(register=reporting(log)) as kernel:
+        kernel.bus.submit(Stumble("once"), call())
+        await kernel.ledger.writable()
+        kernel.reporter.look()  # type: ignore[attr-defined]
         assert log.of("state was read anew from the store") == [{"times": 1}]
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_handler_of_requests_raised_is_told_with_its_traceback() -> None:
     log = Heard()
-    async with running(register=reporting(log)) as spine:
-        assert spine.bus.submit(Stumble("over a stone"), call()).error is not None
+    async with running(register=reporting(log)) as kernel:
+        assert kernel.bus.submit(Stumble("over a stone"), call()).error is not None
         [mistake] = log.of("a mistake in the code")
         assert mistake["owner"] == "Stumble in clumsy"
         assert mistake["exception"].startswith("Traceback")
@@ -196,24 +196,24 @@ async def test_what_a_handler_of_requests_raised_is_told_with_its_traceback() ->
         assert "in stumble" in mistake["exception"]
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_wrapper_raised_is_told_as_the_wrappers() -> None:
     log = Heard()
 
     async def wrap(request: Add, _: Call, proceed: Any) -> int:
         raise KeyError(request.amount)
 
-    def register(spine: Spine) -> None:
-        reporting(log)(spine)
-        spine.bus.wrap(Add, wrap, owner="wrapping paper")
+    def register(kernel: Kernel) -> None:
+        reporting(log)(kernel)
+        kernel.bus.wrap(Add, wrap, owner="wrapping paper")
 
-    async with running(register=register) as spine:
+    async with running(register=register) as kernel:
         with pytest.raises(Exception, match="wrapping paper"):
-            await spine.add()
+            await kernel.add()
     assert [fields["owner"] for fields in log.of("a mistake in the code")] == ["Add in wrapping paper"]
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_handler_of_facts_raised_is_told_and_a_refusal_is_not() -> None:
     log = Heard()
 
@@ -223,14 +223,14 @@ async def test_what_a_handler_of_facts_raised_is_told_and_a_refusal_is_not() -> 
     async def refuse(record: Record) -> None:
         raise RequestRefused("not_now", "not now")
 
-    def register(spine: Spine) -> None:
-        reporting(log)(spine)
-        spine.bus.on(Added, break_down, name="fragile")
-        spine.bus.on(Added, refuse, name="stubborn")
+    def register(kernel: Kernel) -> None:
+        reporting(log)(kernel)
+        kernel.bus.on(Added, break_down, name="fragile")
+        kernel.bus.on(Added, refuse, name="stubborn")
 
-    async with running(register=register) as spine:
-        await spine.add()
-        await spine.settle()
+    async with running(register=register) as kernel:
+        await kernel.add()
+        await kernel.settle()
     assert [fields["owner"] for fields in log.of("a mistake in the code")] == ["fragile"]
     assert {fields["fact"]["handler"] for fields in log.of("fact") if fields["type"] == "HandlerFailed"} == {
         "fragile",
@@ -238,21 +238,21 @@ async def test_what_a_handler_of_facts_raised_is_told_and_a_refusal_is_not() -> 
     }
 
 
-@virtual
+@on_virtual_time
 async def test_a_refusal_of_a_request_is_no_mistake() -> None:
     log = Heard()
-    async with running(register=reporting(log)) as spine:
-        assert spine.bus.submit(Stumble("refuse"), call()).error is not None
+    async with running(register=reporting(log)) as kernel:
+        assert kernel.bus.submit(Stumble("refuse"), call()).error is not None
     assert log.of("a mistake in the code") == []
 
 
-@virtual
+@on_virtual_time
 async def test_without_a_reporter_mistakes_are_answered_as_before() -> None:
-    async with running(register=lambda spine: spine.bus.serve(Stumble, stumble, owner="clumsy")) as spine:
-        error = spine.bus.submit(Stumble("x"), call()).error
+    async with running(register=lambda kernel: kernel.bus.serve(Stumble, stumble, owner="clumsy")) as kernel:
+        error = kernel.bus.submit(Stumble("x"), call()).error
         assert error is not None
         assert error.code == "handler_broken"
-        spine.bus.signal(Tick(1.0), call())
+        kernel.bus.signal(Tick(1.0), call())
 
 
 def raised(error: BaseException) -> BaseException:
@@ -263,7 +263,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_the_same_mistake_is_told_three_times_a_minute_and_counted_otherwise() -> None:
-    log, clock = Heard(), HandClock()
+    log, clock = Heard(), ManualClock()
     report = MistakeReport(log, clock)
     for _ in range(100):
         report.tell("h", raised(ValueError("x")))
@@ -279,7 +279,7 @@ def test_the_same_mistake_is_told_three_times_a_minute_and_counted_otherwise() -
 
 def test_another_mistake_is_told_while_one_repeats_itself() -> None:
     log = Heard()
-    report = MistakeReport(log, HandClock())
+    report = MistakeReport(log, ManualClock())
     for error in [ValueError("x")] * 10 + [KeyError("y")]:
         report.tell("h", raised(error))
     assert "KeyError" in log.lines[-1][2]["exception"]
@@ -287,7 +287,7 @@ def test_another_mistake_is_told_while_one_repeats_itself() -> None:
 
 def test_mistakes_of_endless_kinds_take_bounded_memory() -> None:
     log = Heard()
-    report = MistakeReport(log, HandClock())
+    report = MistakeReport(log, ManualClock())
     for number in range(MISTAKES_MAX * 3):
         report.tell(f"owner {number}", ValueError("x"))
     assert len(report._floods) == MISTAKES_MAX
@@ -310,7 +310,7 @@ def deep(levels: int = 900) -> None:
 
 def test_a_hostile_exception_is_told_and_hurts_nobody() -> None:
     log = Heard()
-    report = MistakeReport(log, HandClock())
+    report = MistakeReport(log, ManualClock())
     report.tell("h", raised(Hostile()))
     try:
         deep()

@@ -14,8 +14,8 @@ from forged.log import SILENT
 from forged.worker.daemon.registration import Registration
 from forged.worker.rescale.progress import TrainingProgress
 from forged.worker.usage_report import COMPARED_MAX, INTERVAL_S, OTHERS_INTERVAL_S, UsageReport
+from tests.kernel_fixture import on_virtual_time, task_group
 from tests.simulation.loop import VirtualClock
-from tests.spine import task_group, virtual
 
 FIRST, OTHER = WorkerId("first", "host", 1), WorkerId("other", "host", 2)
 STEPS = 3
@@ -61,7 +61,7 @@ class Scene:
         return [(said.generation, said.begins_at, max(run.end_step for run in said.runs)) for said in self.said]
 
 
-@virtual
+@on_virtual_time
 async def test_the_first_rank_tells_soon_and_each_thing_once() -> None:
     scene = Scene()
     scene.make_steps()
@@ -76,7 +76,7 @@ async def test_the_first_rank_tells_soon_and_each_thing_once() -> None:
     assert scene.told() == [(4, 0, STEPS), (4, 0, 2 * STEPS)]
 
 
-@virtual
+@on_virtual_time
 async def test_the_others_tell_now_and_then() -> None:
     scene = Scene(OTHER)
     scene.make_steps()
@@ -88,7 +88,7 @@ async def test_the_others_tell_now_and_then() -> None:
     assert scene.told() == [(4, 0, STEPS)]
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_in_no_world_yet_tells_like_one_of_the_others() -> None:
     scene = Scene(OTHER)
     scene.topology = ClusterTopology()
@@ -105,7 +105,7 @@ def crowd(before: int) -> ClusterTopology:
     return ClusterTopology((FIRST, *others[:before], OTHER, *others[before:]), 4)
 
 
-@virtual
+@on_virtual_time
 async def test_of_many_others_each_asks_what_is_known_and_tells_the_rest() -> None:
     scene = Scene(OTHER)
     scene.topology = crowd(2)
@@ -121,7 +121,7 @@ async def test_of_many_others_each_asks_what_is_known_and_tells_the_rest() -> No
         assert [said.runs for said in scene.said[2:]] == [[]]
 
 
-@virtual
+@on_virtual_time
 async def test_of_many_others_some_tell_all_the_same_and_each_has_its_turn() -> None:
     turns = []
     for before in range(6):
@@ -137,7 +137,7 @@ async def test_of_many_others_some_tell_all_the_same_and_each_has_its_turn() -> 
     assert sorted(turns) == [[0], [0], [1], [1], [2], [2]]
 
 
-@virtual
+@on_virtual_time
 async def test_what_the_daemon_does_not_take_is_kept_until_it_does() -> None:
     scene = Scene()
     scene.make_steps()
@@ -150,7 +150,7 @@ async def test_what_the_daemon_does_not_take_is_kept_until_it_does() -> None:
     assert scene.told() == [(4, 0, STEPS)]
 
 
-@virtual
+@on_virtual_time
 async def test_that_there_is_nothing_to_use_is_said_once_in_each_world() -> None:
     scene = Scene(samples=0)
     for _ in range(2):

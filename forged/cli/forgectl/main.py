@@ -385,12 +385,12 @@ def _remove_job(options: Options) -> int:
 
 
 def _create_token(options: Options) -> int:
-    from forged.auth.tokens import SECRET_BYTES_MIN, spell
+    from forged.auth.tokens import SECRET_BYTES_MIN, encode_token
 
     secret = os.urandom(SECRET_BYTES_MIN)
     fields = {"name": options.name, "role": options.role, "secret": secret, "jobs": options.job, "ttl_s": options.ttl}
     with Connection(options) as wire:
-        token = answers.one(wire, "CreateToken", **fields) | {"token": spell(secret)[1]}
+        token = answers.one(wire, "CreateToken", **fields) | {"token": encode_token(secret)[1]}
         answer(options, token, lambda: print(token["token"]))
     return EXIT_OK
 

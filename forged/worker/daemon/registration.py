@@ -184,7 +184,7 @@ async def persevere(act: Callable[[], Awaitable[R]], source: Random, log: Log) -
 
     def passes(error: Exception) -> bool:
         nonlocal due_s
-        if not retry.passes(error) or getattr(error, "code", "") == "client_closed":
+        if not retry.is_retryable(error) or getattr(error, "code", "") == "client_closed":
             return False
         tried_s = anyio.current_time() - began_at
         if tried_s < due_s:

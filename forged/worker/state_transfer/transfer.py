@@ -242,7 +242,9 @@ class StateFetch:
                     lambda: self._try(source, attempt, arriving),
                     sleep=anyio.sleep,
                     random=self._random.random,
-                    retryable=lambda error: retry.passes(error) and getattr(error, "code", "") not in _FINAL_CODES,
+                    retryable=lambda error: (
+                        retry.is_retryable(error) and getattr(error, "code", "") not in _FINAL_CODES
+                    ),
                 )
             finally:
                 if self._scope is scope:

@@ -16,17 +16,17 @@ from forged.kernel.ledger import read_all
 from forged.kernel.store.port import Store, Transaction
 from tests.data.stage import DataStage, a_data_stage
 from tests.elastic.play import JOB
-from tests.spine import virtual
-from tests.troubled_store import TroubledStore
+from tests.faulty_store import FaultyStore
+from tests.kernel_fixture import on_virtual_time
 
 SAMPLES = 100
 BEARING: dict[str, Any] = {"failure_tolerance_percentage": 100, "min_workers_timeout_ms": None}
 
 
 async def report(stage: DataStage, generation: int, begins_at: int, *runs: Run, samples: int = SAMPLES) -> None:
-    if stage.spine.bus.desk.fence_of(JOB) is None:
-        await stage.spine.bus.ask(CreateJob(JOB, {}))
-    await stage.spine.bus.ask(ReportUsage(JOB, "a", generation, begins_at, samples, list(runs)))
+    if stage.kernel.bus.desk.fence_of(JOB) is None:
+        await stage.kernel.bus.ask(CreateJob(JOB, {}))
+    await stage.kernel.bus.ask(ReportUsage(JOB, "a", generation, begins_at, samples, list(runs)))
 
 
 def steps(first: int, end: int, *, epoch: int = 0, size: int = 10) -> Run:
@@ -36,7 +36,7 @@ def steps(first: int, end: int, *, epoch: int = 0, size: int = 10) -> Run:
 
 
 async def audit(stage: DataStage, epoch: int | None = 0) -> AuditView:
-    return await stage.spine.bus.ask(AuditData(JOB, epoch))
+    return await stage.kernel.bus.ask(AuditData(JOB, epoch))
 
 
 async def keys(store: Store) -> list[str]:
@@ -49,7 +49,7 @@ async def refused(act: Any) -> str:
     return error.value.code
 
 
-@virtual
+@on_virtual_time
 async def test_an_epoch_is_complete_when_all_of_it_was_reported() -> None:
     async with a_data_stage() as stage:
         await report(stage, 1, 0, steps(0, 9))
@@ -59,7 +59,7 @@ async def test_an_epoch_is_complete_when_all_of_it_was_reported() -> None:
         assert (found.complete, found.used, found.missing_total, found.epochs) == (True, 100, 0, [0])
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_reported_again_changes_nothing() -> None:
     async with a_data_stage() as stage:
         for _ in range(3):
@@ -69,27 +69,27 @@ async def test_what_is_reported_again_changes_nothing() -> None:
         assert (found.complete, found.repeated) == (True, [])
 
 
-@virtual
+@on_virtual_time
 async def test_who_says_nothing_hears_what_is_known() -> None:
     async with a_data_stage() as stage:
         await report(stage, 1, 0, steps(0, 6))
         for generation, known_to in ((1, 6), (2, 0)):
-            taken = await stage.spine.bus.ask(ReportUsage(JOB, "b", generation, 0, SAMPLES, []))
+            taken = await stage.kernel.bus.ask(ReportUsage(JOB, "b", generation, 0, SAMPLES, []))
             assert taken.known_to == known_to
         assert (await audit(stage)).used == 0, "a world that begins at 0 makes void what was before"
 
 
-@virtual
+@on_virtual_time
 async def test_who_reports_otherwise_than_others_is_told() -> None:
     async with a_data_stage() as stage:
         await report(stage, 1, 0, steps(0, 10))
         runs = [Run(0, 0, 0, 10, 9), Run(8, 0, 90, 10, dropped=True)]
-        await stage.spine.bus.ask(ReportUsage(JOB, "b", 1, 0, SAMPLES, runs))
+        await stage.kernel.bus.ask(ReportUsage(JOB, "b", 1, 0, SAMPLES, runs))
         found = await audit(stage)
         assert (found.complete, found.conflicts) == (False, [UsageConflict(8, "b")])
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_used_twice_is_told() -> None:
     async with a_data_stage() as stage:
         await report(stage, 1, 0, steps(0, 10), Run(10, 0, 20, 10))
@@ -97,7 +97,7 @@ async def test_what_is_used_twice_is_told() -> None:
         assert (found.complete, found.repeated) == (False, [(20, 30)])
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_world_used_behind_the_beginning_of_a_later_one_is_void() -> None:
     async with a_data_stage() as stage:
         await report(stage, 1, 0, steps(0, 8))
@@ -106,7 +106,7 @@ async def test_what_a_world_used_behind_the_beginning_of_a_later_one_is_void() -
         assert (found.complete, found.used) == (True, 100)
 
 
-@virtual
+@on_virtual_time
 async def test_what_an_earlier_world_tells_late_counts_up_to_where_the_later_one_began() -> None:
     async with a_data_stage() as stage:
         await report(stage, 2, 5, steps(5, 10))
@@ -115,10 +115,10 @@ async def test_what_an_earlier_world_tells_late_counts_up_to_where_the_later_one
         assert (await audit(stage)).complete
 
 
-@virtual
+@on_virtual_time
 async def test_where_training_begins_anew_what_was_used_before_is_void_before_anybody_tells_of_it() -> None:
     """The first of the new world may die before they tell; a daemon that dies knows it no less."""
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_data_stage(store) as stage:
         (a,) = await stage.form("a", **BEARING)
         await report(stage, 1, 0, steps(0, 3))
@@ -127,11 +127,11 @@ async def test_where_training_begins_anew_what_was_used_before_is_void_before_an
         await stage.wait(1.0)
         assert (await stage.agree(0)).step == 0
         assert (await audit(stage)).missing == [(0, 100)]
-    async with a_data_stage(TroubledStore(store.memory)) as stage:
+    async with a_data_stage(FaultyStore(store.memory)) as stage:
         assert (await audit(stage)).missing == [(0, 100)]
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_where_nobody_stops_too() -> None:
     async with a_data_stage() as stage:
         (a,) = await stage.form("a", use_synchronous_rescaling=False, **BEARING)
@@ -143,14 +143,14 @@ async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_wher
         await a.leave()
         await stage.wait(1.0)
         await b.stop(stage.attempt, 0, holds_state=False)
-        await stage.spine.settle()
+        await stage.kernel.settle()
         assert stage.facts(RescaleCompleted)[-1].step == 0
         assert (await audit(stage)).missing == [(0, 100)]
         await report(stage, 1, 0, steps(0, 5))
         assert (await audit(stage)).missing == [(0, 100)], "what is told late of the world before is void as well"
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_world_tells_that_was_void_before_anybody_had_told_anything_is_not_believed() -> None:
     async with a_data_stage() as stage:
         (a,) = await stage.form("a", **BEARING)
@@ -160,16 +160,16 @@ async def test_what_a_world_tells_that_was_void_before_anybody_had_told_anything
         await stage.agree()
         generation = stage.facts(RescaleCompleted)[-1].delta.epoch
         await report(stage, generation - 1, 0, steps(0, 2))
-        await stage.spine.bus.ask(RescaleJob(JOB))
+        await stage.kernel.bus.ask(RescaleJob(JOB))
         await b.stop(stage.attempt, 1, holds_state=True)
-        await stage.spine.settle()
+        await stage.kernel.settle()
         await report(stage, generation, 0, steps(0, 1))
         await report(stage, generation + 1, 1, steps(1, 10))
         found = await audit(stage)
         assert (found.used, found.repeated, found.complete) == (100, [], True)
 
 
-@virtual
+@on_virtual_time
 async def test_the_latest_epoch_is_looked_at_if_none_is_named() -> None:
     async with a_data_stage() as stage:
         await report(stage, 1, 0, steps(0, 10), steps(10, 13, epoch=1))
@@ -177,27 +177,27 @@ async def test_the_latest_epoch_is_looked_at_if_none_is_named() -> None:
         assert (found.epoch, found.used, found.epochs) == (1, 30, [0, 1])
 
 
-@virtual
+@on_virtual_time
 async def test_what_was_acknowledged_survives_the_daemon() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_data_stage(store) as stage:
         await report(stage, 1, 0, steps(0, 8))
         await report(stage, 2, 5, steps(5, 9))
-    async with a_data_stage(TroubledStore(store.memory)) as stage:
+    async with a_data_stage(FaultyStore(store.memory)) as stage:
         assert (await audit(stage)).missing == [(90, 100)]
         await report(stage, 1, 0, steps(0, 8))
         await report(stage, 2, 5, steps(5, 10))
         assert (await audit(stage)).complete
 
 
-@virtual
+@on_virtual_time
 async def test_another_number_of_samples_is_refused() -> None:
     async with a_data_stage() as stage:
         await report(stage, 1, 0, steps(0, 8))
         assert await refused(report(stage, 1, 0, steps(8, 9), samples=99)) == "dataset_differs"
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_no_part_of_an_epoch_is_refused_and_leaves_nothing() -> None:
     async with a_data_stage() as stage:
         assert await refused(report(stage, 1, 0, Run(0, 0, 95, 10))) == "usage_invalid"
@@ -206,27 +206,27 @@ async def test_what_is_no_part_of_an_epoch_is_refused_and_leaves_nothing() -> No
         assert (await audit(stage)).complete
 
 
-@virtual
+@on_virtual_time
 async def test_of_a_job_that_is_removed_nothing_is_left() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_data_stage(store) as stage:
-        await stage.spine.bus.ask(CreateJob(JOB, {}))
+        await stage.kernel.bus.ask(CreateJob(JOB, {}))
         await report(stage, 1, 0, steps(0, 8))
         assert await keys(store) == ["usage/run/0"]
-        await stage.spine.bus.ask(RemoveJob(JOB))
-        await stage.spine.settle()
+        await stage.kernel.bus.ask(RemoveJob(JOB))
+        await stage.kernel.settle()
         assert await keys(store) == []
         assert await refused(audit(stage)) == "job_unknown"
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_told_of_a_job_that_is_gone_is_refused_and_stands_in_the_way_of_no_later_one() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_data_stage(store) as stage:
-        await stage.spine.bus.ask(CreateJob(JOB, {}))
-        await stage.spine.bus.ask(RemoveJob(JOB))
+        await stage.kernel.bus.ask(CreateJob(JOB, {}))
+        await stage.kernel.bus.ask(RemoveJob(JOB))
         late = ReportUsage(JOB, "a", 7, 0, 50, [steps(0, 5)])
-        assert await refused(stage.spine.bus.ask(late)) == "job_unknown"
+        assert await refused(stage.kernel.bus.ask(late)) == "job_unknown"
         assert await keys(store) == []
         await report(stage, 1, 0, steps(0, 10))
         assert (await audit(stage)).complete
@@ -240,31 +240,31 @@ BROKEN_LOGS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
 }
 
 
-@virtual
+@on_virtual_time
 @pytest.mark.parametrize("broken", BROKEN_LOGS)
 async def test_a_log_that_cannot_be_read_is_told_to_who_asks_and_is_in_the_way_of_nothing_else(broken: str) -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_data_stage(store) as stage:
-        await stage.spine.bus.ask(CreateJob("other", {}))
-        await stage.spine.bus.ask(ReportUsage("other", "a", 1, 0, SAMPLES, [steps(0, 10)]))
+        await stage.kernel.bus.ask(CreateJob("other", {}))
+        await stage.kernel.bus.ask(ReportUsage("other", "a", 1, 0, SAMPLES, [steps(0, 10)]))
         await report(stage, 1, 0, steps(0, 8))
     (chunk,) = [entry.value for entry in await read_all(store.memory, "usage/run/")]
     found = {f"usage/run/{number}": value for number, value in BROKEN_LOGS[broken](chunk).items()}
     gone = [] if "usage/run/0" in found else ["usage/run/0"]
     await store.memory.commit([Transaction(store.memory.revision + 1, found, gone)])
-    async with a_data_stage(TroubledStore(store.memory)) as stage:
-        assert (await stage.spine.bus.ask(AuditData("other", 0))).complete
+    async with a_data_stage(FaultyStore(store.memory)) as stage:
+        assert (await stage.kernel.bus.ask(AuditData("other", 0))).complete
         assert await refused(audit(stage)) == "usage_unreadable"
         await report(stage, 1, 0, steps(8, 10))
         assert {entry.key: entry.value for entry in await read_all(store.memory, "usage/run/")} == found
-        await stage.spine.bus.ask(RemoveJob(JOB))
-        await stage.spine.settle()
+        await stage.kernel.bus.ask(RemoveJob(JOB))
+        await stage.kernel.settle()
         assert await keys(store.memory) == ["usage/other/0"]
         await report(stage, 1, 0, steps(0, 10))
         assert (await audit(stage)).complete
 
 
-@virtual
+@on_virtual_time
 async def test_many_rows_are_settled_and_prove_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "ROWS_MAX", 20)
     async with a_data_stage() as stage:
@@ -277,11 +277,11 @@ async def test_many_rows_are_settled_and_prove_as_much(monkeypatch: pytest.Monke
         assert (await audit(stage)).complete
 
 
-@virtual
+@on_virtual_time
 async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "CHUNKS_MAX", 1)
     monkeypatch.setattr(module, "PARTS_BYTES_MAX", 900)
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_data_stage(store) as stage:
         await stage.form("a", **BEARING)
         for epoch in range(3):
@@ -290,14 +290,14 @@ async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatc
             await report(stage, 1, 0, *(Run(first + step, epoch, 90 - 10 * step, 10) for step in range(10)))
         assert [(await audit(stage, epoch)).forgotten for epoch in range(3)] == [True, True, False]
         assert (await audit(stage, 2)).complete
-    async with a_data_stage(TroubledStore(store.memory)) as stage:
+    async with a_data_stage(FaultyStore(store.memory)) as stage:
         assert (await audit(stage, 2)).complete
         assert (await audit(stage, 0)).missing_total == SAMPLES
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_told_again_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with a_data_stage(store) as stage:
         await report(stage, 1, 0, steps(0, 6))
         encoded = 0

@@ -14,8 +14,8 @@ from forged.kernel.bus.requests import Proceed
 from forged.kernel.messages import ANY_JOB, Call, Decision, Fence, Nothing, Request
 from forged.kernel.replies import PREFIX as REPLY_PREFIX
 from forged.kernel.store.port import Store
-from tests.spine import CLIENT, OPERATOR, Add, Added, ReadTotal, Spine, call, running, virtual
-from tests.troubled_store import TroubledStore, full
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import CLIENT, OPERATOR, Add, Added, Kernel, ReadTotal, call, on_virtual_time, running
 
 
 class AddSlowly(Request[int], frozen=True):
@@ -62,12 +62,12 @@ class Orphan(Request[Nothing], frozen=True):
 class Slow:
     """Answers `AddSlowly` once it is let go."""
 
-    def __init__(self, spine: Spine) -> None:
-        self.spine = spine
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
         self.gate = asyncio.Event()
         self.calls = 0
         self.ended: list[str] = []
-        spine.bus.serve(AddSlowly, self, owner="slow")
+        kernel.bus.serve(AddSlowly, self, owner="slow")
 
     async def __call__(self, request: AddSlowly, _: Call) -> Decision[int]:
         self.calls += 1
@@ -77,7 +77,7 @@ class Slow:
             self.ended.append("cancelled")
             raise
         self.ended.append("done")
-        return self.spine.tally.add(request.amount)
+        return self.kernel.tally.add(request.amount)
 
 
 class Built:
@@ -85,8 +85,8 @@ class Built:
 
     slow: Slow
 
-    def with_slow(self, spine: Spine) -> None:
-        self.slow = Slow(spine)
+    def with_slow(self, kernel: Kernel) -> None:
+        self.slow = Slow(kernel)
 
 
 def raising(error: BaseException) -> Callable[[Any, Call], Any]:
@@ -106,63 +106,63 @@ async def refused(pending: Any) -> ForgedError:
 # Answers.
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_is_answered_by_its_handler() -> None:
-    async with running() as spine:
-        assert await spine.bus.ask(Add(2)) == 2
-        assert await spine.bus.ask(ReadTotal()) == 2
+    async with running() as kernel:
+        assert await kernel.bus.ask(Add(2)) == 2
+        assert await kernel.bus.ask(ReadTotal()) == 2
 
 
-@virtual
+@on_virtual_time
 async def test_an_answer_waits_until_what_was_decided_is_durable() -> None:
-    store = TroubledStore()
-    async with running(store) as spine:
+    store = FaultyStore()
+    async with running(store) as kernel:
         store.block()
-        decided, read = spine.submit(), spine.bus.submit(ReadTotal(), call())
+        decided, read = kernel.submit(), kernel.bus.submit(ReadTotal(), call())
         await anyio.sleep(1)
         assert (decided.done, read.done) == (False, False)
         store.unblock()
         assert (await decided.wait(), await read.wait()) == (1, 1)
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_nobody_answers_is_refused() -> None:
-    async with running() as spine:
-        assert (await refused(spine.bus.submit(Orphan(), call()))).code == "request_unknown"
+    async with running() as kernel:
+        assert (await refused(kernel.bus.submit(Orphan(), call()))).code == "request_unknown"
 
 
-@virtual
+@on_virtual_time
 async def test_facts_carry_the_cause_and_the_origin_of_their_call() -> None:
-    async with running() as spine:
-        await spine.add()
-        cause = spine.journal.last
-        await spine.bus.submit(Add(), Call(OPERATOR, "a button", cause=cause)).wait()
-        record = spine.journal.get(spine.journal.last)
+    async with running() as kernel:
+        await kernel.add()
+        cause = kernel.journal.last
+        await kernel.bus.submit(Add(), Call(OPERATOR, "a button", cause=cause)).wait()
+        record = kernel.journal.get(kernel.journal.last)
         assert record is not None
         assert (record.cause, record.origin) == (cause, "a button")
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_that_awaits_does_not_keep_others_waiting() -> None:
     built = Built()
-    async with running(register=built.with_slow) as spine:
-        pending = spine.bus.submit(AddSlowly(5), call())
-        assert await spine.add(1) == 1
-        assert spine.bus.desk.in_flight == 1
+    async with running(register=built.with_slow) as kernel:
+        pending = kernel.bus.submit(AddSlowly(5), call())
+        assert await kernel.add(1) == 1
+        assert kernel.bus.desk.in_flight == 1
         built.slow.gate.set()
         assert await pending.wait() == 6
-        assert spine.bus.desk.in_flight == 0
+        assert kernel.bus.desk.in_flight == 0
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_does_not_decide_must_not_decide() -> None:
-    def register(spine: Spine) -> None:
-        spine.bus.serve(Contemplate, lambda *_: spine.tally.add(1), owner="thinker")
+    def register(kernel: Kernel) -> None:
+        kernel.bus.serve(Contemplate, lambda *_: kernel.tally.add(1), owner="thinker")
 
-    async with running(register=register) as spine:
-        assert (await refused(spine.bus.submit(Contemplate(), call()))).code == "handler_broken"
-        await spine.ledger.writable()
-        assert spine.tally.total == 0
+    async with running(register=register) as kernel:
+        assert (await refused(kernel.bus.submit(Contemplate(), call()))).code == "handler_broken"
+        await kernel.ledger.writable()
+        assert kernel.tally.total == 0
 
 
 # Who may.
@@ -172,132 +172,132 @@ def worker(*jobs: str) -> Call:
     return Call(Principal("a worker", Role.WORKER, frozenset(jobs) if jobs else None), "a test")
 
 
-def tending(spine: Spine) -> None:
-    spine.bus.serve(Tend, lambda *_: Nothing(), owner="tender")
-    spine.bus.serve(Survey, lambda *_: Nothing(), owner="tender")
-    spine.bus.serve(Prune, lambda *_: Nothing(), owner="tender")
+def tending(kernel: Kernel) -> None:
+    kernel.bus.serve(Tend, lambda *_: Nothing(), owner="tender")
+    kernel.bus.serve(Survey, lambda *_: Nothing(), owner="tender")
+    kernel.bus.serve(Prune, lambda *_: Nothing(), owner="tender")
 
 
-@virtual
+@on_virtual_time
 async def test_a_role_that_does_not_cover_the_request_is_refused() -> None:
-    async with running(register=tending) as spine:
+    async with running(register=tending) as kernel:
         viewer = Call(Principal("a viewer", Role.VIEWER), "a test")
-        assert (await refused(spine.bus.submit(Tend("a"), viewer))).code == "forbidden"
+        assert (await refused(kernel.bus.submit(Tend("a"), viewer))).code == "forbidden"
 
 
-@virtual
+@on_virtual_time
 async def test_somebody_bound_to_jobs_is_heard_in_these_alone() -> None:
-    async with running(register=tending) as spine:
-        assert await spine.bus.submit(Tend("a"), worker("a")).wait() == Nothing()
-        assert (await refused(spine.bus.submit(Tend("b"), worker("a")))).code == "forbidden"
+    async with running(register=tending) as kernel:
+        assert await kernel.bus.submit(Tend("a"), worker("a")).wait() == Nothing()
+        assert (await refused(kernel.bus.submit(Tend("b"), worker("a")))).code == "forbidden"
 
 
-@virtual
+@on_virtual_time
 async def test_somebody_bound_to_jobs_has_no_say_about_the_daemon_as_a_whole() -> None:
-    async with running() as spine:
+    async with running() as kernel:
         bound = Call(Principal("an operator of a", Role.OPERATOR, frozenset({"a"})), "a test")
-        assert (await refused(spine.bus.submit(Add(), bound))).code == "forbidden"
+        assert (await refused(kernel.bus.submit(Add(), bound))).code == "forbidden"
 
 
-@virtual
+@on_virtual_time
 async def test_what_concerns_any_job_needs_the_role_only() -> None:
-    async with running(register=tending) as spine:
-        assert await spine.bus.submit(Survey(), worker("a")).wait() == Nothing()
-        assert (await refused(spine.bus.submit(Prune(), worker("a")))).code == "forbidden"
+    async with running(register=tending) as kernel:
+        assert await kernel.bus.submit(Survey(), worker("a")).wait() == Nothing()
+        assert (await refused(kernel.bus.submit(Prune(), worker("a")))).code == "forbidden"
 
 
 @pytest.mark.parametrize(
     ("held", "code"),
     [(Fence(2, 5), ""), (Fence(2, 6), ""), (Fence(3, 0), ""), (Fence(2, 4), "fenced"), (Fence(1, 9), "fenced")],
 )
-@virtual
+@on_virtual_time
 async def test_whoever_is_behind_the_job_s_fence_is_refused(held: Fence, code: str) -> None:
-    def register(spine: Spine) -> None:
-        tending(spine)
-        spine.bus.desk.fence_of = {"a": Fence(2, 5)}.get
+    def register(kernel: Kernel) -> None:
+        tending(kernel)
+        kernel.bus.desk.fence_of = {"a": Fence(2, 5)}.get
 
-    async with running(register=register) as spine:
-        pending = spine.bus.submit(Tend("a"), Call(OPERATOR, "a test", fence=held))
+    async with running(register=register) as kernel:
+        pending = kernel.bus.submit(Tend("a"), Call(OPERATOR, "a test", fence=held))
         assert (pending.error.code if pending.error else "") == code
-        assert spine.bus.submit(Tend("b"), Call(OPERATOR, "a test", fence=Fence(0, 0))).error is None
+        assert kernel.bus.submit(Tend("b"), Call(OPERATOR, "a test", fence=Fence(0, 0))).error is None
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_was_done_is_answered_however_far_the_job_has_gone_since() -> None:
     fences = {"a": Fence(2, 5)}
 
-    def register(spine: Spine) -> None:
-        spine.bus.serve(Tend, lambda *_: Decision(Nothing(), (Added(1, 1),)), owner="tending")
-        spine.bus.desk.fence_of = fences.get
+    def register(kernel: Kernel) -> None:
+        kernel.bus.serve(Tend, lambda *_: Decision(Nothing(), (Added(1, 1),)), owner="tending")
+        kernel.bus.desk.fence_of = fences.get
 
-    async with running(register=register) as spine:
-        assert await spine.bus.submit(Tend("a"), call(1, fence=Fence(2, 5))).wait() == Nothing()
+    async with running(register=register) as kernel:
+        assert await kernel.bus.submit(Tend("a"), call(1, fence=Fence(2, 5))).wait() == Nothing()
         fences["a"] = Fence(2, 6)
-        assert await spine.bus.submit(Tend("a"), call(1, fence=Fence(2, 5))).wait() == Nothing()
-        assert (await refused(spine.bus.submit(Tend("a"), call(2, fence=Fence(2, 5))))).code == "fenced"
+        assert await kernel.bus.submit(Tend("a"), call(1, fence=Fence(2, 5))).wait() == Nothing()
+        assert (await refused(kernel.bus.submit(Tend("a"), call(2, fence=Fence(2, 5))))).code == "fenced"
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_that_goes_on_while_a_handler_waits_refuses_what_the_handler_decides() -> None:
     fences = {"a": Fence(2, 5)}
 
-    def register(spine: Spine) -> None:
+    def register(kernel: Kernel) -> None:
         async def slowly(*_: Any) -> Decision[Nothing]:
             await anyio.sleep(1)
-            spine.tally.total = 99
+            kernel.tally.total = 99
             return Decision(Nothing(), (Added(1, 99),))
 
-        spine.bus.serve(Tend, slowly, owner="tending")
-        spine.bus.desk.fence_of = fences.get
+        kernel.bus.serve(Tend, slowly, owner="tending")
+        kernel.bus.desk.fence_of = fences.get
 
-    async with running(register=register) as spine:
-        pending = spine.bus.submit(Tend("a"), call(1, fence=Fence(2, 5)))
+    async with running(register=register) as kernel:
+        pending = kernel.bus.submit(Tend("a"), call(1, fence=Fence(2, 5)))
         fences["a"] = Fence(2, 6)
         assert (await refused(pending)).code == "fenced"
-        await spine.ledger.writable()
-        assert await spine.bus.ask(ReadTotal()) == 0
-        assert spine.facts(Added) == []
+        await kernel.ledger.writable()
+        assert await kernel.bus.ask(ReadTotal()) == 0
+        assert kernel.facts(Added) == []
 
 
 @pytest.mark.parametrize("request_type", [AddSlowly, Contemplate])
-@virtual
+@on_virtual_time
 async def test_what_a_handler_saw_before_state_was_taken_back_is_not_told(request_type: type[Request[int]]) -> None:
-    def register(spine: Spine) -> None:
+    def register(kernel: Kernel) -> None:
         async def slowly(*_: Any) -> Any:
-            seen = spine.tally.total
+            seen = kernel.tally.total
             await anyio.sleep(30)
-            return spine.tally.add(seen) if request_type.decides else seen
+            return kernel.tally.add(seen) if request_type.decides else seen
 
-        spine.bus.serve(request_type, slowly, owner="slow")
+        kernel.bus.serve(request_type, slowly, owner="slow")
 
-    store = TroubledStore()
-    async with running(store, register) as spine:
+    store = FaultyStore()
+    async with running(store, register) as kernel:
         store.block()
-        failing = spine.submit(10)
-        slow = spine.bus.submit(request_type(), call())
+        failing = kernel.submit(10)
+        slow = kernel.bus.submit(request_type(), call())
         await anyio.sleep(1)
         store.commit_error = full()
         store.unblock()
         assert (await refused(failing)).code == "store_full"
         store.commit_error = None
         assert (await refused(slow)).code == "reloading"
-        await spine.ledger.writable()
-        assert await spine.bus.ask(ReadTotal()) == 0
+        await kernel.ledger.writable()
+        assert await kernel.bus.ask(ReadTotal()) == 0
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_that_hangs_keeps_out_its_own_requests_and_no_others() -> None:
-    def register(spine: Spine) -> None:
+    def register(kernel: Kernel) -> None:
         async def hang(*_: Any) -> None:
             await anyio.sleep_forever()
 
-        spine.bus.serve(Contemplate, hang, owner="hanging")
+        kernel.bus.serve(Contemplate, hang, owner="hanging")
 
-    async with running(register=register) as spine:
-        hanging = [spine.bus.submit(Contemplate(), call()) for _ in range(ROUTE_IN_FLIGHT_MAX)]
-        assert (await refused(spine.bus.submit(Contemplate(), call()))).code == "busy"
-        assert await spine.add(1) == 1
-        assert not spine.bus.congested
+    async with running(register=register) as kernel:
+        hanging = [kernel.bus.submit(Contemplate(), call()) for _ in range(ROUTE_IN_FLIGHT_MAX)]
+        assert (await refused(kernel.bus.submit(Contemplate(), call()))).code == "busy"
+        assert await kernel.add(1) == 1
+        assert not kernel.bus.congested
         assert not any(pending.done for pending in hanging)
 
 
@@ -305,161 +305,161 @@ async def test_a_handler_that_hangs_keeps_out_its_own_requests_and_no_others() -
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1)])
-@virtual
+@on_virtual_time
 async def test_a_handler_that_breaks_after_changing_its_state_leaves_no_trace(error: BaseException) -> None:
-    def register(spine: Spine) -> None:
+    def register(kernel: Kernel) -> None:
         def breaking(*_: Any) -> None:
-            spine.tally.total = 99
+            kernel.tally.total = 99
             raise error
 
-        spine.bus.serve(AddSlowly, breaking, owner="breaker")
+        kernel.bus.serve(AddSlowly, breaking, owner="breaker")
 
-    async with running(register=register) as spine:
-        await spine.add(10)
-        broken = await refused(spine.bus.submit(AddSlowly(), call()))
+    async with running(register=register) as kernel:
+        await kernel.add(10)
+        broken = await refused(kernel.bus.submit(AddSlowly(), call()))
         assert (type(broken), broken.code) == (ForgedError, "handler_broken")
         assert "breaker" in broken.message
-        await spine.ledger.writable()
-        assert await spine.bus.ask(ReadTotal()) == 10
+        await kernel.ledger.writable()
+        assert await kernel.bus.ask(ReadTotal()) == 10
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), asyncio.CancelledError()])
-@virtual
+@on_virtual_time
 async def test_an_awaiting_handler_that_breaks_after_changing_its_state_leaves_no_trace(error: BaseException) -> None:
-    def register(spine: Spine) -> None:
+    def register(kernel: Kernel) -> None:
         async def breaking(*_: Any) -> None:
             await anyio.sleep(1)
-            spine.tally.total = 99
+            kernel.tally.total = 99
             raise error
 
-        spine.bus.serve(AddSlowly, breaking, owner="breaker")
+        kernel.bus.serve(AddSlowly, breaking, owner="breaker")
 
-    async with running(register=register) as spine:
-        await spine.add(10)
-        assert (await refused(spine.bus.submit(AddSlowly(), call()))).code == "handler_broken"
-        await spine.ledger.writable()
-        assert await spine.bus.ask(ReadTotal()) == 10
+    async with running(register=register) as kernel:
+        await kernel.add(10)
+        assert (await refused(kernel.bus.submit(AddSlowly(), call()))).code == "handler_broken"
+        await kernel.ledger.writable()
+        assert await kernel.bus.ask(ReadTotal()) == 10
 
 
-@virtual
+@on_virtual_time
 async def test_a_reading_handler_that_breaks_harms_nobody_else() -> None:
-    def register(spine: Spine) -> None:
-        spine.bus.serve(Contemplate, raising(ValueError("boom")), owner="thinker")
+    def register(kernel: Kernel) -> None:
+        kernel.bus.serve(Contemplate, raising(ValueError("boom")), owner="thinker")
 
-    async with running(register=register) as spine:
-        assert (await refused(spine.bus.submit(Contemplate(), call()))).code == "handler_broken"
-        spine.ledger.require_writable()
-        assert spine.tally.loads == 1
+    async with running(register=register) as kernel:
+        assert (await refused(kernel.bus.submit(Contemplate(), call()))).code == "handler_broken"
+        kernel.ledger.require_writable()
+        assert kernel.tally.loads == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_refusal_reaches_the_caller_as_it_is_and_changes_nothing() -> None:
     error = RequestRefused("too_much", "that is too much")
 
-    def register(spine: Spine) -> None:
-        spine.bus.serve(AddSlowly, raising(error), owner="refuser")
+    def register(kernel: Kernel) -> None:
+        kernel.bus.serve(AddSlowly, raising(error), owner="refuser")
 
-    async with running(register=register) as spine:
-        pending = spine.bus.submit(AddSlowly(), call(1))
+    async with running(register=register) as kernel:
+        pending = kernel.bus.submit(AddSlowly(), call(1))
         assert pending.error is error
-        assert spine.tally.loads == 1
-        assert spine.bus.requests.routes[AddSlowly].statistics.failed == 1
+        assert kernel.tally.loads == 1
+        assert kernel.bus.requests.routes[AddSlowly].statistics.failed == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_reply_that_cannot_be_encoded_leaves_no_trace() -> None:
-    def register(spine: Spine) -> None:
+    def register(kernel: Kernel) -> None:
         def answer(*_: Any) -> Decision[Any]:
-            spine.tally.total = 99
+            kernel.tally.total = 99
             return Decision(object(), (Added(1, 1),))
 
-        spine.bus.serve(AddSlowly, answer, owner="oddity")
+        kernel.bus.serve(AddSlowly, answer, owner="oddity")
 
-    async with running(register=register) as spine:
-        assert (await refused(spine.bus.submit(AddSlowly(), call(1)))).code == "decision_unfit"
-        await spine.ledger.writable()
-        assert (spine.tally.total, spine.facts()) == (0, [])
+    async with running(register=register) as kernel:
+        assert (await refused(kernel.bus.submit(AddSlowly(), call(1)))).code == "decision_unfit"
+        await kernel.ledger.writable()
+        assert (kernel.tally.total, kernel.facts()) == (0, [])
 
 
 # Deadlines and cancellation.
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_that_awaits_for_longer_than_the_caller_waits_is_cancelled() -> None:
     built = Built()
-    async with running(register=built.with_slow) as spine:
-        late = await refused(spine.bus.submit(AddSlowly(), call(1, timeout_s=5)))
+    async with running(register=built.with_slow) as kernel:
+        late = await refused(kernel.bus.submit(AddSlowly(), call(1, timeout_s=5)))
         assert (type(late), late.code) == (Unavailable, "deadline_exceeded")
         assert built.slow.ended == ["cancelled"]
-        assert spine.bus.desk.in_flight == 0
+        assert kernel.bus.desk.in_flight == 0
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_was_given_up_may_be_sent_again_and_is_done_once() -> None:
     built = Built()
-    async with running(register=built.with_slow) as spine:
-        await refused(spine.bus.submit(AddSlowly(5), call(1, timeout_s=5)))
+    async with running(register=built.with_slow) as kernel:
+        await refused(kernel.bus.submit(AddSlowly(5), call(1, timeout_s=5)))
         built.slow.gate.set()
-        assert await spine.bus.submit(AddSlowly(5), call(1, timeout_s=5)).wait() == 5
-        assert spine.tally.total == 5
+        assert await kernel.bus.submit(AddSlowly(5), call(1, timeout_s=5)).wait() == 5
+        assert kernel.tally.total == 5
 
 
-@virtual
+@on_virtual_time
 async def test_a_deadline_after_the_decision_leaves_it_decided_and_the_reply_to_be_asked_for() -> None:
-    store, built = TroubledStore(), Built()
-    async with running(store, built.with_slow) as spine:
+    store, built = FaultyStore(), Built()
+    async with running(store, built.with_slow) as kernel:
         built.slow.gate.set()
         store.block()
-        assert (await refused(spine.bus.submit(AddSlowly(5), call(1, timeout_s=5)))).code == "deadline_exceeded"
+        assert (await refused(kernel.bus.submit(AddSlowly(5), call(1, timeout_s=5)))).code == "deadline_exceeded"
         store.unblock()
-        assert await spine.bus.submit(AddSlowly(5), call(1)).wait() == 5
-        assert (spine.tally.total, built.slow.calls) == (5, 1)
+        assert await kernel.bus.submit(AddSlowly(5), call(1)).wait() == 5
+        assert (kernel.tally.total, built.slow.calls) == (5, 1)
 
 
-@virtual
+@on_virtual_time
 async def test_a_caller_may_cancel_what_awaits() -> None:
     built = Built()
-    async with running(register=built.with_slow) as spine:
-        pending = spine.bus.submit(AddSlowly(), call(1))
+    async with running(register=built.with_slow) as kernel:
+        pending = kernel.bus.submit(AddSlowly(), call(1))
         await anyio.sleep(1)
-        spine.bus.desk.cancel(CLIENT, 1)
+        kernel.bus.desk.cancel(CLIENT, 1)
         assert (await refused(pending)).code == "cancelled"
-        assert (built.slow.ended, spine.tally.total) == (["cancelled"], 0)
+        assert (built.slow.ended, kernel.tally.total) == (["cancelled"], 0)
 
 
-@virtual
+@on_virtual_time
 async def test_a_cancelled_request_that_is_wrapped_stops_in_its_handler_too() -> None:
     built = Built()
 
-    def register(spine: Spine) -> None:
-        built.with_slow(spine)
-        spine.bus.wrap(AddSlowly, pass_on, owner="wrapper")
+    def register(kernel: Kernel) -> None:
+        built.with_slow(kernel)
+        kernel.bus.wrap(AddSlowly, pass_on, owner="wrapper")
 
-    async with running(register=register) as spine:
-        pending = spine.bus.submit(AddSlowly(), call(1))
+    async with running(register=register) as kernel:
+        pending = kernel.bus.submit(AddSlowly(), call(1))
         await anyio.sleep(1)
-        spine.bus.desk.cancel(CLIENT, 1)
+        kernel.bus.desk.cancel(CLIENT, 1)
         assert (await refused(pending)).code == "cancelled"
-        assert (built.slow.ended, spine.bus.desk.in_flight) == (["cancelled"], 0)
-        again = spine.bus.submit(AddSlowly(5), call(1))
+        assert (built.slow.ended, kernel.bus.desk.in_flight) == (["cancelled"], 0)
+        again = kernel.bus.submit(AddSlowly(5), call(1))
         built.slow.gate.set()
         assert await again.wait() == 5
 
 
-@virtual
+@on_virtual_time
 async def test_cancelling_what_is_done_or_unknown_is_nothing() -> None:
-    async with running() as spine:
-        await spine.bus.submit(Add(), call(1)).wait()
-        spine.bus.desk.cancel(CLIENT, 1)
-        spine.bus.desk.cancel(CLIENT, 99)
-        assert await spine.add() == 2
+    async with running() as kernel:
+        await kernel.bus.submit(Add(), call(1)).wait()
+        kernel.bus.desk.cancel(CLIENT, 1)
+        kernel.bus.desk.cancel(CLIENT, 99)
+        assert await kernel.add() == 2
 
 
-@virtual
+@on_virtual_time
 async def test_when_the_bus_ends_those_who_wait_are_told() -> None:
     built = Built()
-    async with running(register=built.with_slow) as spine:
-        pending = spine.bus.submit(AddSlowly(), call(1))
+    async with running(register=built.with_slow) as kernel:
+        pending = kernel.bus.submit(AddSlowly(), call(1))
         await anyio.sleep(1)
     assert pending.error is not None
     assert pending.error.code == "cancelled"
@@ -468,106 +468,106 @@ async def test_when_the_bus_ends_those_who_wait_are_told() -> None:
 # The same request again.
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_is_repeated_is_answered_and_not_repeated() -> None:
-    async with running() as spine:
-        assert [await spine.bus.submit(Add(), call(1)).wait() for _ in range(3)] == [1, 1, 1]
-        assert len(spine.facts(Added)) == 1
+    async with running() as kernel:
+        assert [await kernel.bus.submit(Add(), call(1)).wait() for _ in range(3)] == [1, 1, 1]
+        assert len(kernel.facts(Added)) == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_is_repeated_before_its_commit_gets_the_same_reply() -> None:
-    store = TroubledStore()
-    async with running(store) as spine:
+    store = FaultyStore()
+    async with running(store) as kernel:
         store.block()
-        first, second = (spine.bus.submit(Add(), call(1)) for _ in range(2))
+        first, second = (kernel.bus.submit(Add(), call(1)) for _ in range(2))
         assert second is first
         store.unblock()
         assert await second.wait() == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_is_repeated_while_its_handler_awaits_gets_the_same_reply() -> None:
     built = Built()
-    async with running(register=built.with_slow) as spine:
-        first, second = (spine.bus.submit(AddSlowly(), call(1)) for _ in range(2))
+    async with running(register=built.with_slow) as kernel:
+        first, second = (kernel.bus.submit(AddSlowly(), call(1)) for _ in range(2))
         built.slow.gate.set()
         assert (await first.wait(), await second.wait(), built.slow.calls) == (1, 1, 1)
 
 
-@virtual
+@on_virtual_time
 async def test_another_request_under_the_number_of_one_that_is_being_done_is_refused() -> None:
     built = Built()
-    async with running(register=built.with_slow) as spine:
-        first = spine.bus.submit(AddSlowly(), call(1, digest=7))
-        assert (await refused(spine.bus.submit(AddSlowly(9), call(1, digest=8)))).code == "request_id_reused"
+    async with running(register=built.with_slow) as kernel:
+        first = kernel.bus.submit(AddSlowly(), call(1, digest=7))
+        assert (await refused(kernel.bus.submit(AddSlowly(9), call(1, digest=8)))).code == "request_id_reused"
         built.slow.gate.set()
         assert await first.wait() == 1
 
 
-@virtual
+@on_virtual_time
 async def test_another_request_under_the_number_of_one_that_was_done_is_refused() -> None:
-    async with running() as spine:
-        await spine.bus.submit(Add(), call(1, digest=7)).wait()
-        assert (await refused(spine.bus.submit(Add(9), call(1, digest=8)))).code == "request_id_reused"
-        assert spine.tally.total == 1
+    async with running() as kernel:
+        await kernel.bus.submit(Add(), call(1, digest=7)).wait()
+        assert (await refused(kernel.bus.submit(Add(9), call(1, digest=8)))).code == "request_id_reused"
+        assert kernel.tally.total == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_number_that_its_client_has_done_with_is_refused() -> None:
-    async with running() as spine:
-        await spine.bus.submit(Add(), call(1)).wait()
-        await spine.bus.submit(Add(), call(2, acknowledged=1)).wait()
-        assert (await refused(spine.bus.submit(Add(), call(1)))).code == "request_stale"
-        assert spine.tally.total == 2
+    async with running() as kernel:
+        await kernel.bus.submit(Add(), call(1)).wait()
+        await kernel.bus.submit(Add(), call(2, acknowledged=1)).wait()
+        assert (await refused(kernel.bus.submit(Add(), call(1)))).code == "request_stale"
+        assert kernel.tally.total == 2
 
 
-@virtual
+@on_virtual_time
 async def test_a_reply_is_remembered_across_a_restart() -> None:
-    store = TroubledStore()
-    async with running(store) as spine:
-        await spine.bus.submit(Add(5), call(1)).wait()
-    async with running(store) as spine:
-        pending = spine.bus.submit(Add(5), call(1))
+    store = FaultyStore()
+    async with running(store) as kernel:
+        await kernel.bus.submit(Add(5), call(1)).wait()
+    async with running(store) as kernel:
+        pending = kernel.bus.submit(Add(5), call(1))
         assert pending.done
         assert await pending.wait() == 5
         assert pending.encoded == b"\x05"
-        assert spine.tally.total == 5
+        assert kernel.tally.total == 5
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_died_before_its_commit_is_done_after_the_restart() -> None:
-    store = TroubledStore()
-    async with running(store) as spine:
-        await spine.add(1)
+    store = FaultyStore()
+    async with running(store) as kernel:
+        await kernel.add(1)
         store.dies = "before"
-        spine.bus.submit(Add(5), call(1))
+        kernel.bus.submit(Add(5), call(1))
         await anyio.sleep(1)
     store.dies = ""
-    async with running(store) as spine:
-        assert await spine.bus.submit(Add(5), call(1)).wait() == 6
+    async with running(store) as kernel:
+        assert await kernel.bus.submit(Add(5), call(1)).wait() == 6
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_died_after_its_commit_is_answered_and_not_repeated_after_the_restart() -> None:
-    store = TroubledStore()
-    async with running(store) as spine:
-        await spine.add(1)
+    store = FaultyStore()
+    async with running(store) as kernel:
+        await kernel.add(1)
         store.dies = "after"
-        spine.bus.submit(Add(5), call(1))
+        kernel.bus.submit(Add(5), call(1))
         await anyio.sleep(1)
     store.dies = ""
-    async with running(store) as spine:
-        assert await spine.bus.submit(Add(5), call(1)).wait() == 6
-        assert spine.tally.total == 6
+    async with running(store) as kernel:
+        assert await kernel.bus.submit(Add(5), call(1)).wait() == 6
+        assert kernel.tally.total == 6
 
 
 class Lamp:
     """State that a request may find as it wants it already."""
 
-    def __init__(self, spine: Spine) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         self.lit = False
-        spine.bus.serve(AddSlowly, self.light, owner="lamp")
+        kernel.bus.serve(AddSlowly, self.light, owner="lamp")
 
     async def load(self, _: Store) -> None: ...
 
@@ -578,68 +578,68 @@ class Lamp:
         return Decision(1, (Added(1, 1),))
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_that_changed_nothing_is_not_done_later_when_it_is_repeated() -> None:
     lamps: list[Lamp] = []
-    async with running(register=lambda spine: lamps.append(Lamp(spine))) as spine:
+    async with running(register=lambda kernel: lamps.append(Lamp(kernel))) as kernel:
         lamps[0].lit = True
-        assert await spine.bus.submit(AddSlowly(), call(1)).wait() == 0
+        assert await kernel.bus.submit(AddSlowly(), call(1)).wait() == 0
         lamps[0].lit = False
-        assert await spine.bus.submit(AddSlowly(), call(1)).wait() == 0
+        assert await kernel.bus.submit(AddSlowly(), call(1)).wait() == 0
         assert not lamps[0].lit
 
 
-@virtual
+@on_virtual_time
 async def test_the_daemon_s_own_requests_are_not_remembered() -> None:
-    async with running() as spine:
-        assert [await spine.bus.ask(Add()) for _ in range(2)] == [1, 2]
-        assert await spine.store.list(REPLY_PREFIX) == []
+    async with running() as kernel:
+        assert [await kernel.bus.ask(Add()) for _ in range(2)] == [1, 2]
+        assert await kernel.store.list(REPLY_PREFIX) == []
 
 
-@virtual
+@on_virtual_time
 async def test_a_reading_request_is_done_anew_each_time() -> None:
-    async with running() as spine:
-        assert await spine.bus.submit(ReadTotal(), call(1)).wait() == 0
-        await spine.add()
-        assert await spine.bus.submit(ReadTotal(), call(1)).wait() == 1
+    async with running() as kernel:
+        assert await kernel.bus.submit(ReadTotal(), call(1)).wait() == 0
+        await kernel.add()
+        assert await kernel.bus.submit(ReadTotal(), call(1)).wait() == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_request_whose_commit_failed_may_be_sent_again() -> None:
-    store = TroubledStore()
-    async with running(store) as spine:
+    store = FaultyStore()
+    async with running(store) as kernel:
         store.commit_error = full()
-        assert (await refused(spine.bus.submit(Add(5), call(1)))).code == "store_full"
+        assert (await refused(kernel.bus.submit(Add(5), call(1)))).code == "store_full"
         store.commit_error = None
-        await spine.ledger.writable()
-        assert await spine.bus.submit(Add(5), call(1)).wait() == 5
+        await kernel.ledger.writable()
+        assert await kernel.bus.submit(Add(5), call(1)).wait() == 5
 
 
-@virtual
+@on_virtual_time
 async def test_while_the_disk_is_full_reads_are_answered_and_decisions_unavailable_before_they_are_taken() -> None:
-    store = TroubledStore()
-    async with running(store) as spine:
-        await spine.add(10)
+    store = FaultyStore()
+    async with running(store) as kernel:
+        await kernel.add(10)
         store.commit_error = full()
-        await refused(spine.submit())
+        await refused(kernel.submit())
         await anyio.sleep(5)
-        loads = spine.tally.loads
-        assert (await refused(spine.submit())).code == "store_full"
-        assert await spine.bus.ask(ReadTotal()) == 10
-        assert spine.tally.loads == loads
+        loads = kernel.tally.loads
+        assert (await refused(kernel.submit())).code == "store_full"
+        assert await kernel.bus.ask(ReadTotal()) == 10
+        assert kernel.tally.loads == loads
 
 
-@virtual
+@on_virtual_time
 async def test_nobody_looks_at_state_that_is_being_read_anew() -> None:
     looked: list[int] = []
 
-    def register(spine: Spine) -> None:
-        spine.bus.serve(Contemplate, lambda *_: looked.append(1), owner="thinker")
+    def register(kernel: Kernel) -> None:
+        kernel.bus.serve(Contemplate, lambda *_: looked.append(1), owner="thinker")
 
-    async with running(register=register) as spine:
-        spine.ledger.taint(Unavailable("reloading", "state is being read anew"))
-        assert (await refused(spine.bus.submit(Contemplate(), call()))).code == "reloading"
-        assert (await refused(spine.bus.submit(Add(), call(1)))).code == "reloading"
+    async with running(register=register) as kernel:
+        kernel.ledger.taint(Unavailable("reloading", "state is being read anew"))
+        assert (await refused(kernel.bus.submit(Contemplate(), call()))).code == "reloading"
+        assert (await refused(kernel.bus.submit(Add(), call(1)))).code == "reloading"
     assert looked == []
 
 
@@ -650,7 +650,7 @@ async def pass_on(request: Any, _: Call, proceed: Proceed) -> Any:
     return await proceed(request)
 
 
-@virtual
+@on_virtual_time
 async def test_the_wrapper_that_was_added_last_is_outermost() -> None:
     order: list[str] = []
 
@@ -663,58 +663,58 @@ async def test_the_wrapper_that_was_added_last_is_outermost() -> None:
 
         return wrapper
 
-    def register(spine: Spine) -> None:
-        spine.bus.wrap(Add, noting("first"), owner="a")
-        spine.bus.wrap(Add, noting("second"), owner="b")
+    def register(kernel: Kernel) -> None:
+        kernel.bus.wrap(Add, noting("first"), owner="a")
+        kernel.bus.wrap(Add, noting("second"), owner="b")
 
-    async with running(register=register) as spine:
-        assert await spine.add(3) == 3
+    async with running(register=register) as kernel:
+        assert await kernel.add(3) == 3
     assert order == ["second before", "first before", "first after", "second after"]
 
 
-@virtual
+@on_virtual_time
 async def test_a_wrapper_sees_the_reply_when_it_is_durable() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     durable: list[bool] = []
 
     async def wrapper(request: Any, _: Call, proceed: Proceed) -> Any:
         reply = await proceed(request)
-        durable.append(store.revision >= spine.ledger.revision)
+        durable.append(store.revision >= kernel.ledger.revision)
         return reply
 
-    async with running(store, lambda spine: spine.bus.wrap(Add, wrapper, owner="a")) as spine:
-        await spine.add()
+    async with running(store, lambda kernel: kernel.bus.wrap(Add, wrapper, owner="a")) as kernel:
+        await kernel.add()
     assert durable == [True]
 
 
-@virtual
+@on_virtual_time
 async def test_a_wrapper_may_change_the_request_and_the_reply() -> None:
     async def wrapper(request: Add, _: Call, proceed: Proceed) -> Any:
         return 100 + await proceed(Add(2 * request.amount))
 
-    async with running(register=lambda spine: spine.bus.wrap(Add, wrapper, owner="a")) as spine:
-        assert await spine.add(3) == 106
-        assert spine.tally.total == 6
+    async with running(register=lambda kernel: kernel.bus.wrap(Add, wrapper, owner="a")) as kernel:
+        assert await kernel.add(3) == 106
+        assert kernel.tally.total == 6
 
 
-@virtual
+@on_virtual_time
 async def test_a_wrapper_may_refuse() -> None:
     async def wrapper(*_: Any) -> Any:
         raise RequestRefused("closed", "closed on Sundays")
 
-    async with running(register=lambda spine: spine.bus.wrap(Add, wrapper, owner="a")) as spine:
-        assert (await refused(spine.submit())).code == "closed"
-        assert spine.tally.total == 0
+    async with running(register=lambda kernel: kernel.bus.wrap(Add, wrapper, owner="a")) as kernel:
+        assert (await refused(kernel.submit())).code == "closed"
+        assert kernel.tally.total == 0
 
 
-@virtual
+@on_virtual_time
 async def test_a_wrapper_may_answer_by_itself() -> None:
     async def wrapper(*_: Any) -> Any:
         return 42
 
-    async with running(register=lambda spine: spine.bus.wrap(Add, wrapper, owner="a")) as spine:
-        assert await spine.add() == 42
-        assert spine.tally.total == 0
+    async with running(register=lambda kernel: kernel.bus.wrap(Add, wrapper, owner="a")) as kernel:
+        assert await kernel.add() == 42
+        assert kernel.tally.total == 0
 
 
 def break_at_once(*_: Any) -> Any:
@@ -739,17 +739,17 @@ def return_no_awaitable(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrapper", [break_at_once, break_later, leave, cancel_itself, return_no_awaitable])
-@virtual
+@on_virtual_time
 async def test_a_wrapper_that_breaks_is_its_caller_s_bad_luck_alone(wrapper: Any) -> None:
-    async with running(register=lambda spine: spine.bus.wrap(Add, wrapper, owner="a plugin")) as spine:
-        broken = await refused(spine.submit())
+    async with running(register=lambda kernel: kernel.bus.wrap(Add, wrapper, owner="a plugin")) as kernel:
+        broken = await refused(kernel.submit())
         assert (type(broken), broken.code) == (ForgedError, "handler_broken")
         assert "a plugin" in broken.message
-        assert await spine.bus.ask(ReadTotal()) == 0
-        assert spine.bus.desk.in_flight == 0
+        assert await kernel.bus.ask(ReadTotal()) == 0
+        assert kernel.bus.desk.in_flight == 0
 
 
-@virtual
+@on_virtual_time
 async def test_a_wrapper_that_breaks_behind_the_handler_leaves_its_decision_which_a_repeated_request_gets() -> None:
     broken = True
 
@@ -759,37 +759,37 @@ async def test_a_wrapper_that_breaks_behind_the_handler_leaves_its_decision_whic
             raise ValueError("boom")
         return reply
 
-    async with running(register=lambda spine: spine.bus.wrap(Add, wrapper, owner="a")) as spine:
-        assert (await refused(spine.bus.submit(Add(5), call(1)))).code == "handler_broken"
+    async with running(register=lambda kernel: kernel.bus.wrap(Add, wrapper, owner="a")) as kernel:
+        assert (await refused(kernel.bus.submit(Add(5), call(1)))).code == "handler_broken"
         broken = False
-        assert await spine.bus.submit(Add(5), call(1)).wait() == 5
-        assert spine.tally.total == 5
+        assert await kernel.bus.submit(Add(5), call(1)).wait() == 5
+        assert kernel.tally.total == 5
 
 
-@virtual
+@on_virtual_time
 async def test_a_wrapper_that_proceeds_twice_has_the_request_done_once() -> None:
     async def wrapper(request: Any, _: Call, proceed: Proceed) -> Any:
         return await proceed(request) + await proceed(request)
 
-    async with running(register=lambda spine: spine.bus.wrap(Add, wrapper, owner="a")) as spine:
-        assert await spine.bus.submit(Add(5), call(1)).wait() == 10
-        assert spine.tally.total == 5
+    async with running(register=lambda kernel: kernel.bus.wrap(Add, wrapper, owner="a")) as kernel:
+        assert await kernel.bus.submit(Add(5), call(1)).wait() == 10
+        assert kernel.tally.total == 5
 
 
-@virtual
+@on_virtual_time
 async def test_the_deadline_covers_wrappers_and_handler_together() -> None:
     built = Built()
 
-    def register(spine: Spine) -> None:
-        built.with_slow(spine)
-        spine.bus.wrap(AddSlowly, pass_on, owner="wrapper")
+    def register(kernel: Kernel) -> None:
+        built.with_slow(kernel)
+        kernel.bus.wrap(AddSlowly, pass_on, owner="wrapper")
 
-    async with running(register=register) as spine:
-        assert (await refused(spine.bus.submit(AddSlowly(), call(1, timeout_s=5)))).code == "deadline_exceeded"
+    async with running(register=register) as kernel:
+        assert (await refused(kernel.bus.submit(AddSlowly(), call(1, timeout_s=5)))).code == "deadline_exceeded"
         assert built.slow.ended == ["cancelled"]
 
 
-@virtual
+@on_virtual_time
 async def test_nobody_without_the_right_gets_as_far_as_a_wrapper() -> None:
     reached: list[object] = []
 
@@ -797,10 +797,10 @@ async def test_nobody_without_the_right_gets_as_far_as_a_wrapper() -> None:
         reached.append(request)
         return await proceed(request)
 
-    def register(spine: Spine) -> None:
-        tending(spine)
-        spine.bus.wrap(Tend, wrapper, owner="a")
+    def register(kernel: Kernel) -> None:
+        tending(kernel)
+        kernel.bus.wrap(Tend, wrapper, owner="a")
 
-    async with running(register=register) as spine:
-        assert (await refused(spine.bus.submit(Tend("b"), worker("a")))).code == "forbidden"
+    async with running(register=register) as kernel:
+        assert (await refused(kernel.bus.submit(Tend("b"), worker("a")))).code == "forbidden"
     assert reached == []

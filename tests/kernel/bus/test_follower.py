@@ -19,8 +19,8 @@ from forged.kernel.bus.model import HandlerFailed
 from forged.kernel.journal import Journal
 from forged.kernel.ledger import CURSOR_PREFIX
 from forged.kernel.messages import Decision, Fact, Gap, Record
-from tests.spine import Added, Echoed, Spine, ids, running, task_group, virtual
-from tests.troubled_store import TroubledStore, full
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import Added, Echoed, Kernel, ids, on_virtual_time, running, task_group
 
 DOWN = Unavailable("receiver_down", "nobody is there", "")
 
@@ -45,9 +45,9 @@ class Receiver:
     def ids(self) -> list[int]:
         return [fact_id for batch in self.batches for fact_id in batch]
 
-    def register(self, spine: Spine) -> None:
+    def register(self, kernel: Kernel) -> None:
         terms = dict(self.terms)
-        self.follower = spine.bus.follow(terms.pop("types", Added), self, name="receiver", **terms)
+        self.follower = kernel.bus.follow(terms.pop("types", Added), self, name="receiver", **terms)
 
 
 def raising(error: BaseException) -> Callable[[Sequence[Record]], None]:
@@ -61,8 +61,8 @@ async def hang(_: Sequence[Record]) -> None:
     await asyncio.Event().wait()
 
 
-def additions(spine: Spine) -> list[int]:
-    return [record.id for record in spine.journal.after(0, 100_000) if record.type == "Added"]
+def additions(kernel: Kernel) -> list[int]:
+    return [record.id for record in kernel.journal.after(0, 100_000) if record.type == "Added"]
 
 
 async def delivered(receiver: Receiver) -> None:
@@ -71,392 +71,392 @@ async def delivered(receiver: Receiver) -> None:
         await anyio.sleep(0.1)
 
 
-async def echo(spine: Spine, job: str = "", count: int = 1) -> None:
-    await spine.ledger.append(Decision(None, tuple(Echoed(0) for _ in range(count)), job=job)).wait()
+async def echo(kernel: Kernel, job: str = "", count: int = 1) -> None:
+    await kernel.ledger.append(Decision(None, tuple(Echoed(0) for _ in range(count)), job=job)).wait()
 
 
 # Delivering.
 
 
-@virtual
+@on_virtual_time
 async def test_facts_are_delivered_in_the_order_of_their_ids() -> None:
     receiver = Receiver()
-    async with running(register=receiver.register) as spine:
+    async with running(register=receiver.register) as kernel:
         for _ in range(20):
-            await spine.add()
+            await kernel.add()
         await delivered(receiver)
-        assert receiver.ids == additions(spine)
+        assert receiver.ids == additions(kernel)
 
 
-@virtual
+@on_virtual_time
 async def test_nothing_is_delivered_that_is_not_durable() -> None:
-    store, receiver = TroubledStore(), Receiver()
-    async with running(store, receiver.register) as spine:
+    store, receiver = FaultyStore(), Receiver()
+    async with running(store, receiver.register) as kernel:
         store.block()
-        spine.submit()
+        kernel.submit()
         await anyio.sleep(10)
         assert receiver.ids == []
         store.unblock()
-        await spine.settle()
+        await kernel.settle()
         await delivered(receiver)
-        assert receiver.ids == additions(spine)
+        assert receiver.ids == additions(kernel)
         assert receiver.ids[-1] <= store.revision
 
 
-@virtual
+@on_virtual_time
 async def test_what_came_before_a_new_follower_is_not_its_affair() -> None:
-    store, receiver = TroubledStore(), Receiver()
-    async with running(store) as spine:
-        await spine.add()
-    async with running(store, receiver.register) as spine:
-        await spine.add()
+    store, receiver = FaultyStore(), Receiver()
+    async with running(store) as kernel:
+        await kernel.add()
+    async with running(store, receiver.register) as kernel:
+        await kernel.add()
         await delivered(receiver)
-        assert receiver.ids == additions(spine)[1:]
+        assert receiver.ids == additions(kernel)[1:]
 
 
-@virtual
+@on_virtual_time
 async def test_a_follower_may_come_while_the_bus_runs() -> None:
     receiver = Receiver()
-    async with running() as spine:
-        await spine.add()
-        receiver.register(spine)
-        await spine.add()
+    async with running() as kernel:
+        await kernel.add()
+        receiver.register(kernel)
+        await kernel.add()
         await delivered(receiver)
-        assert receiver.ids == additions(spine)[1:]
+        assert receiver.ids == additions(kernel)[1:]
 
 
-@virtual
+@on_virtual_time
 async def test_what_has_gathered_is_delivered_in_batches_of_limited_size() -> None:
     receiver = Receiver(batch_max=4)
     release = asyncio.Event()
     receiver.does = lambda _: release.wait()
-    async with running(register=receiver.register) as spine:
+    async with running(register=receiver.register) as kernel:
         for _ in range(10):
-            await spine.add()
+            await kernel.add()
         release.set()
         await delivered(receiver)
         assert [len(batch) for batch in receiver.batches] == [1, 4, 4, 1]
-        assert receiver.ids == additions(spine)
+        assert receiver.ids == additions(kernel)
 
 
-@virtual
+@on_virtual_time
 async def test_only_facts_of_the_types_and_jobs_asked_for_are_delivered() -> None:
     receiver = Receiver(types=[Echoed], jobs=frozenset({"a", "b"}))
-    async with running(register=receiver.register) as spine:
+    async with running(register=receiver.register) as kernel:
         for job in ("a", "", "b", "c", "a"):
-            await echo(spine, job)
-            await spine.add()
+            await echo(kernel, job)
+            await kernel.add()
         await delivered(receiver)
-        found = [spine.journal.get(fact_id) for fact_id in receiver.ids]
+        found = [kernel.journal.get(fact_id) for fact_id in receiver.ids]
         assert [(one.type, one.job) for one in found if one] == [("Echoed", "a"), ("Echoed", "b"), ("Echoed", "a")]
 
 
-@virtual
+@on_virtual_time
 async def test_a_follower_of_all_facts_has_all_of_them() -> None:
     receiver = Receiver(types=Fact)
-    async with running(register=receiver.register) as spine:
-        await spine.add()
-        await echo(spine, count=3)
+    async with running(register=receiver.register) as kernel:
+        await kernel.add()
+        await echo(kernel, count=3)
         await delivered(receiver)
-        assert receiver.ids == ids(spine.journal.after(0, 100))
+        assert receiver.ids == ids(kernel.journal.after(0, 100))
 
 
-@virtual
+@on_virtual_time
 async def test_a_fact_that_a_delivery_leads_to_is_delivered_too() -> None:
     receiver = Receiver()
-    async with running(register=receiver.register) as spine:
-        receiver.does = lambda _: spine.add() if len(spine.facts(Added)) < 5 else None
-        await spine.add()
+    async with running(register=receiver.register) as kernel:
+        receiver.does = lambda _: kernel.add() if len(kernel.facts(Added)) < 5 else None
+        await kernel.add()
         await delivered(receiver)
-        assert receiver.ids == additions(spine)
+        assert receiver.ids == additions(kernel)
         assert len(receiver.ids) == 5
 
 
 @pytest.mark.parametrize(("types", "name"), [((), "new"), (Added, "taken")])
-@virtual
+@on_virtual_time
 async def test_a_name_is_given_once_and_no_types_are_a_mistake(types: Any, name: str) -> None:
-    async with running(register=lambda spine: spine.bus.on(Added, lambda _: None, name="taken")) as spine:
+    async with running(register=lambda kernel: kernel.bus.on(Added, lambda _: None, name="taken")) as kernel:
         with pytest.raises(ValueError, match=name):
-            spine.bus.follow(types, Receiver(), name=name)
-        assert spine.bus.followers == {}
+            kernel.bus.follow(types, Receiver(), name=name)
+        assert kernel.bus.followers == {}
 
 
 # Failing.
 
 
-@virtual
+@on_virtual_time
 async def test_a_delivery_that_fails_is_tried_again_with_growing_pauses() -> None:
     receiver, moments = Receiver(), list[float]()
-    async with running(register=receiver.register) as spine:
+    async with running(register=receiver.register) as kernel:
 
         def refuse(_: Sequence[Record]) -> None:
-            moments.append(spine.clock.monotonic())
+            moments.append(kernel.clock.monotonic())
             raise ValueError("boom")
 
         receiver.does = refuse
-        await spine.add()
+        await kernel.add()
         await anyio.sleep(600)
         pauses = [later - earlier for earlier, later in pairwise(moments)]
         assert pauses[0] <= DELIVERING_AGAIN.delay_s
         assert all(later >= 1.4 * earlier for earlier, later in pairwise(pauses[:6]))
         assert max(pauses) <= DELIVERING_AGAIN.delay_max_s
-        assert {tuple(batch) for batch in receiver.batches} == {tuple(additions(spine))}
+        assert {tuple(batch) for batch in receiver.batches} == {tuple(additions(kernel))}
 
 
-@virtual
+@on_virtual_time
 async def test_after_a_success_the_pauses_begin_anew() -> None:
     receiver, moments = Receiver(), list[float]()
-    async with running(register=receiver.register) as spine:
+    async with running(register=receiver.register) as kernel:
 
         def refuse(_: Sequence[Record]) -> None:
-            moments.append(spine.clock.monotonic())
+            moments.append(kernel.clock.monotonic())
             if len(moments) not in (8, 10):
                 raise DOWN
 
         receiver.does = refuse
         for _ in range(2):
-            await spine.add()
+            await kernel.add()
             await anyio.sleep(100)
         assert moments[9] - moments[8] <= DELIVERING_AGAIN.delay_s
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), RequestRefused("no", "boom", "")])
-@virtual
+@on_virtual_time
 async def test_a_failure_is_put_on_record_and_reported(error: BaseException) -> None:
     receiver, told = Receiver(), list[tuple[str, str]]()
     receiver.does = raising(error)
-    async with running(register=receiver.register) as spine:
-        spine.bus.on_failure.append(lambda handler, reason: told.append((handler.name, reason)))
-        await spine.add()
+    async with running(register=receiver.register) as kernel:
+        kernel.bus.on_failure.append(lambda handler, reason: told.append((handler.name, reason)))
+        await kernel.add()
         await anyio.sleep(0.1)
         receiver.does = lambda _: None
         await delivered(receiver)
-        (failed,) = spine.facts(HandlerFailed)
+        (failed,) = kernel.facts(HandlerFailed)
         assert (failed.handler, "boom" in failed.reason or "SystemExit" in failed.reason) == ("receiver", True)
         assert told == [("receiver", failed.reason)]
         assert (receiver.follower.statistics.failed, receiver.follower.failures_in_a_row) == (1, 0)
 
 
-@virtual
+@on_virtual_time
 async def test_a_mistake_is_told_with_its_traceback_and_an_error_of_ours_is_not() -> None:
     receiver, told = Receiver(), list[BaseException]()
     mistake, refusal = ValueError("boom"), RequestRefused("no", "no", "")
-    async with running(register=receiver.register) as spine:
-        spine.bus.on_broken = lambda _, error: told.append(error)
+    async with running(register=receiver.register) as kernel:
+        kernel.bus.on_broken = lambda _, error: told.append(error)
         for error in (mistake, refusal):
             receiver.does = raising(error)
-            await spine.add()
+            await kernel.add()
             await anyio.sleep(0.05)
             receiver.does = lambda _: None
             await delivered(receiver)
         assert told == [mistake]
 
 
-@virtual
+@on_virtual_time
 async def test_an_hour_without_a_receiver_is_no_failure_and_costs_the_bus_nothing() -> None:
     receiver = Receiver()
     receiver.does = raising(DOWN)
-    async with running(register=receiver.register) as spine:
-        spine.bus.backlog_max = 10
+    async with running(register=receiver.register) as kernel:
+        kernel.bus.backlog_max = 10
         for _ in range(300):
-            await spine.add()
+            await kernel.add()
             await anyio.sleep(10)
-            assert not spine.bus.congested
-        await spine.bus.drain()
-        assert spine.facts(HandlerFailed) == []
+            assert not kernel.bus.congested
+        await kernel.bus.drain()
+        assert kernel.facts(HandlerFailed) == []
         assert (receiver.follower.statistics.failed, receiver.follower.failures_in_a_row) == (0, 0)
         assert (receiver.follower.behind, receiver.follower.waiting_for) == (300, "nobody is there")
         assert not any(isinstance(value, list | dict | set) and value for value in vars(receiver.follower).values())
         receiver.batches.clear()
         receiver.does = lambda _: None
         await delivered(receiver)
-        assert receiver.ids == additions(spine)
+        assert receiver.ids == additions(kernel)
         assert (receiver.follower.behind, receiver.follower.waiting_for) == (0, None)
 
 
-@virtual
+@on_virtual_time
 async def test_when_it_is_tried_again_can_be_seen() -> None:
     receiver = Receiver()
     receiver.does = raising(DOWN)
-    async with running(register=receiver.register) as spine:
-        await spine.add()
+    async with running(register=receiver.register) as kernel:
+        await kernel.add()
         await anyio.sleep(0.01)
         again_at = receiver.follower.again_at
         assert again_at is not None
-        assert 0 < again_at - spine.clock.monotonic() <= DELIVERING_AGAIN.delay_s
+        assert 0 < again_at - kernel.clock.monotonic() <= DELIVERING_AGAIN.delay_s
         receiver.does = lambda _: None
         await delivered(receiver)
         assert receiver.follower.again_at is None
 
 
-@virtual
+@on_virtual_time
 async def test_a_delivery_that_is_cancelled_from_within_is_a_failure_and_not_the_end() -> None:
     receiver = Receiver()
     receiver.does = raising(asyncio.CancelledError())
-    async with running(register=receiver.register) as spine:
-        await spine.add()
+    async with running(register=receiver.register) as kernel:
+        await kernel.add()
         await anyio.sleep(0.1)
         receiver.does = lambda _: None
         await delivered(receiver)
-        assert receiver.ids[-1:] == additions(spine)
-        assert [fact.reason for fact in spine.facts(HandlerFailed)] == ["was cancelled from within"]
+        assert receiver.ids[-1:] == additions(kernel)
+        assert [fact.reason for fact in kernel.facts(HandlerFailed)] == ["was cancelled from within"]
 
 
-@virtual
+@on_virtual_time
 async def test_a_failure_while_nothing_can_be_written_is_put_on_record_later() -> None:
-    store, receiver = TroubledStore(), Receiver()
-    async with running(store, receiver.register) as spine:
+    store, receiver = FaultyStore(), Receiver()
+    async with running(store, receiver.register) as kernel:
         receiver.does = hang
-        await spine.add()
+        await kernel.add()
         store.commit_error = full()
         with pytest.raises(Unavailable):
-            await spine.add()
-        spine.bus.followers["receiver"].pause()
-        spine.bus.record_later(Decision(None, (HandlerFailed("receiver", 1, "boom"),)))
+            await kernel.add()
+        kernel.bus.followers["receiver"].pause()
+        kernel.bus.record_later(Decision(None, (HandlerFailed("receiver", 1, "boom"),)))
         await anyio.sleep(10)
-        assert spine.facts(HandlerFailed) == []
+        assert kernel.facts(HandlerFailed) == []
         store.commit_error = None
         await anyio.sleep(10)
-        assert len(spine.facts(HandlerFailed)) == 1
+        assert len(kernel.facts(HandlerFailed)) == 1
 
 
 # The position.
 
 
-@virtual
+@on_virtual_time
 async def test_a_follower_goes_on_after_a_restart_where_it_was() -> None:
-    store, receiver = TroubledStore(), Receiver()
-    async with running(store, receiver.register) as spine:
-        await spine.add()
-        await spine.add()
+    store, receiver = FaultyStore(), Receiver()
+    async with running(store, receiver.register) as kernel:
+        await kernel.add()
+        await kernel.add()
         await anyio.sleep(2 * CURSOR_INTERVAL_S)
         receiver.does = raising(DOWN)
-        await spine.add()
-        await spine.add()
+        await kernel.add()
+        await kernel.add()
         await anyio.sleep(2 * CURSOR_INTERVAL_S)
     again = Receiver()
-    async with running(store, again.register) as spine:
+    async with running(store, again.register) as kernel:
         await delivered(again)
-        assert again.ids == additions(spine)[2:]
+        assert again.ids == additions(kernel)[2:]
 
 
-@virtual
+@on_virtual_time
 async def test_what_was_delivered_just_before_a_crash_may_come_twice_but_never_not_at_all() -> None:
-    store, receiver, again = TroubledStore(), Receiver(), Receiver()
-    async with running(store, receiver.register) as spine:
-        await spine.add()
+    store, receiver, again = FaultyStore(), Receiver(), Receiver()
+    async with running(store, receiver.register) as kernel:
+        await kernel.add()
         await anyio.sleep(CURSOR_INTERVAL_S / 2)
         assert len(receiver.ids) == 1
-    async with running(store, again.register) as spine:
+    async with running(store, again.register) as kernel:
         await delivered(again)
-        assert again.ids == additions(spine)
+        assert again.ids == additions(kernel)
 
 
-@virtual
+@on_virtual_time
 async def test_the_position_is_stored_under_the_follower_s_name_when_all_is_told() -> None:
     receiver = Receiver()
-    async with running(register=receiver.register) as spine:
-        await spine.add()
+    async with running(register=receiver.register) as kernel:
+        await kernel.add()
         await delivered(receiver)
-        spine.bus.save_cursors()
-        await spine.ledger.flush()
-        entry = await spine.store.get(CURSOR_PREFIX + "receiver")
+        kernel.bus.save_cursors()
+        await kernel.ledger.flush()
+        entry = await kernel.store.get(CURSOR_PREFIX + "receiver")
         assert entry is not None
-        assert [int(entry.value)] == additions(spine)
+        assert [int(entry.value)] == additions(kernel)
 
 
-@virtual
+@on_virtual_time
 async def test_the_position_does_not_move_past_what_is_being_delivered() -> None:
-    store, receiver, again = TroubledStore(), Receiver(), Receiver()
+    store, receiver, again = FaultyStore(), Receiver(), Receiver()
     receiver.does = hang
-    async with running(store, receiver.register) as spine:
+    async with running(store, receiver.register) as kernel:
         for _ in range(5):
-            await spine.add()
+            await kernel.add()
             await anyio.sleep(CURSOR_INTERVAL_S)
-    async with running(store, again.register) as spine:
+    async with running(store, again.register) as kernel:
         await delivered(again)
-        assert again.ids == additions(spine)
+        assert again.ids == additions(kernel)
 
 
-@virtual
+@on_virtual_time
 async def test_facts_that_do_not_concern_it_move_its_position_when_one_comes_that_does() -> None:
     receiver = Receiver(types=Echoed)
     receiver.does = hang
-    async with running(register=receiver.register) as spine:
+    async with running(register=receiver.register) as kernel:
         await anyio.sleep(0.1)
         for _ in range(50):
-            await spine.add()
+            await kernel.add()
         assert receiver.follower.behind == 0
-        await echo(spine)
+        await echo(kernel)
         await anyio.sleep(0.1)
-        assert receiver.follower.position == additions(spine)[-1]
+        assert receiver.follower.position == additions(kernel)[-1]
         assert receiver.follower.behind == 1
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_is_rarely_concerned_is_told_of_no_gap_that_is_none() -> None:
-    store, receiver, again = TroubledStore(), Receiver(types=Echoed), Receiver(types=Echoed)
-    async with running(store, receiver.register, facts_max=20) as spine:
+    store, receiver, again = FaultyStore(), Receiver(types=Echoed), Receiver(types=Echoed)
+    async with running(store, receiver.register, facts_max=20) as kernel:
         for _ in range(50):
-            await spine.add()
+            await kernel.add()
             await anyio.sleep(CURSOR_INTERVAL_S / 5)
-        await echo(spine)
+        await echo(kernel)
         await delivered(receiver)
         await anyio.sleep(2 * CURSOR_INTERVAL_S)
-    async with running(store, again.register, facts_max=20) as spine:
+    async with running(store, again.register, facts_max=20) as kernel:
         await delivered(again)
     assert (len(receiver.ids), again.ids, receiver.gaps, again.gaps) == (1, [], [], [])
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_could_not_deliver_stays_where_it_is() -> None:
-    store, receiver, again = TroubledStore(), Receiver(), Receiver()
+    store, receiver, again = FaultyStore(), Receiver(), Receiver()
     receiver.does = raising(DOWN)
-    async with running(store, receiver.register, facts_max=20) as spine:
+    async with running(store, receiver.register, facts_max=20) as kernel:
         for _ in range(15):
-            await spine.add()
+            await kernel.add()
         await anyio.sleep(60)
-    async with running(store, again.register, facts_max=20) as spine:
+    async with running(store, again.register, facts_max=20) as kernel:
         await delivered(again)
-        assert again.ids == additions(spine)
+        assert again.ids == additions(kernel)
         assert len(again.ids) == 15
 
 
 # Gaps.
 
 
-@virtual
+@on_virtual_time
 async def test_what_the_journal_has_forgotten_meanwhile_is_told_as_a_gap_before_what_comes_behind() -> None:
     receiver, order = Receiver(), list[object]()
     receiver.terms["on_gap"] = order.append
     receiver.does = raising(DOWN)
-    async with running(register=receiver.register, facts_max=10) as spine:
+    async with running(register=receiver.register, facts_max=10) as kernel:
         for _ in range(30):
-            await spine.add()
+            await kernel.add()
         receiver.does = lambda records: order.append(ids(records))
         await delivered(receiver)
         gap, *batches = order
         assert isinstance(gap, Gap)
-        assert (gap.first, gap.last) == (receiver.batches[0][0], spine.journal.floor)
-        assert batches == [additions(spine)]
+        assert (gap.first, gap.last) == (receiver.batches[0][0], kernel.journal.floor)
+        assert batches == [additions(kernel)]
 
 
-@virtual
+@on_virtual_time
 async def test_a_gap_is_told_to_one_that_was_away_for_longer_than_the_journal() -> None:
-    store, receiver, again = TroubledStore(), Receiver(), Receiver()
-    async with running(store, receiver.register, facts_max=10) as spine:
-        began = spine.ledger.published
-    async with running(store, facts_max=10) as spine:
+    store, receiver, again = FaultyStore(), Receiver(), Receiver()
+    async with running(store, receiver.register, facts_max=10) as kernel:
+        began = kernel.ledger.published
+    async with running(store, facts_max=10) as kernel:
         for _ in range(30):
-            await spine.add()
-    async with running(store, again.register, facts_max=10) as spine:
+            await kernel.add()
+    async with running(store, again.register, facts_max=10) as kernel:
         await delivered(again)
-        assert [(gap.first, gap.last) for gap in again.gaps] == [(began + 1, spine.journal.floor)]
-        assert again.ids == additions(spine)
+        assert [(gap.first, gap.last) for gap in again.gaps] == [(began + 1, kernel.journal.floor)]
+        assert again.ids == additions(kernel)
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), DOWN])
-@virtual
+@on_virtual_time
 async def test_a_gap_that_could_not_be_told_is_told_again(error: Exception) -> None:
     receiver, tellings = Receiver(), list[Gap]()
 
@@ -467,17 +467,17 @@ async def test_a_gap_that_could_not_be_told_is_told_again(error: Exception) -> N
 
     receiver.terms["on_gap"] = tell
     receiver.does = raising(DOWN)
-    async with running(register=receiver.register, facts_max=10) as spine:
+    async with running(register=receiver.register, facts_max=10) as kernel:
         for _ in range(30):
-            await spine.add()
+            await kernel.add()
         receiver.does = lambda _: None
         await delivered(receiver)
         assert len(tellings) == 3
-        assert receiver.batches[-1] == additions(spine)
-        assert len(spine.facts(HandlerFailed)) == (0 if error is DOWN else 2)
+        assert receiver.batches[-1] == additions(kernel)
+        assert len(kernel.facts(HandlerFailed)) == (0 if error is DOWN else 2)
 
 
-@virtual
+@on_virtual_time
 async def test_a_gap_is_awaited_where_telling_it_takes_time() -> None:
     receiver, told = Receiver(), list[Gap]()
 
@@ -488,9 +488,9 @@ async def test_a_gap_is_awaited_where_telling_it_takes_time() -> None:
 
     receiver.terms["on_gap"] = tell
     receiver.does = raising(DOWN)
-    async with running(register=receiver.register, facts_max=10) as spine:
+    async with running(register=receiver.register, facts_max=10) as kernel:
         for _ in range(30):
-            await spine.add()
+            await kernel.add()
         receiver.does = lambda _: None
         await delivered(receiver)
         assert len(told) == 1
@@ -500,43 +500,43 @@ async def test_a_gap_is_awaited_where_telling_it_takes_time() -> None:
 # Pausing.
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_is_paused_delivers_nothing_and_goes_on_where_it_was() -> None:
     receiver = Receiver()
-    async with running(register=receiver.register) as spine:
-        await spine.add()
+    async with running(register=receiver.register) as kernel:
+        await kernel.add()
         await delivered(receiver)
         receiver.follower.pause()
         for _ in range(3):
-            await spine.add()
+            await kernel.add()
         await anyio.sleep(100)
         assert len(receiver.ids) == 1
         receiver.follower.resume()
         await delivered(receiver)
-        assert receiver.ids == additions(spine)
+        assert receiver.ids == additions(kernel)
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_is_paused_stays_where_it_is_over_a_restart() -> None:
-    store, receiver, again = TroubledStore(), Receiver(), Receiver()
-    async with running(store, receiver.register, facts_max=20) as spine:
-        await spine.add()
+    store, receiver, again = FaultyStore(), Receiver(), Receiver()
+    async with running(store, receiver.register, facts_max=20) as kernel:
+        await kernel.add()
         await anyio.sleep(2 * CURSOR_INTERVAL_S)
         receiver.follower.pause()
         for _ in range(15):
-            await spine.add()
+            await kernel.add()
         await anyio.sleep(3 * CURSOR_INTERVAL_S)
-    async with running(store, again.register, facts_max=20) as spine:
+    async with running(store, again.register, facts_max=20) as kernel:
         await delivered(again)
-        assert again.ids == additions(spine)[1:]
+        assert again.ids == additions(kernel)[1:]
 
 
-@virtual
+@on_virtual_time
 async def test_a_pause_while_it_fails_ends_the_attempts_until_it_is_resumed_with_a_clean_record() -> None:
     receiver = Receiver()
     receiver.does = raising(ValueError("boom"))
-    async with running(register=receiver.register) as spine:
-        await spine.add()
+    async with running(register=receiver.register) as kernel:
+        await kernel.add()
         await anyio.sleep(5)
         receiver.follower.pause()
         await anyio.sleep(100)
@@ -547,10 +547,10 @@ async def test_a_pause_while_it_fails_ends_the_attempts_until_it_is_resumed_with
         receiver.follower.resume()
         assert (receiver.follower.failures_in_a_row, receiver.follower.waiting_for) == (0, None)
         await delivered(receiver)
-        assert receiver.batches[-1] == additions(spine)
+        assert receiver.batches[-1] == additions(kernel)
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_is_paused_while_it_fails_does_not_rest_when_it_is_resumed() -> None:
     receiver = Receiver()
 
@@ -559,62 +559,62 @@ async def test_one_that_is_paused_while_it_fails_does_not_rest_when_it_is_resume
         raise DOWN
 
     receiver.does = fail
-    async with running(register=receiver.register) as spine:
-        await spine.add()
+    async with running(register=receiver.register) as kernel:
+        await kernel.add()
         await anyio.sleep(0.01)
         receiver.does = lambda _: None
         receiver.follower.resume()
         await asyncio.sleep(0)
-        assert receiver.batches == [additions(spine)] * 2
+        assert receiver.batches == [additions(kernel)] * 2
 
 
 # The store fails.
 
 
-@virtual
+@on_virtual_time
 async def test_commits_that_fail_are_delivered_by_nobody_and_the_others_once() -> None:
-    store, receiver = TroubledStore(), Receiver()
-    async with running(store, receiver.register) as spine:
+    store, receiver = FaultyStore(), Receiver()
+    async with running(store, receiver.register) as kernel:
         for round_ in range(6):
             store.commit_error = full() if round_ % 2 else None
             with suppress(Unavailable):
-                await spine.add()
+                await kernel.add()
             await anyio.sleep(0.1)
         store.commit_error = None
-        await spine.ledger.writable()
-        await spine.add()
+        await kernel.ledger.writable()
+        await kernel.add()
         await delivered(receiver)
-        assert receiver.ids == additions(spine)
-        assert spine.ledger.reloads > 1
+        assert receiver.ids == additions(kernel)
+        assert kernel.ledger.reloads > 1
 
 
-@virtual
+@on_virtual_time
 async def test_facts_that_come_to_light_with_a_reload_are_delivered() -> None:
-    store, receiver = TroubledStore(), Receiver()
-    async with running(store, receiver.register) as spine:
-        await spine.add()
+    store, receiver = FaultyStore(), Receiver()
+    async with running(store, receiver.register) as kernel:
+        await kernel.add()
         async with running(store.memory) as other:
             await other.add()
         with suppress(Unavailable):
-            await spine.add()
+            await kernel.add()
         await anyio.sleep(10)
         await delivered(receiver)
-        assert receiver.ids == additions(spine)
+        assert receiver.ids == additions(kernel)
         assert len(receiver.ids) >= 2
 
 
-@virtual
+@on_virtual_time
 async def test_one_delivers_while_the_store_takes_no_writes() -> None:
-    store, receiver = TroubledStore(), Receiver()
+    store, receiver = FaultyStore(), Receiver()
     receiver.does = raising(DOWN)
-    async with running(store, receiver.register) as spine:
-        await spine.add()
+    async with running(store, receiver.register) as kernel:
+        await kernel.add()
         store.commit_error = full()
         with pytest.raises(Unavailable):
-            await spine.add()
+            await kernel.add()
         receiver.does = lambda _: None
         await anyio.sleep(60)
-        assert receiver.batches[-1] == additions(spine)
+        assert receiver.batches[-1] == additions(kernel)
         assert receiver.follower.idle
 
 
@@ -628,9 +628,9 @@ def test_whatever_happens_every_durable_fact_is_delivered_in_order(steps: list[s
     live_through(steps, batch_max)
 
 
-@virtual
+@on_virtual_time
 async def live_through(steps: list[str], batch_max: int) -> None:
-    store, heard = TroubledStore(), list[int]()
+    store, heard = FaultyStore(), list[int]()
     lives: list[list[str]] = [[]]
     for step in steps:
         lives[-1].append(step)
@@ -645,11 +645,11 @@ async def live_through(steps: list[str], batch_max: int) -> None:
 
         manners = {"up": take, "down": raising(DOWN), "raise": raising(ValueError("boom"))}
         receiver.does = take
-        async with running(store, receiver.register) as spine:
+        async with running(store, receiver.register) as kernel:
             for step in life:
                 if step == "add":
                     with suppress(Unavailable):
-                        await spine.add()
+                        await kernel.add()
                 elif step in manners:
                     receiver.does = manners[step]
                 elif step == "pause":
@@ -659,11 +659,11 @@ async def live_through(steps: list[str], batch_max: int) -> None:
                 else:
                     store.commit_error = {"fill": full(), "free": None}.get(step, store.commit_error)
                 await anyio.sleep(0.7)
-    async with running(store, (last := Receiver()).register) as spine:
-        await spine.ledger.writable()
+    async with running(store, (last := Receiver()).register) as kernel:
+        await kernel.ledger.writable()
         await delivered(last)
         firsts = list(dict.fromkeys([*heard, *last.ids]))
-        assert firsts == additions(spine)
+        assert firsts == additions(kernel)
 
 
 # Fairness.
@@ -693,7 +693,7 @@ class Shelf:
         self.published = journal.last
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_in_the_journal_and_not_published_yet_is_not_delivered() -> None:
     taken: list[int] = []
 
@@ -711,7 +711,7 @@ async def test_what_is_in_the_journal_and_not_published_yet_is_not_delivered() -
 
 
 @pytest.mark.parametrize(("types", "batches"), [(frozenset({Added}), 0), (frozenset({Echoed}), 1000)])
-@virtual
+@on_virtual_time
 async def test_a_long_journal_is_gone_through_while_the_others_have_their_turns(
     types: frozenset[type[Fact]], batches: int
 ) -> None:

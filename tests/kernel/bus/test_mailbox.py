@@ -15,8 +15,8 @@ from forged.errors import RequestRefused, Unavailable
 from forged.kernel.bus.mailbox import CANCELS_MAX, RETRY_PAUSE_S, Mailbox
 from forged.kernel.bus.subscription import FactHandler, Subscription
 from forged.kernel.messages import Decision, Gap, Record
+from tests.kernel_fixture import Added, Echoed, ids, on_virtual_time, task_group
 from tests.simulation.loop import VirtualClock
-from tests.spine import Added, Echoed, ids, task_group, virtual
 
 NOTHING: Decision[None] = Decision(None)
 
@@ -109,7 +109,7 @@ async def hang(_: Record) -> None:
 # Order.
 
 
-@virtual
+@on_virtual_time
 async def test_facts_are_handled_one_at_a_time_in_the_order_in_which_they_were_put() -> None:
     running = 0
     seen: list[int] = []
@@ -129,7 +129,7 @@ async def test_facts_are_handled_one_at_a_time_in_the_order_in_which_they_were_p
     assert seen == list(range(1, 40))
 
 
-@virtual
+@on_virtual_time
 async def test_a_plain_function_may_be_a_handler() -> None:
     seen: list[Record] = []
     async with post(seen.append) as it:
@@ -138,7 +138,7 @@ async def test_a_plain_function_may_be_a_handler() -> None:
     assert ids(seen) == [1, 2]
 
 
-@virtual
+@on_virtual_time
 async def test_putting_never_calls_the_handler() -> None:
     seen = Seen()
     async with post(seen) as it:
@@ -148,7 +148,7 @@ async def test_putting_never_calls_the_handler() -> None:
     assert seen.ids == [1]
 
 
-@virtual
+@on_virtual_time
 async def test_a_fact_put_by_the_handler_waits_for_its_turn() -> None:
     depth = deepest = 0
 
@@ -167,7 +167,7 @@ async def test_a_fact_put_by_the_handler_waits_for_its_turn() -> None:
     assert deepest == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_that_never_waits_leaves_others_their_turn() -> None:
     turns: list[int] = []
     seen = Seen()
@@ -185,7 +185,7 @@ async def test_a_handler_that_never_waits_leaves_others_their_turn() -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("boom"), RequestRefused("no", "no"), Unavailable("not now", "not now"), SystemExit(1)]
 )
-@virtual
+@on_virtual_time
 async def test_what_a_handler_raises_costs_it_one_fact(error: BaseException) -> None:
     seen = Seen(on_2=raising(error))
     async with post(seen) as it:
@@ -197,7 +197,7 @@ async def test_what_a_handler_raises_costs_it_one_fact(error: BaseException) -> 
         assert (it.mailbox.statistics.failed, it.mailbox.statistics.handled) == (1, 3)
 
 
-@virtual
+@on_virtual_time
 async def test_a_cancellation_that_comes_from_within_is_a_failure_like_any_other() -> None:
     async def await_something_cancelled(_: Record) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -212,7 +212,7 @@ async def test_a_cancellation_that_comes_from_within_is_a_failure_like_any_other
         assert it.reports == [(1, "was cancelled from within"), (2, "was cancelled from within")]
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_no_decision_is_a_failure() -> None:
     async with post(Seen(on_1=lambda _: "fine")) as it:
         it.put(1)
@@ -220,7 +220,7 @@ async def test_what_is_no_decision_is_a_failure() -> None:
         assert it.reports == [(1, "TypeError: a handler returned str, which is no decision")]
 
 
-@virtual
+@on_virtual_time
 async def test_one_who_decides_without_being_durable_is_refused_and_its_state_undone() -> None:
     async with post(Seen(on_1=lambda _: NOTHING)) as it:
         it.put(1)
@@ -229,7 +229,7 @@ async def test_one_who_decides_without_being_durable_is_refused_and_its_state_un
         assert "must be durable" in it.reports[0][1]
 
 
-@virtual
+@on_virtual_time
 async def test_the_end_of_the_mailbox_is_no_failure_of_its_handler() -> None:
     async with post(Seen(on_1=hang), deadline_s=5) as it:
         it.put(1)
@@ -240,7 +240,7 @@ async def test_the_end_of_the_mailbox_is_no_failure_of_its_handler() -> None:
 # Deadlines.
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_over_its_deadline_is_cancelled_and_the_next_fact_has_its_turn() -> None:
     seen = Seen(on_1=hang)
     async with post(seen, deadline_s=2) as it:
@@ -251,7 +251,7 @@ async def test_a_handler_over_its_deadline_is_cancelled_and_the_next_fact_has_it
         assert it.mailbox.idle
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_within_its_deadline_is_left_alone() -> None:
     async def take_a_second(_: Record) -> None:
         await anyio.sleep(1)
@@ -262,7 +262,7 @@ async def test_a_handler_within_its_deadline_is_left_alone() -> None:
         assert (it.reports, it.mailbox.statistics.handled) == ([], 9)
 
 
-@virtual
+@on_virtual_time
 async def test_without_a_deadline_a_handler_may_take_for_ever() -> None:
     async with post(Seen(on_1=hang)) as it:
         it.put(1)
@@ -270,7 +270,7 @@ async def test_without_a_deadline_a_handler_may_take_for_ever() -> None:
         assert it.reports == []
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_ends_after_its_cancellation_as_if_nothing_was_is_late_and_the_next_fact_unharmed() -> None:
     async def swallow(_: Record) -> None:
         try:
@@ -288,7 +288,7 @@ async def test_one_that_ends_after_its_cancellation_as_if_nothing_was_is_late_an
         assert it.mailbox.statistics.handled == 3
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_raises_after_its_cancellation_has_failed_with_what_it_raised() -> None:
     async def complain(_: Record) -> None:
         try:
@@ -316,7 +316,7 @@ class Stubborn:
                 continue
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_cannot_be_cancelled_is_given_up_and_quarantined() -> None:
     stubborn = Stubborn()
     async with post(Seen(on_1=stubborn), deadline_s=2) as it:
@@ -330,7 +330,7 @@ async def test_one_that_cannot_be_cancelled_is_given_up_and_quarantined() -> Non
         assert not it.mailbox.stuck
 
 
-@virtual
+@on_virtual_time
 async def test_what_one_that_was_given_up_decides_in_the_end_is_undone() -> None:
     release = asyncio.Event()
 
@@ -357,7 +357,7 @@ def failing(_: Record) -> None:
     raise ValueError("boom")
 
 
-@virtual
+@on_virtual_time
 async def test_after_so_many_failures_in_a_row_a_handler_is_given_nothing_more() -> None:
     seen = Seen(**{f"on_{number}": failing for number in range(2, 10)})
     async with post(seen, failures_max=3) as it:
@@ -370,7 +370,7 @@ async def test_after_so_many_failures_in_a_row_a_handler_is_given_nothing_more()
         assert it.mailbox.statistics.dropped == 16
 
 
-@virtual
+@on_virtual_time
 async def test_a_success_in_between_starts_the_count_anew() -> None:
     seen = Seen(on_1=failing, on_2=failing, on_4=failing, on_5=failing)
     async with post(seen, failures_max=3) as it:
@@ -380,7 +380,7 @@ async def test_a_success_in_between_starts_the_count_anew() -> None:
         assert not it.mailbox.quarantined
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_without_that_limit_is_never_quarantined() -> None:
     async with post(failing) as it:
         it.put(*range(1, 1001))
@@ -388,7 +388,7 @@ async def test_a_handler_without_that_limit_is_never_quarantined() -> None:
         assert it.mailbox.statistics.failed == 1000
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_is_readmitted_takes_the_next_fact_and_is_told_what_it_missed() -> None:
     seen = Seen(on_1=failing)
     async with post(seen, failures_max=1) as it:
@@ -404,7 +404,7 @@ async def test_one_that_is_readmitted_takes_the_next_fact_and_is_told_what_it_mi
         assert it.gaps == [Gap(2, 3, "a handler was in quarantine")]
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_is_readmitted_has_all_its_tries_again() -> None:
     seen = Seen(on_1=failing, on_2=failing, on_3=failing)
     async with post(seen, failures_max=2) as it:
@@ -419,7 +419,7 @@ async def test_one_that_is_readmitted_has_all_its_tries_again() -> None:
 # Bounds.
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_s_mailbox_forgets_its_oldest_facts_and_tells_which() -> None:
     seen = Seen()
     async with post(seen, lossless=False, mailbox_max=3) as it:
@@ -431,7 +431,7 @@ async def test_a_plugin_s_mailbox_forgets_its_oldest_facts_and_tells_which() -> 
         assert it.mailbox.statistics.dropped == 7
 
 
-@virtual
+@on_virtual_time
 async def test_a_gap_is_told_before_the_fact_behind_it() -> None:
     told: list[object] = []
     release = asyncio.Event()
@@ -458,7 +458,7 @@ async def test_a_gap_is_told_before_the_fact_behind_it() -> None:
     pauses_s=st.lists(st.floats(0, 1), min_size=1, max_size=5),
     mailbox_max=st.integers(1, 6),
 )
-@virtual
+@on_virtual_time
 async def test_each_fact_is_either_seen_or_in_a_gap_and_all_in_order(
     chunks: list[tuple[int, float]], pauses_s: list[float], mailbox_max: int
 ) -> None:
@@ -481,7 +481,7 @@ async def test_each_fact_is_either_seen_or_in_a_gap_and_all_in_order(
     assert told == list(range(1, last + 1))
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_raises_over_a_gap_still_has_its_facts() -> None:
     seen = Seen()
     async with post(seen, lossless=False, mailbox_max=1, on_gap=raising(ValueError("boom"))) as it:
@@ -493,7 +493,7 @@ async def test_one_that_raises_over_a_gap_still_has_its_facts() -> None:
         assert it.mailbox.statistics.failed == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_lossless_mailbox_loses_nothing() -> None:
     seen = Seen()
     async with post(seen, mailbox_max=3) as it:
@@ -506,7 +506,7 @@ async def test_a_lossless_mailbox_loses_nothing() -> None:
 # Durable mailboxes.
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_durable_handler_decides_is_committed_with_the_fact_that_it_decided_on() -> None:
     async with post(Seen(on_2=lambda _: NOTHING), durable=True) as it:
         it.put(1, 2, 3)
@@ -515,7 +515,7 @@ async def test_what_a_durable_handler_decides_is_committed_with_the_fact_that_it
         assert it.mailbox.position == 3
 
 
-@virtual
+@on_virtual_time
 async def test_a_durable_handler_rests_while_nothing_can_be_written() -> None:
     seen = Seen(on_1=lambda _: it.writable.clear())
     async with post(seen, durable=True, deadline_s=1, failures_max=1) as it:
@@ -527,7 +527,7 @@ async def test_a_durable_handler_rests_while_nothing_can_be_written() -> None:
         assert seen.ids == [1, 2]
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_unavailable_to_a_durable_handler_is_tried_again_and_nothing_overtakes_it() -> None:
     times = 0
 
@@ -545,7 +545,7 @@ async def test_what_is_unavailable_to_a_durable_handler_is_tried_again_and_nothi
         assert it.reports == []
 
 
-@virtual
+@on_virtual_time
 async def test_the_time_between_two_tries_counts_for_no_deadline() -> None:
     async with post(raising_async(Unavailable("not now", "not now")), durable=True, deadline_s=1) as it:
         it.put(1)
@@ -561,7 +561,7 @@ def raising_async(error: Exception) -> FactHandler:
     return handler
 
 
-@virtual
+@on_virtual_time
 async def test_a_commit_that_is_unavailable_is_decided_again() -> None:
     seen = Seen(on_1=lambda _: NOTHING)
     async with post(seen, durable=True) as it:
@@ -574,7 +574,7 @@ async def test_a_commit_that_is_unavailable_is_decided_again() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), asyncio.CancelledError()])
-@virtual
+@on_virtual_time
 async def test_what_a_durable_handler_may_have_changed_before_it_broke_off_is_undone(error: BaseException) -> None:
     async with post(Seen(on_1=raising(error)), durable=True) as it:
         it.put(1)
@@ -582,7 +582,7 @@ async def test_what_a_durable_handler_may_have_changed_before_it_broke_off_is_un
         assert it.taints == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_refusal_changes_nothing_so_nothing_is_undone() -> None:
     async with post(Seen(on_1=raising(RequestRefused("no", "no"))), durable=True) as it:
         it.put(1)
@@ -590,7 +590,7 @@ async def test_a_refusal_changes_nothing_so_nothing_is_undone() -> None:
         assert (it.taints, len(it.reports)) == (0, 1)
 
 
-@virtual
+@on_virtual_time
 async def test_a_rewound_mailbox_handles_its_facts_again() -> None:
     seen = Seen(on_2=lambda _: NOTHING)
     async with post(seen, durable=True) as it:
@@ -602,7 +602,7 @@ async def test_a_rewound_mailbox_handles_its_facts_again() -> None:
         assert it.mailbox.position == 3
 
 
-@virtual
+@on_virtual_time
 async def test_a_rewound_mailbox_takes_only_what_it_is_for() -> None:
     seen = Seen()
     async with post(seen, durable=True) as it:
@@ -611,7 +611,7 @@ async def test_a_rewound_mailbox_takes_only_what_it_is_for() -> None:
         assert seen.ids == [2]
 
 
-@virtual
+@on_virtual_time
 async def test_a_rewind_in_the_middle_of_a_fact_cancels_it_without_blame() -> None:
     seen = Seen(on_2=hang)
     async with post(seen, durable=True, failures_max=1) as it:
@@ -624,7 +624,7 @@ async def test_a_rewind_in_the_middle_of_a_fact_cancels_it_without_blame() -> No
         assert (it.reports, it.taints) == ([], 0)
 
 
-@virtual
+@on_virtual_time
 async def test_a_rewind_reaches_a_handler_that_was_about_to_go_on() -> None:
     woken = asyncio.Event()
     decided: list[int] = []
@@ -644,7 +644,7 @@ async def test_a_rewind_reaches_a_handler_that_was_about_to_go_on() -> None:
         assert (decided, it.committed) == ([1], [1])
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_decided_in_spite_of_a_rewind_is_undone() -> None:
     async def decide_all_the_same(_: Record) -> Decision[None]:
         with suppress(asyncio.CancelledError):
@@ -661,7 +661,7 @@ async def test_what_is_decided_in_spite_of_a_rewind_is_undone() -> None:
         assert (seen.ids, it.committed, it.taints) == ([1, 1], [], 1)
 
 
-@virtual
+@on_virtual_time
 async def test_a_rewind_between_two_tries_does_not_double_the_fact() -> None:
     times = 0
 
@@ -680,7 +680,7 @@ async def test_a_rewind_between_two_tries_does_not_double_the_fact() -> None:
         assert seen.ids == [1, 1, 2]
 
 
-@virtual
+@on_virtual_time
 async def test_a_quarantined_mailbox_stays_closed_when_it_is_rewound() -> None:
     seen = Seen(on_2=failing)
     async with post(seen, durable=True, failures_max=1) as it:
@@ -696,7 +696,7 @@ async def test_a_quarantined_mailbox_stays_closed_when_it_is_rewound() -> None:
     acts=st.lists(st.sampled_from(["nothing", "decide", "raise", "wait", "unavailable", "cancelled"]), max_size=40),
     chunks=st.lists(st.integers(1, 7), min_size=40, max_size=40),
 )
-@virtual
+@on_virtual_time
 async def test_whatever_a_durable_handler_does_it_sees_each_fact_in_order(
     acts: Sequence[str], chunks: list[int]
 ) -> None:

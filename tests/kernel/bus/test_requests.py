@@ -8,7 +8,7 @@ import pytest
 from forged.errors import ConfigError
 from forged.kernel.bus.requests import Proceed, RequestTable
 from forged.kernel.messages import Call
-from tests.spine import Add, ReadTotal
+from tests.kernel_fixture import Add, ReadTotal
 
 
 def answer(*_: Any) -> int:

@@ -11,8 +11,8 @@ import pytest
 
 from forged.kernel.bus.signals import KEYS_MAX, SignalHandler, SignalSlot
 from forged.kernel.messages import Call, Signal
+from tests.kernel_fixture import Level, call, on_virtual_time, task_group
 from tests.simulation.loop import VirtualClock
-from tests.spine import Level, call, task_group, virtual
 
 CALL = call()
 
@@ -60,7 +60,7 @@ async def slot_of(handler: SignalHandler) -> AsyncIterator[SignalSlot]:
         yield slot
 
 
-@virtual
+@on_virtual_time
 async def test_of_signals_with_one_key_only_the_latest_is_seen() -> None:
     gauge = Gauge()
     async with slot_of(gauge) as slot:
@@ -71,7 +71,7 @@ async def test_of_signals_with_one_key_only_the_latest_is_seen() -> None:
         assert slot.statistics.coalesced == 99
 
 
-@virtual
+@on_virtual_time
 async def test_signals_with_different_keys_do_not_touch_each_other() -> None:
     gauge = Gauge()
     async with slot_of(gauge) as slot:
@@ -83,7 +83,7 @@ async def test_signals_with_different_keys_do_not_touch_each_other() -> None:
         assert gauge.seen == [Level("a", 2), Level("b", 2), Rain(1)]
 
 
-@virtual
+@on_virtual_time
 async def test_equal_keys_in_two_jobs_do_not_touch_each_other() -> None:
     gauge = Gauge()
     async with slot_of(gauge) as slot:
@@ -94,7 +94,7 @@ async def test_equal_keys_in_two_jobs_do_not_touch_each_other() -> None:
         assert gauge.seen == [Step("a", "w0", 2), Step("b", "w0", 2)]
 
 
-@virtual
+@on_virtual_time
 async def test_a_slow_handler_sees_fewer_newer_signals() -> None:
     gauge = Gauge(open_at_once=False)
     async with slot_of(gauge) as slot:
@@ -107,7 +107,7 @@ async def test_a_slow_handler_sees_fewer_newer_signals() -> None:
         assert gauge.seen == [Level("tank", 1), Level("tank", 49)]
 
 
-@virtual
+@on_virtual_time
 async def test_a_signal_put_by_the_handler_waits_for_its_turn() -> None:
     seen: list[int] = []
 
@@ -137,7 +137,7 @@ def leave(_: Signal, __: Call) -> None:
 
 
 @pytest.mark.parametrize("failing", [raise_error, leave, await_something_cancelled])
-@virtual
+@on_virtual_time
 async def test_a_failure_is_counted_and_the_next_signal_comes(failing: Any) -> None:
     async with slot_of(failing) as slot:
         for height in range(3):
@@ -146,7 +146,7 @@ async def test_a_failure_is_counted_and_the_next_signal_comes(failing: Any) -> N
         assert (slot.statistics.failed, slot.statistics.handled) == (3, 3)
 
 
-@virtual
+@on_virtual_time
 async def test_how_many_signals_wait_is_bounded_and_the_oldest_go_first() -> None:
     gauge = Gauge()
     async with slot_of(gauge) as slot:
@@ -158,7 +158,7 @@ async def test_how_many_signals_wait_is_bounded_and_the_oldest_go_first() -> Non
         assert slot.statistics.dropped == 10
 
 
-@virtual
+@on_virtual_time
 async def test_the_handler_learns_who_sent_it() -> None:
     callers: list[str] = []
     async with slot_of(lambda _, sent: callers.append(sent.principal.name)) as slot:
@@ -167,7 +167,7 @@ async def test_the_handler_learns_who_sent_it() -> None:
     assert callers == ["an operator"]
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_that_causes_its_own_signals_leaves_the_others_their_turns() -> None:
     handled = 0
     turns: list[int] = []

@@ -13,18 +13,18 @@ from forged.kernel.messages import Fence, Nothing
 from forged.net.protocol.calls import BODY_BYTES_MAX, SPAN_MAX, TELL_EVERY, OutgoingCalls
 from forged.net.protocol.messages import Failure, Reply
 from forged.status.model import PingDaemon
-from tests.net.hand import HandClock
+from tests.net.manual_daemon import ManualClock
 
 PING = PingDaemon()
 
 
 @pytest.fixture
-def clock() -> HandClock:
-    return HandClock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def calls(clock: HandClock) -> OutgoingCalls:
+def calls(clock: ManualClock) -> OutgoingCalls:
     return OutgoingCalls(clock)
 
 
@@ -74,7 +74,7 @@ async def test_what_is_no_longer_wanted_is_acknowledged_too(calls: OutgoingCalls
 
 
 async def test_a_request_says_what_it_says_with_what_is_left_of_its_time(
-    calls: OutgoingCalls, clock: HandClock
+    calls: OutgoingCalls, clock: ManualClock
 ) -> None:
     number, _ = calls.open(AddNote("a", "hi"), 5.0, Fence(1, 2))
     clock.now += 2.0
@@ -130,7 +130,7 @@ async def test_an_answer_to_a_cancelled_caller_is_dropped(calls: OutgoingCalls) 
     assert len(calls) == 0
 
 
-async def test_a_request_without_an_answer_in_time_is_unavailable(calls: OutgoingCalls, clock: HandClock) -> None:
+async def test_a_request_without_an_answer_in_time_is_unavailable(calls: OutgoingCalls, clock: ManualClock) -> None:
     _, late = ask(calls, 0.001)
     _, patient = ask(calls, 3600.0)
     clock.now += 1.0
@@ -143,7 +143,7 @@ async def test_a_request_without_an_answer_in_time_is_unavailable(calls: Outgoin
     assert patient.exception()
 
 
-async def test_an_earlier_deadline_is_not_kept_waiting_by_a_later_one(calls: OutgoingCalls, clock: HandClock) -> None:
+async def test_an_earlier_deadline_is_not_kept_waiting_by_a_later_one(calls: OutgoingCalls, clock: ManualClock) -> None:
     _, patient = ask(calls, 3600.0)
     _, late = ask(calls, 0.001)
     clock.now += 1.0

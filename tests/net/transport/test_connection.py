@@ -20,7 +20,7 @@ from forged.net.transport.connection import MESSAGES_PER_TURN, WRITE_BYTES, Conn
 from forged.net.transport.port import Address
 from forged.net.transport.sockets import SystemNetwork
 from tests.net.ends import Certificates, Ends
-from tests.net.hand import BYE, CANCEL, FAILURE, PING, PONG, HandClient, HandClock, frame, until
+from tests.net.manual_daemon import BYE, CANCEL, FAILURE, PING, PONG, ManualClient, ManualClock, frame, until
 
 LIMITS = ConnectionLimits()
 GONE_WITHIN_S = 30.0
@@ -29,7 +29,7 @@ GONE_WITHIN_S = 30.0
 class Recorded(Connection):
     """A connection that keeps what it is told, admits as much as it is let, and does what the test wants."""
 
-    def __init__(self, clock: HandClock, limits: ConnectionLimits = LIMITS) -> None:
+    def __init__(self, clock: ManualClock, limits: ConnectionLimits = LIMITS) -> None:
         super().__init__(clock, limits)
         self.messages: list[Any] = []
         self.admitted = 1_000_000
@@ -67,9 +67,9 @@ class Scene:
     """A connection and its peer, whose frames the test sends."""
 
     def __init__(self, connection: Recorded | None = None) -> None:
-        self.clock = HandClock()
+        self.clock = ManualClock()
         self.connection = connection or Recorded(self.clock)
-        self.peer = HandClient(self.connection)
+        self.peer = ManualClient(self.connection)
         self.transport = self.peer.transport
 
     def numbers(self) -> list[int]:
@@ -208,7 +208,7 @@ async def test_a_pong_is_heard_and_says_nothing(scene: Scene) -> None:
 
 
 async def test_a_ping_before_the_hello_is_no_ping() -> None:
-    scene = Scene(Fresh(HandClock()))
+    scene = Scene(Fresh(ManualClock()))
     scene.peer.send(PING, 1)
     assert scene.connection.messages == [Ping(1)]
 
@@ -352,10 +352,10 @@ async def test_a_connection_that_is_lost_is_unavailable(scene: Scene, cause: Exc
 
 
 async def test_a_connection_given_up_before_it_was_made_ends_and_is_dropped_when_it_is_made() -> None:
-    connection = Recorded(HandClock())
+    connection = Recorded(ManualClock())
     connection.close()
     assert len(connection.endings) == 1
-    peer = HandClient(connection)
+    peer = ManualClient(connection)
     assert peer.transport.aborted
     await peer.lost()
     assert len(connection.endings) == 1
@@ -375,7 +375,7 @@ async def test_after_a_while_of_silence_it_pings_and_a_pong_is_enough(scene: Sce
 
 
 async def test_nobody_is_pinged_before_hellos_are_exchanged() -> None:
-    scene = Scene(Fresh(HandClock()))
+    scene = Scene(Fresh(ManualClock()))
     scene.sweep(LIMITS.ping_after_s + 0.1)
     await asyncio.sleep(0)
     assert scene.peer.heard() == []
@@ -462,7 +462,7 @@ async def test_one_that_does_not_take_the_last_word_is_cut_off(scene: Scene) -> 
 
 
 async def test_before_hellos_are_exchanged_frames_are_small() -> None:
-    scene = Scene(Fresh(HandClock()))
+    scene = Scene(Fresh(ManualClock()))
     scene.peer.send_bytes(struct.pack(">I", LIMITS.hello_bytes_max + 1))
     assert failure_of(scene) == ("peer", "frame_length")
 
@@ -478,7 +478,7 @@ async def test_then_they_may_be_as_large_as_the_limit(scene: Scene) -> None:
 async def test_one_that_is_lost_leaves_nothing_for_the_garbage_collector(
     certificates: Certificates, ends: Ends
 ) -> None:
-    clock, gone = HandClock(), asyncio.Event()
+    clock, gone = ManualClock(), asyncio.Event()
     held: list[weakref.ref[Connection]] = []
 
     def accepted() -> Connection:

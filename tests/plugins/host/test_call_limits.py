@@ -9,7 +9,7 @@ import pytest
 
 from forged.plugins.alarm_guard import Unguarded, guarded
 from forged.plugins.host.call_limits import GRACE_S, Turn
-from tests.spine import task_group, virtual
+from tests.kernel_fixture import on_virtual_time, task_group
 
 
 class Piece:
@@ -52,14 +52,14 @@ async def go_on(_: Turn) -> None:
             continue
 
 
-@virtual
+@on_virtual_time
 async def test_work_within_its_time_is_left_alone() -> None:
     piece = Piece(lambda _: anyio.sleep(0.9))
     await piece.run()
     assert (piece.outcome, piece.turn.cancelled, piece.cancelling) == ("done", False, 0)
 
 
-@virtual
+@on_virtual_time
 async def test_work_over_its_time_is_cancelled_and_leaves_nothing_of_that_behind() -> None:
     piece = Piece(hang)
     await piece.run()
@@ -68,7 +68,7 @@ async def test_work_over_its_time_is_cancelled_and_leaves_nothing_of_that_behind
     await anyio.sleep(10)
 
 
-@virtual
+@on_virtual_time
 async def test_cancelled_work_may_put_things_in_order() -> None:
     tidied: list[float] = []
 
@@ -84,7 +84,7 @@ async def test_cancelled_work_may_put_things_in_order() -> None:
     assert (piece.outcome, tidied) == ("cancelled", [1.0 + GRACE_S - 0.1])
 
 
-@virtual
+@on_virtual_time
 async def test_work_that_goes_on_for_too_long_is_given_up() -> None:
     piece = Piece(go_on)
     await piece.run()
@@ -92,7 +92,7 @@ async def test_work_that_goes_on_for_too_long_is_given_up() -> None:
     assert piece.took_s == pytest.approx(1.0 + GRACE_S)
 
 
-@virtual
+@on_virtual_time
 async def test_work_can_be_stopped_before_its_time_is_over() -> None:
     piece = Piece(hang, 100.0)
     async with task_group() as tasks:
@@ -104,7 +104,7 @@ async def test_work_can_be_stopped_before_its_time_is_over() -> None:
     assert (piece.outcome, piece.took_s) == ("cancelled", 1.0)
 
 
-@virtual
+@on_virtual_time
 async def test_work_that_stops_itself_is_stopped_where_it_waits_and_no_later() -> None:
     async def stop(turn: Turn) -> None:
         turn.stop()
@@ -125,7 +125,7 @@ async def test_work_that_stops_itself_is_stopped_where_it_waits_and_no_later() -
 
 
 @pytest.mark.parametrize(("behind_s", "outcome"), [(0.4, "done"), (0.6, "cancelled")])
-@virtual
+@on_virtual_time
 async def test_an_interlude_takes_none_of_the_time(behind_s: float, outcome: str) -> None:
     async def work(turn: Turn) -> None:
         await anyio.sleep(0.5)
@@ -138,7 +138,7 @@ async def test_an_interlude_takes_none_of_the_time(behind_s: float, outcome: str
     assert piece.outcome == outcome
 
 
-@virtual
+@on_virtual_time
 async def test_interludes_that_overlap_are_one() -> None:
     async def wait(turn: Turn, seconds: float) -> None:
         with turn.interlude():
@@ -153,7 +153,7 @@ async def test_interludes_that_overlap_are_one() -> None:
     assert (piece.outcome, piece.took_s) == ("cancelled", 11.0)
 
 
-@virtual
+@on_virtual_time
 async def test_what_the_daemon_does_in_an_interlude_is_not_stopped() -> None:
     done: list[str] = []
 
@@ -171,7 +171,7 @@ async def test_what_the_daemon_does_in_an_interlude_is_not_stopped() -> None:
     assert (piece.outcome, done) == ("done", ["it"])
 
 
-@virtual
+@on_virtual_time
 async def test_an_interlude_that_outlives_its_turn_cancels_nobody() -> None:
     async def outlive(turn: Turn) -> None:
         with turn.interlude():
@@ -188,7 +188,7 @@ async def test_an_interlude_that_outlives_its_turn_cancels_nobody() -> None:
     assert (piece.outcome, tasks[0].done()) == ("done", True)
 
 
-@virtual
+@on_virtual_time
 async def test_an_end_from_outside_is_not_taken_for_the_turn_s_own() -> None:
     piece = Piece(hang, 100.0)
     with anyio.move_on_after(1) as scope:

@@ -24,9 +24,9 @@ from forged.plugins.model import (
     PluginState,
     RunPluginCommand,
 )
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import Add, Added, Kernel, ReadTotal, Tick, call, ids, on_virtual_time, running
 from tests.plugins.stage import FAILURES_MAX, Broken, Contexts, Guess, Knock, Said, Vote, on, staged
-from tests.spine import Add, Added, ReadTotal, Spine, Tick, call, ids, running, virtual
-from tests.troubled_store import TroubledStore, full
 
 DOWN = Unavailable("receiver_down", "nobody is there", "")
 
@@ -57,8 +57,8 @@ class Stubborn:
                 self.cancelled += 1
 
 
-def additions(spine: Spine) -> list[int]:
-    return [record.id for record in spine.journal.after(0, 100_000) if record.type == "Added"]
+def additions(kernel: Kernel) -> list[int]:
+    return [record.id for record in kernel.journal.after(0, 100_000) if record.type == "Added"]
 
 
 async def refused(work: Any) -> ForgedError:
@@ -71,18 +71,18 @@ async def refused(work: Any) -> ForgedError:
 # Observing.
 
 
-@virtual
+@on_virtual_time
 async def test_an_observer_hears_the_facts_that_it_asked_for_in_order() -> None:
     heard: list[Record] = []
     async with staged(on(Added, heard.append)) as stage:
         for _ in range(5):
-            await stage.spine.add()
-        await stage.spine.settle()
-        assert ids(heard) == additions(stage.spine)
+            await stage.kernel.add()
+        await stage.kernel.settle()
+        assert ids(heard) == additions(stage.kernel)
         assert stage.plugin().handled == 5
 
 
-@virtual
+@on_virtual_time
 async def test_an_observer_may_be_a_coroutine() -> None:
     heard: list[int] = []
 
@@ -91,19 +91,19 @@ async def test_an_observer_may_be_a_coroutine() -> None:
         heard.append(record.id)
 
     async with staged(on(Added, take_time)) as stage:
-        await stage.spine.add()
+        await stage.kernel.add()
         await anyio.sleep(2)
-        assert (heard, stage.plugin().handled) == (additions(stage.spine), 1)
+        assert (heard, stage.plugin().handled) == (additions(stage.kernel), 1)
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), RequestRefused("no", "no", "")])
-@virtual
+@on_virtual_time
 async def test_an_observer_that_fails_is_put_on_record_and_the_plugin_given_up_after_a_few(
     error: BaseException,
 ) -> None:
     async with staged(on(Added, raising(error))) as stage:
         for number in range(1, FAILURES_MAX + 3):
-            await stage.spine.add()
+            await stage.kernel.add()
             await anyio.sleep(0.1)
             assert stage.plugin().active == (number < FAILURES_MAX)
         assert len(stage.failures()) == FAILURES_MAX
@@ -111,7 +111,7 @@ async def test_an_observer_that_fails_is_put_on_record_and_the_plugin_given_up_a
         assert (quarantined.plugin, quarantined.part, quarantined.failures) == ("one", "one/part", FAILURES_MAX)
 
 
-@virtual
+@on_virtual_time
 async def test_a_success_in_between_forgives_the_failures_before() -> None:
     async def alternate(record: Record) -> None:
         assert isinstance(record.fact, Added)
@@ -120,13 +120,13 @@ async def test_a_success_in_between_forgives_the_failures_before() -> None:
 
     async with staged(on(Added, alternate)) as stage:
         for _ in range(5 * FAILURES_MAX):
-            await stage.spine.add()
+            await stage.kernel.add()
             await anyio.sleep(60)
         assert stage.plugin().active
         assert stage.plugin().failed == 10
 
 
-@virtual
+@on_virtual_time
 async def test_that_the_world_is_at_fault_is_no_failure_of_an_observer() -> None:
     async def fail(_: Record) -> None:
         raise DOWN
@@ -134,14 +134,14 @@ async def test_that_the_world_is_at_fault_is_no_failure_of_an_observer() -> None
     for handler in (raising(DOWN), fail):
         async with staged(on(Added, handler)) as stage:
             for _ in range(2 * FAILURES_MAX):
-                await stage.spine.add()
-            await stage.spine.settle()
+                await stage.kernel.add()
+            await stage.kernel.settle()
             assert (stage.plugin().active, stage.plugin().failed, stage.failures()) == (True, 0, [])
 
 
-@virtual
+@on_virtual_time
 async def test_an_observer_that_publishes_while_the_disk_is_full_is_not_given_up() -> None:
-    store, contexts = TroubledStore(), Contexts()
+    store, contexts = FaultyStore(), Contexts()
 
     async def say(record: Record) -> None:
         await contexts.context.publish(Said("so"), cause=record.id)
@@ -152,15 +152,15 @@ async def test_an_observer_that_publishes_while_the_disk_is_full_is_not_given_up
 
     async with staged(register, store=store) as stage:
         for _ in range(2 * FAILURES_MAX):
-            await stage.spine.add()
+            await stage.kernel.add()
             store.commit_error = full()
             await anyio.sleep(5)
             store.commit_error = None
-            await stage.spine.ledger.writable()
+            await stage.kernel.ledger.writable()
         assert stage.plugin().active
 
 
-@virtual
+@on_virtual_time
 async def test_an_observer_that_decides_is_told_that_it_cannot() -> None:
     decide = [lambda _: Decision(None, (Said("x"),))]
 
@@ -169,45 +169,45 @@ async def test_an_observer_that_decides_is_told_that_it_cannot() -> None:
 
     for handler in (decide[0], decide_later):
         async with staged(on(Added, handler)) as stage:
-            await stage.spine.add()
-            await stage.spine.settle()
+            await stage.kernel.add()
+            await stage.kernel.settle()
             await anyio.sleep(1)
             (reason,) = stage.failures()
             assert "decides nothing" in reason
-            assert stage.spine.ledger.reloads == 1
+            assert stage.kernel.ledger.reloads == 1
 
 
-@virtual
+@on_virtual_time
 async def test_an_observer_that_hangs_is_cancelled_and_the_next_fact_has_its_turn() -> None:
     async with staged(on(Added, hang, deadline_s=1.0), failures_max=100) as stage:
         for _ in range(3):
-            await stage.spine.add()
+            await stage.kernel.add()
         await anyio.sleep(3.5)
         assert [reason.split(": ")[-1] for reason in stage.failures()] == ["took longer than its 1 s"] * 3
 
 
-@virtual
+@on_virtual_time
 async def test_an_observer_that_ignores_its_cancellation_is_stepped_no_further() -> None:
     stubborn = Stubborn()
     async with staged(on(Added, stubborn, deadline_s=1.0)) as stage:
-        await stage.spine.add()
+        await stage.kernel.add()
         await anyio.sleep(1.0 + GRACE_S + 0.1)
         assert stubborn.cancelled == 1
         (reason,) = stage.failures()
         assert "went on although it was cancelled" in reason
-        await stage.spine.bus.drain()
+        await stage.kernel.bus.drain()
         for _ in range(FAILURES_MAX - 1):
-            await stage.spine.add()
+            await stage.kernel.add()
         await anyio.sleep(20)
         assert stage.state() is PluginState.QUARANTINED
         await stage.enable()
         stubborn.released.set()
-        await stage.spine.add()
+        await stage.kernel.add()
         await anyio.sleep(1)
         assert stage.plugin().handled == 1
 
 
-@virtual
+@on_virtual_time
 async def test_an_observer_that_falls_far_behind_misses_the_oldest_and_is_told_which() -> None:
     heard: list[int] = []
     gaps: list[Gap] = []
@@ -219,25 +219,25 @@ async def test_an_observer_that_falls_far_behind_misses_the_oldest_and_is_told_w
 
     async with staged(on(Added, wait, mailbox_max=2, on_gap=gaps.append, deadline_s=100.0)) as stage:
         for _ in range(6):
-            await stage.spine.add()
+            await stage.kernel.add()
         release.set()
         await anyio.sleep(1)
-        all_of_them = additions(stage.spine)
+        all_of_them = additions(stage.kernel)
         assert heard == [all_of_them[0], *all_of_them[-2:]]
         assert [(gap.first, gap.last) for gap in gaps] == [(all_of_them[1], all_of_them[3])]
 
 
-@virtual
+@on_virtual_time
 async def test_an_observer_holds_nobody_back() -> None:
     async with staged(on(Added, hang)) as stage:
-        stage.spine.bus.backlog_max = 2
+        stage.kernel.bus.backlog_max = 2
         for _ in range(10):
-            await stage.spine.add()
-        assert not stage.spine.bus.congested
-        await stage.spine.bus.drain()
+            await stage.kernel.add()
+        assert not stage.kernel.bus.congested
+        await stage.kernel.bus.drain()
 
 
-@virtual
+@on_virtual_time
 async def test_an_observer_of_a_plugin_that_is_left_out_is_stopped_at_once_and_hears_nothing() -> None:
     heard: list[int] = []
     ended: list[str] = []
@@ -251,21 +251,21 @@ async def test_an_observer_of_a_plugin_that_is_left_out_is_stopped_at_once_and_h
             raise ValueError("on the way out")
 
     async with staged(on(Added, wait, deadline_s=100.0)) as stage:
-        await stage.spine.add()
-        await stage.spine.add()
+        await stage.kernel.add()
+        await stage.kernel.add()
         await anyio.sleep(0.1)
         await stage.disable()
         await anyio.sleep(0.1)
-        await stage.spine.add()
+        await stage.kernel.add()
         await anyio.sleep(100)
-        assert (heard, ended) == (additions(stage.spine)[:1], ["stopped"])
+        assert (heard, ended) == (additions(stage.kernel)[:1], ["stopped"])
         assert (await stage.view()).reason == "disabled by an operator"
 
 
 # Following.
 
 
-@virtual
+@on_virtual_time
 async def test_a_follower_goes_on_where_it_was_when_its_plugin_is_enabled_again() -> None:
     taken: list[int] = []
     broken = True
@@ -276,32 +276,32 @@ async def test_a_follower_goes_on_where_it_was_when_its_plugin_is_enabled_again(
         taken.extend(ids(records))
 
     async with staged(lambda context: context.follow(Added, deliver)) as stage:
-        await stage.spine.add()
+        await stage.kernel.add()
         await anyio.sleep(60)
         assert stage.state() is PluginState.QUARANTINED
-        await stage.spine.add()
+        await stage.kernel.add()
         broken = False
         await anyio.sleep(60)
         assert taken == []
         await stage.enable()
         await anyio.sleep(60)
-        assert taken == additions(stage.spine)
+        assert taken == additions(stage.kernel)
         assert stage.plugin().active
 
 
-@virtual
+@on_virtual_time
 async def test_a_follower_whose_receiver_is_down_says_so_and_is_not_given_up() -> None:
     async def deliver(_: Sequence[Record]) -> None:
         raise DOWN
 
     async with staged(lambda context: context.follow(Added, deliver)) as stage:
-        await stage.spine.add()
+        await stage.kernel.add()
         await anyio.sleep(3600 / 2)
         assert stage.plugin().active
         assert (await stage.view()).reason == "nobody is there"
 
 
-@virtual
+@on_virtual_time
 async def test_a_delivery_that_hangs_is_cancelled_and_tried_again() -> None:
     taken: list[list[int]] = []
 
@@ -311,24 +311,24 @@ async def test_a_delivery_that_hangs_is_cancelled_and_tried_again() -> None:
             await asyncio.Event().wait()
 
     async with staged(lambda context: context.follow(Added, deliver, deadline_s=5.0)) as stage:
-        await stage.spine.add()
+        await stage.kernel.add()
         await anyio.sleep(10)
-        assert taken == [additions(stage.spine)] * 2
+        assert taken == [additions(stage.kernel)] * 2
         assert stage.plugin().failed == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_delivery_may_be_a_plain_function() -> None:
     taken: list[int] = []
     async with staged(
         lambda context: context.follow(Added, lambda records: taken.extend(ids(records)), name="f")
     ) as it:
-        await it.spine.add()
+        await it.kernel.add()
         await anyio.sleep(1)
-        assert taken == additions(it.spine)
+        assert taken == additions(it.kernel)
 
 
-@virtual
+@on_virtual_time
 async def test_a_delivery_under_way_when_its_plugin_is_left_out_is_made_again() -> None:
     taken: list[list[int]] = []
 
@@ -338,7 +338,7 @@ async def test_a_delivery_under_way_when_its_plugin_is_left_out_is_made_again() 
             await asyncio.Event().wait()
 
     async with staged(lambda context: context.follow(Added, deliver)) as stage:
-        await stage.spine.add()
+        await stage.kernel.add()
         await anyio.sleep(1)
         await stage.disable()
         await anyio.sleep(1)
@@ -346,28 +346,28 @@ async def test_a_delivery_under_way_when_its_plugin_is_left_out_is_made_again() 
         await stage.enable()
         assert (await stage.view()).reason is None
         await anyio.sleep(60)
-        assert taken == [additions(stage.spine)] * 2
+        assert taken == [additions(stage.kernel)] * 2
         assert stage.plugin().failed == 0
 
 
-@virtual
+@on_virtual_time
 async def test_the_position_of_a_follower_is_kept_over_a_restart() -> None:
-    store, taken = TroubledStore(), list[int]()
+    store, taken = FaultyStore(), list[int]()
     register = lambda context: context.follow(Added, lambda records: taken.extend(ids(records)), name="f")  # noqa: E731
     async with staged(register, store=store) as stage:
-        await stage.spine.add()
+        await stage.kernel.add()
         await anyio.sleep(2 * CURSOR_INTERVAL_S)
-    async with running(store) as spine:
-        await spine.add()
+    async with running(store) as kernel:
+        await kernel.add()
     async with staged(register, store=store) as stage:
         await anyio.sleep(1)
-        assert taken == additions(stage.spine)
+        assert taken == additions(stage.kernel)
 
 
 # Listening.
 
 
-@virtual
+@on_virtual_time
 async def test_signals_are_heard_and_a_listener_that_fails_is_given_up() -> None:
     heard: list[float] = []
 
@@ -378,17 +378,17 @@ async def test_signals_are_heard_and_a_listener_that_fails_is_given_up() -> None
 
     async with staged(lambda context: context.on_signal(Tick, listen)) as stage:
         for number in range(FAILURES_MAX + 3):
-            stage.spine.bus.signal(Tick(float(number)), call())
+            stage.kernel.bus.signal(Tick(float(number)), call())
             await anyio.sleep(1)
         assert heard == [0.0, *map(float, range(1, FAILURES_MAX + 1))]
         assert stage.state() is PluginState.QUARANTINED
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_may_listen_for_its_own_signals() -> None:
     heard: list[object] = []
     async with staged(lambda context: context.on_signal(Knock, lambda knock, _: heard.append(knock), name="k")) as it:
-        it.spine.bus.signal(Knock(), call())
+        it.kernel.bus.signal(Knock(), call())
         await anyio.sleep(1)
         assert heard == [Knock()]
 
@@ -404,7 +404,7 @@ def plus_one(guess: Guess, _: Call) -> int:
     return guess.number + 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_answers_its_own_requests() -> None:
     async def later(guess: Guess, call: Call) -> int:
         await anyio.sleep(1)
@@ -412,28 +412,28 @@ async def test_a_plugin_answers_its_own_requests() -> None:
 
     for handler in (plus_one, later):
         async with staged(serving(Guess, handler)) as stage:
-            assert await stage.spine.bus.ask(Guess(2)) == 3
+            assert await stage.kernel.bus.ask(Guess(2)) == 3
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_is_left_out_answers_nothing_and_the_caller_is_told_why() -> None:
     async with staged(serving(Guess, plus_one)) as stage:
         await stage.disable()
-        error = await refused(stage.spine.bus.ask(Guess()))
+        error = await refused(stage.kernel.bus.ask(Guess()))
         assert (type(error), error.code, error.fix) == (Unavailable, "plugin_left_out", "forgectl plugins enable one")
         await stage.enable()
-        assert await stage.spine.bus.ask(Guess()) == 1
+        assert await stage.kernel.bus.ask(Guess()) == 1
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_served_request_decides_becomes_durable_with_the_reply() -> None:
     def vote(request: Vote, _: Call) -> Decision[str]:
         return Decision("counted", (Said(request.text),))
 
     async with staged(serving(Vote, vote)) as stage:
         for _ in range(2):
-            assert await stage.spine.bus.ask(Vote("aye"), call(1)) == "counted"
-        assert stage.spine.facts(Said) == [Said("aye")]
+            assert await stage.kernel.bus.ask(Vote("aye"), call(1)) == "counted"
+        assert stage.kernel.facts(Said) == [Said("aye")]
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ async def test_what_a_served_request_decides_becomes_durable_with_the_reply() ->
         (Decision("x", (Said("x"),), generation="late"), "fact_unfit"),  # type: ignore[arg-type]
     ],
 )
-@virtual
+@on_virtual_time
 async def test_what_is_not_a_plugin_s_to_decide_is_refused_and_nobody_s_state_is_read_anew(
     decision: Decision[Any], code: str
 ) -> None:
@@ -458,14 +458,14 @@ async def test_what_is_not_a_plugin_s_to_decide_is_refused_and_nobody_s_state_is
 
     for handler in (lambda *_: decision, later):
         async with staged(serving(Vote, handler)) as stage:
-            loads = stage.spine.tally.loads
-            error = await refused(stage.spine.bus.ask(Vote(), call(1)))
+            loads = stage.kernel.tally.loads
+            error = await refused(stage.kernel.bus.ask(Vote(), call(1)))
             assert error.code == code
-            assert stage.spine.tally.loads == loads
+            assert stage.kernel.tally.loads == loads
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), asyncio.CancelledError(), StopIteration()])
-@virtual
+@on_virtual_time
 async def test_a_handler_that_breaks_is_an_answer_to_the_caller_and_a_failure_of_the_plugin(
     error: BaseException,
 ) -> None:
@@ -475,18 +475,18 @@ async def test_a_handler_that_breaks_is_an_answer_to_the_caller_and_a_failure_of
     for handler in (raising(error), later):
         async with staged(serving(Vote, handler)) as stage:
             broken = Broken()
-            stage.spine.bus.on_broken = broken
+            stage.kernel.bus.on_broken = broken
             for _ in range(FAILURES_MAX):
-                answer = await refused(stage.spine.bus.ask(Vote()))
+                answer = await refused(stage.kernel.bus.ask(Vote()))
                 assert (type(answer), answer.code) == (ForgedError, "plugin_broken")
-            assert (await refused(stage.spine.bus.ask(Vote()))).code == "plugin_left_out"
-            await stage.spine.settle()
+            assert (await refused(stage.kernel.bus.ask(Vote()))).code == "plugin_left_out"
+            await stage.kernel.settle()
             assert len(stage.quarantines()) == 1
-            assert stage.spine.ledger.reloads == 1
+            assert stage.kernel.ledger.reloads == 1
             assert {part for part, _ in broken.told} <= {"one/Vote"}
 
 
-@virtual
+@on_virtual_time
 async def test_to_refuse_a_request_is_a_plugin_s_right() -> None:
     async def later(*_: Any) -> Any:
         raise DOWN
@@ -494,20 +494,20 @@ async def test_to_refuse_a_request_is_a_plugin_s_right() -> None:
     for handler in (raising(RequestRefused("no", "no", "")), later):
         async with staged(serving(Guess, handler)) as stage:
             for _ in range(2 * FAILURES_MAX):
-                assert (await refused(stage.spine.bus.ask(Guess()))).code in ("no", "receiver_down")
+                assert (await refused(stage.kernel.bus.ask(Guess()))).code in ("no", "receiver_down")
             assert (stage.plugin().active, stage.plugin().failed) == (True, 0)
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_that_hangs_is_an_error_in_time() -> None:
     async with staged(serving(Guess, hang, deadline_s=2.0)) as stage:
-        began = stage.spine.clock.monotonic()
-        error = await refused(stage.spine.bus.ask(Guess()))
+        began = stage.kernel.clock.monotonic()
+        error = await refused(stage.kernel.bus.ask(Guess()))
         assert "took longer than its 2 s" in error.message
-        assert stage.spine.clock.monotonic() - began == pytest.approx(2.0)
+        assert stage.kernel.clock.monotonic() - began == pytest.approx(2.0)
 
 
-@virtual
+@on_virtual_time
 async def test_an_answer_that_comes_too_late_is_none() -> None:
     async def late(*_: Any) -> int:
         with suppress(asyncio.CancelledError):
@@ -515,68 +515,68 @@ async def test_an_answer_that_comes_too_late_is_none() -> None:
         return 1
 
     async with staged(serving(Guess, late, deadline_s=2.0)) as stage:
-        assert "took longer than its 2 s" in (await refused(stage.spine.bus.ask(Guess()))).message
+        assert "took longer than its 2 s" in (await refused(stage.kernel.bus.ask(Guess()))).message
         assert (stage.plugin().failed, stage.plugin().handled) == (1, 0)
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_that_ignores_its_cancellation_is_an_error_in_time_too() -> None:
     stubborn = Stubborn()
     async with staged(serving(Guess, stubborn, deadline_s=2.0)) as stage:
-        began = stage.spine.clock.monotonic()
-        error = await refused(stage.spine.bus.ask(Guess()))
+        began = stage.kernel.clock.monotonic()
+        error = await refused(stage.kernel.bus.ask(Guess()))
         assert "went on although it was cancelled" in error.message
-        assert stage.spine.clock.monotonic() - began == pytest.approx(2.0 + GRACE_S)
-        assert (stubborn.cancelled, stage.spine.bus.desk.in_flight, stage.plugin().turns) == (1, 0, {})
+        assert stage.kernel.clock.monotonic() - began == pytest.approx(2.0 + GRACE_S)
+        assert (stubborn.cancelled, stage.kernel.bus.desk.in_flight, stage.plugin().turns) == (1, 0, {})
 
 
-@virtual
+@on_virtual_time
 async def test_a_caller_s_deadline_and_cancellation_are_no_failure_of_the_plugin() -> None:
     async with staged(serving(Guess, hang, deadline_s=60.0)) as stage:
-        assert (await refused(stage.spine.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
-        pending = stage.spine.bus.submit(Guess(), call(1))
+        assert (await refused(stage.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
+        pending = stage.kernel.bus.submit(Guess(), call(1))
         await anyio.sleep(1)
-        stage.spine.bus.desk.cancel(call(1).client, 1)
+        stage.kernel.bus.desk.cancel(call(1).client, 1)
         assert (await refused(pending.wait())).code == "cancelled"
         assert (stage.plugin().failed, stage.plugin().turns) == (0, {})
 
 
-@virtual
+@on_virtual_time
 async def test_a_handler_that_ignores_its_caller_s_deadline_keeps_neither_the_caller_nor_the_loop() -> None:
     stubborn = Stubborn()
     async with staged(serving(Guess, stubborn, deadline_s=60.0)) as stage:
-        assert (await refused(stage.spine.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
-        assert stage.spine.clock.monotonic() == pytest.approx(1.0, abs=0.1)
+        assert (await refused(stage.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
+        assert stage.kernel.clock.monotonic() == pytest.approx(1.0, abs=0.1)
 
 
 # Replacing.
 
 
-@virtual
+@on_virtual_time
 async def test_a_replacement_answers_until_its_plugin_is_left_out() -> None:
     async with staged(lambda context: context.replace(ReadTotal, lambda *_: 99)) as stage:
-        await stage.spine.add(3)
-        assert await stage.spine.bus.ask(ReadTotal()) == 99
+        await stage.kernel.add(3)
+        assert await stage.kernel.bus.ask(ReadTotal()) == 99
         await stage.disable()
-        assert await stage.spine.bus.ask(ReadTotal()) == 3
+        assert await stage.kernel.bus.ask(ReadTotal()) == 3
         await stage.enable()
-        assert await stage.spine.bus.ask(ReadTotal()) == 99
+        assert await stage.kernel.bus.ask(ReadTotal()) == 99
 
 
-@virtual
+@on_virtual_time
 async def test_a_replacement_that_breaks_falls_back_to_the_daemon_s_handler() -> None:
     async with staged(lambda context: context.replace(Add, raising(ValueError("boom")))) as stage:
         for _ in range(FAILURES_MAX):
-            await refused(stage.spine.add())
-        assert await stage.spine.add(5) == 5
-        assert stage.spine.ledger.reloads == 1
+            await refused(stage.kernel.add())
+        assert await stage.kernel.add(5) == 5
+        assert stage.kernel.ledger.reloads == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_replacement_may_say_what_the_daemon_would_have_said() -> None:
     async with staged(lambda context: context.replace(Add, lambda add, _: Decision(1, (Added(1, 1),)))) as stage:
-        assert await stage.spine.add() == 1
-        assert stage.spine.facts(Added) == [Added(1, 1)]
+        assert await stage.kernel.add() == 1
+        assert stage.kernel.facts(Added) == [Added(1, 1)]
 
 
 # Wrapping.
@@ -590,18 +590,18 @@ def wrapping(request: type[Any], wrapper: Any, **terms: Any) -> Callable[[Plugin
     return lambda context: context.wrap(request, wrapper, **terms)
 
 
-@virtual
+@on_virtual_time
 async def test_a_wrapper_may_change_the_request_and_the_reply() -> None:
     async def double(request: Add, _: Call, proceed: Any) -> int:
         total: int = await proceed(Add(request.amount * 2))
         return total + 1000
 
     async with staged(wrapping(Add, double)) as stage:
-        assert await stage.spine.add(2) == 1004
+        assert await stage.kernel.add(2) == 1004
         assert stage.plugin().handled == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_wrapper_may_refuse_or_answer_by_itself() -> None:
     async def judge(request: Add, _: Call, proceed: Any) -> int:
         if request.amount < 0:
@@ -610,39 +610,41 @@ async def test_a_wrapper_may_refuse_or_answer_by_itself() -> None:
 
     async with staged(wrapping(Add, judge)) as stage:
         for _ in range(2 * FAILURES_MAX):
-            assert (await refused(stage.spine.add(-1))).code == "negative"
-        assert (await stage.spine.add(1), stage.plugin().failed, stage.spine.facts(Added)) == (7, 0, [])
+            assert (await refused(stage.kernel.add(-1))).code == "negative"
+        assert (await stage.kernel.add(1), stage.plugin().failed, stage.kernel.facts(Added)) == (7, 0, [])
 
 
-@virtual
+@on_virtual_time
 async def test_what_the_handler_refuses_is_no_failure_of_a_wrapper() -> None:
     def refuse(*_: Any) -> Any:
         raise RequestRefused("no", "no", "")
 
-    async with staged(wrapping(Guess, pass_on), register=lambda spine: spine.bus.serve(Guess, refuse, owner="x")) as it:
+    async with staged(
+        wrapping(Guess, pass_on), register=lambda kernel: kernel.bus.serve(Guess, refuse, owner="x")
+    ) as it:
         for _ in range(2 * FAILURES_MAX):
-            assert (await refused(it.spine.bus.ask(Guess()))).code == "no"
+            assert (await refused(it.kernel.bus.ask(Guess()))).code == "no"
         assert it.plugin().failed == 0
 
 
 @pytest.mark.parametrize("required", [False, True])
-@virtual
+@on_virtual_time
 async def test_requests_go_past_a_wrapper_that_is_left_out_unless_it_is_required(required: bool) -> None:
     async def fail(*_: Any) -> Any:
         raise ValueError("boom")
 
     async with staged(wrapping(Add, fail, required=required)) as stage:
         for _ in range(FAILURES_MAX):
-            assert (await refused(stage.spine.add())).code == "plugin_broken"
+            assert (await refused(stage.kernel.add())).code == "plugin_broken"
         assert stage.state() is PluginState.QUARANTINED
         if required:
-            assert (await refused(stage.spine.add())).code == "plugin_left_out"
+            assert (await refused(stage.kernel.add())).code == "plugin_left_out"
         else:
-            assert await stage.spine.add(4) == 4
+            assert await stage.kernel.add(4) == 4
 
 
 @pytest.mark.parametrize("before", [True, False])
-@virtual
+@on_virtual_time
 async def test_a_wrapper_that_hangs_before_or_behind_the_handler_is_an_error_in_time(before: bool) -> None:
     async def wrap(request: Any, _: Call, proceed: Any) -> Any:
         if before:
@@ -652,9 +654,9 @@ async def test_a_wrapper_that_hangs_before_or_behind_the_handler_is_an_error_in_
         return reply
 
     async with staged(wrapping(Add, wrap, deadline_s=2.0)) as stage:
-        assert (await refused(stage.spine.add())).code == "plugin_broken"
-        assert stage.spine.clock.monotonic() == pytest.approx(2.0, abs=0.1)
-        assert len(stage.spine.facts(Added)) == (0 if before else 1)
+        assert (await refused(stage.kernel.add())).code == "plugin_broken"
+        assert stage.kernel.clock.monotonic() == pytest.approx(2.0, abs=0.1)
+        assert len(stage.kernel.facts(Added)) == (0 if before else 1)
 
 
 async def slow(*_: Any) -> int:
@@ -663,7 +665,7 @@ async def slow(*_: Any) -> int:
 
 
 @pytest.mark.parametrize(("behind_s", "well"), [(0.4, True), (0.6, False)])
-@virtual
+@on_virtual_time
 async def test_the_handler_s_time_is_not_the_wrapper_s(behind_s: float, well: bool) -> None:
     async def wrap(request: Any, _: Call, proceed: Any) -> Any:
         await anyio.sleep(1.5)
@@ -671,63 +673,63 @@ async def test_the_handler_s_time_is_not_the_wrapper_s(behind_s: float, well: bo
         await anyio.sleep(behind_s)
         return reply
 
-    serve = lambda spine: spine.bus.serve(Guess, slow, owner="slow")  # noqa: E731
+    serve = lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")  # noqa: E731
     async with staged(wrapping(Guess, wrap, deadline_s=2.0), register=serve) as stage:
         if well:
-            assert await stage.spine.bus.ask(Guess()) == 1
+            assert await stage.kernel.bus.ask(Guess()) == 1
         else:
-            await refused(stage.spine.bus.ask(Guess()))
+            await refused(stage.kernel.bus.ask(Guess()))
         assert stage.plugin().failed == (0 if well else 1)
 
 
 @pytest.mark.parametrize(("behind_s", "well"), [(1.5, True), (2.5, False)])
-@virtual
+@on_virtual_time
 async def test_a_wrapper_may_proceed_twice_at_once(behind_s: float, well: bool) -> None:
     async def wrap(request: Any, _: Call, proceed: Any) -> Any:
         both = await asyncio.gather(proceed(request), proceed(request))
         await anyio.sleep(behind_s)
         return sum(both)
 
-    serve = lambda spine: spine.bus.serve(Guess, slow, owner="slow")  # noqa: E731
+    serve = lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")  # noqa: E731
     async with staged(wrapping(Guess, wrap, deadline_s=2.0), register=serve) as stage:
         if well:
-            assert await stage.spine.bus.ask(Guess()) == 2
+            assert await stage.kernel.bus.ask(Guess()) == 2
         else:
-            await refused(stage.spine.bus.ask(Guess()))
+            await refused(stage.kernel.bus.ask(Guess()))
         assert stage.plugin().failed == (0 if well else 1)
 
 
-@virtual
+@on_virtual_time
 async def test_leaving_a_plugin_out_does_not_cancel_what_the_daemon_does_for_its_wrapper() -> None:
     async with staged(
-        wrapping(Guess, pass_on), register=lambda spine: spine.bus.serve(Guess, slow, owner="slow")
+        wrapping(Guess, pass_on), register=lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")
     ) as stage:
-        pending = stage.spine.bus.submit(Guess(), call())
+        pending = stage.kernel.bus.submit(Guess(), call())
         await anyio.sleep(1)
         await stage.disable()
         assert await pending.wait() == 1
 
 
-@virtual
+@on_virtual_time
 async def test_leaving_a_plugin_out_ends_what_its_wrapper_does_itself() -> None:
     async with staged(wrapping(Add, hang, deadline_s=60.0)) as stage:
-        pending = stage.spine.submit()
+        pending = stage.kernel.submit()
         await anyio.sleep(1)
         await stage.disable()
         assert (await refused(pending.wait())).code == "plugin_left_out"
-        assert (stage.plugin().failed, stage.spine.clock.monotonic() < 2) == (0, True)
+        assert (stage.plugin().failed, stage.kernel.clock.monotonic() < 2) == (0, True)
 
 
-@virtual
+@on_virtual_time
 async def test_a_caller_s_deadline_holds_in_a_wrapper_and_in_what_it_proceeds_to() -> None:
     async with staged(
-        wrapping(Guess, pass_on), register=lambda spine: spine.bus.serve(Guess, slow, owner="slow")
+        wrapping(Guess, pass_on), register=lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")
     ) as stage:
-        assert (await refused(stage.spine.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
-        assert (stage.plugin().failed, stage.spine.bus.desk.in_flight) == (0, 0)
+        assert (await refused(stage.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
+        assert (stage.plugin().failed, stage.kernel.bus.desk.in_flight) == (0, 0)
 
 
-@virtual
+@on_virtual_time
 async def test_wrappers_are_within_each_other_the_last_outermost() -> None:
     def adding(text: str) -> Any:
         async def wrap(request: Any, _: Call, proceed: Any) -> str:
@@ -735,13 +737,13 @@ async def test_wrappers_are_within_each_other_the_last_outermost() -> None:
 
         return wrap
 
-    def serve(spine: Spine) -> None:
-        spine.bus.serve(Vote, lambda *_: "c", owner="x")
+    def serve(kernel: Kernel) -> None:
+        kernel.bus.serve(Vote, lambda *_: "c", owner="x")
 
     async with staged(wrapping(Vote, adding("b")), wrapping(Vote, adding("a")), register=serve) as stage:
-        assert await stage.spine.bus.ask(Vote()) == "abc"
+        assert await stage.kernel.bus.ask(Vote()) == "abc"
         await stage.disable("two")
-        assert await stage.spine.bus.ask(Vote()) == "bc"
+        assert await stage.kernel.bus.ask(Vote()) == "bc"
 
 
 async def test_a_wrapper_that_holds_up_the_loop_is_interrupted_and_the_handler_within_it_is_not() -> None:
@@ -768,15 +770,15 @@ async def hold_up(guard: AlarmGuard) -> None:
             pass
         return 1
 
-    def serve(spine: Spine) -> None:
-        spine.bus.serve(Guess, long, owner="long")
+    def serve(kernel: Kernel) -> None:
+        kernel.bus.serve(Guess, long, owner="long")
 
     async with staged(wrapping(Guess, wrap), register=serve, guard=guard, block_max_s=0.2) as stage:
-        assert await stage.spine.bus.ask(Guess(0)) == 1
+        assert await stage.kernel.bus.ask(Guess(0)) == 1
         for _ in range(FAILURES_MAX):
-            assert "kept the daemon waiting" in (await refused(stage.spine.bus.ask(Guess(1)))).message
+            assert "kept the daemon waiting" in (await refused(stage.kernel.bus.ask(Guess(1)))).message
         assert stage.state() is PluginState.QUARANTINED
-        assert await stage.spine.bus.ask(Guess(1)) == 1
+        assert await stage.kernel.bus.ask(Guess(1)) == 1
 
 
 # What cannot be.
@@ -813,7 +815,7 @@ def serve_and_replace(context: PluginContext) -> None:
         *((lambda context, request=request: context.wrap(request, pass_on), "looked after") for request in REQUESTS),
     ],
 )
-@virtual
+@on_virtual_time
 async def test_what_cannot_be_registered_is_refused_as_a_whole_and_the_daemon_starts(
     register: Callable[[PluginContext], None], reason: str
 ) -> None:
@@ -828,30 +830,30 @@ async def test_what_cannot_be_registered_is_refused_as_a_whole_and_the_daemon_st
         register(context)
 
     async with staged(greedy) as stage:
-        bus = stage.spine.bus
+        bus = stage.kernel.bus
         assert stage.state() is PluginState.REFUSED
         assert reason in str(stage.plugin().reason)
         assert (bus.mailboxes, bus.followers, bus.slots, bus.owners) == ({}, {}, {}, {})
         assert set(bus.requests.routes) == {Add, ReadTotal, *REQUESTS}
-        assert await stage.spine.add() == 1
+        assert await stage.kernel.add() == 1
         await anyio.sleep(1)
         await stage.host.stop()
         view = await stage.view()
         assert (view.parts, view.commands, view.failed) == ([], [], 0)
 
 
-@virtual
+@on_virtual_time
 async def test_the_first_of_two_that_replace_the_same_is_taken_in() -> None:
     replaces = [lambda context, number=number: context.replace(ReadTotal, lambda *_: number) for number in (1, 2)]
     async with staged(*replaces) as stage:
-        assert await stage.spine.bus.ask(ReadTotal()) == 1
+        assert await stage.kernel.bus.ask(ReadTotal()) == 1
         assert "another plugin replaces ReadTotal already" in str(stage.plugin("two").reason)
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_may_wrap_what_another_serves() -> None:
     async with staged(lambda context: context.serve(Guess, plus_one), wrapping(Guess, pass_on)) as stage:
-        assert await stage.spine.bus.ask(Guess(1)) == 2
+        assert await stage.kernel.bus.ask(Guess(1)) == 2
 
 
 def test_the_requests_that_look_after_plugins_are_spared() -> None:

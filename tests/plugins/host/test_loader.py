@@ -16,8 +16,8 @@ from forged.plugins.alarm_guard import AlarmGuard
 from forged.plugins.host.loader import GROUP, MODULE_PREFIX, SOURCE_BYTES_MAX, find, in_directory, in_environment
 from forged.plugins.host.plugin_host import PluginSource
 from forged.plugins.model import PluginRefused, PluginState
+from tests.kernel_fixture import on_virtual_time
 from tests.plugins.stage import staged
-from tests.spine import virtual
 
 UID = os.getuid()
 STRANGER = 54321
@@ -234,12 +234,12 @@ def test_a_file_of_the_largest_size_is_loaded(directory: Path) -> None:
 def test_a_module_that_cannot_be_loaded_leaves_nothing_behind(directory: Path, source: bytes) -> None:
     put(directory, source)
 
-    @virtual
+    @on_virtual_time
     async def take_in() -> None:
         async with staged(only(directory)) as stage:
             assert stage.state() is PluginState.REFUSED
             assert MODULE_PREFIX + "one" not in sys.modules
-            assert await stage.spine.add() == 1
+            assert await stage.kernel.add() == 1
 
     take_in()
 
@@ -258,12 +258,12 @@ async def test_an_import_that_never_ends_is_interrupted(directory: Path) -> None
 def test_a_file_whose_name_is_no_text_is_refused_on_record(directory: Path) -> None:
     put(directory, name="caf\udce9.py")
 
-    @virtual
+    @on_virtual_time
     async def take_in() -> None:
         async with staged(only(directory)) as stage:
-            (refused,) = stage.spine.facts(PluginRefused)
+            (refused,) = stage.kernel.facts(PluginRefused)
             assert refused.plugin == "caf\\udce9"
-            assert await stage.spine.add() == 1
+            assert await stage.kernel.add() == 1
             assert [view.name for view in stage.host.views] == ["caf\\udce9"]
 
     take_in()
@@ -272,7 +272,7 @@ def test_a_file_whose_name_is_no_text_is_refused_on_record(directory: Path) -> N
 def test_a_name_that_is_none_for_a_plugin_is_refused(directory: Path) -> None:
     put(directory, name="My Plugin.py")
 
-    @virtual
+    @on_virtual_time
     async def load() -> None:
         async with staged(*in_directory(directory, UID)) as stage:
             assert "is no name for a plugin" in str(stage.plugin("My Plugin").reason)
@@ -304,7 +304,7 @@ def test_an_entry_point_is_to_be_a_module() -> None:
 
 
 @pytest.mark.parametrize("value", ["nothing_of_this_name", "json:nothing", "json.nothing"])
-@virtual
+@on_virtual_time
 async def test_an_entry_point_that_leads_nowhere_is_refused(value: str) -> None:
     async with staged(*in_environment([point(value)])) as stage:
         assert stage.state() is PluginState.REFUSED
@@ -341,7 +341,7 @@ def test_an_installed_package_is_found_and_taken_in(
     (found,) = [one for one in find("", UID) if one.name == "tiny"]
     assert (found.origin, found.version) == (origin, version)
 
-    @virtual
+    @on_virtual_time
     async def take_in() -> None:
         async with staged(found) as stage:
             assert (stage.state("tiny"), stage.plugin("tiny").version) == (PluginState.ACTIVE, version)

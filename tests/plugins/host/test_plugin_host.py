@@ -30,6 +30,8 @@ from forged.plugins.model import (
     PluginState,
     RunPluginCommand,
 )
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import Add, Added, Kernel, ReadTotal, call, on_virtual_time, running
 from tests.plugins.stage import (
     FAILURES_MAX,
     Broken,
@@ -40,8 +42,6 @@ from tests.plugins.stage import (
     source,
     staged,
 )
-from tests.spine import Add, Added, ReadTotal, Spine, call, running, virtual
-from tests.troubled_store import TroubledStore, full
 
 
 def quiet(context: PluginContext) -> None:
@@ -109,34 +109,34 @@ def fails_at(error: BaseException) -> PluginSource:
         ),
     ],
 )
-@virtual
+@on_virtual_time
 async def test_what_cannot_be_taken_in_is_refused_with_the_reason_on_record_and_the_daemon_starts(
     found: PluginSource, reason: str
 ) -> None:
     async with staged(found) as stage:
-        (fact,) = stage.spine.facts(PluginRefused)
+        (fact,) = stage.kernel.facts(PluginRefused)
         assert (fact.plugin, reason in fact.reason) == (found.name, True)
         view = await stage.view(found.name)
         assert (view.state, view.reason) == (PluginState.REFUSED, fact.reason)
-        assert await stage.spine.add() == 1
+        assert await stage.kernel.add() == 1
         assert (await refused(stage.enable(found.name))).code == "plugin_not_loaded"
         await stage.disable(found.name)
         assert [plugin.name for plugin in stage.host.refused] == [found.name]
 
 
-@virtual
+@on_virtual_time
 async def test_a_mistake_in_a_plugin_is_told_with_its_traceback_and_a_refusal_is_not() -> None:
     broken, mistake = Broken(), ValueError("boom")
 
-    def register(spine: Spine) -> None:
-        spine.bus.on_broken = broken
+    def register(kernel: Kernel) -> None:
+        kernel.bus.on_broken = broken
 
     refusal = ConfigError("no", "no", "")
     async with staged(raising(mistake), raising(refusal), register=register):
         assert broken.told == [("one", mistake)]
 
 
-@virtual
+@on_virtual_time
 async def test_one_that_is_refused_leaves_the_others_be() -> None:
     async with staged(raising(ValueError()), on(Added, lambda _: None), raising(SystemExit())) as stage:
         assert [stage.state(name) for name in ("one", "two", "three")] == [
@@ -157,12 +157,12 @@ async def test_a_plugin_that_takes_for_ever_is_refused(where: str) -> None:
     try:
         async with staged(found, guard=guard, load_timeout_s=0.05) as stage:
             assert "kept the daemon waiting for more than 0.05 s" in str(stage.plugin().reason)
-            assert await stage.spine.add() == 1
+            assert await stage.kernel.add() == 1
     finally:
         guard.close()
 
 
-@virtual
+@on_virtual_time
 async def test_a_module_that_answers_for_its_attributes_does_so_as_a_plugin() -> None:
     class Odd:
         def __getattr__(self, name: str) -> Any:
@@ -172,7 +172,7 @@ async def test_a_module_that_answers_for_its_attributes_does_so_as_a_plugin() ->
         assert "raised SystemExit: API_VERSION" in str(stage.plugin().reason)
 
 
-@virtual
+@on_virtual_time
 async def test_the_version_is_the_package_s_or_the_module_s() -> None:
     sources = (
         source(quiet, "one", __version__="1.2"),
@@ -184,25 +184,25 @@ async def test_the_version_is_the_package_s_or_the_module_s() -> None:
         assert versions == ["1.2", "3.4", ("\\udce9" * 100)[:64]]
 
 
-@virtual
+@on_virtual_time
 async def test_the_settings_of_a_plugin_reach_it_without_the_key_that_is_the_daemon_s() -> None:
     contexts = Contexts()
     async with staged(contexts, settings={"one": {"enabled": True, "url": "x"}}):
         assert contexts.context.config == {"url": "x"}
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_is_disabled_in_the_settings_is_not_even_loaded() -> None:
     async with staged(fails_at(AssertionError()), settings={"one": {"enabled": False}}) as stage:
         view = await stage.view()
         assert (view.state, view.reason) == (PluginState.DISABLED, "enabled = false in the settings")
-        assert stage.spine.facts(PluginRefused) == []
+        assert stage.kernel.facts(PluginRefused) == []
         assert (await refused(stage.enable())).code == "plugin_not_loaded"
         await stage.disable()
-        assert stage.spine.facts(PluginDisabled) == []
+        assert stage.kernel.facts(PluginDisabled) == []
 
 
-@virtual
+@on_virtual_time
 async def test_settings_for_a_plugin_that_is_not_there_are_told() -> None:
     async with staged(quiet, settings={"one": {}, "webhok": {}}) as stage:
         view = await stage.view("webhok")
@@ -218,7 +218,7 @@ class Settings(msgspec.Struct):
     times: int = 3
 
 
-@virtual
+@on_virtual_time
 async def test_all_that_is_wrong_in_the_settings_is_told_at_once() -> None:
     settings = {"one": {"ulr": "x", "times": "many"}}
     async with staged(lambda context: context.settings(Settings), settings=settings) as stage:
@@ -231,7 +231,7 @@ async def test_all_that_is_wrong_in_the_settings_is_told_at_once() -> None:
         assert all(key in str(plugin.reason) for key in ("ulr", "times", "url"))
 
 
-@virtual
+@on_virtual_time
 async def test_of_two_with_the_same_name_the_first_is_taken_in_and_the_other_is_told() -> None:
     second = PluginSource("one", "elsewhere", source(raising(AssertionError())).load)
     async with staged(source(quiet), second) as stage:
@@ -239,7 +239,7 @@ async def test_of_two_with_the_same_name_the_first_is_taken_in_and_the_other_is_
         assert "elsewhere has a plugin of this name too" in str((await stage.view()).reason)
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_there_is_shown() -> None:
     def register(context: PluginContext) -> None:
         context.on(Added, lambda _: None, name="ears")
@@ -265,7 +265,7 @@ async def test_what_is_there_is_shown() -> None:
         assert stage.host.views == [view]
 
 
-@virtual
+@on_virtual_time
 async def test_registering_is_over_when_register_has_returned() -> None:
     contexts = Contexts()
     async with staged(contexts):
@@ -275,7 +275,7 @@ async def test_registering_is_over_when_register_has_returned() -> None:
             contexts.context.command("late", lambda _: None)
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_is_told_which_history_its_facts_belong_to() -> None:
     contexts, heard = Contexts(), list[str]()
 
@@ -285,15 +285,15 @@ async def test_a_plugin_is_told_which_history_its_facts_belong_to() -> None:
         context.on(Added, lambda _: heard.append(context.history), name="part")
 
     async with staged(register) as stage:
-        await stage.spine.add()
-        await stage.spine.settle()
+        await stage.kernel.add()
+        await stage.kernel.settle()
         assert heard == ["", "a history"]
 
 
 # Quarantine, and back.
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_is_given_up_as_a_whole() -> None:
     beats: list[float] = []
     heard: list[int] = []
@@ -312,17 +312,17 @@ async def test_a_plugin_is_given_up_as_a_whole() -> None:
             assert (await refused(stage.run("break"))).code == "plugin_broken"
         assert stage.state() is PluginState.QUARANTINED
         beats.clear()
-        assert await stage.spine.add(2) == 2
+        assert await stage.kernel.add(2) == 2
         await anyio.sleep(30)
         assert (heard, beats) == ([], [])
-        assert await stage.spine.bus.ask(ReadTotal()) == 2
+        assert await stage.kernel.bus.ask(ReadTotal()) == 2
         for request in (Guess(), RunPluginCommand("one", "break")):
-            assert (await refused(stage.spine.bus.ask(request, call()))).code == "plugin_left_out"
+            assert (await refused(stage.kernel.bus.ask(request, call()))).code == "plugin_left_out"
         assert stage.quarantines() == [PluginQuarantined("one", "one/break", FAILURES_MAX, "ValueError: boom")]
         assert (await stage.view()).reason == "one/break: ValueError: boom"
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_is_enabled_again_has_a_clean_record_and_all_its_work() -> None:
     heard: list[int] = []
     broken = True
@@ -334,23 +334,23 @@ async def test_a_plugin_that_is_enabled_again_has_a_clean_record_and_all_its_wor
 
     async with staged(on(Added, hear)) as stage:
         for _ in range(FAILURES_MAX):
-            await stage.spine.add()
-            await stage.spine.settle()
+            await stage.kernel.add()
+            await stage.kernel.settle()
         assert not stage.plugin().active
         await stage.enable()
         for _ in range(FAILURES_MAX - 1):
-            await stage.spine.add()
+            await stage.kernel.add()
             await anyio.sleep(0.1)
         assert stage.plugin().active
         broken = False
-        await stage.spine.add()
-        await stage.spine.settle()
+        await stage.kernel.add()
+        await stage.kernel.settle()
         assert len(heard) == 2 * FAILURES_MAX
         assert len(stage.quarantines()) == 1
-        assert stage.spine.facts(PluginEnabled) == [PluginEnabled("one")]
+        assert stage.kernel.facts(PluginEnabled) == [PluginEnabled("one")]
 
 
-@virtual
+@on_virtual_time
 async def test_enabling_and_disabling_twice_is_no_error_and_one_fact() -> None:
     async with staged(quiet) as stage:
         await stage.enable()
@@ -359,12 +359,12 @@ async def test_enabling_and_disabling_twice_is_no_error_and_one_fact() -> None:
         assert (await stage.view()).reason == "disabled by an operator"
         for _ in range(2):
             await stage.enable()
-        await stage.spine.settle()
-        assert stage.spine.facts(PluginDisabled) == [PluginDisabled("one")]
-        assert stage.spine.facts(PluginEnabled) == [PluginEnabled("one")]
+        await stage.kernel.settle()
+        assert stage.kernel.facts(PluginDisabled) == [PluginDisabled("one")]
+        assert stage.kernel.facts(PluginEnabled) == [PluginEnabled("one")]
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_in_quarantine_may_be_disabled() -> None:
     async with staged(lambda context: context.command("break", raising(ValueError()))) as stage:
         for _ in range(FAILURES_MAX):
@@ -375,42 +375,42 @@ async def test_a_plugin_in_quarantine_may_be_disabled() -> None:
         assert stage.plugin().active
 
 
-@virtual
+@on_virtual_time
 async def test_plugins_can_be_disabled_and_enabled_while_nothing_can_be_written() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     async with staged(quiet, store=store) as stage:
         store.commit_error = full()
-        await refused(stage.spine.add())
+        await refused(stage.kernel.add())
         await stage.disable()
         assert stage.state() is PluginState.DISABLED
         await stage.enable()
         assert stage.plugin().active
         store.commit_error = None
         await anyio.sleep(10)
-        facts = [*stage.spine.facts(PluginDisabled), *stage.spine.facts(PluginEnabled)]
+        facts = [*stage.kernel.facts(PluginDisabled), *stage.kernel.facts(PluginEnabled)]
         assert facts == [PluginDisabled("one"), PluginEnabled("one")]
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_nobody_knows_cannot_be_looked_after() -> None:
     async with staged() as stage:
         for work in (stage.enable("nobody"), stage.disable("nobody"), stage.run("x", "nobody")):
             assert (await refused(work)).code == "plugin_unknown"
 
 
-@virtual
+@on_virtual_time
 async def test_a_refusal_before_the_store_takes_writes_is_put_on_record_once_it_does() -> None:
-    store = TroubledStore()
+    store = FaultyStore()
     store.commit_error = full()
     async with staged(raising(ValueError("boom")), store=store) as stage:
         await anyio.sleep(5)
-        assert stage.spine.facts(PluginRefused) == []
+        assert stage.kernel.facts(PluginRefused) == []
         store.commit_error = None
         await anyio.sleep(5)
-        assert stage.spine.facts(PluginRefused) == [PluginRefused("one", "ValueError: boom")]
+        assert stage.kernel.facts(PluginRefused) == [PluginRefused("one", "ValueError: boom")]
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_fails_every_second_time_is_given_up_too() -> None:
     async def flap(record: Any) -> None:
         if record.fact.total % 2:
@@ -418,12 +418,12 @@ async def test_a_plugin_that_fails_every_second_time_is_given_up_too() -> None:
 
     async with staged(on(Added, flap), failures_max=5) as stage:
         for _ in range(60):
-            await stage.spine.add()
+            await stage.kernel.add()
             await anyio.sleep(RECENT_S / 60)
         assert stage.state() is PluginState.QUARANTINED
 
 
-@virtual
+@on_virtual_time
 async def test_a_part_that_runs_when_its_plugin_disables_itself_ends_well() -> None:
     contexts, went_on = Contexts(), list[str]()
 
@@ -440,10 +440,10 @@ async def test_a_part_that_runs_when_its_plugin_disables_itself_ends_well() -> N
     async with staged(register) as stage:
         assert (await refused(stage.run("quit"))).code == "plugin_left_out"
         assert (went_on, stage.plugin().failed) == ([], 0)
-        assert await stage.spine.add() == 1
+        assert await stage.kernel.add() == 1
 
 
-@virtual
+@on_virtual_time
 async def test_limits_that_change_hold_at_once() -> None:
     async with staged(lambda context: context.command("break", raising(ValueError()))) as stage:
         await refused(stage.run("break"))
@@ -459,14 +459,14 @@ async def say(contexts: Contexts, count: int = 1, **more: Any) -> None:
     await contexts.context.publish(*(Said(str(number)) for number in range(count)), **more)
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_plugin_says_is_on_record_with_its_cause_its_job_and_its_name() -> None:
     contexts = Contexts()
     async with staged(contexts) as stage:
-        await stage.spine.add()
-        cause = stage.spine.journal.last
+        await stage.kernel.add()
+        cause = stage.kernel.journal.last
         await contexts.context.publish(Said("a"), Said("b"), job="j", cause=cause)
-        records = stage.spine.journal.after(cause, 10)
+        records = stage.kernel.journal.after(cause, 10)
         assert [(one.fact, one.job, one.cause, one.origin) for one in records] == [
             (Said("a"), "j", cause, "plugin one"),
             (Said("b"), "j", cause, "plugin one"),
@@ -474,20 +474,20 @@ async def test_what_a_plugin_says_is_on_record_with_its_cause_its_job_and_its_na
         assert (await stage.view()).published == 2
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_published_is_durable_when_that_is_done() -> None:
-    store, contexts = TroubledStore(), Contexts()
+    store, contexts = FaultyStore(), Contexts()
     async with staged(contexts, store=store) as stage:
         store.block()
         with anyio.move_on_after(10) as scope:
             await say(contexts)
         assert scope.cancelled_caught
         store.unblock()
-        await stage.spine.settle()
-        assert len(stage.spine.facts(Said)) == 1
+        await stage.kernel.settle()
+        assert len(stage.kernel.facts(Said)) == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_publishes_in_a_storm_is_refused_and_then_given_up() -> None:
     contexts = Contexts()
     async with staged(contexts, facts_per_s_max=10.0) as stage:
@@ -497,20 +497,20 @@ async def test_a_plugin_that_publishes_in_a_storm_is_refused_and_then_given_up()
             assert stage.plugin().active
             assert (await refused(say(contexts))).code == "plugin_storm"
         assert (await refused(say(contexts))).code == "plugin_left_out"
-        await stage.spine.settle()
-        assert len(stage.spine.facts(Said)) == BURST_S * 10
+        await stage.kernel.settle()
+        assert len(stage.kernel.facts(Said)) == BURST_S * 10
         (quarantined,) = stage.quarantines()
         assert quarantined.reason == "more than 10 facts per second"
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_publishes_steadily_within_the_rate_is_never_refused() -> None:
     contexts = Contexts()
     async with staged(contexts, facts_per_s_max=10.0) as stage:
         for _ in range(200):
             await say(contexts)
             await anyio.sleep(0.1)
-        assert len(stage.spine.facts(Said)) == 200
+        assert len(stage.kernel.facts(Said)) == 200
 
 
 @pytest.mark.parametrize(
@@ -532,43 +532,43 @@ async def test_a_plugin_that_publishes_steadily_within_the_rate_is_never_refused
         ([Said("x")], {"job": "caf\udce9"}, "fact_unfit"),
     ],
 )
-@virtual
+@on_virtual_time
 async def test_what_cannot_be_on_record_is_refused_and_nobody_s_state_is_read_anew(
     facts: list[Any], more: dict[str, Any], code: str
 ) -> None:
-    store, contexts = TroubledStore(), Contexts()
+    store, contexts = FaultyStore(), Contexts()
     async with staged(contexts, store=store) as stage:
-        await stage.spine.add()
+        await stage.kernel.add()
         assert (await refused(contexts.context.publish(*facts, **more))).code == code
-        assert (stage.spine.ledger.reloads, stage.spine.facts(Said), stage.plugin().failed) == (1, [], 0)
-        assert await stage.spine.add() == 2
-    async with running(store) as spine:
-        assert await spine.add() == 3
+        assert (stage.kernel.ledger.reloads, stage.kernel.facts(Said), stage.plugin().failed) == (1, [], 0)
+        assert await stage.kernel.add() == 2
+    async with running(store) as kernel:
+        assert await kernel.add() == 3
 
 
-@virtual
+@on_virtual_time
 async def test_nothing_can_be_published_while_nothing_can_be_written() -> None:
-    store, contexts = TroubledStore(), Contexts()
+    store, contexts = FaultyStore(), Contexts()
     async with staged(contexts, store=store) as stage:
         store.commit_error = full()
-        await refused(stage.spine.add())
+        await refused(stage.kernel.add())
         for _ in range(2 * FAILURES_MAX):
             assert isinstance(await refused(say(contexts)), Unavailable)
         assert (stage.plugin().active, stage.plugin().failed) == (True, 0)
         store.commit_error = None
-        await stage.spine.ledger.writable()
+        await stage.kernel.ledger.writable()
         await say(contexts)
 
 
-@virtual
+@on_virtual_time
 async def test_to_publish_nothing_is_nothing() -> None:
     contexts = Contexts()
     async with staged(contexts) as stage:
         await contexts.context.publish()
-        assert (stage.plugin().published, stage.plugin().handled, len(stage.spine.journal)) == (0, 0, 0)
+        assert (stage.plugin().published, stage.plugin().handled, len(stage.kernel.journal)) == (0, 0, 0)
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_is_left_out_neither_publishes_nor_asks() -> None:
     contexts = Contexts()
     async with staged(contexts) as stage:
@@ -580,30 +580,30 @@ async def test_a_plugin_that_is_left_out_neither_publishes_nor_asks() -> None:
 # Asking.
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_asks_in_its_own_name_with_a_cause() -> None:
     contexts = Contexts()
     async with staged(contexts) as stage:
-        await stage.spine.add()
+        await stage.kernel.add()
         assert await contexts.context.ask(Add(2), cause=1) == 3
-        record = stage.spine.journal.get(stage.spine.journal.last)
+        record = stage.kernel.journal.get(stage.kernel.journal.last)
         assert record is not None
         assert (record.cause, record.origin) == (1, "plugin one")
         assert (await refused(contexts.context.ask(Add(), cause=99))).code == "cause_unknown"
-        assert stage.spine.ledger.reloads == 1
+        assert stage.kernel.ledger.reloads == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_waits_no_longer_for_an_answer_than_it_says() -> None:
     contexts = Contexts()
-    async with staged(contexts, register=lambda spine: spine.bus.serve(Guess, hang, owner="x")):
+    async with staged(contexts, register=lambda kernel: kernel.bus.serve(Guess, hang, owner="x")):
         assert (await refused(contexts.context.ask(Guess(), timeout_s=2.0))).code == "deadline_exceeded"
 
 
 # Again and again.
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_done_again_and_again_never_overlaps_and_rests_in_between() -> None:
     began: list[float] = []
     running_now = 0
@@ -621,7 +621,7 @@ async def test_what_is_done_again_and_again_never_overlaps_and_rests_in_between(
         assert began == pytest.approx([1.0, 4.5, 8.0])
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_done_again_and_again_goes_on_after_a_failure_and_ends_after_many() -> None:
     count = 0
 
@@ -639,12 +639,12 @@ async def test_what_is_done_again_and_again_goes_on_after_a_failure_and_ends_aft
         assert count == 2 + 2 * FAILURES_MAX
 
 
-@virtual
+@on_virtual_time
 async def test_to_be_refused_something_is_a_failure_and_no_mistake_to_be_told() -> None:
     broken = Broken()
 
-    def register(spine: Spine) -> None:
-        spine.bus.on_broken = broken
+    def register(kernel: Kernel) -> None:
+        kernel.bus.on_broken = broken
 
     refusal = RequestRefused("no", "no", "")
     async with staged(lambda context: context.every(1.0, raising(refusal), name="e"), register=register) as stage:
@@ -665,13 +665,13 @@ async def test_a_task_that_a_plugin_starts_may_not_hold_up_the_loop_either() -> 
     try:
         async with staged(lambda context: context.command("start", start), guard=guard, block_max_s=0.05) as stage:
             assert (await refused(stage.run("start"))).code == "plugin_broken"
-            assert await stage.spine.add() == 1
+            assert await stage.kernel.add() == 1
     finally:
         guard.close()
 
 
 @pytest.mark.parametrize("act", [hang, stubborn])
-@virtual
+@on_virtual_time
 async def test_what_hangs_is_ended_and_begun_anew_until_the_plugin_is_given_up(act: Any) -> None:
     async with staged(lambda context: context.every(1.0, act, deadline_s=2.0)) as stage:
         await anyio.sleep(60)
@@ -684,7 +684,7 @@ async def test_what_hangs_is_ended_and_begun_anew_until_the_plugin_is_given_up(a
         assert stage.plugin().active
 
 
-@virtual
+@on_virtual_time
 async def test_a_disabled_plugin_does_nothing_again_and_again() -> None:
     beats: list[int] = []
     async with staged(lambda context: context.every(1.0, lambda: beats.append(1), name="pulse")) as stage:
@@ -699,7 +699,7 @@ async def test_a_disabled_plugin_does_nothing_again_and_again() -> None:
 # Commands.
 
 
-@virtual
+@on_virtual_time
 async def test_a_command_has_its_arguments_and_its_result() -> None:
     async def later(arguments: dict[str, Any]) -> Any:
         await anyio.sleep(1)
@@ -715,7 +715,7 @@ async def test_a_command_has_its_arguments_and_its_result() -> None:
         assert (await refused(stage.run("never"))).code == "command_unknown"
 
 
-@virtual
+@on_virtual_time
 async def test_what_a_command_returns_is_made_fit_to_be_sent() -> None:
     moment = datetime(2026, 1, 2, tzinfo=UTC)
     results: dict[str, Any] = {
@@ -744,14 +744,14 @@ def endless() -> list[Any]:
 
 
 @pytest.mark.parametrize("result", ["caf\udce9", 1 << 70, endless()])
-@virtual
+@on_virtual_time
 async def test_what_cannot_be_sent_is_the_plugin_s_failure(result: Any) -> None:
     async with staged(lambda context: context.command("show", lambda _: result)) as stage:
         assert (await refused(stage.run("show"))).code == "plugin_broken"
         assert stage.plugin().failed == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_command_needs_the_role_that_it_says() -> None:
     def register(context: PluginContext) -> None:
         context.command("look", lambda _: "seen", needs=Role.VIEWER)
@@ -759,12 +759,12 @@ async def test_a_command_needs_the_role_that_it_says() -> None:
 
     viewer = Call(Principal("a viewer", Role.VIEWER), "a test")
     async with staged(register) as stage:
-        assert await stage.spine.bus.ask(RunPluginCommand("one", "look"), viewer) == "seen"
-        error = await refused(stage.spine.bus.ask(RunPluginCommand("one", "touch"), viewer))
+        assert await stage.kernel.bus.ask(RunPluginCommand("one", "look"), viewer) == "seen"
+        error = await refused(stage.kernel.bus.ask(RunPluginCommand("one", "touch"), viewer))
         assert (error.code, stage.plugin().failed) == ("forbidden", 0)
 
 
-@virtual
+@on_virtual_time
 async def test_a_command_may_refuse_and_one_that_hangs_is_an_error_in_time() -> None:
     def register(context: PluginContext) -> None:
         context.command("refuse", raising(RequestRefused("no", "no", "")))
@@ -773,14 +773,14 @@ async def test_a_command_may_refuse_and_one_that_hangs_is_an_error_in_time() -> 
     async with staged(register) as stage:
         assert (await refused(stage.run("refuse"))).code == "no"
         assert (await refused(stage.run("hang"))).code == "plugin_broken"
-        assert stage.spine.clock.monotonic() == pytest.approx(COMMAND_TIMEOUT_S, abs=0.1)
+        assert stage.kernel.clock.monotonic() == pytest.approx(COMMAND_TIMEOUT_S, abs=0.1)
         assert stage.plugin().failed == 1
 
 
 # The end.
 
 
-@virtual
+@on_virtual_time
 async def test_every_plugin_ends_what_it_began_whatever_the_others_do() -> None:
     ended: list[str] = []
 
@@ -802,10 +802,10 @@ async def test_every_plugin_ends_what_it_began_whatever_the_others_do() -> None:
     async with staged(register, failures_max=100) as stage:
         await stage.host.stop()
         assert sorted(ended) == ["async", "plain"]
-        assert stage.spine.clock.monotonic() <= STOP_TIMEOUT_S + GRACE_S + 0.1
+        assert stage.kernel.clock.monotonic() <= STOP_TIMEOUT_S + GRACE_S + 0.1
 
 
-@virtual
+@on_virtual_time
 async def test_a_plugin_that_takes_no_part_ends_what_it_began_too() -> None:
     ended: list[str] = []
     async with staged(lambda context: context.on_stop(lambda: ended.append("it"))) as stage:
@@ -814,7 +814,7 @@ async def test_a_plugin_that_takes_no_part_ends_what_it_began_too() -> None:
         assert ended == ["it"]
 
 
-@virtual
+@on_virtual_time
 async def test_a_part_that_ignores_its_cancellation_does_not_keep_the_daemon_from_ending() -> None:
     def register(context: PluginContext) -> None:
         context.on(Added, stubborn, deadline_s=1e6)
@@ -823,13 +823,13 @@ async def test_a_part_that_ignores_its_cancellation_does_not_keep_the_daemon_fro
         context.serve(Guess, stubborn, deadline_s=1e6)
 
     async with staged(register) as stage:
-        await stage.spine.add()
-        stage.spine.bus.submit(Guess(), call())
+        await stage.kernel.add()
+        stage.kernel.bus.submit(Guess(), call())
         await anyio.sleep(5)
         assert len(stage.plugin().turns) == 4
 
 
-@virtual
+@on_virtual_time
 async def test_failures_that_were_counted_are_not_counted_twice() -> None:
     """One failure of an observer is one of the plugin, also where the observer failed because it was refused."""
     contexts = Contexts()
@@ -842,7 +842,7 @@ async def test_failures_that_were_counted_are_not_counted_twice() -> None:
         context.on(Added, hear)
 
     async with staged(register) as stage:
-        await stage.spine.add()
-        await stage.spine.settle()
+        await stage.kernel.add()
+        await stage.kernel.settle()
         await anyio.sleep(1)
         assert stage.plugin().failed == 1

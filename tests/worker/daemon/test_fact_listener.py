@@ -32,7 +32,7 @@ from forged.worker.daemon.job_view import JobView
 from forged.worker.errors import JobEnded, WorkerEvicted
 from tests.client.house import House, config_in
 from tests.client.proxy import Proxy
-from tests.spine import task_group, virtual
+from tests.kernel_fixture import on_virtual_time, task_group
 from tests.worker.crew import JOB, Crew, crew_at
 
 PAUSED = Record.of(JobPaused("lunch"), fact_id=7, at=0.0)
@@ -110,7 +110,7 @@ def scene(act: Callable[[Scene], Any], *answers: ForgedError | None, phase: Phas
         async with task_group() as tasks:
             await act(Scene(Daemon(*answers, phase=phase), tasks))
 
-    return virtual(play)()
+    return on_virtual_time(play)()
 
 
 def test_what_is_heard_changes_the_standing_and_is_handed_on_in_its_order() -> None:
@@ -235,7 +235,7 @@ def test_an_answer_that_comes_behind_the_end_of_the_tasks_hurts_nobody() -> None
             await asyncio.sleep(0)
         assert one.standing.outdated
 
-    virtual(play)()
+    on_virtual_time(play)()
 
 
 class TestFactsThatAreMissed:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import anyio
 
 from forged.worker.daemon.heartbeat import Heartbeat
-from tests.spine import task_group, virtual
+from tests.kernel_fixture import on_virtual_time, task_group
 
 
 class Said:
@@ -17,7 +17,7 @@ class Said:
         self.all.append((round(anyio.current_time() - self._began_at, 3), every_s))
 
 
-@virtual
+@on_virtual_time
 async def test_it_is_said_at_once_and_again_and_again() -> None:
     said = Said()
     async with task_group() as tasks:
@@ -38,11 +38,11 @@ async def said_with_another_interval(interval_s: float, after_s: float) -> list[
     return said.all
 
 
-@virtual
+@on_virtual_time
 async def test_another_interval_holds_at_once_and_is_told_at_once() -> None:
     assert await said_with_another_interval(1.0, 1.5) == [(0.0, 100.0), (10.0, 1.0), (11.0, 1.0)]
 
 
-@virtual
+@on_virtual_time
 async def test_the_same_interval_again_changes_nothing() -> None:
     assert await said_with_another_interval(100.0, 10.0) == [(0.0, 100.0)]

@@ -9,7 +9,7 @@ import anyio
 
 from forged.elastic.model import WorkerId
 from forged.worker.daemon.registration import Registration
-from tests.spine import virtual
+from tests.kernel_fixture import on_virtual_time
 from tests.telemetry.heard import Heard
 
 
@@ -20,7 +20,7 @@ class Deaf:
         await anyio.sleep_forever()
 
 
-@virtual
+@on_virtual_time
 async def test_how_long_the_daemon_was_given_for_a_goodbye_is_told_as_people_read_it() -> None:
     log, deaf = Heard(), Deaf()
     line = Registration(deaf, "run", WorkerId("a", "host", 1), bytes(16), Random(1), log)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import anyio
 from forged.errors import Unavailable
 from forged.worker.daemon.registration import persevere
 from forged.worker.daemon.wait_reporter import WaitReporter, pauses
-from tests.spine import task_group, virtual
+from tests.kernel_fixture import on_virtual_time, task_group
 from tests.telemetry.heard import Heard
 
 
@@ -16,7 +16,7 @@ async def because() -> str:
     return "1 worker waits for 1 more"
 
 
-@virtual
+@on_virtual_time
 async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_grow() -> None:
     log = Heard()
     async with task_group() as tasks:
@@ -30,7 +30,7 @@ async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_gr
     assert log.levels("this worker waits") == {"warning"}
 
 
-@virtual
+@on_virtual_time
 async def test_what_passes_in_a_moment_is_not_told() -> None:
     log = Heard()
     async with task_group() as tasks:
@@ -44,7 +44,7 @@ async def test_what_passes_in_a_moment_is_not_told() -> None:
     assert log.lines == []
 
 
-@virtual
+@on_virtual_time
 async def test_what_is_tried_again_and_again_is_told_when_it_lasts() -> None:
     log, began_at = Heard(), anyio.current_time()
 

@@ -21,7 +21,7 @@ from forged.worker.drain.drain import LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Drai
 from forged.worker.mesh import Mesh, WorldIncomplete
 from tests.client.house import House
 from tests.client.proxy import Proxy
-from tests.spine import task_group, virtual
+from tests.kernel_fixture import on_virtual_time, task_group
 from tests.worker.crew import JOB, Crew, Trainer, crew_at, past
 from tests.worker.meshes import until
 
@@ -100,7 +100,7 @@ class Scene:
         self.wakes.append(asyncio.get_running_loop().time())
 
 
-@virtual
+@on_virtual_time
 async def test_who_may_stay_is_not_due_and_asks_nobody() -> None:
     scene = Scene()
     async with task_group() as tasks:
@@ -118,7 +118,7 @@ def test_who_is_told_to_go_is_due_when_it_is_in_no_world() -> None:
     assert scene.departure.reason == "the spot price"
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_in_a_world_goes_when_the_daemon_says_so() -> None:
     scene = Scene()
     scene.answers = [True]
@@ -127,7 +127,7 @@ async def test_who_is_in_a_world_goes_when_the_daemon_says_so() -> None:
     assert scene.departure.reason == "the spot price"
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_kept_asks_again_and_again() -> None:
     scene = Scene()
     scene.answers = [False, False, False, True]
@@ -135,7 +135,7 @@ async def test_who_is_kept_asks_again_and_again() -> None:
     assert scene.asked == ["the spot price", *["and now?"] * 3], "it is said once, and asked for from then on"
 
 
-@virtual
+@on_virtual_time
 async def test_who_waits_for_nobody_any_more_and_is_here_when_somebody_comes_stays() -> None:
     scene = Scene()
     scene.config = ElasticTrainingConfig(leave_timeout_ms=500)
@@ -149,7 +149,7 @@ async def test_who_waits_for_nobody_any_more_and_is_here_when_somebody_comes_sta
         assert scene.departure.reason == "the spot price"
 
 
-@virtual
+@on_virtual_time
 async def test_who_waits_for_nobody_any_more_asks_nobody_whether_it_may_go() -> None:
     scene = Scene()
     scene.config = ElasticTrainingConfig(leave_timeout_ms=500)
@@ -159,7 +159,7 @@ async def test_who_waits_for_nobody_any_more_asks_nobody_whether_it_may_go() -> 
     assert "good bye?" not in scene.asked
 
 
-@virtual
+@on_virtual_time
 async def test_who_may_go_and_is_needed_after_all_stays() -> None:
     scene = Scene()
     scene.answers = [True, False]
@@ -173,7 +173,7 @@ async def test_who_may_go_and_is_needed_after_all_stays() -> None:
     assert len(scene.asked) == 2
 
 
-@virtual
+@on_virtual_time
 async def test_whether_it_goes_is_settled_in_that_moment() -> None:
     scene = Scene()
     scene.answers = [True, True]
@@ -184,7 +184,7 @@ async def test_whether_it_goes_is_settled_in_that_moment() -> None:
     assert scene.asked == ["the spot price", "good bye?"]
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_needed_in_the_moment_of_going_stays_and_asks_again() -> None:
     scene = Scene()
     scene.answers = [True, False, False, True]
@@ -197,7 +197,7 @@ async def test_who_is_needed_in_the_moment_of_going_stays_and_asks_again() -> No
     assert scene.asked == ["the spot price", "good bye?", "and now?", "and now?"]
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_kept_in_the_moment_of_going_is_not_due_at_once_because_it_is_in_no_world() -> None:
     scene = Scene()
     scene.is_bound, scene.answers = False, [False]
@@ -212,7 +212,7 @@ async def test_who_is_kept_in_the_moment_of_going_is_not_due_at_once_because_it_
     assert scene.asked.count("good bye?") == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_daemon_that_does_not_take_down_that_it_goes_is_waited_for_no_longer_than_for_any() -> None:
     scene = Scene()
     scene.answers = [True]
@@ -224,7 +224,7 @@ async def test_a_daemon_that_does_not_take_down_that_it_goes_is_waited_for_no_lo
         assert loop.time() - began_at == pytest.approx(15, abs=1)
 
 
-@virtual
+@on_virtual_time
 async def test_who_gets_no_answer_in_the_moment_of_going_waits_no_longer_than_for_any_daemon() -> None:
     scene = Scene()
     scene.answers = [True]
@@ -236,7 +236,7 @@ async def test_who_gets_no_answer_in_the_moment_of_going_waits_no_longer_than_fo
         assert loop.time() - began_at == pytest.approx(15, abs=1)
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_interrupted_in_the_moment_of_going_has_its_daemon_still() -> None:
     scene = Scene()
     scene.config = ElasticTrainingConfig(leave_timeout_ms=None)
@@ -250,7 +250,7 @@ async def test_who_is_interrupted_in_the_moment_of_going_has_its_daemon_still() 
         assert not scene.departure.is_overdue
 
 
-@virtual
+@on_virtual_time
 async def test_a_daemon_that_takes_nothing_down_is_waited_for_like_one_that_is_away() -> None:
     scene = Scene()
     scene.answers = []
@@ -258,7 +258,7 @@ async def test_a_daemon_that_takes_nothing_down_is_waited_for_like_one_that_is_a
     assert scene.departure.reason == "the spot price; the daemon took nothing down for 15 s"
 
 
-@virtual
+@on_virtual_time
 async def test_an_answer_that_is_older_than_the_change_does_not_count() -> None:
     scene = Scene()
     scene.answers = [True, False]
@@ -270,7 +270,7 @@ async def test_an_answer_that_is_older_than_the_change_does_not_count() -> None:
     assert len(scene.asked) == 2
 
 
-@virtual
+@on_virtual_time
 async def test_who_may_go_does_not_ask_at_everybody_else_who_goes() -> None:
     scene = Scene()
     scene.answers = [True]
@@ -283,7 +283,7 @@ async def test_who_may_go_does_not_ask_at_everybody_else_who_goes() -> None:
     assert len(scene.asked) == 1
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_in_no_world_any_more_asks_nobody_while_it_saves() -> None:
     scene = Scene()
     async with scene.told_to_go():
@@ -298,7 +298,7 @@ async def test_who_is_in_no_world_any_more_asks_nobody_while_it_saves() -> None:
         assert len(scene.asked) > asked, "nobody has told it that it is needed"
 
 
-@virtual
+@on_virtual_time
 async def test_who_has_to_stay_asks_when_fewer_may_need_it() -> None:
     scene = Scene()
     scene.answers = [False, True]
@@ -310,14 +310,14 @@ async def test_who_has_to_stay_asks_when_fewer_may_need_it() -> None:
         assert scene.departure.is_due
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_refused_an_answer_is_not_kept() -> None:
     scene = Scene()
     scene.answers = [RequestRefused("job_unknown", "no such job")]
     assert await scene.drained() < 1
 
 
-@virtual
+@on_virtual_time
 async def test_while_the_others_wait_for_its_step_its_time_does_not_run() -> None:
     scene = Scene()
     scene.is_waited_for = True
@@ -331,7 +331,7 @@ async def test_while_the_others_wait_for_its_step_its_time_does_not_run() -> Non
         assert round(await scene.drained()) == 660
 
 
-@virtual
+@on_virtual_time
 async def test_for_others_who_do_not_come_to_a_collective_it_waits_no_longer_and_breaks_that_off() -> None:
     scene = Scene()
     scene.meeting = 7
@@ -348,7 +348,7 @@ async def test_for_others_who_do_not_come_to_a_collective_it_waits_no_longer_and
     assert scene.departure.reason == f"the spot price; {scene.broken_off[0]}"
 
 
-@virtual
+@on_virtual_time
 async def test_who_has_broken_off_a_step_goes_however_long_it_takes_to_come_to_its_end() -> None:
     scene = Scene()
     scene.config = ElasticTrainingConfig(leave_timeout_ms=5000)
@@ -361,7 +361,7 @@ async def test_who_has_broken_off_a_step_goes_however_long_it_takes_to_come_to_i
         assert scene.departure.is_due
 
 
-@virtual
+@on_virtual_time
 async def test_who_comes_from_one_collective_to_the_next_or_gives_meanwhile_breaks_off_nothing() -> None:
     scene = Scene()
     scene.is_waited_for = True
@@ -379,7 +379,7 @@ async def test_who_comes_from_one_collective_to_the_next_or_gives_meanwhile_brea
         assert (scene.broken_off, scene.departure.is_due) == ([], False)
 
 
-@virtual
+@on_virtual_time
 async def test_with_every_change_of_the_world_its_time_begins_anew() -> None:
     scene = Scene()
 
@@ -393,7 +393,7 @@ async def test_with_every_change_of_the_world_its_time_begins_anew() -> None:
         assert round(await scene.drained()) == 560
 
 
-@virtual
+@on_virtual_time
 async def test_others_have_so_long_to_take_over_what_it_holds() -> None:
     scene = Scene()
     assert round(await scene.drained()) == 60
@@ -402,14 +402,14 @@ async def test_others_have_so_long_to_take_over_what_it_holds() -> None:
     assert scene.departure.reason == "the spot price"
 
 
-@virtual
+@on_virtual_time
 async def test_who_is_come_for_stays_as_long_as_that_lasts() -> None:
     scene = Scene()
     scene.visits = round(600 / LOOK_INTERVAL_S)
     assert round(await scene.drained()) == 600 + 60
 
 
-@virtual
+@on_virtual_time
 async def test_a_daemon_that_is_away_is_waited_for_as_long_as_it_has_for_its_workers() -> None:
     scene = Scene()
     scene.has_daemon = False
@@ -417,7 +417,7 @@ async def test_a_daemon_that_is_away_is_waited_for_as_long_as_it_has_for_its_wor
     assert scene.departure.reason == "the spot price; there was no daemon for 15 s"
 
 
-@virtual
+@on_virtual_time
 async def test_a_daemon_that_comes_back_has_its_whole_time_again() -> None:
     scene = Scene()
     scene.has_daemon = False
@@ -434,13 +434,13 @@ async def test_a_daemon_that_comes_back_has_its_whole_time_again() -> None:
         assert abs(took_s - (14 + 10 + 15)) <= 2 * LOOK_INTERVAL_S
 
 
-@virtual
+@on_virtual_time
 async def test_without_a_grace_a_daemon_that_is_there_is_waited_for_all_the_same() -> None:
     scene = Scene()
     assert round(await scene.drained(ElasticTrainingConfig(reconnect_grace_ms=0, leave_timeout_ms=5000))) == 5
 
 
-@virtual
+@on_virtual_time
 async def test_a_job_may_wait_for_ever_as_long_as_there_is_a_daemon() -> None:
     scene = Scene()
     config = ElasticTrainingConfig(leave_timeout_ms=None)
@@ -454,7 +454,7 @@ async def test_a_job_may_wait_for_ever_as_long_as_there_is_a_daemon() -> None:
         assert round(await scene.drained(config)) == 3015
 
 
-@virtual
+@on_virtual_time
 async def test_other_settings_hold_for_who_waits_already() -> None:
     scene = Scene()
 

@@ -14,7 +14,7 @@ from forged.worker.drain.drain import Drain
 from forged.worker.drain.withdrawal import Parting, Withdrawal
 from forged.worker.rescale.current_world import CurrentWorld
 from forged.worker.rescale.rescaler import Rescaler
-from tests.spine import task_group
+from tests.kernel_fixture import task_group
 from tests.telemetry.heard import Heard
 
 

@@ -25,7 +25,7 @@ from forged.worker.process import pulse as pulses
 from forged.worker.process.counters import Counters
 from forged.worker.process.pulse import FLAGS, Pulse, PulseKeeper
 from tests.client.neighbour import Neighbour
-from tests.net.hand import HandClock
+from tests.net.manual_daemon import ManualClock
 from tests.telemetry.heard import Heard
 from tests.worker.process.test_forks import in_a_child
 from tests.worker.witness import INCARNATION, INTERVAL_S, PATIENCE_S, Witness, is_over, state, victim
@@ -406,7 +406,7 @@ class TestReplacing:
             return
 
     def test_one_that_ends_is_replaced_at_once_and_the_next_ones_behind_longer_and_longer_pauses(self) -> None:
-        clock, starts = HandClock(), 0
+        clock, starts = ManualClock(), 0
 
         def start() -> Any:
             nonlocal starts
@@ -427,7 +427,7 @@ class TestReplacing:
         assert log.levels("the pulse has ended, and another was started") == {"warning"}
 
     def test_one_that_cannot_be_started_is_tried_again(self) -> None:
-        clock, log = HandClock(), Heard()
+        clock, log = ManualClock(), Heard()
         outcomes: list[Any] = [self.Ended(), Unavailable("pulse_not_started", "no"), self.Ended()]
 
         def start() -> Any:

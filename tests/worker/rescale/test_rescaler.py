@@ -38,7 +38,7 @@ from forged.worker.state_transfer import exchange
 from forged.worker.state_transfer.exchange import StateExchange
 from tests.client.house import House
 from tests.client.proxy import Proxy
-from tests.spine import virtual
+from tests.kernel_fixture import on_virtual_time
 from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
 
 
@@ -286,7 +286,7 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
     passage._settled = settled
     done = 0
 
-    @virtual
+    @on_virtual_time
     async def go() -> None:
         nonlocal done
         with anyio.move_on_after(0.1):
@@ -298,7 +298,7 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
     go()
 
 
-@virtual
+@on_virtual_time
 async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next() -> None:
     standing = JobView("me")
     presence = CurrentWorld(standing, None)

@@ -22,7 +22,7 @@ from forged.worker.mesh import Mesh
 from forged.worker.state_transfer import exchange, transfer
 from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.transport.peer_messages import HEAD_BYTES_MAX
-from tests.spine import task_group
+from tests.kernel_fixture import task_group
 from tests.worker.meshes import PATIENCE_S, Meshes, open_meshes
 
 SIZE = 1000

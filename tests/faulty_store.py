@@ -1,4 +1,4 @@
-"""A store in memory that can be told to block, to fail, or to hang as a process does that is killed at a commit."""
+"""A `MemoryStore` that can be told to block, to fail, or to hang like a process that is killed during a commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def full() -> StoreUnavailable:
     return StoreUnavailable("store_full", "the store cannot write: no space left", "make room")
 
 
-class TroubledStore:
+class FaultyStore:
     """The port `forged.kernel.store.port.Store` over a `MemoryStore`, with all that can go wrong."""
 
     def __init__(self, memory: MemoryStore | None = None) -> None:

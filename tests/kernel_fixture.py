@@ -1,4 +1,4 @@
-"""The spine of a daemon without its doors, on virtual time: a store, a ledger, a bus, and somebody who owns state."""
+"""A daemon's store, journal, ledger and bus on virtual time, without network, and one service that owns state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from forged.kernel.ledger import Ledger
 from forged.kernel.messages import Call, Decision, Fact, Record, Request, Signal
 from forged.kernel.pending import Pending
 from forged.kernel.store.port import Store
+from tests.faulty_store import FaultyStore
 from tests.simulation.loop import VirtualClock, run
-from tests.troubled_store import TroubledStore
 
 P = ParamSpec("P")
 
-PATIENCE_S = 3600.0
+WAIT_MAX_S = 3600.0
 """Virtual seconds after which a test that waits for something has waited in vain."""
 TOTAL_KEY = "tally/total"
 OPERATOR = Principal("an operator", Role.OPERATOR)
@@ -99,7 +99,7 @@ class Tally:
         return Decision(self.total, (Added(amount, self.total),), {TOTAL_KEY: b"%d" % self.total})
 
 
-class Spine:
+class Kernel:
     """All of it. `serve` on the bus before `running`, or in its `register`."""
 
     def __init__(self, store: Store, *, facts_max: int = 50_000) -> None:
@@ -146,20 +146,20 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 @asynccontextmanager
 async def running(
     store: Store | None = None,
-    register: Callable[[Spine], object] = lambda spine: None,
+    register: Callable[[Kernel], object] = lambda kernel: None,
     *,
     requests: Sequence[type[Request[Any]]] = (),
     facts_max: int = 50_000,
-) -> AsyncIterator[Spine]:
-    """A spine that works inside the block, and is killed at its end: nothing is drained and nothing said."""
-    spine = Spine(store or TroubledStore(), facts_max=facts_max)
-    register(spine)
-    spine.bus.seal(requests, spine.ledger)
+) -> AsyncIterator[Kernel]:
+    """A kernel that runs inside the block and is killed at its end: nothing is drained."""
+    kernel = Kernel(store or FaultyStore(), facts_max=facts_max)
+    register(kernel)
+    kernel.bus.seal(requests, kernel.ledger)
     async with task_group() as tasks:
-        await spine.ledger.start()
-        tasks.start_soon(spine.ledger.run)
-        await tasks.start(spine.bus.run)
-        yield spine
+        await kernel.ledger.start()
+        tasks.start_soon(kernel.ledger.run)
+        await tasks.start(kernel.bus.run)
+        yield kernel
 
 
 def call(number: int = 0, acknowledged: int = 0, digest: int = 0, **more: Any) -> Call:
@@ -173,13 +173,13 @@ def ids(records: Sequence[Record]) -> list[int]:
     return [record.id for record in records]
 
 
-def virtual(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+def on_virtual_time(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
     """Run a test on a loop of its own, where time passes only in the imagination."""
 
     @wraps(test)
     def run_it(*args: P.args, **kwargs: P.kwargs) -> None:
         async def within_reason() -> None:
-            with anyio.fail_after(PATIENCE_S):
+            with anyio.fail_after(WAIT_MAX_S):
                 await test(*args, **kwargs)
 
         run(within_reason, test.__name__)

@@ -1,6 +1,6 @@
 """Connections worked by hand: no sockets, and time that stands until it is told to go on.
 
-A daemon on a `HandNetwork` meets clients that the test plays frame by frame; what the daemon does with its transport
+A daemon on a `ManualNetwork` meets clients that the test plays frame by frame; what the daemon does with its transport
 can be seen, and what the network would do to it can be done.
 """
 
@@ -48,7 +48,7 @@ def frame(message: Any) -> bytes:
     return struct.pack(">I", len(payload)) + payload
 
 
-class HandClock:
+class ManualClock:
     """Both kinds of time, moved by hand."""
 
     def __init__(self, now: float = 1000.0) -> None:
@@ -61,7 +61,7 @@ class HandClock:
         return self.now
 
 
-class HandTransport(asyncio.Transport):
+class ManualTransport(asyncio.Transport):
     """Keeps what is written; `clog` stands for a peer that does not read."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
@@ -128,12 +128,12 @@ class HandTransport(asyncio.Transport):
             asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
 
 
-class HandClient:
+class ManualClient:
     """A client whose every frame is the test's."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         self.protocol = protocol
-        self.transport = HandTransport(protocol)
+        self.transport = ManualTransport(protocol)
         self._decoder = FrameDecoder(1 << 30)
         self._frames: deque[bytes] = deque()
         self._messages: deque[Message] = deque()
@@ -186,19 +186,19 @@ class HandClient:
             self._messages.append(msgpack.unpackb(self._frames.popleft(), strict_map_key=False))
 
 
-class HandNetwork:
+class ManualNetwork:
     """The port `forged.net.transport.port.Network`, with one door."""
 
     def __init__(self) -> None:
         self._factory: ProtocolFactory | None = None
         self._peers: dict[asyncio.BaseTransport, Peer] = {}
-        self.clients: list[HandClient] = []
+        self.clients: list[ManualClient] = []
         self.peer_of_next = OPERATOR
 
-    def client(self, peer: Peer = OPERATOR) -> HandClient:
+    def client(self, peer: Peer = OPERATOR) -> ManualClient:
         """Somebody connects."""
         self.peer_of_next = peer
-        self.clients.append(HandClient(self.accept()))
+        self.clients.append(ManualClient(self.accept()))
         return self.clients[-1]
 
     def accept(self) -> asyncio.Protocol:
@@ -206,9 +206,9 @@ class HandNetwork:
         assert self._factory is not None
         return self._factory()
 
-    async def listen(self, address: Address, factory: ProtocolFactory) -> HandListener:
+    async def listen(self, address: Address, factory: ProtocolFactory) -> ManualListener:
         self._factory = factory
-        return HandListener(address)
+        return ManualListener(address)
 
     async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
         raise PeerError("by_hand", "nobody connects from here")
@@ -217,7 +217,7 @@ class HandNetwork:
         return self._peers.setdefault(transport, self.peer_of_next)
 
 
-class HandListener:
+class ManualListener:
     """A door that is always where it was asked to be."""
 
     def __init__(self, address: Address) -> None:
@@ -230,27 +230,29 @@ class HandListener:
         """There is nothing to close."""
 
 
-class HandDaemon:
+class ManualDaemon:
     """A daemon, the network it listens on, and its clock."""
 
-    def __init__(self, daemon: Daemon, network: HandNetwork, clock: HandClock) -> None:
+    def __init__(self, daemon: Daemon, network: ManualNetwork, clock: ManualClock) -> None:
         self.daemon = daemon
         self.network = network
         self.clock = clock
         self.server = daemon.server
 
-    def client(self, peer: Peer = OPERATOR) -> HandClient:
+    def client(self, peer: Peer = OPERATOR) -> ManualClient:
         """Somebody connects."""
         return self.network.client(peer)
 
-    async def greeted(self, peer: Peer = OPERATOR, client: bytes = CLIENT, token: str | None = None) -> HandClient:
+    async def greeted(self, peer: Peer = OPERATOR, client: bytes = CLIENT, token: str | None = None) -> ManualClient:
         """Somebody connects and is welcome."""
         made = self.client(peer)
         made.hello(client, token)
         await made.next(WELCOME)
         return made
 
-    async def ask(self, client: HandClient, method: str, number: int = 1, acknowledged: int = 0, **fields: Any) -> Any:
+    async def ask(
+        self, client: ManualClient, method: str, number: int = 1, acknowledged: int = 0, **fields: Any
+    ) -> Any:
         """What a client is answered."""
         client.request(number, method, acknowledged, **fields)
         answer = await client.next(REPLY, FAILURE)
@@ -287,20 +289,20 @@ async def turns() -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def hand_daemon(
+async def manual_daemon(
     tmp_path: Path, *, extend: Callable[[Daemon], None] = lambda daemon: None, **settings: Any
-) -> AsyncIterator[HandDaemon]:
+) -> AsyncIterator[ManualDaemon]:
     """A daemon that meets nobody but those whom the test plays."""
 
     async def open_store() -> MemoryStore:
         return MemoryStore("history-1")
 
-    network, clock = HandNetwork(), HandClock()
+    network, clock = ManualNetwork(), ManualClock()
     quiet = Config(data_dir=str(tmp_path), socket=str(tmp_path / "s"), listen=(), drain_timeout_s=0.0)
     config = replace(quiet, **settings)
     running = Daemon.running(config, Ports(clock, network, 1, 0, open_store), extend=extend)
     async with in_one_task(running) as daemon:
-        yield HandDaemon(daemon, network, clock)
+        yield ManualDaemon(daemon, network, clock)
 
 
 @asynccontextmanager
