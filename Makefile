@@ -36,7 +36,7 @@ check: $(READY)
 # All checks, all tests, and the simulation over many seeds.
 test: check
 	$(BIN)/pytest -n 3 --dist worksteal
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --meet-all
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --check-coverage
 
 # Measure, and write benchmarks/RESULTS.md. Peers that are not installed are left out.
 bench: $(READY)
@@ -61,7 +61,7 @@ soak: $(READY)
 	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(PATIENT) tests/processes
 	FORGED_KILLS=$(CHECKPOINT_KILLS) $(PATIENT) tests/checkpoint/test_kill.py
 	FORGED_WHOLE=1 $(PATIENT) $$(grep -l --include='test_*.py' -r 'tests\.sweeps' tests)
-	$(BIN)/python -m tests.simulation --seeds 0:5000 --meet-all
+	$(BIN)/python -m tests.simulation --seeds 0:5000 --check-coverage
 
 # Build dist/forged-*.whl, which carries the commands, the units, the settings and the plugins.
 wheel: $(READY)

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import product
 
 from tests.simulation import data, elastic_tally
-from tests.simulation.runner import MUTANTS, Kind, Outcome, command, kinds_for, live
+from tests.simulation.runner import MUTANTS, Kind, Outcome, command, kinds_for, simulate_pair
 
 TRACE_LINES = 40
 PROCESSES = 2
@@ -25,16 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", default="0:200", metavar="FIRST:END")
     parser.add_argument(
-        "--world", choices=[*Kind], help="only worlds of this kind; otherwise each seed makes one of each"
+        "--kind", choices=[*Kind], help="only worlds of this kind; otherwise each seed makes one of each"
     )
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug, and expect to find it")
     parser.add_argument("--trace", action="store_true", help="print all that happened")
     parser.add_argument("--counts", action="store_true", help="print how often what was met")
-    parser.add_argument("--meet-all", action="store_true", help="fail if something that is meant to happen did not")
+    parser.add_argument("--check-coverage", action="store_true", help="fail if an expected event never happened")
     options = parser.parse_args(arguments)
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
-    kinds = kinds_for(options.mutant) if options.world is None else (Kind(options.world),)
+    kinds = kinds_for(options.mutant) if options.kind is None else (Kind(options.kind),)
     started = time.monotonic()
     facts = starts = 0
     met: Counter[str] = Counter()
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.mutant:
         print(f"the mutant {options.mutant} survived {len(seeds)} seeds", file=sys.stderr)
         return 1
-    if options.meet_all and (unmet := [what for what in MUST_HAPPEN if not met[what]]):
+    if options.check_coverage and (unmet := [what for what in MUST_HAPPEN if not met[what]]):
         print(f"nothing of this was met, and the promises about it prove nothing: {', '.join(unmet)}", file=sys.stderr)
         return 1
     if options.counts:
@@ -64,15 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _outcomes(seeds: range, kinds: Sequence[Kind], mutant: str | None) -> Generator[Outcome, None, None]:
     worlds = list(product(seeds, kinds))
     if len(seeds) == 1:
-        yield from (live(mutant, world) for world in worlds)
+        yield from (simulate_pair(mutant, world) for world in worlds)
         return
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        yield from pool.imap(partial(live, mutant), worlds)
+        yield from pool.imap(partial(simulate_pair, mutant), worlds)
 
 
 def _broken(outcome: Outcome, mutant: str | None) -> int:
-    if mutant and outcome.broken:
-        print(f"the mutant {mutant} was caught by seed {outcome.seed}: {outcome.broken}")
+    if mutant and outcome.violation:
+        print(f"the mutant {mutant} was caught by seed {outcome.seed}: {outcome.violation}")
         return 0
     print("\n".join(outcome.trace[-TRACE_LINES:]), file=sys.stderr)
     print(outcome.error, file=sys.stderr)

@@ -33,7 +33,7 @@ from forged.elastic.model import LostDataPolicy, WorkerId
 from forged.kernel.messages import Fact
 from tests.simulation.data import Disk, JobData
 from tests.simulation.elastic_truth import Trainee, Truth
-from tests.simulation.oracle import Broken
+from tests.simulation.oracle import InvariantViolated
 
 
 class DataPromise(StrEnum):
@@ -133,7 +133,7 @@ class DataOracle:
     def __init__(
         self,
         trainee_of: Callable[[WorkerId], Trainee | None],
-        breach: Callable[[Broken], NoReturn],
+        breach: Callable[[InvariantViolated], NoReturn],
         look: Callable[[], None],
         met: Callable[[str], None],
     ) -> None:
@@ -145,7 +145,7 @@ class DataOracle:
 
     def breach(self, promise: DataPromise, what: str) -> NoReturn:
         """A promise was not kept."""
-        self._breach(Broken(f"{promise.name.lower()}: {what}"))
+        self._breach(InvariantViolated(f"{promise.name.lower()}: {what}"))
 
     def follow(self, data: JobData, truth: Truth) -> None:
         """Watch the data of a job."""

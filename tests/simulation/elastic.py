@@ -1,7 +1,7 @@
 """Whole jobs that train: the real daemon and the real workers, on hosts that fail, with operators who interfere.
 
-Law: a world is a function of its seed, as in `world`. After the trouble every job trains again within a bound, with all
-who are there, or was given up for a reason; and then it comes to its end.
+Law: a world is a function of its seed, as in `service`. After the trouble every job trains again within a bound, with
+all who are there, or was given up for a reason; and then it comes to its end.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from forged.kernel.bus.requests import Proceed
 from forged.kernel.ledger import FACT_PREFIX, read_all
 from forged.kernel.messages import Call, Fact, Record
 from forged.kernel.store.port import Store
+from tests.simulation.base import ENDPOINT, SERVER, SOCKET, Simulation
 from tests.simulation.data import JobData, Ways, has_data
 from tests.simulation.elastic_oracle import ElasticOracle
 from tests.simulation.elastic_process import Job, Process
@@ -38,7 +39,6 @@ from tests.simulation.elastic_trouble import Trouble
 from tests.simulation.elastic_truth import Promise, Trainee, Truth, broken
 from tests.simulation.loop import SimulationError, VirtualClock, VirtualLoop, run
 from tests.simulation.network import HostNetwork
-from tests.simulation.stage import ENDPOINT, SERVER, SOCKET, Stage
 
 RECOVERY_MAX_S = 90.0
 """How long after the trouble every job must have trained again."""
@@ -62,7 +62,7 @@ class Reader:
         self._oracle.reloaded()
 
 
-class ElasticWorld(Stage):
+class ElasticWorld(Simulation):
     """What one seed makes of it all."""
 
     daemon_lives_s = (0.1, 20.0)
@@ -174,17 +174,17 @@ class ElasticWorld(Stage):
         daemon.bus.wrap(ReadOwners, told_owners, owner="simulation")
         daemon.bus.on(Fact, happens, name="moments")
 
-    def daemon_ready(self, daemon: Daemon) -> None:
+    def daemon_started(self, daemon: Daemon) -> None:
         """Its facts are watched from now on."""
         self._position = daemon.journal.last
         self.oracle.disturbances.end("daemon")
 
-    def daemon_over(self) -> None:
+    def daemon_stopped(self) -> None:
         """Take what it has told, before it is gone."""
         self.look()
         self.oracle.disturbances.begin("daemon", self.hosts)
 
-    def did_not_start(self, code: str) -> None:
+    def daemon_failed_to_start(self, code: str) -> None:
         """Only its store may be a reason."""
         if not code.startswith("store_"):
             self.oracle.breach(Promise.RUNS_AGAIN, f"a daemon did not start: {code}")
@@ -267,7 +267,7 @@ class ElasticWorld(Stage):
         return Process(self, job, slot, name, host, mute=self._trouble.spoil(job, slot))
 
     def _break_s(self, job: Job, slot: int) -> float:
-        if not self.trouble:
+        if not self.faults_active:
             return 0.5
         return 0.1 if self._trouble.flaps(job, slot) else self.random.choice((0.0, 0.3, 2.0, 8.0))
 

@@ -54,7 +54,7 @@ from tests.simulation.elastic_truth import (
     Truth,
     broken,
 )
-from tests.simulation.oracle import Broken
+from tests.simulation.oracle import InvariantViolated
 
 OLD_WORLD_MAX_S = 60.0
 """How long who is put out may take to commit a last step with others who have not heard of it, or are held up."""
@@ -69,7 +69,7 @@ class ElasticOracle:
         self.truths: dict[str, Truth] = {}
         self.trainees: list[Trainee] = []
         self.disturbances = Disturbances(now)
-        self.breaches: list[Broken] = []
+        self.breaches: list[InvariantViolated] = []
         self.data = DataOracle(self.trainee_of, self._raise, look, met)
         self._evidence = Evidence(self.trainees, self.disturbances, now)
         self._background = Background(self.trainees, self.disturbances, now)
@@ -546,7 +546,7 @@ class ElasticOracle:
         """A promise was not kept."""
         self._raise(broken(promise, what))
 
-    def _raise(self, error: Broken) -> NoReturn:
+    def _raise(self, error: InvariantViolated) -> NoReturn:
         self.breaches.append(error)
         raise error
 

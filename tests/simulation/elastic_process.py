@@ -26,12 +26,12 @@ from forged.worker.process.counters import Counters
 from forged.worker.process.worker_process import SharedProcess
 from forged.worker.transport.bulk_channel import LoopBulkTransport
 from forged.worker.worker import ElasticWorker
+from tests.simulation.base import ENDPOINT
 from tests.simulation.data import JobData
 from tests.simulation.elastic_oracle import ElasticOracle
 from tests.simulation.elastic_truth import Promise, Trainee, advance, broken, samples, share_of
 from tests.simulation.loop import VirtualClock, VirtualLoop
 from tests.simulation.network import HostNetwork, SimulatedNetwork
-from tests.simulation.stage import ENDPOINT
 
 REPORT_S_MAX = 60.0
 MUTE_S = 300.0

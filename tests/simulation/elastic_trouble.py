@@ -36,10 +36,10 @@ from forged.elastic.messages import (
 )
 from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Fact, Request
+from tests.simulation.base import SERVER
 from tests.simulation.data import FULL_S, Disk
 from tests.simulation.elastic_process import Job, Process
 from tests.simulation.elastic_truth import PAUSE, WAITS_S, Promise, broken
-from tests.simulation.stage import SERVER
 
 if TYPE_CHECKING:
     from tests.simulation.elastic import ElasticWorld
@@ -100,7 +100,7 @@ class Trouble:
                     await self._interfere(operator)
                 else:
                     self._random.choice(self._deeds(operator))()
-        world.end_trouble()
+        world.end_faults()
         for process in world.living():
             process.resume()
         world.resume_daemon()
@@ -130,9 +130,9 @@ class Trouble:
     def happens(self, fact: Fact, job: str) -> None:
         """A fact has just become known: whoever lies in wait for that moment acts."""
         world = self._world
-        if self._relieves and isinstance(fact, WorkerJoined) and world.trouble and self._random.random() < 0.5:
+        if self._relieves and isinstance(fact, WorkerJoined) and world.faults_active and self._random.random() < 0.5:
             world.start(partial(self._relieve, job))
-        if not (self._ambushes and world.trouble and isinstance(fact, MOMENTS) and self._random.random() < 0.25):
+        if not (self._ambushes and world.faults_active and isinstance(fact, MOMENTS) and self._random.random() < 0.25):
             return
         victim = self._concerned(fact, job)
         if victim is None:
@@ -143,7 +143,7 @@ class Trouble:
         world.loop.call_later(later_s, self._strike, victim, act, context=world.network.links.context.copy())
 
     def _strike(self, victim: Process, act: Callable[[], None]) -> None:
-        if victim.alive and self._world.trouble:
+        if victim.alive and self._world.faults_active:
             act()
 
     def _concerned(self, fact: Fact, job: str) -> Process | None:
@@ -164,11 +164,11 @@ class Trouble:
         Where nobody has to answer before a world is committed, nobody is failed for not answering.
         """
         answers = job.config.use_synchronous_rescaling
-        return answers and self._world.trouble and self._grim and self._random.random() < 0.06
+        return answers and self._world.faults_active and self._grim and self._random.random() < 0.06
 
     def flaps(self, job: Job, slot: int) -> bool:
         """Whether processes of this slot die young now."""
-        return self._world.trouble and self._world.loop.time() < self._flapping.get((job.name, slot), 0.0)
+        return self._world.faults_active and self._world.loop.time() < self._flapping.get((job.name, slot), 0.0)
 
     def befall(self, process: Process, job: Job, slot: int) -> None:
         """See to it that a process that has just started dies young, if that is its fate."""
@@ -180,7 +180,7 @@ class Trouble:
 
     def follow(self, process: Process) -> None:
         """Have somebody go on talking for a process that is gone."""
-        if self._world.trouble and self._random.random() < 0.3:
+        if self._world.faults_active and self._random.random() < 0.3:
             self._world.start(partial(self._talk_on, process))
 
     # Networks.
@@ -361,7 +361,7 @@ class Trouble:
     async def _say_it_all(self, client: ForgedClient, process: Process) -> None:
         world = self._world
         for _ in range(WORDS_OF_THE_GONE):
-            if not world.trouble:
+            if not world.faults_active:
                 return
             if world.oracle.is_gone(process.trainee):
                 await self._say_one(client, process)

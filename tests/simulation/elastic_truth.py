@@ -16,7 +16,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import StopReport
-from tests.simulation.oracle import Broken
+from tests.simulation.oracle import InvariantViolated
 
 BATCH = 24
 """The samples of a step."""
@@ -49,9 +49,9 @@ class Promise(StrEnum):
     ANSWERS = "whoever does nothing wrong is not refused"
 
 
-def broken(promise: Promise, what: str) -> Broken:
+def broken(promise: Promise, what: str) -> InvariantViolated:
     """What to raise when a promise was not kept."""
-    return Broken(f"{promise.name.lower()}: {what}")
+    return InvariantViolated(f"{promise.name.lower()}: {what}")
 
 
 def samples(job: str, step: int, share: Iterable[int]) -> int:

@@ -15,7 +15,7 @@ from forged.kernel.messages import Gap, Record
 from tests.simulation.plugin_oracle import PluginOracle
 
 
-class Broken(AssertionError):
+class InvariantViolated(AssertionError):
     """A promise was not kept."""
 
 
@@ -55,12 +55,12 @@ class Oracle:
     def breach(self, what: str) -> NoReturn:
         """A promise was not kept."""
         self.breaches.append(what)
-        raise Broken(what)
+        raise InvariantViolated(what)
 
     def check(self) -> None:
         """Raise what was found where nobody heard of it."""
         if self.breaches:
-            raise Broken(self.breaches[0])
+            raise InvariantViolated(self.breaches[0])
 
     def saw(self, name: str, item: Record | Gap) -> None:
         """A subscriber received something."""
@@ -93,7 +93,7 @@ class Oracle:
             self.breach(f"job {job} was at version {at_least} and is told to be at {version}")
         self.versions[job] = max(version, self.versions.get(job, 0))
 
-    def did_not_start(self, code: str) -> None:
+    def daemon_failed_to_start(self, code: str) -> None:
         """A daemon could not start; its store, and nothing else, may be a reason."""
         if not code.startswith("store_"):
             self.breach(f"a daemon did not start: {code}")

@@ -9,7 +9,7 @@ import pytest
 from tests.simulation.data import has_data
 from tests.simulation.data_mutants import BREAKS, MUTANTS
 from tests.simulation.data_oracle import DataPromise
-from tests.simulation.runner import Kind, Outcome, live_through
+from tests.simulation.runner import Kind, Outcome, simulate_seed
 
 SEEDS = list(islice(filter(has_data, count()), 4))
 """`make test` lives through many more, and sees that they meet all that is meant to happen."""
@@ -29,7 +29,7 @@ LIKELY = {
 
 
 def live(seed: int, mutant: str | None = None) -> Outcome:
-    return live_through(seed, mutant, Kind.ELASTIC)
+    return simulate_seed(seed, mutant, Kind.ELASTIC)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -45,7 +45,7 @@ def test_a_planted_bug_breaks_the_promise_that_is_named_for_it(mutant: str) -> N
     named, others = BREAKS[mutant].name.lower(), set[str]()
     for seed in [LIKELY.get(mutant, SEEDS_TO_CATCH[0]), *SEEDS_TO_CATCH]:
         outcome = live(seed, mutant)
-        promise = outcome.broken.partition(":")[0]
+        promise = outcome.violation.partition(":")[0]
         if promise == named:
             return
         assert promise or not outcome.error, f"{mutant} was noticed by accident:\n{outcome.error}"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulation.elastic_mutants import BREAKS, MUTANTS
 from tests.simulation.elastic_truth import Promise
-from tests.simulation.runner import Kind, Outcome, live_through
+from tests.simulation.runner import Kind, Outcome, simulate_seed
 
 SEEDS = range(4)
 """`make test` lives through many more, and sees that they meet all that is meant to happen."""
@@ -28,16 +28,16 @@ ROOT = Path(__file__).parents[2]
 
 TRACES_OF = """
 import hashlib, sys
-from tests.simulation.runner import Kind, live_through
+from tests.simulation.runner import Kind, simulate_seed
 ballast = [object() for _ in range(int(sys.argv[2]))]
 del ballast[::3]
 for seed in range(int(sys.argv[1])):
-    print(hashlib.sha256("\\n".join(live_through(seed, None, Kind.ELASTIC).trace).encode()).hexdigest())
+    print(hashlib.sha256("\\n".join(simulate_seed(seed, None, Kind.ELASTIC).trace).encode()).hexdigest())
 """
 
 
 def live(seed: int, mutant: str | None = None) -> Outcome:
-    return live_through(seed, mutant, Kind.ELASTIC)
+    return simulate_seed(seed, mutant, Kind.ELASTIC)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -53,7 +53,7 @@ def test_a_planted_bug_breaks_the_promise_that_is_named_for_it(mutant: str) -> N
     named, others = BREAKS[mutant].name.lower(), set[str]()
     for seed in [LIKELY.get(mutant, 0), *range(SEEDS_TO_CATCH)]:
         outcome = live(seed, mutant)
-        promise = outcome.broken.partition(":")[0]
+        promise = outcome.violation.partition(":")[0]
         if promise == named:
             return
         assert promise or not outcome.error, f"{mutant} was noticed by accident:\n{outcome.error}"

@@ -13,7 +13,7 @@ def test_seeds_that_keep_all_promises_pass(capsys: pytest.CaptureFixture[str]) -
 def test_worlds_that_do_not_meet_what_is_meant_to_happen_are_an_error_that_names_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["--seeds", "0:1", "--meet-all"]) == 1
+    assert main(["--seeds", "0:1", "--check-coverage"]) == 1
     assert "a job waits too long" in capsys.readouterr().err
 
 

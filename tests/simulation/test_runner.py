@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation import runner
 from tests.simulation.loop import run
-from tests.simulation.runner import Kind, live_through
+from tests.simulation.runner import Kind, simulate_seed
 
 
 def loops(seed: int, _watch: Callable[[Any], None]) -> None:
@@ -31,7 +31,7 @@ def loops(seed: int, _watch: Callable[[Any], None]) -> None:
 def test_a_world_that_loops_without_end_is_told_with_its_seed_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CPU_S_MAX", 0.2)
     monkeypatch.setitem(runner.SIMULATE, Kind.ELASTIC, loops)
-    outcome = live_through(7, kind=Kind.ELASTIC)
+    outcome = simulate_seed(7, kind=Kind.ELASTIC)
     assert outcome.seed == 7
     assert "loops and never yields" in outcome.error
     assert "in ask" in outcome.error

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.mutants import MUTANTS
-from tests.simulation.runner import live_through
+from tests.simulation.runner import simulate_seed
 
 SEEDS = range(12)
 SEEDS_TO_CATCH = 150
@@ -30,15 +30,15 @@ ROOT = Path(__file__).parents[2]
 
 TRACE_OF = """
 import hashlib, sys
-from tests.simulation.runner import live_through
+from tests.simulation.runner import simulate_seed
 ballast = [object() for _ in range(int(sys.argv[2]))]
-print(hashlib.sha256("\\n".join(live_through(int(sys.argv[1])).trace).encode()).hexdigest())
+print(hashlib.sha256("\\n".join(simulate_seed(int(sys.argv[1])).trace).encode()).hexdigest())
 """
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_world_keeps_its_promises(seed: int) -> None:
-    outcome = live_through(seed)
+    outcome = simulate_seed(seed)
     assert not outcome.error, outcome.error
     assert outcome.facts
     assert outcome.starts > 1
@@ -47,7 +47,7 @@ def test_a_world_keeps_its_promises(seed: int) -> None:
 def test_the_worlds_meet_the_faults_of_plugins() -> None:
     unmet = set(FAULTS_OF_PLUGINS)
     for seed in range(SEEDS_TO_CATCH):
-        trace = "\n".join(live_through(seed).trace)
+        trace = "\n".join(simulate_seed(seed).trace)
         unmet = {fault for fault in unmet if fault not in trace}
         if not unmet:
             break
@@ -57,10 +57,10 @@ def test_the_worlds_meet_the_faults_of_plugins() -> None:
 @pytest.mark.parametrize("mutant", sorted(MUTANTS))
 def test_a_planted_bug_is_found(mutant: str) -> None:
     seeds = [LIKELY.get(mutant, 0), *range(SEEDS_TO_CATCH)]
-    outcomes = (live_through(seed, mutant) for seed in seeds)
+    outcomes = (simulate_seed(seed, mutant) for seed in seeds)
     caught = next((outcome for outcome in outcomes if outcome.error), None)
     assert caught is not None, f"{mutant} survived {SEEDS_TO_CATCH} seeds"
-    assert caught.broken, f"{mutant} was noticed by accident, not by an invariant:\n{caught.error}"
+    assert caught.violation, f"{mutant} was noticed by accident, not by an invariant:\n{caught.error}"
 
 
 def _trace_in_another_process(seed: int, hash_seed: str, ballast: int) -> str:
@@ -71,6 +71,6 @@ def _trace_in_another_process(seed: int, hash_seed: str, ballast: int) -> str:
 
 @pytest.mark.parametrize("seed", [4, 6, 7])
 def test_the_same_seed_gives_the_same_trace_byte_for_byte_in_every_process(seed: int) -> None:
-    here = hashlib.sha256("\n".join(live_through(seed).trace).encode()).hexdigest()
+    here = hashlib.sha256("\n".join(simulate_seed(seed).trace).encode()).hexdigest()
     assert _trace_in_another_process(seed, "1", 0) == here
     assert _trace_in_another_process(seed, "4242", 100_000) == here

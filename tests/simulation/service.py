@@ -26,11 +26,11 @@ from forged.kernel.messages import Call, Decision, Fact, Gap, Record
 from forged.kernel.store.port import Store
 from forged.net.transport.connection import ConnectionLimits
 from forged.plugins.model import DisablePlugin, EnablePlugin, ListPlugins, PluginState, RunPluginCommand
+from tests.simulation.base import ENDPOINT, FOUND_WITHIN_S, SERVER, SOCKET, Simulation
 from tests.simulation.loop import VirtualClock, VirtualLoop, run
-from tests.simulation.oracle import Broken, Oracle
+from tests.simulation.oracle import InvariantViolated, Oracle
 from tests.simulation.plugin_oracle import Lifetime
 from tests.simulation.plugins import Cast, Life
-from tests.simulation.stage import ENDPOINT, FOUND_WITHIN_S, SERVER, SOCKET, Stage
 from tests.simulation.store import LogStore
 
 CLIENTS = 4
@@ -67,7 +67,7 @@ class Reader:
         self._oracle.plugins.state_read(self._life, store.failed_commits)
 
 
-class World(Stage):
+class ServiceSimulation(Simulation):
     """What one seed makes of it all."""
 
     def __init__(self, seed: int, loop: VirtualLoop, random: Random) -> None:
@@ -110,18 +110,18 @@ class World(Stage):
             plugin_facts_per_s_max=self.random.choice((1.0, 20.0)),
         )
 
-    def daemon_ready(self, daemon: Daemon) -> None:
+    def daemon_started(self, daemon: Daemon) -> None:
         """Its plugins must be there."""
         self._cast.check_taken_in(daemon)
 
-    def daemon_over(self) -> None:
+    def daemon_stopped(self) -> None:
         """What its plugins still do reaches nobody."""
         if self._life is not None:
             self._life.alive = False
 
-    def did_not_start(self, code: str) -> None:
+    def daemon_failed_to_start(self, code: str) -> None:
         """Only its store may be a reason."""
-        self.oracle.did_not_start(code)
+        self.oracle.daemon_failed_to_start(code)
 
     def _present_life(self) -> Life:
         assert self._life is not None, "plugins are loaded into a daemon"
@@ -178,10 +178,10 @@ class World(Stage):
         try:
             await self._work(name)
         except RequestRefused as error:
-            raise Broken(f"{name} was refused: {error}") from error
+            raise InvariantViolated(f"{name} was refused: {error}") from error
         except BaseExceptionGroup as errors:
             if errors.subgroup(lambda error: isinstance(error, RequestRefused) and error.code == "token_unknown"):
-                raise Broken(f"the token of {name} was acknowledged and is lost") from errors
+                raise InvariantViolated(f"the token of {name} was acknowledged and is lost") from errors
             raise
 
     async def _work(self, name: str) -> None:
@@ -189,7 +189,7 @@ class World(Stage):
         async with self.client(name) as client, anyio.create_task_group() as observing:
             observing.start_soon(self._observe, name, client)
             operations = 0
-            while self.trouble or operations < 5:
+            while self.faults_active or operations < 5:
                 operations += 1
                 await self._operate(name, client, operations)
                 if self.random.random() < 0.3:
@@ -270,7 +270,7 @@ class World(Stage):
             async for item in stream:
                 self.note(f"{name} saw {f'a gap to {item.last}' if isinstance(item, Gap) else item.id}")
                 self.oracle.saw(name, item)
-                if slow and self.trouble:
+                if slow and self.faults_active:
                     await anyio.sleep(self.random.uniform(0, 0.2))
 
     async def _until_caught_up(self, name: str) -> None:
@@ -301,7 +301,7 @@ class World(Stage):
             await anyio.sleep(self.random.uniform(0.1, 4.0))
             troubles = (self._partition, self._full_disk, self._heal, self._change_limits, self._change_the_receiver)
             self.random.choice(troubles)(names)
-        self.end_trouble()
+        self.end_faults()
         self._cast.behave()
 
     def _partition(self, names: list[str]) -> None:
@@ -325,7 +325,7 @@ class World(Stage):
 
     async def _enable_plugins(self) -> None:
         """When the trouble is over an operator sees to it that every plugin takes part again."""
-        while self.trouble:
+        while self.faults_active:
             await anyio.sleep(1.0)
         async with self.client("tender") as client:
             while self.watching:
@@ -364,7 +364,7 @@ class World(Stage):
 
     async def _bounded(self, clients: TaskGroup) -> None:
         """After the trouble everything must come right within a bound."""
-        while self.trouble:
+        while self.faults_active:
             await anyio.sleep(1.0)
             self.oracle.check()
         with anyio.move_on_after(RECOVERY_MAX_S):
@@ -372,16 +372,16 @@ class World(Stage):
                 await anyio.sleep(0.5)
                 self.oracle.check()
         if self.watching:
-            raise Broken(f"{self.watching} clients are not done {RECOVERY_MAX_S} s after the trouble ended")
+            raise InvariantViolated(f"{self.watching} clients are not done {RECOVERY_MAX_S} s after the trouble ended")
 
 
-def simulate(seed: int, watch: Callable[[World], None] = lambda world: None) -> World:
+def simulate(seed: int, watch: Callable[[ServiceSimulation], None] = lambda world: None) -> ServiceSimulation:
     """Live through a world; raises what was broken in it."""
 
-    async def main() -> World:
+    async def main() -> ServiceSimulation:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        world = World(seed, loop, Random(f"world {seed}"))
+        world = ServiceSimulation(seed, loop, Random(f"world {seed}"))
         watch(world)
         await world.live()
         return world

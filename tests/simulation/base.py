@@ -1,6 +1,6 @@
 """What every simulated world is made of: a daemon that dies and comes back, a network and a disk that fail.
 
-Law: whatever a killed daemon still does has no effect. Trouble is over when `end_trouble` was called; from then on the
+Law: whatever a killed daemon still does has no effect. Trouble is over when `end_faults` was called; from then on the
 network and the disk are good, and the daemon that runs lives on.
 """
 
@@ -38,7 +38,7 @@ RESTARTED_AFTER_S = (0.0, 0.01, 0.5, 3.0)
 OpenStore = Callable[[], Awaitable[LogStore]]
 
 
-class Stage(ABC):
+class Simulation(ABC):
     """One seed's world, without those who live in it."""
 
     daemon_lives_s = DAEMON_LIVES_S
@@ -48,7 +48,7 @@ class Stage(ABC):
         self.loop = loop
         self.random = random
         self.trace: list[str] = []
-        self.trouble = True
+        self.faults_active = True
         self.daemon: Daemon | None = None
         self.starts = 0
         self.token = ""
@@ -79,15 +79,15 @@ class Stage(ABC):
         """Put into a daemon what looks on."""
 
     @abstractmethod
-    def daemon_ready(self, daemon: Daemon) -> None:
+    def daemon_started(self, daemon: Daemon) -> None:
         """It serves."""
 
     @abstractmethod
-    def daemon_over(self) -> None:
+    def daemon_stopped(self) -> None:
         """It is about to be killed, or did not start."""
 
     @abstractmethod
-    def did_not_start(self, code: str) -> None:
+    def daemon_failed_to_start(self, code: str) -> None:
         """A daemon had a reason not to start."""
 
     # The daemon and what happens to it.
@@ -99,7 +99,7 @@ class Stage(ABC):
             tasks.start_soon(self._run_daemon, killed)
             await self.prepared.wait()
             await anyio.sleep(self.random.uniform(*self.daemon_lives_s))
-            if not self.trouble:
+            if not self.faults_active:
                 return
             self._kill_daemon()
             killed.set()
@@ -108,7 +108,7 @@ class Stage(ABC):
     def _kill_daemon(self) -> None:
         power_cut = self.random.random() < 0.5
         self.note("power cut" if power_cut else "kill -9")
-        self.daemon_over()
+        self.daemon_stopped()
         self.daemon = None
         self.disk = self.disk.crash() if power_cut else self.disk.kill()
         self.network.crash(SERVER, host_gone=power_cut and self.random.random() < 0.3)
@@ -132,13 +132,13 @@ class Stage(ABC):
                 async with Daemon.running(config, ports, extend=self.extend) as daemon:
                     self.note(f"daemon {number} is ready at {daemon.ledger.durable}")
                     self.daemon = daemon
-                    self.daemon_ready(daemon)
+                    self.daemon_started(daemon)
                     await anyio.sleep_forever()
             except ForgedError as error:
                 # As systemd does: what cannot start is started again.
                 self.note(f"daemon {number} did not start: {error.code}")
-                self.daemon_over()
-                self.did_not_start(error.code)
+                self.daemon_stopped()
+                self.daemon_failed_to_start(error.code)
                 await anyio.sleep(0.5)
 
     async def make_token(self) -> None:
@@ -180,10 +180,10 @@ class Stage(ABC):
         self.network.heal()
         self.disk.capacity_bytes = None
 
-    def end_trouble(self) -> None:
+    def end_faults(self) -> None:
         """From now on the world is good."""
         self.note("the trouble ends")
-        self.trouble = False
+        self.faults_active = False
         self.network.calm()
         self.disk.capacity_bytes = None
         self.disk.faults = DiskFaults()
