@@ -36,7 +36,7 @@ from forged.errors import RequestRefused
 from forged.kernel.messages import Fact, Gap, UnknownFact
 from forged.net.protocol import frames
 from forged.net.protocol.messages import SignalMessage, encode
-from forged.worker.daemon.job_view import FOLLOWED
+from forged.worker.worker_state.job_view import FOLLOWED
 
 JOB = "crowd"
 HOST = "127.0.0.1"

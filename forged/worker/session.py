@@ -39,10 +39,8 @@ from forged.errors import ForgedError
 from forged.jobs.model import JobChanged, SettingValue
 from forged.kernel.messages import Gap, Record
 from forged.log import Log
-from forged.worker.daemon.fact_listener import FactListener
 from forged.worker.daemon.goodbye import Goodbye, LeaveReason, farewell
 from forged.worker.daemon.heartbeat import Heartbeat
-from forged.worker.daemon.job_view import FOLLOWED, JobView
 from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.daemon.wait_reporter import WaitReporter
 from forged.worker.data.provider import DataProvider
@@ -50,15 +48,17 @@ from forged.worker.data.sample_usage import SampleUsage
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain.drain import Drain, Ties
 from forged.worker.drain.withdrawal import Withdrawal
+from forged.worker.fact_listener import FactListener
 from forged.worker.mesh import Mesh
 from forged.worker.process.worker_process import WorkerProcess
-from forged.worker.rescale.current_world import CurrentWorld
-from forged.worker.rescale.progress import TrainingProgress
 from forged.worker.rescale.rescaler import Means, Rescaler
 from forged.worker.state_transfer.encoding import pack
 from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.transport.bulk_channel import BulkTransport, LoopBulkTransport
 from forged.worker.usage_report import UsageReport
+from forged.worker.worker_state.current_world import CurrentWorld
+from forged.worker.worker_state.job_view import FOLLOWED, JobView
+from forged.worker.worker_state.progress import TrainingProgress
 
 RESHAPING = (RescaleStarted, RescaleCompleted)
 """What may make others need a worker."""

@@ -19,7 +19,7 @@ from forged.errors import ForgedError
 from forged.log import Log
 from forged.worker.daemon.registration import Registration
 from forged.worker.data.sample_usage import SampleUsage
-from forged.worker.rescale.progress import TrainingProgress
+from forged.worker.worker_state.progress import TrainingProgress
 
 INTERVAL_S = 1.0
 """How often the first rank tells."""

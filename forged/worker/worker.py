@@ -44,7 +44,6 @@ from forged.retry import REJOINING
 from forged.worker import arguments
 from forged.worker.collectives.world import World
 from forged.worker.daemon.goodbye import farewell
-from forged.worker.daemon.job_view import JobView
 from forged.worker.drain.withdrawal import Parting
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event
@@ -53,14 +52,15 @@ from forged.worker.process.counters import Counters
 from forged.worker.process.own_host import own_host
 from forged.worker.process.sigterm import TOLD
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
-from forged.worker.rescale.current_world import CurrentWorld
-from forged.worker.rescale.progress import TrainingProgress
 from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.session import Connection, Whereabouts, WorkerSession, WorkerSpec
 from forged.worker.step import Step
 from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
+from forged.worker.worker_state.current_world import CurrentWorld
+from forged.worker.worker_state.job_view import JobView
+from forged.worker.worker_state.progress import TrainingProgress
 
 R = TypeVar("R")
 

@@ -22,11 +22,11 @@ from forged.data.sampling.sharded_order import ShardedOrder
 from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.model import WorkerId
 from forged.elastic.rescale.attempt import Attempt
-from forged.worker.daemon.job_view import JobView
 from forged.worker.data.sample_usage import SampleUsage
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.session import WorkerSession
 from forged.worker.usage_report import UsageReport
+from forged.worker.worker_state.job_view import JobView
 from tests.simulation.data_oracle import DataPromise
 
 Mutant = Callable[[], Any]

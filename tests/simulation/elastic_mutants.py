@@ -22,12 +22,12 @@ from forged.elastic.phases import Phase
 from forged.elastic.rescale import attempt
 from forged.elastic.rescale.attempt import Attempt, StopReport
 from forged.worker.collectives.world import World
-from forged.worker.daemon.job_view import Commit
 from forged.worker.rescale import rescaler
 from forged.worker.rescale.agreement import Agreement, agree
-from forged.worker.rescale.progress import TrainingProgress
 from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.state_transfer.exchange import StateExchange
+from forged.worker.worker_state.job_view import Commit
+from forged.worker.worker_state.progress import TrainingProgress
 from tests.simulation.elastic_truth import Promise
 
 Mutant = Callable[[], Any]

@@ -12,8 +12,8 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 from forged.log import SILENT
 from forged.worker.daemon.registration import Registration
-from forged.worker.rescale.progress import TrainingProgress
 from forged.worker.usage_report import COMPARED_MAX, INTERVAL_S, OTHERS_INTERVAL_S, UsageReport
+from forged.worker.worker_state.progress import TrainingProgress
 from tests.kernel_fixture import on_virtual_time, task_group
 from tests.simulation.loop import VirtualClock
 

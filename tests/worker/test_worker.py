@@ -51,10 +51,10 @@ from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.mesh import Mesh
 from forged.worker.process.counters import Counters
 from forged.worker.process.worker_process import SharedProcess
-from forged.worker.rescale.current_world import CurrentWorld
 from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.worker import ElasticWorker
+from forged.worker.worker_state.current_world import CurrentWorld
 from tests.client.house import SOON, House
 from tests.telemetry.heard import Heard
 from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, guest, past

@@ -17,10 +17,10 @@ from forged.data.sampling.sampler import ElasticSampler, SamplingMode
 from forged.errors import ForgedError
 from forged.kernel.messages import Fact, UnknownFact
 from forged.log import Log
-from forged.worker.daemon.job_view import Commit
 from forged.worker.daemon.registration import Registration
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.errors import passes
+from forged.worker.worker_state.job_view import Commit
 
 OVER = "attempt_over"
 

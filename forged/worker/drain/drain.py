@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from forged.elastic.config import ElasticTrainingConfig
 from forged.errors import ForgedError
 from forged.log import Log
-from forged.worker.daemon.job_view import JobView
+from forged.worker.worker_state.job_view import JobView
 
 LOOK_INTERVAL_S = 0.5
 """How often it is looked whether anybody comes."""

@@ -17,10 +17,10 @@ from anyio.abc import TaskGroup
 from forged.errors import describe
 from forged.log import Log
 from forged.worker.collectives.world import World
-from forged.worker.daemon.job_view import JobView
 from forged.worker.drain.drain import Drain
-from forged.worker.rescale.current_world import CurrentWorld
 from forged.worker.rescale.rescaler import Rescaler
+from forged.worker.worker_state.current_world import CurrentWorld
+from forged.worker.worker_state.job_view import JobView
 
 NEVER = -1
 

@@ -22,16 +22,16 @@ from forged.errors import ForgedError, Unavailable
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
 from forged.worker.collectives.world import CollectiveAborted, World
-from forged.worker.daemon.job_view import Commit, JobView
 from forged.worker.daemon.registration import Registration
 from forged.worker.data.provider import DataProvider
 from forged.worker.drain.drain import Drain
 from forged.worker.errors import BLAMELESS, passes
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.rescale.agreement import Agreement, agree
-from forged.worker.rescale.current_world import CurrentWorld, Trouble, peer_of
-from forged.worker.rescale.progress import TrainingProgress
 from forged.worker.state_transfer.exchange import StateExchange
+from forged.worker.worker_state.current_world import CurrentWorld, Trouble, peer_of
+from forged.worker.worker_state.job_view import Commit, JobView
+from forged.worker.worker_state.progress import TrainingProgress
 
 TROUBLE_PAUSE_S = 0.2
 """How long a worker rests before it tries again to follow an attempt."""

@@ -18,11 +18,11 @@ from forged.elastic.messages import JobPaused
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.log import SILENT
-from forged.worker.daemon.job_view import Commit
 from forged.worker.daemon.registration import Registration
 from forged.worker.data.provider import DataProvider
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.errors import NEWS_DIFFER
+from forged.worker.worker_state.job_view import Commit
 
 ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)
 PATIENCE_S = 10.0

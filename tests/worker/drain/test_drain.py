@@ -15,10 +15,10 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import WorkerJoined, WorkerLeft
 from forged.errors import ForgedError, RequestRefused
 from forged.log import SILENT
-from forged.worker.daemon.job_view import JobView
 from forged.worker.drain import drain
 from forged.worker.drain.drain import LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Drain, Ties
 from forged.worker.mesh import Mesh, WorldIncomplete
+from forged.worker.worker_state.job_view import JobView
 from tests.client.house import House
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time, task_group

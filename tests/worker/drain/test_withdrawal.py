@@ -9,11 +9,11 @@ import pytest
 from anyio.abc import TaskGroup
 
 from forged.errors import Unavailable
-from forged.worker.daemon.job_view import JobView
 from forged.worker.drain.drain import Drain
 from forged.worker.drain.withdrawal import Parting, Withdrawal
-from forged.worker.rescale.current_world import CurrentWorld
 from forged.worker.rescale.rescaler import Rescaler
+from forged.worker.worker_state.current_world import CurrentWorld
+from forged.worker.worker_state.job_view import JobView
 from tests.kernel_fixture import task_group
 from tests.telemetry.heard import Heard
 

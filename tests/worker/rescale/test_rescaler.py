@@ -25,17 +25,17 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.worker.collectives.world import World
-from forged.worker.daemon.job_view import Commit, JobView
 from forged.worker.daemon.registration import Registration
 from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.rescale.agreement import Agreement
-from forged.worker.rescale.current_world import CurrentWorld, Trouble
-from forged.worker.rescale.progress import TrainingProgress
 from forged.worker.rescale.rescaler import Means, Rescaler
 from forged.worker.session import WorkerSession
 from forged.worker.state_transfer import exchange
 from forged.worker.state_transfer.exchange import StateExchange
+from forged.worker.worker_state.current_world import CurrentWorld, Trouble
+from forged.worker.worker_state.job_view import Commit, JobView
+from forged.worker.worker_state.progress import TrainingProgress
 from tests.client.house import House
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time

@@ -9,9 +9,9 @@ from forged.data.sampling.sampler import ElasticSampler
 from forged.elastic.model import ClusterTopology, GlobalTrainingState
 from forged.elastic.rescale.attempt import StopReport
 from forged.errors import RequestRefused
-from forged.worker.daemon.job_view import Commit
 from forged.worker.process.counters import Counters
-from forged.worker.rescale.progress import TrainingProgress
+from forged.worker.worker_state.job_view import Commit
+from forged.worker.worker_state.progress import TrainingProgress
 
 NOWHERE = ClusterTopology()
 

@@ -14,10 +14,10 @@ from forged.elastic.membership.member import MARKS_PER_WORLD
 from forged.elastic.model import ClusterTopology, WorkerStatus
 from forged.errors import ForgedError
 from forged.worker.collectives.world import CollectiveAborted, World
-from forged.worker.daemon.job_view import JobView
 from forged.worker.errors import StepAborted
 from forged.worker.mesh import WorldIncomplete
 from forged.worker.process.counters import Counters
+from forged.worker.worker_state.job_view import JobView
 
 R = TypeVar("R")
 

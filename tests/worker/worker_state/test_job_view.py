@@ -26,8 +26,8 @@ from forged.elastic.phases import Phase
 from forged.errors import ForgedError
 from forged.jobs.model import JobChanged, JobRemoved, SettingValue
 from forged.kernel.messages import Fact, Fence, Gap, Record
-from forged.worker.daemon.job_view import FOLLOWED, JobView
 from forged.worker.errors import JobEnded, WorkerEvicted
+from forged.worker.worker_state.job_view import FOLLOWED, JobView
 
 A, B, C, ME = (WorkerId(name, "host", port) for port, name in enumerate(("a", "b", "c", "me"), 1))
 

@@ -18,9 +18,9 @@ from forged.elastic.phases import Phase
 from forged.errors import ForgedError, RequestRefused
 from forged.kernel.messages import Gap, Record
 from forged.log import Log
-from forged.worker.daemon.job_view import JobView
 from forged.worker.daemon.registration import persevere
 from forged.worker.errors import JobEnded, WorkerEvicted
+from forged.worker.worker_state.job_view import JobView
 
 
 class FactListener:

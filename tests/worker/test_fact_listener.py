@@ -27,9 +27,9 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.kernel.messages import Gap, Record
 from forged.log import SILENT
 from forged.net.protocol.messages import Facts
-from forged.worker.daemon.fact_listener import FactListener
-from forged.worker.daemon.job_view import JobView
 from forged.worker.errors import JobEnded, WorkerEvicted
+from forged.worker.fact_listener import FactListener
+from forged.worker.worker_state.job_view import JobView
 from tests.client.house import House, config_in
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time, task_group

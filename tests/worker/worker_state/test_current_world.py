@@ -15,11 +15,11 @@ from forged.elastic.model import WorkerStatus
 from forged.errors import RequestRefused
 from forged.kernel.messages import Record
 from forged.worker.collectives.world import CollectiveMismatch
-from forged.worker.daemon.job_view import JobView
 from forged.worker.errors import StepAborted
 from forged.worker.mesh import WorldIncomplete
 from forged.worker.process.counters import Counters
-from forged.worker.rescale.current_world import CurrentWorld, Trouble, peer_of
+from forged.worker.worker_state.current_world import CurrentWorld, Trouble, peer_of
+from forged.worker.worker_state.job_view import JobView
 from tests.worker.meshes import PATIENCE_S, each, open_meshes, until
 
 GENERATION = 4

@@ -10,9 +10,9 @@ from forged.data.sampling.sampler import ElasticSampler
 from forged.elastic.model import GlobalTrainingState
 from forged.elastic.rescale.attempt import StopReport
 from forged.worker import arguments
-from forged.worker.daemon.job_view import Commit
 from forged.worker.data.sample_usage import SampleUsage
 from forged.worker.process.counters import Counters
+from forged.worker.worker_state.job_view import Commit
 
 
 class TrainingProgress:
