@@ -1,7 +1,8 @@
 # Every target sets up what it needs: a virtual environment in .venv, made anew when the requirements change.
 
 PYTHON ?= python3.11
-VENV := .venv
+# Another interpreter gets an environment of its own: `make test PYTHON=python3.13` uses .venv-python3.13.
+VENV := $(if $(filter python3.11,$(notdir $(PYTHON))),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/peers
@@ -13,9 +14,10 @@ SEEDS ?= 0:200
 KILLS ?= 2000
 DATA_KILLS ?= 200
 CHECKPOINT_KILLS ?= 5000
-PATIENT := $(BIN)/pytest -o faulthandler_timeout=0
+SMOKE ?= tests/test_init.py tests/test_daemon.py tests/test_errors.py tests/config tests/systemd tests/kernel tests/net tests/client
+SLOW_PYTEST := $(BIN)/pytest -o faulthandler_timeout=0
 
-.PHONY: demo test check bench bench-torch soak wheel clean
+.PHONY: demo test check smoke bench bench-torch soak wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +40,12 @@ test: check
 	$(BIN)/pytest -n 3 --dist worksteal
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --check-coverage
 
+# Import, commands and a fast share of the tests: enough to see that another interpreter works.
+smoke: $(READY)
+	$(BIN)/forged --version
+	$(BIN)/forgectl --version
+	$(BIN)/pytest -n 2 $(SMOKE)
+
 # Measure, and write benchmarks/RESULTS.md. Peers that are not installed are left out.
 bench: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
@@ -58,14 +66,14 @@ bench-torch: $(PEERS_READY)
 
 # Long runs: thousands of kills and seeds, and what the tests try a share of, whole. There a test may take long.
 soak: $(READY)
-	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(PATIENT) tests/processes
-	FORGED_KILLS=$(CHECKPOINT_KILLS) $(PATIENT) tests/checkpoint/test_kill.py
-	FORGED_WHOLE=1 $(PATIENT) $$(grep -l --include='test_*.py' -r 'tests\.sweeps' tests)
+	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(SLOW_PYTEST) tests/processes
+	FORGED_KILLS=$(CHECKPOINT_KILLS) $(SLOW_PYTEST) tests/checkpoint/test_kill.py
+	FORGED_WHOLE=1 $(SLOW_PYTEST) $$(grep -l --include='test_*.py' -r 'tests\.sweeps' tests)
 	$(BIN)/python -m tests.simulation --seeds 0:5000 --check-coverage
 
-# Build dist/forged-*.whl, which carries the commands, the units, the settings and the plugins.
+# Build dist/forged_ml-*.whl, which carries the commands, the units, the settings and the plugins.
 wheel: $(READY)
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forged.errors import ConfigError
 
-DISTRIBUTION = "forged"
+DISTRIBUTION = "forged-ml"
 SHARE = "share/forged"
 BESIDE = Path(__file__).parents[1]
 """The directory that the package is in."""
@@ -26,7 +26,7 @@ def asset(kind: str, name: str) -> Path:
         raise ConfigError(
             "asset_missing",
             f"{kind}/{name}, which comes with forged, is not where it was installed",
-            "install forged again: `pip install --force-reinstall forged`",
+            "install forged again: `pip install --force-reinstall forged-ml`",
         )
     return found
 

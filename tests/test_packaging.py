@@ -78,7 +78,7 @@ def test_the_wheel_carries_the_units_the_settings_and_the_plugins(wheel: Path) -
 
 
 def test_the_version_stands_in_one_place(wheel: Path) -> None:
-    assert wheel.name.startswith(f"forged-{VERSION}-")
+    assert wheel.name.startswith(f"forged_ml-{VERSION}-")
     assert not re.search(r"^version\s*=\s*\"", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     sources = (path for path in (ROOT / "forged").rglob("*.py") if path.name != "version.py")
     assert [str(path) for path in sources if re.search(rf"[\"']{re.escape(VERSION)}[\"']", path.read_text())] == []

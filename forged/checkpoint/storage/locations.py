@@ -227,7 +227,7 @@ def _obstore() -> Any:
             "object stores need the library obstore, which is not installed",
             type=ExceptionType.STORAGE_ERROR,
             code="checkpoint_storage_missing",
-            fix="pip install 'forged[cloud]'",
+            fix="pip install 'forged-ml[cloud]'",
         ) from None
     return store
 

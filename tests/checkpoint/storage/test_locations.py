@@ -219,7 +219,7 @@ def test_without_the_extra_it_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPa
     with pytest.raises(CheckpointException) as caught:
         root_at("s3://bucket/run")
     assert caught.value.code == "checkpoint_storage_missing"
-    assert "forged[cloud]" in caught.value.fix
+    assert "forged-ml[cloud]" in caught.value.fix
     assert root_at("/tmp").url == "/tmp"
 
 
