@@ -10,8 +10,8 @@ from forged.demo import parent_death
 
 HOLDER = """
 import os, subprocess, sys
-from forged.demo import leash
-held = subprocess.Popen(leash.command(os.getpid(), ["sleep", "1000"]))
+from forged.demo import parent_death
+held = subprocess.Popen(parent_death.command(os.getpid(), ["sleep", "1000"]))
 while os.path.basename(os.readlink(f"/proc/{held.pid}/exe")).startswith("python"):
     pass
 print(held.pid, flush=True)

@@ -42,12 +42,12 @@ from tests.net.raw import real_daemon
 
 FORGED = Path(errors.__file__).parent
 EDGE = [
-    *(FORGED / "net" / f"{name}.py" for name in ("frames", "messages", "connection", "session", "server", "streams")),
-    *(FORGED / "net" / f"{name}.py" for name in ("calls", "tickets")),
+    *sorted((FORGED / "net" / "protocol").glob("*.py")),
+    *(FORGED / "net" / f"{name}.py" for name in ("session", "server", "tickets")),
+    FORGED / "net" / "transport" / "connection.py",
     *(FORGED / "auth" / f"{name}.py" for name in ("access", "tokens")),
-    FORGED / "bus" / "desk.py",
-    FORGED / "ledger.py",
-    FORGED / "replies.py",
+    FORGED / "kernel" / "bus" / "dispatcher.py",
+    *(FORGED / "kernel" / f"{name}.py" for name in ("ledger", "replies")),
 ]
 """Where errors are raised that belong to no request in particular."""
 

@@ -75,7 +75,7 @@ def test_manifests_are_called_as_the_engine_calls_them() -> None:
 
 def test_nobody_waits_for_what_reads_checkpoints() -> None:
     program = (
-        "import sys; from forged.cli import forgectl; forgectl.main(['complete', 'ckpt', 'show', '']); "
+        "import sys; from forged.cli.forgectl import main; main.main(['complete', 'ckpt', 'show', '']); "
         "sys.exit({'numpy', 'asyncio', 'msgspec', 'forged.checkpoint'} & {*sys.modules} != set())"
     )
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0

@@ -121,15 +121,15 @@ def test_a_bar_is_on_standard_error_and_the_verdict_on_the_other(shelf: Shelf, m
 
 WAITING = """
 import sys, threading
-from forged.checkpoint import validator
-from forged.cli import forgectl
+from forged.checkpoint.verification import validator
+from forged.cli.forgectl import main
 
 def hang(*arguments):
     print("hangs", file=sys.stderr, flush=True)
     threading.Event().wait()
 
 validator._Walk.part = hang
-sys.exit(forgectl.main(["ckpt", "verify", "checkpoints/a"]))
+sys.exit(main.main(["ckpt", "verify", "checkpoints/a"]))
 """
 
 

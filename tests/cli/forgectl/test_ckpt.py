@@ -73,7 +73,7 @@ def test_choices_are_those_of_the_engine() -> None:
 
 def test_forgectl_starts_without_what_reads_checkpoints() -> None:
     program = (
-        "import sys; from forged.cli import forgectl; forgectl._parsed(['ckpt', 'verify', 'x']); "
+        "import sys; from forged.cli.forgectl import main; main._parsed(['ckpt', 'verify', 'x']); "
         "sys.exit({'numpy', 'asyncio', 'anyio', 'msgspec', 'forged.checkpoint'} & {*sys.modules} != set())"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
