@@ -29,7 +29,7 @@ from forged.plugins import PluginContext
 from plugins import event_log, webhook
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLUGINS = ROOT / "docs" / "plugins.md"
 BIN = Path(sys.executable).parent
 READY_S = 10

@@ -1,4 +1,4 @@
-"""Law: `docs/seed-map.md` names everything that the seeds declare or ask for, and what it says of the code is true.
+"""`docs/development/seed-map.md` names all that the seeds declare or ask for, and it is true.
 
 The seeds stand beside the repository. A clone without them reads what they declare from `tests/seed_names.txt`, which
 `python tests/test_seed_map.py` writes anew.
@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = ROOT.parent / "shared" / "seeds"
 NAMES = ROOT / "tests" / "seed_names.txt"
-MAP = ROOT / "docs" / "seed-map.md"
+MAP = ROOT / "docs" / "development" / "seed-map.md"
 COLUMNS = ["seed", "Python", "test", "deviation"]
 COUNTS = ["seed", "rows", "shown", "missing", "left out"]
 NOTHING = "—"
