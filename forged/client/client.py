@@ -117,7 +117,7 @@ class ForgedClient(BulkMethods):
 
     async def __aenter__(self) -> Self:
         if self._tasks is not None:
-            raise RequestRefused("client_reopened", "a client is opened once", "make another")
+            raise RequestRefused("client_reopened", "a client can be opened only once", "create another client")
         self._tasks = anyio.create_task_group()
         self._end = None
         await self._tasks.__aenter__()

@@ -64,7 +64,7 @@ class FactStream:
     async def __aenter__(self) -> Self:
         """Subscribe, and wait until the daemon has confirmed from where."""
         if self._error is not NOT_OPEN:
-            raise RequestRefused("stream_reopened", "a stream is opened once", "ask the client for another")
+            raise RequestRefused("stream_reopened", "a stream can be opened only once", "call `client.facts` again")
         self._error = None
         try:
             self._opened(self)

@@ -17,7 +17,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from forged.client.loop_thread import LoopThread
 from forged.data.dataset import Indices
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.training import TrainingData
@@ -25,6 +24,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
 from forged.log import Log
+from forged.loop_thread import LoopThread
 from forged.worker.arguments import count
 from forged.worker.data.blocking_transfers import BlockingTransfers
 from forged.worker.drain.withdrawal import Parting

@@ -255,7 +255,7 @@ class TestOpeningAndClosing:
                 use()
 
     def test_it_is_opened_once(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client, pytest.raises(RequestRefused, match="opened once"):
+        with neighbour.client() as client, pytest.raises(RequestRefused, match="opened only once"):
             client.__enter__()
 
     def test_closing_ends_what_other_threads_wait_for(self, neighbour: Neighbour) -> None:

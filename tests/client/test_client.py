@@ -315,7 +315,7 @@ class TestOpening:
 
     async def test_a_client_is_opened_once(self, house: House) -> None:
         async with client_of(house) as client:
-            with pytest.raises(RequestRefused, match="opened once"):
+            with pytest.raises(RequestRefused, match="opened only once"):
                 await client.__aenter__()
             assert await client.ping() >= 0
 

@@ -150,7 +150,7 @@ class TestEnding:
 
     async def test_it_is_opened_once(self) -> None:
         reader = await Reader().open()
-        with pytest.raises(RequestRefused, match="opened once"):
+        with pytest.raises(RequestRefused, match="opened only once"):
             await reader.stream.__aenter__()
 
     async def test_closed_it_is_over_for_everybody_who_reads(self) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from forged.client import BlockingClient
-from forged.client.loop_thread import LoopThread
 from forged.data.dataset import Dataset
 from forged.data.store.memory import MemoryShardStore
 from forged.data.training import TrainingData
@@ -27,6 +26,7 @@ from forged.elastic.messages import JobCompleted, WorkerFailed, WorkerJoined, Wo
 from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, WorkerStatus
 from forged.errors import ConfigError, RequestRefused
 from forged.kernel.messages import Fact, Record
+from forged.loop_thread import LoopThread
 from forged.worker.blocking import Training, join
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.process.pulse import Pulse

@@ -1,0 +1,78 @@
+"""Blocking methods made from the methods of an async class."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pydoc
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+
+from forged.blocking import BlockingFacade, blocking
+
+R = TypeVar("R")
+
+
+class Account:
+    """An async class."""
+
+    def __init__(self, balance: int) -> None:
+        self.balance = balance
+
+    async def deposit(self, amount: int, *, note: str = "") -> int:
+        """Add to the balance; returns the new one."""
+        await asyncio.sleep(0)
+        if amount < 0:
+            raise ValueError(f"amount must be >= 0, got {amount}{note}")
+        self.balance += amount
+        return self.balance
+
+
+class BlockingAccount(BlockingFacade[Account]):
+    def __init__(self, account: Account) -> None:
+        self.account = account
+
+    deposit = blocking(Account.deposit)
+    pay_in = blocking(Account.deposit)
+
+    def _run(self, call: Callable[[Account], Awaitable[R]]) -> R:
+        async def awaited() -> R:
+            return await call(self.account)
+
+        return asyncio.run(awaited())
+
+
+def test_call_returns_the_awaited_result() -> None:
+    account = BlockingAccount(Account(1))
+    balance: int = account.deposit(2, note="salary")
+    assert balance == account.account.balance == 3
+
+
+def test_call_raises_the_error_of_the_async_method() -> None:
+    with pytest.raises(ValueError, match=r"amount must be >= 0, got -1 \(refund\)"):
+        BlockingAccount(Account(1)).deposit(-1, note=" (refund)")
+
+
+def test_call_uses_the_override_of_a_subclass() -> None:
+    class Frozen(Account):
+        async def deposit(self, amount: int, *, note: str = "") -> int:
+            return self.balance
+
+    assert BlockingAccount(Frozen(1)).deposit(2) == 1
+
+
+def test_method_has_the_signature_and_docstring_and_is_not_async() -> None:
+    method = BlockingAccount.deposit
+    assert inspect.signature(method) == inspect.signature(Account.deposit)
+    assert method.__doc__ == Account.deposit.__doc__
+    assert not inspect.iscoroutinefunction(method)
+
+
+def test_help_shows_the_method_under_its_own_name() -> None:
+    text = pydoc.plain(pydoc.render_doc(BlockingAccount))
+    assert "deposit(self, amount: 'int', *, note: 'str' = '') -> 'int'" in text
+    assert "pay_in(self, amount: 'int', *, note: 'str' = '') -> 'int'" in text
+    assert "Add to the balance" in text
+    assert BlockingAccount.pay_in.__qualname__ == "BlockingAccount.pay_in"
