@@ -26,7 +26,7 @@ from forged.net.transport.sockets import SystemNetwork
 from forged.plugins.host.plugin_host import PluginSource
 from forged.status.backup import NAME
 from forged.status.model import DaemonStarted
-from tests.client.house import LastingStore
+from tests.client.daemon_runner import ReusableStore
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import on_virtual_time
 from tests.net.manual_daemon import (
@@ -77,7 +77,7 @@ class Host:
 
 def a_store() -> FaultyStore:
     """One that can be looked into when its daemon has stopped."""
-    return FaultyStore(LastingStore("h"))
+    return FaultyStore(ReusableStore("h"))
 
 
 @asynccontextmanager

@@ -21,28 +21,28 @@ from forged.worker.blocking import Training
 from forged.worker.errors import StepAborted
 from tests.checkpoint.plain_reader import same, state_of
 from tests.checkpoint.shelves import MemoryStorage
-from tests.client.conftest import house, neighbour
-from tests.client.house import House
-from tests.client.neighbour import Neighbour
+from tests.client.conftest import runner, threaded_daemon
+from tests.client.daemon_runner import DaemonRunner
+from tests.client.threaded_daemon import ThreadedDaemon
 from tests.worker.crew import JOB, Crew, Trainer, config, crew_at
 from tests.worker.test_blocking import Scripts
 
-__all__ = ["house", "neighbour"]
+__all__ = ["runner", "threaded_daemon"]
 
 NAMES = ("a", "b", "c")
 ROWS = 6_000
 
 
 @pytest.fixture
-async def crew(house: House) -> AsyncIterator[Crew]:
+async def crew(runner: DaemonRunner) -> AsyncIterator[Crew]:
     """Those who will train there, once all of them have come."""
-    async with crew_at(house.endpoint, min_workers=2) as crew:
+    async with crew_at(runner.endpoint, min_workers=2) as crew:
         yield crew
 
 
 @pytest.fixture
-def scripts(neighbour: Neighbour) -> Iterator[Scripts]:
-    scripts = Scripts(neighbour.house.endpoint)
+def scripts(threaded_daemon: ThreadedDaemon) -> Iterator[Scripts]:
+    scripts = Scripts(threaded_daemon.runner.endpoint)
     yield scripts
     scripts.end()
 

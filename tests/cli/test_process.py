@@ -18,7 +18,7 @@ from forged.cli.forgectl import main
 from forged.cli.process import complain, plain
 from forged.errors import ConfigError, ForgedError, PeerError, Problem, RequestRefused, Unavailable
 from forged.plain_client import connection
-from tests.cli.pretender import Pretender, Refusal, pretending
+from tests.cli.scripted_daemon import Refusal, ScriptedDaemon, scripted_daemon
 
 MANY = [[number, 0.0, "NoteAdded", "a", 0, 0, "me", {"text": "x" * 100}] for number in range(1, 2001)]
 ANSWERS: dict[str, Any] = {
@@ -34,13 +34,13 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Pretender]:
-    with pretending(tmp_path, ANSWERS, facts=MANY) as daemon:
+def daemon(tmp_path: Path) -> Iterator[ScriptedDaemon]:
+    with scripted_daemon(tmp_path, ANSWERS, facts=MANY) as daemon:
         yield daemon
 
 
 @pytest.fixture
-def shell(daemon: Pretender) -> Shell:
+def shell(daemon: ScriptedDaemon) -> Shell:
     """Runs a line of bash in which `$ctl` asks the daemon; the status of a pipe is that of its first part."""
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
@@ -106,7 +106,7 @@ class TestCodes:
         assert capsys.readouterr().err == "forgectl: x\n"
 
     @pytest.mark.parametrize("line", ["events --follow --since 2000", "events --follow --json --since 2000"])
-    def test_an_interrupt_is_130_and_a_termination_kills(self, daemon: Pretender, line: str) -> None:
+    def test_an_interrupt_is_130_and_a_termination_kills(self, daemon: ScriptedDaemon, line: str) -> None:
         for name, code in ((signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)):
             with started(daemon, line) as process:
                 assert process.stdout is not None
@@ -136,7 +136,7 @@ class TestOutput:
 
     @pytest.mark.parametrize("line", ["note a hello", "status", "events --follow", "--help", "nonsense"])
     def test_with_its_output_closed_it_does_nothing_and_says_so(
-        self, shell: Shell, daemon: Pretender, line: str
+        self, shell: Shell, daemon: ScriptedDaemon, line: str
     ) -> None:
         done = shell(f"ctl {line} >&-")
         assert (done.returncode, daemon.asked) == (1, [])
@@ -166,7 +166,7 @@ class TestOutput:
     ) -> None:
         monkeypatch.setattr(connection, "PING_AFTER_S", 0.05)
         reader, writer = os.pipe()
-        with pretending(tmp_path) as quiet, open(writer, "w") as pipe:  # noqa: PTH123 - not a path
+        with scripted_daemon(tmp_path) as quiet, open(writer, "w") as pipe:  # noqa: PTH123 - not a path
             monkeypatch.setattr(sys, "stdout", pipe)
             os.close(reader)
             assert main.main(["--socket", str(quiet.path), "events", "--follow"]) == 0
@@ -188,7 +188,7 @@ class TestComplaints:
         assert "all is wrong; " in json.loads(capsys.readouterr().err)["error"]["message"]
 
 
-def started(daemon: Pretender, line: str) -> subprocess.Popen[str]:
+def started(daemon: ScriptedDaemon, line: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         daemon.command(line),
         stdout=subprocess.PIPE,

@@ -7,31 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.house import House, config_in
-from tests.client.neighbour import Neighbour
+from tests.client.daemon_runner import DaemonRunner, config_in
 from tests.client.proxy import Proxy
+from tests.client.threaded_daemon import ThreadedDaemon
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def runner(tmp_path: Path) -> AsyncIterator[DaemonRunner]:
     """A running daemon."""
-    house = House(config_in(tmp_path))
-    await house.open()
-    yield house
-    await house.close()
+    runner = DaemonRunner(config_in(tmp_path))
+    await runner.open()
+    yield runner
+    await runner.close()
 
 
 @pytest.fixture
-async def proxy(house: House, tmp_path: Path) -> AsyncIterator[Proxy]:
+async def proxy(runner: DaemonRunner, tmp_path: Path) -> AsyncIterator[Proxy]:
     """Another way to the same daemon."""
-    proxy = Proxy(tmp_path / "proxy.sock", house.config.socket)
+    proxy = Proxy(tmp_path / "proxy.sock", runner.config.socket)
     yield proxy
     await proxy.close()
 
 
 @pytest.fixture
-def neighbour(tmp_path: Path) -> Iterator[Neighbour]:
+def threaded_daemon(tmp_path: Path) -> Iterator[ThreadedDaemon]:
     """A running daemon for a test without a loop."""
-    neighbour = Neighbour(tmp_path)
-    yield neighbour
-    neighbour.close()
+    threaded_daemon = ThreadedDaemon(tmp_path)
+    yield threaded_daemon
+    threaded_daemon.close()

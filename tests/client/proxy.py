@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forged.net.protocol.messages import decode
-from tests.client.door import Door
+from tests.client.unix_listener import UnixListener
 
 Way = Literal["up", "down"]
 Rule = Callable[[Way, Any], bool]
@@ -42,7 +42,7 @@ class Proxy:
         self.seen: list[tuple[Way, Any]] = []
         self._target = target
         self._open: dict[asyncio.StreamWriter, None] = {}
-        self._door = Door(path, self._serve)
+        self._door = UnixListener(path, self._serve)
 
     async def close(self) -> None:
         await self._door.close()

@@ -12,177 +12,179 @@ from forged.client.client import ForgedClient
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.net.protocol.messages import Cancel, RequestMessage
 from forged.net.session import Session
-from tests.client.asked import Ponder
-from tests.client.house import House
+from tests.client.daemon_runner import DaemonRunner
+from tests.client.example_messages import ExampleRequest
 from tests.client.test_client import client_of
 
 
-def session_of(house: House) -> Session:
-    (session,) = house.daemon.server.sessions
+def session_of(runner: DaemonRunner) -> Session:
+    (session,) = runner.daemon.server.sessions
     return session
 
 
-def ask(house: House, *, timeout_s: float = 60.0) -> tuple[int, asyncio.Future[Any]]:
+def ask(runner: DaemonRunner, *, timeout_s: float = 60.0) -> tuple[int, asyncio.Future[Any]]:
     """Have the daemon ask its only client to ponder."""
-    session = session_of(house)
-    number, answer = session.calls.open(Ponder("life"), timeout_s, None)
+    session = session_of(runner)
+    number, answer = session.calls.open(ExampleRequest("life"), timeout_s, None)
     session.send(session.calls.message(number))
     return number, answer
 
 
-async def ponder(request: Ponder) -> str:
+async def ponder(request: ExampleRequest) -> str:
     return f"{request.about} is short"
 
 
-async def ponder_forever(request: Ponder) -> str:
+async def ponder_forever(request: ExampleRequest) -> str:
     await asyncio.Event().wait()
     return ""
 
 
-async def test_the_daemon_gets_its_answer(house: House) -> None:
-    async with client_of(house) as client:
-        client.serve(Ponder, ponder)
-        assert await ask(house)[1] == "life is short"
+async def test_the_daemon_gets_its_answer(runner: DaemonRunner) -> None:
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, ponder)
+        assert await ask(runner)[1] == "life is short"
 
 
-async def test_answers_come_as_they_are_ready(house: House) -> None:
+async def test_answers_come_as_they_are_ready(runner: DaemonRunner) -> None:
     slow = asyncio.Event()
 
-    async def think(request: Ponder) -> str:
+    async def think(request: ExampleRequest) -> str:
         if not slow.is_set():
             slow.set()
             await asyncio.sleep(0.01)
             return "slow"
         return "fast"
 
-    async with client_of(house) as client:
-        client.serve(Ponder, think)
-        first, second = ask(house)[1], ask(house)[1]
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, think)
+        first, second = ask(runner)[1], ask(runner)[1]
         assert await second == "fast"
         assert await first == "slow"
 
 
-async def test_what_nobody_serves_is_refused(house: House) -> None:
-    async with client_of(house):
+async def test_what_nobody_serves_is_refused(runner: DaemonRunner) -> None:
+    async with client_of(runner):
         with pytest.raises(RequestRefused, match="does not answer 'Ponder'"):
-            await ask(house)[1]
+            await ask(runner)[1]
 
 
-async def test_a_request_of_the_wrong_shape_is_refused(house: House) -> None:
-    async with client_of(house) as client:
-        client.serve(Ponder, ponder)
-        session = session_of(house)
-        number, answer = session.calls.open(Ponder("life"), 60.0, None)
+async def test_a_request_of_the_wrong_shape_is_refused(runner: DaemonRunner) -> None:
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, ponder)
+        session = session_of(runner)
+        number, answer = session.calls.open(ExampleRequest("life"), 60.0, None)
         whole = session.calls.message(number)
         session.send(RequestMessage(number, whole.acknowledged, whole.method, type(whole.body)(b"\x80"), 60.0))
         with pytest.raises(RequestRefused, match="about"):
             await answer
 
 
-async def test_what_a_handler_refuses_is_refused(house: House) -> None:
-    async def refuse(request: Ponder) -> str:
+async def test_what_a_handler_refuses_is_refused(runner: DaemonRunner) -> None:
+    async def refuse(request: ExampleRequest) -> str:
         raise RequestRefused("too_deep", "that is too deep", "ask something else")
 
-    async with client_of(house) as client:
-        client.serve(Ponder, refuse)
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, refuse)
         with pytest.raises(RequestRefused, match="too deep") as refused:
-            await ask(house)[1]
+            await ask(runner)[1]
         assert (refused.value.code, refused.value.fix) == ("too_deep", "ask something else")
 
 
 @pytest.mark.parametrize("broken", [ZeroDivisionError("division by zero"), None])
 async def test_a_broken_handler_is_reported_at_both_ends_and_harms_nothing(
-    house: House, broken: Exception | None
+    runner: DaemonRunner, broken: Exception | None
 ) -> None:
     """It raises, or returns what cannot be sent."""
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
 
-    async def fail(request: Ponder) -> Any:
+    async def fail(request: ExampleRequest) -> Any:
         if broken is not None:
             raise broken
         return object()
 
-    async with client_of(house) as client:
-        client.serve(Ponder, fail)
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, fail)
         with pytest.raises(ForgedError, match="handler of Ponder failed") as failed:
-            await ask(house)[1]
+            await ask(runner)[1]
         assert await client.ping() >= 0
     assert failed.value.code == "handler_broken"
     assert [type(context["exception"]) for context in reported] == [type(broken) if broken else TypeError]
 
 
-async def test_an_answer_that_no_frame_holds_is_an_error_to_the_daemon_alone(house: House) -> None:
-    async def ramble(request: Ponder) -> str:
+async def test_an_answer_that_no_frame_holds_is_an_error_to_the_daemon_alone(runner: DaemonRunner) -> None:
+    async def ramble(request: ExampleRequest) -> str:
         return "x" * (5 << 20)
 
-    async with client_of(house) as client:
-        client.serve(Ponder, ramble)
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, ramble)
         with pytest.raises(ForgedError, match="bytes"):
-            await ask(house)[1]
+            await ask(runner)[1]
         assert client.connected
 
 
-async def test_a_handler_has_no_longer_than_the_daemon_waits(house: House) -> None:
+async def test_a_handler_has_no_longer_than_the_daemon_waits(runner: DaemonRunner) -> None:
     stopped = asyncio.Event()
 
-    async def forever(request: Ponder) -> str:
+    async def forever(request: ExampleRequest) -> str:
         try:
             return await ponder_forever(request)
         finally:
             stopped.set()
 
-    async with client_of(house) as client:
-        client.serve(Ponder, forever)
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, forever)
         with pytest.raises(Unavailable) as late:
-            await ask(house, timeout_s=0.02)[1]
+            await ask(runner, timeout_s=0.02)[1]
         await stopped.wait()
     assert late.value.code == "deadline_exceeded"
 
 
-async def test_what_the_daemon_cancels_is_stopped(house: House) -> None:
+async def test_what_the_daemon_cancels_is_stopped(runner: DaemonRunner) -> None:
     begun = asyncio.Event()
 
-    async def forever(request: Ponder) -> str:
+    async def forever(request: ExampleRequest) -> str:
         begun.set()
         return await ponder_forever(request)
 
-    async with client_of(house) as client:
-        client.serve(Ponder, forever)
-        number, answer = ask(house)
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, forever)
+        number, answer = ask(runner)
         await begun.wait()
-        session_of(house).send(Cancel(number))
-        session_of(house).send(Cancel(number + 1))
+        session_of(runner).send(Cancel(number))
+        session_of(runner).send(Cancel(number + 1))
         with pytest.raises(Unavailable, match="cancelled"):
             await answer
         assert client.connected
 
 
-async def test_more_than_it_can_do_at_once_is_turned_away(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_than_it_can_do_at_once_is_turned_away(
+    runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servant, "HANDLERS_RUNNING_MAX", 2)
-    async with client_of(house) as client:
-        client.serve(Ponder, ponder_forever)
-        ask(house)
-        ask(house)
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, ponder_forever)
+        ask(runner)
+        ask(runner)
         with pytest.raises(Unavailable, match="does 2 things"):
-            await ask(house)[1]
+            await ask(runner)[1]
 
 
-async def test_a_number_that_comes_again_while_it_is_being_answered_is_answered_once(house: House) -> None:
+async def test_a_number_that_comes_again_while_it_is_being_answered_is_answered_once(runner: DaemonRunner) -> None:
     begun, goes_on = asyncio.Event(), asyncio.Event()
-    asked: list[Ponder] = []
+    asked: list[ExampleRequest] = []
 
-    async def think(request: Ponder) -> str:
+    async def think(request: ExampleRequest) -> str:
         asked.append(request)
         begun.set()
         await goes_on.wait()
         return await ponder(request)
 
-    async with client_of(house) as client:
-        client.serve(Ponder, think)
-        number, answer = ask(house)
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, think)
+        number, answer = ask(runner)
         await begun.wait()
-        session_of(house).send(session_of(house).calls.message(number))
+        session_of(runner).send(session_of(runner).calls.message(number))
         # Signed for behind the second one, so that has come.
         assert await client.ping() >= 0
         goes_on.set()
@@ -191,10 +193,10 @@ async def test_a_number_that_comes_again_while_it_is_being_answered_is_answered_
     assert len(asked) == 1
 
 
-async def test_a_handler_goes_on_when_the_daemon_is_gone_and_ends_with_the_client(house: House) -> None:
+async def test_a_handler_goes_on_when_the_daemon_is_gone_and_ends_with_the_client(runner: DaemonRunner) -> None:
     begun, goes_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def work(request: Ponder) -> str:
+    async def work(request: ExampleRequest) -> str:
         begun.set()
         try:
             await goes_on.wait()
@@ -202,11 +204,11 @@ async def test_a_handler_goes_on_when_the_daemon_is_gone_and_ends_with_the_clien
         finally:
             ended.set()
 
-    async with client_of(house) as client:
-        client.serve(Ponder, work)
-        _, answer = ask(house)
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, work)
+        _, answer = ask(runner)
         await begun.wait()
-        await house.reopen()
+        await runner.reopen()
         await client.ping()
         goes_on.set()
         assert not ended.is_set()
@@ -215,14 +217,14 @@ async def test_a_handler_goes_on_when_the_daemon_is_gone_and_ends_with_the_clien
     assert ended.is_set()
 
 
-async def test_daemon_and_client_ask_each_other_at_once(house: House) -> None:
+async def test_daemon_and_client_ask_each_other_at_once(runner: DaemonRunner) -> None:
     """On one connection, with numbers that are the same."""
 
-    async def ask_back(request: Ponder, client: ForgedClient) -> str:
+    async def ask_back(request: ExampleRequest, client: ForgedClient) -> str:
         return f"{request.about} of {(await client.status()).pid}"
 
-    async with client_of(house) as client:
-        client.serve(Ponder, lambda request: ask_back(request, client))
-        answers = await asyncio.gather(*(ask(house)[1] for _ in range(20)), client.ping())
+    async with client_of(runner) as client:
+        client.serve(ExampleRequest, lambda request: ask_back(request, client))
+        answers = await asyncio.gather(*(ask(runner)[1] for _ in range(20)), client.ping())
         pid = (await client.status()).pid
     assert answers[:20] == [f"life of {pid}"] * 20

@@ -34,9 +34,8 @@ from forged.jobs.model import JobCreated, NoteAdded
 from forged.kernel.messages import Record
 from forged.pagination import PAGE_ENTRIES_MAX
 from forged.status.model import PingDaemon
-from tests.client.asked import Ponder, Whisper
-from tests.client.neighbour import Neighbour
-from tests.client.trainees import (
+from tests.client.example_messages import ExampleRequest, ExampleSignal
+from tests.client.simulated_workers import (
     BATCH,
     LEARNING_RATE,
     SAMPLE_BYTES,
@@ -46,6 +45,7 @@ from tests.client.trainees import (
     train,
     train_with_data,
 )
+from tests.client.threaded_daemon import ThreadedDaemon
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -56,20 +56,20 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 class TestCalls:
     def test_without_an_endpoint_it_asks_whom_the_environment_names(
-        self, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
+        self, threaded_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("FORGED_SOCKET", neighbour.socket)
+        monkeypatch.setenv("FORGED_SOCKET", threaded_daemon.socket)
         with BlockingClient() as client:
-            assert client.status().socket == neighbour.socket
+            assert client.status().socket == threaded_daemon.socket
             reader = client.create_token("reader", Role.VIEWER)
         monkeypatch.setenv("FORGED_TOKEN", reader)
         with BlockingClient() as client, pytest.raises(RequestRefused, match="reader is viewer"):
             client.create_job("a")
 
-    def test_it_does_what_the_other_does(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client:
+    def test_it_does_what_the_other_does(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client:
             assert client.ping() >= 0
-            assert client.status().socket == neighbour.house.config.socket
+            assert client.status().socket == threaded_daemon.runner.config.socket
             job = client.create_job("a", {"lr": 0.1})
             assert client.job("a") == job
             assert client.change_job("a", {}, job.version).settings == {}
@@ -96,44 +96,44 @@ class TestCalls:
         options = inspect.signature(ForgedClient.__init__).parameters.keys() - {"self", "endpoints"}
         assert options == ClientOptions.__annotations__.keys()
 
-    def test_a_refusal_is_raised_in_the_thread_that_asked(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client, pytest.raises(RequestRefused, match="no job"):
+    def test_a_refusal_is_raised_in_the_thread_that_asked(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client, pytest.raises(RequestRefused, match="no job"):
             client.note("nobody", "hello")
 
-    def test_a_deadline_is_kept(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client, pytest.raises(Unavailable, match="is unknown"):
-            client.request(Ponder("life"), timeout_s=0.02)
+    def test_a_deadline_is_kept(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client, pytest.raises(Unavailable, match="is unknown"):
+            client.request(ExampleRequest("life"), timeout_s=0.02)
 
-    def test_several_threads_may_use_it_at_once(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client, ThreadPoolExecutor(8) as threads:
+    def test_several_threads_may_use_it_at_once(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client, ThreadPoolExecutor(8) as threads:
             client.create_job("a")
             list(threads.map(lambda number: client.note("a", f"{number}"), range(200)))
             facts = [item.fact for item in client.past_facts() if isinstance(item, Record)]
         texts = sorted(int(fact.text) for fact in facts if isinstance(fact, NoteAdded))
         assert texts == list(range(200))
 
-    def test_a_signal_arrives(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client:
-            client.signal(Whisper("psst"))
-            wait_until(lambda: neighbour.heard == [Whisper("psst")])
+    def test_a_signal_arrives(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client:
+            client.signal(ExampleSignal("psst"))
+            wait_until(lambda: threaded_daemon.heard == [ExampleSignal("psst")])
 
-    def test_a_request_of_the_daemon_is_answered_by_a_plain_function(self, neighbour: Neighbour) -> None:
+    def test_a_request_of_the_daemon_is_answered_by_a_plain_function(self, threaded_daemon: ThreadedDaemon) -> None:
         threads: list[str] = []
 
-        def ponder(request: Ponder) -> str:
+        def ponder(request: ExampleRequest) -> str:
             threads.append(threading.current_thread().name)
             return f"{request.about} is short"
 
-        with neighbour.client() as client:
-            client.serve(Ponder, ponder)
-            assert neighbour.call(neighbour.ask) == "life is short"
+        with threaded_daemon.client() as client:
+            client.serve(ExampleRequest, ponder)
+            assert threaded_daemon.call(threaded_daemon.ask) == "life is short"
         assert threads[0] not in ("forged-client", "MainThread")
 
 
 class TestTraining:
     @pytest.fixture
-    def client(self, neighbour: Neighbour) -> Iterator[BlockingClient]:
-        with neighbour.client() as client:
+    def client(self, threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
+        with threaded_daemon.client() as client:
             train(client, "run", "w0", "w1")
             yield client
 
@@ -191,10 +191,10 @@ class TestTraining:
 
 class TestTrainingData:
     @pytest.fixture
-    def client(self, neighbour: Neighbour, tmp_path: Path) -> Iterator[BlockingClient]:
+    def client(self, threaded_daemon: ThreadedDaemon, tmp_path: Path) -> Iterator[BlockingClient]:
         """Of a daemon with a job in which a worker has trained for an epoch and a half."""
-        train_with_data(neighbour.house.endpoint, "run", "w0", tmp_path / "shards", 15)
-        with neighbour.client() as client:
+        train_with_data(threaded_daemon.runner.endpoint, "run", "w0", tmp_path / "shards", 15)
+        with threaded_daemon.client() as client:
             yield client
 
     def test_everything_about_it_can_be_asked(self, client: BlockingClient) -> None:
@@ -243,8 +243,8 @@ class TestOpeningAndClosing:
             pass
         assert "forged-client" not in {thread.name for thread in threading.enumerate()}
 
-    def test_it_is_used_inside_its_block(self, neighbour: Neighbour) -> None:
-        client = neighbour.client()
+    def test_it_is_used_inside_its_block(self, threaded_daemon: ThreadedDaemon) -> None:
+        client = threaded_daemon.client()
         for use in (client.ping, client.facts, lambda: client.aio):
             with pytest.raises(RequestRefused, match="not open"):
                 use()
@@ -254,27 +254,27 @@ class TestOpeningAndClosing:
             with pytest.raises(Unavailable, match="was closed"):
                 use()
 
-    def test_it_is_opened_once(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client, pytest.raises(RequestRefused, match="opened only once"):
+    def test_it_is_opened_once(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client, pytest.raises(RequestRefused, match="opened only once"):
             client.__enter__()
 
-    def test_closing_ends_what_other_threads_wait_for(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client, ThreadPoolExecutor(2) as threads:
-            asking = threads.submit(client.request, Ponder("life"))
+    def test_closing_ends_what_other_threads_wait_for(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client, ThreadPoolExecutor(2) as threads:
+            asking = threads.submit(client.request, ExampleRequest("life"))
             reading = threads.submit(next, client.facts())
-            wait_until(lambda: bool(neighbour.house.daemon.bus.desk.in_flight))
+            wait_until(lambda: bool(threaded_daemon.runner.daemon.bus.desk.in_flight))
             client.close()
             for waiting in (asking, reading):
                 with pytest.raises(Unavailable, match="was closed"):
                     waiting.result()
             client.close()
 
-    def test_what_the_block_raises_leaves_it_as_it_is(self, neighbour: Neighbour) -> None:
-        with pytest.raises(KeyError, match="mine"), neighbour.client():
+    def test_what_the_block_raises_leaves_it_as_it_is(self, threaded_daemon: ThreadedDaemon) -> None:
+        with pytest.raises(KeyError, match="mine"), threaded_daemon.client():
             raise KeyError("mine")
 
-    def test_an_open_iterator_does_not_keep_it_from_closing(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client:
+    def test_an_open_iterator_does_not_keep_it_from_closing(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client:
             read, unread = client.facts(since=EARLIEST), client.facts(since=EARLIEST)
             next(read)
         with pytest.raises(Unavailable, match="was closed"):
@@ -282,50 +282,50 @@ class TestOpeningAndClosing:
 
 
 class TestFacts:
-    def test_they_come_as_they_become_durable(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client, client.facts(JobCreated) as facts:
+    def test_they_come_as_they_become_durable(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client, client.facts(JobCreated) as facts:
             client.create_job("a")
             record = next(facts)
         assert isinstance(record, Record)
         assert record.fact == JobCreated("a", {})
 
-    def test_they_end_with_until(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client:
+    def test_they_end_with_until(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client:
             client.create_job("a")
             last = client.status().last_fact
             ids = [item.id for item in client.facts(since=EARLIEST, until=last) if isinstance(item, Record)]
         assert ids[-1] == last
 
-    def test_closed_early_the_subscription_ends(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client:
+    def test_closed_early_the_subscription_ends(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client:
             facts = client.facts(since=EARLIEST)
             next(facts)
             facts.close()
             facts.close()
             client.ping()
-            assert neighbour.call(neighbour.subscriptions) == 0
+            assert threaded_daemon.call(threaded_daemon.subscriptions) == 0
             assert next(facts, "over") == "over"
 
-    def test_dropped_early_the_subscription_ends(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client:
+    def test_dropped_early_the_subscription_ends(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client:
             for _ in client.facts(since=EARLIEST):
                 break
             gc.collect()
             client.ping()
-            assert neighbour.call(neighbour.subscriptions) == 0
+            assert threaded_daemon.call(threaded_daemon.subscriptions) == 0
 
-    def test_closing_it_ends_the_wait_of_another_thread(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client, ThreadPoolExecutor(1) as threads:
+    def test_closing_it_ends_the_wait_of_another_thread(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client, ThreadPoolExecutor(1) as threads:
             facts = client.facts()
             waiting = threads.submit(next, facts, "over")
             client.ping()
             facts.close()
             assert waiting.result() == "over"
 
-    def test_they_go_on_over_a_restart_of_the_daemon(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client, client.facts(JobCreated) as facts:
+    def test_they_go_on_over_a_restart_of_the_daemon(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client, client.facts(JobCreated) as facts:
             client.create_job("a")
-            neighbour.call(neighbour.house.reopen)
+            threaded_daemon.call(threaded_daemon.runner.reopen)
             client.request(PingDaemon())
             client.create_job("b")
             jobs = [item.job for item in (next(facts), next(facts)) if isinstance(item, Record)]

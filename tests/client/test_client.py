@@ -22,14 +22,14 @@ from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.sockets import SystemNetwork
 from forged.paths import client_socket
 from forged.status.model import DaemonStarted, HandlerView, ReadStatus, Status
-from tests.client.asked import Ponder, Whisper
-from tests.client.fake import FakeDaemon, Guest
-from tests.client.house import SOON, House, config_in
+from tests.client.daemon_runner import SOON, DaemonRunner, config_in
+from tests.client.example_messages import ExampleRequest, ExampleSignal
+from tests.client.fake_daemon import FakeConnection, FakeDaemon
 from tests.client.proxy import Proxy, cut_once
 from tests.net.ends import Certificates
 
 
-def client_of(*places: House | Proxy | FakeDaemon, **options: Any) -> ForgedClient:
+def client_of(*places: DaemonRunner | Proxy | FakeDaemon, **options: Any) -> ForgedClient:
     return ForgedClient(*(place.endpoint for place in places), **({"reconnect": SOON} | options))
 
 
@@ -39,25 +39,25 @@ async def notes(client: ForgedClient) -> list[str]:
     return [fact.text for fact in facts if isinstance(fact, NoteAdded)]
 
 
-async def ponder_forever(request: Ponder, call: Call) -> str:
+async def ponder_forever(request: ExampleRequest, call: Call) -> str:
     await asyncio.Event().wait()
     return request.about
 
 
-def serving(handler: Callable[[Ponder, Call], Any]) -> Callable[[Daemon], None]:
-    return lambda daemon: daemon.bus.serve(Ponder, handler, owner="a test")
+def serving(handler: Callable[[ExampleRequest, Call], Any]) -> Callable[[Daemon], None]:
+    return lambda daemon: daemon.bus.serve(ExampleRequest, handler, owner="a test")
 
 
 class TestCalls:
-    async def test_the_daemons_status_is_typed(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_the_daemons_status_is_typed(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             status = await client.status()
             assert isinstance(status, Status)
-            assert status.socket == house.config.socket
+            assert status.socket == runner.config.socket
             assert await client.ping() >= 0
 
-    async def test_a_jobs_life(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_a_jobs_life(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             job = await client.create_job("a", {"lr": 0.1})
             assert job == await client.job("a") == Job(**_fields(job))
             changed = await client.change_job("a", {"lr": 0.2}, job.version)
@@ -66,23 +66,23 @@ class TestCalls:
             await client.remove_job("a")
             assert await client.jobs() == []
 
-    async def test_lists_that_do_not_fit_into_a_frame_are_whole(self, house: House) -> None:
+    async def test_lists_that_do_not_fit_into_a_frame_are_whole(self, runner: DaemonRunner) -> None:
         names = [f"j{number:02}" for number in range(80)]
-        async with client_of(house) as client:
+        async with client_of(runner) as client:
             for name in names:
                 await client.create_job(name, {"blob": "x" * 60_000})
             assert [job.name for job in await client.jobs()] == names
 
-    async def test_tokens_are_listed_oldest_first_over_all_pages(self, house: House) -> None:
+    async def test_tokens_are_listed_oldest_first_over_all_pages(self, runner: DaemonRunner) -> None:
         jobs = [f"{number:0128}" for number in range(256)]
         names = [f"bot-{number}" for number in range(40)]
-        async with client_of(house) as client:
+        async with client_of(runner) as client:
             for name in names:
                 await client.create_token(name, Role.VIEWER, jobs=jobs)
             assert [token.name for token in await client.tokens()] == names
 
-    async def test_a_story_and_the_handlers(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_a_story_and_the_handlers(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             (started,) = [item async for item in client.past_facts(DaemonStarted)]
             assert isinstance(started, Record)
             assert [record.id for record in await client.story(started.id)] == [started.id]
@@ -91,16 +91,16 @@ class TestCalls:
             with pytest.raises(RequestRefused, match="not in quarantine"):
                 await client.readmit_handler(handlers[0].name)
 
-    async def test_a_tokens_life(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_a_tokens_life(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             text = await client.create_token("bot", Role.VIEWER, jobs=["a"], ttl_s=60)
             (token,) = await client.tokens()
             assert (token.name, token.role, token.jobs) == ("bot", Role.VIEWER, ("a",))
-            async with client_of(house, token=text) as bot:
+            async with client_of(runner, token=text) as bot:
                 assert await bot.jobs() == []
             assert (await client.revoke_token(token.token_id)).revoked_at is not None
 
-    async def test_a_tokens_text_reaches_neither_daemon_nor_record(self, house: House, proxy: Proxy) -> None:
+    async def test_a_tokens_text_reaches_neither_daemon_nor_record(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             text = await client.create_token("bot", Role.VIEWER)
             (created,) = [item async for item in client.past_facts(TokenCreated)]
@@ -108,50 +108,50 @@ class TestCalls:
         assert text.encode() not in created.data
         assert not any(text.encode() in bytes(one.body) for _, one in proxy.seen if isinstance(one, RequestMessage))
 
-    async def test_what_the_daemon_refuses_is_raised_with_its_code_and_fix(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_what_the_daemon_refuses_is_raised_with_its_code_and_fix(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             with pytest.raises(RequestRefused) as refused:
                 await client.note("nobody", "hi")
             assert refused.value.code == "job_unknown"
             assert "forgectl jobs create" in refused.value.fix
 
-    async def test_a_request_that_takes_too_long_says_that_the_outcome_is_unknown(self, house: House) -> None:
-        house.extend = serving(ponder_forever)
-        await house.reopen()
-        async with client_of(house) as client:
+    async def test_a_request_that_takes_too_long_says_that_the_outcome_is_unknown(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(ponder_forever)
+        await runner.reopen()
+        async with client_of(runner) as client:
             with pytest.raises(Unavailable, match="is unknown") as late:
-                await client.request(Ponder("life"), timeout_s=0.02)
+                await client.request(ExampleRequest("life"), timeout_s=0.02)
             assert late.value.code == "deadline_exceeded"
 
-    async def test_a_slow_request_does_not_use_up_the_answers_of_others(self, house: House) -> None:
-        house.extend = serving(ponder_forever)
-        await house.reopen()
-        async with client_of(house) as client:
+    async def test_a_slow_request_does_not_use_up_the_answers_of_others(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(ponder_forever)
+        await runner.reopen()
+        async with client_of(runner) as client:
             await client.create_job("a")
-            slow = asyncio.create_task(client.request(Ponder("life")))
+            slow = asyncio.create_task(client.request(ExampleRequest("life")))
             await asyncio.sleep(0)
             for number in range(5000):
                 await client.note("a", f"{number}")
             slow.cancel()
 
-    async def test_no_time_at_all_is_not_the_default_time(self, house: House) -> None:
-        house.extend = serving(ponder_forever)
-        await house.reopen()
-        async with client_of(house) as client:
+    async def test_no_time_at_all_is_not_the_default_time(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(ponder_forever)
+        await runner.reopen()
+        async with client_of(runner) as client:
             with pytest.raises(Unavailable, match="unknown"):
-                await client.request(Ponder("life"), timeout_s=0)
+                await client.request(ExampleRequest("life"), timeout_s=0)
 
-    async def test_a_deadline_that_passes_while_nobody_is_there_says_so(self, house: House) -> None:
-        async with client_of(house) as client:
-            await house.close()
+    async def test_a_deadline_that_passes_while_nobody_is_there_says_so(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
+            await runner.close()
             with pytest.raises(Unavailable, match=r": .*(stopping|cannot connect)") as late:
                 await client.request(ReadStatus(), timeout_s=0.02)
             assert late.value.code == "deadline_exceeded"
 
-    async def test_a_cancelled_call_is_cancelled_at_the_daemon(self, house: House) -> None:
+    async def test_a_cancelled_call_is_cancelled_at_the_daemon(self, runner: DaemonRunner) -> None:
         begun, stopped = asyncio.Event(), asyncio.Event()
 
-        async def ponder(request: Ponder, call: Call) -> str:
+        async def ponder(request: ExampleRequest, call: Call) -> str:
             begun.set()
             try:
                 await asyncio.Event().wait()
@@ -159,10 +159,10 @@ class TestCalls:
                 stopped.set()
             return ""
 
-        house.extend = serving(ponder)
-        await house.reopen()
-        async with client_of(house) as client:
-            call = asyncio.create_task(client.request(Ponder("life")))
+        runner.extend = serving(ponder)
+        await runner.reopen()
+        async with client_of(runner) as client:
+            call = asyncio.create_task(client.request(ExampleRequest("life")))
             await begun.wait()
             call.cancel()
             await stopped.wait()
@@ -171,9 +171,9 @@ class TestCalls:
 
     @pytest.mark.parametrize("frame_bytes_max", [2 << 20, 8 << 20])
     async def test_a_request_that_no_frame_holds_is_refused_before_it_breaks_the_connection(
-        self, house: House, proxy: Proxy, frame_bytes_max: int
+        self, runner: DaemonRunner, proxy: Proxy, frame_bytes_max: int
     ) -> None:
-        await house.reopen(frame_bytes_max=frame_bytes_max)
+        await runner.reopen(frame_bytes_max=frame_bytes_max)
         async with client_of(proxy) as client:
             with pytest.raises(RequestRefused) as refused:
                 await client.note("a", "x" * frame_bytes_max)
@@ -181,24 +181,24 @@ class TestCalls:
             assert await client.ping() >= 0
         assert proxy.connections == 1
 
-    async def test_the_clients_own_limits_hold_too(self, house: House) -> None:
-        async with client_of(house, limits=ConnectionLimits(frame_bytes_max=10_000)) as client:
+    async def test_the_clients_own_limits_hold_too(self, runner: DaemonRunner) -> None:
+        async with client_of(runner, limits=ConnectionLimits(frame_bytes_max=10_000)) as client:
             with pytest.raises(RequestRefused) as refused:
                 await client.note("a", "x" * 10_000)
             assert refused.value.code == "request_too_large"
-            await house.reopen()
+            await runner.reopen()
             assert await client.ping() >= 0
 
-    async def test_more_requests_than_may_wait_take_turns(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_more_requests_than_may_wait_take_turns(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             pings = await asyncio.gather(*(client.ping() for _ in range(REQUESTS_WAITING_MAX + 500)))
         assert len(pings) == REQUESTS_WAITING_MAX + 500
 
-    async def test_a_request_that_never_got_its_turn_says_that_it_was_not_sent(self, house: House) -> None:
-        house.extend = serving(ponder_forever)
-        await house.reopen()
-        async with client_of(house) as client:
-            waiting = [asyncio.create_task(client.request(Ponder("life"))) for _ in range(REQUESTS_WAITING_MAX)]
+    async def test_a_request_that_never_got_its_turn_says_that_it_was_not_sent(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(ponder_forever)
+        await runner.reopen()
+        async with client_of(runner) as client:
+            waiting = [asyncio.create_task(client.request(ExampleRequest("life"))) for _ in range(REQUESTS_WAITING_MAX)]
             await asyncio.sleep(0)
             with pytest.raises(Unavailable, match="was not sent") as congested:
                 await client.request(ReadStatus(), timeout_s=0.02)
@@ -208,28 +208,28 @@ class TestCalls:
             await asyncio.wait(waiting)
             assert await client.ping() >= 0
 
-    async def test_large_requests_and_large_answers_do_not_lock_each_other_up(self, house: House) -> None:
+    async def test_large_requests_and_large_answers_do_not_lock_each_other_up(self, runner: DaemonRunner) -> None:
         settings = {"blob": "x" * 60_000}
-        async with client_of(house) as client:
+        async with client_of(runner) as client:
             jobs = await asyncio.gather(*(client.create_job("a", settings) for _ in range(500)))
         assert {job.name for job in jobs} == {"a"}
 
-    async def test_a_signal_arrives(self, house: House) -> None:
+    async def test_a_signal_arrives(self, runner: DaemonRunner) -> None:
         heard: asyncio.Queue[Any] = asyncio.Queue()
-        house.extend = lambda daemon: daemon.bus.on_signal(
-            Whisper, lambda signal, call: heard.put_nowait(signal), name="a test"
+        runner.extend = lambda daemon: daemon.bus.on_signal(
+            ExampleSignal, lambda signal, call: heard.put_nowait(signal), name="a test"
         )
-        await house.reopen()
-        async with client_of(house) as client:
-            client.signal(Whisper("psst"))
-            assert await heard.get() == Whisper("psst")
+        await runner.reopen()
+        async with client_of(runner) as client:
+            client.signal(ExampleSignal("psst"))
+            assert await heard.get() == ExampleSignal("psst")
 
-    async def test_a_signal_to_nobody_is_dropped(self, house: House) -> None:
-        async with client_of(house) as client:
-            await house.close()
+    async def test_a_signal_to_nobody_is_dropped(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
+            await runner.close()
             while client.connected:
                 await asyncio.sleep(0)
-            client.signal(Whisper("psst"))
+            client.signal(ExampleSignal("psst"))
             assert client.endpoint is None
 
 
@@ -241,11 +241,11 @@ class TestOpening:
         assert nobody.value.code == "no_daemon"
 
     async def test_without_an_endpoint_it_is_the_socket_of_the_environment(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("FORGED_SOCKET", house.config.socket)
+        monkeypatch.setenv("FORGED_SOCKET", runner.config.socket)
         async with ForgedClient() as client:
-            assert client.endpoint == house.endpoint
+            assert client.endpoint == runner.endpoint
 
     async def test_without_an_environment_either_it_is_where_a_daemon_of_this_user_would_be(
         self, monkeypatch: pytest.MonkeyPatch
@@ -254,22 +254,22 @@ class TestOpening:
         assert [str(one) for one in ForgedClient().endpoints] == [f"unix://{client_socket(os.environ, os.getuid())}"]
 
     async def test_the_token_of_the_environment_decides_who_it_is(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ForgedClient(house.endpoint) as operator:
+        async with ForgedClient(runner.endpoint) as operator:
             viewer = await operator.create_token("reader", Role.VIEWER)
         monkeypatch.setenv("FORGED_TOKEN", viewer)
-        async with ForgedClient(house.endpoint) as client:
+        async with ForgedClient(runner.endpoint) as client:
             with pytest.raises(RequestRefused, match="reader is viewer"):
                 await client.create_job("a")
-        async with ForgedClient(house.endpoint, token="") as nobody:
+        async with ForgedClient(runner.endpoint, token="") as nobody:
             assert (await nobody.create_job("a")).name == "a"
 
     async def test_an_empty_token_in_the_environment_is_none(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FORGED_TOKEN", "")
-        async with ForgedClient(house.endpoint) as client:
+        async with ForgedClient(runner.endpoint) as client:
             assert (await client.create_job("a")).name == "a"
 
     async def test_what_is_not_an_endpoint_is_refused(self) -> None:
@@ -278,43 +278,45 @@ class TestOpening:
 
     async def test_a_plain_endpoint_where_tls_is_spoken_is_told_how_to_write_it(self, tmp_path: Path) -> None:
         network = SystemNetwork(tls_server=Certificates(tmp_path).server())
-        house = House(config_in(tmp_path / "tls", listen=("tls://127.0.0.1:0",)), network=network)
-        (secure,) = (await house.open()).listening
+        runner = DaemonRunner(config_in(tmp_path / "tls", listen=("tls://127.0.0.1:0",)), network=network)
+        (secure,) = (await runner.open()).listening
         with pytest.raises(Unavailable, match=f"write {secure}"):
             async with ForgedClient(secure.replace("tls://", "tcp://"), connect_timeout_s=0.5):
                 pass
-        await house.close()
+        await runner.close()
 
-    async def test_a_token_that_is_refused_ends_it_at_once(self, house: House) -> None:
+    async def test_a_token_that_is_refused_ends_it_at_once(self, runner: DaemonRunner) -> None:
         with pytest.raises(RequestRefused, match="token is not known") as refused:
-            async with client_of(house, token="forged_0_0", connect_timeout_s=60):
+            async with client_of(runner, token="forged_0_0", connect_timeout_s=60):
                 pass
         assert refused.value.code == "token_unknown"
 
-    async def test_of_several_endpoints_the_one_that_answers_is_used(self, house: House, tmp_path: Path) -> None:
-        async with ForgedClient(f"unix://{tmp_path}/none.sock", house.endpoint, reconnect=SOON) as client:
-            assert client.endpoint == house.endpoint
+    async def test_of_several_endpoints_the_one_that_answers_is_used(
+        self, runner: DaemonRunner, tmp_path: Path
+    ) -> None:
+        async with ForgedClient(f"unix://{tmp_path}/none.sock", runner.endpoint, reconnect=SOON) as client:
+            assert client.endpoint == runner.endpoint
             assert await client.ping() >= 0
 
     async def test_an_endpoint_that_never_answers_does_not_keep_the_next_from_its_turn(
-        self, house: House, tmp_path: Path
+        self, runner: DaemonRunner, tmp_path: Path
     ) -> None:
         async with (
-            FakeDaemon(tmp_path / "mute.sock", Guest.gone) as mute,
-            client_of(mute, house, connect_timeout_s=1.5) as client,
+            FakeDaemon(tmp_path / "mute.sock", FakeConnection.gone) as mute,
+            client_of(mute, runner, connect_timeout_s=1.5) as client,
         ):
-            assert client.endpoint == house.endpoint
+            assert client.endpoint == runner.endpoint
 
-    async def test_use_before_opening_is_refused(self, house: House) -> None:
-        client = client_of(house)
+    async def test_use_before_opening_is_refused(self, runner: DaemonRunner) -> None:
+        client = client_of(runner)
         with pytest.raises(RequestRefused, match="not open"):
             await client.ping()
         with pytest.raises(RequestRefused, match="not open"):
             async with client.facts():
                 pass
 
-    async def test_a_client_is_opened_once(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_a_client_is_opened_once(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             with pytest.raises(RequestRefused, match="opened only once"):
                 await client.__aenter__()
             assert await client.ping() >= 0
@@ -322,7 +324,7 @@ class TestOpening:
     async def test_opening_can_be_cancelled(self, tmp_path: Path) -> None:
         arrived = asyncio.Event()
 
-        async def keep_waiting(guest: Guest) -> None:
+        async def keep_waiting(guest: FakeConnection) -> None:
             arrived.set()
             await guest.gone()
 
@@ -335,17 +337,17 @@ class TestOpening:
 
 
 class TestLosingTheDaemon:
-    async def test_a_call_while_the_daemon_is_away_is_done_when_it_is_back(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_a_call_while_the_daemon_is_away_is_done_when_it_is_back(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             await client.create_job("a")
-            await house.close()
+            await runner.close()
             note = asyncio.create_task(client.note("a", "while you were out"))
             await asyncio.sleep(0)
-            await house.open()
+            await runner.open()
             await note
             assert await notes(client) == ["while you were out"]
 
-    async def test_a_request_that_was_lost_on_its_way_is_sent_again(self, house: House, proxy: Proxy) -> None:
+    async def test_a_request_that_was_lost_on_its_way_is_sent_again(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             await client.create_job("a")
             proxy.rule = cut_once("up", RequestMessage)
@@ -353,7 +355,7 @@ class TestLosingTheDaemon:
             assert proxy.cuts == 1
             assert await notes(client) == ["hello"]
 
-    async def test_a_request_whose_answer_was_lost_is_done_once(self, house: House, proxy: Proxy) -> None:
+    async def test_a_request_whose_answer_was_lost_is_done_once(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             await client.create_job("a")
             proxy.rule = cut_once("down", Reply)
@@ -364,7 +366,7 @@ class TestLosingTheDaemon:
         first, again = (one for one in sent if one.method == AddNote.__name__)
         assert first.number == again.number
 
-    async def test_many_lost_answers_are_all_done_once(self, house: House, proxy: Proxy) -> None:
+    async def test_many_lost_answers_are_all_done_once(self, runner: DaemonRunner, proxy: Proxy) -> None:
         replies = 0
 
         def every_seventh_answer(way: str, message: Any) -> bool:
@@ -380,51 +382,53 @@ class TestLosingTheDaemon:
             assert sorted(await notes(client)) == sorted(f"note {number}" for number in range(50))
         assert proxy.cuts > 1
 
-    async def test_a_request_is_done_once_over_a_restart_of_the_daemon(self, house: House, proxy: Proxy) -> None:
+    async def test_a_request_is_done_once_over_a_restart_of_the_daemon(
+        self, runner: DaemonRunner, proxy: Proxy
+    ) -> None:
         async with client_of(proxy) as client:
             await client.create_job("a")
             proxy.rule = cut_once("down", Reply)
             note = asyncio.create_task(client.note("a", "hello"))
             while not proxy.cuts:
                 await asyncio.sleep(0)
-            await house.reopen()
+            await runner.reopen()
             await note
             assert await notes(client) == ["hello"]
 
-    async def test_it_turns_to_the_next_endpoint(self, house: House, tmp_path: Path) -> None:
-        other = House(config_in(tmp_path / "other"))
+    async def test_it_turns_to_the_next_endpoint(self, runner: DaemonRunner, tmp_path: Path) -> None:
+        other = DaemonRunner(config_in(tmp_path / "other"))
         await other.open()
-        async with client_of(house, other) as client:
-            assert client.endpoint == house.endpoint
-            await house.close()
+        async with client_of(runner, other) as client:
+            assert client.endpoint == runner.endpoint
+            await runner.close()
             assert (await client.status()).socket == other.config.socket
         await other.close()
 
     async def test_a_daemon_that_does_not_lead_sends_it_to_the_next_endpoint(
-        self, house: House, tmp_path: Path
+        self, runner: DaemonRunner, tmp_path: Path
     ) -> None:
         async def not_here(request: AddNote, call: Call, proceed: Any) -> Any:
             raise NotLeader("not_leader", "another daemon leads")
 
-        follower = House(
+        follower = DaemonRunner(
             config_in(tmp_path / "other"), extend=lambda daemon: daemon.bus.wrap(AddNote, not_here, owner="a test")
         )
         await follower.open()
-        async with client_of(house) as direct, client_of(follower, house) as client:
+        async with client_of(runner) as direct, client_of(follower, runner) as client:
             await direct.create_job("a")
             assert client.endpoint == follower.endpoint
             await client.note("a", "hello")
-            assert client.endpoint == house.endpoint
+            assert client.endpoint == runner.endpoint
             assert await notes(direct) == ["hello"]
         async with client_of(follower) as client:
             with pytest.raises(NotLeader):
                 await client.note("a", "hello")
         await follower.close()
 
-    async def test_a_token_that_is_revoked_ends_it_with_the_reason(self, house: House) -> None:
-        async with client_of(house) as operator:
+    async def test_a_token_that_is_revoked_ends_it_with_the_reason(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as operator:
             text = await operator.create_token("bot", Role.VIEWER)
-            async with client_of(house, token=text) as bot, bot.facts(since=None) as stream:
+            async with client_of(runner, token=text) as bot, bot.facts(since=None) as stream:
                 (token,) = await operator.tokens()
                 await operator.revoke_token(token.token_id)
                 with pytest.raises(RequestRefused, match="revoked"):
@@ -436,18 +440,18 @@ class TestLosingTheDaemon:
 
 
 class TestClosing:
-    async def test_calls_that_wait_are_told(self, house: House) -> None:
-        house.extend = serving(ponder_forever)
-        await house.reopen()
-        async with client_of(house) as client:
-            waiting = asyncio.create_task(client.request(Ponder("life")))
+    async def test_calls_that_wait_are_told(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(ponder_forever)
+        await runner.reopen()
+        async with client_of(runner) as client:
+            waiting = asyncio.create_task(client.request(ExampleRequest("life")))
             await client.ping()
         with pytest.raises(Unavailable) as closed:
             await waiting
         assert closed.value.code == "client_closed"
 
-    async def test_streams_that_wait_are_told(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_streams_that_wait_are_told(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             stream = await client.facts(since=None).__aenter__()
             waiting = asyncio.create_task(stream.__anext__())
             await client.ping()
@@ -455,8 +459,8 @@ class TestClosing:
             await waiting
         assert closed.value.code == "client_closed"
 
-    async def test_use_after_closing_is_refused(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_use_after_closing_is_refused(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             await client.ping()
         with pytest.raises(Unavailable, match="was closed"):
             await client.ping()
@@ -465,30 +469,30 @@ class TestClosing:
                 pass
         assert not client.connected
 
-    async def test_it_says_goodbye_and_acknowledges_all_answers(self, house: House, proxy: Proxy) -> None:
+    async def test_it_says_goodbye_and_acknowledges_all_answers(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             await client.create_job("a")
             await client.note("a", "hello")
-        while len(house.daemon.ledger.replies):
+        while len(runner.daemon.ledger.replies):
             await asyncio.sleep(0)
         assert [one for _, one in proxy.seen if isinstance(one, Bye)] == [Bye(2)]
 
-    async def test_it_can_be_closed_while_the_daemon_is_away(self, house: House) -> None:
-        async with client_of(house) as client:
-            await house.close()
+    async def test_it_can_be_closed_while_the_daemon_is_away(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
+            await runner.close()
             while client.connected:
                 await asyncio.sleep(0)
 
-    async def test_what_the_block_raises_leaves_it_as_it_is(self, house: House) -> None:
+    async def test_what_the_block_raises_leaves_it_as_it_is(self, runner: DaemonRunner) -> None:
         with pytest.raises(KeyError, match="mine"):
-            async with client_of(house):
+            async with client_of(runner):
                 raise KeyError("mine")
 
-    async def test_cancelling_the_block_passes_through(self, house: House) -> None:
+    async def test_cancelling_the_block_passes_through(self, runner: DaemonRunner) -> None:
         opened = asyncio.Event()
 
         async def block() -> None:
-            async with client_of(house):
+            async with client_of(runner):
                 opened.set()
                 await asyncio.Event().wait()
 
@@ -498,16 +502,16 @@ class TestClosing:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    async def test_a_timeout_around_it_is_a_timeout(self, house: House) -> None:
+    async def test_a_timeout_around_it_is_a_timeout(self, runner: DaemonRunner) -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.02), client_of(house):
+            async with asyncio.timeout(0.02), client_of(runner):
                 await asyncio.Event().wait()
         with pytest.raises(TimeoutError):
-            async with client_of(house), asyncio.timeout(0.02):
+            async with client_of(runner), asyncio.timeout(0.02):
                 await asyncio.Event().wait()
 
-    async def test_two_clients_in_one_loop_do_not_know_each_other(self, house: House) -> None:
-        async with client_of(house) as first, client_of(house) as second:
+    async def test_two_clients_in_one_loop_do_not_know_each_other(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as first, client_of(runner) as second:
             await asyncio.gather(first.create_job("a"), second.create_job("b"))
             async with second.facts(NoteAdded, since=None) as stream:
                 await first.note("a", "hello")

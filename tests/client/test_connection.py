@@ -17,15 +17,15 @@ from forged.net.protocol.messages import Bye, Facts, Failure, Hello, Ping, Pong,
 from forged.net.transport import tls
 from forged.net.transport.sockets import SystemNetwork
 from forged.retry import RetryPolicy
-from tests.client.fake import WELCOME, FakeDaemon, Guest
-from tests.client.house import SOON, House, config_in
+from tests.client.daemon_runner import SOON, DaemonRunner, config_in
+from tests.client.fake_daemon import WELCOME, FakeConnection, FakeDaemon
 from tests.client.test_client import client_of
 
 TWICE = RetryPolicy(attempts=2, delay_s=0.001)
 ONCE = RetryPolicy(attempts=1)
 
 
-async def refuse_all(guest: Guest, failure: Failure) -> None:
+async def refuse_all(guest: FakeConnection, failure: Failure) -> None:
     await guest.hear()
     guest.say(failure)
 
@@ -34,7 +34,7 @@ class TestHello:
     async def test_the_first_word_is_a_hello_with_the_token(self, tmp_path: Path) -> None:
         heard: list[Hello] = []
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             heard.append(await guest.greet())
             await guest.gone()
 
@@ -45,7 +45,7 @@ class TestHello:
     async def test_every_connection_of_a_client_bears_the_same_id(self, tmp_path: Path) -> None:
         heard: list[bytes] = []
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             heard.append((await guest.greet()).client)
             if len(heard) == 3:
                 await guest.gone()
@@ -78,7 +78,7 @@ class TestHello:
 
     @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\3abc", b"\0\0\0\1\xc0"])
     async def test_what_is_no_daemon_is_named_as_such(self, tmp_path: Path, said: bytes) -> None:
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             guest.writer.write(said)
             await guest.gone()
 
@@ -91,7 +91,7 @@ class TestConversation:
     async def test_a_ping_is_answered(self, tmp_path: Path) -> None:
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             guest.say(Ping(5))
             answered.set_result(await guest.hear())
@@ -102,7 +102,7 @@ class TestConversation:
     async def test_what_breaks_the_protocol_is_told_and_costs_the_connection(self, tmp_path: Path) -> None:
         told: list[Any] = []
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             if not told:
                 guest.say(Hello(1, 1, b"0" * 16))
@@ -115,7 +115,7 @@ class TestConversation:
         assert [(one.number, one.kind, one.code) for one in told] == [(0, "peer", "message_unexpected")]
 
     async def test_a_fact_that_cannot_be_read_costs_the_connection_and_not_the_client(self, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             subscribed = await guest.hear()
             broken = () if fake.guests > 1 else (msgspec.Raw(b"\xc0"),)
@@ -126,7 +126,7 @@ class TestConversation:
             assert fake.guests == 2
 
     async def test_an_answer_that_is_none_fails_the_call_alone(self, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             request = await guest.hear()
             guest.say(ReplyOut(request.number, "not jobs"))
@@ -143,7 +143,7 @@ class TestConversation:
         job = Job(name="a", settings={"blob": "x" * (5 << 20)}, created_at=0.0, created_by="a test")
         page = JobPage([job], more=False)
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet(msgspec.structs.replace(WELCOME, frame_bytes_max=8 << 20))
             request: RequestMessage = await guest.hear()
             guest.say(ReplyOut(request.number, page))
@@ -153,7 +153,7 @@ class TestConversation:
             assert await client.request(ListJobs()) == page
 
     async def test_goodbye_says_why_the_daemon_went(self, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.hear()
             guest.say(Bye(0, "gone fishing"))
@@ -181,42 +181,42 @@ class TestTls:
     async def test_certificates_are_those_that_the_environment_names(
         self, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        house = await _secured_house(tmp_path, files)
+        runner = await _secured_house(tmp_path, files)
         for name, value in (("CA", "ca"), ("CERTIFICATE", "cert"), ("KEY", "key")):
             monkeypatch.setenv(f"FORGED_{name}", files[value])
-        async with ForgedClient(house.daemon.listening[0], reconnect=SOON) as client:
+        async with ForgedClient(runner.daemon.listening[0], reconnect=SOON) as client:
             assert (await client.create_job("a")).created_by == "certificate:bot"
-        await house.close()
+        await runner.close()
 
     async def test_a_certificate_that_is_not_accepted_is_final(
         self, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        house = await _secured_house(tmp_path, files)
+        runner = await _secured_house(tmp_path, files)
         trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
         monkeypatch.setenv("FORGED_CA", str(tmp_path / "other.pem"))
         with pytest.raises(PeerError, match="its certificate is not accepted"):
-            await ForgedClient(house.daemon.listening[0], connect_timeout_s=60).__aenter__()
-        await house.close()
+            await ForgedClient(runner.daemon.listening[0], connect_timeout_s=60).__aenter__()
+        await runner.close()
 
     async def test_a_daemon_that_wants_a_certificate_says_so(
         self, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        house = await _secured_house(tmp_path, files)
+        runner = await _secured_house(tmp_path, files)
         monkeypatch.setenv("FORGED_CA", files["ca"])
         with pytest.raises(PeerError, match="wants a client certificate"):
-            await ForgedClient(house.daemon.listening[0], connect_timeout_s=60).__aenter__()
-        await house.close()
+            await ForgedClient(runner.daemon.listening[0], connect_timeout_s=60).__aenter__()
+        await runner.close()
 
 
-async def _secured_house(directory: Path, files: dict[str, str]) -> House:
+async def _secured_house(directory: Path, files: dict[str, str]) -> DaemonRunner:
     """A daemon that lets in who shows a certificate."""
     network = SystemNetwork(tls_server=tls.server_context(files["cert"], files["key"], files["ca"]))
     config = config_in(directory, listen=("tls://127.0.0.1:0",), certificate_roles={"bot": "worker"})
-    house = House(config, network=network)
-    await house.open()
-    return house
+    runner = DaemonRunner(config, network=network)
+    await runner.open()
+    return runner
 
 
-async def _welcome_and_wait(guest: Guest, welcome: Welcome) -> None:
+async def _welcome_and_wait(guest: FakeConnection, welcome: Welcome) -> None:
     await guest.greet(welcome)
     await guest.gone()

@@ -11,8 +11,8 @@ import pytest
 from forged.client import connector
 from forged.errors import ConfigError, Unavailable
 from forged.retry import RetryPolicy
-from tests.client.fake import FakeDaemon, Guest
-from tests.client.house import SOON, House
+from tests.client.daemon_runner import SOON, DaemonRunner
+from tests.client.fake_daemon import FakeConnection, FakeDaemon
 from tests.client.test_client import client_of
 
 
@@ -39,7 +39,7 @@ class Clock:
         return self.now
 
 
-async def welcome_and_drop(guest: Guest) -> None:
+async def welcome_and_drop(guest: FakeConnection) -> None:
     await guest.greet()
 
 
@@ -55,7 +55,7 @@ class TestPauses:
         dice, clock = Dice(1), Clock()
         leave = asyncio.Event()
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await (leave.wait() if fake.guests == 1 else guest.gone())
 
@@ -78,7 +78,7 @@ class TestPauses:
             assert min(first.guests, second.guests) >= 4
 
     async def test_a_hurried_start_does_not_hurry_what_comes_later(self, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             if fake.guests > 1:
                 await asyncio.sleep(0.5)
             await guest.greet()
@@ -90,9 +90,9 @@ class TestPauses:
                 await asyncio.sleep(0.001)
             assert fake.guests == 2
 
-    async def test_a_policy_that_gives_up_ends_the_client(self, house: House) -> None:
-        async with client_of(house, reconnect=RetryPolicy(attempts=3, delay_s=0.001)) as client:
-            await house.close()
+    async def test_a_policy_that_gives_up_ends_the_client(self, runner: DaemonRunner) -> None:
+        async with client_of(runner, reconnect=RetryPolicy(attempts=3, delay_s=0.001)) as client:
+            await runner.close()
             with pytest.raises(Unavailable, match="cannot connect") as nobody:
                 await client.status()
             assert nobody.value.code == "no_daemon"
@@ -101,16 +101,16 @@ class TestPauses:
 
 
 class TestEnd:
-    async def test_what_the_operator_must_mend_is_not_tried_again(self, house: House) -> None:
+    async def test_what_the_operator_must_mend_is_not_tried_again(self, runner: DaemonRunner) -> None:
         endpoint = f"unix:///{'x' * 200}"
-        client = client_of(house)
+        client = client_of(runner)
         with pytest.raises(ConfigError, match="path"):
             await type(client)(endpoint, connect_timeout_s=60, reconnect=SOON).__aenter__()
 
     async def test_a_client_that_is_left_while_it_connects_leaves_nothing_behind(self, tmp_path: Path) -> None:
         tried = asyncio.Event()
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             if fake.guests == 1:
                 await guest.greet()
             else:
@@ -129,7 +129,7 @@ class TestEnd:
         monkeypatch.setattr(connector, "GOODBYE_TIMEOUT_S", 0.02)
         over = asyncio.Event()
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             # With its buffer full, as a process that hangs, it reads no more.
             await over.wait()

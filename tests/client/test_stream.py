@@ -17,7 +17,7 @@ from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import JobCreated, NoteAdded
 from forged.kernel.messages import Fact, Gap, Record
 from forged.net.protocol.messages import Credit, Ended, Facts, GapMessage, Subscribe, Unsubscribe
-from tests.client.house import House, LastingStore, config_in
+from tests.client.daemon_runner import DaemonRunner, ReusableStore, config_in
 from tests.client.proxy import Proxy
 from tests.client.test_client import client_of
 
@@ -130,8 +130,8 @@ class TestCredit:
         await reader.read(WINDOW_FACTS // 2 - 60)
         assert reader.said[-1] == Credit(1, WINDOW_FACTS // 2)
 
-    async def test_a_reader_that_rests_holds_no_more_than_the_window(self, house: House) -> None:
-        async with client_of(house) as client, client_of(house) as other:
+    async def test_a_reader_that_rests_holds_no_more_than_the_window(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client, client_of(runner) as other:
             await other.create_job("a")
             async with client.facts(NoteAdded, since=None) as stream:
                 for start in range(0, 2 * WINDOW_FACTS, 100):
@@ -215,16 +215,16 @@ class TestEnding:
 
 
 class TestAgainstADaemon:
-    async def test_facts_come_as_they_become_durable(self, house: House) -> None:
-        async with client_of(house) as client, client.facts(since=None) as stream:
+    async def test_facts_come_as_they_become_durable(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client, client.facts(since=None) as stream:
             job = await client.create_job("a", {"lr": 1})
             created = await anext(stream)
             assert isinstance(created, Record)
             assert created.fact == JobCreated(job.name, job.settings)
             assert created.job == "a"
 
-    async def test_only_what_was_asked_for_comes(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_only_what_was_asked_for_comes(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             await client.create_job("a")
             await client.create_job("b")
             await client.note("a", "mine")
@@ -233,26 +233,26 @@ class TestAgainstADaemon:
                 heard = [await anext(stream) for _ in range(2)]
             assert [_fact(item) for item in heard] == [JobCreated("b", {}), NoteAdded("theirs")]
 
-    async def test_every_type_is_what_fact_means(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_every_type_is_what_fact_means(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             everything = [item async for item in client.past_facts(Fact)]
             assert [_id(item) for item in everything] == [_id(item) async for item in client.past_facts()]
 
-    async def test_past_facts_end_where_none_of_them_is_wanted(self, house: House) -> None:
-        async with client_of(house) as client:
+    async def test_past_facts_end_where_none_of_them_is_wanted(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client:
             await client.create_job("a")
             assert [item async for item in client.past_facts("NoSuchFact")] == []
             assert [item async for item in client.past_facts(jobs=["none"])] == []
 
-    async def test_past_facts_end_for_those_who_may_not_see_the_last(self, house: House) -> None:
-        async with client_of(house) as operator:
+    async def test_past_facts_end_for_those_who_may_not_see_the_last(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as operator:
             await operator.create_job("a")
             text = await operator.create_token("bot", Role.VIEWER, jobs=["a"])
-        async with client_of(house, token=text) as client:
+        async with client_of(runner, token=text) as client:
             assert [_fact(item) async for item in client.past_facts()] == [JobCreated("a", {})]
 
-    async def test_what_may_not_be_seen_is_refused_and_stays_refused(self, house: House, proxy: Proxy) -> None:
-        async with client_of(house) as operator:
+    async def test_what_may_not_be_seen_is_refused_and_stays_refused(self, runner: DaemonRunner, proxy: Proxy) -> None:
+        async with client_of(runner) as operator:
             text = await operator.create_token("bot", Role.VIEWER, jobs=["a"])
         async with client_of(proxy, token=text) as client:
             with pytest.raises(RequestRefused, match="b"):
@@ -264,7 +264,7 @@ class TestAgainstADaemon:
         assert len(subscriptions) == 1
 
     async def test_more_names_than_a_frame_holds_are_refused_to_their_reader_alone(
-        self, house: House, proxy: Proxy
+        self, runner: DaemonRunner, proxy: Proxy
     ) -> None:
         async with client_of(proxy) as client:
             with pytest.raises(ForgedError):
@@ -273,14 +273,16 @@ class TestAgainstADaemon:
             proxy.cut()
             assert await client.ping() >= 0
 
-    async def test_leaving_the_block_unsubscribes(self, house: House, proxy: Proxy) -> None:
+    async def test_leaving_the_block_unsubscribes(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             async with client.facts() as stream:
                 pass
             await client.ping()
         assert [one for _, one in proxy.seen if isinstance(one, Unsubscribe)] == [Unsubscribe(stream.number)]
 
-    async def test_no_fact_is_lost_or_seen_twice_over_broken_connections(self, house: House, proxy: Proxy) -> None:
+    async def test_no_fact_is_lost_or_seen_twice_over_broken_connections(
+        self, runner: DaemonRunner, proxy: Proxy
+    ) -> None:
         random = Random(SEED)
         notes = 600
 
@@ -290,7 +292,7 @@ class TestAgainstADaemon:
                 await asyncio.gather(*(writer.note("a", f"{start + number}") for number in range(10)))
 
         proxy.rule = lambda way, message: isinstance(message, Facts) and random.random() < 0.4
-        async with client_of(house) as writer, client_of(proxy) as client:
+        async with client_of(runner) as writer, client_of(proxy) as client:
             async with client.facts(since=EARLIEST) as stream:
                 writing = asyncio.create_task(write(writer))
                 heard = await _until_last_note(stream, notes)
@@ -299,21 +301,21 @@ class TestAgainstADaemon:
         assert [_id(item) for item in heard] == journal
         assert proxy.cuts > 5
 
-    async def test_it_goes_on_over_restarts_of_the_daemon(self, house: House) -> None:
-        async with client_of(house) as client, client.facts(NoteAdded, since=None) as stream:
+    async def test_it_goes_on_over_restarts_of_the_daemon(self, runner: DaemonRunner) -> None:
+        async with client_of(runner) as client, client.facts(NoteAdded, since=None) as stream:
             await client.create_job("a")
             for text in ("one", "two", "three"):
                 await client.note("a", text)
-                await house.reopen()
+                await runner.reopen()
             assert [_fact(await anext(stream)) for _ in range(3)] == [
                 NoteAdded("one"),
                 NoteAdded("two"),
                 NoteAdded("three"),
             ]
 
-    async def test_what_the_journal_has_forgotten_meanwhile_is_a_gap(self, house: House, proxy: Proxy) -> None:
-        await house.reopen(journal_facts_max=100)
-        async with client_of(house) as writer, client_of(proxy) as client:
+    async def test_what_the_journal_has_forgotten_meanwhile_is_a_gap(self, runner: DaemonRunner, proxy: Proxy) -> None:
+        await runner.reopen(journal_facts_max=100)
+        async with client_of(runner) as writer, client_of(proxy) as client:
             await writer.create_job("a")
             async with client.facts(since=None) as stream:
                 await writer.note("a", "seen")
@@ -330,15 +332,17 @@ class TestAgainstADaemon:
         assert (gap.first, gap.last) == (seen.id + 1, next_one.id - 1)
 
     @pytest.mark.parametrize("notes", [0, 50])
-    async def test_another_history_at_the_same_address_is_a_gap(self, house: House, tmp_path: Path, notes: int) -> None:
+    async def test_another_history_at_the_same_address_is_a_gap(
+        self, runner: DaemonRunner, tmp_path: Path, notes: int
+    ) -> None:
         """Whether the other daemon has said more so far than this one had, or less."""
         other = await _other_history(tmp_path / "other", notes)
-        async with client_of(house) as client:
+        async with client_of(runner) as client:
             await client.create_job("a")
             async with client.facts(JobCreated, NoteAdded, since=EARLIEST) as stream:
                 await client.note("a", "seen")
                 assert [_fact(await anext(stream)) for _ in range(2)] == [JobCreated("a", {}), NoteAdded("seen")]
-                await house.reopen(other)
+                await runner.reopen(other)
                 gap = await anext(stream)
                 assert isinstance(gap, Gap)
                 assert "another one" in gap.reason
@@ -347,15 +351,15 @@ class TestAgainstADaemon:
         assert rest == journal
 
 
-async def _other_history(directory: Path, notes: int) -> LastingStore:
+async def _other_history(directory: Path, notes: int) -> ReusableStore:
     """A store in which a daemon has taken these notes."""
-    house = House(config_in(directory), store := LastingStore("another history"))
-    await house.open()
-    async with client_of(house) as client:
+    runner = DaemonRunner(config_in(directory), store := ReusableStore("another history"))
+    await runner.open()
+    async with client_of(runner) as client:
         await client.create_job("b")
         for number in range(notes):
             await client.note("b", f"{number}")
-    await house.close()
+    await runner.close()
     return store
 
 

@@ -32,7 +32,7 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
 from forged.kernel.messages import Fact, Record
-from tests.client.house import SOON, House, config_in
+from tests.client.daemon_runner import SOON, DaemonRunner, config_in
 
 JOB = "run"
 SETTINGS: dict[str, SettingValue] = {"stability_window_ms": 300, "failure_tolerance_percentage": 100}
@@ -42,8 +42,8 @@ PATIENCE_S = 60.0
 class Worker:
     """Answers what attempts ask of it, and follows the world by its changes."""
 
-    def __init__(self, house: House, name: str) -> None:
-        self.client = ForgedClient(house.endpoint, reconnect=SOON)
+    def __init__(self, runner: DaemonRunner, name: str) -> None:
+        self.client = ForgedClient(runner.endpoint, reconnect=SOON)
         self.name = name
         self.incarnation = os.urandom(INCARNATION_BYTES)
         self.topology = ClusterTopology()
@@ -136,11 +136,11 @@ class Worker:
 
 
 @asynccontextmanager
-async def workers(house: House, *names: str) -> AsyncIterator[list[Worker]]:
+async def workers(runner: DaemonRunner, *names: str) -> AsyncIterator[list[Worker]]:
     """Workers in their first world."""
     with anyio.fail_after(PATIENCE_S):
         async with AsyncExitStack() as stack:
-            crew = [await stack.enter_async_context(Worker(house, name)) for name in names]
+            crew = [await stack.enter_async_context(Worker(runner, name)) for name in names]
             for worker in crew:
                 await worker.until_world(1)
             yield crew
@@ -153,15 +153,15 @@ async def facts_of(crew: list[Worker], kind: type[Fact]) -> list[Fact]:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    house = House(config_in(tmp_path))
-    await house.open()
-    yield house
-    await house.close()
+async def runner(tmp_path: Path) -> AsyncIterator[DaemonRunner]:
+    runner = DaemonRunner(config_in(tmp_path))
+    await runner.open()
+    yield runner
+    await runner.close()
 
 
-async def test_workers_agree_on_a_world_that_each_builds_from_its_changes(house: House) -> None:
-    async with workers(house, "a", "b", "c") as crew:
+async def test_workers_agree_on_a_world_that_each_builds_from_its_changes(runner: DaemonRunner) -> None:
+    async with workers(runner, "a", "b", "c") as crew:
         topology = await crew[0].client.request(ReadTopology(JOB))
         assert {worker.topology for worker in crew} == {topology}
         assert sorted(worker.id for worker in topology.workers) == ["a", "b", "c"]
@@ -169,11 +169,11 @@ async def test_workers_agree_on_a_world_that_each_builds_from_its_changes(house:
         assert len(keys) == 1
 
 
-async def test_who_is_dead_is_found_by_its_door_and_replaced_by_who_waits(house: House) -> None:
-    async with workers(house, "a", "b", "c") as crew:
+async def test_who_is_dead_is_found_by_its_door_and_replaced_by_who_waits(runner: DaemonRunner) -> None:
+    async with workers(runner, "a", "b", "c") as crew:
         before = [worker.id for worker in crew[0].topology.workers]
         await crew[1].die()
-        async with Worker(house, "d") as joiner:
+        async with Worker(runner, "d") as joiner:
             for worker in (crew[0], crew[2]):
                 await worker.until_world(2)
             if joiner.name not in {worker.id for worker in crew[0].topology.workers}:
@@ -188,9 +188,9 @@ async def test_who_is_dead_is_found_by_its_door_and_replaced_by_who_waits(house:
             assert survivors == [worker for worker in before if worker in "ac"]
 
 
-async def test_a_daemon_that_is_restarted_finds_its_workers_where_they_were(house: House) -> None:
-    async with workers(house, "a", "b", "c") as crew:
-        await house.reopen()
+async def test_a_daemon_that_is_restarted_finds_its_workers_where_they_were(runner: DaemonRunner) -> None:
+    async with workers(runner, "a", "b", "c") as crew:
+        await runner.reopen()
         for worker in crew:
             again = await worker.join()
             assert (again.generation, again.topology) == (1, worker.topology)
@@ -203,12 +203,12 @@ async def test_a_daemon_that_is_restarted_finds_its_workers_where_they_were(hous
         assert {worker.topology for worker in crew} == {crew[0].topology}
 
 
-async def test_a_daemon_that_goes_in_the_middle_of_a_rescale_completes_it_when_it_is_back(house: House) -> None:
-    async with workers(house, "a", "b", "c") as crew:
+async def test_a_daemon_that_goes_in_the_middle_of_a_rescale_completes_it_when_it_is_back(runner: DaemonRunner) -> None:
+    async with workers(runner, "a", "b", "c") as crew:
         crew[2].answers = False
         await crew[0].client.request(RescaleJob(JOB))
         await crew[2].until_asked(2)
-        await house.reopen()
+        await runner.reopen()
         crew[2].answers = True
         for worker in crew:
             await worker.until_world(2)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.client.conftest import neighbour
+from tests.client.conftest import threaded_daemon
 
-__all__ = ["neighbour"]
+__all__ = ["threaded_daemon"]

@@ -27,10 +27,10 @@ from forged.net.transport.sockets import SystemNetwork
 from forged.plain_client import connection
 from forged.plain_client.connection import Wire
 from forged.version import VERSION
-from tests.cli.pretender import Refusal, pretending, trickle
-from tests.client.fake import WELCOME, FakeDaemon, Guest
-from tests.client.house import House, config_in
-from tests.client.neighbour import LoopThread, Neighbour
+from tests.cli.scripted_daemon import Refusal, scripted_daemon, trickle
+from tests.client.daemon_runner import DaemonRunner, config_in
+from tests.client.fake_daemon import WELCOME, FakeConnection, FakeDaemon
+from tests.client.threaded_daemon import EventLoopThread, ThreadedDaemon
 
 SHORT_S = 0.25
 LONG_S = 60.0
@@ -38,17 +38,17 @@ HEAVY = {"anyio", "asyncio", "json", "logging", "msgspec", "ssl", "subprocess", 
 
 
 @pytest.fixture
-def loop() -> Iterator[LoopThread]:
-    loop = LoopThread()
+def loop() -> Iterator[EventLoopThread]:
+    loop = EventLoopThread()
     yield loop
     loop.end()
 
 
 @contextmanager
 def connected(
-    loop: LoopThread,
+    loop: EventLoopThread,
     directory: Path,
-    treat: Callable[[Guest], Awaitable[None]],
+    treat: Callable[[FakeConnection], Awaitable[None]],
     timeout_s: float = LONG_S,
 ) -> Iterator[Wire]:
     """A wire to a fake daemon."""
@@ -78,8 +78,10 @@ class TestHello:
             (b"\0\0\0\4\x93\x01\x01\xc0", "its welcome is none"),
         ],
     )
-    def test_what_is_no_daemon_is_named_as_such(self, loop: LoopThread, tmp_path: Path, said: bytes, why: str) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_what_is_no_daemon_is_named_as_such(
+        self, loop: EventLoopThread, tmp_path: Path, said: bytes, why: str
+    ) -> None:
+        async def treat(guest: FakeConnection) -> None:
             guest.writer.write(said)
             await guest.gone()
 
@@ -87,8 +89,8 @@ class TestHello:
             pass
         assert strange.value.code == "not_a_daemon"
 
-    def test_a_daemon_of_another_version_is_told_apart(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_a_daemon_of_another_version_is_told_apart(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet(msgspec.structs.replace(WELCOME, version=9))
             await guest.gone()
 
@@ -99,8 +101,8 @@ class TestHello:
             pass
         assert (mismatch.value.code, mismatch.value.fix) == ("version_mismatch", "upgrade forgectl")
 
-    def test_what_a_newer_daemon_appends_to_its_welcome_is_ignored(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_what_a_newer_daemon_appends_to_its_welcome_is_ignored(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.hear()
             fields = [1, *msgspec.to_builtins(WELCOME)[1:], "news", {}]
             payload = msgspec.msgpack.encode(fields)
@@ -113,14 +115,14 @@ class TestHello:
     def test_one_that_speaks_only_an_older_version_is_told_apart(self, tmp_path: Path) -> None:
         older = [1, 0, "forged/0.0.9", "unix:0", "operator", "", 0, 1, 4 << 20, 1024, 0]
         with (
-            pretending(tmp_path, welcome=older) as daemon,
+            scripted_daemon(tmp_path, welcome=older) as daemon,
             pytest.raises(PeerError, match=r"forged/0\.0\.9") as mismatch,
         ):
             Wire(f"unix://{daemon.path}", None, LONG_S)
         assert mismatch.value.fix == "upgrade the daemon"
 
-    def test_one_that_refuses_our_version_is_quoted(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_one_that_refuses_our_version_is_quoted(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.hear()
             guest.say(Failure(0, "peer", "version_mismatch", "this end speaks 2 to 3", "upgrade the older"))
             await guest.gone()
@@ -142,8 +144,8 @@ class TestHello:
                 Wire(f"unix://{path}", None, LONG_S)
             turned_away.join()
 
-    def test_one_that_hangs_up_is_unavailable(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_one_that_hangs_up_is_unavailable(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.hear()
 
         with pytest.raises(Unavailable, match="closed the connection"), connected(loop, tmp_path, treat):
@@ -151,10 +153,10 @@ class TestHello:
 
 
 class TestAnswers:
-    def test_pings_are_answered_and_do_not_count_as_an_answer(self, loop: LoopThread, tmp_path: Path) -> None:
+    def test_pings_are_answered_and_do_not_count_as_an_answer(self, loop: EventLoopThread, tmp_path: Path) -> None:
         heard: list[Any] = []
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.hear()
             for nonce in range(1000):
@@ -169,8 +171,8 @@ class TestAnswers:
             line.request("ReadStatus")
         assert heard[0] == Pong(0)
 
-    def test_a_failure_is_raised_as_what_it_is(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_a_failure_is_raised_as_what_it_is(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.hear()
             guest.say(Failure(1, "refused", "no_way", "that will not do", "do something else"))
@@ -186,8 +188,8 @@ class TestAnswers:
                 line.request("Anything")
         assert (refused.value.code, refused.value.fix) == ("no_way", "do something else")
 
-    def test_answers_may_be_as_large_as_the_daemon_says(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_answers_may_be_as_large_as_the_daemon_says(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             guest.say(ReplyOut((await guest.hear()).number, "x" * 1_000_000))
             guest.say(ReplyOut((await guest.hear()).number, "x" * 5_000_000))
@@ -198,8 +200,8 @@ class TestAnswers:
             with pytest.raises(PeerError, match="announces 5000"):
                 line.request("Anything")
 
-    def test_goodbye_is_unavailable_and_says_so(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_goodbye_is_unavailable_and_says_so(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             guest.say(Bye(0, "gone fishing"))
             await guest.gone()
@@ -219,7 +221,7 @@ class TestAnswers:
     )
     def test_a_request_that_it_does_not_know_names_both_versions(self, tmp_path: Path, agent: str, fix: str) -> None:
         with (
-            pretending(tmp_path, agent=agent) as daemon,
+            scripted_daemon(tmp_path, agent=agent) as daemon,
             closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
             pytest.raises(RequestRefused, match=f"the daemon is {agent}, this is forgectl {VERSION}") as refused,
         ):
@@ -234,7 +236,7 @@ class TestAnswers:
     ) -> None:
         answers = {"CreateJob": Refusal("refused", "request_invalid", "field missing", "see the fields")}
         with (
-            pretending(tmp_path, answers, agent=agent) as daemon,
+            scripted_daemon(tmp_path, answers, agent=agent) as daemon,
             closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
             pytest.raises(RequestRefused) as refused,
         ):
@@ -244,8 +246,10 @@ class TestAnswers:
     @pytest.mark.parametrize(
         "message", [[3, 1], [3], [3, "x", {}], [7, 1, 2], [7, 1, 2, "x"], [8, 1, 1, 2], [4], [11, 1, {}]]
     )
-    def test_what_has_not_its_shape_is_an_error(self, loop: LoopThread, tmp_path: Path, message: list[Any]) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_what_has_not_its_shape_is_an_error(
+        self, loop: EventLoopThread, tmp_path: Path, message: list[Any]
+    ) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.hear()
             payload = msgpack.packb(message)
@@ -258,7 +262,7 @@ class TestAnswers:
     @pytest.mark.parametrize("given", ["\udcff", 1 << 64])
     def test_what_cannot_be_sent_is_the_callers_to_mend(self, tmp_path: Path, given: Any) -> None:
         with (
-            pretending(tmp_path) as daemon,
+            scripted_daemon(tmp_path) as daemon,
             closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
             pytest.raises(ConfigError, match="cannot be sent"),
         ):
@@ -267,8 +271,8 @@ class TestAnswers:
 
 
 class TestSayingAndHeeding:
-    def test_a_signal_is_said_as_it_is(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_a_signal_is_said_as_it_is(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             signal = await guest.hear()
             guest.say(ReplyOut((await guest.hear()).number, [signal.name, bytes(signal.body)]))
@@ -279,8 +283,8 @@ class TestSayingAndHeeding:
             name, body = line.request("Anything")
         assert (name, msgpack.unpackb(body)) == ("Pulse", {"job": "run", "step": 3})
 
-    def test_a_ping_is_answered_by_who_heeds_it(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_a_ping_is_answered_by_who_heeds_it(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.hear()
             guest.say(Ping(7))
@@ -294,8 +298,8 @@ class TestSayingAndHeeding:
             line.heed()
             assert line.request("Anything") == 7
 
-    def test_what_came_with_the_welcome_is_heeded_too(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_what_came_with_the_welcome_is_heeded_too(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.hear()
             payloads = [msgspec.msgpack.encode(message) for message in (WELCOME, Ping(7))]
             guest.writer.write(b"".join(len(payload).to_bytes(4, "big") + payload for payload in payloads))
@@ -307,10 +311,10 @@ class TestSayingAndHeeding:
             line.heed()
             assert line.request("Anything") == 7
 
-    def test_who_heeds_waits_for_nothing(self, loop: LoopThread, tmp_path: Path) -> None:
+    def test_who_heeds_waits_for_nothing(self, loop: EventLoopThread, tmp_path: Path) -> None:
         """Neither for a first byte nor for the last of a message that has begun."""
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.hear()
             guest.writer.write(b"\0\0\0\3\x92\x0d")
@@ -342,9 +346,9 @@ class TestSayingAndHeeding:
         ids=["gone", "bye", "failure", "endless", "empty", "nonsense"],
     )
     def test_the_end_is_heard_by_who_heeds(
-        self, loop: LoopThread, tmp_path: Path, said: bytes, error: type[ForgedError]
+        self, loop: EventLoopThread, tmp_path: Path, said: bytes, error: type[ForgedError]
     ) -> None:
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.hear()
             guest.writer.write(said)
@@ -371,8 +375,8 @@ class TestSayingAndHeeding:
 
 
 class TestFacts:
-    def test_a_message_that_begins_and_does_not_end_is_given_up(self, loop: LoopThread, tmp_path: Path) -> None:
-        async def treat(guest: Guest) -> None:
+    def test_a_message_that_begins_and_does_not_end_is_given_up(self, loop: EventLoopThread, tmp_path: Path) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.hear()
             await trickle(guest)
@@ -392,7 +396,7 @@ class TestFacts:
             7,
         ]
         with (
-            pretending(tmp_path, facts=records) as daemon,
+            scripted_daemon(tmp_path, facts=records) as daemon,
             closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
         ):
             read = [event for _, event in line.facts(-1, [], [], until=5) if event]
@@ -400,11 +404,11 @@ class TestFacts:
         assert read[0].keys() == set(connection.RECORD_FIELDS)
 
     def test_who_waits_is_asked_now_and_then_whether_to_go_on(
-        self, loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, loop: EventLoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "PING_AFTER_S", SHORT_S)
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.gone()
 
@@ -417,12 +421,12 @@ class TestFacts:
                 next(line.facts(None, [], []))
 
     def test_a_daemon_that_falls_silent_is_asked_and_then_given_up(
-        self, loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, loop: EventLoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "PING_AFTER_S", SHORT_S)
         heard: list[Any] = []
 
-        async def treat(guest: Guest) -> None:
+        async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             heard.append(await guest.hear())
             for _ in range(3):
@@ -437,25 +441,25 @@ class TestFacts:
             next(line.facts(None, [], []))
         assert [type(one) for one in heard] == [Subscribe, Ping, Ping, Ping]
 
-    def test_a_gap_is_told_with_the_position_behind_it(self, neighbour: Neighbour) -> None:
-        with neighbour.client() as client:
+    def test_a_gap_is_told_with_the_position_behind_it(self, threaded_daemon: ThreadedDaemon) -> None:
+        with threaded_daemon.client() as client:
             client.create_job("a")
-            line = Wire(neighbour.house.endpoint, None, LONG_S)
+            line = Wire(threaded_daemon.runner.endpoint, None, LONG_S)
             position, gap = next(line.facts(1, [], [], history="another history"))
             line.close()
         assert gap is not None
         assert gap["gap"]["last"] == position
 
     def test_a_reader_that_has_seen_a_window_gives_credit_for_more(
-        self, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
+        self, threaded_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "WINDOW_FACTS", 10)
-        with neighbour.client() as client:
+        with threaded_daemon.client() as client:
             client.create_job("a")
             for number in range(95):
                 client.note("a", f"{number}")
             last = client.status().last_fact
-            line = Wire(neighbour.house.endpoint, None, LONG_S)
+            line = Wire(threaded_daemon.runner.endpoint, None, LONG_S)
             texts = [event["fact"].get("text") for _, event in line.facts(-1, [], [], until=last) if event]
             line.close()
         assert texts[2:] == [f"{number}" for number in range(95)]
@@ -463,7 +467,7 @@ class TestFacts:
 
 class TestTls:
     @pytest.fixture
-    def secured(self, tmp_path: Path, loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    def secured(self, tmp_path: Path, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         """The endpoint of a daemon that lets in whose certificate it knows; ours are in the environment."""
         authority = trustme.CA()
         issued = authority.issue_cert("127.0.0.1", common_name="bot")
@@ -476,14 +480,14 @@ class TestTls:
         context = tls.server_context(files["CERTIFICATE"], files["KEY"], files["CA"])
         config = config_in(tmp_path, listen=("tls://127.0.0.1:0",), certificate_roles={"bot": "viewer"})
 
-        async def open_house() -> House:
-            house = House(config, network=SystemNetwork(tls_server=context))
-            await house.open()
-            return house
+        async def open_house() -> DaemonRunner:
+            runner = DaemonRunner(config, network=SystemNetwork(tls_server=context))
+            await runner.open()
+            return runner
 
-        house = loop.call(open_house)
-        yield house.daemon.listening[0]
-        loop.call(house.close)
+        runner = loop.call(open_house)
+        yield runner.daemon.listening[0]
+        loop.call(runner.close)
 
     def test_a_daemon_behind_tls_answers(self, secured: str) -> None:
         line = Wire(secured, None, LONG_S)
@@ -551,9 +555,9 @@ def msgspec_messages() -> list[Any]:
     return list(AnyMessage.__args__)
 
 
-def test_a_blocking_client_and_a_wire_tell_the_same(neighbour: Neighbour) -> None:
-    with BlockingClient(neighbour.house.endpoint) as client:
-        line = Wire(neighbour.house.endpoint, None, LONG_S)
+def test_a_blocking_client_and_a_wire_tell_the_same(threaded_daemon: ThreadedDaemon) -> None:
+    with BlockingClient(threaded_daemon.runner.endpoint) as client:
+        line = Wire(threaded_daemon.runner.endpoint, None, LONG_S)
         theirs = msgspec.to_builtins(client.status())
         ours = line.request("ReadStatus")
         line.close()

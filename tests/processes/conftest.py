@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes import troupe
-from tests.processes.nursery import WarmProcess
+from tests.processes.fork_server import ForkServer
+from tests.processes.training_cluster import worker_fork_server
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[WarmProcess]:
-    """A stage for one troupe after the other."""
-    with troupe.stage() as warm:
-        yield warm
+def fork_server() -> Iterator[ForkServer]:
+    """A fork server that the clusters of one module use in turn."""
+    with worker_fork_server() as server:
+        yield server

@@ -26,17 +26,17 @@ from forged.data.transfer.bandwidth import RATE_BYTES_MIN
 from forged.elastic.messages import RescaleCompleted, RescaleStarted, WorkerFailed, WorkerLeft
 from forged.kernel.messages import Fact, Record
 from tests.data.wards import filling
-from tests.processes import troupe as troupes
-from tests.processes.data_trainee import BATCH, SAMPLES, SHARD_BYTES, SHARDS, sampler_of
-from tests.processes.nursery import WarmProcess
-from tests.processes.trainee import JOB
-from tests.processes.troupe import Player, Troupe
+from tests.processes import training_cluster
+from tests.processes.data_worker_script import BATCH, SAMPLES, SHARD_BYTES, SHARDS, sampler_of
+from tests.processes.fork_server import ForkServer
+from tests.processes.training_cluster import TrainingCluster, WorkerProcess
+from tests.processes.worker_script import JOB
 
 KILLS = int(os.environ.get("FORGED_DATA_KILLS", "4"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
 
 
-class Herdsman(Player):
+class Herdsman(WorkerProcess):
     """A worker's process, and what it has drawn, by step and world."""
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -51,7 +51,7 @@ class Herdsman(Player):
             super().take(line)
 
 
-class Drovers(Troupe):
+class Drovers(TrainingCluster):
     """Workers with data, and their daemon."""
 
     mode = "shared"
@@ -87,8 +87,8 @@ class Drovers(Troupe):
                 "weight": options.get("weight", 1.0),
                 "points": [(options["at"], "hold")] if "at" in options else [],
             }
-            player = self.players[name] = Herdsman(name, self.directory)
-            await self.bear(player, "data_trainee", self.endpoint, name, str(self.directory), json.dumps(words))
+            worker = self.workers[name] = Herdsman(name, self.directory)
+            await self.bear(worker, "data_worker_script", self.endpoint, name, str(self.directory), json.dumps(words))
 
     async def shown(self) -> DataView:
         async with self.client() as client:
@@ -97,7 +97,7 @@ class Drovers(Troupe):
     async def told(self, *types: type[Fact], that: Callable[[Any], bool]) -> Any:
         """Wait for a fact, or find that it was told already."""
         async with (
-            asyncio.timeout(troupes.PATIENCE_S),
+            asyncio.timeout(training_cluster.PATIENCE_S),
             self.client() as client,
             client.facts(*types, since=EARLIEST, jobs=[JOB]) as facts,
         ):
@@ -125,14 +125,14 @@ class Drovers(Troupe):
 
     async def check_draws(self) -> None:
         """Each sample of each epoch that is over was drawn once; the daemon's proof says the same."""
-        worlds = {step.step: step.generation for player in self.players.values() for step in player.steps}
+        worlds = {step.step: step.generation for worker in self.workers.values() for step in worker.steps}
         reference = sampler_of("shared")
         found: list[int] = []
         for step in range(len(worlds)):
             draws = [
-                player.drawn[step, worlds[step]]
-                for player in self.players.values()
-                if isinstance(player, Herdsman) and (step, worlds[step]) in player.drawn
+                worker.drawn[step, worlds[step]]
+                for worker in self.workers.values()
+                if isinstance(worker, Herdsman) and (step, worlds[step]) in worker.drawn
             ]
             drawn = sorted(sample for draw in draws for sample in draw)
             found += drawn
@@ -150,7 +150,7 @@ class Drovers(Troupe):
 
 @asynccontextmanager
 async def drovers_on(
-    stage: WarmProcess,
+    fork_server: ForkServer,
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -158,174 +158,178 @@ async def drovers_on(
     has_origin: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Drovers]:
-    monkeypatch.setattr(troupes, "Troupe", Drovers)
+    monkeypatch.setattr(training_cluster, "TrainingCluster", Drovers)
     settings = {"redistribution_type": "incremental", **settings}
-    async with troupes.troupe_on(stage, directory, **settings) as troupe:
-        assert isinstance(troupe, Drovers)
-        troupe.mode, troupe.has_origin = mode, has_origin
-        yield troupe
+    async with training_cluster.cluster_on(fork_server, directory, **settings) as cluster:
+        assert isinstance(cluster, Drovers)
+        cluster.mode, cluster.has_origin = mode, has_origin
+        yield cluster
 
 
 @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
 async def test_deaths_at_random_cost_no_shard_and_no_sample(
-    mode: str, synchronous: bool, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, synchronous: bool, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print(f"FORGED_DATA_KILLS={KILLS} FORGED_SEED={SEED}")
     random = Random(SEED)
-    async with drovers_on(stage, tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=synchronous) as troupe:
+    async with drovers_on(
+        fork_server, tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=synchronous
+    ) as cluster:
         places = {f"w{number}": f"w{number}" for number in range(3)}
-        troupe.give_all("w0")
-        await troupe.together("w0")
-        await troupe.start("w1", "w2")
-        await troupe.world_of(*places)
+        cluster.give_all("w0")
+        await cluster.together("w0")
+        await cluster.start("w1", "w2")
+        await cluster.world_of(*places)
         for number in range(3, 3 + KILLS):
-            await troupe.more_steps(*places, steps=random.randrange(8))
+            await cluster.more_steps(*places, steps=random.randrange(8))
             await asyncio.sleep(random.random() * 0.01)
             is_daemon_away = random.random() < 0.4
             if is_daemon_away:
-                await troupe.daemon.kill()
+                await cluster.daemon.kill()
             victim = random.choice(list(places))
-            troupe[victim].kill()
-            await troupe.dead(victim)
+            cluster[victim].kill()
+            await cluster.dead(victim)
             place = places.pop(victim)
             if is_daemon_away:
-                await troupe.daemon.start()
+                await cluster.daemon.start()
             if random.random() < 0.5:
-                await troupe.world_of(*places)
+                await cluster.world_of(*places)
             name = f"w{number}"
             # Some come with what another has left behind.
             places[name] = place if random.random() < 0.5 else name
-            await troupe.start(name, shards=places[name])
-            await troupe.world_of(*places)
-        assert await troupe.facts(ShardsLost) == []
-        await troupe.more_steps(*places, steps=SAMPLES // BATCH + 1)
-        await troupe.finish(*places)
-        await troupe.check_shards({name: troupe.place_of(place) for name, place in places.items()})
-        await troupe.check_draws()
+            await cluster.start(name, shards=places[name])
+            await cluster.world_of(*places)
+        assert await cluster.facts(ShardsLost) == []
+        await cluster.more_steps(*places, steps=SAMPLES // BATCH + 1)
+        await cluster.finish(*places)
+        await cluster.check_shards({name: cluster.place_of(place) for name, place in places.items()})
+        await cluster.check_draws()
 
 
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
 async def test_training_goes_on_while_one_that_joins_fetches_slowly(
-    mode: str, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(stage, tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=False) as troupe:
-        troupe.give_all("a")
-        await troupe.together("a")
-        await troupe.start("b")
-        await troupe.world_of("a", "b")
-        generation = troupe["a"].steps[-1].generation
-        troupe.arm()
-        await troupe.start("c", rate_bytes_per_s=RATE_BYTES_MIN, at="having the state")
-        assert (await troupe.has_begun_to_move("c")).in_background
-        await troupe.more_steps("a", "b", steps=10)
-        await troupe.until(lambda: troupe["c"].held == 1)
-        await troupe.more_steps("a", "b", steps=SAMPLES // BATCH + 1)
-        assert {troupe[name].steps[-1].generation for name in "ab"} == {generation}
-        troupe["c"].let_go()
-        await troupe.world_of("a", "b", "c")
-        (moved,) = [fact for fact in await troupe.facts(RescaleCompleted) if "c" in fact.added]
+    async with drovers_on(fork_server, tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=False) as cluster:
+        cluster.give_all("a")
+        await cluster.together("a")
+        await cluster.start("b")
+        await cluster.world_of("a", "b")
+        generation = cluster["a"].steps[-1].generation
+        cluster.arm()
+        await cluster.start("c", rate_bytes_per_s=RATE_BYTES_MIN, at="having the state")
+        assert (await cluster.has_begun_to_move("c")).in_background
+        await cluster.more_steps("a", "b", steps=10)
+        await cluster.until(lambda: cluster["c"].held == 1)
+        await cluster.more_steps("a", "b", steps=SAMPLES // BATCH + 1)
+        assert {cluster[name].steps[-1].generation for name in "ab"} == {generation}
+        cluster["c"].let_go()
+        await cluster.world_of("a", "b", "c")
+        (moved,) = [fact for fact in await cluster.facts(RescaleCompleted) if "c" in fact.added]
         assert moved.step is None
-        await troupe.more_steps("a", "b", "c", steps=SAMPLES // BATCH + 1)
-        await troupe.finish("a", "b", "c")
-        await troupe.check_shards({name: troupe.place_of(name) for name in "abc"})
-        await troupe.check_draws()
+        await cluster.more_steps("a", "b", "c", steps=SAMPLES // BATCH + 1)
+        await cluster.finish("a", "b", "c")
+        await cluster.check_shards({name: cluster.place_of(name) for name in "abc"})
+        await cluster.check_draws()
 
 
 @pytest.mark.parametrize("victim", ["a", "b", "c"], ids=["hub", "member", "joiner"])
 async def test_who_dies_while_data_moves_and_training_goes_on_costs_no_shard_and_no_sample(
-    victim: str, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    victim: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(stage, tmp_path, monkeypatch, mode="sharded", use_synchronous_rescaling=False) as troupe:
-        troupe.give_all("a")
-        await troupe.together("a")
-        await troupe.start("b")
-        await troupe.world_of("a", "b")
-        troupe.arm()
-        await troupe.start("c", rate_bytes_per_s=RATE_BYTES_MIN, at="having the state")
-        moving = await troupe.has_begun_to_move("c")
-        troupe[victim].kill()
-        await troupe.dead(victim)
-        behind = await troupe.told(RescaleStarted, that=lambda fact: fact.attempt == moving.attempt + 1)
+    async with drovers_on(
+        fork_server, tmp_path, monkeypatch, mode="sharded", use_synchronous_rescaling=False
+    ) as cluster:
+        cluster.give_all("a")
+        await cluster.together("a")
+        await cluster.start("b")
+        await cluster.world_of("a", "b")
+        cluster.arm()
+        await cluster.start("c", rate_bytes_per_s=RATE_BYTES_MIN, at="having the state")
+        moving = await cluster.has_begun_to_move("c")
+        cluster[victim].kill()
+        await cluster.dead(victim)
+        behind = await cluster.told(RescaleStarted, that=lambda fact: fact.attempt == moving.attempt + 1)
         assert (moving.in_background, behind.in_background) == (True, victim == "c")
         survivors = [name for name in "abc" if name != victim]
         for name in survivors:
             # Who joins was to have its data no sooner.
-            troupe[name].let_go()
-        await troupe.world_of(*survivors)
-        assert await troupe.facts(ShardsLost) == []
-        await troupe.more_steps(*survivors, steps=SAMPLES // BATCH + 1)
-        await troupe.finish(*survivors)
-        await troupe.check_shards({name: troupe.place_of(name) for name in survivors})
-        await troupe.check_draws()
+            cluster[name].let_go()
+        await cluster.world_of(*survivors)
+        assert await cluster.facts(ShardsLost) == []
+        await cluster.more_steps(*survivors, steps=SAMPLES // BATCH + 1)
+        await cluster.finish(*survivors)
+        await cluster.check_shards({name: cluster.place_of(name) for name in survivors})
+        await cluster.check_draws()
 
 
 @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
 async def test_a_worker_that_is_told_to_go_leaves_its_only_copies_with_the_others(
-    synchronous: bool, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    synchronous: bool, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(stage, tmp_path, monkeypatch, use_synchronous_rescaling=synchronous) as troupe:
-        troupe.replication = 0
-        troupe.give_all("a")
-        await troupe.together("a")
-        await troupe.start("b", "c")
-        await troupe.world_of("a", "b", "c")
-        troupe["a"].kill(signal.SIGTERM)
-        await troupe.until(lambda: troupe["a"].code is not None)
-        assert troupe["a"].code == 0, troupe["a"].said
-        await troupe.world_of("b", "c")
-        assert await troupe.facts(ShardsLost) == []
-        assert {fact.totals.from_origin for fact in await troupe.facts(TransfersPlanned)} == {0}
-        await troupe.more_steps("b", "c", steps=SAMPLES // BATCH + 1)
-        await troupe.finish("b", "c")
-        await troupe.check_shards({name: troupe.place_of(name) for name in "bc"})
-        await troupe.check_draws()
+    async with drovers_on(fork_server, tmp_path, monkeypatch, use_synchronous_rescaling=synchronous) as cluster:
+        cluster.replication = 0
+        cluster.give_all("a")
+        await cluster.together("a")
+        await cluster.start("b", "c")
+        await cluster.world_of("a", "b", "c")
+        cluster["a"].kill(signal.SIGTERM)
+        await cluster.until(lambda: cluster["a"].code is not None)
+        assert cluster["a"].code == 0, cluster["a"].said
+        await cluster.world_of("b", "c")
+        assert await cluster.facts(ShardsLost) == []
+        assert {fact.totals.from_origin for fact in await cluster.facts(TransfersPlanned)} == {0}
+        await cluster.more_steps("b", "c", steps=SAMPLES // BATCH + 1)
+        await cluster.finish("b", "c")
+        await cluster.check_shards({name: cluster.place_of(name) for name in "bc"})
+        await cluster.check_draws()
 
 
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
 async def test_who_should_hold_more_does_so_until_somebody_of_another_weight_takes_over(
-    mode: str, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(stage, tmp_path, monkeypatch, mode=mode) as troupe:
+    async with drovers_on(fork_server, tmp_path, monkeypatch, mode=mode) as cluster:
 
         async def owned() -> dict[str, int]:
-            async with asyncio.timeout(troupes.PATIENCE_S):
+            async with asyncio.timeout(training_cluster.PATIENCE_S):
                 # The daemon hears of its own commit a moment later.
-                while (shown := await troupe.shown()).generation < troupe["a"].steps[-1].generation:
+                while (shown := await cluster.shown()).generation < cluster["a"].steps[-1].generation:
                     pass
             return {one.worker_id: one.owned for one in shown.workers}
 
-        troupe.give_all("a")
-        await troupe.together("a")
-        await troupe.start("b", weight=3.0)
-        await troupe.world_of("a", "b")
+        cluster.give_all("a")
+        await cluster.together("a")
+        await cluster.start("b", weight=3.0)
+        await cluster.world_of("a", "b")
         assert await owned() == {"a": 10, "b": 30}
-        await troupe.daemon.kill()
-        await troupe.daemon.start()
+        await cluster.daemon.kill()
+        await cluster.daemon.start()
         assert await owned() == {"a": 10, "b": 30}
-        troupe["b"].kill()
-        await troupe.dead("b")
-        await troupe.start("c", shards="b", weight=0.25)
-        await troupe.world_of("a", "c")
+        cluster["b"].kill()
+        await cluster.dead("b")
+        await cluster.start("c", shards="b", weight=0.25)
+        await cluster.world_of("a", "c")
         assert await owned() == {"a": 32, "c": 8}
-        await troupe.more_steps("a", "c", steps=SAMPLES // BATCH + 1)
-        await troupe.finish("a", "c")
-        await troupe.check_shards({"a": troupe.place_of("a"), "c": troupe.place_of("b")})
-        await troupe.check_draws()
+        await cluster.more_steps("a", "c", steps=SAMPLES // BATCH + 1)
+        await cluster.finish("a", "c")
+        await cluster.check_shards({"a": cluster.place_of("a"), "c": cluster.place_of("b")})
+        await cluster.check_draws()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("names", ["a", "ab"], ids=["alone", "two"])
 async def test_whoever_is_told_to_go_ends_though_its_origin_hangs(
-    names: str, number: signal.Signals, stage: WarmProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: str, number: signal.Signals, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(stage, tmp_path, monkeypatch, has_origin=True, min_workers=len(names)) as troupe:
-        await troupe.start(*names, origin_hangs=True)
-        await troupe.until(lambda: all(troupe[name].held for name in names))
+    async with drovers_on(fork_server, tmp_path, monkeypatch, has_origin=True, min_workers=len(names)) as cluster:
+        await cluster.start(*names, origin_hangs=True)
+        await cluster.until(lambda: all(cluster[name].held for name in names))
         for name in names:
-            troupe[name].kill(number)
-        await troupe.until(lambda: all(troupe[name].code is not None for name in names))
-        codes = {name: troupe[name].code for name in names}
-        assert set(codes.values()) == {0 if number == signal.SIGTERM else -signal.SIGINT}, await troupe.standing()
-        assert await troupe.facts(WorkerFailed) == []
-        assert {fact.worker_id for fact in await troupe.facts(WorkerLeft)} == set(names)
+            cluster[name].kill(number)
+        await cluster.until(lambda: all(cluster[name].code is not None for name in names))
+        codes = {name: cluster[name].code for name in names}
+        assert set(codes.values()) == {0 if number == signal.SIGTERM else -signal.SIGINT}, await cluster.standing()
+        assert await cluster.facts(WorkerFailed) == []
+        assert {fact.worker_id for fact in await cluster.facts(WorkerLeft)} == set(names)

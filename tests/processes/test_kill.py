@@ -16,8 +16,8 @@ import pytest
 from forged.client import EARLIEST, ForgedClient
 from forged.kernel.messages import Gap, Record
 from forged.status.model import DaemonStarted
-from tests.processes.load import SOON, Account, Loader, names
-from tests.processes.nursery import DAEMON, Nursery, WarmProcess, warm_process
+from tests.processes.fork_server import DAEMON, ForkServer, ProcessStarter, forking_from
+from tests.processes.request_load import SOON, Account, Loader, names
 
 KILLS = int(os.environ.get("FORGED_KILLS", "100"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
@@ -36,8 +36,8 @@ journal_facts_max = 1_000_000
 class Victim:
     """A daemon that is killed and started again in the same place."""
 
-    def __init__(self, nursery: Nursery, directory: Path) -> None:
-        self._nursery = nursery
+    def __init__(self, starter: ProcessStarter, directory: Path) -> None:
+        self._nursery = starter
         self._log = directory / "log"
         settings = directory / "forged.toml"
         settings.write_text(SETTINGS)
@@ -65,17 +65,17 @@ async def test_kill_9_under_load_loses_nothing_and_does_nothing_twice(number: in
     kills = min(KILLS - number * KILLS_PER_STORE, KILLS_PER_STORE)
     print(f"FORGED_KILLS={kills} FORGED_SEED={SEED + number}")
     account = Account(asyncio.Barrier(len(CLIENTS)))
-    with warm_process(*DAEMON) as warm:
+    with forking_from(*DAEMON) as warm:
         loaders, journal = await _under_load(warm, tmp_path, account, Random(SEED + number), kills)
     _check(account, loaders, journal, kills)
 
 
 async def _under_load(
-    warm: WarmProcess, directory: Path, account: Account, random: Random, kills: int
+    warm: ForkServer, directory: Path, account: Account, random: Random, kills: int
 ) -> tuple[list[Loader], list[Record | Gap]]:
     """Those who have asked it for much, and all that it has told in the end."""
-    async with Nursery(warm) as nursery:
-        victim = Victim(nursery, directory)
+    async with ProcessStarter(warm) as starter:
+        victim = Victim(starter, directory)
         await victim.start()
         await victim.find_its_port()
         loaders = [

@@ -8,28 +8,28 @@ from collections.abc import AsyncIterator
 import pytest
 
 from forged.client import ForgedClient
-from tests.client.conftest import house, neighbour
-from tests.client.house import SOON, House
+from tests.client.conftest import runner, threaded_daemon
+from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.worker.crew import Crew, crew_at
 
-__all__ = ["house", "neighbour"]
+__all__ = ["runner", "threaded_daemon"]
 
 
 @pytest.fixture
-async def crew(house: House) -> AsyncIterator[Crew]:
+async def crew(runner: DaemonRunner) -> AsyncIterator[Crew]:
     """Those who will train there."""
-    async with crew_at(house.endpoint) as crew:
+    async with crew_at(runner.endpoint) as crew:
         yield crew
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[ForgedClient]:
+async def client(runner: DaemonRunner) -> AsyncIterator[ForgedClient]:
     """An operator."""
     ready: asyncio.Future[ForgedClient] = asyncio.get_running_loop().create_future()
     leave = asyncio.Event()
 
     async def live() -> None:
-        async with ForgedClient(house.endpoint, reconnect=SOON) as client:
+        async with ForgedClient(runner.endpoint, reconnect=SOON) as client:
             ready.set_result(client)
             await leave.wait()
 

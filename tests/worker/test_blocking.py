@@ -33,7 +33,7 @@ from forged.worker.process.pulse import Pulse
 from forged.worker.process.sigterm import is_heeded
 from forged.worker.process.worker_process import OwnProcess
 from forged.worker.rescale.rescaler import Rescaler
-from tests.client.neighbour import Neighbour
+from tests.client.threaded_daemon import ThreadedDaemon
 from tests.telemetry.heard import Heard
 from tests.worker.crew import JOB, PATIENCE_S, advance, chain_behind, config
 from tests.worker.process.test_forks import in_a_child, is_nothing
@@ -153,21 +153,21 @@ class Scripts:
 
 
 @pytest.fixture
-def scripts(neighbour: Neighbour) -> Iterator[Scripts]:
-    scripts = Scripts(neighbour.house.endpoint)
+def scripts(threaded_daemon: ThreadedDaemon) -> Iterator[Scripts]:
+    scripts = Scripts(threaded_daemon.runner.endpoint)
     yield scripts
     scripts.end()
 
 
 @pytest.fixture
-def client(neighbour: Neighbour) -> Iterator[BlockingClient]:
-    with neighbour.client() as client:
+def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
+    with threaded_daemon.client() as client:
         yield client
 
 
 @pytest.fixture
-def endpoint(neighbour: Neighbour) -> str:
-    return neighbour.house.endpoint
+def endpoint(threaded_daemon: ThreadedDaemon) -> str:
+    return threaded_daemon.runner.endpoint
 
 
 def past(client: BlockingClient, *types: type[Fact]) -> list[Any]:

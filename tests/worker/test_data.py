@@ -42,7 +42,7 @@ from forged.worker.data import shard_holder
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import drain
 from forged.worker.errors import JobEnded, WorkerEvicted
-from tests.client.house import SOON, House
+from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.data.wards import LaggingStore, filling
 from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
 from tests.worker.meshes import until
@@ -84,9 +84,9 @@ def put(store: ShardStore, shard: int) -> None:
 class Ranch:
     """A crew with data, and what its steps have drawn."""
 
-    def __init__(self, crew: Crew, house: House, *, is_sharded: bool = False, **terms: Any) -> None:
+    def __init__(self, crew: Crew, runner: DaemonRunner, *, is_sharded: bool = False, **terms: Any) -> None:
         self.crew = crew
-        self.house = house
+        self.runner = runner
         self.is_sharded = is_sharded
         self.terms: dict[str, Any] = {"origin": ORIGIN, "replication": 0, **terms}
         self.stores: dict[str, MemoryShardStore] = {}
@@ -111,7 +111,7 @@ class Ranch:
         batch[trainer.name] = worker.batch()
 
     def client(self) -> ForgedClient:
-        return ForgedClient(self.house.endpoint, reconnect=SOON)
+        return ForgedClient(self.runner.endpoint, reconnect=SOON)
 
     async def facts(self, *types: type[Fact]) -> list[Any]:
         async with self.client() as client:
@@ -167,10 +167,12 @@ class Ranch:
 
 
 @asynccontextmanager
-async def ranch_at(house: House, *, settings: dict[str, Any] | None = None, **terms: Any) -> AsyncIterator[Ranch]:
+async def ranch_at(
+    runner: DaemonRunner, *, settings: dict[str, Any] | None = None, **terms: Any
+) -> AsyncIterator[Ranch]:
     """Those who will train there."""
-    async with crew_at(house.endpoint, **(USUAL | (settings or {}))) as crew:
-        yield Ranch(crew, house, **terms)
+    async with crew_at(runner.endpoint, **(USUAL | (settings or {}))) as crew:
+        yield Ranch(crew, runner, **terms)
 
 
 @asynccontextmanager
@@ -200,9 +202,9 @@ async def soon(event: asyncio.Event) -> None:
 class TestAWorld:
     @pytest.mark.parametrize("replication", [0, 1, 2])
     async def test_holds_each_shard_as_often_as_it_should_through_all_changes(
-        self, house: House, replication: int
+        self, runner: DaemonRunner, replication: int
     ) -> None:
-        async with ranch_at(house, replication=replication) as ranch, ranch.client() as client:
+        async with ranch_at(runner, replication=replication) as ranch, ranch.client() as client:
             ranch.start("a", "b", "c")
             await ranch.crew.world_of("a", "b", "c")
             await ranch.check_holdings("a", "b", "c")
@@ -217,8 +219,8 @@ class TestAWorld:
             await ranch.check_holdings("c", "d")
             await ranch.finish("c", "d")
 
-    async def test_takes_in_who_brings_shards_along(self, house: House) -> None:
-        async with ranch_at(house, origin=None) as ranch:
+    async def test_takes_in_who_brings_shards_along(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, origin=None) as ranch:
             ranch.start("a", store=filled(*range(6)))
             ranch.start("b", store=filled(*range(6, 12)))
             await ranch.crew.world_of("a", "b")
@@ -227,8 +229,8 @@ class TestAWorld:
             assert (totals.transfers, totals.from_origin) == (0, 0)
             await ranch.finish("a", "b")
 
-    async def test_moves_no_more_than_it_must_when_somebody_comes(self, house: House) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_moves_no_more_than_it_must_when_somebody_comes(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner) as ranch:
             ranch.start("a", "b", "c")
             await ranch.crew.world_of("a", "b", "c")
             ranch.start("d")
@@ -236,8 +238,8 @@ class TestAWorld:
             totals = (await ranch.facts(TransfersPlanned))[-1].totals
             assert (totals.shards, totals.from_owners, totals.from_origin) == (3, 3, 0)
 
-    async def test_holds_by_weight_which_may_be_another_when_somebody_comes_back(self, house: House) -> None:
-        async with ranch_at(house, replication=0) as ranch, ranch.client() as client:
+    async def test_holds_by_weight_which_may_be_another_when_somebody_comes_back(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, replication=0) as ranch, ranch.client() as client:
 
             async def held() -> dict[str, tuple[int, float]]:
                 return {one.worker_id: (one.owned, one.weight) for one in (await ranch.shown()).workers}
@@ -247,8 +249,8 @@ class TestAWorld:
             await ranch.crew.world_of("a", "b")
             await ranch.check_holdings("a", "b")
             assert await held() == {"a": (3, 1.0), "b": (9, 3.0)}
-            await house.close()
-            await house.open()
+            await runner.close()
+            await runner.open()
             assert await held() == {"a": (3, 1.0), "b": (9, 3.0)}
             assert (await client.plan_data(JOB, ["a", "b"])).transfers == 0
             await client.drain_worker(JOB, "b")
@@ -260,16 +262,16 @@ class TestAWorld:
             assert await held() == {"a": (8, 1.0), "b": (4, 0.5)}
             await ranch.finish("a", "b")
 
-    async def test_without_data_goes_by_the_remainder(self, house: House) -> None:
-        async with crew_at(house.endpoint) as crew:
+    async def test_without_data_goes_by_the_remainder(self, runner: DaemonRunner) -> None:
+        async with crew_at(runner.endpoint) as crew:
             crew.start("a", "b")
             await crew.world_of("a", "b")
             for name in "ab":
                 worker = crew[name].worker
                 assert [worker.should_handle_shard(n, 4) for n in range(4)] == [n % 2 == worker.rank for n in range(4)]
 
-    async def test_goes_by_the_remainder_for_what_is_divided_otherwise(self, house: House) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_goes_by_the_remainder_for_what_is_divided_otherwise(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner) as ranch:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
             worker = ranch.crew["a"].worker
@@ -277,8 +279,8 @@ class TestAWorld:
             assert not worker.should_handle_shard(SHARDS, SHARDS)
 
     @pytest.mark.parametrize("first", ["with", "without"])
-    async def test_takes_in_nobody_who_would_train_on_nothing(self, house: House, first: str) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_takes_in_nobody_who_would_train_on_nothing(self, runner: DaemonRunner, first: str) -> None:
+        async with ranch_at(runner) as ranch:
             made = {"with": TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN), "without": None}
             ranch.crew.make("a", data=made[first])
             ranch.crew.make("b", data=made["without" if first == "with" else "with"])
@@ -289,8 +291,8 @@ class TestAWorld:
             assert getattr(error, "code", error) == ("dataset_missing" if first == "with" else "dataset_differs")
             await ranch.crew.world_of("a")
 
-    async def test_takes_in_nobody_with_another_dataset_and_does_not_stop_for_it(self, house: House) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_takes_in_nobody_with_another_dataset_and_does_not_stop_for_it(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
             ranch.start("b", replication=1)
@@ -300,9 +302,9 @@ class TestAWorld:
             assert len(await ranch.facts(RescaleStarted)) == 1
 
     async def test_takes_in_who_comes_with_what_the_script_had_forgotten_when_nobody_could_train(
-        self, house: House
+        self, runner: DaemonRunner
     ) -> None:
-        async with ranch_at(house, origin=None) as ranch, ranch.client() as client:
+        async with ranch_at(runner, origin=None) as ranch, ranch.client() as client:
             ranch.start("a")
             async with client.facts(ShardsLost, since=0, jobs=[JOB]) as told, asyncio.timeout(PATIENCE_S):
                 await anext(told)
@@ -312,8 +314,8 @@ class TestAWorld:
             await ranch.crew.world_of("b")
             await ranch.check_holdings("b")
 
-    async def test_of_two_jobs_at_once_keeps_them_apart(self, house: House) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_of_two_jobs_at_once_keeps_them_apart(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner) as ranch:
             ranch.start("a", "b")
             store = MemoryShardStore()
             data = TrainingData(50, 5, store, origin=ORIGIN)
@@ -327,8 +329,8 @@ class TestAWorld:
 
 class TestSampling:
     @pytest.mark.parametrize("with_data", [False, True])
-    async def test_goes_on_with_nobody_whose_sampler_is_another(self, house: House, with_data: bool) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_goes_on_with_nobody_whose_sampler_is_another(self, runner: DaemonRunner, with_data: bool) -> None:
+        async with ranch_at(runner) as ranch:
             for name, drop_last in (("a", False), ("b", True)):
                 data = TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN) if with_data else None
                 ranch.crew.make(name, data=data, sampler=ElasticSampler(SAMPLES, BATCH, SEED, drop_last=drop_last))
@@ -340,8 +342,8 @@ class TestSampling:
             assert "drop_last = False, and True here" in str(error)
 
     @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
-    async def test_uses_each_sample_once_whoever_comes_and_dies(self, house: House, is_sharded: bool) -> None:
-        async with ranch_at(house, is_sharded=is_sharded, replication=1) as ranch, ranch.client() as client:
+    async def test_uses_each_sample_once_whoever_comes_and_dies(self, runner: DaemonRunner, is_sharded: bool) -> None:
+        async with ranch_at(runner, is_sharded=is_sharded, replication=1) as ranch, ranch.client() as client:
             living = ["w0", "w1", "w2"]
             ranch.start(*living)
             await ranch.crew.world_of(*living)
@@ -354,8 +356,8 @@ class TestSampling:
             await ranch.check_holdings(*living)
             await ranch.finish(*living)
 
-    async def test_in_sharded_mode_draws_from_what_is_held(self, house: House) -> None:
-        async with ranch_at(house, is_sharded=True) as ranch:
+    async def test_in_sharded_mode_draws_from_what_is_held(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, is_sharded=True) as ranch:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
             dataset = Dataset.of(SAMPLES, SHARDS)
@@ -367,9 +369,9 @@ class TestSampling:
 
     @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
     async def test_agrees_with_the_state_when_a_step_was_finished_and_nobody_knows_whether_it_counts(
-        self, house: House, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(house, is_sharded=is_sharded, replication=1) as ranch, ranch.client() as client:
+        async with ranch_at(runner, is_sharded=is_sharded, replication=1) as ranch, ranch.client() as client:
             ranch.start("a", "b", "c")
             await ranch.crew.world_of("a", "b", "c")
             victim = ranch.crew["c"].worker
@@ -388,7 +390,7 @@ class TestSampling:
             await ranch.finish("a", "b")
 
     async def test_is_told_by_who_is_left_when_those_who_were_there_die_before_they_told(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         say = Registration.say
 
@@ -398,7 +400,7 @@ class TestSampling:
             return await say(line, request)
 
         monkeypatch.setattr(Registration, "say", keep_quiet)
-        async with ranch_at(house) as ranch, ranch.client() as client:
+        async with ranch_at(runner) as ranch, ranch.client() as client:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b", steps=5)
             ranch.start("c")
@@ -408,8 +410,8 @@ class TestSampling:
             await ranch.crew.world_of("c")
             await ranch.finish("c")
 
-    async def test_of_no_samples_is_proven_to_have_used_them(self, house: House) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_of_no_samples_is_proven_to_have_used_them(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner) as ranch:
             ranch.crew.make("a", sampler=ElasticSampler(0, BATCH))
             ranch.crew.start("a")
             await ranch.crew.world_of("a")
@@ -417,8 +419,8 @@ class TestSampling:
             audit = await ranch.audit(0)
             assert (audit.samples, audit.used, audit.complete) == (0, 0, True)
 
-    async def test_tells_the_epoch_with_the_step_of_which_it_is(self, house: House) -> None:
-        async with ranch_at(house) as ranch, ranch.client() as client:
+    async def test_tells_the_epoch_with_the_step_of_which_it_is(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner) as ranch, ranch.client() as client:
             ranch.start("a", "b", "c")
             await ranch.crew.world_of("a", "b", "c")
             for name in "cb":
@@ -432,8 +434,8 @@ class TestSampling:
             assert worker.sampler is not None
             assert worker.epoch == worker.sampler.epoch
 
-    async def test_takes_a_whole_epoch_where_the_world_grows_beyond_it(self, house: House) -> None:
-        async with ranch_at(house, settings={"scale_batch_with_world": True}) as ranch:
+    async def test_takes_a_whole_epoch_where_the_world_grows_beyond_it(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, settings={"scale_batch_with_world": True}) as ranch:
             for name in "ab":
                 ranch.crew.make(name, sampler=ElasticSampler(20, 12, SEED, drop_last=True))
             ranch.crew.start("a")
@@ -457,8 +459,8 @@ def _drawn_by(ranch: Ranch, name: str, generation: int) -> set[int]:
 
 
 class TestWhoIsToGo:
-    async def test_hands_over_before_it_goes_what_only_it_holds(self, house: House) -> None:
-        async with ranch_at(house, origin=None) as ranch:
+    async def test_hands_over_before_it_goes_what_only_it_holds(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, origin=None) as ranch:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
@@ -471,16 +473,16 @@ class TestWhoIsToGo:
             assert await ranch.facts(ShardsLost) == []
             await ranch.finish("b")
 
-    async def test_alone_goes_and_keeps_what_it_holds(self, house: House) -> None:
-        async with ranch_at(house) as ranch, ranch.client() as client:
+    async def test_alone_goes_and_keeps_what_it_holds(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner) as ranch, ranch.client() as client:
             ranch.start("a")
             await ranch.crew.world_of("a")
             await client.drain_worker(JOB, "a")
             assert await ranch.crew.over("a") == [None]
             assert set(ranch.stores["a"].held()) == set(range(SHARDS))
 
-    async def test_with_all_others_goes_with_them(self, house: House) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_with_all_others_goes_with_them(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner) as ranch:
             ranch.start("a", "b", "c")
             await ranch.crew.world_of("a", "b", "c")
             for name in "abc":
@@ -488,8 +490,8 @@ class TestWhoIsToGo:
             assert await ranch.crew.over("a", "b", "c") == [None] * 3
             assert await ranch.facts(WorkerFailed) == []
 
-    async def test_while_it_joins_goes_at_once(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_while_it_joins_goes_at_once(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with ranch_at(runner) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
             async with held_at(ShardHolder, "take_part", monkeypatch) as reached:
@@ -501,40 +503,40 @@ class TestWhoIsToGo:
             await ranch.crew.world_of("a")
             await ranch.check_holdings("a")
 
-    async def test_while_the_daemon_is_away_trains_until_others_can_take_over(self, house: House) -> None:
-        async with ranch_at(house, origin=None) as ranch:
+    async def test_while_the_daemon_is_away_trains_until_others_can_take_over(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, origin=None) as ranch:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
-            await house.close()
+            await runner.close()
             ranch.crew["a"].worker.drain("the spot price")
             await ranch.crew.more_steps("a", "b", steps=20)
-            await house.open()
+            await runner.open()
             assert await ranch.crew.over("a") == [None]
             await ranch.crew.world_of("b")
             await ranch.check_holdings("b")
 
     async def test_does_not_wait_for_a_daemon_that_stays_away(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.05)
-        async with ranch_at(house, origin=None, settings={"reconnect_grace_ms": 500}) as ranch:
+        async with ranch_at(runner, origin=None, settings={"reconnect_grace_ms": 500}) as ranch:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
-            await house.close()
+            await runner.close()
             ranch.crew["a"].worker.drain("the spot price")
             assert await ranch.crew.over("a") == [None]
-            await house.open()
+            await runner.open()
             assert set(ranch.stores["a"].held()) == set(range(SHARDS)) - set(ranch.stores["b"].held())
 
     @pytest.mark.parametrize("daemon", ["there", "away"])
     async def test_does_not_wait_without_end_for_shards_that_nobody_has(
-        self, daemon: str, house: House, monkeypatch: pytest.MonkeyPatch
+        self, daemon: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.05)
         settings = {"reconnect_grace_ms": 500, "leave_timeout_ms": 1_000 if daemon == "there" else None}
-        async with ranch_at(house, origin=None, settings=settings) as ranch, ranch.client() as client:
+        async with ranch_at(runner, origin=None, settings=settings) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
@@ -542,7 +544,7 @@ class TestWhoIsToGo:
             async with client.facts(ShardsLost, since=0, jobs=[JOB]) as told, asyncio.timeout(PATIENCE_S):
                 await anext(told)
             if daemon == "away":
-                await house.close()
+                await runner.close()
             ranch.crew["b"].worker.drain("the spot price")
             assert await ranch.crew.over("b") == [None]
             if daemon == "there":
@@ -559,9 +561,9 @@ class TestTheBackground:
 
     @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
     async def test_has_steps_in_it_of_the_world_before_with_its_owners(
-        self, house: House, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(house, is_sharded=is_sharded) as ranch:
+        async with ranch_at(runner, is_sharded=is_sharded) as ranch:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
             generation = ranch.crew["a"].worker.generation
@@ -582,12 +584,12 @@ class TestTheBackground:
             assert [fact.in_background for fact in await ranch.facts(RescaleStarted)][-1]
             await ranch.finish("a", "b", "c")
 
-    async def test_has_steps_in_it_of_who_is_to_go(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with ranch_at(house, origin=None) as ranch:
+    async def test_has_steps_in_it_of_who_is_to_go(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with ranch_at(runner, origin=None) as ranch:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
-            await until(lambda: house.daemon.elastic.clusters[JOB].lineup.state_holders == {"a", "b"})
+            await until(lambda: runner.daemon.elastic.clusters[JOB].lineup.state_holders == {"a", "b"})
             async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
                 ranch.crew["a"].worker.drain("the spot price")
                 await soon(reached)
@@ -598,9 +600,9 @@ class TestTheBackground:
             await ranch.finish("b")
 
     async def test_is_begun_anew_without_who_was_to_be_taken_in(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(house) as ranch, ranch.client() as client:
+        async with ranch_at(runner) as ranch, ranch.client() as client:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
             async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
@@ -615,9 +617,9 @@ class TestTheBackground:
             assert all(fact.step is None for fact in (await ranch.facts(RescaleCompleted))[-1:])
 
     async def test_gives_way_to_a_stop_when_one_of_the_world_is_gone(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(house, replication=1) as ranch, ranch.client() as client:
+        async with ranch_at(runner, replication=1) as ranch, ranch.client() as client:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
             async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
@@ -630,9 +632,9 @@ class TestTheBackground:
             await ranch.finish("a", "c")
 
     async def test_is_under_way_again_before_a_long_step_has_let_a_worker_into_the_last_world(
-        self, house: House
+        self, runner: DaemonRunner
     ) -> None:
-        async with ranch_at(house) as ranch:
+        async with ranch_at(runner) as ranch:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
             leave = asyncio.Event()
@@ -656,8 +658,10 @@ class TestTheBackground:
             await ranch.check_holdings("a", "b", "c", "d")
             await ranch.finish("a", "b", "c", "d")
 
-    async def test_ends_the_script_of_whose_store_breaks(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_ends_the_script_of_whose_store_breaks(
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ranch_at(runner) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
 
@@ -670,24 +674,26 @@ class TestTheBackground:
             assert isinstance(error, OSError)
             await ranch.crew.world_of("b")
 
-    async def test_goes_on_over_a_daemon_that_comes_back(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with ranch_at(house) as ranch:
+    async def test_goes_on_over_a_daemon_that_comes_back(
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ranch_at(runner) as ranch:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
             async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
                 ranch.start("c")
                 await soon(reached)
-                await house.close()
+                await runner.close()
                 await ranch.crew.more_steps("a", "b", steps=10)
-            await house.open()
+            await runner.open()
             await ranch.crew.world_of("a", "b", "c")
             await ranch.check_holdings("a", "b", "c")
             await ranch.finish("a", "b", "c")
 
 
 class TestCopies:
-    async def test_that_are_bad_are_found_and_replaced_from_elsewhere(self, house: House) -> None:
-        async with ranch_at(house, origin=None, replication=1) as ranch, ranch.client() as client:
+    async def test_that_are_bad_are_found_and_replaced_from_elsewhere(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, origin=None, replication=1) as ranch, ranch.client() as client:
             for name in "ab":
                 ranch.start(name, store=filled(*range(SHARDS)))
             await ranch.crew.world_of("a", "b")
@@ -704,9 +710,9 @@ class TestCopies:
             await ranch.check_holdings("b", "c")
 
     async def test_that_are_bad_and_stay_with_their_owner_are_fetched_anew_before_anybody_trains_with_them(
-        self, house: House
+        self, runner: DaemonRunner
     ) -> None:
-        async with ranch_at(house, replication=1) as ranch:
+        async with ranch_at(runner, replication=1) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
             for shard in (0, 7):
@@ -723,7 +729,7 @@ class TestCopies:
             assert await ranch.facts(WorkerFailed) == []
 
     async def test_that_are_looked_at_for_long_keep_nobody_from_training_in_the_end(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         look = shard_holder._is_sound
 
@@ -733,7 +739,7 @@ class TestCopies:
             return is_sound
 
         monkeypatch.setattr(shard_holder, "_is_sound", slow)
-        async with ranch_at(house, replication=1, settings={"rescale_timeout_ms": 1_000}) as ranch:
+        async with ranch_at(runner, replication=1, settings={"rescale_timeout_ms": 1_000}) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
             for shard in range(SHARDS):
@@ -743,8 +749,8 @@ class TestCopies:
             assert len(await ranch.facts(CorruptShardFound)) == SHARDS
             assert await ranch.facts(WorkerFailed) == []
 
-    async def test_of_which_the_last_is_bad_are_named_as_lost_and_nobody_trains(self, house: House) -> None:
-        async with ranch_at(house, origin=None) as ranch, ranch.client() as client:
+    async def test_of_which_the_last_is_bad_are_named_as_lost_and_nobody_trains(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, origin=None) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
             await ranch.crew.world_of("a")
             ranch.stores["a"].damage(11, b"!" * SIZE)
@@ -762,9 +768,11 @@ class TestCopies:
             await ranch.check_holdings("a", "b", "c")
             assert await ranch.facts(WorkerFailed) == []
 
-    async def test_that_are_nowhere_are_waited_for_longer_than_anybody_may_be_silent(self, house: House) -> None:
+    async def test_that_are_nowhere_are_waited_for_longer_than_anybody_may_be_silent(
+        self, runner: DaemonRunner
+    ) -> None:
         async with (
-            ranch_at(house, origin=None, settings={"rescale_timeout_ms": 1_000}) as ranch,
+            ranch_at(runner, origin=None, settings={"rescale_timeout_ms": 1_000}) as ranch,
             ranch.client() as client,
         ):
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
@@ -798,10 +806,10 @@ class MoodyOrigin:
 
 
 class TestAShardThatTheOriginDoesNotGive:
-    async def test_is_named_and_waited_for_longer_than_anybody_may_be_silent(self, house: House) -> None:
+    async def test_is_named_and_waited_for_longer_than_anybody_may_be_silent(self, runner: DaemonRunner) -> None:
         origin = MoodyOrigin()
         async with (
-            ranch_at(house, origin=origin, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}) as ranch,
+            ranch_at(runner, origin=origin, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}) as ranch,
             ranch.client() as client,
         ):
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
@@ -826,7 +834,7 @@ class TestAShardThatTheOriginDoesNotGive:
             assert len(await ranch.facts(ShardsLost)) == 1
 
     async def test_because_it_hangs_is_named_and_waited_for_longer_than_anybody_may_be_silent(
-        self, house: House
+        self, runner: DaemonRunner
     ) -> None:
         gate = threading.Event()
 
@@ -836,7 +844,7 @@ class TestAShardThatTheOriginDoesNotGive:
 
         terms: dict[str, Any] = {"origin": FunctionOrigin(hang), "origin_timeout_s": 3.0}
         async with (
-            ranch_at(house, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}, **terms) as ranch,
+            ranch_at(runner, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}, **terms) as ranch,
             ranch.client() as client,
         ):
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
@@ -852,7 +860,7 @@ class TestAShardThatTheOriginDoesNotGive:
             assert await ranch.facts(WorkerFailed) == []
 
     async def test_because_it_hangs_is_shown_long_before_it_is_given_up(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(shard_holder, "SILENCE_TOLD_S", 0.01)
         gate = threading.Event()
@@ -861,7 +869,7 @@ class TestAShardThatTheOriginDoesNotGive:
             assert shard.shard_id != 3 or gate.wait(PATIENCE_S)
             write(shard, file)
 
-        async with ranch_at(house, origin=FunctionOrigin(hang)) as ranch, ranch.client() as client:
+        async with ranch_at(runner, origin=FunctionOrigin(hang)) as ranch, ranch.client() as client:
             async with client.facts(RescaleStarted, jobs=[JOB]) as facts:
                 ranch.start("a")
                 await asyncio.wait_for(anext(facts), PATIENCE_S)
@@ -873,7 +881,7 @@ class TestAShardThatTheOriginDoesNotGive:
             assert await standing(client) == ""
             await ranch.check_holdings("a")
 
-    async def test_because_what_it_runs_was_cancelled_is_trained_without_by_nobody(self, house: House) -> None:
+    async def test_because_what_it_runs_was_cancelled_is_trained_without_by_nobody(self, runner: DaemonRunner) -> None:
         calls = iter(range(100))
 
         async def cancelled() -> None:
@@ -884,13 +892,13 @@ class TestAShardThatTheOriginDoesNotGive:
                 asyncio.run(cancelled())
             write(shard, file)
 
-        async with ranch_at(house, origin=FunctionOrigin(write_at_last)) as ranch:
+        async with ranch_at(runner, origin=FunctionOrigin(write_at_last)) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
             await ranch.check_holdings("a")
 
-    async def test_is_asked_of_who_joins(self, house: House) -> None:
-        async with ranch_at(house, origin=MoodyOrigin()) as ranch, ranch.client() as client:
+    async def test_is_asked_of_who_joins(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, origin=MoodyOrigin()) as ranch, ranch.client() as client:
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
                 ranch.start("a")
                 await asyncio.wait_for(anext(facts), PATIENCE_S)
@@ -898,8 +906,8 @@ class TestAShardThatTheOriginDoesNotGive:
             await ranch.crew.world_of("a", "b")
             await ranch.check_holdings("a", "b")
 
-    async def test_ends_the_job_where_that_is_its_policy(self, house: House) -> None:
-        async with ranch_at(house, origin=MoodyOrigin(), settings={"lost_data_policy": "abort"}) as ranch:
+    async def test_ends_the_job_where_that_is_its_policy(self, runner: DaemonRunner) -> None:
+        async with ranch_at(runner, origin=MoodyOrigin(), settings={"lost_data_policy": "abort"}) as ranch:
             ranch.start("a")
             (error,) = await ranch.crew.over("a")
             assert isinstance(error, JobEnded)
@@ -907,7 +915,7 @@ class TestAShardThatTheOriginDoesNotGive:
 
 
 class TestTrouble:
-    async def test_with_the_origin_is_tried_again(self, house: House) -> None:
+    async def test_with_the_origin_is_tried_again(self, runner: DaemonRunner) -> None:
         failures = iter(range(5))
 
         def moody(shard: DataShard, file: BinaryIO) -> None:
@@ -915,13 +923,15 @@ class TestTrouble:
                 raise OSError("the bucket is not there")
             write(shard, file)
 
-        async with ranch_at(house, origin=FunctionOrigin(moody)) as ranch:
+        async with ranch_at(runner, origin=FunctionOrigin(moody)) as ranch:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
             await ranch.check_holdings("a", "b")
 
-    async def test_with_a_full_store_costs_its_worker_its_place_and_the_others_nothing(self, house: House) -> None:
-        async with ranch_at(house, settings={"rescale_timeout_ms": 500}) as ranch:
+    async def test_with_a_full_store_costs_its_worker_its_place_and_the_others_nothing(
+        self, runner: DaemonRunner
+    ) -> None:
+        async with ranch_at(runner, settings={"rescale_timeout_ms": 500}) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
             ranch.start("b", store=MemoryShardStore(bytes_max=SIZE))
@@ -931,10 +941,10 @@ class TestTrouble:
             await ranch.check_holdings("a")
 
     async def test_with_a_store_that_hangs_under_what_the_origin_gives_costs_its_worker_its_place(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(shard_holder, "PUT_AWAY_S", 0.01)
-        async with ranch_at(house, settings={"rescale_timeout_ms": 1_000}) as ranch:
+        async with ranch_at(runner, settings={"rescale_timeout_ms": 1_000}) as ranch:
             store = LaggingStore()
             ranch.start("a", store=store)
             (error,) = await ranch.crew.over("a")
@@ -945,12 +955,12 @@ class TestTrouble:
             assert await ranch.facts(ShardsLost) == []
 
     async def test_with_the_full_store_of_who_alone_has_some_shards_lets_others_take_what_is_new(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         swift = RetryPolicy(attempts=2, delay_s=0.01)
         monkeypatch.setitem(cast("dict[str, Any]", DataTransferManager.__init__.__kwdefaults__), "retry", swift)
         settings = {"rescale_timeout_ms": 1_000}
-        async with ranch_at(house, origin=None, settings=settings) as ranch, ranch.client() as client:
+        async with ranch_at(runner, origin=None, settings=settings) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b", "c")
             await ranch.crew.world_of("a", "b", "c")
@@ -965,10 +975,12 @@ class TestTrouble:
             reasons = [fact.reason for fact in await ranch.facts(RescaleStarted)]
             assert any("a cannot keep 2 shards that it was to take: make room on its disk" in why for why in reasons)
 
-    async def test_with_a_full_store_is_told_as_the_reason(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_with_a_full_store_is_told_as_the_reason(
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         swift = RetryPolicy(attempts=2, delay_s=0.01)
         monkeypatch.setitem(cast("dict[str, Any]", DataTransferManager.__init__.__kwdefaults__), "retry", swift)
-        async with ranch_at(house, settings={"rescale_timeout_ms": 1_000}) as ranch:
+        async with ranch_at(runner, settings={"rescale_timeout_ms": 1_000}) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
             ranch.start("b", store=MemoryShardStore(bytes_max=SIZE))
@@ -981,25 +993,25 @@ class TestTrouble:
 
     @pytest.mark.parametrize("point", ["_offer", "_part", "_tell_done"])
     async def test_with_the_daemon_while_data_moves_is_got_over(
-        self, house: House, point: str, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, point: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(house, origin=None) as ranch:
+        async with ranch_at(runner, origin=None) as ranch:
             ranch.start("a", store=filled(*range(SHARDS)))
             await ranch.crew.world_of("a")
             async with held_at(ShardHolder, point, monkeypatch) as reached:
                 ranch.start("b")
                 await soon(reached)
-                await house.close()
-            await house.open()
+                await runner.close()
+            await runner.open()
             await ranch.crew.world_of("a", "b")
             await ranch.check_holdings("a", "b")
             await ranch.finish("a", "b")
 
     @pytest.mark.parametrize("point", ["_offer", "_part", "_tell_done"])
     async def test_with_a_newer_attempt_while_data_moves_is_none(
-        self, house: House, point: str, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, point: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(house, origin=None) as ranch, ranch.client() as client:
+        async with ranch_at(runner, origin=None) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
             await ranch.crew.world_of("a")
             async with held_at(ShardHolder, point, monkeypatch) as reached:
@@ -1011,9 +1023,9 @@ class TestTrouble:
             assert (await ranch.facts(RescaleCompleted))[-1].attempt >= 3
 
     async def test_with_dropping_what_others_hold_does_no_harm(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(house) as ranch:
+        async with ranch_at(runner) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
 

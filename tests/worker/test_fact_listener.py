@@ -30,7 +30,7 @@ from forged.net.protocol.messages import Facts
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.fact_listener import FactListener
 from forged.worker.worker_state.job_view import JobView
-from tests.client.house import House, config_in
+from tests.client.daemon_runner import DaemonRunner, config_in
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time, task_group
 from tests.worker.crew import JOB, Crew, crew_at
@@ -242,11 +242,11 @@ class TestFactsThatAreMissed:
     """Whoever was away for longer than the daemon keeps facts asks what it has missed."""
 
     @pytest.fixture
-    async def house(self, tmp_path: Path) -> AsyncIterator[House]:
-        house = House(config_in(tmp_path, journal_facts_max=100))
-        await house.open()
-        yield house
-        await house.close()
+    async def runner(self, tmp_path: Path) -> AsyncIterator[DaemonRunner]:
+        runner = DaemonRunner(config_in(tmp_path, journal_facts_max=100))
+        await runner.open()
+        yield runner
+        await runner.close()
 
     async def _noise(self, client: ForgedClient) -> None:
         await client.create_job("noise")
@@ -254,15 +254,15 @@ class TestFactsThatAreMissed:
             await client.note("noise", f"{number}")
 
     async def test_a_world_for_which_nobody_stopped_begins_where_its_members_are(
-        self, house: House, tmp_path: Path, client: ForgedClient
+        self, runner: DaemonRunner, tmp_path: Path, client: ForgedClient
     ) -> None:
         """The daemon, which is asked for what was missed, has heard less of the steps than have been made."""
-        proxy = Proxy(tmp_path / "p", house.config.socket)
+        proxy = Proxy(tmp_path / "p", runner.config.socket)
         async with crew_at(proxy.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("me")
             await crew.world_of("me", steps=5)
             proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
-            crew.endpoints = [house.endpoint]
+            crew.endpoints = [runner.endpoint]
             async with client.facts(RescaleCompleted) as facts:
                 crew.start("c")
                 await anext(facts)
@@ -278,16 +278,16 @@ class TestFactsThatAreMissed:
         ["nothing", "pause", "drain", "join", "evict", "abort", "complete"],
     )
     async def test_it_hears_of_it_all_the_same(
-        self, happening: str, house: House, tmp_path: Path, client: ForgedClient
+        self, happening: str, runner: DaemonRunner, tmp_path: Path, client: ForgedClient
     ) -> None:
-        proxy = Proxy(tmp_path / "p", house.config.socket)
-        async with crew_at(house.endpoint) as crew:
+        proxy = Proxy(tmp_path / "p", runner.config.socket)
+        async with crew_at(runner.endpoint) as crew:
             crew.start("a", "b")
             await crew.world_of("a", "b")
             crew.endpoints = [proxy.endpoint]
             crew.start("me")
             await crew.world_of("a", "b", "me")
-            crew.endpoints = [house.endpoint]
+            crew.endpoints = [runner.endpoint]
             # Facts do not come through until there are too many of them.
             proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
             await HAPPENINGS[happening](client, crew)

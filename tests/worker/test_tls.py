@@ -21,7 +21,7 @@ from forged.worker.blocking import join
 from forged.worker.mesh import Mesh
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker import ElasticWorker
-from tests.client.house import House, config_in
+from tests.client.daemon_runner import DaemonRunner, config_in
 from tests.net.ends import Certificates
 from tests.worker.crew import JOB as CREWS_JOB
 from tests.worker.crew import crew_at
@@ -46,12 +46,12 @@ def strangers(tmp_path: Path) -> Certificates:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def runner(tmp_path: Path) -> AsyncIterator[DaemonRunner]:
     """A running daemon."""
-    house = House(config_in(tmp_path / "house"))
-    await house.open()
-    yield house
-    await house.close()
+    runner = DaemonRunner(config_in(tmp_path / "runner"))
+    await runner.open()
+    yield runner
+    await runner.close()
 
 
 def made_in(directory: Path) -> Certificates:
@@ -152,8 +152,10 @@ async def test_a_certificate_for_another_host_is_refused(certificates: Certifica
     assert "mismatch" in error.message
 
 
-async def test_workers_train_over_tls_and_a_newcomer_takes_the_state(house: House, certificates: Certificates) -> None:
-    async with crew_at(house.endpoint) as crew:
+async def test_workers_train_over_tls_and_a_newcomer_takes_the_state(
+    runner: DaemonRunner, certificates: Certificates
+) -> None:
+    async with crew_at(runner.endpoint) as crew:
         crew.start("a", "b", peer_tls=identity(certificates))
         await crew.world_of("a", "b")
         crew.start("c", peer_tls=identity(certificates))
@@ -162,9 +164,9 @@ async def test_workers_train_over_tls_and_a_newcomer_takes_the_state(house: Hous
 
 
 async def test_a_newcomer_whom_nobody_believes_says_why_and_the_others_go_on(
-    house: House, certificates: Certificates, strangers: Certificates
+    runner: DaemonRunner, certificates: Certificates, strangers: Certificates
 ) -> None:
-    async with crew_at(house.endpoint) as crew:
+    async with crew_at(runner.endpoint) as crew:
         crew.start("a", "b", peer_tls=identity(certificates))
         await crew.world_of("a", "b")
         crew.start("c", peer_tls=identity(strangers))
@@ -176,16 +178,16 @@ async def test_a_newcomer_whom_nobody_believes_says_why_and_the_others_go_on(
 
 
 async def test_who_is_not_believed_any_more_has_to_go_and_the_others_stay(
-    house: House, certificates: Certificates
+    runner: DaemonRunner, certificates: Certificates
 ) -> None:
     """Its certificate is not renewed in time, and the world changes."""
-    async with crew_at(house.endpoint, max_consecutive_failures=100) as crew:
+    async with crew_at(runner.endpoint, max_consecutive_failures=100) as crew:
         crew.start("a", "b", "c", peer_tls=identity(certificates))
         await crew.world_of("a", "b", "c")
         (hub,) = [name for name in "abc" if crew[name].worker.rank == 0]
         others = sorted({"a", "b", "c"} - {hub})
         show(crew[hub].worker, expired(certificates))
-        async with ForgedClient(house.endpoint) as client:
+        async with ForgedClient(runner.endpoint) as client:
             await client.rescale_job(CREWS_JOB)
             await crew.world_of(*others)
             failed = [item.fact async for item in client.past_facts(WorkerFailed) if isinstance(item, Record)]

@@ -55,7 +55,7 @@ from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.worker import ElasticWorker
 from forged.worker.worker_state.current_world import CurrentWorld
-from tests.client.house import SOON, House
+from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.telemetry.heard import Heard
 from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, guest, past
 from tests.worker.meshes import until
@@ -216,9 +216,11 @@ class TestTheValueOfIt:
 
 
 class TestComingAndGoing:
-    async def test_it_connects_registers_beats_and_disconnects(self, house: House, client: ForgedClient) -> None:
+    async def test_it_connects_registers_beats_and_disconnects(
+        self, runner: DaemonRunner, client: ForgedClient
+    ) -> None:
         worker = guest("me", config(worker_heartbeat_timeout_ms=30), job=JOB, attributes={"gpu": "none"})
-        await worker.connect(house.endpoint)
+        await worker.connect(runner.endpoint)
         assert worker.is_connected
         assert worker.is_registered
         (view,) = await client.workers(JOB)
@@ -233,7 +235,9 @@ class TestComingAndGoing:
         await worker.disconnect()
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it was disconnected"]
 
-    async def test_it_beats_every_third_of_the_timeout(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_it_beats_every_third_of_the_timeout(
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         told: list[float] = []
         beaten = asyncio.Event()
         beat = Registration.beat
@@ -245,19 +249,19 @@ class TestComingAndGoing:
 
         monkeypatch.setattr(Registration, "beat", note)
         async with guest("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             before = worker.get_metadata().last_heartbeat
             await asyncio.wait_for(beaten.wait(), PATIENCE_S)
             assert worker.get_metadata().last_heartbeat >= before
         assert told == [3.0]
 
     async def test_it_goes_by_other_settings_as_soon_as_it_hears_of_them(
-        self, house: House, client: ForgedClient
+        self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         counters = Counters.create()
         process = SharedProcess(counters)
         worker = ElasticWorker("me", config(worker_heartbeat_timeout_ms=600_000), job=JOB, process=process)
-        await worker.connect(house.endpoint)
+        await worker.connect(runner.endpoint)
         assert counters.pulse_interval_s == PULSE_INTERVAL_S
         job = await client.request(ShowJob(JOB))
         before = worker.get_metadata().last_heartbeat
@@ -276,12 +280,12 @@ class TestComingAndGoing:
         counters.close()
 
     async def test_who_has_no_pulse_is_no_worker_and_may_register_again(
-        self, house: House, client: ForgedClient
+        self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         process = Pulsing()
         process.error = Unavailable("pulse_not_started", "no pulse could be started")
         worker = ElasticWorker("me", config(), job=JOB, process=process)
-        async with worker.session(house.endpoint):
+        async with worker.session(runner.endpoint):
             with pytest.raises(Unavailable, match="no pulse"):
                 await worker.begin_step()
             assert not worker.is_registered
@@ -298,19 +302,19 @@ class TestComingAndGoing:
 
     @pytest.mark.parametrize(("given", "shown"), [(None, "of the environment"), ("given", "given"), ("", None)])
     async def test_its_pulse_shows_the_token_that_it_shows(
-        self, given: str | None, shown: str | None, house: House, monkeypatch: pytest.MonkeyPatch
+        self, given: str | None, shown: str | None, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FORGED_TOKEN", "of the environment")
         process = Pulsing()
         worker = ElasticWorker("me", config(), job=JOB, process=process, token=given)
         # The daemon knows no tokens, and takes whoever comes without one.
         monkeypatch.setattr("forged.client.client.Link", partial(anonymously, Link))
-        async with worker.session(house.endpoint):
+        async with worker.session(runner.endpoint):
             await worker.register()
         assert process.tokens == [shown]
 
     async def test_who_is_cancelled_in_its_goodbye_says_it_all_the_same(
-        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         leave, leaves = CurrentWorld.leave, asyncio.Event()
 
@@ -327,7 +331,7 @@ class TestComingAndGoing:
                     monkeypatch.setattr(CurrentWorld, "leave", leave_slowly)
 
         async with worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             task = asyncio.create_task(train())
             await leaves.wait()
             task.cancel()
@@ -337,7 +341,7 @@ class TestComingAndGoing:
         assert said == [WorkerLeft("me", "the training is done"), JobCompleted(3)]
 
     async def test_who_is_interrupted_in_its_goodbye_does_not_wait_for_a_daemon_that_is_away(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         patience: list[float] = []
         says = asyncio.Event()
@@ -349,7 +353,7 @@ class TestComingAndGoing:
                 await asyncio.Event().wait()
 
         monkeypatch.setattr(Registration, "leave", leave)
-        async with crew_at(house.endpoint) as crew:
+        async with crew_at(runner.endpoint) as crew:
             crew.total = 3
             (a,) = crew.start("a")
             await says.wait()
@@ -362,7 +366,7 @@ class TestComingAndGoing:
 
     @pytest.mark.parametrize("is_cancelled", [True, False])
     async def test_who_is_interrupted_while_it_registers_has_left_and_may_register_again(
-        self, is_cancelled: bool, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+        self, is_cancelled: bool, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         join, joined = Registration.join, asyncio.Event()
 
@@ -372,7 +376,7 @@ class TestComingAndGoing:
             await asyncio.Event().wait()
 
         worker = guest("me", config(), job=JOB)
-        async with worker.session(house.endpoint):
+        async with worker.session(runner.endpoint):
             with monkeypatch.context() as patch:
                 patch.setattr(Registration, "join", join_slowly)
                 registering = asyncio.create_task(worker.register())
@@ -402,9 +406,9 @@ class TestComingAndGoing:
         said = await past(client, WorkerLeft, JobCompleted)
         assert said == [WorkerLeft("a", "the training is done"), JobCompleted(5)]
 
-    async def test_who_has_left_has_no_rank_and_does_not_resume(self, house: House) -> None:
+    async def test_who_has_left_has_no_rank_and_does_not_resume(self, runner: DaemonRunner) -> None:
         worker = guest("me", config(), job=JOB)
-        await worker.connect(house.endpoint)
+        await worker.connect(runner.endpoint)
         await worker.begin_step()
         await worker.leave("enough of it")
         assert worker.rank == 0
@@ -413,26 +417,30 @@ class TestComingAndGoing:
         await worker.disconnect()
         assert (worker.rank, worker.world_size, worker.current_topology) == (-1, 0, None)
 
-    async def test_the_daemon_knows_how_many_processes_it_stands_for(self, house: House, client: ForgedClient) -> None:
+    async def test_the_daemon_knows_how_many_processes_it_stands_for(
+        self, runner: DaemonRunner, client: ForgedClient
+    ) -> None:
         async with guest("me", config(), job=JOB, local_world_size=8) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             (view,) = await client.workers(JOB)
             assert view.local_world_size == 8
 
-    async def test_who_is_connected_does_not_connect_again(self, house: House) -> None:
+    async def test_who_is_connected_does_not_connect_again(self, runner: DaemonRunner) -> None:
         async with guest("me", config(), job=JOB) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             with pytest.raises(RequestRefused) as raised:
-                await worker.connect(house.endpoint)
+                await worker.connect(runner.endpoint)
             assert raised.value.code == "worker_connected"
             assert worker.is_connected
         assert not worker.is_connected
 
-    async def test_it_may_come_back_and_is_another_worker_then(self, house: House, client: ForgedClient) -> None:
+    async def test_it_may_come_back_and_is_another_worker_then(
+        self, runner: DaemonRunner, client: ForgedClient
+    ) -> None:
         worker = guest("me", config(), job=JOB)
         incarnations = set()
         for _ in range(3):
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             incarnations.add(worker.incarnation)
             assert await worker.begin_step() == 0
             await worker.disconnect()
@@ -440,23 +448,23 @@ class TestComingAndGoing:
         assert len(await past(client, WorkerJoined)) == 3
 
     async def test_an_id_that_is_alive_is_refused_and_leaves_nothing_behind(
-        self, house: House, client: ForgedClient
+        self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         async with guest("me", config(), job=JOB) as first:
-            await first.connect(house.endpoint)
+            await first.connect(runner.endpoint)
             second = guest("me", config(), job=JOB)
             with pytest.raises(RequestRefused) as raised:
-                await second.connect(house.endpoint)
+                await second.connect(runner.endpoint)
             assert raised.value.code == "worker_exists"
             assert not second.is_connected
             assert [view.id for view in await client.workers(JOB)] == ["me"]
 
     async def test_a_state_that_cannot_travel_is_refused_before_anybody_hears_of_the_worker(
-        self, house: House, client: ForgedClient
+        self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         worker = guest("me", config(), job=JOB, state={"w": object()})
         with pytest.raises(RequestRefused) as raised:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
         assert raised.value.code == "state_unfit"
         assert await past(client, WorkerJoined) == []
 
@@ -472,7 +480,7 @@ class TestComingAndGoing:
         assert not worker.is_connected
 
     async def test_when_its_daemon_is_away_it_does_not_wait_long_between_two_knocks(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         given: dict[str, Any] = {}
 
@@ -482,20 +490,20 @@ class TestComingAndGoing:
 
         monkeypatch.setattr(workers, "ForgedClient", reach)
         async with guest("me", config(), job=JOB) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
         assert given["reconnect"].delay_max_s <= 0.5
 
-    async def test_the_job_settings_are_those_of_the_job(self, house: House, crew: Crew) -> None:
+    async def test_the_job_settings_are_those_of_the_job(self, runner: DaemonRunner, crew: Crew) -> None:
         crew.start("a")
         await crew.world_of("a")
         async with guest("b", None, job=JOB) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             assert worker._member.config == crew.config
 
-    async def test_a_script_that_fails_says_so(self, house: House, client: ForgedClient) -> None:
+    async def test_a_script_that_fails_says_so(self, runner: DaemonRunner, client: ForgedClient) -> None:
         async def script() -> None:
             async with guest("me", config(), job=JOB) as worker:
-                await worker.connect(house.endpoint)
+                await worker.connect(runner.endpoint)
                 raise ValueError("a mistake")
 
         with pytest.raises(ValueError, match="a mistake"):
@@ -504,12 +512,12 @@ class TestComingAndGoing:
             "its script failed: ValueError: a mistake"
         ]
 
-    async def test_a_script_that_is_cancelled_says_so(self, house: House, client: ForgedClient) -> None:
+    async def test_a_script_that_is_cancelled_says_so(self, runner: DaemonRunner, client: ForgedClient) -> None:
         connected = asyncio.Event()
 
         async def script() -> None:
             async with guest("me", config(), job=JOB) as worker:
-                await worker.connect(house.endpoint)
+                await worker.connect(runner.endpoint)
                 connected.set()
                 await asyncio.Event().wait()
 
@@ -520,20 +528,22 @@ class TestComingAndGoing:
             await task
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it was interrupted"]
 
-    async def test_a_script_that_breaks_out_of_its_loop_says_so(self, house: House, client: ForgedClient) -> None:
+    async def test_a_script_that_breaks_out_of_its_loop_says_so(
+        self, runner: DaemonRunner, client: ForgedClient
+    ) -> None:
         async with guest("me", config(), job=JOB) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             async for step in worker.steps():
                 if step == 2:
                     break
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it left its loop"]
 
     async def test_a_script_whose_job_is_aborted_leaves_whatever_it_makes_of_it(
-        self, house: House, client: ForgedClient
+        self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         async def script() -> None:
             async with guest("me", config(), job=JOB) as worker:
-                await worker.connect(house.endpoint)
+                await worker.connect(runner.endpoint)
                 try:
                     async for step in worker.steps():
                         if step == 2:
@@ -548,11 +558,11 @@ class TestComingAndGoing:
 
 
 class TestTraining:
-    async def test_a_step_tells_that_it_was_broken_off_to_who_stands_behind_it(self, house: House) -> None:
+    async def test_a_step_tells_that_it_was_broken_off_to_who_stands_behind_it(self, runner: DaemonRunner) -> None:
         done: list[int] = []
         aborted: list[int] = []
         async with guest("me", config(), job=JOB) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             async for step in worker.steps(3):
                 with step:
                     if step == 1 and not aborted:
@@ -681,10 +691,10 @@ class TestTraining:
 
     @pytest.mark.parametrize("synchronous", [False, True])
     async def test_the_rate_and_the_batch_follow_the_world_where_they_shall(
-        self, synchronous: bool, house: House
+        self, synchronous: bool, runner: DaemonRunner
     ) -> None:
         settings = {"use_synchronous_rescaling": synchronous, "scale_batch_with_world": True}
-        async with crew_at(house.endpoint, **settings) as crew:
+        async with crew_at(runner.endpoint, **settings) as crew:
             crew.make("a", learning_rate=0.1, global_batch_size=32)
             crew.start("a")
             await crew.world_of("a")
@@ -697,10 +707,10 @@ class TestTraining:
 
     @pytest.mark.parametrize("synchronous", [False, True])
     async def test_who_hears_of_a_world_has_its_rate_and_its_batch_already(
-        self, synchronous: bool, house: House
+        self, synchronous: bool, runner: DaemonRunner
     ) -> None:
         settings = {"use_synchronous_rescaling": synchronous, "scale_batch_with_world": True}
-        async with crew_at(house.endpoint, **settings) as crew:
+        async with crew_at(runner.endpoint, **settings) as crew:
             heard: dict[str, list[tuple[int, float, int, int]]] = {"a": [], "b": []}
 
             def note(name: str, event: RescalingEvent) -> None:
@@ -719,10 +729,10 @@ class TestTraining:
 
     @pytest.mark.parametrize("synchronous", [False, True])
     async def test_a_rate_that_the_script_has_changed_is_that_of_the_next_world(
-        self, synchronous: bool, house: House
+        self, synchronous: bool, runner: DaemonRunner
     ) -> None:
         settings = {"use_synchronous_rescaling": synchronous, "base_learning_rate": 0.5}
-        async with crew_at(house.endpoint, **settings) as crew:
+        async with crew_at(runner.endpoint, **settings) as crew:
             crew.make("a", learning_rate=0.25)
             crew.start("a")
             await crew.world_of("a")
@@ -770,10 +780,12 @@ class TestTraining:
         outcomes = await crew.over("a", "b")
         assert all(isinstance(error, CollectiveMismatch) for error in outcomes), outcomes
 
-    async def test_steps_are_an_iterator_of_steps_that_may_be_broken_off(self, house: House, crew: Crew) -> None:
+    async def test_steps_are_an_iterator_of_steps_that_may_be_broken_off(
+        self, runner: DaemonRunner, crew: Crew
+    ) -> None:
         numbers: list[int] = []
         async with guest("me", crew.config, job=JOB) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             async for step in worker.steps(5):
                 with step:
                     numbers.append(int(step))
@@ -784,10 +796,10 @@ class TestTraining:
 
 
 class TestWaiting:
-    async def test_it_says_what_it_waits_for(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_it_says_what_it_waits_for(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(wait_reporter, "TOLD_AFTER_S", 0.01)
         log = Heard()
-        async with crew_at(house.endpoint, min_workers=2) as crew:
+        async with crew_at(runner.endpoint, min_workers=2) as crew:
             crew.start("a", log=log)
             async with asyncio.timeout(PATIENCE_S):
                 while not log.of("this worker waits"):
@@ -803,7 +815,7 @@ class TestWaiting:
 
 class TestLeaving:
     async def test_it_waits_for_asynchronous_subscribers_before_it_goes(
-        self, house: House, client: ForgedClient
+        self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         left: list[Any] = []
 
@@ -813,7 +825,7 @@ class TestLeaving:
 
         async with guest("me", config(), job=JOB) as worker:
             worker.leaving.subscribe(save)
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             async for step in worker.steps():
                 if step == 2:
                     worker.drain("it is enough")
@@ -922,7 +934,7 @@ class TestLeaving:
         await crew.finish("b", "c")
 
     async def test_who_waits_in_a_step_for_one_that_does_not_come_goes_after_a_while(
-        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forged.worker.drain.drain.LOOK_INTERVAL_S", 0.02)
         holds, goes_on = asyncio.Event(), asyncio.Event()
@@ -931,7 +943,7 @@ class TestLeaving:
             holds.set()
             await goes_on.wait()
 
-        async with crew_at(house.endpoint, leave_timeout_ms=100) as crew:
+        async with crew_at(runner.endpoint, leave_timeout_ms=100) as crew:
             crew.start("a", "b")
             await crew.world_of("a", "b")
             crew["b"].before_exchange = hold
@@ -946,12 +958,12 @@ class TestLeaving:
         assert await past(client, WorkerFailed) == []
 
     async def test_who_goes_with_a_step_that_does_not_count_names_the_one_that_its_state_is_behind(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forged.worker.drain.drain.LOOK_INTERVAL_S", 0.02)
         holds, goes_on = asyncio.Event(), asyncio.Event()
         told: list[tuple[int, int]] = []
-        async with crew_at(house.endpoint, leave_timeout_ms=100) as crew:
+        async with crew_at(runner.endpoint, leave_timeout_ms=100) as crew:
             a, b = crew.start("a", "b")
             a.worker.leaving.subscribe(lambda _: told.append((a.worker.step, a.chain)))
             await crew.world_of("a", "b")
@@ -979,8 +991,8 @@ class TestLeaving:
         await crew.world_of("a")
         await crew.finish("a")
 
-    async def test_one_that_waits_drains_too(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with crew_at(house.endpoint, min_workers=2) as crew:
+    async def test_one_that_waits_drains_too(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with crew_at(runner.endpoint, min_workers=2) as crew:
             waits = asyncio.Event()
             come_along = Rescaler.come_along
 
@@ -1014,10 +1026,10 @@ class TestLeaving:
 
     @pytest.mark.parametrize("synchronous", [True, False])
     async def test_who_alone_has_the_state_gives_it_to_who_waits_before_it_goes(
-        self, synchronous: bool, house: House, client: ForgedClient
+        self, synchronous: bool, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         settings = {"stability_window_ms": 600_000, "use_synchronous_rescaling": synchronous}
-        async with crew_at(house.endpoint, **settings) as crew, client.facts(WorkerJoined, jobs=[JOB]) as joined:
+        async with crew_at(runner.endpoint, **settings) as crew, client.facts(WorkerJoined, jobs=[JOB]) as joined:
             crew.start("a")
             await anext(joined)
             await client.rescale_job(JOB)
@@ -1032,9 +1044,9 @@ class TestLeaving:
 
     @pytest.mark.parametrize(("synchronous", "moment"), [(True, "_report"), (False, "_cross")])
     async def test_who_alone_has_the_state_gives_it_to_who_is_being_taken_in_before_it_goes(
-        self, synchronous: bool, moment: str, house: House, monkeypatch: pytest.MonkeyPatch
+        self, synchronous: bool, moment: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with crew_at(house.endpoint, use_synchronous_rescaling=synchronous) as crew:
+        async with crew_at(runner.endpoint, use_synchronous_rescaling=synchronous) as crew:
             crew.start("a")
             await crew.world_of("a", steps=5)
             worker = crew["a"].worker
@@ -1053,7 +1065,7 @@ class TestLeaving:
             await crew.finish("b")
 
     async def test_who_is_told_to_go_while_its_session_ends_just_ends(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = guest("me", config(), job=JOB)
         open_door = worker._open_door
@@ -1065,7 +1077,7 @@ class TestLeaving:
                 worker.drain("SIGTERM")
 
         monkeypatch.setattr(worker, "_open_door", drain_behind)
-        async with worker.session(house.endpoint):
+        async with worker.session(runner.endpoint):
             await worker.register()
 
     async def test_who_is_evicted_is_told_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
@@ -1089,8 +1101,8 @@ class TestLeaving:
             await late.connect(*crew.endpoints)
         assert raised.value.code == "job_over"
 
-    async def test_who_was_never_taken_in_is_told_when_the_job_is_completed(self, house: House) -> None:
-        async with crew_at(house.endpoint, max_workers=1) as crew:
+    async def test_who_was_never_taken_in_is_told_when_the_job_is_completed(self, runner: DaemonRunner) -> None:
+        async with crew_at(runner.endpoint, max_workers=1) as crew:
             crew.start("a")
             await crew.world_of("a")
             crew.start("b")
@@ -1126,7 +1138,7 @@ class TestLeaving:
         await crew.finish("a", "b")
 
     async def test_that_the_training_is_done_is_said_for_as_long_as_the_daemon_waits(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Where other last words are given up at once."""
         tried = 0
@@ -1143,15 +1155,17 @@ class TestLeaving:
         monkeypatch.setattr(Registration, "say", later)
         monkeypatch.setattr(registrations, "LEAVE_TIMEOUT_S", 0.01)
         monkeypatch.setattr("forged.worker.session.LEAVE_TIMEOUT_S", 0.01)
-        async with crew_at(house.endpoint) as crew:
+        async with crew_at(runner.endpoint) as crew:
             crew.total = 3
             crew.start("a")
             assert await crew.over("a") == [None]
         assert tried == 2
-        async with ForgedClient(house.endpoint, reconnect=SOON) as client:
+        async with ForgedClient(runner.endpoint, reconnect=SOON) as client:
             assert [fact.step for fact in await past(client, JobCompleted)] == [3]
 
-    async def test_a_plan_of_the_scripts_own_brings_its_shards_from_worker_to_worker(self, house: House) -> None:
+    async def test_a_plan_of_the_scripts_own_brings_its_shards_from_worker_to_worker(
+        self, runner: DaemonRunner
+    ) -> None:
         stores = [MemoryShardStore(), MemoryShardStore()]
         for shard in range(4):
             stores[1].put(shard, [b"%d" % shard * 100])
@@ -1159,8 +1173,8 @@ class TestLeaving:
             guest(name, config(), job=JOB, data=TrainingData(8, 4, store))
             for name, store in zip("ab", stores, strict=True)
         )
-        await a.connect(house.endpoint)
-        await b.connect(house.endpoint)
+        await a.connect(runner.endpoint)
+        await b.connect(runner.endpoint)
         plan = DataRedistributor(config()).calculate_plan(
             ClusterTopology((b.worker_id,)),
             ClusterTopology((a.worker_id,)),
@@ -1175,15 +1189,15 @@ class TestLeaving:
         await b.disconnect()
         await a.disconnect()
 
-    async def test_its_transfers_bring_a_shard_from_another_worker(self, house: House) -> None:
+    async def test_its_transfers_bring_a_shard_from_another_worker(self, runner: DaemonRunner) -> None:
         stores = [MemoryShardStore(), MemoryShardStore()]
         stores[1].put(2, [b"2" * 100])
         a, b = (
             ElasticWorker(name, config(), job=JOB, data=TrainingData(8, 4, store))
             for name, store in zip("ab", stores, strict=True)
         )
-        await a.connect(house.endpoint)
-        await b.connect(house.endpoint)
+        await a.connect(runner.endpoint)
+        await b.connect(runner.endpoint)
         moved = await a.transfers.transfer_data_shards(b.worker_id, a.worker_id, Dataset(8, 4).shard(2))
         assert moved is not None
         assert (moved.shard_id, moved.source) == (2, b.worker_id)
@@ -1313,8 +1327,8 @@ class TestWishesOfOperators:
 
 
 class TestWhoTakesPart:
-    async def test_more_than_the_most_wait_until_somebody_goes(self, house: House) -> None:
-        async with crew_at(house.endpoint, max_workers=2) as crew:
+    async def test_more_than_the_most_wait_until_somebody_goes(self, runner: DaemonRunner) -> None:
+        async with crew_at(runner.endpoint, max_workers=2) as crew:
             crew.start("a", "b")
             await crew.world_of("a", "b")
             crew.start("c")
@@ -1325,8 +1339,8 @@ class TestWhoTakesPart:
             await crew.world_of("b", "c")
             await crew.finish("b", "c")
 
-    async def test_too_few_wait_for_others(self, house: House, client: ForgedClient) -> None:
-        async with crew_at(house.endpoint, min_workers=2) as crew:
+    async def test_too_few_wait_for_others(self, runner: DaemonRunner, client: ForgedClient) -> None:
+        async with crew_at(runner.endpoint, min_workers=2) as crew:
             crew.start("a")
             crew.start("b")
             await crew.world_of("a", "b")
@@ -1339,9 +1353,9 @@ class TestWhoTakesPart:
             assert crew["c"].places[0].step in (step, step + 1)
             await crew.finish("b", "c")
 
-    async def test_many_at_once_are_one_world_soon(self, house: House) -> None:
+    async def test_many_at_once_are_one_world_soon(self, runner: DaemonRunner) -> None:
         names = [f"w{number}" for number in range(12)]
-        async with crew_at(house.endpoint, min_workers=12) as crew:
+        async with crew_at(runner.endpoint, min_workers=12) as crew:
             crew.start(*names)
             await crew.world_of(*names)
             assert {trainer.worker.generation for trainer in crew.trainers.values()} == {1}
@@ -1349,14 +1363,14 @@ class TestWhoTakesPart:
 
 
 class TestADaemonThatIsAway:
-    async def test_training_goes_on_and_nothing_is_rescaled(self, house: House, crew: Crew) -> None:
+    async def test_training_goes_on_and_nothing_is_rescaled(self, runner: DaemonRunner, crew: Crew) -> None:
         crew.start("a", "b")
         await crew.world_of("a", "b")
         generation = crew["a"].worker.generation
-        await house.close()
+        await runner.close()
         await crew.more_steps("a", "b", steps=20)
-        await house.open()
-        async with ForgedClient(house.endpoint, reconnect=SOON) as client:
+        await runner.open()
+        async with ForgedClient(runner.endpoint, reconnect=SOON) as client:
             await all_connected(client, "a", "b")
             await crew.more_steps("a", "b")
             assert crew["a"].worker.generation == generation
@@ -1368,7 +1382,7 @@ class TestADaemonThatIsAway:
     @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
     @pytest.mark.parametrize("word", ["join", "stopped", "ready", "leave"])
     async def test_it_may_go_at_every_word_of_a_rescale(
-        self, word: str, after: bool, house: House, crew: Crew, monkeypatch: pytest.MonkeyPatch
+        self, word: str, after: bool, runner: DaemonRunner, crew: Crew, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         crew.start("a", "b")
         await crew.world_of("a", "b")
@@ -1377,7 +1391,7 @@ class TestADaemonThatIsAway:
 
         async def be_away() -> None:
             # The worker may lose its interest in the word meanwhile.
-            absences.append(asyncio.create_task(house.reopen()))
+            absences.append(asyncio.create_task(runner.reopen()))
             await asyncio.shield(absences[0])
 
         async def go_at_it(line: Registration, *arguments: Any, **options: Any) -> Any:
@@ -1401,15 +1415,15 @@ class TestADaemonThatIsAway:
         await absences[0]
 
     async def test_one_that_is_away_when_somebody_goes_learns_it_when_it_is_back(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forged.worker.daemon.registration.LEAVE_TIMEOUT_S", 0.05)
-        async with crew_at(house.endpoint, reconnect_grace_ms=1_000) as crew:
+        async with crew_at(runner.endpoint, reconnect_grace_ms=1_000) as crew:
             crew.start("a", "b", "c")
             await crew.world_of("a", "b", "c")
-            await house.close()
+            await runner.close()
             crew["a"].worker.drain("without a word")
             assert await crew.over("a") == [None]
-            await house.open()
+            await runner.open()
             await crew.world_of("b", "c")
             await crew.finish("b", "c")

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from forged.net.protocol.messages import Failure, ReplyOut, RequestMessage, SignalMessage
-from tests.client.fake import FakeDaemon, Guest
-from tests.client.neighbour import LoopThread
+from tests.client.fake_daemon import FakeConnection, FakeDaemon
+from tests.client.threaded_daemon import EventLoopThread
 
 INTERVAL_S = 0.02
 PATIENCE_S = 60.0
@@ -42,7 +42,7 @@ class Witness:
         self.said: queue.Queue[Said] = queue.Queue()
         self.refusals: dict[str, Failure] = {}
         self._path = path
-        self._loop = LoopThread()
+        self._loop = EventLoopThread()
         self.open()
 
     def open(self) -> None:
@@ -71,7 +71,7 @@ class Witness:
         while not self.said.empty():
             self.said.get_nowait()
 
-    async def _treat(self, guest: Guest) -> None:
+    async def _treat(self, guest: FakeConnection) -> None:
         if "Hello" in self.refusals:
             await guest.hear()
             guest.say(self.refusals["Hello"])

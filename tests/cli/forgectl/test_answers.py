@@ -12,7 +12,7 @@ import pytest
 from forged.cli.forgectl import answers
 from forged.errors import PeerError
 from forged.plain_client.connection import Wire
-from tests.cli.pretender import pretending
+from tests.cli.scripted_daemon import scripted_daemon
 
 LONG_S = 60.0
 Caught = pytest.CaptureFixture[str]
@@ -28,7 +28,7 @@ LISTS = {"ListHandlers": "handlers", "ListPlugins": "plugins", "ListJobs": "jobs
 
 @contextmanager
 def answered(directory: Path, **bodies: Any) -> Iterator[Wire]:
-    with pretending(directory, bodies) as daemon, closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as wire:
+    with scripted_daemon(directory, bodies) as daemon, closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as wire:
         yield wire
 
 
@@ -37,7 +37,7 @@ def answered(directory: Path, **bodies: Any) -> Iterator[Wire]:
 def test_what_is_no_answer_is_an_error_that_names_both_versions(
     tmp_path: Path, capsys: Caught, line: str, body: Any
 ) -> None:
-    with pretending(tmp_path, dict.fromkeys(EVERY_COMMAND.values(), body), agent="forged/9.9.9") as daemon:
+    with scripted_daemon(tmp_path, dict.fromkeys(EVERY_COMMAND.values(), body), agent="forged/9.9.9") as daemon:
         code, out, err = daemon.run(line, capsys)
     assert (code, out) == (1, "")
     assert "the daemon (forged/9.9.9) answers" in err
@@ -51,7 +51,7 @@ def test_an_answer_without_any_field_is_shown(tmp_path: Path, capsys: Caught, li
     bodies |= {method: [{"earlier": 1}, {}] for method in ("ListHandlers", "ListPlugins")}
     bodies |= {"ListJobs": {"jobs": [{}, {"earlier": 1}]}, "ListTokens": {"tokens": [{}, {"earlier": 1}]}}
     bodies["TellStory"] = [[1], [], {"earlier": 1}]
-    with pretending(tmp_path, bodies) as daemon:
+    with scripted_daemon(tmp_path, bodies) as daemon:
         code, out, err = daemon.run(f"{line} {flag}", capsys)
     assert (code, err) == (0, "")
     assert out

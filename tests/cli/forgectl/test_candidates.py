@@ -9,9 +9,9 @@ import pytest
 
 from forged.cli.forgectl import candidates, main
 from forged.cli.forgectl.parser import Parser
-from tests.cli.pretender import Refusal, pretending, say_nothing, trickle
-from tests.client.fake import FakeDaemon
-from tests.client.neighbour import LoopThread
+from tests.cli.scripted_daemon import Refusal, say_nothing, scripted_daemon, trickle
+from tests.client.fake_daemon import FakeDaemon
+from tests.client.threaded_daemon import EventLoopThread
 
 Caught = pytest.CaptureFixture[str]
 
@@ -108,27 +108,27 @@ class TestWithADaemon:
         ],
     )
     def test_values_are_those_that_it_has(self, tmp_path: Path, typed: list[str], offered: list[str]) -> None:
-        with pretending(tmp_path, ANSWERS, facts=FACTS) as daemon:
+        with scripted_daemon(tmp_path, ANSWERS, facts=FACTS) as daemon:
             assert words("--socket", str(daemon.path), *typed) == offered
 
     def test_long_lists_are_asked_for_from_what_is_typed(self, tmp_path: Path) -> None:
-        with pretending(tmp_path, ANSWERS) as daemon:
+        with scripted_daemon(tmp_path, ANSWERS) as daemon:
             words("--socket", str(daemon.path), "jobs", "show", "train-1")
             assert daemon.asked == [("ListJobs", {"after": "train-"})]
 
     @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x1b[2J", "", None, 7, {}])
     def test_a_name_that_is_none_breaks_nothing(self, tmp_path: Path, name: Any) -> None:
-        with pretending(tmp_path, {"ListPlugins": [{"name": name}, {"name": "alpha"}, {}]}) as daemon:
+        with scripted_daemon(tmp_path, {"ListPlugins": [{"name": name}, {"name": "alpha"}, {}]}) as daemon:
             assert words("--socket", str(daemon.path), "plugins", "show", "a") == ["alpha"]
 
     @pytest.mark.parametrize("answer", [Refusal("refused", "forbidden"), 7, {}, {"plugins": 7}, None])
     def test_what_is_no_answer_offers_nothing(self, tmp_path: Path, answer: Any) -> None:
-        with pretending(tmp_path, {"ListPlugins": answer}) as daemon:
+        with scripted_daemon(tmp_path, {"ListPlugins": answer}) as daemon:
             assert words("--socket", str(daemon.path), "plugins", "show", "") == []
 
     @pytest.mark.parametrize("treat", [say_nothing, trickle])
     def test_one_that_hangs_is_not_waited_for(self, tmp_path: Path, treat: Any, capfd: Caught) -> None:
-        loop = LoopThread()
+        loop = EventLoopThread()
         fake = FakeDaemon(tmp_path / "s", treat)
         loop.call(fake.__aenter__)
         assert words("--timeout", "3600", "--socket", str(tmp_path / "s"), "jobs", "show", "") == []

@@ -14,7 +14,7 @@ import pytest
 
 from forged.cli.forgectl import main
 from forged.cli.forgectl.completion import SCRIPTS
-from tests.cli.pretender import pretending
+from tests.cli.scripted_daemon import scripted_daemon
 
 BIN = Path(sys.executable).parent
 PRESS_TAB = """
@@ -69,7 +69,7 @@ class TestBash:
         ],
     )
     def test_words_are_completed(self, tmp_path: Path, line: str, offered: list[str]) -> None:
-        with pretending(tmp_path, {"ListJobs": {"jobs": [{"name": "alpha"}, {"name": "beta"}]}}) as daemon:
+        with scripted_daemon(tmp_path, {"ListJobs": {"jobs": [{"name": "alpha"}, {"name": "beta"}]}}) as daemon:
             assert [word for word in press_tab(line, daemon.path) if word] == offered
 
     def test_only_what_stands_before_the_cursor_counts(self, tmp_path: Path) -> None:

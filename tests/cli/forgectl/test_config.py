@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forged.cli.forgectl import main
-from tests.cli.pretender import pretending
-from tests.client.neighbour import Neighbour
+from tests.cli.scripted_daemon import scripted_daemon
+from tests.client.threaded_daemon import ThreadedDaemon
 
 Caught = pytest.CaptureFixture[str]
 
@@ -39,7 +39,7 @@ def table(said: str) -> list[list[str]]:
 
 
 def test_settings_are_shown_as_they_are_written(tmp_path: Path, capsys: Caught) -> None:
-    with pretending(tmp_path, {"ShowConfig": SHOWN}) as daemon:
+    with scripted_daemon(tmp_path, {"ShowConfig": SHOWN}) as daemon:
         code, out, _ = daemon.run("config", capsys)
     assert code == 0
     assert out.startswith("read from /etc/forged/forged.toml\n")
@@ -53,12 +53,12 @@ def test_settings_are_shown_as_they_are_written(tmp_path: Path, capsys: Caught) 
 
 
 def test_where_nothing_waits_for_a_restart_there_is_no_column_for_it(tmp_path: Path, capsys: Caught) -> None:
-    with pretending(tmp_path, {"ShowConfig": {"source": None, "settings": [setting("a", 1, 1)]}}) as daemon:
+    with scripted_daemon(tmp_path, {"ShowConfig": {"source": None, "settings": [setting("a", 1, 1)]}}) as daemon:
         assert daemon.run("config show", capsys)[1] == "read from no file\nkey  value  default\na    1\n"
 
 
 def test_programs_are_told_what_the_daemon_says(tmp_path: Path, capsys: Caught) -> None:
-    with pretending(tmp_path, {"ShowConfig": SHOWN}) as daemon:
+    with scripted_daemon(tmp_path, {"ShowConfig": SHOWN}) as daemon:
         assert daemon.told("config", capsys) == SHOWN
 
 
@@ -66,7 +66,7 @@ def test_programs_are_told_what_the_daemon_says(tmp_path: Path, capsys: Caught) 
     "said", [{}, {"settings": None}, {"settings": [1, {}, {"key": "a", "later": {}}], "later": 1}, {"source": 7}]
 )
 def test_a_daemon_of_another_version_may_leave_out_and_add(tmp_path: Path, capsys: Caught, said: Any) -> None:
-    with pretending(tmp_path, {"ShowConfig": said, "ReloadConfig": said}) as daemon:
+    with scripted_daemon(tmp_path, {"ShowConfig": said, "ReloadConfig": said}) as daemon:
         assert daemon.run("config", capsys)[0] == 0
         assert daemon.run("config reload", capsys)[0] == 0
 
@@ -79,16 +79,16 @@ def test_a_daemon_of_another_version_may_leave_out_and_add(tmp_path: Path, capsy
     ],
 )
 def test_a_reload_says_what_became_of_it(tmp_path: Path, capsys: Caught, said: Any, shown: str) -> None:
-    with pretending(tmp_path, {"ReloadConfig": said}) as daemon:
+    with scripted_daemon(tmp_path, {"ReloadConfig": said}) as daemon:
         assert daemon.run("config reload", capsys) == (0, shown, "")
         assert daemon.told("config reload", capsys) == said
 
 
-def test_a_real_daemon_answers_so(neighbour: Neighbour, capsys: Caught) -> None:
-    place = ["--socket", neighbour.socket]
+def test_a_real_daemon_answers_so(threaded_daemon: ThreadedDaemon, capsys: Caught) -> None:
+    place = ["--socket", threaded_daemon.socket]
     assert main.main([*place, "config", "--json"]) == 0
     told = {one["key"]: one for one in json.loads(capsys.readouterr().out)["settings"]}
-    assert told["socket"]["value"] == neighbour.socket
+    assert told["socket"]["value"] == threaded_daemon.socket
     assert told["drain_timeout_s"].keys() == setting("", 0, 0).keys()
     assert main.main([*place, "config"]) == 0
-    assert re.search(rf"^socket +{re.escape(neighbour.socket)}", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(rf"^socket +{re.escape(threaded_daemon.socket)}", capsys.readouterr().out, re.MULTILINE)

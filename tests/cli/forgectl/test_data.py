@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from forged.cli.forgectl import candidates, data, main, workers
-from tests.cli.pretender import UNKNOWN, Pretender, Refusal, pretending
-from tests.client.neighbour import Neighbour
-from tests.client.trainees import train_with_data
+from tests.cli.scripted_daemon import UNKNOWN, Refusal, ScriptedDaemon, scripted_daemon
+from tests.client.simulated_workers import train_with_data
+from tests.client.threaded_daemon import ThreadedDaemon
 
 Caught = pytest.CaptureFixture[str]
 
@@ -60,14 +60,14 @@ def answers() -> dict[str, Any]:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[Pretender]:
-    with pretending(tmp_path, answers) as daemon:
+def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[ScriptedDaemon]:
+    with scripted_daemon(tmp_path, answers) as daemon:
         yield daemon
 
 
 class TestShow:
     def test_what_is_lost_is_told_with_who_can_bring_it_back(
-        self, answers: Any, daemon: Pretender, capsys: Caught
+        self, answers: Any, daemon: ScriptedDaemon, capsys: Caught
     ) -> None:
         answers["ShowData"] = VIEW | {"lost": 2, "lost_shards": [3, 4], "last_held_by": ["w3"]}
         lines = daemon.run("data show --job run", capsys)[1].splitlines()
@@ -79,7 +79,7 @@ class TestShow:
         answers["ShowData"] = VIEW | {"lost": 0, "lost_shards": [], "last_held_by": []}
         assert "lost" not in daemon.run("data show --job run", capsys)[1]
 
-    def test_the_dataset_stands_above_what_each_worker_holds(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_the_dataset_stands_above_what_each_worker_holds(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.run("data show --job run", capsys)[1].splitlines() == [
             "job         run",
             "dataset     1,000 samples in 40 shards, 1 further copy of each, with an origin",
@@ -91,7 +91,7 @@ class TestShow:
         ]
 
     def test_weights_are_told_where_one_is_not_1(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowData"] = VIEW | {"workers": [HELD[0] | {"weight": 1.0}, HELD[1] | {"weight": 3.0}]}
         assert [line.split() for line in daemon.run("data show --job run", capsys)[1].splitlines()[-3:]] == [
@@ -104,7 +104,7 @@ class TestShow:
         assert daemon.told("data show --job run", capsys) == answers["ShowData"]
 
     def test_that_copies_differ_is_told_where_they_do(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowData"] = VIEW | {"differing": 2, "differing_shards": [3, 4]}
         assert [line.split() for line in daemon.run("data show --job run", capsys)[1].splitlines()[3:5]] == [
@@ -114,31 +114,33 @@ class TestShow:
         answers["ShowData"] = VIEW | {"differing": 0, "differing_shards": []}
         assert "differing" not in daemon.run("data show --job run", capsys)[1]
 
-    def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.told("data show --job run", capsys) == VIEW
         assert daemon.asked == [("ShowData", {"job": "run"})]
 
     @pytest.mark.parametrize("line", ["data", "data ls", "data list"])
-    def test_all_datasets_are_a_table(self, daemon: Pretender, capsys: Caught, line: str) -> None:
+    def test_all_datasets_are_a_table(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
         header, row = daemon.run(line, capsys)[1].splitlines()
         assert header.split() == ["job", "samples", "shards", "replication", "has_origin", "generation", "workers"]
         assert row.split() == ["run", "1000", "40", "1", "yes", "5", "2"]
         assert daemon.told(line, capsys) == {"data": [VIEW]}
 
     def test_jobs_without_data_are_passed_over(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowData"] = DATALESS
         assert daemon.run("data", capsys) == (0, "no job has a dataset\n", "")
 
-    def test_one_that_is_named_is_refused(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_one_that_is_named_is_refused(
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
+    ) -> None:
         answers["ShowData"] = DATALESS
         code, out, err = daemon.run("data show --job run", capsys)
         assert (code, out) == (3, "")
         assert "has no dataset" in err
 
     def test_what_is_refused_for_another_reason_is_told(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowData"] = Refusal("refused", "forbidden", "not yours")
         assert daemon.run("data", capsys)[0] == 3
@@ -154,7 +156,7 @@ class TestShow:
         ],
     )
     def test_data_may_lack_anything(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, view: dict[str, Any]
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, view: dict[str, Any]
     ) -> None:
         answers["ShowData"] = view
         assert daemon.run("data show --job run", capsys)[0] == 0
@@ -163,7 +165,7 @@ class TestShow:
 
 class TestAudit:
     def run(self, directory: Path, capsys: Caught, *audits: Any, flags: str = "") -> tuple[int, list[str], str]:
-        with pretending(directory, Daemon(*audits)) as daemon:
+        with scripted_daemon(directory, Daemon(*audits)) as daemon:
             code, out, err = daemon.run(f"data audit --job run {flags}", capsys)
         return code, out.splitlines(), err
 
@@ -240,7 +242,7 @@ class TestAudit:
         assert said == (0, ["epoch 9: 0 of 1,000 samples used once; it is not over yet"], "")
 
     def test_programs_are_told_each_epoch_with_whether_it_is_over(self, tmp_path: Path, capsys: Caught) -> None:
-        with pretending(tmp_path, Daemon(BEGUN, audited(0), audited(1))) as daemon:
+        with scripted_daemon(tmp_path, Daemon(BEGUN, audited(0), audited(1))) as daemon:
             told = daemon.told("data audit --job run", capsys)
             asked = daemon.asked
         assert [one[1]["epoch"] for one in asked] == [None, 0, 1]
@@ -291,7 +293,7 @@ class TestPlan:
     }  # fmt: skip
 
     def test_what_would_travel_stands_below_the_ranks(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": TOTALS}
         assert daemon.run("plan --job run --workers 2", capsys)[1].splitlines()[-5:] == [
@@ -304,31 +306,33 @@ class TestPlan:
         assert daemon.asked[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"]})
 
     def test_of_who_is_gone_nothing_is_asked_for(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"PlanRescale": self.PLAN | {"gone": ["w2"]}, "PlanData": TOTALS}
         daemon.run("plan --job run --workers 2", capsys)
         assert daemon.asked[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"], "gone": ["w2"]})
 
-    def test_programs_find_it_in_the_plan(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_programs_find_it_in_the_plan(
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
+    ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": TOTALS}
         assert daemon.told("plan --job run --workers 2", capsys) == self.PLAN | {"data": TOTALS}
 
-    def test_nothing_to_travel_is_told(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_nothing_to_travel_is_told(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": dict.fromkeys(TOTALS, 0)}
         said = daemon.run("plan --job run --workers 2", capsys)[1]
         assert said.endswith("\n\nno data would have to travel\n")
 
     @pytest.mark.parametrize("answer", [DATALESS, UNKNOWN])
     def test_of_a_job_without_data_the_plan_is_as_before(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, answer: Refusal
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, answer: Refusal
     ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": answer}
         assert daemon.told("plan --job run --workers 2", capsys) == self.PLAN
         assert daemon.run("plan --job run --workers 2", capsys)[1].splitlines()[-1].split() == ["w2", "2", "-"]
 
     def test_what_is_refused_for_another_reason_is_told(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": Refusal("refused", "forbidden", "not yours")}
         assert daemon.run("plan --job run --workers 2", capsys)[0] == 3
@@ -392,7 +396,7 @@ class TestFactsInWords:
 
 
 @pytest.mark.parametrize("typed", [["data", "show", "--job", ""], ["data", "audit", "--job", "r"]])
-def test_jobs_are_offered_where_one_is_meant(daemon: Pretender, typed: list[str]) -> None:
+def test_jobs_are_offered_where_one_is_meant(daemon: ScriptedDaemon, typed: list[str]) -> None:
     words = ["--socket", str(daemon.path), *typed]
     assert candidates.candidates(main._parser(), words) == [("run", "")]
 
@@ -401,11 +405,11 @@ class TestARealDaemon:
     """Of which a worker has trained for an epoch and a half."""
 
     @pytest.fixture
-    def ctl(self, neighbour: Neighbour, tmp_path: Path, capsys: Caught) -> Callable[[str], tuple[int, str]]:
-        train_with_data(neighbour.house.endpoint, "run", "w0", tmp_path / "shards", 15)
+    def ctl(self, threaded_daemon: ThreadedDaemon, tmp_path: Path, capsys: Caught) -> Callable[[str], tuple[int, str]]:
+        train_with_data(threaded_daemon.runner.endpoint, "run", "w0", tmp_path / "shards", 15)
 
         def run(line: str) -> tuple[int, str]:
-            code = main.main(["--socket", neighbour.socket, *line.split()])
+            code = main.main(["--socket", threaded_daemon.socket, *line.split()])
             return code, capsys.readouterr().out
 
         return run

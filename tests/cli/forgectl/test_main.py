@@ -29,24 +29,24 @@ from forged.jobs.model import JobCreated
 from forged.kernel.messages import Record
 from forged.net.transport.sockets import SystemNetwork
 from forged.plain_client.connection import WINDOW_FACTS
-from tests.cli.pretender import say_nothing, trickle
-from tests.client.fake import FakeDaemon, Guest
-from tests.client.neighbour import Neighbour
+from tests.cli.scripted_daemon import say_nothing, trickle
+from tests.client.fake_daemon import FakeConnection, FakeDaemon
+from tests.client.threaded_daemon import ThreadedDaemon
 from tests.net.ends import Certificates
 
 STATUS_KEYS = {"version", "pid", "uptime_s", "listen", "http", "socket", "data_dir", "jobs", "workers", "plugins"}
 HUNG_TIMEOUT_S = "0.05"
 
 Ctl = Callable[..., tuple[int, str, str]]
-Treat = Callable[[Guest], Awaitable[None]]
+Treat = Callable[[FakeConnection], Awaitable[None]]
 
 
 @pytest.fixture
-def ctl(neighbour: Neighbour, capsys: pytest.CaptureFixture[str]) -> Ctl:
+def ctl(threaded_daemon: ThreadedDaemon, capsys: pytest.CaptureFixture[str]) -> Ctl:
     """Runs a command line; returns its exit code, output and complaints."""
 
     def run(line: str, place: str | None = None) -> tuple[int, str, str]:
-        code = main.main(shlex.split(f"{place or f'--socket {neighbour.socket}'} {line}"))
+        code = main.main(shlex.split(f"{place or f'--socket {threaded_daemon.socket}'} {line}"))
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -54,8 +54,8 @@ def ctl(neighbour: Neighbour, capsys: pytest.CaptureFixture[str]) -> Ctl:
 
 
 @pytest.fixture
-def client(neighbour: Neighbour) -> Iterator[BlockingClient]:
-    with neighbour.client() as client:
+def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
+    with threaded_daemon.client() as client:
         yield client
 
 
@@ -152,9 +152,9 @@ class TestArguments:
 
     @pytest.mark.parametrize("command", ["ping", "handlers", "jobs ls", "tokens list", "events"])
     def test_what_names_the_daemon_may_stand_behind_the_command(
-        self, ctl: Ctl, neighbour: Neighbour, command: str
+        self, ctl: Ctl, threaded_daemon: ThreadedDaemon, command: str
     ) -> None:
-        for line in (f"{command} --socket {neighbour.socket} --timeout 5 --token ''", f"--json {command}"):
+        for line in (f"{command} --socket {threaded_daemon.socket} --timeout 5 --token ''", f"--json {command}"):
             assert ctl(line, " " if "--socket" in line else None)[0] == 0
         assert ctl(f"{command} --token forged_nonsense")[0] == 3
         assert json.loads(ctl(f"--json {command}")[1].splitlines()[0])
@@ -182,19 +182,19 @@ class TestArguments:
         assert "steps is a whole number of more than 64 bits" in err
 
     def test_a_plain_endpoint_where_tls_is_spoken_is_told_how_to_write_it(
-        self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path
+        self, ctl: Ctl, threaded_daemon: ThreadedDaemon, tmp_path: Path
     ) -> None:
-        neighbour.house.network = SystemNetwork(tls_server=Certificates(tmp_path).server())
-        neighbour.call(neighbour.house.reopen, listen=("tls://127.0.0.1:0",))
-        (secure,) = neighbour.house.daemon.listening
+        threaded_daemon.runner.network = SystemNetwork(tls_server=Certificates(tmp_path).server())
+        threaded_daemon.call(threaded_daemon.runner.reopen, listen=("tls://127.0.0.1:0",))
+        (secure,) = threaded_daemon.runner.daemon.listening
         code, _, err = ctl("ping", f"--endpoint {secure.replace('tls://', 'tcp://')}")
         assert code == 4
         assert f"write {secure}" in err
 
     def test_the_socket_is_the_one_that_the_environment_names(
-        self, ctl: Ctl, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
+        self, ctl: Ctl, threaded_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("FORGED_SOCKET", neighbour.socket)
+        monkeypatch.setenv("FORGED_SOCKET", threaded_daemon.socket)
         assert ctl("ping", " ")[0] == 0
 
     def test_the_token_is_the_one_that_the_environment_names(self, ctl: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +203,9 @@ class TestArguments:
         assert code == 3
         assert "token is not known" in err
 
-    def test_a_tcp_endpoint_will_do(self, ctl: Ctl, neighbour: Neighbour) -> None:
-        neighbour.call(neighbour.house.reopen, listen=("tcp://127.0.0.1:0",))
-        (endpoint,) = neighbour.house.daemon.listening
+    def test_a_tcp_endpoint_will_do(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
+        threaded_daemon.call(threaded_daemon.runner.reopen, listen=("tcp://127.0.0.1:0",))
+        (endpoint,) = threaded_daemon.runner.daemon.listening
         assert ctl("ping", f"--endpoint {endpoint}")[0] == 0
         assert ctl("ping", f"--endpoint {endpoint.removeprefix('tcp://')}")[0] == 0
 
@@ -260,14 +260,14 @@ class TestExitCodes:
     @pytest.mark.parametrize("treat", [say_nothing, trickle])
     @pytest.mark.parametrize("line", ["status", "jobs", "events", "backup file", "plugins"])
     def test_one_that_begins_and_does_not_end_exits_with_4_in_time(
-        self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path, line: str, treat: Treat, *, greet: bool
+        self, ctl: Ctl, threaded_daemon: ThreadedDaemon, tmp_path: Path, line: str, treat: Treat, *, greet: bool
     ) -> None:
-        async def receive(guest: Guest) -> None:
+        async def receive(guest: FakeConnection) -> None:
             if greet:
                 await guest.greet()
             await treat(guest)
 
-        with faking(neighbour, tmp_path / "slow", receive) as endpoint:
+        with faking(threaded_daemon, tmp_path / "slow", receive) as endpoint:
             code, out, err = ctl(line, f"--timeout {HUNG_TIMEOUT_S} --endpoint {endpoint}")
         assert (code, out) == (4, "")
         assert f"did not answer within {HUNG_TIMEOUT_S} s" in err
@@ -286,23 +286,23 @@ class TestExitCodes:
         assert named[code] in err
 
     def test_what_answers_as_a_web_server_exits_with_1_and_is_named(
-        self, ctl: Ctl, neighbour: Neighbour, tmp_path: Path
+        self, ctl: Ctl, threaded_daemon: ThreadedDaemon, tmp_path: Path
     ) -> None:
-        async def answer(guest: Guest) -> None:
+        async def answer(guest: FakeConnection) -> None:
             guest.writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             await guest.gone()
 
-        with faking(neighbour, tmp_path / "web", answer) as endpoint:
+        with faking(threaded_daemon, tmp_path / "web", answer) as endpoint:
             code, out, err = ctl("status", f"--endpoint {endpoint}")
         assert (code, out) == (1, "")
         assert "is not a forged daemon: it speaks HTTP" in err
 
 
 class TestJson:
-    def test_status_tells_what_programs_need(self, ctl: Ctl, neighbour: Neighbour) -> None:
+    def test_status_tells_what_programs_need(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
         status = told(ctl, "status")
         assert status.keys() >= STATUS_KEYS
-        assert status["socket"] == neighbour.socket
+        assert status["socket"] == threaded_daemon.socket
         assert isinstance(status["uptime_s"], float)
 
     def test_every_command_answers_with_one_object(self, ctl: Ctl, client: BlockingClient) -> None:
@@ -388,15 +388,15 @@ class TestChangingJobs:
 
 
 class TestHandlers:
-    def test_a_quarantined_handler_is_readmitted(self, ctl: Ctl, neighbour: Neighbour) -> None:
+    def test_a_quarantined_handler_is_readmitted(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
         def break_down(record: Record) -> None:
             raise ValueError
 
         def extend(daemon: Daemon) -> None:
             daemon.bus.on(JobCreated, break_down, name="broken", failures_max=1)
 
-        neighbour.house.extend = extend
-        neighbour.call(neighbour.house.reopen)
+        threaded_daemon.runner.extend = extend
+        threaded_daemon.call(threaded_daemon.runner.reopen)
         assert ctl("handlers readmit broken")[0] == 3
         told(ctl, "jobs create a")
         while "HandlerQuarantined" not in ctl("events")[1]:
@@ -507,8 +507,10 @@ class TestEvents:
             client.note("a", f"{number}")
         assert len(self.chosen(ctl, "--type NoteAdded")) == 2 + WINDOW_FACTS + 100
 
-    def test_what_is_forgotten_is_told_as_missing(self, ctl: Ctl, neighbour: Neighbour, client: BlockingClient) -> None:
-        neighbour.call(neighbour.house.reopen, journal_facts_max=100)
+    def test_what_is_forgotten_is_told_as_missing(
+        self, ctl: Ctl, threaded_daemon: ThreadedDaemon, client: BlockingClient
+    ) -> None:
+        threaded_daemon.call(threaded_daemon.runner.reopen, journal_facts_max=100)
         for number in range(200):
             client.note("a", f"{number}")
         first = ctl("events --since 1 --json")[1].splitlines()[0]
@@ -519,11 +521,11 @@ class TestEvents:
 class TestPipes:
     """With processes, because it is about what is between them."""
 
-    def test_whoever_reads_may_stop_early(self, neighbour: Neighbour, client: BlockingClient) -> None:
+    def test_whoever_reads_may_stop_early(self, threaded_daemon: ThreadedDaemon, client: BlockingClient) -> None:
         client.create_job("a")
         for number in range(2000):
             client.note("a", f"{number} {'x' * 100}")
-        with running(neighbour, "events") as process:
+        with running(threaded_daemon, "events") as process:
             assert process.stdout is not None
             process.stdout.readline()
             process.stdout.close()
@@ -531,20 +533,22 @@ class TestPipes:
             assert process.stderr is not None
             assert process.stderr.read() == ""
 
-    def test_a_terminal_without_the_character_is_shown_its_number(self, neighbour: Neighbour) -> None:
+    def test_a_terminal_without_the_character_is_shown_its_number(self, threaded_daemon: ThreadedDaemon) -> None:
         environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-        done = subprocess.run(command(neighbour, "ping"), env=environment, capture_output=True, text=True)
+        done = subprocess.run(command(threaded_daemon, "ping"), env=environment, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 
-    def test_follow_goes_on_over_a_restart_of_the_daemon(self, neighbour: Neighbour, client: BlockingClient) -> None:
+    def test_follow_goes_on_over_a_restart_of_the_daemon(
+        self, threaded_daemon: ThreadedDaemon, client: BlockingClient
+    ) -> None:
         client.create_job("a")
         start = client.status().last_fact
-        with running(neighbour, f"events --follow --json --since {start}") as process:
+        with running(threaded_daemon, f"events --follow --json --since {start}") as process:
             heard = []
             for text in ("one", "two", "three"):
                 client.note("a", text)
                 heard += _read_until(process, text)
-                neighbour.call(neighbour.house.reopen)
+                threaded_daemon.call(threaded_daemon.runner.reopen)
             client.note("a", "four")
             heard += _read_until(process, "four")
             process.send_signal(signal.SIGINT)
@@ -557,10 +561,10 @@ class TestPipes:
         assert "the daemon is back" in remarks
         assert "Traceback" not in remarks
 
-    def test_follow_begins_with_what_comes_next(self, neighbour: Neighbour, client: BlockingClient) -> None:
+    def test_follow_begins_with_what_comes_next(self, threaded_daemon: ThreadedDaemon, client: BlockingClient) -> None:
         client.create_job("a")
-        with running(neighbour, "events --follow --json") as process:
-            while not neighbour.call(neighbour.subscriptions):
+        with running(threaded_daemon, "events --follow --json") as process:
+            while not threaded_daemon.call(threaded_daemon.subscriptions):
                 client.ping()
             client.note("a", "now")
             (heard,) = _read_until(process, "now")
@@ -568,15 +572,15 @@ class TestPipes:
         assert heard["fact"] == {"text": "now"}
 
 
-def command(neighbour: Neighbour, line: str) -> list[str]:
-    return [sys.executable, "-m", "forged.cli.forgectl.main", "--socket", neighbour.socket, *shlex.split(line)]
+def command(threaded_daemon: ThreadedDaemon, line: str) -> list[str]:
+    return [sys.executable, "-m", "forged.cli.forgectl.main", "--socket", threaded_daemon.socket, *shlex.split(line)]
 
 
 @contextmanager
-def running(neighbour: Neighbour, line: str) -> Iterator[subprocess.Popen[str]]:
+def running(threaded_daemon: ThreadedDaemon, line: str) -> Iterator[subprocess.Popen[str]]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # Whoever runs the tests in the background has them ignore interrupts, and so would what they start.
-    with subprocess.Popen(command(neighbour, line), preexec_fn=_heed_interrupts, **pipes) as process:
+    with subprocess.Popen(command(threaded_daemon, line), preexec_fn=_heed_interrupts, **pipes) as process:
         try:
             yield process
         finally:
@@ -606,9 +610,11 @@ def listening(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def faking(neighbour: Neighbour, path: Path, treat: Callable[[Guest], Awaitable[None]]) -> Iterator[str]:
+def faking(
+    threaded_daemon: ThreadedDaemon, path: Path, treat: Callable[[FakeConnection], Awaitable[None]]
+) -> Iterator[str]:
     """A daemon that is none."""
     fake = FakeDaemon(path, treat)
-    neighbour.call(fake.__aenter__)
+    threaded_daemon.call(fake.__aenter__)
     yield fake.endpoint
-    neighbour.call(fake.__aexit__)
+    threaded_daemon.call(fake.__aexit__)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forged.cli.forgectl import main
-from tests.cli.pretender import UNKNOWN, Pretender, Refusal, pretending
-from tests.client.neighbour import Neighbour
+from tests.cli.scripted_daemon import UNKNOWN, Refusal, ScriptedDaemon, scripted_daemon
+from tests.client.threaded_daemon import ThreadedDaemon
 
 Caught = pytest.CaptureFixture[str]
 
@@ -37,29 +37,29 @@ def answers() -> dict[str, Any]:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[Pretender]:
-    with pretending(tmp_path, answers) as daemon:
+def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[ScriptedDaemon]:
+    with scripted_daemon(tmp_path, answers) as daemon:
         yield daemon
 
 
 class TestList:
     @pytest.mark.parametrize("line", ["plugins", "plugins ls", "plugins list"])
-    def test_it_is_a_table(self, daemon: Pretender, capsys: Caught, line: str) -> None:
+    def test_it_is_a_table(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
         header, first, second = daemon.run(line, capsys)[1].splitlines()
         assert header.split() == ["name", "version", "state", "handled", "failed", "published", "origin", "reason"]
         assert first.split()[:6] == ["event_log", "1.2", "active", "41", "0", "0"]
         assert second.endswith(r"OSError: no\x1b[2J route")
 
-    def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.told("plugins", capsys) == {"plugins": [EVENT_LOG, WEBHOOK]}
 
-    def test_none_are_said_in_words(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_none_are_said_in_words(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ListPlugins"] = []
         assert daemon.run("plugins", capsys)[1] == "no plugins\n"
 
 
 class TestShow:
-    def test_its_commands_stand_below_it(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_its_commands_stand_below_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         whole, commands = daemon.run("plugins show event_log", capsys)[1].split("\n\n")
         assert "parts      observes every fact, every 5 s" in whole.splitlines()
         assert [line.split() for line in commands.splitlines()] == [
@@ -67,17 +67,17 @@ class TestShow:
             ["rotate", "keep", "begin", "a", "new", "file"],
         ]
 
-    def test_one_without_commands_has_no_table_of_them(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_one_without_commands_has_no_table_of_them(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert "\n\n" not in daemon.run("plugins show webhook", capsys)[1]
 
-    def test_commands_may_be_names_alone(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_commands_may_be_names_alone(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ListPlugins"] = [EVENT_LOG | {"commands": ["rotate", "flush"]}]
         assert daemon.run("plugins show event_log", capsys)[1].endswith("name\nrotate\nflush\n")
 
-    def test_programs_are_told_of_the_one_alone(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_programs_are_told_of_the_one_alone(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.told("plugins show webhook", capsys) == WEBHOOK
 
-    def test_one_that_is_not_there_is_refused(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_one_that_is_not_there_is_refused(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         code, out, err = daemon.run("plugins show nobody", capsys)
         assert (code, out) == (3, "")
         assert "there is no plugin 'nobody'" in err
@@ -85,25 +85,25 @@ class TestShow:
 
 class TestSwitch:
     @pytest.mark.parametrize(("verb", "method"), [("enable", "EnablePlugin"), ("disable", "DisablePlugin")])
-    def test_it_is_asked_for_by_name(self, daemon: Pretender, capsys: Caught, verb: str, method: str) -> None:
+    def test_it_is_asked_for_by_name(self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str) -> None:
         assert daemon.run(f"plugins {verb} webhook", capsys) == (0, f"webhook is {verb}d\n", "")
         assert daemon.asked == [(method, {"plugin": "webhook"})]
         assert daemon.told(f"plugins {verb} webhook", capsys) == {}
 
-    def test_a_refusal_exits_with_3(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_a_refusal_exits_with_3(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["EnablePlugin"] = Refusal("refused", "plugin_unknown", "there is no plugin 'x'", "see the list")
         assert daemon.run("plugins enable x", capsys) == (3, "", "forgectl: there is no plugin 'x' (see the list)\n")
 
 
 class TestRun:
-    def test_arguments_are_values_by_name(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_arguments_are_values_by_name(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         daemon.run("plugins run event_log rotate keep=3 --json compress=true", capsys)
         arguments = {"keep": 3, "compress": True}
         assert daemon.asked == [
             ("RunPluginCommand", {"plugin": "event_log", "command": "rotate", "arguments": arguments})
         ]
 
-    def test_an_argument_that_is_given_twice_is_refused(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_an_argument_that_is_given_twice_is_refused(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         code, _, err = daemon.run("plugins run event_log rotate keep=3 keep=4", capsys)
         assert (code, daemon.asked) == (2, [])
         assert "keep is given twice" in err
@@ -124,7 +124,7 @@ class TestRun:
         ],
     )
     def test_whatever_it_answers_is_shown(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, result: Any, said: str
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, result: Any, said: str
     ) -> None:
         answers["RunPluginCommand"] = result
         assert daemon.run("plugins run event_log rotate", capsys) == (0, said, "")
@@ -140,14 +140,14 @@ class TestRun:
         ],
     )
     def test_programs_are_told_one_object_whatever_it_is(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, result: Any, said: Any
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, result: Any, said: Any
     ) -> None:
         answers["RunPluginCommand"] = result
         assert daemon.told("plugins run event_log rotate", capsys) == {"result": said}
 
     @pytest.mark.parametrize(("levels", "code"), [(400, 0), (1000, 1)])
     def test_what_is_nested_without_end_is_cut_for_people(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, levels: int, code: int
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, levels: int, code: int
     ) -> None:
         nested: Any = "deep"
         for _ in range(levels):
@@ -161,7 +161,7 @@ class TestStatus:
     STATUS = {"version": "0.1.0", "plugins": ["event_log", "webhook"]}  # noqa: RUF012
 
     def test_plugins_that_do_not_work_have_a_line(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ReadStatus"] = self.STATUS
         lines = daemon.run("status", capsys)[1].splitlines()
@@ -172,7 +172,7 @@ class TestStatus:
         [[], [EVENT_LOG], ["event_log"], Refusal("refused", "forbidden"), UNKNOWN],
     )
     def test_where_none_are_in_trouble_or_known_there_is_no_such_line(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, listed: Any
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, listed: Any
     ) -> None:
         answers |= {"ReadStatus": self.STATUS, "ListPlugins": listed}
         code, out, err = daemon.run("status", capsys)
@@ -180,15 +180,15 @@ class TestStatus:
         assert "inactive" not in out
 
     def test_programs_are_told_what_the_daemon_says(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ReadStatus"] = self.STATUS
         assert daemon.told("status", capsys) == self.STATUS
         assert daemon.asked == [("ReadStatus", {})]
 
 
-def test_a_real_daemon_answers_so(neighbour: Neighbour, capsys: Caught) -> None:
-    place = ["--socket", neighbour.socket, "plugins"]
+def test_a_real_daemon_answers_so(threaded_daemon: ThreadedDaemon, capsys: Caught) -> None:
+    place = ["--socket", threaded_daemon.socket, "plugins"]
     assert main.main([*place, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"plugins": []}
     for line in (["enable", "nobody"], ["disable", "nobody"], ["run", "nobody", "status"]):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forged.cli.forgectl import candidates, events, main, transfers
-from tests.cli.pretender import Pretender, Refusal, pretending
+from tests.cli.scripted_daemon import Refusal, ScriptedDaemon, scripted_daemon
 
 Caught = pytest.CaptureFixture[str]
 
@@ -59,7 +59,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def followed(directory: Path, capsys: Caught, *views: Any, flags: str = "") -> list[str]:
     """The lines that are shown until the daemon refuses to go on."""
-    with pretending(directory, Life(*views)) as daemon:
+    with scripted_daemon(directory, Life(*views)) as daemon:
         code, out, err = daemon.run(f"transfers --job run --follow {flags}", capsys)
     assert code == 3
     assert "not yours any more" in err
@@ -79,11 +79,11 @@ def drawn(
 
 class TestOnce:
     @pytest.fixture
-    def daemon(self, tmp_path: Path) -> Iterator[Pretender]:
-        with pretending(tmp_path, Life(RUNNING)) as daemon:
+    def daemon(self, tmp_path: Path) -> Iterator[ScriptedDaemon]:
+        with scripted_daemon(tmp_path, Life(RUNNING)) as daemon:
             yield daemon
 
-    def test_each_worker_has_a_bar_below_what_all_have_done(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_each_worker_has_a_bar_below_what_all_have_done(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         code, out, err = daemon.run("transfers --job run", capsys)
         assert (code, err) == (0, "")
         assert out.splitlines() == [
@@ -93,24 +93,24 @@ class TestOnce:
         ]
 
     def test_what_workers_need_is_not_told_before_it_is_known(self, tmp_path: Path, capsys: Caught) -> None:
-        with pretending(tmp_path, Life(GATHERING)) as daemon:
+        with scripted_daemon(tmp_path, Life(GATHERING)) as daemon:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == "attempt 3: waits for e to say what they hold\n"
 
     def test_that_it_is_being_planned_is_told_and_not_that_nothing_travels(
         self, tmp_path: Path, capsys: Caught
     ) -> None:
-        with pretending(tmp_path, Life(GATHERING | {"waiting_for": [], "planned": False})) as daemon:
+        with scripted_daemon(tmp_path, Life(GATHERING | {"waiting_for": [], "planned": False})) as daemon:
             said = "attempt 3: all have said what they hold; what has to travel is being planned\n"
             assert daemon.run("transfers --job run", capsys) == (0, said, "")
 
     def test_shards_that_nobody_has_are_named(self, tmp_path: Path, capsys: Caught) -> None:
-        with pretending(tmp_path, Life(LOST)) as daemon:
+        with scripted_daemon(tmp_path, Life(LOST)) as daemon:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does\n"
 
     def test_what_is_lost_is_told_with_who_can_bring_it_back(self, tmp_path: Path, capsys: Caught) -> None:
-        with pretending(tmp_path, Life(LOST | {"last_held_by": ["w3"]})) as daemon:
+        with scripted_daemon(tmp_path, Life(LOST | {"last_held_by": ["w3"]})) as daemon:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == (
             "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does; "
@@ -122,7 +122,7 @@ class TestOnce:
             (LOST, "attempt 3: nobody has 3 shards, such as 0, 4, 7; the job was aborted\n"),
             (GATHERING, "attempt 3: the job was aborted\n"),
         ):
-            with pretending(tmp_path, Life(view | {"aborted": True, "running": False})) as daemon:
+            with scripted_daemon(tmp_path, Life(view | {"aborted": True, "running": False})) as daemon:
                 assert daemon.run("transfers --job run", capsys)[1].splitlines(keepends=True)[0] == said
 
     def test_a_job_is_shown_with_what_travels_for_its_rescale(self, tmp_path: Path, capsys: Caught) -> None:
@@ -135,7 +135,7 @@ class TestOnce:
         ):
             life = Life(view, view)
             life |= {"ShowJob": job, "ShowCluster": training}
-            with pretending(tmp_path, life) as daemon:
+            with scripted_daemon(tmp_path, life) as daemon:
                 code, out, _ = daemon.run("jobs show run", capsys)
                 assert code == 0
                 assert out.partition("its data: ")[2].startswith(said)
@@ -149,15 +149,15 @@ class TestOnce:
     ) -> None:
         life = Life(GATHERING, GATHERING)
         life |= {"ShowJob": {"name": "run"}, "ShowCluster": training}
-        with pretending(tmp_path, life) as daemon:
+        with scripted_daemon(tmp_path, life) as daemon:
             assert "its data" not in daemon.run("jobs show run", capsys)[1]
 
-    def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.told("transfers --job run", capsys) == RUNNING
         assert daemon.asked == [("ShowTransfers", {"job": "run"})]
 
     def test_where_nothing_has_travelled_it_is_refused(self, tmp_path: Path, capsys: Caught) -> None:
-        with pretending(tmp_path, Life(NONE_YET)) as daemon:
+        with scripted_daemon(tmp_path, Life(NONE_YET)) as daemon:
             code, out, err = daemon.run("transfers --job run", capsys)
         assert (code, out) == (3, "")
         assert "nothing has travelled in job run yet" in err
@@ -172,13 +172,13 @@ class TestOnce:
         ],
     )
     def test_a_view_may_lack_anything(self, tmp_path: Path, capsys: Caught, view: dict[str, Any]) -> None:
-        with pretending(tmp_path, Life(view)) as daemon:
+        with scripted_daemon(tmp_path, Life(view)) as daemon:
             code, out, _ = daemon.run("transfers --job run", capsys)
         assert code == 0
         assert out.startswith("attempt -")
         assert "\x1b" not in out
 
-    def test_the_job_is_offered(self, daemon: Pretender) -> None:
+    def test_the_job_is_offered(self, daemon: ScriptedDaemon) -> None:
         words = ["--socket", str(daemon.path), "transfers", "--job", ""]
         assert candidates.candidates(main._parser(), words) == [("run", "")]
 
@@ -206,7 +206,7 @@ class TestFollow:
         view = RUNNING | {"workers": [A | {"done": 0, "transfers": 0, "bytes": 0}, E]}
         (line,) = followed(tmp_path, capsys, view)
         assert line.endswith("of about 100 ms: e 6/19")
-        with pretending(tmp_path, Life(view)) as daemon:
+        with scripted_daemon(tmp_path, Life(view)) as daemon:
             assert daemon.run("transfers --job run", capsys)[1].splitlines()[1] == "  a  has all that it needs"
 
     def test_many_workers_are_counted(self, tmp_path: Path, capsys: Caught) -> None:
@@ -224,7 +224,7 @@ class TestFollow:
                 return RUNNING
 
         with (
-            pretending(tmp_path, Forever()) as daemon,
+            scripted_daemon(tmp_path, Forever()) as daemon,
             subprocess.Popen(daemon.command("transfers --job run --follow"), stdout=subprocess.PIPE) as following,
         ):
             assert following.stdout is not None

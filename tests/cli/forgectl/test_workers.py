@@ -18,9 +18,9 @@ from forged.data import messages as about_data
 from forged.elastic import messages
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.kernel.messages import FACTS, Fact
-from tests.cli.pretender import UNKNOWN, Pretender, Refusal, pretending
-from tests.client.neighbour import Neighbour
-from tests.client.trainees import train
+from tests.cli.scripted_daemon import UNKNOWN, Refusal, ScriptedDaemon, scripted_daemon
+from tests.client.simulated_workers import train
+from tests.client.threaded_daemon import ThreadedDaemon
 
 Caught = pytest.CaptureFixture[str]
 Ctl = Callable[[str], tuple[int, str, str]]
@@ -31,7 +31,7 @@ W0 = {
 }  # fmt: skip
 W1 = W0 | {"id": "w1", "rank": -1, "status": "joining", "last_heartbeat_age_s": None, "address": "node1:4000"}
 PAUSING = {
-    "attempt": 4, "stage": "pausing", "for_s": 1.5, "waiting_for": ["w1", "w2"], "added": [], "removed": ["w3"],
+    "attempt": 4, "fork_server": "pausing", "for_s": 1.5, "waiting_for": ["w1", "w2"], "added": [], "removed": ["w3"],
     "reason": "w3 failed: dead",
 }  # fmt: skip
 RESCALING = {
@@ -61,23 +61,23 @@ def answers() -> dict[str, Any]:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[Pretender]:
-    with pretending(tmp_path, answers) as daemon:
+def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[ScriptedDaemon]:
+    with scripted_daemon(tmp_path, answers) as daemon:
         yield daemon
 
 
 @pytest.fixture
-def client(neighbour: Neighbour) -> Iterator[BlockingClient]:
-    with neighbour.client() as client:
+def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
+    with threaded_daemon.client() as client:
         yield client
 
 
 @pytest.fixture
-def ctl(neighbour: Neighbour, capsys: Caught) -> Ctl:
+def ctl(threaded_daemon: ThreadedDaemon, capsys: Caught) -> Ctl:
     """Has a real daemon asked."""
 
     def run(line: str) -> tuple[int, str, str]:
-        code = main.main(["--socket", neighbour.socket, *shlex.split(line)])
+        code = main.main(["--socket", threaded_daemon.socket, *shlex.split(line)])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -96,7 +96,7 @@ class TestList:
             "workers --job run ls",
         ],
     )
-    def test_it_is_a_table(self, daemon: Pretender, capsys: Caught, line: str) -> None:
+    def test_it_is_a_table(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
         header, *rows = daemon.run(line, capsys)[1].splitlines()
         assert header.split() == ["job", "id", "rank", "status", "step", "gen", "heard", "address"]
         assert [row.split() for row in rows] == [
@@ -107,7 +107,7 @@ class TestList:
     @pytest.mark.parametrize("columns", [60, 80])
     def test_an_id_is_whole_on_a_narrow_terminal(
         self,
-        daemon: Pretender,
+        daemon: ScriptedDaemon,
         answers: dict[str, Any],
         capsys: Caught,
         monkeypatch: pytest.MonkeyPatch,
@@ -122,11 +122,11 @@ class TestList:
         assert line.split()[:4] == ["run", long, "0", "active"]
         assert len(line) <= columns
 
-    def test_programs_are_told_all_of_it(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.told("workers ls", capsys) == {"workers": [W0, W1]}
 
     def test_trouble_has_a_column_where_there_is_some(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         assert "trouble" not in daemon.run("workers", capsys)[1]
         answers["ListWorkers"] = {"workers": [W0 | {"stalled": True, "connected": False}, W1], "more": False}
@@ -136,14 +136,14 @@ class TestList:
         assert second.endswith("node1:4000")
 
     def test_jobs_that_nobody_has_joined_are_passed_over(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ListWorkers"] = UNTRAINED
         assert daemon.run("workers", capsys) == (0, "no workers\n", "")
         assert daemon.run("workers ls --job run", capsys) == (0, "no workers\n", "")
 
     def test_a_job_that_is_named_and_not_there_is_refused(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"ListWorkers": UNTRAINED, "ShowJob": Refusal("refused", "job_unknown", "there is no job 'run'")}
         code, out, err = daemon.run("workers ls --job run", capsys)
@@ -151,19 +151,19 @@ class TestList:
         assert "there is no job 'run'" in err
 
     def test_every_page_of_every_job_is_asked_for(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
         daemon.run("workers", capsys)
         assert daemon.asked[1:] == [("ListWorkers", {"job": job, "after": ""}) for job in ("run", "two")]
 
-    def test_pages_that_lead_nowhere_end(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_pages_that_lead_nowhere_end(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ListWorkers"] = {"workers": [W0], "more": True}
         assert daemon.run("workers", capsys)[0] == 1
 
     @pytest.mark.parametrize("line", ["workers", "workers show w0", "jobs pause run", "plan --job run --workers 2"])
     def test_an_older_daemon_is_named(self, tmp_path: Path, capsys: Caught, line: str) -> None:
-        with pretending(tmp_path, {"ListJobs": {"jobs": [JOB]}}, agent="forged/0.0.1") as daemon:
+        with scripted_daemon(tmp_path, {"ListJobs": {"jobs": [JOB]}}, agent="forged/0.0.1") as daemon:
             code, out, err = daemon.run(line, capsys)
         assert (code, out) == (3, "")
         assert "the daemon is forged/0.0.1" in err
@@ -171,12 +171,12 @@ class TestList:
 
 
 class TestOneWorker:
-    def test_it_is_a_line_for_each_field(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_it_is_a_line_for_each_field(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         lines = daemon.run("workers show w0", capsys)[1].splitlines()
         assert "last_heartbeat_age  400 ms" in lines
         assert daemon.asked[-1] == ("ShowWorker", {"job": "run", "worker_id": "w0"})
 
-    def test_programs_are_told_all_of_it(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ShowWorker"] = W1
         assert daemon.told("workers show w1 --job run", capsys) == W1
         assert daemon.asked == [("ShowWorker", {"job": "run", "worker_id": "w1"})]
@@ -189,7 +189,7 @@ class TestOneWorker:
         ],
     )
     def test_the_job_is_found_by_the_worker(
-        self, daemon: Pretender, capsys: Caught, verb: str, method: str, said: str
+        self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str, said: str
     ) -> None:
         assert daemon.run(f"workers {verb} w0", capsys) == (0, said, "")
         assert daemon.asked[-1] == (method, {"job": "run", "worker_id": "w0"})
@@ -198,13 +198,13 @@ class TestOneWorker:
 
     @pytest.mark.parametrize("line", ["--job two drain w0", "drain w0 --job two", "--job run drain w0 --job two"])
     def test_the_job_may_be_named_before_the_verb_or_behind_it(
-        self, daemon: Pretender, capsys: Caught, line: str
+        self, daemon: ScriptedDaemon, capsys: Caught, line: str
     ) -> None:
         assert daemon.run(f"workers {line}", capsys)[0] == 0
         assert daemon.asked == [("DrainWorker", {"job": "two", "worker_id": "w0"})]
 
     def test_what_may_not_have_been_meant_is_told(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["DrainWorker"] = {"remarks": ["training will stand still"]}
         said = "w0 of run is to finish its step and go\nnote: training will stand still\n"
@@ -213,7 +213,7 @@ class TestOneWorker:
         assert daemon.told("workers drain w0", capsys) == told
 
     def test_a_worker_of_several_jobs_is_asked_for_by_job(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
         code, out, err = daemon.run("workers evict w0", capsys)
@@ -223,7 +223,7 @@ class TestOneWorker:
 
     @pytest.mark.parametrize("answer", [ABSENT, UNTRAINED])
     def test_one_that_no_job_has_is_refused(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, answer: Refusal
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, answer: Refusal
     ) -> None:
         answers["ShowWorker"] = answer
         code, _, err = daemon.run("workers drain w9", capsys)
@@ -231,7 +231,7 @@ class TestOneWorker:
         assert "no job has a worker 'w9'" in err
 
     def test_what_the_daemon_refuses_for_another_reason_is_no_absence(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowWorker"] = Refusal("refused", "forbidden", "not yours")
         code, _, err = daemon.run("workers show w0", capsys)
@@ -245,7 +245,7 @@ class TestJobs:
         [("pause", "PauseJob"), ("resume", "ResumeJob"), ("abort", "AbortJob"), ("rescale", "RescaleJob")],
     )
     def test_training_is_steered_with_a_reason_or_without(
-        self, daemon: Pretender, capsys: Caught, verb: str, method: str
+        self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str
     ) -> None:
         code, out, err = daemon.run(f"jobs {verb} run", capsys)
         assert (code, err, out[:5]) == (0, "", "run: ")
@@ -268,13 +268,19 @@ class TestJobs:
         ],
     )
     def test_who_steers_is_told_what_came_of_it(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, verb: str, reply: dict[str, Any], said: str
+        self,
+        daemon: ScriptedDaemon,
+        answers: dict[str, Any],
+        capsys: Caught,
+        verb: str,
+        reply: dict[str, Any],
+        said: str,
     ) -> None:
         answers |= dict.fromkeys(("PauseJob", "ResumeJob", "AbortJob", "RescaleJob"), reply)
         assert daemon.run(f"jobs {verb} run", capsys) == (0, f"run: {said}\n", "")
         assert daemon.told(f"jobs {verb} run", capsys) == reply
 
-    def test_show_tells_where_training_is(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_show_tells_where_training_is(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         job, training = daemon.run("jobs show run", capsys)[1].split("\n\n")
         assert job.splitlines()[0].split() == ["name", "run"]
         lines = dict(line.split(maxsplit=1) for line in training.splitlines())
@@ -282,7 +288,7 @@ class TestJobs:
         assert (lines["learning_rate"], lines["updated"]) == ("0.1", "-")
 
     def test_show_tells_of_a_rescale_by_stage_and_of_who_is_waited_for(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowCluster"] = RESCALING
         _, _, rescale = daemon.run("jobs show run", capsys)[1].split("\n\n")
@@ -296,7 +302,7 @@ class TestJobs:
 
     @pytest.mark.parametrize("cluster", [RUNNING, RESCALING])
     def test_show_begins_with_what_stands_still(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
     ) -> None:
         answers["ShowCluster"] = cluster | {"standing": "1 worker waits: max_workers is 1"}
         lines = daemon.run("jobs show run", capsys)[1].split("\n\n")[1].splitlines()
@@ -306,7 +312,7 @@ class TestJobs:
         assert lines[1] == "standing           -"
 
     def test_the_fence_of_a_job_is_for_programs(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowJob"] = answers["CreateJob"] = answers["ChangeJob"] = JOB | {"fence": [1, 0]}
         for line in ("jobs show run", "jobs create run", "jobs change run a=1"):
@@ -314,7 +320,7 @@ class TestJobs:
         assert daemon.told("jobs show run", capsys)["fence"] == [1, 0]
 
     def test_a_list_tells_the_phases_of_those_that_somebody_has_joined(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
         answers["ListClusters"] = {"clusters": [RUNNING], "more": False}
@@ -325,29 +331,31 @@ class TestJobs:
 
     @pytest.mark.parametrize(("phase", "said"), [("running", "paused"), ("completed", "completed")])
     def test_a_list_tells_who_rests(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, phase: str, said: str
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, phase: str, said: str
     ) -> None:
         answers["ListClusters"] = {"clusters": [RUNNING | {"phase": phase, "paused": True}], "more": False}
         assert said in daemon.run("jobs ls", capsys)[1].splitlines()[1].split()
         assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": phase, "paused": True}]}
 
-    def test_a_daemon_that_tells_no_phases_lists_its_jobs_all_the_same(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_a_daemon_that_tells_no_phases_lists_its_jobs_all_the_same(
+        self, daemon: ScriptedDaemon, capsys: Caught
+    ) -> None:
         assert daemon.told("jobs ls", capsys) == {"jobs": [JOB]}
 
     @pytest.mark.parametrize(("line", "more"), [("jobs rm run", {}), ("jobs rm run --force", {"force": True})])
     def test_a_job_is_removed_by_force_where_that_is_said(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, line: str, more: dict[str, Any]
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, line: str, more: dict[str, Any]
     ) -> None:
         answers["RemoveJob"] = {}
         assert daemon.run(line, capsys)[0] == 0
         assert daemon.asked == [("RemoveJob", {"job": "run"} | more)]
 
-    def test_programs_find_the_training_in_the_job(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_programs_find_the_training_in_the_job(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.told("jobs show run", capsys) == JOB | {"training": RUNNING}
 
     @pytest.mark.parametrize("answer", [UNTRAINED, UNKNOWN])
     def test_a_job_without_training_is_shown_all_the_same(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, answer: Refusal
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, answer: Refusal
     ) -> None:
         answers["ShowCluster"] = answer
         assert daemon.told("jobs show run", capsys) == JOB
@@ -358,7 +366,7 @@ class TestJobs:
         [{"rescale": 7, "state": None}, RUNNING | {"state": 7}, {"rescale": {"waiting_for": 7}}, {"later": 1}],
     )
     def test_training_may_lack_anything(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
     ) -> None:
         answers["ShowCluster"] = cluster
         assert daemon.run("jobs show run", capsys)[0] == 0
@@ -381,13 +389,13 @@ class TestWatch:
         RESCALING,
         RESCALING | {"rescale": PAUSING | {"for_s": 1.7}},
         RESCALING | {"rescale": PAUSING | {"waiting_for": ["w2"]}},
-        RESCALING | {"rescale": PAUSING | {"stage": "synchronising", "waiting_for": []}},
+        RESCALING | {"rescale": PAUSING | {"fork_server": "synchronising", "waiting_for": []}},
         RESCALING | {"rescale": None},
         RUNNING,
     )
 
     def test_each_stage_is_a_line_until_it_is_over(self, tmp_path: Path, capsys: Caught) -> None:
-        with pretending(tmp_path, Script(ShowCluster=list(self.LIFE))) as daemon:
+        with scripted_daemon(tmp_path, Script(ShowCluster=list(self.LIFE))) as daemon:
             code, out, err = daemon.run("jobs watch run", capsys)
         assert (code, err) == (0, "")
         assert out.splitlines() == [
@@ -399,11 +407,11 @@ class TestWatch:
         ]
 
     def test_programs_are_told_a_line_for_each(self, tmp_path: Path, capsys: Caught) -> None:
-        with pretending(tmp_path, Script(ShowCluster=list(self.LIFE))) as daemon:
+        with scripted_daemon(tmp_path, Script(ShowCluster=list(self.LIFE))) as daemon:
             told = [json.loads(line) for line in daemon.run("jobs watch run --json", capsys)[1].splitlines()]
         assert told == [self.LIFE[number] for number in (0, 2, 3, 4, 5)]
 
-    def test_where_nothing_is_under_way_it_says_how_things_are(self, daemon: Pretender, capsys: Caught) -> None:
+    def test_where_nothing_is_under_way_it_says_how_things_are(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.run("jobs watch run", capsys)[1].startswith("running: generation 4")
         assert len(daemon.asked) == 1
 
@@ -414,7 +422,7 @@ class TestWatch:
             RESCALING | {"rescale": None, "standing": "attempt 5 begins when w1 is back, in 2 s at the latest"},
             RUNNING | {"reason": "", "standing": "paused: night"},
         ]
-        with pretending(tmp_path, Script(ShowCluster=life)) as daemon:
+        with scripted_daemon(tmp_path, Script(ShowCluster=life)) as daemon:
             assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
                 "attempt 4, pausing: waits for w1, w2 (w3 failed: dead)",
                 "rescaling: between two attempts; attempt 5 begins when w1 is back",
@@ -423,7 +431,7 @@ class TestWatch:
 
     def test_many_who_are_waited_for_are_counted(self, tmp_path: Path, capsys: Caught) -> None:
         many = RESCALING | {"rescale": PAUSING | {"waiting_for": [f"w{number}" for number in range(1000)]}}
-        with pretending(tmp_path, Script(ShowCluster=[many, RUNNING])) as daemon:
+        with scripted_daemon(tmp_path, Script(ShowCluster=[many, RUNNING])) as daemon:
             first = daemon.run("jobs watch run", capsys)[1].splitlines()[0]
         assert first.startswith("attempt 4, pausing: waits for w0, w1, w2, w3, w4, w5, w6, w7 and 992 more (")
 
@@ -439,7 +447,7 @@ class TestPlan:
         ],
     }  # fmt: skip
 
-    def test_what_would_change_is_shown(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_what_would_change_is_shown(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["PlanRescale"] = self.PLAN
         assert daemon.run("plan --job run --workers 3", capsys)[1].splitlines() == [
             "workers            2 -> 3",
@@ -455,19 +463,19 @@ class TestPlan:
         assert daemon.asked[0] == ("PlanRescale", {"job": "run", "workers": 3})
 
     def test_what_nobody_knows_yet_is_no_number(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         unknown = {"learning_rate": 0.0, "new_learning_rate": 0.0, "global_batch_size": 0, "new_global_batch_size": 32}
         answers["PlanRescale"] = self.PLAN | unknown
         lines = daemon.run("plan --job run --workers 3", capsys)[1].splitlines()
         assert lines[1:3] == ["learning_rate      -", "global_batch_size  - -> 32"]
 
-    def test_programs_are_told_all_of_it(self, daemon: Pretender, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["PlanRescale"] = self.PLAN
         assert daemon.told("plan --job run --workers 3", capsys) == self.PLAN
 
     def test_many_who_have_yet_to_come_are_one_line(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         gap = [{"id": "new-1", "rank": -1, "new_rank": 1}]
         many = [{"id": f"new-{number}", "rank": -1, "new_rank": number + 2} for number in range(2, 9_998)]
@@ -481,7 +489,7 @@ class TestPlan:
 
     @pytest.mark.parametrize("plan", [{}, {"workers": 7, "remarks": None}, {"workers": [7], "remarks": [{}]}])
     def test_a_plan_may_lack_anything(
-        self, daemon: Pretender, answers: dict[str, Any], capsys: Caught, plan: dict[str, Any]
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, plan: dict[str, Any]
     ) -> None:
         answers["PlanRescale"] = plan
         code, out, _ = daemon.run("plan --job run --workers 3", capsys)
@@ -671,26 +679,26 @@ class TestColours:
 
 
 class TestCompletion:
-    def offered(self, daemon: Pretender, *typed: str) -> list[tuple[str, str]]:
+    def offered(self, daemon: ScriptedDaemon, *typed: str) -> list[tuple[str, str]]:
         return candidates.candidates(main._parser(), ["--socket", str(daemon.path), *typed])
 
-    def test_workers_of_all_jobs_are_offered(self, daemon: Pretender) -> None:
+    def test_workers_of_all_jobs_are_offered(self, daemon: ScriptedDaemon) -> None:
         assert self.offered(daemon, "workers", "show", "") == [("w0", "run, active"), ("w1", "run, joining")]
 
-    def test_where_the_job_is_named_its_workers_are(self, daemon: Pretender) -> None:
+    def test_where_the_job_is_named_its_workers_are(self, daemon: ScriptedDaemon) -> None:
         assert [name for name, _ in self.offered(daemon, "workers", "drain", "--job", "run", "w1")] == ["w1"]
         assert daemon.asked == [("ListWorkers", {"job": "run", "after": "w"})]
 
-    def test_also_before_the_verb(self, daemon: Pretender) -> None:
+    def test_also_before_the_verb(self, daemon: ScriptedDaemon) -> None:
         assert [name for name, _ in self.offered(daemon, "workers", "--job", "run", "drain", "w1")] == ["w1"]
         assert daemon.asked == [("ListWorkers", {"job": "run", "after": "w"})]
 
-    def test_where_there_are_none_nothing_is_offered(self, daemon: Pretender, answers: dict[str, Any]) -> None:
+    def test_where_there_are_none_nothing_is_offered(self, daemon: ScriptedDaemon, answers: dict[str, Any]) -> None:
         answers["ListWorkers"] = UNKNOWN
         assert self.offered(daemon, "workers", "evict", "") == []
 
     @pytest.mark.parametrize("typed", [["jobs", "pause", ""], ["jobs", "watch", "r"], ["plan", "--job", ""]])
-    def test_jobs_are_offered_where_one_is_meant(self, daemon: Pretender, typed: list[str]) -> None:
+    def test_jobs_are_offered_where_one_is_meant(self, daemon: ScriptedDaemon, typed: list[str]) -> None:
         assert self.offered(daemon, *typed) == [("run", "")]
 
 

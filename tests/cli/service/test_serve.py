@@ -22,7 +22,7 @@ from forged.kernel.messages import Record
 from forged.plain_client.connection import SUBSCRIBE, Wire
 from forged.status.model import DaemonStarted, DaemonStopping
 from tests.cli.service.test_check_config import BAD_CONFIG, BAD_KEYS
-from tests.client.neighbour import Neighbour
+from tests.client.threaded_daemon import ThreadedDaemon
 from tests.net.ends import Certificates
 from tests.processes.daemon import DaemonProcess
 
@@ -140,11 +140,11 @@ class TestRefusingToStart:
         )
         assert not (tmp_path / "s").exists()
 
-    def test_on_a_socket_where_a_daemon_listens(self, start: Start, neighbour: Neighbour) -> None:
-        code, complaint = start(socket=neighbour.socket)
+    def test_on_a_socket_where_a_daemon_listens(self, start: Start, threaded_daemon: ThreadedDaemon) -> None:
+        code, complaint = start(socket=threaded_daemon.socket)
         assert code == 2
-        assert f"another process is listening at {neighbour.socket}" in complaint
-        with neighbour.client() as client:
+        assert f"another process is listening at {threaded_daemon.socket}" in complaint
+        with threaded_daemon.client() as client:
             assert client.ping() > 0
 
     def test_on_a_socket_path_where_something_else_is(self, start: Start, tmp_path: Path) -> None:

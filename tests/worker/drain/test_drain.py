@@ -19,7 +19,7 @@ from forged.worker.drain import drain
 from forged.worker.drain.drain import LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Drain, Ties
 from forged.worker.mesh import Mesh, WorldIncomplete
 from forged.worker.worker_state.job_view import JobView
-from tests.client.house import House
+from tests.client.daemon_runner import DaemonRunner
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time, task_group
 from tests.worker.crew import JOB, Crew, Trainer, crew_at, past
@@ -472,10 +472,10 @@ class TestHandingOverTheState:
     """Somebody waits to be taken in, and all who have the state are told to go; with a real daemon."""
 
     @pytest.fixture(params=[True, False], ids=["synchronous", "asynchronous"])
-    async def crew(self, request: pytest.FixtureRequest, house: House) -> AsyncIterator[Crew]:
+    async def crew(self, request: pytest.FixtureRequest, runner: DaemonRunner) -> AsyncIterator[Crew]:
         # Nobody is taken in before somebody has to be.
         settings = {"stability_window_ms": 600_000, "use_synchronous_rescaling": request.param}
-        async with crew_at(house.endpoint, **settings) as crew:
+        async with crew_at(runner.endpoint, **settings) as crew:
             yield crew
 
     async def _train(self, crew: Crew, client: ForgedClient, *names: str) -> None:
@@ -504,14 +504,14 @@ class TestHandingOverTheState:
         await self._is_continued_by(crew, "b")
 
     async def test_who_was_to_stay_may_die_before_the_other_has_gone(
-        self, house: House, crew: Crew, client: ForgedClient
+        self, runner: DaemonRunner, crew: Crew, client: ForgedClient
     ) -> None:
         await self._train(crew, client, "a", "b")
         await self._register(crew, client, "c")
         await held_in_a_step(crew["b"])
         a, b = crew["a"].worker, crew["b"].member
         a.drain("the spot price")
-        cluster = house.daemon.elastic.clusters[JOB]
+        cluster = runner.daemon.elastic.clusters[JOB]
         await until(lambda: cluster.members["a"].leaving is not None)
         for link in list(b._mesh._links):
             link.abort()
@@ -521,7 +521,7 @@ class TestHandingOverTheState:
         await self._is_continued_by(crew, "c")
 
     async def test_who_comes_while_the_only_one_saves_something_gets_it(
-        self, house: House, crew: Crew, client: ForgedClient
+        self, runner: DaemonRunner, crew: Crew, client: ForgedClient
     ) -> None:
         await self._train(crew, client, "a")
         saves, saved = asyncio.Event(), asyncio.Event()
@@ -534,7 +534,7 @@ class TestHandingOverTheState:
         crew["a"].worker.drain("the night")
         await saves.wait()
         await self._register(crew, client, "b")
-        cluster = house.daemon.elastic.clusters[JOB]
+        cluster = runner.daemon.elastic.clusters[JOB]
         await until(lambda: "b" in cluster.lineup.world)
         assert "a" in cluster.members, "it gives away what it has while it saves"
         saved.set()
@@ -544,9 +544,9 @@ class TestHandingOverTheState:
     @pytest.mark.parametrize("how", ["is put out", "goes"])
     @pytest.mark.parametrize("synchronous", [True, False])
     async def test_who_comes_when_the_world_behind_that_has_ended_gets_it_from_who_saves_something_still(
-        self, how: str, synchronous: bool, house: House, client: ForgedClient
+        self, how: str, synchronous: bool, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        async with crew_at(house.endpoint, use_synchronous_rescaling=synchronous) as crew:
+        async with crew_at(runner.endpoint, use_synchronous_rescaling=synchronous) as crew:
             await self._train(crew, client, "a", "b")
             saves, saved = asyncio.Event(), asyncio.Event()
 
@@ -587,12 +587,12 @@ class TestHandingOverTheState:
         assert reasons == ["the spot price"], "what it saved is the newest"
 
     async def test_a_connection_that_breaks_at_the_wrong_moment_changes_nothing(
-        self, house: House, tmp_path: Path, client: ForgedClient
+        self, runner: DaemonRunner, tmp_path: Path, client: ForgedClient
     ) -> None:
-        proxy = Proxy(tmp_path / "p", house.config.socket)
+        proxy = Proxy(tmp_path / "p", runner.config.socket)
         async with crew_at(proxy.endpoint, stability_window_ms=600_000) as crew:
             await self._train(crew, client, "a")
-            crew.endpoints = [house.endpoint]
+            crew.endpoints = [runner.endpoint]
             await self._register(crew, client, "b")
             go_on = await held_in_a_step(crew["a"])
             a = crew["a"].worker
@@ -606,7 +606,7 @@ class TestHandingOverTheState:
         await proxy.close()
 
     async def test_a_step_that_lasts_longer_than_anybody_is_waited_for_is_not_held_against_it(
-        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks = 0
         has_given = Mesh.has_given
@@ -618,7 +618,7 @@ class TestHandingOverTheState:
 
         monkeypatch.setattr(Mesh, "has_given", look)
         monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.01)
-        async with crew_at(house.endpoint, stability_window_ms=600_000, leave_timeout_ms=200) as crew:
+        async with crew_at(runner.endpoint, stability_window_ms=600_000, leave_timeout_ms=200) as crew:
             await self._train(crew, client, "a")
             await self._register(crew, client, "b")
             go_on = await held_in_a_step(crew["a"])

@@ -24,7 +24,7 @@ from forged.plain_client.connection import Wire
 from forged.worker.process import pulse as pulses
 from forged.worker.process.counters import Counters
 from forged.worker.process.pulse import FLAGS, Pulse, PulseKeeper
-from tests.client.neighbour import Neighbour
+from tests.client.threaded_daemon import ThreadedDaemon
 from tests.net.manual_daemon import ManualClock
 from tests.telemetry.heard import Heard
 from tests.worker.process.test_forks import in_a_child
@@ -451,9 +451,9 @@ class TestReplacing:
         heart.close()
 
 
-def test_a_real_daemon_counts_a_killed_worker_as_failed(neighbour: Neighbour) -> None:
+def test_a_real_daemon_counts_a_killed_worker_as_failed(threaded_daemon: ThreadedDaemon) -> None:
     """The worker's own connection is this test's, and stays: what tells of the death is the pulse."""
-    endpoint = neighbour.house.endpoint
+    endpoint = threaded_daemon.runner.endpoint
     with socket.create_server(("127.0.0.1", 0)) as peers, closing(Wire(endpoint, None, PATIENCE_S)) as line:
         worker = {"id": "w1", "hostname": "127.0.0.1", "port": peers.getsockname()[1]}
         line.request("JoinJob", job="run", worker=worker, incarnation=INCARNATION, settings={"stability_window_ms": 0})

@@ -20,7 +20,7 @@ from forged.worker.process.pulse import Pulse
 from forged.worker.process.sigterm import TOLD, is_heeded
 from forged.worker.process.worker_process import OwnProcess, SharedProcess
 from forged.worker.worker import ElasticWorker
-from tests.client.house import House
+from tests.client.daemon_runner import DaemonRunner
 from tests.worker.crew import JOB, config, past
 from tests.worker.process.test_forks import in_a_child, is_nothing
 from tests.worker.process.test_sigterm import Told
@@ -114,10 +114,10 @@ class TestOneThatIsShared:
 class TestAWorkerOnALoop:
     """It has all of that by default."""
 
-    async def test_has_a_pulse_that_is_replaced_and_ends_with_it(self, house: House) -> None:
+    async def test_has_a_pulse_that_is_replaced_and_ends_with_it(self, runner: DaemonRunner) -> None:
         process = OwnProcess(SILENT)
         async with ElasticWorker("me", config(), job=JOB, process=process) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             assert process.heart is not None
             first = process.heart.pulse
             kill(first)
@@ -126,20 +126,20 @@ class TestAWorkerOnALoop:
             assert (second is first, second.alive) == (False, True)
         assert not second.alive
 
-    async def test_shows_its_pulse_how_far_it_is(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_shows_its_pulse_how_far_it_is(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         counters = Counters.create()
         monkeypatch.setattr(Counters, "create", lambda: counters)
         async with ElasticWorker("me", config(), job=JOB) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             for _ in range(2):
                 await worker.begin_step()
                 await worker.finish_step()
             assert counters.step == 2
             assert counters.marks > 0
 
-    async def test_is_nobody_in_a_forked_child(self, house: House, client: ForgedClient) -> None:
+    async def test_is_nobody_in_a_forked_child(self, runner: DaemonRunner, client: ForgedClient) -> None:
         async with ElasticWorker("me", config(), job=JOB) as worker:
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             held = [number for number in worker.descriptors() if number >= 0]
             await worker.begin_step()
             in_a_child(lambda: is_cut_off(worker, held))
@@ -147,12 +147,12 @@ class TestAWorkerOnALoop:
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it left its loop"]
         assert await past(client, WorkerFailed) == []
 
-    async def test_finishes_its_step_and_leaves_at_sigterm(self, house: House, client: ForgedClient) -> None:
+    async def test_finishes_its_step_and_leaves_at_sigterm(self, runner: DaemonRunner, client: ForgedClient) -> None:
         why: list[str] = []
         done: list[int] = []
         async with ElasticWorker("me", config(), job=JOB) as worker:
             worker.leaving.subscribe(why.append)
-            await worker.connect(house.endpoint)
+            await worker.connect(runner.endpoint)
             async for step in worker.steps():
                 with step:
                     if step == 3:
@@ -163,13 +163,13 @@ class TestAWorkerOnALoop:
         assert [fact.reason for fact in await past(client, WorkerLeft)] == why == [TOLD]
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
-    async def test_leaves_signals_to_a_script_that_handles_them_on_its_loop(self, house: House) -> None:
+    async def test_leaves_signals_to_a_script_that_handles_them_on_its_loop(self, runner: DaemonRunner) -> None:
         heard = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, heard.set)
         try:
             async with ElasticWorker("me", config(), job=JOB) as worker:
-                await worker.connect(house.endpoint)
+                await worker.connect(runner.endpoint)
                 signal.raise_signal(signal.SIGTERM)
                 await heard.wait()
                 assert await worker.begin_step() == 0

@@ -36,7 +36,7 @@ from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.worker_state.current_world import CurrentWorld, Trouble
 from forged.worker.worker_state.job_view import Commit, JobView
 from forged.worker.worker_state.progress import TrainingProgress
-from tests.client.house import House
+from tests.client.daemon_runner import DaemonRunner
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time
 from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
@@ -45,8 +45,8 @@ from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
 class TestNotStopping:
     """Jobs whose world changes without a barrier at the daemon."""
 
-    async def test_who_joins_is_there_soon_and_has_the_state(self, house: House) -> None:
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+    async def test_who_joins_is_there_soon_and_has_the_state(self, runner: DaemonRunner) -> None:
+        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("a")
             await crew.world_of("a", steps=5)
             crew.start("b", "c")
@@ -54,8 +54,8 @@ class TestNotStopping:
             assert crew["b"].places[0].step >= 5
             await crew.finish("a", "b", "c")
 
-    async def test_who_goes_is_not_missed(self, house: House, client: ForgedClient) -> None:
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+    async def test_who_goes_is_not_missed(self, runner: DaemonRunner, client: ForgedClient) -> None:
+        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("a")
             await crew.world_of("a")
             crew.start("b", "c")
@@ -74,12 +74,12 @@ class TestNotStopping:
             )
 
     async def test_where_the_last_goes_who_was_known_to_have_the_state_the_others_say_where_they_are(
-        self, house: House, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Nobody says that all have met.
         monkeypatch.setattr(WorkerSession, "_beat", lambda member, every_s: None)
         settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
-        async with crew_at(house.endpoint, **settings) as crew:
+        async with crew_at(runner.endpoint, **settings) as crew:
             crew.start("a")
             await crew.world_of("a", steps=5)
             crew.start("b", "c")
@@ -97,19 +97,19 @@ class TestNotStopping:
             assert behind[1] >= begun >= 5
 
     async def test_those_who_join_at_once_learn_of_worlds_that_were_committed_before_their_answers(
-        self, house: House
+        self, runner: DaemonRunner
     ) -> None:
         """Nobody waits for anybody here, so facts overtake what the daemon has answered."""
         names = [f"w{number}" for number in range(8)]
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start(*names)
             await crew.world_of(*names)
             await crew.finish(*names)
 
     async def test_a_world_that_is_committed_in_the_moment_in_which_another_is_entered_is_entered_next(
-        self, house: House, client: ForgedClient
+        self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("a", "b")
             await crew.world_of("a", "b")
             agree = Rescaler._agree
@@ -133,9 +133,11 @@ class TestNotStopping:
             assert crew["b"].worker.generation == late[0] + 1
             await crew.finish("a", "b")
 
-    async def test_who_learns_of_the_world_by_an_answer_fetches_what_the_source_offers(self, house: House) -> None:
+    async def test_who_learns_of_the_world_by_an_answer_fetches_what_the_source_offers(
+        self, runner: DaemonRunner
+    ) -> None:
         """It does not know under which attempt the others have that world."""
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("a", "b")
             await crew.world_of("a", "b", steps=5)
             generation = crew["a"].worker.generation
@@ -166,7 +168,7 @@ class TestAStateThatCannotBeHad:
         ids=["superseded", "unreached"],
     )
     async def test_is_held_against_the_source_unless_that_has_gone_on(
-        self, error: Unavailable, blamed: str, house: House, monkeypatch: pytest.MonkeyPatch
+        self, error: Unavailable, blamed: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         complaints: list[str] = []
         complain, fetch = Registration.complain, StateExchange.fetch
@@ -181,7 +183,7 @@ class TestAStateThatCannotBeHad:
                 raise error
             await fetch(exchange, source, attempt)
 
-        async with crew_at(house.endpoint, use_synchronous_rescaling=False) as crew:
+        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("a")
             await crew.world_of("a", steps=5)
             monkeypatch.setattr(Registration, "complain", note)
@@ -330,9 +332,11 @@ async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next()
 
 
 class TestConnectionsThatBreak:
-    async def test_a_connection_that_comes_back_is_nothing_to_the_others(self, house: House, tmp_path: Path) -> None:
-        proxy = Proxy(tmp_path / "p", house.config.socket)
-        async with crew_at(proxy.endpoint) as crew, ForgedClient(house.endpoint) as client:
+    async def test_a_connection_that_comes_back_is_nothing_to_the_others(
+        self, runner: DaemonRunner, tmp_path: Path
+    ) -> None:
+        proxy = Proxy(tmp_path / "p", runner.config.socket)
+        async with crew_at(proxy.endpoint) as crew, ForgedClient(runner.endpoint) as client:
             crew.start("a", "b")
             await crew.world_of("a", "b")
             generation = crew["a"].worker.generation

@@ -13,7 +13,7 @@ import numpy as np
 
 from forged.client import ElasticWorker
 from forged.elastic.config import ElasticTrainingConfig
-from tests.processes.trainee import (
+from tests.processes.worker_script import (
     ARMED,
     COMPUTING_S,
     ENOUGH,

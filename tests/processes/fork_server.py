@@ -70,7 +70,7 @@ class Child:
 
 
 @dataclass(frozen=True)
-class WarmProcess:
+class ForkServer:
     """A process that has loaded some modules, and forks what it is told to."""
 
     pid: int
@@ -78,7 +78,7 @@ class WarmProcess:
 
 
 @contextmanager
-def warm_process(*modules: str) -> Iterator[WarmProcess]:
+def forking_from(*modules: str) -> Iterator[ForkServer]:
     """Have one that loads these, until the end of the block."""
     ours, theirs = socket.socketpair()
     command = (sys.executable, "-m", __name__, str(theirs.fileno()), *modules)
@@ -87,16 +87,16 @@ def warm_process(*modules: str) -> Iterator[WarmProcess]:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment(), pass_fds=[theirs.fileno()])
         with process:
             try:
-                yield WarmProcess(process.pid, ours)
+                yield ForkServer(process.pid, ours)
             finally:
                 # It ends when it hears that there will be no more orders.
                 ours.shutdown(socket.SHUT_WR)
 
 
-class Nursery:
+class ProcessStarter:
     """The orders to a warm process from one event loop; who is born there does not outlive it."""
 
-    def __init__(self, warm: WarmProcess) -> None:
+    def __init__(self, warm: ForkServer) -> None:
         self.warm = warm
         self._children: dict[int, Child] = {}
 

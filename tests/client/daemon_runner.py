@@ -23,7 +23,7 @@ SOON = RetryPolicy(attempts=None, delay_s=0.005, exponential=True, delay_max_s=0
 Extend = Callable[[Daemon], None]
 
 
-class LastingStore(MemoryStore):
+class ReusableStore(MemoryStore):
     """To its daemons what a file is: it survives them."""
 
     async def close(self) -> None:
@@ -31,11 +31,11 @@ class LastingStore(MemoryStore):
 
 
 @dataclass
-class House:
+class DaemonRunner:
     """Where a daemon lives: its socket and store outlive it."""
 
     config: Config
-    store: Store = field(default_factory=lambda: LastingStore("this history"))
+    store: Store = field(default_factory=lambda: ReusableStore("this history"))
     extend: Extend = lambda daemon: None
     network: SystemNetwork = field(default_factory=SystemNetwork)
     starts: int = 0

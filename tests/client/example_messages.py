@@ -8,7 +8,7 @@ from forged.auth.model import Role
 from forged.kernel.messages import ANY_JOB, Request, Signal
 
 
-class Ponder(Request[str], frozen=True):
+class ExampleRequest(Request[str], frozen=True):
     """Think about it, perhaps for ever."""
 
     needs: ClassVar[Role] = Role.VIEWER
@@ -18,7 +18,7 @@ class Ponder(Request[str], frozen=True):
     about: str
 
 
-class Whisper(Signal, frozen=True):
+class ExampleSignal(Signal, frozen=True):
     """Something that need not arrive."""
 
     needs: ClassVar[Role] = Role.VIEWER

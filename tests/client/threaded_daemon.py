@@ -11,14 +11,14 @@ from typing import Any, ParamSpec, TypeVar
 from forged.client import BlockingClient
 from forged.daemon import Daemon
 from forged.kernel.messages import Call
-from tests.client.asked import Ponder, Whisper
-from tests.client.house import SOON, House, config_in
+from tests.client.daemon_runner import SOON, DaemonRunner, config_in
+from tests.client.example_messages import ExampleRequest, ExampleSignal
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class LoopThread:
+class EventLoopThread:
     """An event loop in another thread."""
 
     def __init__(self) -> None:
@@ -40,45 +40,45 @@ class LoopThread:
         self.loop.close()
 
 
-class Neighbour(LoopThread):
+class ThreadedDaemon(EventLoopThread):
     """A daemon on a loop in another thread."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.heard: list[Any] = []
-        self.house: House = self.call(self._open, directory)
+        self.runner: DaemonRunner = self.call(self._open, directory)
 
     @property
     def socket(self) -> str:
-        return self.house.config.socket
+        return self.runner.config.socket
 
     def close(self) -> None:
-        self.call(self.house.close)
+        self.call(self.runner.close)
         self.end()
 
     def client(self, **options: Any) -> BlockingClient:
-        return BlockingClient(self.house.endpoint, **({"reconnect": SOON} | options))
+        return BlockingClient(self.runner.endpoint, **({"reconnect": SOON} | options))
 
     async def subscriptions(self) -> int:
         """How many streams the daemon's clients have."""
-        return sum(len(session._streams) for session in self.house.daemon.server.sessions)
+        return sum(len(session._streams) for session in self.runner.daemon.server.sessions)
 
     async def ask(self) -> Any:
         """Have the daemon ask its only client to ponder."""
-        (session,) = self.house.daemon.server.sessions
-        number, answer = session.calls.open(Ponder("life"), 60.0, None)
+        (session,) = self.runner.daemon.server.sessions
+        number, answer = session.calls.open(ExampleRequest("life"), 60.0, None)
         session.send(session.calls.message(number))
         return await answer
 
-    async def _open(self, directory: Path) -> House:
-        house = House(config_in(directory), extend=self._extend)
-        await house.open()
-        return house
+    async def _open(self, directory: Path) -> DaemonRunner:
+        runner = DaemonRunner(config_in(directory), extend=self._extend)
+        await runner.open()
+        return runner
 
     def _extend(self, daemon: Daemon) -> None:
-        async def ponder(request: Ponder, call: Call) -> str:
+        async def ponder(request: ExampleRequest, call: Call) -> str:
             await asyncio.Event().wait()
             return ""
 
-        daemon.bus.serve(Ponder, ponder, owner="a test")
-        daemon.bus.on_signal(Whisper, lambda signal, call: self.heard.append(signal), name="a test")
+        daemon.bus.serve(ExampleRequest, ponder, owner="a test")
+        daemon.bus.on_signal(ExampleSignal, lambda signal, call: self.heard.append(signal), name="a test")

@@ -16,8 +16,8 @@ import msgpack
 import pytest
 
 from forged.cli.forgectl import main
-from tests.client.fake import FakeDaemon, Guest
-from tests.client.neighbour import LoopThread
+from tests.client.fake_daemon import FakeConnection, FakeDaemon
+from tests.client.threaded_daemon import EventLoopThread
 
 HELLO, WELCOME, REQUEST, REPLY, FAILURE, SUBSCRIBE, FACTS = 0, 1, 2, 3, 4, 6, 7
 SAME = "forged/0.1.0"
@@ -33,7 +33,7 @@ class Refusal:
 UNKNOWN = Refusal("refused", "request_unknown", "nobody here answers that", "compare versions")
 
 
-class Pretender:
+class ScriptedDaemon:
     """What it answers to each request and subscription, and what it was asked."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Pretender:
         latest = len(facts)
         self._welcome = welcome or [WELCOME, 1, agent, "unix:0", "operator", "a history", latest, 1, 4 << 20, 1024, 0]
 
-    async def treat(self, guest: Guest) -> None:
+    async def treat(self, guest: FakeConnection) -> None:
         while True:
             length = int.from_bytes(await guest.reader.readexactly(4), "big")
             message = msgpack.unpackb(await guest.reader.readexactly(length))
@@ -80,23 +80,23 @@ class Pretender:
             return [FAILURE, number, *answer.said]
         return [REPLY, number, answer]
 
-    def _say(self, guest: Guest, message: list[Any]) -> None:
+    def _say(self, guest: FakeConnection, message: list[Any]) -> None:
         payload = msgpack.packb(message)
         guest.writer.write(struct.pack(">I", len(payload)) + payload)
 
 
 @contextmanager
-def pretending(
+def scripted_daemon(
     directory: Path,
     answers: Mapping[str, Any] | None = None,
     *,
     agent: str = SAME,
     facts: list[Any] | None = None,
     welcome: list[Any] | None = None,
-) -> Iterator[Pretender]:
+) -> Iterator[ScriptedDaemon]:
     """A pretender that listens in a directory."""
-    pretender = Pretender(directory / "pretender", answers or {}, agent, facts or [], welcome)
-    loop = LoopThread()
+    pretender = ScriptedDaemon(directory / "pretender", answers or {}, agent, facts or [], welcome)
+    loop = EventLoopThread()
     fake = FakeDaemon(pretender.path, pretender.treat)
     loop.call(fake.__aenter__)
     try:
@@ -107,12 +107,12 @@ def pretending(
         loop.end()
 
 
-async def say_nothing(guest: Guest) -> None:
+async def say_nothing(guest: FakeConnection) -> None:
     """Listen, and never answer."""
     await guest.gone()
 
 
-async def trickle(guest: Guest) -> None:
+async def trickle(guest: FakeConnection) -> None:
     """Send what might become a message, byte by byte, for ever."""
     guest.writer.write(b"\0\0\xff\xff")
     while True:

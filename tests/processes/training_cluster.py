@@ -19,9 +19,9 @@ from forged.demo.processes import LISTEN, last_words, nothing_left_behind
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
 from forged.kernel.messages import Fact, Record
-from tests.client.house import SOON
-from tests.processes.nursery import DAEMON, Child, Nursery, WarmProcess, warm_process
-from tests.processes.trainee import ARMED, ENOUGH, JOB
+from tests.client.daemon_runner import SOON
+from tests.processes.fork_server import DAEMON, Child, ForkServer, ProcessStarter, forking_from
+from tests.processes.worker_script import ARMED, ENOUGH, JOB
 
 PATIENCE_S = 60.0
 SOON_ENDING: dict[str, Any] = {
@@ -31,7 +31,7 @@ SOON_ENDING: dict[str, Any] = {
     "max_consecutive_failures": 1_000_000,
 }
 """Settings under which nobody waits for what does not come, and no number of deaths is too large."""
-SCRIPTS = ("tests.processes.trainee", "tests.processes.async_trainee", "tests.processes.data_trainee")
+SCRIPTS = ("tests.processes.worker_script", "tests.processes.async_worker_script", "tests.processes.data_worker_script")
 MARK = "FORGEDS_TROUPE"
 """Told to all processes; not with an underscore behind FORGED, as what begins so is kept from them."""
 
@@ -47,7 +47,7 @@ class Step:
 
 
 @dataclass
-class Player:
+class WorkerProcess:
     """A worker's process, and what it has told."""
 
     name: str
@@ -122,12 +122,12 @@ class Player:
 class Daemon:
     """`forged run` in a directory."""
 
-    def __init__(self, directory: Path, nursery: Nursery) -> None:
+    def __init__(self, directory: Path, starter: ProcessStarter) -> None:
         self.socket = directory / "forged.sock"
         self._log = directory / "daemon.log"
         places = ("--data-dir", str(directory), "--socket", str(self.socket), "--listen", LISTEN)
         self._words = ("run", *places, "--log-level", "error")
-        self._nursery = nursery
+        self._nursery = starter
         self._process: Child | None = None
 
     @property
@@ -146,19 +146,19 @@ class Daemon:
         await self._process.wait()
 
 
-class Troupe:
+class TrainingCluster:
     """All of them, and their daemon."""
 
-    def __init__(self, directory: Path, nursery: Nursery, **settings: Any) -> None:
+    def __init__(self, directory: Path, starter: ProcessStarter, **settings: Any) -> None:
         self.directory = directory
-        self.nursery = nursery
-        self.daemon = Daemon(directory, nursery)
+        self.starter = starter
+        self.daemon = Daemon(directory, starter)
         self.settings = SOON_ENDING | settings
-        self.players: dict[str, Player] = {}
+        self.workers: dict[str, WorkerProcess] = {}
         self._moved = asyncio.Condition()
 
-    def __getitem__(self, name: str) -> Player:
-        return self.players[name]
+    def __getitem__(self, name: str) -> WorkerProcess:
+        return self.workers[name]
 
     @property
     def endpoint(self) -> str:
@@ -182,22 +182,22 @@ class Troupe:
         nth: int = 1,
         ballast: int = 1000,
         gil_s: int = 0,
-        script: str = "trainee",
+        script: str = "worker_script",
     ) -> None:
         """Have some begin; `at` is where they are caught."""
         points = [(at, act, nth)] if at else []
         options = {"points": points, "ballast": ballast, "gil_s": gil_s, "config": self.settings}
         for name in names:
             words = (self.endpoint, name, str(self.directory), json.dumps(options))
-            player = self.players[name] = Player(name, self.directory)
-            await self.bear(player, script, *words)
+            worker = self.workers[name] = WorkerProcess(name, self.directory)
+            await self.bear(worker, script, *words)
 
-    async def bear(self, player: Player, script: str, *words: str) -> None:
+    async def bear(self, worker: WorkerProcess, script: str, *words: str) -> None:
         """Have its process begin."""
-        log = self.directory / f"{player.name}.log"
+        log = self.directory / f"{worker.name}.log"
         log.unlink(missing_ok=True)
-        player.process = await self.nursery.start(f"tests.processes.{script}", *words, log=log)
-        player.hearing = asyncio.create_task(self._hear(player))
+        worker.process = await self.starter.start(f"tests.processes.{script}", *words, log=log)
+        worker.hearing = asyncio.create_task(self._hear(worker))
 
     async def one_after_the_other(self, *names: str, victim: str, at: str, **options: Any) -> None:
         """Have some train together, ranked as they stand here; the victim will be caught."""
@@ -215,12 +215,12 @@ class Troupe:
         await self.start(*names)
         await self.world_of(*names)
 
-    async def _hear(self, player: Player) -> None:
-        assert player.process is not None
-        async for line in player.process.stdout:
-            player.take(line)
+    async def _hear(self, worker: WorkerProcess) -> None:
+        assert worker.process is not None
+        async for line in worker.process.stdout:
+            worker.take(line)
             await self._notify()
-        await player.process.wait()
+        await worker.process.wait()
         await self._notify()
 
     async def _notify(self) -> None:
@@ -240,7 +240,7 @@ class Troupe:
 
     async def standing(self) -> str:
         """Where everybody is, as far as that can be found out."""
-        lines = ["nothing moves:", *map(repr, self.players.values())]
+        lines = ["nothing moves:", *map(repr, self.workers.values())]
         try:
             async with asyncio.timeout(5.0), self.client() as client:
                 lines.append(repr(await client.cluster(JOB)))
@@ -290,7 +290,7 @@ class Troupe:
         (self.directory / ENOUGH).touch()
         await self.until(lambda: all(self[name].code is not None for name in names))
         ends = {name: (self[name].code, self[name].finished) for name in names}
-        behind = max((player.steps[-1].step for player in self.players.values() if player.steps), default=-1) + 1
+        behind = max((worker.steps[-1].step for worker in self.workers.values() if worker.steps), default=-1) + 1
         assert ends == dict.fromkeys(names, (0, behind)), await self.standing()
         self.check(await self.facts(RescaleCompleted))
 
@@ -306,53 +306,53 @@ class Troupe:
         assert steps == sorted(steps)
         assert [rescale.attempt for rescale in told] == sorted({rescale.attempt for rescale in told})
         worlds: dict[int, int] = {}
-        for player in self.players.values():
-            numbers = [step.step for step in player.steps]
-            assert numbers == sorted(set(numbers)), f"{player.name} did a step twice"
-            for step in player.steps:
+        for worker in self.workers.values():
+            numbers = [step.step for step in worker.steps]
+            assert numbers == sorted(set(numbers)), f"{worker.name} did a step twice"
+            for step in worker.steps:
                 world = names[step.generation]
-                assert (world[step.rank], len(world)) == (player.name, step.size), step
+                assert (world[step.rank], len(world)) == (worker.name, step.size), step
                 assert worlds.setdefault(step.step, step.generation) == step.generation, f"{step} counts twice"
         assert sorted(worlds) == list(range(len(worlds))), "a step is missing"
 
     async def send_home(self) -> None:
         """Whoever is there still ends with the nursery; what they said before is heard."""
-        hearing = [player.hearing for player in self.players.values() if player.hearing is not None]
+        hearing = [worker.hearing for worker in self.workers.values() if worker.hearing is not None]
         await asyncio.gather(*hearing)
 
 
 @contextmanager
-def stage() -> Iterator[WarmProcess]:
-    """Where troupes play one after the other, and of which nothing is left behind."""
+def worker_fork_server() -> Iterator[ForkServer]:
+    """A fork server for the worker scripts and the daemon; fails if a process is left behind."""
     os.environ[MARK] = uuid4().hex
     try:
-        with nothing_left_behind(), warm_process(*SCRIPTS, *DAEMON) as warm:
-            yield warm
+        with nothing_left_behind(), forking_from(*SCRIPTS, *DAEMON) as server:
+            yield server
     finally:
         del os.environ[MARK]
 
 
 @asynccontextmanager
-async def troupe_on(stage: WarmProcess, directory: Path, **settings: Any) -> AsyncIterator[Troupe]:
+async def cluster_on(fork_server: ForkServer, directory: Path, **settings: Any) -> AsyncIterator[TrainingCluster]:
     """A troupe, of which nobody is left in the end: the pulses of the dead go by themselves."""
-    before, nursery = set(_marked()), Nursery(stage)
-    troupe = Troupe(directory, nursery, **settings)
+    before, starter = set(_marked()), ProcessStarter(fork_server)
+    cluster = TrainingCluster(directory, starter, **settings)
     try:
-        async with nursery:
-            await troupe.daemon.start()
-            yield troupe
-            ended = {player.name for player in troupe.players.values() if player.code is not None}
-            await _all_over(set(_marked()) - before - _living(troupe, ended))
+        async with starter:
+            await cluster.daemon.start()
+            yield cluster
+            ended = {worker.name for worker in cluster.workers.values() if worker.code is not None}
+            await _all_over(set(_marked()) - before - _living(cluster, ended))
     finally:
-        await troupe.send_home()
+        await cluster.send_home()
 
 
-def _living(troupe: Troupe, ended: set[str]) -> set[int]:
+def _living(cluster: TrainingCluster, ended: set[str]) -> set[int]:
     """The processes that may be there while these have ended."""
-    living = {troupe.daemon.pid}
-    for player in troupe.players.values():
-        if player.name not in ended:
-            living |= {player.pid, player.pulse, player.child or player.pid}
+    living = {cluster.daemon.pid}
+    for worker in cluster.workers.values():
+        if worker.name not in ended:
+            living |= {worker.pid, worker.pulse, worker.child or worker.pid}
     return living
 
 

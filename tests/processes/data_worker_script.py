@@ -16,7 +16,19 @@ from forged.data.model import DataShard
 from forged.elastic.config import ElasticTrainingConfig
 from forged.worker.blocking import Training, join
 from tests.data.wards import filling
-from tests.processes.trainee import ACTS, ARMED, COMPUTING_S, ENOUGH, FOREVER, JOB, POINTS, Account, Due, catch, say
+from tests.processes.worker_script import (
+    ACTS,
+    ARMED,
+    COMPUTING_S,
+    ENOUGH,
+    FOREVER,
+    JOB,
+    POINTS,
+    Account,
+    Due,
+    catch,
+    say,
+)
 from tests.worker.crew import advance
 
 SAMPLES, SHARDS, BATCH, SEED = 200, 40, 16, 7

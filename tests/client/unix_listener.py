@@ -15,7 +15,7 @@ Treat = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 BACKLOG = 1024
 
 
-class Door:
+class UnixListener:
     """Treats everybody who comes in a task of their own; the connection ends with it."""
 
     def __init__(self, path: Path, treat: Treat) -> None:

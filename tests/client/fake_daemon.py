@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from forged.net.protocol.messages import Hello, Message, Welcome, decode, encode
-from tests.client.door import Door
+from tests.client.unix_listener import UnixListener
 
 WELCOME = Welcome(
     version=1,
@@ -23,7 +23,7 @@ WELCOME = Welcome(
 )
 
 
-class Guest:
+class FakeConnection:
     """The client at the other end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -55,13 +55,13 @@ class Guest:
 class FakeDaemon:
     """Listens at a path and treats every guest the same way; the connection ends when that does."""
 
-    def __init__(self, path: Path, treat: Callable[[Guest], Awaitable[None]]) -> None:
+    def __init__(self, path: Path, treat: Callable[[FakeConnection], Awaitable[None]]) -> None:
         self.endpoint = f"unix://{path}"
         self._path = path
         self._treat = treat
 
     async def __aenter__(self) -> Self:
-        self._door = Door(self._path, lambda reader, writer: self._treat(Guest(reader, writer)))
+        self._door = UnixListener(self._path, lambda reader, writer: self._treat(FakeConnection(reader, writer)))
         return self
 
     async def __aexit__(self, *error: object) -> None:
