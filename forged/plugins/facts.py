@@ -19,6 +19,8 @@ FACTS_MAX = 64
 """Facts that become true together."""
 FACT_BYTES_MAX = 64 << 10
 REPLY_BYTES_MAX = 512 << 10
+DEPTH_MAX = 200
+"""Levels of nesting. How many an interpreter can decode differs by version, and another one may read the journal."""
 DAEMON = "forged"
 
 
@@ -70,7 +72,21 @@ def _check(fact: Fact, *, own: bool) -> None:
 
 def _encoded(value: Any, name: str, code: str) -> bytes:
     try:
-        return msgspec.msgpack.encode(value)
+        encoded = msgspec.msgpack.encode(value)
+        too_deep = _is_too_deep(msgspec.msgpack.decode(encoded))
     except Exception as error:
         reason = f"{name} cannot be stored: {describe(error)}"
         raise RequestRefused(code, reason, "use plain values") from error
+    if too_deep:
+        raise RequestRefused(code, f"{name} is nested more than {DEPTH_MAX} levels deep", "use plain values")
+    return encoded
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEPTH_MAX + 1):
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        if not containers:
+            return False
+        level = [inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)]
+    return True

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from forged.errors import RequestRefused
 from forged.kernel.bus.model import HandlerFailed
 from forged.kernel.messages import Decision, Fact, Record
-from forged.plugins.facts import FACT_BYTES_MAX, FACTS_MAX, REPLY_BYTES_MAX, check_decision, check_facts, check_place
+from forged.plugins.facts import (
+    DEPTH_MAX,
+    FACT_BYTES_MAX,
+    FACTS_MAX,
+    REPLY_BYTES_MAX,
+    check_decision,
+    check_facts,
+    check_place,
+)
 from tests.plugins.stage import Said
 
 
@@ -18,7 +26,16 @@ def code(error: pytest.ExceptionInfo[RequestRefused]) -> str:
     return error.value.code
 
 
-@pytest.mark.parametrize("fact", [Said("x"), Said("", {"a": [1, None, b"raw", 1.5]}), Said("x" * 60_000)])
+def nested(depth: int) -> list[Any]:
+    it: list[Any] = []
+    for _ in range(depth):
+        it = [it]
+    return it
+
+
+@pytest.mark.parametrize(
+    "fact", [Said("x"), Said("", {"a": [1, None, b"raw", 1.5]}), Said("x" * 60_000), Said("x", nested(DEPTH_MAX - 2))]
+)
 def test_a_plugin_says_facts_of_its_own(fact: Fact) -> None:
     check_facts([fact] * FACTS_MAX, own=True)
 
@@ -31,13 +48,6 @@ def test_the_daemon_s_facts_are_the_daemon_s_to_say(fact: Fact) -> None:
     check_facts([fact], own=False)
 
 
-def nested(depth: int) -> list[Any]:
-    it: list[Any] = []
-    for _ in range(depth):
-        it = [it]
-    return it
-
-
 @pytest.mark.parametrize(
     "fact",
     [
@@ -46,6 +56,7 @@ def nested(depth: int) -> list[Any]:
         Said("\ud800"),
         Said(7),  # type: ignore[arg-type]
         Said("x", 1 << 64),
+        Said("x", nested(DEPTH_MAX - 1)),
         Said("x", nested(5000)),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def answers() -> dict[str, Any]:
 def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[ScriptedDaemon]:
     with scripted_daemon(tmp_path, answers) as daemon:
         yield daemon
+
+
+JSON_1000_LEVELS = 1 if sys.version_info < (3, 12) else 0
+"""The exit code: since Python 3.12 the JSON encoder recurses as deep as msgpack does."""
 
 
 class TestList:
@@ -145,7 +150,7 @@ class TestRun:
         answers["RunPluginCommand"] = result
         assert daemon.told("plugins run event_log rotate", capsys) == {"result": said}
 
-    @pytest.mark.parametrize(("levels", "code"), [(400, 0), (1000, 1)])
+    @pytest.mark.parametrize(("levels", "code"), [(400, 0), (1000, JSON_1000_LEVELS)])
     def test_what_is_nested_without_end_is_cut_for_people(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, levels: int, code: int
     ) -> None:
