@@ -130,12 +130,12 @@ class Daemon:
         self.backup = BackupService(self.bus, self.booth, copy, Path(config.data_dir))
         self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
         self.data = DataService(self.bus, clock, ports.compute, ports.log)
-        self.ledger.join(self.jobs)
-        self.ledger.join(self.elastic)
+        self.ledger.register(self.jobs)
+        self.ledger.register(self.elastic)
         self.audit = AuditService(self.bus, ports.log)
-        self.ledger.join(self.data)
-        self.ledger.join(self.audit)
-        self.ledger.join(self.tokens)
+        self.ledger.register(self.data)
+        self.ledger.register(self.audit)
+        self.ledger.register(self.tokens)
 
         self.server = Server(
             ports.network,
@@ -291,7 +291,7 @@ class Daemon:
 
     def _read_status(self) -> Status:
         ledger = self.ledger
-        trouble = ledger.trouble or ledger.read_only
+        trouble = ledger.unavailable or ledger.read_only
         return Status(
             version=VERSION,
             pid=self._ports.pid,

@@ -109,7 +109,7 @@ class Kernel:
         self.bus = Bus(self.clock)
         self.ledger = Ledger(store, self.journal, self.clock, self.bus)
         self.tally = Tally()
-        self.ledger.join(self.tally)
+        self.ledger.register(self.tally)
         self.bus.serve(Add, lambda request, _: self.tally.add(request.amount), owner="tally")
         self.bus.serve(ReadTotal, lambda *_: self.tally.total, owner="tally")
 

@@ -14,7 +14,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from forged.auth.model import Principal, Role
-from forged.auth.tokens import JOB_CHARS_MAX, TokenBook
+from forged.auth.tokens import JOB_CHARS_MAX, TokenRegistry
 from forged.errors import RequestRefused
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class AccessPolicy:
     """Anybody on this host; None where users share the host, or a proxy on it brings in others."""
 
 
-def identify(peer: Peer, token: str | None, book: TokenBook, policy: AccessPolicy, now: float) -> Principal:
+def identify(peer: Peer, token: str | None, book: TokenRegistry, policy: AccessPolicy, now: float) -> Principal:
     """Who the peer is, or `RequestRefused` with the way to become somebody."""
     if token is not None:
         return book.authenticate(token, now)

@@ -23,7 +23,7 @@ from forged.auth.messages import (
     TokenView,
 )
 from forged.auth.model import Principal, Token
-from forged.auth.tokens import SECRET_BYTES_MAX, SECRET_BYTES_MIN, TokenBook
+from forged.auth.tokens import SECRET_BYTES_MAX, SECRET_BYTES_MIN, TokenRegistry
 from forged.clock import Clock
 from forged.errors import RequestRefused
 from forged.kernel.bus import Bus
@@ -46,9 +46,9 @@ class TokenService:
     """Owns the tokens; tells who is at the other end of a connection."""
 
     def __init__(self, bus: Bus, clock: Clock, policy: AccessPolicy, rights_changed: Callable[[], None]) -> None:
-        self.book = TokenBook()
+        self.book = TokenRegistry()
         """All that was decided; what is decided next rests on it."""
-        self._durable = TokenBook()
+        self._durable = TokenRegistry()
         self._undurable: dict[tuple[str, str], _Change] = {}
         """What changes in the durable book when these facts are published, by their type and token."""
         self._clock = clock

@@ -42,7 +42,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _DIGEST_OF_NONE = bytes(hashlib.sha256().digest_size)
 
 
-class TokenBook:
+class TokenRegistry:
     """All tokens of a daemon, by id: a plain synchronous class with one owner."""
 
     def __init__(self, tokens_max: int = TOKENS_MAX, dead_max: int = DEAD_MAX) -> None:

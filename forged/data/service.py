@@ -499,7 +499,7 @@ class DataService:
         custody = self.custodies.get(job)
         if custody is not None:
             return custody
-        self._bus.desk.require_job(job)
+        self._bus.dispatcher.require_job(job)
         raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
 
     def _owners(self, request: ReadOwners, call: Call) -> OwnersPage:

@@ -290,7 +290,7 @@ class ElasticService:
             self._settle(cluster)
         except Exception as error:  # noqa: BLE001 - one job's mistake is not to end the daemon
             self._breaks[cluster.job] = breaks + 1
-            self._bus.break_off(f"job {cluster.job} in {OWNER}", error)
+            self._bus.report_service_bug(f"job {cluster.job} in {OWNER}", error)
             return False
         if breaks < BREAKS_MAX:
             self._breaks.pop(cluster.job, None)
@@ -354,7 +354,7 @@ class ElasticService:
         self._by_client[call.client][cluster.job, worker.id] = None
         if len(self._by_client[call.client]) > WORKERS_PER_CLIENT:
             self._workers_of(call.client)
-        fence = self._bus.desk.fence_of(cluster.job) or Fence(self._bus.ledger.term, cluster.generation)
+        fence = self._bus.dispatcher.fence_of(cluster.job) or Fence(self._bus.ledger.term, cluster.generation)
         return self._decide(cluster, _joined(cluster, member, fence))
 
     def _require_known(self, request: JoinJob) -> None:
@@ -629,7 +629,7 @@ class ElasticService:
         cluster = self.clusters.get(job)
         if cluster is not None:
             return cluster
-        self._bus.desk.require_job(job)
+        self._bus.dispatcher.require_job(job)
         raise RequestRefused("job_untrained", f"no worker has joined job {job[:80]!r} yet", "start some")
 
     def _now(self) -> Moment:

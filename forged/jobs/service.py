@@ -57,7 +57,7 @@ class JobService:
         bus.serve(AddNote, lambda request, _: book.note(request), owner=OWNER)
         bus.serve(ShowJob, lambda request, _: book.get(request.job), owner=OWNER)
         bus.serve(ListJobs, self._list, owner=OWNER)
-        bus.desk.fence_of = self._fence
+        bus.dispatcher.fence_of = self._fence
 
     async def load(self, store: Store) -> None:
         """Become what the store holds."""

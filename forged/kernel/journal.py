@@ -65,10 +65,6 @@ class Journal:
         """How many facts are kept with ids greater than `position`."""
         return len(self._ids) - bisect_right(self._ids, position, lo=self._start)
 
-    def newest_first(self) -> Iterator[Record]:
-        """All facts that are kept, backwards."""
-        return (self._records[index] for index in range(len(self._ids) - 1, self._start - 1, -1))
-
     def story(self, fact_id: int) -> list[Record]:
         """How a fact came about and what followed from it: its chain of causes and all its consequences, in order.
 

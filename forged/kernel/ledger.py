@@ -25,7 +25,7 @@ from forged.kernel.journal import Journal
 from forged.kernel.messages import Call, Decision, Record
 from forged.kernel.pending import Pending
 from forged.kernel.replies import PREFIX as REPLY_PREFIX
-from forged.kernel.replies import ReplyBook
+from forged.kernel.replies import ReplyTable
 from forged.kernel.store.port import (
     ABSENT,
     OPERATIONS_MAX,
@@ -68,7 +68,7 @@ async def read_all(store: Store, prefix: str) -> list[Entry]:
     return entries
 
 
-class Audience(Protocol):
+class Publisher(Protocol):
     """Who hears what has become durable."""
 
     def publish(self, records: Sequence[Record]) -> None:
@@ -80,7 +80,7 @@ class Audience(Protocol):
         ...
 
 
-class Participant(Protocol):
+class StateOwner(Protocol):
     """An owner of state: it can become what the store holds."""
 
     async def load(self, store: Store) -> None:
@@ -111,43 +111,43 @@ class _Entry:
 class Ledger:
     """The one writer of the store."""
 
-    def __init__(self, store: Store, journal: Journal, clock: Clock, audience: Audience) -> None:
+    def __init__(self, store: Store, journal: Journal, clock: Clock, publisher: Publisher) -> None:
         self.store = store
         self.journal = journal
-        self.replies = ReplyBook()
+        self.replies = ReplyTable()
         self.cursors: dict[str, int] = {}
         self.term = 0
         """How many times a ledger has taken this store over; it grows with every start."""
         self.revision = 0
         self.durable = 0
         self.published = 0
-        """The id of the newest fact that the audience has heard."""
+        """The id of the newest fact that the publisher was given."""
         self.batches = 0
         self.decisions = 0
         self.failures = 0
         self.reloads = 0
         """How many times state was read anew; what was seen before the last time may not have happened."""
-        self.trouble: ForgedError | None = Unavailable("starting", "the daemon is starting", "try again")
+        self.unavailable: ForgedError | None = Unavailable("starting", "the daemon is starting", "try again")
         """Why nothing can be decided or read now; None while all is well."""
         self.read_only: ForgedError | None = None
         """Why nothing can be decided while reading goes on; None while all is well."""
         self.on_commit: Callable[[float, int], None] = lambda seconds, decisions: None
         """Called for every batch that became durable, with how long that took and how many decisions it held."""
         self._clock = clock
-        self._audience = audience
-        self._participants: list[Participant] = []
+        self._publisher = publisher
+        self._state_owners: list[StateOwner] = []
         self._queue: list[_Entry] = []
         self._in_flight: list[_Entry] = []
         self._kept: deque[int] = deque()
         self._fence: dict[str, int] = {}
         self._beginnings: dict[str, int] = {}
-        self._tainted = False
+        self._reload_wanted = False
         self._wanted: asyncio.Future[None] | None = None
         self._writable = asyncio.Event()
 
-    def join(self, participant: Participant) -> None:
+    def register(self, owner: StateOwner) -> None:
         """Let an owner of state be loaded at start, and again after a failed commit."""
-        self._participants.append(participant)
+        self._state_owners.append(owner)
 
     async def start(self) -> None:
         """Load, and take the store over; when it cannot be written to, reading goes on until it can.
@@ -155,19 +155,19 @@ class Ledger:
         Facts that were published to an earlier process are not published again.
         """
         await self._load()
-        self.trouble = None
+        self.unavailable = None
         self.published = self.journal.last
         await self._claim()
         if self.read_only is None:
             self._writable.set()
         else:
-            self.taint(self.read_only)
-            self.trouble = None
+            self.reload(self.read_only)
+            self.unavailable = None
 
     def require_sound(self) -> None:
         """Raise unless state in memory is what the store holds, or will hold."""
-        if self.trouble is not None:
-            raise without_traceback(self.trouble)
+        if self.unavailable is not None:
+            raise without_traceback(self.unavailable)
 
     def require_writable(self) -> None:
         """Raise unless something can be decided now."""
@@ -178,17 +178,17 @@ class Ledger:
     @property
     def writable_now(self) -> bool:
         """Whether something can be decided now."""
-        return self.trouble is None and self.read_only is None
+        return self.unavailable is None and self.read_only is None
 
     async def writable(self) -> None:
         """Wait until something can be decided."""
         while not self._writable.is_set():
             await self._writable.wait()
 
-    def taint(self, error: ForgedError) -> None:
+    def reload(self, error: ForgedError) -> None:
         """State in memory may be wrong: nothing more is decided on it, and it is read anew."""
         self._close(error)
-        self._tainted = True
+        self._reload_wanted = True
         self._wake()
 
     def recall(self, call: Call) -> Pending | bytes | None:
@@ -227,7 +227,7 @@ class Ledger:
             check(entry.transaction)
         except Exception as error:
             # The owner has changed its state already, and that change will not happen.
-            self.taint(_RELOADING)
+            self.reload(_RELOADING)
             if isinstance(error, ForgedError):
                 raise
             raise _unfit(error) from error
@@ -256,11 +256,11 @@ class Ledger:
     async def run(self) -> None:
         """Write batch after batch, for ever."""
         while True:
-            if not self._queue and not self._tainted:
+            if not self._queue and not self._reload_wanted:
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
-            if self._tainted:
-                await self._recover(self.trouble or _RELOADING)
+            if self._reload_wanted:
+                await self._recover(self.unavailable or _RELOADING)
             else:
                 await self._write_batch()
 
@@ -362,7 +362,7 @@ class Ledger:
     def _tell(self, records: Sequence[Record]) -> None:
         if records:
             self.published = records[-1].id
-            self._audience.publish(records)
+            self._publisher.publish(records)
 
     async def _recover(self, error: ForgedError) -> None:
         """Undo in memory what is not in the store, tell everybody who waited, and wait until writing works."""
@@ -371,7 +371,7 @@ class Ledger:
         await self._reload_until_sound(error)
         while self.read_only is not None:
             await anyio.sleep(PROBE_PAUSE_S)
-            if self._tainted or self.store.revision != self.durable:
+            if self._reload_wanted or self.store.revision != self.durable:
                 await self._reload_until_sound(self.read_only)
             await self._claim()
         for handler, position in self._beginnings.items():
@@ -382,17 +382,17 @@ class Ledger:
     async def _reload_until_sound(self, error: ForgedError) -> None:
         while True:
             lost, self._in_flight, self._queue = self._in_flight + self._queue, [], []
-            self._tainted = False
+            self._reload_wanted = False
             try:
                 await self._load()
             except ForgedError as again:
-                self.trouble = again
+                self.unavailable = again
             else:
                 # State that was tainted while it was being read has to be read once more.
-                self.trouble = self.trouble if self._tainted else None
+                self.unavailable = self.unavailable if self._reload_wanted else None
             for entry in lost:
                 self._undo(entry, error)
-            if self.trouble is None:
+            if self.unavailable is None:
                 self._tell(self.journal.after(self.published, len(self.journal)))
                 return
             await anyio.sleep(PROBE_PAUSE_S)
@@ -400,7 +400,7 @@ class Ledger:
     def _undo(self, entry: _Entry, error: ForgedError) -> None:
         if entry.cursor is not None:
             handler, position = entry.cursor
-            self._audience.rewind(handler, position - 1)
+            self._publisher.rewind(handler, position - 1)
         entry.pending.resolve(error)
 
     async def _claim(self) -> None:
@@ -434,12 +434,12 @@ class Ledger:
             self.cursors = {entry.key.removeprefix(CURSOR_PREFIX): int(entry.value) for entry in cursors}
         with _readable("a remembered reply"):
             self.replies.load(await read_all(self.store, REPLY_PREFIX), self._clock.monotonic())
-        for participant in self._participants:
-            with _readable(f"what belongs to {type(participant).__name__}"):
-                await participant.load(self.store)
+        for owner in self._state_owners:
+            with _readable(f"what belongs to {type(owner).__name__}"):
+                await owner.load(self.store)
 
     def _close(self, error: ForgedError) -> None:
-        self.trouble = error
+        self.unavailable = error
         self._writable.clear()
 
     def _wake(self) -> None:

@@ -78,7 +78,7 @@ def reused(number: int) -> RequestRefused:
     )
 
 
-class ReplyBook:
+class ReplyTable:
     """The answers of all clients that may still ask again. An answer is whatever the owner keeps for it."""
 
     def __init__(self) -> None:

@@ -316,7 +316,7 @@ class Session(Connection):
             self.house.streaming.pop(self, None)
 
     def _cancel(self, message: Cancel) -> None:
-        self.house.bus.desk.cancel(self.client, message.number)
+        self.house.bus.dispatcher.cancel(self.client, message.number)
 
     def _signal(self, message: SignalMessage) -> None:
         cls = SIGNALS.get(message.name)

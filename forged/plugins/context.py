@@ -76,7 +76,7 @@ class Feed:
     @property
     def again_at(self) -> float | None:
         """When it is tried again, by the monotonic clock; None where nothing failed."""
-        return None if self._follower is None else self._follower.again_at
+        return None if self._follower is None else self._follower.retry_at
 
 
 @dataclass(frozen=True, slots=True)

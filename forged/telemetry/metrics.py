@@ -106,7 +106,7 @@ class DaemonCollector(Collector):
     def _of_the_edges(self) -> Iterator[Metric]:
         bus, sessions = self._bus, self._server.sessions
         yield _gauge("forged_connections", "Open connections", len(sessions))
-        yield _gauge("forged_requests_in_flight", "Requests whose handlers await something", bus.desk.in_flight)
+        yield _gauge("forged_requests_in_flight", "Requests whose handlers await something", bus.dispatcher.in_flight)
         yield _gauge("forged_backlog", "Facts that wait for built-in handlers", bus.backlog)
         yield _gauge("forged_congested", "Whether requests have to wait at the edges", bus.congested)
         yield _counter("forged_facts_published", "Facts published", bus.published)

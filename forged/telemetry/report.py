@@ -89,7 +89,7 @@ class StoreReport:
     def look(self, now: float) -> None:
         """Tell what has changed since the last time."""
         ledger = self._ledger
-        trouble = ledger.trouble or ledger.read_only
+        trouble = ledger.unavailable or ledger.read_only
         if trouble is not None:
             self._tell_trouble(trouble, now)
         elif self._told is not None:
@@ -150,7 +150,7 @@ class Reporter:
         self._clock = clock
         # Not a handler of its own: for each fact a mailbox would cost more than looking whether it is to be told.
         bus.on_publish.append(self.facts.tell)
-        bus.on_broken = self.mistakes.tell
+        bus.on_handler_bug = self.mistakes.tell
 
     def set_limits(self, *, facts_per_s_max: float) -> None:
         """Tell more, or less, from now on."""

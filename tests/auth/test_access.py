@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from forged.auth.access import AccessPolicy, authorise, identify
 from forged.auth.model import Principal, Role
-from forged.auth.tokens import TokenBook
+from forged.auth.tokens import TokenRegistry
 from forged.errors import RequestRefused
 from forged.net.transport.port import Peer
 
 NOW = 1000.0
 DAEMON_UID = 990
 POLICY = AccessPolicy(daemon_uid=DAEMON_UID)
-BOOK = TokenBook()
+BOOK = TokenRegistry()
 _, VIEWER_TEXT = BOOK.issue("reader", Role.VIEWER, ("a",), None, NOW, bytes(range(32)))
 
 ROOT = Peer("unix", "/run/forged.sock", uid=0)
@@ -88,7 +88,7 @@ def test_an_invalid_token_is_refused_whoever_presents_it(peer: Peer, policy: Acc
 
 
 def test_a_revoked_or_expired_token_is_refused_even_to_root() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     token, revoked = book.issue("r", Role.OPERATOR, None, None, NOW, b"r" * 32)
     book.revoke(token.token_id, NOW)
     _, expired = book.issue("e", Role.OPERATOR, None, NOW + 1, NOW, b"e" * 32)
@@ -166,7 +166,7 @@ def test_a_name_given_by_the_daemon_cannot_be_a_token_s() -> None:
     given_names = [who(ROOT).name, who(LOOPBACK).name]
     for name in given_names:
         with pytest.raises(RequestRefused):
-            TokenBook().issue(name, Role.VIEWER, None, None, NOW, bytes(32))
+            TokenRegistry().issue(name, Role.VIEWER, None, None, NOW, bytes(32))
 
 
 @given(

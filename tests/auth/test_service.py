@@ -41,7 +41,7 @@ class Door:
 
     def register(self, kernel: Kernel) -> None:
         self.service = TokenService(kernel.bus, kernel.clock, AccessPolicy(daemon_uid=1000), self._tell)
-        kernel.ledger.join(self.service)
+        kernel.ledger.register(self.service)
 
     def knock(self, text: str = TEXT) -> Principal | str:
         """Who a stranger with this token is, or why not."""

@@ -20,7 +20,7 @@ from forged.auth.tokens import (
     SECRET_BYTES_MAX,
     TEXT_CHARS_MAX,
     TOKEN_ID_CHARS,
-    TokenBook,
+    TokenRegistry,
 )
 from forged.errors import ForgedError, RequestRefused, Unavailable
 
@@ -35,7 +35,7 @@ def secret(number: int) -> bytes:
 
 
 def issue(
-    book: TokenBook,
+    book: TokenRegistry,
     number: int = 1,
     *,
     name: str = "ci",
@@ -46,18 +46,18 @@ def issue(
     return book.issue(name, Role.WORKER, jobs, expires_at, now, secret(number))
 
 
-def everything(book: TokenBook) -> tuple[Token, ...]:
+def everything(book: TokenRegistry) -> tuple[Token, ...]:
     return tuple(book.behind(""))
 
 
-def refusal(book: TokenBook, text: str, now: float = NOW) -> RequestRefused:
+def refusal(book: TokenRegistry, text: str, now: float = NOW) -> RequestRefused:
     with pytest.raises(RequestRefused) as caught:
         book.authenticate(text, now)
     return caught.value
 
 
 def invalid(name: str = "ci", jobs: Collection[str] | None = None, expires_at: float | None = None) -> str:
-    book = TokenBook()
+    book = TokenRegistry()
     with pytest.raises(RequestRefused) as caught:
         issue(book, name=name, jobs=jobs, expires_at=expires_at)
     assert caught.value.code == "token_invalid"
@@ -69,17 +69,17 @@ def invalid(name: str = "ci", jobs: Collection[str] | None = None, expires_at: f
 def test_the_issued_text_authenticates_as_what_was_issued(
     name: str, role: Role, jobs: list[str] | None, entropy: bytes
 ) -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = book.issue(name, role, jobs, None, NOW, entropy)
     assert book.authenticate(text, NOW) == Principal(name, role, None if jobs is None else frozenset(jobs))
 
 
 @given(entropies=st.lists(SECRETS, min_size=1, max_size=5, unique=True))
 def test_a_book_loaded_from_what_was_stored_knows_the_same_texts(entropies: list[bytes]) -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     texts = [book.issue(f"n{i}", Role.VIEWER, None, None, NOW, entropy)[1] for i, entropy in enumerate(entropies)]
     stored = [msgspec.msgpack.encode(token) for token in everything(book)]
-    again = TokenBook()
+    again = TokenRegistry()
     again.load(msgspec.msgpack.decode(entry, type=Token) for entry in stored)
     assert everything(again) == everything(book)
     assert [again.authenticate(text, NOW).name for text in texts] == [f"n{i}" for i in range(len(texts))]
@@ -87,7 +87,7 @@ def test_a_book_loaded_from_what_was_stored_knows_the_same_texts(entropies: list
 
 @given(entropy=SECRETS)
 def test_every_issued_text_is_ascii_within_the_limit_and_of_the_documented_form(entropy: bytes) -> None:
-    token, text = TokenBook().issue("ci", Role.VIEWER, None, None, NOW, entropy)
+    token, text = TokenRegistry().issue("ci", Role.VIEWER, None, None, NOW, entropy)
     assert text.isascii()
     assert len(text) <= TEXT_CHARS_MAX
     forged, token_id, spelled = text.split("_", 2)
@@ -97,7 +97,7 @@ def test_every_issued_text_is_ascii_within_the_limit_and_of_the_documented_form(
 
 @given(entropy=SECRETS)
 def test_neither_the_secret_nor_the_text_is_in_what_is_stored(entropy: bytes) -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     token, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
     kept = repr(vars(book)).encode() + msgspec.msgpack.encode(token)
     spelled = text.split("_", 2)[2]
@@ -109,7 +109,7 @@ def test_neither_the_secret_nor_the_text_is_in_what_is_stored(entropy: bytes) ->
 
 @given(entropy=SECRETS, position=st.integers(0), bit=st.integers(0, 7))
 def test_a_text_with_a_flipped_bit_is_unknown(entropy: bytes, position: int, bit: int) -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
     at = position % len(text)
     flipped = text[:at] + chr(ord(text[at]) ^ 1 << bit) + text[at + 1 :]
@@ -118,7 +118,7 @@ def test_a_text_with_a_flipped_bit_is_unknown(entropy: bytes, position: int, bit
 
 @given(entropy=SECRETS, start=st.integers(0), stop=st.integers(0))
 def test_a_part_of_the_text_is_unknown(entropy: bytes, start: int, stop: int) -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
     part = text[start % len(text) : stop % (len(text) + 1)]
     assume(part != text)
@@ -127,7 +127,7 @@ def test_a_part_of_the_text_is_unknown(entropy: bytes, start: int, stop: int) ->
 
 @given(entropy=SECRETS, change=st.sampled_from([str.upper, str.lower, str.swapcase, str.title]))
 def test_a_text_in_another_case_is_unknown(entropy: bytes, change: Callable[[str], str]) -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
     changed = change(text)
     assume(changed != text)
@@ -140,13 +140,13 @@ def test_a_text_in_another_case_is_unknown(entropy: bytes, change: Callable[[str
 @example(entropy=secret(1), addition=" ", in_front=True)
 @example(entropy=secret(1), addition="\0", in_front=False)
 def test_a_text_with_something_added_is_unknown(entropy: bytes, addition: str, in_front: bool) -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
     assert refusal(book, addition + text if in_front else text + addition).code == "token_unknown"
 
 
 def test_another_spelling_of_the_same_secret_is_unknown() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = issue(book)
     sibling = text[:-1] + chr(ord(text[-1]) + 1)
     assert base64.urlsafe_b64decode(sibling.split("_", 2)[2] + "=") == secret(1)
@@ -154,7 +154,7 @@ def test_another_spelling_of_the_same_secret_is_unknown() -> None:
 
 
 def test_another_token_s_id_with_the_same_secret_is_unknown() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     (first, text), (second, _) = issue(book, 1), issue(book, 2)
     assert refusal(book, text.replace(first.token_id, second.token_id)).code == "token_unknown"
 
@@ -165,27 +165,27 @@ def test_another_token_s_id_with_the_same_secret_is_unknown() -> None:
 @example(text="\ud800")
 @example(text="forged_\u00e4")
 def test_no_text_that_was_not_issued_authenticates(text: str) -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     issue(book)
     assert refusal(book, text).code == "token_unknown"
 
 
 def test_a_non_ascii_look_alike_of_the_text_is_unknown() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     token, text = issue(book)
     full_width = "".join(chr(ord(character) + 0xFEE0) for character in token.token_id)
     assert refusal(book, text.replace(token.token_id, full_width)).code == "token_unknown"
 
 
 def test_a_megabyte_is_unknown_also_when_it_starts_with_the_text() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = issue(book)
     assert refusal(book, "x" * 2**20).code == "token_unknown"
     assert refusal(book, text + "A" * 2**20).code == "token_unknown"
 
 
 def test_wrong_id_and_wrong_secret_are_refused_in_the_same_words() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     token, text = issue(book)
     wrong_id = text.replace(token.token_id, "0" * TOKEN_ID_CHARS)
     wrong_secret = text[:-2] + "AA" if text[-2:] != "AA" else text[:-2] + "BB"
@@ -194,7 +194,7 @@ def test_wrong_id_and_wrong_secret_are_refused_in_the_same_words() -> None:
 
 
 def test_every_wrong_text_costs_one_comparison_of_two_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     token, text = issue(book)
     compared: list[tuple[int, int]] = []
     genuine = hmac.compare_digest
@@ -219,34 +219,34 @@ def test_no_more_than_the_longest_possible_text_is_ever_hashed(monkeypatch: pyte
         return genuine(data)
 
     monkeypatch.setattr("forged.auth.tokens.hashlib.sha256", measured)
-    refusal(TokenBook(), "x" * 2**20)
-    refusal(TokenBook(), "x" * TEXT_CHARS_MAX)
+    refusal(TokenRegistry(), "x" * 2**20)
+    refusal(TokenRegistry(), "x" * TEXT_CHARS_MAX)
     assert hashed == [0, TEXT_CHARS_MAX]
 
 
 def test_a_token_is_accepted_until_it_expires() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = issue(book, expires_at=NOW + 10)
     assert book.authenticate(text, NOW + 9.5).name == "ci"
     assert refusal(book, text, NOW + 10).code == "token_expired"
 
 
 def test_a_revoked_token_is_refused_as_revoked() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     token, text = issue(book)
     book.revoke(token.token_id, NOW + 1)
     assert refusal(book, text, NOW + 1).code == "token_revoked"
 
 
 def test_a_revoked_token_stays_refused_when_the_clock_goes_back() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     token, text = issue(book)
     book.revoke(token.token_id, NOW + 100)
     assert refusal(book, text, NOW).code == "token_revoked"
 
 
 def test_revoked_and_expired_is_told_only_to_who_has_the_whole_text() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     revoked, revoked_text = issue(book, 1)
     _, expired_text = issue(book, 2, expires_at=NOW + 1)
     book.revoke(revoked.token_id, NOW)
@@ -255,13 +255,13 @@ def test_revoked_and_expired_is_told_only_to_who_has_the_whole_text() -> None:
 
 
 def test_revoking_returns_the_token_with_the_time() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     token, _ = issue(book)
     assert book.revoke(token.token_id, NOW + 1) == msgspec.structs.replace(token, revoked_at=NOW + 1)
 
 
 def test_revoking_twice_keeps_the_first_time() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     token, _ = issue(book)
     first = book.revoke(token.token_id, NOW + 1)
     assert book.revoke(token.token_id, NOW + 2) == first
@@ -269,7 +269,7 @@ def test_revoking_twice_keeps_the_first_time() -> None:
 
 
 def test_revoking_one_token_leaves_the_others() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     (first, _), (_, text) = issue(book, 1), issue(book, 2)
     book.revoke(first.token_id, NOW)
     assert book.authenticate(text, NOW).name == "ci"
@@ -277,13 +277,13 @@ def test_revoking_one_token_leaves_the_others() -> None:
 
 def test_revoking_an_unknown_token_is_refused_and_does_not_repeat_a_long_id() -> None:
     with pytest.raises(RequestRefused) as caught:
-        TokenBook().revoke("x" * 2**20, NOW)
+        TokenRegistry().revoke("x" * 2**20, NOW)
     assert caught.value.code == "token_not_found"
     assert len(str(caught.value)) < 200
 
 
 def test_the_list_is_in_the_order_of_ids_and_has_the_revoked_and_expired() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     expired, _ = issue(book, 2, expires_at=NOW + 1)
     revoked = book.revoke(issue(book, 1)[0].token_id, NOW + 9)
     first, second = sorted((expired, revoked), key=lambda token: token.token_id)
@@ -292,7 +292,7 @@ def test_the_list_is_in_the_order_of_ids_and_has_the_revoked_and_expired() -> No
 
 
 def test_of_the_dead_beyond_the_limit_those_that_died_first_are_forgotten() -> None:
-    book = TokenBook(dead_max=1)
+    book = TokenRegistry(dead_max=1)
     (revoked, _), (expired, _), (late, _), (live, _) = (
         issue(book, 1),
         issue(book, 2, expires_at=NOW + 1),
@@ -306,14 +306,14 @@ def test_of_the_dead_beyond_the_limit_those_that_died_first_are_forgotten() -> N
 
 
 def test_how_many_are_forgotten_at_once_is_bounded() -> None:
-    book = TokenBook(dead_max=0)
+    book = TokenRegistry(dead_max=0)
     for number in range(FORGOTTEN_MAX + 1):
         issue(book, number, expires_at=NOW + 1)
     assert [len(book.forget_dead(NOW + 1)) for _ in range(3)] == [FORGOTTEN_MAX, 1, 0]
 
 
 def test_loading_replaces_what_was_there() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = issue(book)
     book.load(())
     assert everything(book) == ()
@@ -321,18 +321,18 @@ def test_loading_replaces_what_was_there() -> None:
 
 
 def test_one_name_may_have_several_tokens() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     issue(book, 1, name="ci")
     issue(book, 2, name="ci")
     assert [token.name for token in everything(book)] == ["ci", "ci"]
 
 
 def test_jobs_are_stored_once_each_and_in_order() -> None:
-    assert issue(TokenBook(), jobs=["b", "a", "b"])[0].jobs == ("a", "b")
+    assert issue(TokenRegistry(), jobs=["b", "a", "b"])[0].jobs == ("a", "b")
 
 
 def test_no_more_than_tokens_max_are_live_at_a_time() -> None:
-    book = TokenBook(tokens_max=2)
+    book = TokenRegistry(tokens_max=2)
     issue(book, 1)
     issue(book, 2)
     with pytest.raises(RequestRefused) as caught:
@@ -343,7 +343,7 @@ def test_no_more_than_tokens_max_are_live_at_a_time() -> None:
 
 
 def test_a_revoked_or_expired_token_makes_room() -> None:
-    book = TokenBook(tokens_max=2)
+    book = TokenRegistry(tokens_max=2)
     token, _ = issue(book, 1)
     issue(book, 2, expires_at=NOW + 1)
     book.revoke(token.token_id, NOW)
@@ -352,7 +352,7 @@ def test_a_revoked_or_expired_token_makes_room() -> None:
 
 
 def test_a_secret_that_was_used_is_refused_and_leaves_the_first_token() -> None:
-    book = TokenBook()
+    book = TokenRegistry()
     _, text = issue(book, 1)
     with pytest.raises(Unavailable) as caught:
         issue(book, 1, name="other")
@@ -363,7 +363,7 @@ def test_a_secret_that_was_used_is_refused_and_leaves_the_first_token() -> None:
 @pytest.mark.parametrize("size", [0, 16, 31, SECRET_BYTES_MAX + 1])
 def test_a_secret_outside_its_limits_is_our_own_mistake(size: int) -> None:
     with pytest.raises(ForgedError) as caught:
-        TokenBook().issue("ci", Role.WORKER, None, None, NOW, bytes(size))
+        TokenRegistry().issue("ci", Role.WORKER, None, None, NOW, bytes(size))
     assert (caught.value.kind, caught.value.code) == ("internal", "token_secret_size")
 
 
@@ -375,7 +375,7 @@ def test_a_bad_name_is_refused_by_field(name: str) -> None:
 
 
 def test_a_name_of_the_full_length_is_accepted() -> None:
-    assert issue(TokenBook(), name="x" * NAME_CHARS_MAX)[0].name == "x" * NAME_CHARS_MAX
+    assert issue(TokenRegistry(), name="x" * NAME_CHARS_MAX)[0].name == "x" * NAME_CHARS_MAX
 
 
 @pytest.mark.parametrize("jobs", [(), tuple(f"j{i}" for i in range(JOBS_PER_TOKEN_MAX + 1))])

@@ -262,7 +262,7 @@ class TestOpeningAndClosing:
         with threaded_daemon.client() as client, ThreadPoolExecutor(2) as threads:
             asking = threads.submit(client.request, ExampleRequest("life"))
             reading = threads.submit(next, client.facts())
-            wait_until(lambda: bool(threaded_daemon.runner.daemon.bus.desk.in_flight))
+            wait_until(lambda: bool(threaded_daemon.runner.daemon.bus.dispatcher.in_flight))
             client.close()
             for waiting in (asking, reading):
                 with pytest.raises(Unavailable, match="was closed"):

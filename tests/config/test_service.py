@@ -292,7 +292,7 @@ async def break_disk(kernel: Kernel, store: FaultyStore) -> None:
     store.commit_error = full()
     with pytest.raises(Unavailable):
         await kernel.add()
-    while kernel.ledger.read_only is None or kernel.ledger.trouble is not None:
+    while kernel.ledger.read_only is None or kernel.ledger.unavailable is not None:
         await anyio.sleep(0.1)
 
 

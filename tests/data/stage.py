@@ -38,8 +38,8 @@ class DataStage(Stage):
         super().__init__(kernel)
         self.data = DataService(kernel.bus, kernel.clock, inline)
         self.audit = AuditService(kernel.bus)
-        kernel.ledger.join(self.data)
-        kernel.ledger.join(self.audit)
+        kernel.ledger.register(self.data)
+        kernel.ledger.register(self.audit)
         self.held: dict[str, set[int]] = {}
         """What lies with whom."""
 

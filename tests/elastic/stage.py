@@ -119,8 +119,8 @@ class Stage:
         self.jobs = JobService(kernel.bus, kernel.clock, JobBook(), training)
         self.service = ElasticService(kernel.bus, kernel.clock, self.addresses.is_refused, self._token_bytes)
         service.append(self.service)
-        kernel.ledger.join(self.jobs)
-        kernel.ledger.join(self.service)
+        kernel.ledger.register(self.jobs)
+        kernel.ledger.register(self.service)
 
     def _token_bytes(self, size: int) -> bytes:
         self._keys += 1

@@ -384,7 +384,7 @@ async def test_who_is_there_before_the_state_is_read_is_connected() -> None:
     store = FaultyStore()
     async with a_stage(store) as stage:
         crew = await stage.form("a", "b")
-        stage.kernel.ledger.taint(Unavailable("reloading", "a test", ""))
+        stage.kernel.ledger.reload(Unavailable("reloading", "a test", ""))
         await stage.wait(60.0)
         assert all(member.connected for member in stage.service.clusters[JOB].members.values())
         assert not stage.records(WorkerFailed, WorkerLost)
@@ -1185,7 +1185,7 @@ async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_the_others
         await stage.form("a")
         other = stage.worker("o", job="other")
         await other.join()
-        stage.kernel.bus.on_broken = lambda owner, error: told.append(f"{owner}: {error}")
+        stage.kernel.bus.on_handler_bug = lambda owner, error: told.append(f"{owner}: {error}")
         monkeypatch.setattr(Cluster, "tick", breaks)
         await stage.wait(60.0)
         assert told == [f"job {JOB} in elastic: no"] * BREAKS_MAX
@@ -1226,7 +1226,7 @@ async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pyte
     async with a_stage() as stage:
         (a,) = await stage.form("a")
         await a.leave(done=True, step=9)
-        stage.kernel.bus.on_broken = lambda owner, error: told.append(owner)
+        stage.kernel.bus.on_handler_bug = lambda owner, error: told.append(owner)
         monkeypatch.setattr(Cluster, "tick", breaks)
         monkeypatch.setattr(Cluster, "due_at", lambda cluster: 0.0)
         stage.service._wake()

@@ -37,7 +37,7 @@ WORKER_OF_A = Call(Principal("a worker", Role.WORKER, frozenset({"a"})), "a test
 
 def join(kernel: Kernel, training: TrainingPort = UNTRAINED) -> JobService:
     service = JobService(kernel.bus, kernel.clock, JobBook(), training)
-    kernel.ledger.join(service)
+    kernel.ledger.register(service)
     return service
 
 
@@ -125,8 +125,8 @@ async def test_the_fence_that_callers_are_held_against_is_the_job_s() -> None:
     async with running(register=serving) as kernel:
         fence = (await kernel.bus.ask(CreateJob("a"))).fence
         assert await kernel.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=fence)) == Nothing()
-        assert kernel.bus.desk.fence_of("a") == fence == Fence(kernel.ledger.term, 0)
-        assert kernel.bus.desk.fence_of("b") is None
+        assert kernel.bus.dispatcher.fence_of("a") == fence == Fence(kernel.ledger.term, 0)
+        assert kernel.bus.dispatcher.fence_of("b") is None
 
 
 @on_virtual_time

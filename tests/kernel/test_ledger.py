@@ -55,7 +55,7 @@ class House:
         self.tally = Tally()
         self.journal = Journal(facts_max)
         self.ledger = Ledger(store, self.journal, clock(), self.hall)
-        self.ledger.join(self.tally)
+        self.ledger.register(self.tally)
 
     def add(self, amount: int = 1, **more: Any) -> Pending:
         return self.ledger.append(self.tally.add(amount), **more)
@@ -433,7 +433,7 @@ async def test_tainted_state_is_read_anew() -> None:
     async with house() as it:
         await it.add(10).wait()
         it.tally.total = 99
-        it.ledger.taint(Unavailable("reloading", "state is being read anew"))
+        it.ledger.reload(Unavailable("reloading", "state is being read anew"))
         with pytest.raises(Unavailable):
             it.ledger.settled(it.tally.total)
         await it.recovered()
@@ -447,7 +447,7 @@ async def test_what_was_being_written_when_state_was_tainted_stays_decided() -> 
         it.store.block()
         before = it.add(10)
         await it.store.entered.wait()
-        it.ledger.taint(Unavailable("reloading", "state is being read anew"))
+        it.ledger.reload(Unavailable("reloading", "state is being read anew"))
         it.store.unblock()
         assert await before.wait() == 10
         await it.recovered()
@@ -470,14 +470,14 @@ async def test_state_tainted_while_it_is_being_read_is_read_once_more_before_any
                 reading.set()
                 await release.wait()
 
-        it.ledger.join(Slow())
+        it.ledger.register(Slow())
         if error is None:
-            it.ledger.taint(Unavailable("reloading", "state is being read anew"))
+            it.ledger.reload(Unavailable("reloading", "state is being read anew"))
         else:
             it.add()
         await reading.wait()
         it.tally.total = 99
-        it.ledger.taint(Unavailable("reloading", "state is being read anew"))
+        it.ledger.reload(Unavailable("reloading", "state is being read anew"))
         release.set()
         while it.tally.total == 99:
             with pytest.raises(Unavailable):

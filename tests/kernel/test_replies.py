@@ -18,7 +18,7 @@ from forged.kernel.replies import (
     SILENT_S,
     UNACKNOWLEDGED_BYTES_MAX,
     UNACKNOWLEDGED_MAX,
-    ReplyBook,
+    ReplyTable,
 )
 from forged.kernel.store.port import Entry
 from tests.kernel_fixture import OPERATOR, call
@@ -26,8 +26,8 @@ from tests.kernel_fixture import OPERATOR, call
 EVERYTHING = 1 << 20
 
 
-def book_with(*numbers: int) -> ReplyBook:
-    book = ReplyBook()
+def book_with(*numbers: int) -> ReplyTable:
+    book = ReplyTable()
     for number in numbers:
         assert book.recall(call(number), 0.0) is None
         book.remember(call(number), f"answer {number}")
@@ -36,7 +36,7 @@ def book_with(*numbers: int) -> ReplyBook:
 
 def stored(*numbers: int) -> Iterator[Entry]:
     for number in numbers:
-        key, value = ReplyBook().write(call(number, digest=7), msgspec.msgpack.encode(number), 0.0)
+        key, value = ReplyTable().write(call(number, digest=7), msgspec.msgpack.encode(number), 0.0)
         yield Entry(key, value, 1)
 
 
@@ -76,7 +76,7 @@ def test_an_acknowledgement_never_goes_back() -> None:
 
 
 def test_the_acknowledgement_of_an_unknown_client_is_nothing() -> None:
-    book = ReplyBook()
+    book = ReplyTable()
     book.acknowledge(b"?" * 16, 5)
     assert len(book) == 0
 
@@ -107,7 +107,7 @@ def test_no_more_keys_are_given_out_than_there_is_room() -> None:
 
 
 def test_a_stored_answer_is_read_back_as_its_bytes() -> None:
-    book = ReplyBook()
+    book = ReplyTable()
     book.load(stored(1), 0.0)
     assert book.recall(call(1, digest=7), 0.0) == msgspec.msgpack.encode(1)
 
@@ -123,7 +123,7 @@ def test_what_was_acknowledged_to_this_process_stays_so_when_the_store_is_read_a
 
 
 def test_an_answer_to_a_client_that_was_forgotten_meanwhile_is_not_kept() -> None:
-    book = ReplyBook()
+    book = ReplyTable()
     book.remember(call(1), "answer")
     assert len(book) == 0
 
@@ -145,7 +145,7 @@ def test_a_client_that_is_heard_of_now_and_then_is_remembered() -> None:
 
 @given(gaps_s=st.lists(st.floats(0, REMEMBERED_S / 10), min_size=1, max_size=300))
 def test_how_many_clients_are_known_is_bounded_by_how_many_come(gaps_s: list[float]) -> None:
-    book = ReplyBook()
+    book = ReplyTable()
     came_at: list[float] = []
     now = 0.0
     for index, gap_s in enumerate(gaps_s):
@@ -168,7 +168,7 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = ReplyBook()
+        self.book = ReplyTable()
         self.disk: dict[str, bytes] = {}
         self.model = {client: ModelClient() for client in range(3)}
 
@@ -224,7 +224,7 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: len(self.disk) == len(self.book))
     @rule()
     def restart(self) -> None:
-        self.book = ReplyBook()
+        self.book = ReplyTable()
         self.read_anew()
         for model in self.model.values():
             model.acknowledged = 0
@@ -246,7 +246,7 @@ class Books(RuleBasedStateMachine):
 TestBooks = Books.TestCase
 
 
-def told(book: ReplyBook, number: int, *waiting: int) -> None:
+def told(book: ReplyTable, number: int, *waiting: int) -> None:
     book.note(call(number).client, 0, number, waiting)
 
 
@@ -291,7 +291,7 @@ def test_one_slow_request_does_not_use_up_the_room_for_the_answers_to_others() -
 
 
 def test_answers_to_one_client_are_bounded_in_bytes() -> None:
-    book = ReplyBook()
+    book = ReplyTable()
     assert book.recall(call(1), 0.0) is None
     book.remember(call(1), "answer", UNACKNOWLEDGED_BYTES_MAX)
     with pytest.raises(RequestRefused) as caught:
@@ -300,7 +300,7 @@ def test_answers_to_one_client_are_bounded_in_bytes() -> None:
 
 
 def test_when_there_is_no_room_the_client_that_was_silent_longest_makes_room() -> None:
-    book = ReplyBook()
+    book = ReplyTable()
     for client in range(CLIENTS_MAX):
         assert book.recall(from_client(client), 0.0) is None
     with pytest.raises(Unavailable) as caught:

@@ -236,7 +236,7 @@ async def test_one_with_much_to_catch_up_does_not_keep_another_waiting(tmp_path:
 async def test_when_the_bus_is_free_again_those_who_waited_longest_are_first(
     here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = here.daemon.bus.desk
+    desk = here.daemon.bus.dispatcher
     clients = [await here.greeted(client=client_id(number)) for number in range(3)]
     served: list[bytes] = []
     submit = desk.submit

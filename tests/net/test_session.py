@@ -247,10 +247,10 @@ async def test_a_ticket_that_was_not_given_here_is_refused(here: ManualDaemon) -
 async def test_a_hello_is_heard_while_the_daemon_admits_no_requests(
     here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here.daemon.bus.desk, "in_flight", 1_000_000)
+    monkeypatch.setattr(here.daemon.bus.dispatcher, "in_flight", 1_000_000)
     client = await here.greeted()
     assert not client.transport.reading
-    monkeypatch.setattr(here.daemon.bus.desk, "in_flight", 0)
+    monkeypatch.setattr(here.daemon.bus.dispatcher, "in_flight", 0)
     await until(lambda: client.transport.reading)
     assert await here.ask(client, "PingDaemon") == {}
 

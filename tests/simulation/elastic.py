@@ -140,8 +140,8 @@ class ElasticWorld(Simulation):
 
     def extend(self, daemon: Daemon) -> None:
         """Look at what it loads, at what it is told and at what becomes of it."""
-        daemon.ledger.join(Reader(self.oracle))
-        daemon.bus.on_broken = self._tell_broken
+        daemon.ledger.register(Reader(self.oracle))
+        daemon.bus.on_handler_bug = self._tell_broken
 
         async def stopped(request: Any, call: Call, proceed: Proceed) -> Any:
             self.oracle.stopped(request)

@@ -17,7 +17,7 @@ from forged.kernel.bus.follower import Follower
 from forged.kernel.bus.mailbox import Mailbox
 from forged.kernel.ledger import Ledger
 from forged.kernel.messages import Gap, Record
-from forged.kernel.replies import ReplyBook
+from forged.kernel.replies import ReplyTable
 from forged.net.protocol.messages import Subscribe
 from forged.net.protocol.streams import OutgoingStream
 from forged.plugins.host import plugin_host
@@ -57,24 +57,24 @@ def drop_the_sync() -> Iterator[None]:
 def forget_the_dedup() -> Iterator[None]:
     """A request that comes again is done again."""
 
-    known = ReplyBook.recall
+    known = ReplyTable.recall
 
-    def oblivious(self: ReplyBook, call: Any, now: float) -> None:
+    def oblivious(self: ReplyTable, call: Any, now: float) -> None:
         known(self, call, now)
 
-    with patch.object(ReplyBook, "recall", oblivious):
+    with patch.object(ReplyTable, "recall", oblivious):
         yield
 
 
 @contextmanager
 def forget_replies_at_restart() -> Iterator[None]:
     """Replies are remembered in memory alone."""
-    load = ReplyBook.load
+    load = ReplyTable.load
 
-    def load_nothing(self: ReplyBook, entries: Any, now: float) -> None:
+    def load_nothing(self: ReplyTable, entries: Any, now: float) -> None:
         load(self, [], now)
 
-    with patch.object(ReplyBook, "load", load_nothing):
+    with patch.object(ReplyTable, "load", load_nothing):
         yield
 
 
@@ -128,13 +128,13 @@ def keep_state_after_failed_commit() -> Iterator[None]:
 
     async def load_the_ledger_alone(self: Ledger) -> None:
         started = self.revision > 0
-        participants = self._participants
+        state_owners = self._state_owners
         if started:
-            self._participants = []
+            self._state_owners = []
         try:
             await load(self)
         finally:
-            self._participants = participants
+            self._state_owners = state_owners
 
     with patch.object(Ledger, "_load", load_the_ledger_alone):
         yield

@@ -132,7 +132,7 @@ class ServiceSimulation(Simulation):
         last = [0]
         seen = self.oracle.plugins.life_began(daemon.store.revision)
         self._life = Life(daemon, seen)
-        daemon.ledger.join(Reader(self.oracle, seen))
+        daemon.ledger.register(Reader(self.oracle, seen))
 
         async def in_order(record: Record) -> None:
             self.oracle.handled("handler", last[0], record)

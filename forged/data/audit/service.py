@@ -47,7 +47,7 @@ class AuditService:
         self._begun: dict[str, list[tuple[int, int]]] = {}
         """Which worlds have begun behind which steps, of jobs that have told of no usage yet; both ascend."""
         self._log = log
-        self._desk = bus.desk
+        self._dispatcher = bus.dispatcher
         bus.serve(ReportUsage, self._report, owner=OWNER)
         bus.serve(AuditData, self._audit, owner=OWNER)
         bus.on(RescaleCompleted, self._committed, name="usage.commits", durable=True)
@@ -76,7 +76,7 @@ class AuditService:
             self._unreadable[job] = [f"{PREFIX}{job}/{number}" for number in chunks]
 
     def _report(self, request: ReportUsage, call: Call) -> Decision[UsageTaken]:
-        self._desk.require_job(request.job)
+        self._dispatcher.require_job(request.job)
         if request.job in self._unreadable:
             return Decision(UsageTaken())
         log = self.logs.get(request.job) or self._new_log(request)
@@ -146,7 +146,7 @@ class AuditService:
         return Decision(None, writes={f"{PREFIX}{record.job}/{number}": None for number in range(len(chunks))})
 
     def _audit(self, request: AuditData, call: Call) -> AuditView:
-        self._desk.require_job(request.job)
+        self._dispatcher.require_job(request.job)
         if request.job in self._unreadable:
             raise RequestRefused(
                 "usage_unreadable",

@@ -23,7 +23,7 @@ from forged.auth.model import Principal, Role
 from forged.clock import Clock
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.kernel.bus.dispatcher import RequestDispatcher
-from forged.kernel.bus.follower import Deliver, Follower, Following
+from forged.kernel.bus.follower import Deliver, Follower, FollowerOptions
 from forged.kernel.bus.mailbox import Mailbox
 from forged.kernel.bus.model import HandlerFailed, HandlerQuarantined, HandlerReadmitted
 from forged.kernel.bus.requests import RequestHandler, RequestTable, Wrapper
@@ -61,15 +61,15 @@ class Bus:
         self.owners: dict[str, str] = {}
         """The plugins that handlers belong to, by the handlers' names."""
         self.requests = RequestTable()
-        self.desk = RequestDispatcher(self.requests, clock)
+        self.dispatcher = RequestDispatcher(self.requests, clock)
         self.published = 0
         self.on_publish: list[Callable[[Sequence[Record]], None]] = []
         """Called with all facts of a batch at once, before the mailboxes; for the edges that stream them."""
         self.on_failure: list[Callable[[Mailbox | Follower, str], None]] = []
         """Called for every fact, or batch of them, that a handler failed on, with what is wrong."""
-        self.on_broken: Callable[[str, BaseException], None] = lambda owner, error: None
+        self.on_handler_bug: Callable[[str, BaseException], None] = lambda owner, error: None
         """Called with what a handler raised that is no `ForgedError`: a mistake in its code."""
-        self.desk.on_broken = self._tell_broken
+        self.dispatcher.on_handler_bug = self._tell_broken
         self.backlog_max = backlog_max
         self._clock = clock
         self._random = source or Random()
@@ -113,8 +113,8 @@ class Bus:
     def follow(
         self, types: type[Fact] | Iterable[type[Fact]], deliver: Deliver, *, name: str, **terms: Any
     ) -> Follower:
-        """Have facts of these types (`Fact` for all) fetched from the journal; `terms` as in `Following`."""
-        following = Following(name, deliver, self._checked(types, name), **terms)
+        """Have facts of these types (`Fact` for all) fetched from the journal; `terms` as in `FollowerOptions`."""
+        following = FollowerOptions(name, deliver, self._checked(types, name), **terms)
         follower = Follower(
             following,
             now=self._clock.monotonic,
@@ -156,14 +156,14 @@ class Bus:
         """Refuse to start unless each type of request has exactly one handler."""
         self.requests.seal(expected)
         self._ledger = ledger
-        self.desk.open(ledger)
+        self.dispatcher.open(ledger)
 
     # Running.
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Deliver for ever. The ledger must have started."""
         async with anyio.create_task_group() as tasks:
-            await tasks.start(self.desk.run)
+            await tasks.start(self.dispatcher.run)
             self._tasks = tasks
             for mailbox in self.mailboxes.values():
                 self._start_mailbox(mailbox)
@@ -191,7 +191,7 @@ class Bus:
         # Asked for every message: the mailboxes are counted only since the last publication found them full.
         if self._full:
             self._full = self.backlog >= self.backlog_max
-        return self._full or self.desk.in_flight >= REQUESTS_IN_FLIGHT_MAX
+        return self._full or self.dispatcher.in_flight >= REQUESTS_IN_FLIGHT_MAX
 
     async def drain(self) -> None:
         """Wait until the requests that are being done are done and the facts in the mailboxes are handled."""
@@ -206,7 +206,7 @@ class Bus:
     def _busy(self) -> bool:
         """Whether something is being done that must not be lost."""
         lossless = (mailbox for mailbox in self.mailboxes.values() if mailbox.subscription.lossless)
-        return self.desk.in_flight > 0 or not all(mailbox.idle for mailbox in lossless)
+        return self.dispatcher.in_flight > 0 or not all(mailbox.idle for mailbox in lossless)
 
     # Facts.
 
@@ -264,7 +264,7 @@ class Bus:
 
     def submit(self, request: Request[Any], call: Call) -> Pending:
         """Have a request done; the pending reply is done when it is, or has failed."""
-        return self.desk.submit(request, call)
+        return self.dispatcher.submit(request, call)
 
     def record_later(self, decision: Decision[None], *, cause: int = 0, origin: str = "") -> None:
         """Put facts on record as soon as the store takes them; the oldest are let go if that takes too long."""
@@ -324,16 +324,16 @@ class Bus:
             decision, cause=record.id, origin=f"handler {mailbox.name}", cursor=(mailbox.name, record.id)
         )
 
-    def break_off(self, owner: str, error: BaseException) -> None:
+    def report_service_bug(self, owner: str, error: BaseException) -> None:
         """A service broke in what nobody had asked it for: it is told, and what it did to its state is undone."""
         self._tell_broken(owner, error)
         self._taint()
 
     def _taint(self) -> None:
-        self.ledger.taint(Unavailable("reloading", "state is being read anew from the store", "try again"))
+        self.ledger.reload(Unavailable("reloading", "state is being read anew from the store", "try again"))
 
     def _tell_broken(self, owner: str, error: BaseException) -> None:
-        self.on_broken(owner, error)
+        self.on_handler_bug(owner, error)
 
     def _report(self, mailbox: Mailbox, record: Record, reason: str) -> None:
         """Put a handler's failure on record, unless it failed over such a record."""

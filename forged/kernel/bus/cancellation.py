@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 
-def is_ending() -> bool:
+def is_cancelled() -> bool:
     """Whether this very task was told to stop."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from forged.auth.access import authorise
 from forged.clock import Clock
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
-from forged.kernel.bus.cancellation import is_ending
+from forged.kernel.bus.cancellation import is_cancelled
 from forged.kernel.bus.requests import RequestTable, Route, chain
 from forged.kernel.ledger import Ledger
 from forged.kernel.messages import ANY_JOB, Call, Decision, Fence, Request
@@ -52,7 +52,7 @@ class RequestDispatcher:
         self._running: dict[_Key, _Running] = {}
         self.fence_of: Callable[[str], Fence | None] = lambda job: None
         """How far a job is; requests that carry an older fence are refused."""
-        self.on_broken: Callable[[str, BaseException], None] = lambda owner, error: None
+        self.on_handler_bug: Callable[[str, BaseException], None] = lambda owner, error: None
         """Told who raised what it should not have."""
         self.in_flight = 0
         """Requests whose handlers are awaiting something."""
@@ -180,7 +180,7 @@ class RequestDispatcher:
         except ForgedError:
             raise
         except asyncio.CancelledError as error:
-            if is_ending():
+            if is_cancelled():
                 raise
             raise self._broken(route, error) from error
         except (Exception, SystemExit) as error:
@@ -229,7 +229,7 @@ class RequestDispatcher:
         except ForgedError as raised:
             error = raised
         except asyncio.CancelledError as raised:
-            if is_ending():
+            if is_cancelled():
                 raise
             error = self._mistake(route, _wrappers(route), raised)
         except (Exception, SystemExit) as raised:  # noqa: BLE001 - a wrapper's bug must not be the daemon's end
@@ -256,12 +256,12 @@ class RequestDispatcher:
 
     def _mistake(self, route: Route, owner: str, error: BaseException) -> ForgedError:
         name = route.request.__name__
-        self.on_broken(f"{name} in {owner}", error)
+        self.on_handler_bug(f"{name} in {owner}", error)
         return ForgedError("handler_broken", f"{name} failed in {owner}: {describe(error)}", "report it as a bug")
 
     def _taint(self) -> None:
         assert self._ledger is not None
-        self._ledger.taint(Unavailable("reloading", "state is being read anew from the store", "try again"))
+        self._ledger.reload(Unavailable("reloading", "state is being read anew from the store", "try again"))
 
 
 def _joined(running: _Running, call: Call) -> Pending:

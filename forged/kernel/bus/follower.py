@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from forged.errors import ForgedError, Unavailable, describe
-from forged.kernel.bus.cancellation import is_ending
+from forged.kernel.bus.cancellation import is_cancelled
 from forged.kernel.bus.statistics import HandlerStatistics
 from forged.kernel.journal import Journal
 from forged.kernel.messages import Fact, Gap, Record
@@ -23,7 +23,7 @@ from forged.retry import Random, RetryPolicy
 
 SCAN_MAX = 1_000
 """How many facts are looked through before the other tasks have their turn."""
-DELIVERING_AGAIN = RetryPolicy(attempts=None, delay_s=0.2, exponential=True, delay_max_s=30.0, jitter=0.25)
+DELIVERY_RETRY = RetryPolicy(attempts=None, delay_s=0.2, exponential=True, delay_max_s=30.0, jitter=0.25)
 
 Deliver = Callable[[Sequence[Record]], Awaitable[None]]
 TellGap = Callable[[Gap], Awaitable[None] | None]
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class FollowerOptions:
     """Which facts go where. Empty `types` or `jobs` mean all of them; facts about no job have the job `""`."""
 
     name: str
@@ -53,7 +53,7 @@ class Follower:
 
     def __init__(
         self,
-        following: Following,
+        following: FollowerOptions,
         *,
         now: Callable[[], float],
         random: Random,
@@ -68,7 +68,7 @@ class Follower:
         self.failures_in_a_row = 0
         self.waiting_for: str | None = None
         """Why what is next cannot be delivered now; None while all is well."""
-        self.again_at: float | None = None
+        self.retry_at: float | None = None
         """Until when it rests after a failure, by the monotonic clock."""
         self.paused = False
         self._types = frozenset(fact_type.__name__ for fact_type in following.types)
@@ -118,7 +118,7 @@ class Follower:
 
     async def run(self) -> None:
         """Deliver for ever."""
-        pauses = DELIVERING_AGAIN.delays(self._random)
+        pauses = DELIVERY_RETRY.delays(self._random)
         while True:
             if self.paused:
                 await self._wait()
@@ -128,7 +128,7 @@ class Follower:
                 await self._move_on(reached)
             elif await self._given(give):
                 self.position = reached
-                pauses = DELIVERING_AGAIN.delays(self._random)
+                pauses = DELIVERY_RETRY.delays(self._random)
                 # Others have their turn between two batches, however long the journal is.
                 await asyncio.sleep(0)
             elif not self.paused:
@@ -164,9 +164,9 @@ class Follower:
             await self._wait()
 
     async def _rest(self, pause_s: float) -> None:
-        self.again_at = self._now() + pause_s
+        self.retry_at = self._now() + pause_s
         await self._sleep(pause_s)
-        self.again_at = None
+        self.retry_at = None
 
     async def _given(self, give: Callable[[], Awaitable[None]]) -> bool:
         started = self._now()
@@ -176,7 +176,7 @@ class Follower:
             # The world's fault: it is tried again for as long as it takes.
             self.waiting_for = describe(error)
         except asyncio.CancelledError:
-            if is_ending():
+            if is_cancelled():
                 raise
             self._failed("was cancelled from within")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a handler's bug must not be the daemon's end

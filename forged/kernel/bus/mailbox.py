@@ -22,7 +22,7 @@ from typing import Any
 import anyio
 
 from forged.errors import ForgedError, Unavailable, describe
-from forged.kernel.bus.cancellation import is_ending
+from forged.kernel.bus.cancellation import is_cancelled
 from forged.kernel.bus.statistics import TINY_S, HandlerStatistics
 from forged.kernel.bus.subscription import Subscription
 from forged.kernel.messages import Decision, Gap, Record
@@ -242,7 +242,7 @@ class Mailbox:
 
     def _outlives(self, record: Record) -> bool:
         asked_for = self._forgive()
-        if is_ending():
+        if is_cancelled():
             return False
         self._undo_changes(record)
         self._failed(record, self._lateness if asked_for else "was cancelled from within")

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from forged.errors import ForgedError
-from forged.kernel.bus.cancellation import is_ending
+from forged.kernel.bus.cancellation import is_cancelled
 from forged.kernel.bus.statistics import HandlerStatistics
 from forged.kernel.messages import Call, Signal
 
@@ -71,7 +71,7 @@ class SignalSlot:
             if result is not None:
                 await result
         except asyncio.CancelledError:
-            if is_ending():
+            if is_cancelled():
                 raise
             self.statistics.failed += 1
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a signal that fails is a signal that was lost

@@ -14,7 +14,7 @@ from inspect import isawaitable
 from typing import Any, TypeVar
 
 from forged.errors import ForgedError, Unavailable, describe
-from forged.kernel.bus.cancellation import is_ending
+from forged.kernel.bus.cancellation import is_cancelled
 from forged.log import Log
 from forged.plugins.alarm_guard import Guard, PluginMisbehaved, guarded
 from forged.plugins.host.call_limits import Turn
@@ -46,7 +46,7 @@ class Turns:
         try:
             result = await self._stepped(plugin, turn, work, deadline_s)
         except asyncio.CancelledError as error:
-            if is_ending():
+            if is_cancelled():
                 raise
             if not turn.cancelled:
                 raise PluginMisbehaved("was cancelled from within") from error

@@ -148,7 +148,7 @@ class PluginHost:
             reason = "; ".join([ForgedError.__str__(error), *map(str, problems)])
             self._refuse(source.name, source.origin, reason).problems = problems
         except Exception as error:  # noqa: BLE001 - whatever a plugin raises, the daemon starts
-            self._bus.on_broken(source.name, error)
+            self._bus.on_handler_bug(source.name, error)
             self._refuse(source.name, source.origin, describe(error))
 
     def _take_in(self, source: PluginSource, settings: Mapping[str, Any]) -> None:
@@ -231,7 +231,7 @@ class PluginHost:
             self._record(PluginQuarantined(plugin.name, part, failures, reason))
 
     def _broke(self, part: str, error: BaseException) -> None:
-        self._bus.on_broken(part, error)
+        self._bus.on_handler_bug(part, error)
 
     def _record(self, fact: Fact, origin: str = OWNER) -> None:
         self._bus.record_later(Decision(None, (fact,)), origin=origin)

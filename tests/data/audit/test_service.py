@@ -24,7 +24,7 @@ BEARING: dict[str, Any] = {"failure_tolerance_percentage": 100, "min_workers_tim
 
 
 async def report(stage: DataStage, generation: int, begins_at: int, *runs: Run, samples: int = SAMPLES) -> None:
-    if stage.kernel.bus.desk.fence_of(JOB) is None:
+    if stage.kernel.bus.dispatcher.fence_of(JOB) is None:
         await stage.kernel.bus.ask(CreateJob(JOB, {}))
     await stage.kernel.bus.ask(ReportUsage(JOB, "a", generation, begins_at, samples, list(runs)))
 

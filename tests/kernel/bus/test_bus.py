@@ -44,7 +44,7 @@ class Echo:
         self.count = 0
         self.seen: list[int] = []
         self.before_deciding: Callable[[Record], Any] = lambda record: None
-        kernel.ledger.join(self)
+        kernel.ledger.register(self)
         kernel.bus.on(Added, self, name="echo", durable=True, **terms)
 
     async def load(self, store: Store) -> None:
@@ -440,7 +440,7 @@ async def test_what_a_handler_raises_is_told_unless_it_is_an_error_of_ours() -> 
         kernel.bus.on(Added, refuse, name="refusing")
         kernel.bus.on_signal(Tick, lambda *_: failing(record_of_nothing), name="listening")
         kernel.bus.replace(ReadTotal, lambda *_: failing(record_of_nothing), owner="somebody")
-        kernel.bus.on_broken = lambda owner, error: told.append((owner, str(error)))
+        kernel.bus.on_handler_bug = lambda owner, error: told.append((owner, str(error)))
 
     record_of_nothing = Record.of(Echoed(0), fact_id=1, at=0.0)
     async with running(register=register) as kernel:

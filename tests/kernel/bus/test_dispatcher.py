@@ -148,10 +148,10 @@ async def test_a_handler_that_awaits_does_not_keep_others_waiting() -> None:
     async with running(register=built.with_slow) as kernel:
         pending = kernel.bus.submit(AddSlowly(5), call())
         assert await kernel.add(1) == 1
-        assert kernel.bus.desk.in_flight == 1
+        assert kernel.bus.dispatcher.in_flight == 1
         built.slow.gate.set()
         assert await pending.wait() == 6
-        assert kernel.bus.desk.in_flight == 0
+        assert kernel.bus.dispatcher.in_flight == 0
 
 
 @on_virtual_time
@@ -214,7 +214,7 @@ async def test_what_concerns_any_job_needs_the_role_only() -> None:
 async def test_whoever_is_behind_the_job_s_fence_is_refused(held: Fence, code: str) -> None:
     def register(kernel: Kernel) -> None:
         tending(kernel)
-        kernel.bus.desk.fence_of = {"a": Fence(2, 5)}.get
+        kernel.bus.dispatcher.fence_of = {"a": Fence(2, 5)}.get
 
     async with running(register=register) as kernel:
         pending = kernel.bus.submit(Tend("a"), Call(OPERATOR, "a test", fence=held))
@@ -228,7 +228,7 @@ async def test_a_request_that_was_done_is_answered_however_far_the_job_has_gone_
 
     def register(kernel: Kernel) -> None:
         kernel.bus.serve(Tend, lambda *_: Decision(Nothing(), (Added(1, 1),)), owner="tending")
-        kernel.bus.desk.fence_of = fences.get
+        kernel.bus.dispatcher.fence_of = fences.get
 
     async with running(register=register) as kernel:
         assert await kernel.bus.submit(Tend("a"), call(1, fence=Fence(2, 5))).wait() == Nothing()
@@ -248,7 +248,7 @@ async def test_a_job_that_goes_on_while_a_handler_waits_refuses_what_the_handler
             return Decision(Nothing(), (Added(1, 99),))
 
         kernel.bus.serve(Tend, slowly, owner="tending")
-        kernel.bus.desk.fence_of = fences.get
+        kernel.bus.dispatcher.fence_of = fences.get
 
     async with running(register=register) as kernel:
         pending = kernel.bus.submit(Tend("a"), call(1, fence=Fence(2, 5)))
@@ -391,7 +391,7 @@ async def test_a_handler_that_awaits_for_longer_than_the_caller_waits_is_cancell
         late = await refused(kernel.bus.submit(AddSlowly(), call(1, timeout_s=5)))
         assert (type(late), late.code) == (Unavailable, "deadline_exceeded")
         assert built.slow.ended == ["cancelled"]
-        assert kernel.bus.desk.in_flight == 0
+        assert kernel.bus.dispatcher.in_flight == 0
 
 
 @on_virtual_time
@@ -422,7 +422,7 @@ async def test_a_caller_may_cancel_what_awaits() -> None:
     async with running(register=built.with_slow) as kernel:
         pending = kernel.bus.submit(AddSlowly(), call(1))
         await anyio.sleep(1)
-        kernel.bus.desk.cancel(CLIENT, 1)
+        kernel.bus.dispatcher.cancel(CLIENT, 1)
         assert (await refused(pending)).code == "cancelled"
         assert (built.slow.ended, kernel.tally.total) == (["cancelled"], 0)
 
@@ -438,9 +438,9 @@ async def test_a_cancelled_request_that_is_wrapped_stops_in_its_handler_too() ->
     async with running(register=register) as kernel:
         pending = kernel.bus.submit(AddSlowly(), call(1))
         await anyio.sleep(1)
-        kernel.bus.desk.cancel(CLIENT, 1)
+        kernel.bus.dispatcher.cancel(CLIENT, 1)
         assert (await refused(pending)).code == "cancelled"
-        assert (built.slow.ended, kernel.bus.desk.in_flight) == (["cancelled"], 0)
+        assert (built.slow.ended, kernel.bus.dispatcher.in_flight) == (["cancelled"], 0)
         again = kernel.bus.submit(AddSlowly(5), call(1))
         built.slow.gate.set()
         assert await again.wait() == 5
@@ -450,8 +450,8 @@ async def test_a_cancelled_request_that_is_wrapped_stops_in_its_handler_too() ->
 async def test_cancelling_what_is_done_or_unknown_is_nothing() -> None:
     async with running() as kernel:
         await kernel.bus.submit(Add(), call(1)).wait()
-        kernel.bus.desk.cancel(CLIENT, 1)
-        kernel.bus.desk.cancel(CLIENT, 99)
+        kernel.bus.dispatcher.cancel(CLIENT, 1)
+        kernel.bus.dispatcher.cancel(CLIENT, 99)
         assert await kernel.add() == 2
 
 
@@ -637,7 +637,7 @@ async def test_nobody_looks_at_state_that_is_being_read_anew() -> None:
         kernel.bus.serve(Contemplate, lambda *_: looked.append(1), owner="thinker")
 
     async with running(register=register) as kernel:
-        kernel.ledger.taint(Unavailable("reloading", "state is being read anew"))
+        kernel.ledger.reload(Unavailable("reloading", "state is being read anew"))
         assert (await refused(kernel.bus.submit(Contemplate(), call()))).code == "reloading"
         assert (await refused(kernel.bus.submit(Add(), call(1)))).code == "reloading"
     assert looked == []
@@ -746,7 +746,7 @@ async def test_a_wrapper_that_breaks_is_its_caller_s_bad_luck_alone(wrapper: Any
         assert (type(broken), broken.code) == (ForgedError, "handler_broken")
         assert "a plugin" in broken.message
         assert await kernel.bus.ask(ReadTotal()) == 0
-        assert kernel.bus.desk.in_flight == 0
+        assert kernel.bus.dispatcher.in_flight == 0
 
 
 @on_virtual_time

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from forged.errors import RequestRefused, Unavailable
 from forged.kernel.bus.bus import CURSOR_INTERVAL_S
-from forged.kernel.bus.follower import DELIVERING_AGAIN, SCAN_MAX, Deliver, Follower, Following
+from forged.kernel.bus.follower import DELIVERY_RETRY, SCAN_MAX, Deliver, Follower, FollowerOptions
 from forged.kernel.bus.model import HandlerFailed
 from forged.kernel.journal import Journal
 from forged.kernel.ledger import CURSOR_PREFIX
@@ -197,9 +197,9 @@ async def test_a_delivery_that_fails_is_tried_again_with_growing_pauses() -> Non
         await kernel.add()
         await anyio.sleep(600)
         pauses = [later - earlier for earlier, later in pairwise(moments)]
-        assert pauses[0] <= DELIVERING_AGAIN.delay_s
+        assert pauses[0] <= DELIVERY_RETRY.delay_s
         assert all(later >= 1.4 * earlier for earlier, later in pairwise(pauses[:6]))
-        assert max(pauses) <= DELIVERING_AGAIN.delay_max_s
+        assert max(pauses) <= DELIVERY_RETRY.delay_max_s
         assert {tuple(batch) for batch in receiver.batches} == {tuple(additions(kernel))}
 
 
@@ -217,7 +217,7 @@ async def test_after_a_success_the_pauses_begin_anew() -> None:
         for _ in range(2):
             await kernel.add()
             await anyio.sleep(100)
-        assert moments[9] - moments[8] <= DELIVERING_AGAIN.delay_s
+        assert moments[9] - moments[8] <= DELIVERY_RETRY.delay_s
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), RequestRefused("no", "boom", "")])
@@ -242,7 +242,7 @@ async def test_a_mistake_is_told_with_its_traceback_and_an_error_of_ours_is_not(
     receiver, told = Receiver(), list[BaseException]()
     mistake, refusal = ValueError("boom"), RequestRefused("no", "no", "")
     async with running(register=receiver.register) as kernel:
-        kernel.bus.on_broken = lambda _, error: told.append(error)
+        kernel.bus.on_handler_bug = lambda _, error: told.append(error)
         for error in (mistake, refusal):
             receiver.does = raising(error)
             await kernel.add()
@@ -281,12 +281,12 @@ async def test_when_it_is_tried_again_can_be_seen() -> None:
     async with running(register=receiver.register) as kernel:
         await kernel.add()
         await anyio.sleep(0.01)
-        again_at = receiver.follower.again_at
-        assert again_at is not None
-        assert 0 < again_at - kernel.clock.monotonic() <= DELIVERING_AGAIN.delay_s
+        retry_at = receiver.follower.retry_at
+        assert retry_at is not None
+        assert 0 < retry_at - kernel.clock.monotonic() <= DELIVERY_RETRY.delay_s
         receiver.does = lambda _: None
         await delivered(receiver)
-        assert receiver.follower.again_at is None
+        assert receiver.follower.retry_at is None
 
 
 @on_virtual_time
@@ -677,7 +677,7 @@ def journal_of(count: int) -> Journal:
 
 def follower_of(deliver: Deliver, types: frozenset[type[Fact]]) -> Follower:
     return Follower(
-        Following("reader", deliver, types),
+        FollowerOptions("reader", deliver, types),
         now=asyncio.get_running_loop().time,
         random=Random(1).random,
         sleep=anyio.sleep,

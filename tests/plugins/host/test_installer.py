@@ -475,7 +475,7 @@ async def test_a_handler_that_breaks_is_an_answer_to_the_caller_and_a_failure_of
     for handler in (raising(error), later):
         async with staged(serving(Vote, handler)) as stage:
             broken = Broken()
-            stage.kernel.bus.on_broken = broken
+            stage.kernel.bus.on_handler_bug = broken
             for _ in range(FAILURES_MAX):
                 answer = await refused(stage.kernel.bus.ask(Vote()))
                 assert (type(answer), answer.code) == (ForgedError, "plugin_broken")
@@ -527,7 +527,7 @@ async def test_a_handler_that_ignores_its_cancellation_is_an_error_in_time_too()
         error = await refused(stage.kernel.bus.ask(Guess()))
         assert "went on although it was cancelled" in error.message
         assert stage.kernel.clock.monotonic() - began == pytest.approx(2.0 + GRACE_S)
-        assert (stubborn.cancelled, stage.kernel.bus.desk.in_flight, stage.plugin().turns) == (1, 0, {})
+        assert (stubborn.cancelled, stage.kernel.bus.dispatcher.in_flight, stage.plugin().turns) == (1, 0, {})
 
 
 @on_virtual_time
@@ -536,7 +536,7 @@ async def test_a_caller_s_deadline_and_cancellation_are_no_failure_of_the_plugin
         assert (await refused(stage.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
         pending = stage.kernel.bus.submit(Guess(), call(1))
         await anyio.sleep(1)
-        stage.kernel.bus.desk.cancel(call(1).client, 1)
+        stage.kernel.bus.dispatcher.cancel(call(1).client, 1)
         assert (await refused(pending.wait())).code == "cancelled"
         assert (stage.plugin().failed, stage.plugin().turns) == (0, {})
 
@@ -726,7 +726,7 @@ async def test_a_caller_s_deadline_holds_in_a_wrapper_and_in_what_it_proceeds_to
         wrapping(Guess, pass_on), register=lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")
     ) as stage:
         assert (await refused(stage.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
-        assert (stage.plugin().failed, stage.kernel.bus.desk.in_flight) == (0, 0)
+        assert (stage.plugin().failed, stage.kernel.bus.dispatcher.in_flight) == (0, 0)
 
 
 @on_virtual_time

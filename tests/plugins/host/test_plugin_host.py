@@ -129,7 +129,7 @@ async def test_a_mistake_in_a_plugin_is_told_with_its_traceback_and_a_refusal_is
     broken, mistake = Broken(), ValueError("boom")
 
     def register(kernel: Kernel) -> None:
-        kernel.bus.on_broken = broken
+        kernel.bus.on_handler_bug = broken
 
     refusal = ConfigError("no", "no", "")
     async with staged(raising(mistake), raising(refusal), register=register):
@@ -644,7 +644,7 @@ async def test_to_be_refused_something_is_a_failure_and_no_mistake_to_be_told() 
     broken = Broken()
 
     def register(kernel: Kernel) -> None:
-        kernel.bus.on_broken = broken
+        kernel.bus.on_handler_bug = broken
 
     refusal = RequestRefused("no", "no", "")
     async with staged(lambda context: context.every(1.0, raising(refusal), name="e"), register=register) as stage:
