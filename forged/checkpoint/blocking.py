@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 import anyio
 
-from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint, of_one_save
+from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint, require_same_save
 from forged.checkpoint.coordinators import Ranks, adapted, in_thread
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.tree import LeafType
@@ -163,7 +163,7 @@ def load(
             found.append(loaded.state)
             return manifest.save_id.encode()
 
-        await together.decide(read, of_one_save)
+        await together.decide(read, require_same_save)
         return found[0]
 
     return run(all_of_it)

@@ -28,7 +28,7 @@ from forged.checkpoint.model import (
     DEFAULT_TIMEOUT_S,
     CheckpointInfo,
     LoadOptions,
-    Mended,
+    RepairedChunk,
     SaveOptions,
     StorageOptions,
     check_prefix,
@@ -81,7 +81,7 @@ class CheckpointLoadResult:
     """What the checkpoint has and the state has not."""
     mismatched: tuple[str, ...] = ()
     """What differs in shape or type."""
-    mended: tuple[Mended, ...] = ()
+    repaired: tuple[RepairedChunk, ...] = ()
     """Bad chunks in whose place healthy copies were read."""
 
 
@@ -211,7 +211,7 @@ class DistributedCheckpoint:
             self._hand_over(found[0][1].state, model, optimizer, options)
             return b""
 
-        await ranks.decide(read, of_one_save)
+        await ranks.decide(read, require_same_save)
         await ranks.decide(hand_over, _agreed)
         manifest, loaded = found[0]
         return CheckpointLoadResult(
@@ -224,7 +224,7 @@ class DistributedCheckpoint:
             missing=loaded.missing,
             unexpected=loaded.unexpected,
             mismatched=loaded.mismatched,
-            mended=loaded.mended,
+            repaired=loaded.repaired,
         )
 
     def _manifest(self, prefix: str, options: LoadOptions, halt: Halt) -> Manifest:
@@ -402,7 +402,7 @@ def _raise_all(background: Background) -> None:
         raise failure
 
 
-async def of_one_save(said: list[bytes]) -> bytes:
+async def require_same_save(said: list[bytes]) -> bytes:
     """Refuse it when the ranks have loaded different saves, because the name was given anew in between."""
     if len(set(said)) > 1:
         raise CheckpointException(

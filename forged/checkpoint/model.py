@@ -229,7 +229,7 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
+class RepairedChunk:
     """A bad chunk in whose place a healthy copy was read."""
 
     tensor: str

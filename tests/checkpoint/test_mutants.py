@@ -254,10 +254,10 @@ def random_states_are_taken_for_copies(patch: pytest.MonkeyPatch) -> None:
     """What every rank has for itself is saved once, as if all had the same."""
     container = _Flattening._container
 
-    def shared(self: _Flattening, value: Any, path: str, depth: int, *, is_private: bool) -> Any:
+    def shared(self: _Flattening, value: Any, path: str, depth: int, *, is_per_rank: bool) -> Any:
         if isinstance(value, PerRank):
-            return self.node(value.value, path, depth, is_private=False)
-        return container(self, value, path, depth, is_private=is_private)
+            return self.node(value.value, path, depth, is_per_rank=False)
+        return container(self, value, path, depth, is_per_rank=is_per_rank)
 
     patch.setattr(tree._Flattening, "_container", shared)
 

@@ -93,7 +93,7 @@ def test_what_has_none_cannot() -> None:
 
 
 def test_it_is_a_ranks_own() -> None:
-    assert all(leaf.is_private for leaf in flatten(rng.capture({"mine": np.random.default_rng(0)}))[1])
+    assert all(leaf.is_per_rank for leaf in flatten(rng.capture({"mine": np.random.default_rng(0)}))[1])
 
 
 def test_of_what_nothing_is_known_stays_as_it_is() -> None:

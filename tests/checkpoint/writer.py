@@ -14,10 +14,10 @@ import xxhash
 from forged.checkpoint.format.boxes import Box, chunks, grid_of, whole
 from forged.checkpoint.format.compression import pack
 from forged.checkpoint.format.dtypes import name_of
-from forged.checkpoint.format.manifest import Manifest, Part, Tensors, boxes_once, encode
-from forged.checkpoint.format.safetensors import Entry, header_of
+from forged.checkpoint.format.manifest import Manifest, Part, Tensors, deduplicate_boxes, encode
+from forged.checkpoint.format.safetensors import Entry, encode_header
 from forged.checkpoint.format.states import States
-from forged.checkpoint.format.tree import Leaf, LeafType, flatten, renumbered
+from forged.checkpoint.format.tree import Leaf, LeafType, flatten, renumber_tensors
 from forged.checkpoint.model import CompressionLevel
 from forged.checkpoint.ports import Storage
 
@@ -40,7 +40,7 @@ def write_checkpoint(
     for rank, state in enumerate(states):
         tree, leaves = flatten(state, leaf_types)
         own = [_enter(tensors, numbers, holders, rank, leaf) for leaf in leaves]
-        trees.append(renumbered(tree, own))
+        trees.append(renumber_tensors(tree, own))
     shares: list[list[tuple[int, Leaf]]] = [[] for _ in states]
     for number, held in enumerate(holders):
         for having in held.values():
@@ -60,7 +60,7 @@ def _enter(
     rank: int,
     leaf: Leaf,
 ) -> int:
-    owner = rank if leaf.is_private else None
+    owner = rank if leaf.is_per_rank else None
     number = numbers.setdefault((leaf.name, owner), len(numbers))
     if number == len(holders):
         tensors.names.append(leaf.name)
@@ -69,7 +69,7 @@ def _enter(
         holders.append({})
         if owner is not None:
             tensors.ranks[number] = owner
-    if leaf.part is not None:
+    if leaf.sharded_box is not None:
         if tensors.split_of.setdefault(number, len(tensors.splits)) == len(tensors.splits):
             tensors.splits.append({})
         tensors.splits[tensors.split_of[number]][rank] = leaf.box
@@ -91,7 +91,7 @@ def _write_part(
         for place, (_, leaf) in enumerate(share)
     ]
     is_packed = level is not CompressionLevel.NONE
-    header = b"" if is_packed else header_of(entries, {})
+    header = b"" if is_packed else encode_header(entries, {})
     data, digests, stored = [header], [], []
     for _, leaf in share:
         for chunk in chunks(leaf.box, grid_of(leaf.global_shape, leaf.array.itemsize)):
@@ -102,7 +102,7 @@ def _write_part(
             stored.append(-len(plain) if packed is None else len(packed))
             data.append(plain if packed is None else packed)
     cut = {place: leaf.box for place, (_, leaf) in enumerate(share) if leaf.box != whole(leaf.global_shape)}
-    boxes, box_of = boxes_once(cut, len(share))
+    boxes, box_of = deduplicate_boxes(cut, len(share))
     file = f"{prefix}/00000000.{rank:05d}-of-{ranks:05d}.{'packed' if is_packed else 'safetensors'}"
     storage.publish(file, b"".join(data))
     return Part(

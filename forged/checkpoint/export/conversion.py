@@ -26,7 +26,7 @@ from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import SUFFIX, Manifest, Part, Tensors, decode, encode
 from forged.checkpoint.format.names import check_name
 from forged.checkpoint.format.states import States
-from forged.checkpoint.model import CheckpointFormat, CompressionLevel, Mended
+from forged.checkpoint.model import CheckpointFormat, CompressionLevel, RepairedChunk
 from forged.checkpoint.ports import Halt, Source, Storage, bounded
 from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.assembly import Array, Assembly, Origin, Saved
@@ -57,7 +57,7 @@ class Converted:
     size_bytes: int
     left_out: tuple[str, ...]
     """Values that are no arrays, where they could not be kept."""
-    mended: tuple[Mended, ...]
+    repaired: tuple[RepairedChunk, ...]
     """Where a healthy copy was read in the place of a bad chunk."""
 
 
@@ -101,9 +101,9 @@ class _Opened(NamedTuple):
     is_checkpoint: bool
 
     @property
-    def mended(self) -> tuple[Mended, ...]:
+    def repaired(self) -> tuple[RepairedChunk, ...]:
         """What was read elsewhere."""
-        return tuple(self.origin.mended) if isinstance(self.origin, Saved) else ()
+        return tuple(self.origin.repaired) if isinstance(self.origin, Saved) else ()
 
     def watched(self, how: How, shares: Sequence[Share]) -> _Watched:
         """Where the arrays come from, for somebody who takes these."""
@@ -198,13 +198,13 @@ def _write_checkpoint(opened: _Opened, target: Where, how: How, halt: Halt) -> C
         withdraw_indexes(patient, prefix, save_id, files)
         raise
     origin.finish()
-    return Converted(len(source.tensors.names), manifest.size_bytes, (), opened.mended)
+    return Converted(len(source.tensors.names), manifest.size_bytes, (), opened.repaired)
 
 
 def _shares(opened: _Opened, prefix: str, save_id: str, how: How) -> list[NamedShare]:
     """The same parts as the source has, or one of all."""
     source = opened.manifest
-    of_ranks = [(part.rank, Share(part.tensors, dict(part.cut))) for part in source.parts]
+    of_ranks = [(part.rank, Share(part.tensors, dict(part.partial_boxes))) for part in source.parts]
     if not opened.is_checkpoint:
         of_ranks = [(0, Share(list(range(len(source.tensors.names))), {}))]
     is_packed = how.compression is not CompressionLevel.NONE
@@ -242,7 +242,7 @@ def _write_foreign(opened: _Opened, target: Where, ending: str, how: How, halt: 
     origin.finish()
     values = opened.manifest.states.values()
     left_out = tuple(sorted({value.name for value in values if value.node != {"v": None}}))
-    return Converted(len(tensors.names), source.size, left_out, opened.mended)
+    return Converted(len(tensors.names), source.size, left_out, opened.repaired)
 
 
 def _names_of_their_own(manifest: Manifest) -> list[str]:

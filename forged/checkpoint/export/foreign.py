@@ -20,7 +20,7 @@ from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Tensors
 from forged.checkpoint.format.names import check_name
 from forged.checkpoint.format.safetensors import Header, read_header
-from forged.checkpoint.format.tree import DEPTH_MAX, NAME_CHARS_MAX, Node, escaped, unescaped
+from forged.checkpoint.format.tree import DEPTH_MAX, NAME_CHARS_MAX, Node, escape_key, unescape_key
 from forged.checkpoint.loading.fetching import bytes_of
 from forged.checkpoint.loading.read_plan import offset_in
 from forged.checkpoint.ports import Halt, Reader, Storage
@@ -121,7 +121,7 @@ def _of_safetensors(
     for reader, header in found:
         for entry, start in zip(header.entries, header.starts, strict=True):
             names.append(entry.name)
-            tensors.names.append(f"{MODEL}/{escaped(entry.name)}")
+            tensors.names.append(f"{MODEL}/{escape_key(entry.name)}")
             tensors.dtypes.append(entry.dtype)
             tensors.shapes.append(entry.shape)
             places.append(Place(reader, start))
@@ -171,7 +171,7 @@ def _node(found: dict[str, Any]) -> Node:
     inner = [_node(value) if isinstance(value, dict) else value for value in found.values()]
     if parts and parts == [f"#{number}" for number in range(len(parts))]:
         return {"l": inner}
-    keys = [unescaped(part) for part in parts]
+    keys = [unescape_key(part) for part in parts]
     if len(set(keys)) < len(keys):
         raise _Twice
     if not any(part.startswith("#") for part in parts):
@@ -180,7 +180,7 @@ def _node(found: dict[str, Any]) -> Node:
 
 
 def _key(part: str) -> int | str:
-    return int(part[1:]) if _INTEGER.fullmatch(part) else unescaped(part)
+    return int(part[1:]) if _INTEGER.fullmatch(part) else unescape_key(part)
 
 
 def _flat(names: Sequence[str]) -> Node:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import product
 from typing import NamedTuple
 
 CHUNK_BYTES_MIN = 1 << 17
@@ -143,16 +143,6 @@ def chunks_within(box: Box, grid: Grid, wanted: Box) -> Iterator[tuple[int, Box]
     for cell in range(first, last + 1):
         start, end = max(low, cell * step), min(high, (cell + 1) * step)
         yield cell - origin, Box((start, *box.offset[1:]), (end - start, *box.shape[1:]))
-
-
-def shares(shape: Shape, grid: Grid, parts: int) -> list[Box]:
-    """An array cut along its first axis into at most so many boxes of nearly the same size, between chunks."""
-    if parts <= 1 or not shape or not math.prod(shape):
-        return [whole(shape)]
-    step = grid.step if grid.axis == 0 else 1
-    cells = -(-shape[0] // step)
-    edges = sorted({min(shape[0], cells * part // parts * step) for part in range(parts + 1)} | {shape[0]})
-    return [Box((start, *(0,) * (len(shape) - 1)), (end - start, *shape[1:])) for start, end in pairwise(edges)]
 
 
 def _cuts(box: Box, grid: Grid) -> Iterator[tuple[int, int]]:

@@ -83,20 +83,20 @@ def width_of(itemsize: int) -> int:
     return min(itemsize & -itemsize, WIDTH_MAX) or 1
 
 
-class Thrift:
+class CompressionBackoff:
     """Leaves a tensor alone for a while whose chunks do not get smaller. For one tensor, and one thread."""
 
     def __init__(self) -> None:
         self._in_vain = 0
         """How many chunks in a row are stored as they are, whether it was tried or not."""
 
-    def tries(self) -> bool:
+    def should_try(self) -> bool:
         """Whether to try the next chunk."""
         return self._in_vain < TRIES or (self._in_vain - TRIES) % (REST + 1) == REST
 
-    def tell(self, pays: bool) -> None:
+    def record(self, got_smaller: bool) -> None:
         """What became of the next chunk."""
-        self._in_vain = 0 if pays else self._in_vain + 1
+        self._in_vain = 0 if got_smaller else self._in_vain + 1
 
 
 class _Own(threading.local):

@@ -16,8 +16,8 @@ import msgspec
 from forged.checkpoint.errors import invalid
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Tensors
-from forged.checkpoint.format.safetensors import unused
-from forged.checkpoint.format.tree import unescaped
+from forged.checkpoint.format.safetensors import unique_name
+from forged.checkpoint.format.tree import unescape_key
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -88,7 +88,7 @@ def names_of(tensors: Tensors, numbers: Iterable[int], section: str) -> list[str
         name = _plain_name(tensors.names[number], section)
         if number in tensors.ranks and section != _rank_section(tensors.ranks[number]):
             name = f"{name}@{tensors.ranks[number]}"
-        found.append(unused(name, taken))
+        found.append(unique_name(name, taken))
         taken.add(found[-1])
     return found
 
@@ -120,7 +120,7 @@ def _plain_name(name: str, section: str) -> str:
 
 
 def _plain_key(part: str) -> str:
-    return part[1:] if part.startswith("#") else unescaped(part)
+    return part[1:] if part.startswith("#") else unescape_key(part)
 
 
 def _filled(tensors: Tensors, numbers: list[int], file_bytes_max: int) -> Iterator[tuple[list[int], int]]:

@@ -22,7 +22,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupt
 from forged.checkpoint.format.boxes import CHUNK_BYTES_MAX, Box, Shape, chunk_count, chunk_lengths, grid_of, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.states import States
-from forged.checkpoint.format.tree import NAME_CHARS_MAX, Node, Place, content_of, tensors_in
+from forged.checkpoint.format.tree import NAME_CHARS_MAX, Node, Place, frame_content, tensor_numbers
 from forged.checkpoint.model import AXES_MAX, CheckpointFormat, CompressionLevel, check_prefix
 
 SUFFIX = ".metadata.json"
@@ -88,7 +88,7 @@ class Part(msgspec.Struct, frozen=True, dict=True):
     """How many bytes each chunk has in the file, where it is compressed; negative where it is not after all."""
 
     @cached_property
-    def cut(self) -> dict[int, Box]:
+    def partial_boxes(self) -> dict[int, Box]:
         """What of their tensors the pieces are that are not whole, by piece."""
         boxes = [Box(*box) for box in self.boxes]
         return {place: boxes[number] for place, number in enumerate(self.box_of) if number != _WHOLE}
@@ -152,8 +152,8 @@ def pieces(manifest: Manifest, number: int) -> Iterator[Piece]:
     chunk, offset = 0, 0
     for place, tensor in enumerate(part.tensors):
         shape, dtype = kind = tensors.shapes[tensor], tensors.dtypes[tensor]
-        if place in part.cut:
-            box, lengths, size = _measured(part.cut[place], shape, dtype)
+        if place in part.partial_boxes:
+            box, lengths, size = _measured(part.partial_boxes[place], shape, dtype)
         else:
             box, lengths, size = wholes.get(kind) or wholes.setdefault(kind, _measured(whole(shape), shape, dtype))
         yield Piece(number, tensor, box, chunk, lengths, offset)
@@ -166,7 +166,7 @@ def _measured(box: Box, shape: Shape, dtype: str) -> tuple[Box, list[int], int]:
     return box, chunk_lengths(box, grid_of(shape, itemsize), itemsize), box.volume * itemsize
 
 
-def boxes_once(cut: Mapping[int, BoxText], pieces: int) -> tuple[list[BoxText], list[int]]:
+def deduplicate_boxes(cut: Mapping[int, BoxText], pieces: int) -> tuple[list[BoxText], list[int]]:
     """What a part says of which boxes so many pieces are; `cut` are those that are not whole, by piece."""
     if not cut:
         return [], []
@@ -280,12 +280,12 @@ def _check_states(manifest: Manifest) -> None:
         open_places = places[states.frame_of_rank[rank]]
         _require(len(own) == len(open_places), "states.own: not as many as there are places for")
         for node, place in zip(own, open_places, strict=True):
-            is_its = (owner(number) == rank for number in tensors_in(node, place.depth + 1))
+            is_its = (owner(number) == rank for number in tensor_numbers(node, place.depth + 1))
             _require(all(is_its), "states.own: a tensor that is not the rank's")
 
 
 def _check_frame(frame: Node, tensors: Tensors) -> list[Place]:
-    numbers, places = content_of(frame)
+    numbers, places = frame_content(frame)
     _require(_all_within(numbers, len(tensors.names)), "states.frames: a tensor that is not there")
     _require(tensors.ranks.keys().isdisjoint(numbers), "states.frames: a tensor that is a rank's own")
     _require([place.number for place in places] == list(range(len(places))), "states.frames: the places' numbers")
@@ -415,8 +415,3 @@ def _malformed(path: str, why: str) -> CheckpointException:
         "use another checkpoint",
         code="checkpoint_manifest_malformed",
     )
-
-
-def shape_of(manifest: Manifest, tensor: int) -> Shape:
-    """The global shape of a tensor."""
-    return tuple(manifest.tensors.shapes[tensor])

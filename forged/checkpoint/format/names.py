@@ -20,7 +20,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_start(start: str) -> str:
+def check_name_prefix(start: str) -> str:
     """What names begin with: nothing, or whole parts and the beginning of one more."""
     *parts, last = start.split("/")
     if len(start) > NAME_CHARS_MAX or not all(map(_is_part, parts)) or not (_is_part(last) or not last):

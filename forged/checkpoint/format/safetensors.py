@@ -59,13 +59,13 @@ class Header(NamedTuple):
     """Where the first begins."""
 
 
-def header_of(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
+def encode_header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
     """What stands before the arrays, which lie in this order; it ends at the end of a page."""
     said: dict[str, object] = {METADATA: metadata} if metadata else {}
     offset = 0
     for name, dtype, shape, nbytes in entries:
         known = safetensors_name(dtype)
-        said[unused(name, said)] = {
+        said[unique_name(name, said)] = {
             "dtype": known or RAW,
             "shape": shape if known else (nbytes,),
             "data_offsets": (offset, offset + nbytes),
@@ -167,7 +167,7 @@ def _entry(name: str, said: _Said, file: str) -> Entry:
     return Entry(name, dtype, tuple(said.shape), end - start)
 
 
-def unused(name: str, taken: Container[str]) -> str:
+def unique_name(name: str, taken: Container[str]) -> str:
     """A name that no other array in the file has, nor its metadata."""
     found, number = name, 2
     while found in taken or found == METADATA:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from forged.checkpoint.format.tree import OWN, Node, rebuilt, values_in
+from forged.checkpoint.format.tree import OWN, Node, map_leaves, value_nodes
 
 
 class Value(NamedTuple):
@@ -40,18 +40,18 @@ class States(msgspec.Struct, frozen=True, dict=True):
         """The states that are these trees, by rank."""
         made = cls([], [], [])
         for tree in trees:
-            frame, own = taken_apart(tree)
-            made.enter(made.number_of(frame), own)
+            frame, own = split_per_rank(tree)
+            made.add_rank(made.frame_number(frame), own)
         return made
 
-    def number_of(self, frame: Node) -> int:
+    def frame_number(self, frame: Node) -> int:
         """Which of the frames it is; from now on it is one of them."""
         number = self._numbers.setdefault(msgspec.json.encode(frame), len(self.frames))
         if number == len(self.frames):
             self.frames.append(frame)
         return number
 
-    def enter(self, frame: int, own: list[Node]) -> None:
+    def add_rank(self, frame: int, own: list[Node]) -> None:
         """Take in the next rank."""
         self.frame_of_rank.append(frame)
         self.own.append(own)
@@ -60,7 +60,7 @@ class States(msgspec.Struct, frozen=True, dict=True):
         """The state of a rank."""
         found = self._trees.get(rank)
         if found is None:
-            found = self._trees.setdefault(rank, put_together(self.frame(rank), self.own[rank]))
+            found = self._trees.setdefault(rank, merge_per_rank(self.frame(rank), self.own[rank]))
         return found
 
     @cached_property
@@ -87,14 +87,14 @@ class States(msgspec.Struct, frozen=True, dict=True):
         names: dict[int, list[str]] = {}
         for rank, number in enumerate(self.frame_of_rank):
             if number not in names:
-                found = list(values_in(self.frames[number]))
+                found = list(value_nodes(self.frames[number]))
                 names[number] = [name for name, node in found if OWN in node]
                 yield from (Value(name, node, rank, is_own=False) for name, node in found if OWN not in node)
             for name, own in zip(names[number], self.own[rank], strict=True):
-                yield from (Value(inner, node, rank, is_own=True) for inner, node in values_in(own, name))
+                yield from (Value(inner, node, rank, is_own=True) for inner, node in value_nodes(own, name))
 
 
-def taken_apart(tree: Node) -> tuple[Node, list[Node]]:
+def split_per_rank(tree: Node) -> tuple[Node, list[Node]]:
     """The frame of a tree, and what stands in its open places."""
     own: list[Node] = []
 
@@ -104,11 +104,11 @@ def taken_apart(tree: Node) -> tuple[Node, list[Node]]:
         own.append(node["p"])
         return {OWN: len(own) - 1}
 
-    return rebuilt(tree, put), own
+    return map_leaves(tree, put), own
 
 
-def put_together(frame: Node, own: list[Node]) -> Node:
+def merge_per_rank(frame: Node, own: list[Node]) -> Node:
     """The tree that has such a frame."""
     if not own:
         return frame
-    return rebuilt(frame, lambda node: {"p": own[node[OWN]]} if type(node) is dict and OWN in node else node)
+    return map_leaves(frame, lambda node: {"p": own[node[OWN]]} if type(node) is dict and OWN in node else node)

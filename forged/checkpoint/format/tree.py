@@ -38,15 +38,15 @@ class Leaf(NamedTuple):
     name: str
     array: np.ndarray[Any, Any]
     global_shape: Shape
-    is_private: bool
+    is_per_rank: bool
     """Whether it is the rank's own, and no copy of others'."""
-    part: Box | None
+    sharded_box: Box | None
     """Which part of the whole it is, where it was given as a part."""
 
     @property
     def box(self) -> Box:
         """Where it lies in the whole."""
-        return whole(self.global_shape) if self.part is None else self.part
+        return whole(self.global_shape) if self.sharded_box is None else self.sharded_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class LeafType:
 def flatten(state: Any, leaf_types: Sequence[LeafType] = ()) -> tuple[Node, list[Leaf]]:
     """The tree of a state, and its arrays in the order in which the tree numbers them."""
     flattening = _Flattening(tuple(leaf_types))
-    return flattening.node(state, "", 0, is_private=False), flattening.leaves
+    return flattening.node(state, "", 0, is_per_rank=False), flattening.leaves
 
 
 def unflatten(node: Node, tensor: Callable[[int], Any]) -> Any:
@@ -71,7 +71,7 @@ def unflatten(node: Node, tensor: Callable[[int], Any]) -> Any:
     return _build(node, tensor, 0, None)
 
 
-def tensors_in(node: Node, depth: int = 0) -> Iterator[int]:
+def tensor_numbers(node: Node, depth: int = 0) -> Iterator[int]:
     """The numbers of the arrays in a tree, in its order; `depth` is how deep it hangs in another one."""
     found: list[int] = []
     _build(node, found.append, depth, None)
@@ -85,7 +85,7 @@ class Place(NamedTuple):
     depth: int
 
 
-def content_of(frame: Node) -> tuple[list[int], list[Place]]:
+def frame_content(frame: Node) -> tuple[list[int], list[Place]]:
     """The numbers of the arrays in a frame, and its open places, both in its order."""
     numbers: list[int] = []
     places: list[Place] = []
@@ -93,44 +93,44 @@ def content_of(frame: Node) -> tuple[list[int], list[Place]]:
     return numbers, places
 
 
-def rebuilt(node: Node, put: Callable[[Node], Node]) -> Node:
+def map_leaves(node: Node, put: Callable[[Node], Node]) -> Node:
     """The same dicts, lists and tuples, with what `put` makes of all that is in them."""
     if type(node) is int:
         return put(node)
     ((kind, value),) = node.items()
     match kind:
         case "d":
-            return {"d": {key: put(one) if type(one) is int else rebuilt(one, put) for key, one in value.items()}}
+            return {"d": {key: put(one) if type(one) is int else map_leaves(one, put) for key, one in value.items()}}
         case "m":
-            return {"m": [[key, rebuilt(one, put)] for key, one in value]}
+            return {"m": [[key, map_leaves(one, put)] for key, one in value]}
         case "l" | "t":
-            return {kind: [rebuilt(one, put) for one in value]}
+            return {kind: [map_leaves(one, put) for one in value]}
         case _:
             return put(node)
 
 
-def renumbered(node: Node, numbers: Sequence[int]) -> Node:
+def renumber_tensors(node: Node, numbers: Sequence[int]) -> Node:
     """The same tree with other numbers for its arrays."""
 
     def put(one: Node) -> Node:
         if type(one) is int:
             return numbers[one]
-        return {"p": rebuilt(one["p"], put)} if "p" in one else one
+        return {"p": map_leaves(one["p"], put)} if "p" in one else one
 
-    return rebuilt(node, put)
+    return map_leaves(node, put)
 
 
-def values_in(node: Node, name: str = "") -> Iterator[tuple[str, Node]]:
+def value_nodes(node: Node, name: str = "") -> Iterator[tuple[str, Node]]:
     """What in a tree is neither an array nor a container, under its name."""
     if type(node) is int:
         return
     ((kind, value),) = node.items()
     match kind:
         case "p":
-            yield from values_in(value, name)
+            yield from value_nodes(value, name)
         case "d" | "m" | "l" | "t":
             for key, inner in value.items() if kind == "d" else value if kind == "m" else enumerate(value):
-                yield from values_in(inner, name_under(name, key))
+                yield from value_nodes(inner, child_name(name, key))
         case _:
             yield name, node
 
@@ -142,56 +142,57 @@ class _Flattening:
         self.leaves: list[Leaf] = []
         self._leaf_types = leaf_types
 
-    def node(self, value: Any, path: str, depth: int, *, is_private: bool) -> Node:
+    def node(self, value: Any, path: str, depth: int, *, is_per_rank: bool) -> Node:
         """What stands for a value."""
         if isinstance(value, np.ndarray):
-            return self._array(value, path, is_private)
+            return self._array(value, path, is_per_rank)
         if isinstance(value, Mapping | list | tuple | PerRank):
             if depth == DEPTH_MAX:
                 raise invalid(
                     f"the state is nested more than {DEPTH_MAX} deep at {_shown(path)}", "does it contain itself?"
                 )
-            return self._container(value, path, depth + 1, is_private=is_private)
+            return self._container(value, path, depth + 1, is_per_rank=is_per_rank)
         if isinstance(value, ShardedArray):
-            return self._sharded(value, path, is_private)
+            return self._sharded(value, path, is_per_rank)
         for leaf_type in self._leaf_types:
             if leaf_type.accepts(value):
-                return self.node(leaf_type.to_array(value), path, depth, is_private=is_private)
+                return self.node(leaf_type.to_array(value), path, depth, is_per_rank=is_per_rank)
         return _plain(value, path)
 
-    def _container(self, value: Any, path: str, depth: int, *, is_private: bool) -> Node:
+    def _container(self, value: Any, path: str, depth: int, *, is_per_rank: bool) -> Node:
         if isinstance(value, PerRank):
-            return {"p": self.node(value.value, path, depth, is_private=True)}
+            return {"p": self.node(value.value, path, depth, is_per_rank=True)}
         if isinstance(value, Mapping):
-            return self._mapping(value, path, depth, is_private=is_private)
+            return self._mapping(value, path, depth, is_per_rank=is_per_rank)
         lead = f"{path}/#" if path else "#"
-        inner = [self.node(one, f"{lead}{index}", depth, is_private=is_private) for index, one in enumerate(value)]
+        inner = [self.node(one, f"{lead}{index}", depth, is_per_rank=is_per_rank) for index, one in enumerate(value)]
         return {"t" if isinstance(value, tuple) else "l": inner}
 
-    def _mapping(self, value: Mapping[Any, Any], path: str, depth: int, *, is_private: bool) -> Node:
+    def _mapping(self, value: Mapping[Any, Any], path: str, depth: int, *, is_per_rank: bool) -> Node:
         lead = f"{path}/" if path else ""
         if all(type(key) is str for key in value):
             return {
                 "d": {
-                    key: self.node(one, lead + escaped(key), depth, is_private=is_private) for key, one in value.items()
+                    key: self.node(one, lead + escape_key(key), depth, is_per_rank=is_per_rank)
+                    for key, one in value.items()
                 }
             }
         items = []
         for key, one in value.items():
             if type(key) is int and abs(key) < INTEGER_MAX:
-                items.append([key, self.node(one, f"{lead}#{key}", depth, is_private=is_private)])
+                items.append([key, self.node(one, f"{lead}#{key}", depth, is_per_rank=is_per_rank)])
             elif type(key) is str:
-                items.append([key, self.node(one, lead + escaped(key), depth, is_private=is_private)])
+                items.append([key, self.node(one, lead + escape_key(key), depth, is_per_rank=is_per_rank)])
             else:
                 raise invalid(
                     f"the state has the key {key!r:.100} at {_shown(path)}", "use strings, or integers below 2**53"
                 )
         return {"m": items}
 
-    def _array(self, array: np.ndarray[Any, Any], path: str, is_private: bool) -> Node:
-        return self._leaf(array, array.shape, path, is_private, None)
+    def _array(self, array: np.ndarray[Any, Any], path: str, is_per_rank: bool) -> Node:
+        return self._leaf(array, array.shape, path, is_per_rank, None)
 
-    def _sharded(self, value: ShardedArray, path: str, is_private: bool) -> Node:
+    def _sharded(self, value: ShardedArray, path: str, is_per_rank: bool) -> Node:
         for leaf_type in self._leaf_types:
             if leaf_type.accepts(value.local):
                 made = leaf_type.to_array(value.local)
@@ -199,9 +200,9 @@ class _Flattening:
                     value = ShardedArray(made, value.global_shape, value.offset)
         if not isinstance(value.local, np.ndarray):
             raise invalid(f"{_shown(path)} is a ShardedArray of {type(value.local).__name__}", "give it a numpy array")
-        return self._leaf(value.local, value.global_shape, path, is_private, value.box)
+        return self._leaf(value.local, value.global_shape, path, is_per_rank, value.box)
 
-    def _leaf(self, array: np.ndarray[Any, Any], shape: Shape, path: str, is_private: bool, part: Box | None) -> Node:
+    def _leaf(self, array: np.ndarray[Any, Any], shape: Shape, path: str, is_per_rank: bool, part: Box | None) -> Node:
         try:
             name_of(array.dtype)
         except CheckpointException as error:
@@ -212,17 +213,17 @@ class _Flattening:
             raise invalid(f"the name {path[:100]}... has {len(path)} characters", f"use at most {NAME_CHARS_MAX}")
         if type(array) is not np.ndarray:
             array = _bare(array, path)
-        self.leaves.append(Leaf(path, array, shape, is_private, part))
+        self.leaves.append(Leaf(path, array, shape, is_per_rank, part))
         return len(self.leaves) - 1
 
 
-def name_under(path: str, key: int | str) -> str:
+def child_name(path: str, key: int | str) -> str:
     """The name of what is under a key, or at a place in a list."""
-    part = f"#{key}" if isinstance(key, int) else escaped(key)
+    part = f"#{key}" if isinstance(key, int) else escape_key(key)
     return f"{path}/{part}" if path else part
 
 
-def escaped(key: str) -> str:
+def escape_key(key: str) -> str:
     """A key as a part of a name: no two keys are the same part, and none reaches over a `/`."""
     if not key:
         return "~3"
@@ -233,7 +234,7 @@ def escaped(key: str) -> str:
     return f"~2{key[1:]}" if key.startswith("#") else key
 
 
-def unescaped(part: str) -> str:
+def unescape_key(part: str) -> str:
     """The key that a part of a name stands for."""
     if part == "~3":
         return ""

@@ -33,7 +33,7 @@ from forged.checkpoint.loading.read_plan import (
     Span,
     plan,
 )
-from forged.checkpoint.model import Mended
+from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import Halt, Reader, Storage
 from forged.checkpoint.thread_pool import THREADS, run_all
 
@@ -48,10 +48,10 @@ Run = tuple[int, int]
 """Chunks one behind the other: the first, and the one behind the last."""
 
 
-class Mends(Protocol):
+class Repairer(Protocol):
     """Who knows of healthy copies."""
 
-    def mend(self, layout: PartLayout, chunk: int, room: memoryview, cause: CheckpointException) -> Mended:
+    def repair(self, layout: PartLayout, chunk: int, room: memoryview, cause: CheckpointException) -> RepairedChunk:
         """Put the right bytes there; raises the cause if there are none."""
         ...
 
@@ -61,7 +61,7 @@ class Fetched(NamedTuple):
 
     arrays: list[Array]
     """By want."""
-    mended: list[Mended]
+    repaired: list[RepairedChunk]
     read: int
     """How many bytes were read of files, but for what was read to mend."""
     needed: int
@@ -87,33 +87,33 @@ def fetch(
     halt: Halt,
     *,
     boxes: Mapping[int, Box] | None = None,
-    rooms: Mapping[int, Array] | None = None,
-    mender: Mends | None = None,
+    into: Mapping[int, Array] | None = None,
+    repairer: Repairer | None = None,
     only: Copy | None = None,
-    turn: int = 0,
+    rank: int = 0,
     threads: int = READERS,
 ) -> Fetched:
     """The wanted tensors, or boxes of them, in the given arrays or in new ones.
 
-    `boxes` and `rooms` are by the place of a want in `wanted`. A room has the shape and the type of what is wanted, and
+    `boxes` and `into` are by the place of a want in `wanted`. A room has the shape and the type of what is wanted, and
     may be written. New arrays may share memory with others of the same call, but never overlap.
     """
-    boxes, rooms = boxes or {}, rooms or {}
-    strided = [want for want, room in rooms.items() if not room.flags.c_contiguous]
-    found = plan(index, wanted, boxes, strided=strided, only=only, turn=turn)
-    fetching = _Fetching(storage, index, mender, _Wants(index, wanted, boxes, rooms))
+    boxes, into = boxes or {}, into or {}
+    strided = [want for want, room in into.items() if not room.flags.c_contiguous]
+    found = plan(index, wanted, boxes, strided=strided, only=only, rank=rank)
+    fetching = _Fetching(storage, index, repairer, _Wants(index, wanted, boxes, into))
     jobs = fetching.jobs(found)
     is_little = fetching.read <= ALONE_BYTES_MAX and len(jobs) <= ALONE_READS_MAX
     with fetching:
         run_all(fetching.do, jobs, halt, 1 if is_little else threads)
-    return Fetched(fetching.wants.finished(), fetching.mended, fetching.read, found.needed)
+    return Fetched(fetching.wants.finished(), fetching.repaired, fetching.read, found.needed)
 
 
 class _Wants:
     """What is wanted, and the arrays for it; made where they have to be."""
 
     def __init__(
-        self, index: Index, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]
+        self, index: Index, wanted: Sequence[int], boxes: Mapping[int, Box], into: Mapping[int, Array]
     ) -> None:
         tensors = index.manifest.tensors
         dtypes = {name: dtype_of(name) for name in set(tensors.dtypes)}
@@ -122,7 +122,7 @@ class _Wants:
         for want, box in boxes.items():
             self.shapes[want] = box.shape
         self.arrays: list[Array | None] = [None] * len(wanted)
-        for want, room in rooms.items():
+        for want, room in into.items():
             self.arrays[want] = room
         self._boxes = boxes
 
@@ -150,12 +150,12 @@ class _Wants:
 class _Fetching:
     """One fetch."""
 
-    def __init__(self, storage: Storage, index: Index, mender: Mends | None, wants: _Wants) -> None:
+    def __init__(self, storage: Storage, index: Index, repairer: Repairer | None, wants: _Wants) -> None:
         self.wants = wants
-        self.mended: list[Mended] = []
+        self.repaired: list[RepairedChunk] = []
         self.read = 0
         self._index = index
-        self._mender = mender
+        self._repairer = repairer
         self._files = _Files(storage)
         self._buffers = Buffers()
 
@@ -314,9 +314,9 @@ class _Fetching:
                 self._mend(layout, chunk, slot, damaged(self._index, layout, chunk))
 
     def _mend(self, layout: PartLayout, chunk: int, room: memoryview, cause: CheckpointException) -> None:
-        if self._mender is None:
+        if self._repairer is None:
             raise cause
-        self.mended.append(self._mender.mend(layout, chunk, room, cause))
+        self.repaired.append(self._repairer.repair(layout, chunk, room, cause))
 
 
 class Buffers:

@@ -23,7 +23,7 @@ from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.format.tree import unflatten
 from forged.checkpoint.loading.fetching import Array, fetch, is_of_storage, require_right
 from forged.checkpoint.loading.read_plan import Copy, Index, blocks_of
-from forged.checkpoint.loading.repair import Mender
+from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.thread_pool import THREADS, run_all
 
@@ -165,15 +165,15 @@ class CheckpointView(Mapping[str, Array]):
     def _fetch(self, number: int, boxes: dict[int, Box]) -> Array:
         halt = self._halt()
         storage = bounded(self._storage, halt)
-        mender = Mender(storage, self._index, halt, self._others)
+        repairer = CopyRepairer(storage, self._index, halt, self._others)
         return fetch(
             storage,
             self._index,
             [number],
             halt,
             boxes=boxes,
-            mender=mender,
-            turn=self._rank,
+            repairer=repairer,
+            rank=self._rank,
             threads=self._threads,
         ).arrays[0]
 

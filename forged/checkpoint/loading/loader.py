@@ -14,11 +14,11 @@ from typing import Any
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import Manifest
-from forged.checkpoint.format.tree import LeafType, Node, tensors_in, unflatten
+from forged.checkpoint.format.tree import LeafType, Node, tensor_numbers, unflatten
 from forged.checkpoint.loading.fetching import READERS, Array, Fetched, fetch, is_of_storage
 from forged.checkpoint.loading.matching import Matching, settled
 from forged.checkpoint.loading.read_plan import Index
-from forged.checkpoint.loading.repair import Mender
+from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.loading.resharding import (
     boxes_for,
     common_of_others,
@@ -28,7 +28,7 @@ from forged.checkpoint.loading.resharding import (
     tree_for,
     turns,
 )
-from forged.checkpoint.model import LoadOptions, Mended, ReshardingStrategy, ShardedArray
+from forged.checkpoint.model import LoadOptions, RepairedChunk, ReshardingStrategy, ShardedArray
 from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.storage.listing import read_manifest
 
@@ -42,7 +42,7 @@ class Loaded:
     """What was loaded."""
 
     state: Any
-    mended: tuple[Mended, ...]
+    repaired: tuple[RepairedChunk, ...]
     missing: tuple[str, ...]
     """What the state has, or a rank has for itself, and the checkpoint has not."""
     unexpected: tuple[str, ...]
@@ -77,10 +77,10 @@ def load_state(
     loading.require_alike()
     halt, index = halt or Halt(), loading.index
     storage = bounded(storage, halt)
-    fetched = loading.fetch(storage, halt, Mender(storage, index, halt, others), threads)
+    fetched = loading.fetch(storage, halt, CopyRepairer(storage, index, halt, others), threads)
     return Loaded(
         settled(state(fetched.arrays)) if loading.has_foreign else state(fetched.arrays),
-        tuple(fetched.mended),
+        tuple(fetched.repaired),
         tuple(loading.missing),
         tuple(loading.unexpected),
         tuple(loading.mismatched),
@@ -192,7 +192,7 @@ class _Loading:
     def _new(self, tree: Node) -> State:
         """The state in new arrays."""
         names = self._manifest.tensors.names
-        everything = list(tensors_in(tree))
+        everything = list(tensor_numbers(tree))
         numbers = [number for number in everything if self._is_chosen(names[number])]
         strategy = self._options.resharding_strategy
         if not self._is_same_world and strategy is ReshardingStrategy.SIMPLE:
@@ -238,7 +238,7 @@ class _Loading:
             fix="make the state as it was when it was saved, or load what fits (strict_mode=False, or strict=False)",
         )
 
-    def fetch(self, storage: Storage, halt: Halt, mender: Mender, threads: int) -> Fetched:
+    def fetch(self, storage: Storage, halt: Halt, repairer: CopyRepairer, threads: int) -> Fetched:
         """Read it."""
         tied = _tied(self.rooms)
         rooms = {want: room for want, room in self.rooms.items() if want not in tied} if tied else self.rooms
@@ -249,9 +249,9 @@ class _Loading:
                 self.wanted,
                 halt,
                 boxes=self.boxes,
-                rooms=rooms,
-                mender=mender,
-                turn=self._rank,
+                into=rooms,
+                repairer=repairer,
+                rank=self._rank,
                 threads=threads,
             )
         except CheckpointException as error:

@@ -15,7 +15,7 @@ from forged.checkpoint.errors import invalid
 from forged.checkpoint.format.boxes import Box, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Tensors
-from forged.checkpoint.format.tree import LeafType, Node, name_under, tensors_in, unflatten
+from forged.checkpoint.format.tree import LeafType, Node, child_name, tensor_numbers, unflatten
 from forged.checkpoint.loading.resharding import ABSENT
 from forged.checkpoint.model import PerRank, ShardedArray
 
@@ -132,16 +132,16 @@ class Matching:
                 self.arrays.append(value)
                 found[key] = value
             else:
-                found[key] = self.match(node, value, name_under(path, key))
+                found[key] = self.match(node, value, child_name(path, key))
         if not have.keys() <= found.keys():
             for key, value in have.items():
                 if key not in found:
-                    found[key] = self._without_node(value, name_under(path, key))
+                    found[key] = self._without_node(value, child_name(path, key))
         return found
 
     def _list(self, nodes: Sequence[Node], have: Sequence[Any], path: str) -> list[Any]:
         found = [
-            self.match(node, value, name_under(path, place))
+            self.match(node, value, child_name(path, place))
             for place, (node, value) in enumerate(zip(nodes, have, strict=False))
         ]
         for node in nodes[len(have) :]:
@@ -149,12 +149,12 @@ class Matching:
             self._extra(rest, 0, node)
             found += rest.values()
         for place, value in enumerate(have[len(nodes) :], len(nodes)):
-            found.append(self._without_node(value, name_under(path, place)))
+            found.append(self._without_node(value, child_name(path, place)))
         return found
 
     def _extra(self, found: dict[Any, Any], key: Any, node: Node) -> None:
         """What the state lacks: values are taken from the checkpoint, tensors have nowhere to go."""
-        numbers = list(tensors_in(node))
+        numbers = list(tensor_numbers(node))
         if numbers:
             self.unexpected += numbers
         else:
@@ -162,7 +162,7 @@ class Matching:
 
     def _unlike(self, node: Node, have: Any, path: str) -> Any:
         """There is something else in the checkpoint than in the state."""
-        numbers = list(tensors_in(node))
+        numbers = list(tensor_numbers(node))
         self.unexpected += numbers
         missing = list(self._arrays_in(have, path))
         self.missing += missing
@@ -189,10 +189,10 @@ class Matching:
                 yield path
             case Mapping():
                 for key, value in have.items():
-                    yield from self._arrays_in(value, name_under(path, key))
+                    yield from self._arrays_in(value, child_name(path, key))
             case list() | tuple():
                 for place, value in enumerate(have):
-                    yield from self._arrays_in(value, name_under(path, place))
+                    yield from self._arrays_in(value, child_name(path, place))
             case PerRank():
                 yield from self._arrays_in(have.value, path)
             case _ if any(leaf_type.accepts(have) for leaf_type in self._leaf_types):
@@ -272,10 +272,10 @@ def _note(node: Node, path: str, known: dict[str, Node]) -> None:
     known.setdefault(path, node)
     if kind in {"d", "m"}:
         for key, inner in value.items() if kind == "d" else value:
-            _note(inner, name_under(path, key), known)
+            _note(inner, child_name(path, key), known)
     elif kind in {"l", "t"}:
         for place, inner in enumerate(value):
-            _note(inner, name_under(path, place), known)
+            _note(inner, child_name(path, place), known)
 
 
 def _no_tensor(number: int) -> Any:

@@ -91,7 +91,7 @@ class PartLayout:
         wholes = {kind: _lengths_of(whole(kind[0]), *kind) for kind in set(zip(shapes, dtypes, strict=True))}
         lengths = list(map(wholes.__getitem__, zip(shapes, dtypes, strict=True)))
         parts: dict[tuple[BoxText, Shape, str], list[int]] = {}
-        for place, box in part.cut.items():
+        for place, box in part.partial_boxes.items():
             kind = box, shapes[place], dtypes[place]
             if kind not in parts:
                 parts[kind] = _lengths_of(*kind)
@@ -129,7 +129,7 @@ class PartLayout:
 
     def box_of_piece(self, place: int) -> Box:
         """Which part of its tensor a piece is."""
-        box = self.part.cut.get(place)
+        box = self.part.partial_boxes.get(place)
         return whole(self._tensors.shapes[self.part.tensors[place]]) if box is None else box
 
     def box_of(self, chunk: int) -> Box:
@@ -240,7 +240,7 @@ class Index:
         if number not in self._places:
             part = self.manifest.parts[number]
             found: dict[tuple[int, Box], list[int]] = {}
-            for place, box in part.cut.items():
+            for place, box in part.partial_boxes.items():
                 found.setdefault((part.tensors[place], box), []).append(place)
             self._places[number] = found
         return self._places[number]
@@ -275,27 +275,27 @@ def plan(
     *,
     strided: Collection[int] = (),
     only: Copy | None = None,
-    turn: int = 0,
+    rank: int = 0,
 ) -> Plan:
     """What is to be read.
 
     `wanted` are tensors; `boxes` are those of the wants, by place, that are not for the whole tensor.
     The wants in `strided` are for arrays whose elements lie apart. `only` is the one piece to be read from. Of several
-    copies every reader takes another one; `turn` is which reader this is.
+    copies every reader takes another one; `rank` is which reader this is.
     """
-    return _Planning(index, boxes, frozenset(strided), only, turn).plan(wanted)
+    return _Planning(index, boxes, frozenset(strided), only, rank).plan(wanted)
 
 
 class _Planning:
     def __init__(
-        self, index: Index, boxes: Mapping[int, Box], strided: frozenset[int], only: Copy | None, turn: int
+        self, index: Index, boxes: Mapping[int, Box], strided: frozenset[int], only: Copy | None, rank: int
     ) -> None:
         self._index = index
         self._tensors = index.manifest.tensors
         self._boxes = boxes
         self._strided = strided
         self._only = only
-        self._turn = turn
+        self._rank = rank
         self._spans: dict[int, list[Span]] = {}
         self._sheaves: dict[int, list[Sheaf]] = {}
 
@@ -323,7 +323,7 @@ class _Planning:
         is_plain = (counts > 0) & ~holders.is_cut[numbers] & (self._only is None)
         is_plain[[*self._boxes, *self._strided]] = False
         rows = np.zeros(numbers.size, np.int64)
-        rows[is_plain] = holders.order[firsts[is_plain] + self._turn % counts[is_plain]]
+        rows[is_plain] = holders.order[firsts[is_plain] + self._rank % counts[is_plain]]
         return is_plain, rows
 
     def _take_pieces(self, layout: PartLayout, wants: Integers, places: Integers) -> None:
@@ -348,7 +348,7 @@ class _Planning:
         wanted = self._boxes[want] if want in self._boxes else whole(shape)
         exact = self._index.exact(tensor, wanted)
         if exact and want not in self._strided and self._only is None:
-            number, place = exact[self._turn % len(exact)]
+            number, place = exact[self._rank % len(exact)]
             self._take_piece(want, self._index.layout(number), place)
             return
         missing = [wanted] if wanted.volume else []
@@ -383,7 +383,7 @@ class _Planning:
             alike.setdefault(self._index.layout(number).box_of_piece(place), []).append((number, place))
         for box in sorted(alike):
             copies = alike[box]
-            yield copies[self._turn % len(copies)], box
+            yield copies[self._rank % len(copies)], box
 
     def _take_part(self, want: int, wanted: Box, copy: Copy, box: Box, taken: Box) -> None:
         """What is taken of one piece."""

@@ -20,7 +20,7 @@ from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, SUFFIX, TOMBSTONE, Manifest, decode
 from forged.checkpoint.loading.fetching import bytes_of, fetch
 from forged.checkpoint.loading.read_plan import Copy, Index, PartLayout
-from forged.checkpoint.model import Mended
+from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import Halt, Storage
 
 OTHERS_MAX = 32
@@ -40,7 +40,7 @@ def others_in(storage: Storage, prefix: str) -> Iterator[Manifest]:
                 continue
 
 
-class Mender:
+class CopyRepairer:
     """Looks for healthy copies; called by several threads."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Mender:
         self._lock = threading.Lock()
         self._known: list[Index] | None = None
 
-    def mend(self, layout: PartLayout, chunk: int, room: memoryview, cause: CheckpointException) -> Mended:
+    def repair(self, layout: PartLayout, chunk: int, room: memoryview, cause: CheckpointException) -> RepairedChunk:
         """Put the right bytes there; raises the cause if nobody has them."""
         self._halt.check()
         box, digest = layout.box_of(chunk), layout.digest(chunk)
@@ -111,9 +111,9 @@ class Mender:
         room[:] = data
         return True
 
-    def _told(self, layout: PartLayout, chunk: int, index: Index, copy: Copy) -> Mended:
+    def _told(self, layout: PartLayout, chunk: int, index: Index, copy: Copy) -> RepairedChunk:
         part, place = layout.part, layout.place_of(chunk)
-        return Mended(
+        return RepairedChunk(
             tensor=self._index.manifest.tensors.names[part.tensors[place]],
             rank=part.rank,
             file=part.file,

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from forged.checkpoint.format.boxes import Box, whole
 from forged.checkpoint.format.manifest import BoxText, Manifest
-from forged.checkpoint.format.tree import Node, content_of
+from forged.checkpoint.format.tree import Node, frame_content
 from forged.checkpoint.model import ReshardingStrategy
 
 ABSENT: Final = object()
@@ -151,5 +151,5 @@ def _node_of(entries: Mapping[Any, Node]) -> Node:
 
 def common_to_all(manifest: Manifest) -> set[int]:
     """The tensors that every rank had."""
-    of_each = [set(content_of(frame)[0]) for frame in manifest.states.frames]
+    of_each = [set(frame_content(frame)[0]) for frame in manifest.states.frames]
     return set.intersection(*of_each)

@@ -22,8 +22,8 @@ from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import DIGEST_BYTES, Manifest, Tensors
 from forged.checkpoint.loading.fetching import fetch
 from forged.checkpoint.loading.read_plan import Index
-from forged.checkpoint.loading.repair import Mender
-from forged.checkpoint.model import Mended
+from forged.checkpoint.loading.repair import CopyRepairer
+from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import BLOCK_BYTES, Halt, Storage
 from forged.checkpoint.saving.image import Image, Layout, blank_digests
 from forged.checkpoint.saving.plan import Share
@@ -54,12 +54,12 @@ class Saved:
     """The tensors of a checkpoint, or of parts of which no manifest says anything yet."""
 
     def __init__(self, storage: Storage, manifest: Manifest, halt: Halt) -> None:
-        self.mended: list[Mended] = []
+        self.repaired: list[RepairedChunk] = []
         """Where a healthy copy was read in the place of a bad chunk."""
         self._storage = storage
         self._index = Index(manifest)
         self._halt = halt
-        self._mender = Mender(storage, self._index, halt)
+        self._repairer = CopyRepairer(storage, self._index, halt)
 
     @property
     def tensors(self) -> Tensors:
@@ -72,11 +72,11 @@ class Saved:
             wanted,
             self._halt,
             boxes=boxes,
-            rooms=rooms,
-            mender=self._mender,
+            into=rooms,
+            repairer=self._repairer,
             threads=1,
         )
-        self.mended += fetched.mended
+        self.repaired += fetched.repaired
 
 
 class Held:

@@ -15,8 +15,8 @@ from itertools import accumulate, chain, pairwise
 import xxhash
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.format.compression import Thrift, pack
-from forged.checkpoint.format.manifest import DIGEST_BYTES, Part, boxes_once
+from forged.checkpoint.format.compression import CompressionBackoff, pack
+from forged.checkpoint.format.manifest import DIGEST_BYTES, Part, deduplicate_boxes
 from forged.checkpoint.format.tree import Leaf
 from forged.checkpoint.model import CompressionLevel
 from forged.checkpoint.ports import Halt, Source, Storage
@@ -54,7 +54,7 @@ def write(storage: Storage, file: str, rank: int, share: Share, image: Imaged, s
 def part_of(file: str, rank: int, share: Share, image: Imaged) -> Part:
     """What the manifest says of a part."""
     header = image.layout.header
-    boxes, box_of = boxes_once(share.boxes, len(share.tensors))
+    boxes, box_of = deduplicate_boxes(share.boxes, len(share.tensors))
     return Part(
         file=file,
         rank=rank,
@@ -76,7 +76,7 @@ def nothing_of(file: str, rank: int) -> Part:
 def write_packed(storage: Storage, file: str, rank: int, share: Share, packed: Packed, halt: Halt) -> Part:
     """Write a part compressed: chunk behind chunk, without a header."""
     write_whole(storage, file, packed, halt)
-    boxes, box_of = boxes_once(share.boxes, len(share.tensors))
+    boxes, box_of = deduplicate_boxes(share.boxes, len(share.tensors))
     return Part(
         file=file,
         rank=rank,
@@ -143,12 +143,12 @@ class Packed:
 
     def _pack(self, stretch: range) -> None:
         """Compress some chunks of a piece, as long as that pays."""
-        thrift = Thrift()
+        backoff = CompressionBackoff()
         for number in stretch:
             self._halt.check()
             raw = self._raw(number)
-            small = pack(raw, self._itemsize(number), self._level) if thrift.tries() else None
-            thrift.tell(small is not None)
+            small = pack(raw, self._itemsize(number), self._level) if backoff.should_try() else None
+            backoff.record(small is not None)
             if self._keeps:
                 self._chunks[number] = bytes(raw) if small is None else small
             self.stored[number] = -len(raw) if small is None else len(small)

@@ -23,8 +23,8 @@ from forged.checkpoint.coordinators import Ranks, Stuck, Undecided, in_thread
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.consolidated import File
 from forged.checkpoint.format.manifest import Fence, Manifest, Part, encode
-from forged.checkpoint.format.states import States, taken_apart
-from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten, renumbered
+from forged.checkpoint.format.states import States, split_per_rank
+from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten, renumber_tensors
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.saving import parts
@@ -379,7 +379,7 @@ def _wish(ranks: Ranks, node: Node, known: _Known, options: SaveOptions) -> Wish
     if ranks.is_alone:
         return Wish(b"", b"", b"", b"", known.key)
     said = msgspec.json.encode((options.format, options.compression_level, options.copies, options.checkpoint_prefix))
-    frame, own = map(msgspec.json.encode, taken_apart(node))
+    frame, own = map(msgspec.json.encode, split_per_rank(node))
     return Wish(said, frame, own, known.description.digest(), known.key)
 
 
@@ -430,8 +430,8 @@ def _states(node: Node, wishes: list[Wish], made: Plan) -> States:
     for wish, numbers in zip(wishes, made.numbers, strict=True):
         if wish.frame not in known:
             # Frames that are the same text have the same names in the same places.
-            known[wish.frame] = states.number_of(renumbered(msgspec.json.decode(wish.frame), numbers))
-        states.enter(known[wish.frame], [renumbered(one, numbers) for one in msgspec.json.decode(wish.own)])
+            known[wish.frame] = states.frame_number(renumber_tensors(msgspec.json.decode(wish.frame), numbers))
+        states.add_rank(known[wish.frame], [renumber_tensors(one, numbers) for one in msgspec.json.decode(wish.own)])
     return states
 
 

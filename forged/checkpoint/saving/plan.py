@@ -46,8 +46,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
             [leaf.name for leaf in leaves],
             [name_of(leaf.array.dtype) for leaf in leaves],
             [leaf.global_shape for leaf in leaves],
-            {number: leaf.part for number, leaf in enumerate(leaves) if leaf.part is not None},
-            [number for number, leaf in enumerate(leaves) if leaf.is_private],
+            {number: leaf.sharded_box for number, leaf in enumerate(leaves) if leaf.sharded_box is not None},
+            [number for number, leaf in enumerate(leaves) if leaf.is_per_rank],
         )
 
     def digest(self) -> bytes:

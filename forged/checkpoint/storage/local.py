@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from forged.checkpoint.errors import CheckpointException, storage_error
-from forged.checkpoint.format.names import check_name, check_start
+from forged.checkpoint.format.names import check_name, check_name_prefix
 from forged.checkpoint.ports import Entry, Halt, Source
 from forged.checkpoint.storage.cache_bypass import Draining
 from forged.checkpoint.storage.direct_write import ROOMS_PER_WRITE, Filling, Rooms, patiently, write_whole
@@ -139,7 +139,7 @@ class LocalStorage:
 
     def entries(self, under: str = "") -> Iterator[Entry]:
         """The files whose names begin so; symbolic links are none, and a directory that nobody may enter has none."""
-        check_start(under)
+        check_name_prefix(under)
         directory, slash, _ = under.rpartition("/")
         for name, found in self._walk(directory + slash, under):
             yield Entry(name, found.size, found.modified_at)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from forged.checkpoint.async_calls import CALLS, finish, watch
 from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
-from forged.checkpoint.format.names import check_name, check_start
+from forged.checkpoint.format.names import check_name, check_name_prefix
 from forged.checkpoint.ports import BLOCK_BYTES, Entry, Halt, Reader, Source
 from forged.checkpoint.storage.object_errors import translated
 from forged.checkpoint.storage.os_errors import file_large, file_short
@@ -126,7 +126,7 @@ class ObjectStorage:
         return data
 
     def entries(self, under: str = "") -> Iterator[Entry]:
-        folder = check_start(under).rpartition("/")[0]
+        folder = check_name_prefix(under).rpartition("/")[0]
         stream = self._store.list(folder or None, chunk_size=LISTED_AT_ONCE)
         while (found := self._asking.ask(under, partial(_next, stream))) is not None:
             for meta in found:

@@ -43,9 +43,9 @@ def _as_json(options: Options, converted: Converted, took_s: float) -> dict[str,
         "size_bytes": converted.size_bytes,
         "seconds": took_s,
         "left_out": list(converted.left_out),
-        "mended": [
+        "repaired": [
             {"tensor": one.tensor, "rank": one.rank, "file": one.file, "chunk": one.chunk, "source": one.source}
-            for one in converted.mended
+            for one in converted.repaired
         ],
     }
 
@@ -56,6 +56,6 @@ def _show(options: Options, converted: Converted, took_s: float) -> None:
     print(f"{target} has {tensors}, {tables.size(converted.size_bytes)}, in {tables.duration(took_s)}")
     if converted.left_out:
         print(f"  left out, being no arrays: {tables.names(converted.left_out)}")
-    for one in converted.mended:
+    for one in converted.repaired:
         where = tables.field("", f"chunk {one.chunk} of {one.tensor} in {one.file}")
         print(f"  {where} is damaged; the same bytes were read from {tables.field('', one.source)}")

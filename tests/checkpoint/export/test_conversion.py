@@ -95,7 +95,7 @@ def test_every_rank_loads_from_another_format_what_it_has_saved(
     done = convert(tmp_path / "from", tmp_path / "to", How(layout, level, file_bytes_max=1 << 19))
     manifest = listing.read_manifest(LocalStorage(str(tmp_path)), "to")
     assert (manifest.layout, manifest.compression) == (layout, level)
-    assert (done.size_bytes, done.left_out, done.mended) == (manifest.size_bytes, (), ())
+    assert (done.size_bytes, done.left_out, done.repaired) == (manifest.size_bytes, (), ())
     assert done.size_bytes == sum((tmp_path / file).stat().st_size for file in listing.files_of(manifest))
     for rank, state in enumerate(states(3)):
         require_same(loaded(tmp_path, "to", rank, 3), state)
@@ -106,8 +106,8 @@ def test_without_a_format_it_stays_as_it_is(tmp_path: Path) -> None:
     convert(tmp_path / "from", tmp_path / "to")
     made = listing.read_manifest(LocalStorage(str(tmp_path)), "to")
     assert (made.layout, made.created_at, made.tensors) == (source.layout, source.created_at, source.tensors)
-    assert [(part.rank, part.cut, part.digests) for part in made.parts] == [
-        (part.rank, part.cut, part.digests) for part in source.parts
+    assert [(part.rank, part.partial_boxes, part.digests) for part in made.parts] == [
+        (part.rank, part.partial_boxes, part.digests) for part in source.parts
     ]
 
 
@@ -274,7 +274,7 @@ def test_a_healthy_copy_is_taken_and_told(tmp_path: Path) -> None:
         data[part.data_offset + part.rank * 200_000] ^= 1
         bad.write_bytes(data)
     done = convert(tmp_path / "from", tmp_path / "to", How(CheckpointFormat.SINGLE_FILE))
-    assert done.mended
+    assert done.repaired
     require_same(loaded(tmp_path, "to"), state)
 
 

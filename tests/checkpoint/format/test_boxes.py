@@ -24,7 +24,6 @@ from forged.checkpoint.format.boxes import (
     chunks_within,
     grid_of,
     intersection,
-    shares,
     whole,
 )
 
@@ -112,22 +111,6 @@ def test_the_chunks_that_have_something_of_a_part_are_found_with_their_numbers(
         grid = grid_of(shape, itemsize)
     expected = [(number, chunk) for number, chunk in enumerate(chunks(box, grid)) if intersection(chunk, wanted)]
     assert list(chunks_within(box, grid, wanted)) == expected
-
-
-@given(SHAPES, ITEMSIZES, SMALLEST, st.integers(0, 6))
-def test_shares_are_an_array_cut_between_chunks(shape: Shape, itemsize: int, smallest: int, parts: int) -> None:
-    with chunks_from(smallest):
-        grid = grid_of(shape, itemsize)
-    found = shares(shape, grid, parts)
-    assert 1 <= len(found) <= max(1, parts)
-    together = [chunk for share in found for chunk in chunks(share, grid)]
-    assert together == list(chunks(whole(shape), grid))
-
-
-def test_shares_are_about_the_same_size() -> None:
-    grid = grid_of((1000, 1000), 4)
-    rows = [share.shape[0] for share in shares((1000, 1000), grid, 3)]
-    assert max(rows) - min(rows) <= 2 * grid.step
 
 
 @given(st.lists(st.integers(1, 1 << 20), max_size=4).map(tuple), ITEMSIZES)

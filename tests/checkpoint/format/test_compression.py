@@ -18,7 +18,7 @@ from forged.checkpoint.format.compression import (
     REST,
     SPARED_MIN,
     TRIES,
-    Thrift,
+    CompressionBackoff,
     pack,
     unpack_into,
     width_of,
@@ -245,30 +245,30 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert failures == []
 
 
-def tried(thrift: Thrift, chunks: int) -> list[bool]:
+def tried(backoff: CompressionBackoff, chunks: int) -> list[bool]:
     """Of how many chunks that do not get smaller each is tried."""
     found = []
     for _ in range(chunks):
-        found.append(thrift.tries())
-        thrift.tell(False)
+        found.append(backoff.should_try())
+        backoff.record(False)
     return found
 
 
 def test_a_tensor_of_noise_is_left_alone_and_tried_again_now_and_then() -> None:
     rest = [False] * REST + [True]
-    assert tried(Thrift(), TRIES + 2 * (REST + 1) + 1) == [True] * TRIES + rest + rest + [False]
+    assert tried(CompressionBackoff(), TRIES + 2 * (REST + 1) + 1) == [True] * TRIES + rest + rest + [False]
 
 
 def test_what_gets_smaller_once_is_tried_anew() -> None:
-    thrift = Thrift()
-    tried(thrift, TRIES + REST)
-    assert thrift.tries()
-    thrift.tell(True)
-    assert tried(thrift, TRIES + 1) == [True] * TRIES + [False]
+    backoff = CompressionBackoff()
+    tried(backoff, TRIES + REST)
+    assert backoff.should_try()
+    backoff.record(True)
+    assert tried(backoff, TRIES + 1) == [True] * TRIES + [False]
 
 
 def test_what_gets_smaller_is_tried_every_time() -> None:
-    thrift = Thrift()
+    backoff = CompressionBackoff()
     for _ in range(3 * TRIES):
-        assert tried(thrift, TRIES - 1) == [True] * (TRIES - 1)
-        thrift.tell(True)
+        assert tried(backoff, TRIES - 1) == [True] * (TRIES - 1)
+        backoff.record(True)

@@ -24,8 +24,8 @@ from forged.checkpoint.format.manifest import (
     Manifest,
     Part,
     Tensors,
-    boxes_once,
     decode,
+    deduplicate_boxes,
     digests_of,
     encode,
     pieces,
@@ -447,7 +447,7 @@ def test_pieces_lie_one_behind_the_other(kinds: list[tuple[list[int], str]], dat
         itemsize = dtype_of(tensors.dtypes[number]).itemsize
         offset, shape = boxes.get(place, ((0,) * len(shapes[number]), shapes[number]))
         lengths.append(chunk_lengths(Box(offset, shape), grid_of(shapes[number], itemsize), itemsize))
-    told = boxes_once(boxes, len(kinds))
+    told = deduplicate_boxes(boxes, len(kinds))
     part = Part("a/x", 0, sum(map(sum, lengths)), 0, list(order), *told, digests(sum(map(len, lengths))), digests(1))
     manifest = decode(encode(Manifest("a", 0.0, 1, tensors, States.of([{"d": {}}]), [part])), PATH)
     found = list(pieces(manifest, 0))
@@ -460,8 +460,8 @@ def test_pieces_lie_one_behind_the_other(kinds: list[tuple[list[int], str]], dat
 
 def test_boxes_that_are_alike_are_told_of_once() -> None:
     one, other = ((0, 0), (1, 2)), ((1, 0), (1, 2))
-    assert boxes_once({1: one, 2: other, 4: one}, 5) == ([one, other], [-1, 0, 1, -1, 0])
-    assert boxes_once({}, 5) == ([], [])
+    assert deduplicate_boxes({1: one, 2: other, 4: one}, 5) == ([one, other], [-1, 0, 1, -1, 0])
+    assert deduplicate_boxes({}, 5) == ([], [])
 
 
 def test_what_is_read_within_a_folder_names_its_files_from_there() -> None:

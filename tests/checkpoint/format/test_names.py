@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.format.names import NAME_CHARS_MAX, check_name, check_start
+from forged.checkpoint.format.names import NAME_CHARS_MAX, check_name, check_name_prefix
 
 BAD_PARTS = [".", "..", ".hidden", "a\0b", "a\nb", "a\\b", "x" * 256, "ö" * 128, "\ud800"]
 
@@ -29,10 +29,10 @@ def test_no_part_of_a_name_leads_elsewhere(part: str) -> None:
 
 @pytest.mark.parametrize("start", ["", "a", "a/", "a/b", "run 1/step-"])
 def test_names_begin_with_nothing_with_whole_parts_and_with_some_of_one(start: str) -> None:
-    assert check_start(start) == start
+    assert check_name_prefix(start) == start
 
 
 @pytest.mark.parametrize("start", ["/", "/a", "a//", *BAD_PARTS, *(f"a/{part}" for part in BAD_PARTS)])
 def test_no_name_begins_with_what_no_name_has(start: str) -> None:
     with pytest.raises(CheckpointException):
-        check_start(start)
+        check_name_prefix(start)

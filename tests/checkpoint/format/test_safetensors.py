@@ -19,7 +19,7 @@ from forged.checkpoint.format.safetensors import (
     PLACE_BYTES,
     Entry,
     Header,
-    header_of,
+    encode_header,
     parse_header,
     read_header,
 )
@@ -46,7 +46,7 @@ class Bytes:
 def written(arrays: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str] | None = None) -> bytes:
     """A whole file."""
     entries = [Entry(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays.items()]
-    return header_of(entries, metadata or {}) + b"".join(array.tobytes() for array in arrays.values())
+    return encode_header(entries, metadata or {}) + b"".join(array.tobytes() for array in arrays.values())
 
 
 def said(header: object, data: bytes = b"", *, text: bytes | None = None) -> Header:
@@ -94,14 +94,14 @@ def test_the_library_knows_the_types_that_numpy_lacks(name: str) -> None:
 @pytest.mark.parametrize("name", [*sorted(EXTENDED - SAFETENSORS.keys()), ">f4", "<U3", "|S5", "complex128", "<M8[s]"])
 def test_types_that_the_format_lacks_are_bytes(name: str) -> None:
     array = np.zeros((2, 3), dtype_of(name))
-    data = header_of([Entry("x", name, array.shape, array.nbytes)], {}) + array.tobytes()
+    data = encode_header([Entry("x", name, array.shape, array.nbytes)], {}) + array.tobytes()
     found = safetensors.numpy.load(data)["x"]
     assert (found.dtype.name, found.shape) == ("uint8", (array.nbytes,))
 
 
 def test_arrays_begin_at_a_page() -> None:
     for count in (0, 1, 50, 80):
-        header = header_of([Entry(f"name {number}", "float32", (1,), 4) for number in range(count)], {})
+        header = encode_header([Entry(f"name {number}", "float32", (1,), 4) for number in range(count)], {})
         assert len(header) % PAGE == 0
         assert parse_header(header[PLACE_BYTES:], 4 * count, FILE).data_offset == len(header)
 
@@ -109,15 +109,15 @@ def test_arrays_begin_at_a_page() -> None:
 def test_a_header_that_the_library_would_not_take_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forged.checkpoint.format.safetensors.HEADER_BYTES_MAX", PAGE - PLACE_BYTES)
     entries = [Entry(f"name {number}", "float32", (1,), 4) for number in range(80)]
-    assert len(header_of(entries[:40], {})) == PAGE
+    assert len(encode_header(entries[:40], {})) == PAGE
     with pytest.raises(CheckpointException) as caught:
-        header_of(entries, {})
+        encode_header(entries, {})
     assert caught.value.type is ExceptionType.VALIDATION_FAILED
 
 
 def test_names_that_collide_are_told_apart() -> None:
     entries = [Entry(name, "uint8", (1,), 1) for name in ("x", "x", "x (2)", "x", METADATA)]
-    found = safetensors.numpy.load(header_of(entries, {}) + bytes(range(5)))
+    found = safetensors.numpy.load(encode_header(entries, {}) + bytes(range(5)))
     assert {name: int(array[0]) for name, array in found.items()} == {
         "x": 0,
         "x (2)": 1,

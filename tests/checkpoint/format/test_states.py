@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.checkpoint.format.states import States, Value, put_together, taken_apart
-from forged.checkpoint.format.tree import content_of, flatten, tensors_in, unflatten
+from forged.checkpoint.format.states import States, Value, merge_per_rank, split_per_rank
+from forged.checkpoint.format.tree import flatten, frame_content, tensor_numbers, unflatten
 from forged.checkpoint.model import PerRank
 from tests.checkpoint.format.test_tree import KEYS, PLAIN, written
 from tests.checkpoint.sameness import require_same
@@ -29,20 +29,22 @@ WITH_OWN = st.recursive(
 @given(WITH_OWN)
 def test_a_frame_with_its_own_is_the_tree_that_was_taken_apart(state: Any) -> None:
     tree, leaves = flatten(state)
-    frame, own = written(taken_apart(tree))
-    assert put_together(frame, own) == tree
-    require_same(unflatten(put_together(frame, own), lambda number: leaves[number].array), state)
+    frame, own = written(split_per_rank(tree))
+    assert merge_per_rank(frame, own) == tree
+    require_same(unflatten(merge_per_rank(frame, own), lambda number: leaves[number].array), state)
 
 
 @given(WITH_OWN)
 def test_a_frame_has_what_is_nobodys_and_a_place_for_each_that_is_a_ranks_own(state: Any) -> None:
     tree, leaves = flatten(state)
-    frame, own = taken_apart(tree)
-    numbers, places = content_of(frame)
+    frame, own = split_per_rank(tree)
+    numbers, places = frame_content(frame)
     assert [place.number for place in places] == list(range(len(own)))
-    assert numbers == [number for number, leaf in enumerate(leaves) if not leaf.is_private]
-    of_own = [number for node, place in zip(own, places, strict=True) for number in tensors_in(node, place.depth + 1)]
-    assert of_own == [number for number, leaf in enumerate(leaves) if leaf.is_private]
+    assert numbers == [number for number, leaf in enumerate(leaves) if not leaf.is_per_rank]
+    of_own = [
+        number for node, place in zip(own, places, strict=True) for number in tensor_numbers(node, place.depth + 1)
+    ]
+    assert of_own == [number for number, leaf in enumerate(leaves) if leaf.is_per_rank]
 
 
 def states_of(*states: Any) -> States:

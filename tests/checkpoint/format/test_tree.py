@@ -17,14 +17,14 @@ from forged.checkpoint.format.tree import (
     INTEGER_MAX,
     NAME_CHARS_MAX,
     LeafType,
-    escaped,
+    child_name,
+    escape_key,
     flatten,
-    name_under,
-    renumbered,
-    tensors_in,
-    unescaped,
+    renumber_tensors,
+    tensor_numbers,
+    unescape_key,
     unflatten,
-    values_in,
+    value_nodes,
 )
 from forged.checkpoint.model import AXES_MAX, PerRank, ShardedArray
 from tests.checkpoint.sameness import require_same
@@ -72,35 +72,35 @@ def test_a_name_belongs_to_one_place(state: Any) -> None:
     node, leaves = flatten(state)
     names = [leaf.name for leaf in leaves]
     assert len(set(names)) == len(names)
-    assert list(tensors_in(node)) == list(range(len(leaves)))
+    assert list(tensor_numbers(node)) == list(range(len(leaves)))
 
 
 @given(STATES)
 def test_numbers_are_changed_and_nothing_else(state: Any) -> None:
     node, leaves = flatten(state)
     numbers = [100 + number for number in range(len(leaves))]
-    changed = renumbered(node, numbers)
-    assert list(tensors_in(changed)) == numbers
+    changed = renumber_tensors(node, numbers)
+    assert list(tensor_numbers(changed)) == numbers
     require_same(unflatten(changed, lambda number: leaves[number - 100].array), state)
 
 
 def test_values_have_the_names_that_arrays_would_have_there() -> None:
     own = PerRank({"s": (None,)})
     tree, _ = flatten({"a/b": [1, np.zeros(1)], "own": own, 7: {"f": 0.5}})
-    assert list(values_in(tree)) == [
+    assert list(value_nodes(tree)) == [
         ("a~1b/#0", {"v": 1}),
         ("own/s/#0", {"v": None}),
         ("#7/f", {"f": (0.5).hex()}),
     ]
-    assert list(values_in({"o": 0}, "own")) == [("own", {"o": 0})]
+    assert list(value_nodes({"o": 0}, "own")) == [("own", {"o": 0})]
 
 
 @given(st.text(max_size=8), st.text(max_size=8))
 def test_a_key_comes_back_from_its_part_of_a_name(key: str, other: str) -> None:
-    assert unescaped(escaped(key)) == key
-    assert "/" not in escaped(key)
-    assert (escaped(key) == escaped(other)) == (key == other)
-    assert not escaped(key).startswith("#")
+    assert unescape_key(escape_key(key)) == key
+    assert "/" not in escape_key(key)
+    assert (escape_key(key) == escape_key(other)) == (key == other)
+    assert not escape_key(key).startswith("#")
 
 
 def test_names_show_the_way_to_an_array() -> None:
@@ -117,8 +117,8 @@ def test_names_show_the_way_to_an_array() -> None:
         "list/#1/#0",
         "list/#1/#1",
     ]
-    assert name_under("list/#1", 0) == "list/#1/#0"
-    assert name_under("", "a/b") == "a~1b"
+    assert child_name("list/#1", 0) == "list/#1/#0"
+    assert child_name("", "a/b") == "a~1b"
 
 
 def test_one_array_alone_is_a_state() -> None:
@@ -135,7 +135,7 @@ def test_parts_and_what_is_of_one_rank_are_told_apart_from_copies() -> None:
     array = np.zeros((2, 3))
     state = {"part": ShardedArray(array, (6, 3), (2, 0)), "own": PerRank({"x": array, "y": [array]}), "copy": array}
     _, leaves = flatten(state)
-    assert [(leaf.name, leaf.is_private, leaf.part, leaf.global_shape) for leaf in leaves] == [
+    assert [(leaf.name, leaf.is_per_rank, leaf.sharded_box, leaf.global_shape) for leaf in leaves] == [
         ("part", False, Box((2, 0), (2, 3)), (6, 3)),
         ("own/x", True, None, (2, 3)),
         ("own/y/#0", True, None, (2, 3)),
@@ -159,7 +159,7 @@ def test_arrays_of_other_libraries_are_saved_as_arrays() -> None:
     object.__setattr__(state["part"], "local", Tensor(np.zeros(1)))
     _, leaves = flatten(state, [LEAF_TYPE])
     assert leaves[0].array is array
-    assert leaves[1].part == Box((0,), (1,))
+    assert leaves[1].sharded_box == Box((0,), (1,))
 
 
 def refused(state: Any) -> CheckpointException:

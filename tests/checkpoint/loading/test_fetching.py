@@ -61,7 +61,7 @@ class TestReads:
             plain(self, offset, target)
 
         monkeypatch.setattr(MemoryReader, "read_into", read_into)
-        fetch_all(storage, manifest, rooms={0: room})
+        fetch_all(storage, manifest, into={0: room})
         assert bits(room) == bits(w)
         assert inside == [True] * len(inside)
         assert max(length for _, _, length in storage.reads) <= READ_BYTES_MAX
@@ -145,7 +145,7 @@ class TestFailure:
         storage.damage(manifest.parts[0].file, manifest.parts[0].data_offset)
         room = np.full(1_000, 7)
         with pytest.raises(CheckpointException):
-            fetch_all(storage, manifest, rooms={0: room})
+            fetch_all(storage, manifest, into={0: room})
         assert (room == 7).all()
 
     def test_a_chunk_that_is_said_to_be_stored_as_it_is_with_another_length_is_damaged(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.boxes import Box, Shape, chunk_lengths, chunks, grid_of, whole
-from forged.checkpoint.format.manifest import Manifest, Part, Tensors, boxes_once
+from forged.checkpoint.format.manifest import Manifest, Part, Tensors, deduplicate_boxes
 from forged.checkpoint.format.states import States
 from forged.checkpoint.loading import read_plan
 from forged.checkpoint.loading.read_plan import Index, Plan, Sheaf, offset_in, plan, without
@@ -40,7 +40,7 @@ def manifest_of(shapes: list[Shape], held: list[list[tuple[int, Box]]], stored: 
         digests = base64.b64encode(bytes(16 * count)).decode()
         tensors = [tensor for tensor, _ in pieces]
         parts.append(
-            Part(f"a/{rank}", rank, size + 7, 7, tensors, *boxes_once(boxes, len(tensors)), digests, "", stored)
+            Part(f"a/{rank}", rank, size + 7, 7, tensors, *deduplicate_boxes(boxes, len(tensors)), digests, "", stored)
         )
     names = [f"t{number}" for number in range(len(shapes))]
     return Manifest("a", 0.0, len(held), Tensors(names, ["uint8"] * len(shapes), shapes), States([], [], []), parts)
@@ -101,7 +101,7 @@ class TestPlan:
             index = Index(manifest_of(shapes, held))
             boxes = {want: draw(boxes_in(shape)) for want, shape in enumerate(shapes) if draw(st.booleans())}
             strided = [want for want in range(len(shapes)) if draw(st.booleans())]
-            found = plan(index, range(len(shapes)), boxes, strided=strided, turn=draw(st.integers(0, 3)))
+            found = plan(index, range(len(shapes)), boxes, strided=strided, rank=draw(st.integers(0, 3)))
             for want, shape in enumerate(shapes):
                 wanted = boxes.get(want, whole(shape))
                 assert sorted(elements_read(index, found, want, wanted)) == sorted(elements(wanted))
@@ -132,12 +132,12 @@ class TestPlan:
 
     def test_readers_take_turns_among_copies(self) -> None:
         index = Index(manifest_of([(8,)], [[(0, whole((8,)))] for _ in range(3)]))
-        assert [[*plan(index, [0], {}, turn=turn).sheaves] for turn in range(4)] == [[0], [1], [2], [0]]
+        assert [[*plan(index, [0], {}, rank=rank).sheaves] for rank in range(4)] == [[0], [1], [2], [0]]
 
     def test_readers_of_parts_take_turns_too(self) -> None:
         index = Index(manifest_of([(8,)], [[(0, Box((0,), (4,)))], [(0, Box((0,), (4,)))], [(0, Box((4,), (4,)))]]))
         for box in (Box((0,), (4,)), Box((0,), (2,))):
-            assert [[*plan(index, [0], {0: box}, turn=turn).spans] for turn in range(3)] == [[0], [1], [0]]
+            assert [[*plan(index, [0], {0: box}, rank=rank).spans] for rank in range(3)] == [[0], [1], [0]]
 
     def test_parts_that_leave_ever_more_fragments_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(read_plan, "FRAGMENTS_MAX", 20)

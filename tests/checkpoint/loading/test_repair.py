@@ -12,7 +12,7 @@ from forged.checkpoint.errors import CheckpointException, storage_error
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.loader import Loaded, load_state
 from forged.checkpoint.loading.repair import OTHERS_MAX
-from forged.checkpoint.model import CompressionLevel, Mended, PerRank, ShardedArray
+from forged.checkpoint.model import CompressionLevel, PerRank, RepairedChunk, ShardedArray
 from tests.checkpoint.layouts import small_chunks
 from tests.checkpoint.shelves import MemoryReader, MemoryStorage
 from tests.checkpoint.writer import write_checkpoint
@@ -39,7 +39,7 @@ class TestTheSameCheckpoint:
         damage_chunk(storage, manifest, 0, 2)
         loaded = load(storage, manifest)
         assert loaded.state["w"].tobytes() == W.tobytes()
-        assert loaded.mended == (Mended("w", 0, manifest.parts[0].file, 2, manifest.parts[1].file),)
+        assert loaded.repaired == (RepairedChunk("w", 0, manifest.parts[0].file, 2, manifest.parts[1].file),)
 
     def test_so_it_is_in_the_arrays_of_a_state(self) -> None:
         storage = MemoryStorage()
@@ -47,7 +47,7 @@ class TestTheSameCheckpoint:
         damage_chunk(storage, manifest, 0, 0)
         damage_chunk(storage, manifest, 0, 3)
         into = {"w": np.zeros_like(W)}
-        assert [one.chunk for one in load(storage, manifest, into=into).mended] == [0, 3]
+        assert [one.chunk for one in load(storage, manifest, into=into).repaired] == [0, 3]
         assert into["w"].tobytes() == W.tobytes()
 
     def test_two_copies_that_are_bad_in_different_chunks_make_one_good_tensor(self) -> None:
@@ -84,7 +84,7 @@ class TestTheSameCheckpoint:
         damage_chunk(storage, manifest, 0, 1)
         loaded = load_state(storage, manifest, {"w": np.zeros_like(W)})
         assert loaded.state["w"].tobytes() == W.tobytes()
-        assert loaded.mended[0].source == manifest.parts[1].file
+        assert loaded.repaired[0].source == manifest.parts[1].file
 
     @pytest.mark.parametrize("level", [CompressionLevel.FAST, CompressionLevel.BALANCED])
     def test_a_packed_chunk_is_mended_too(self, level: CompressionLevel) -> None:
@@ -98,7 +98,7 @@ class TestTheSameCheckpoint:
             storage.damage(part.file, offset, 0xFF)
         loaded = load(storage, manifest)
         assert loaded.state["w"].tobytes() == w.tobytes()
-        assert [one.chunk for one in loaded.mended] == [1]
+        assert [one.chunk for one in loaded.repaired] == [1]
 
     def test_a_copy_is_read_where_the_disk_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         storage = MemoryStorage()
@@ -122,7 +122,7 @@ class TestOtherCheckpoints:
         damage_chunk(storage, new, 0, 2)
         loaded = load(storage, new, new, old)
         assert loaded.state["w"].tobytes() == W.tobytes()
-        assert loaded.mended == (Mended("w", 0, new.parts[0].file, 2, old.parts[0].file),)
+        assert loaded.repaired == (RepairedChunk("w", 0, new.parts[0].file, 2, old.parts[0].file),)
 
     def test_one_with_other_values_is_not_even_read(self) -> None:
         storage = MemoryStorage()
@@ -155,7 +155,7 @@ class TestOtherCheckpoints:
         manifests = [write_checkpoint(storage, name, [{"w": W}]) for name in ("new", "older", "oldest")]
         damage_chunk(storage, manifests[0], 0, 1)
         damage_chunk(storage, manifests[1], 0, 1)
-        assert load(storage, *manifests).mended[0].source == manifests[2].parts[0].file
+        assert load(storage, *manifests).repaired[0].source == manifests[2].parts[0].file
 
     def test_without_a_word_those_in_the_storage_are_looked_at_the_newest_first(self) -> None:
         storage = MemoryStorage()
@@ -165,11 +165,11 @@ class TestOtherCheckpoints:
         storage.move("deleted.metadata.json", "deleted.deleted.json")
         storage.damage("bad.metadata.json", 5)
         damage_chunk(storage, manifests[-1], 0, 1)
-        (mended,) = load_state(storage, manifests[-1]).mended
-        assert mended.source == manifests[1].parts[0].file
+        (repaired,) = load_state(storage, manifests[-1]).repaired
+        assert repaired.source == manifests[1].parts[0].file
         storage.delete([manifests[1].parts[0].file])
-        (mended,) = load_state(storage, manifests[-1]).mended
-        assert mended.source == manifests[0].parts[0].file
+        (repaired,) = load_state(storage, manifests[-1]).repaired
+        assert repaired.source == manifests[0].parts[0].file
 
     def test_a_storage_that_cannot_list_them_does_not_hide_what_is_wrong(self) -> None:
         storage = MemoryStorage()
@@ -189,7 +189,7 @@ class TestOtherCheckpoints:
         def others() -> Iterator[Manifest]:
             raise AssertionError("asked for others")
 
-        assert load_state(storage, manifest, others=others).mended == ()
+        assert load_state(storage, manifest, others=others).repaired == ()
 
     def test_so_many_others_are_looked_at_and_once(self) -> None:
         storage = MemoryStorage()
@@ -219,4 +219,4 @@ def test_a_chunk_of_blocks_is_mended_where_it_is_cut() -> None:
         into = {"w": ShardedArray(np.zeros((64, 5), np.uint8), full.shape, (0, 9))}
         loaded = load_state(storage, manifest, into)
         assert into["w"].local.tobytes() == full[:, 9:14].tobytes()
-        assert len(loaded.mended) == 16
+        assert len(loaded.repaired) == 16

@@ -33,7 +33,7 @@ def test_programs_are_told_what_came_of_it(shelf: Shelf) -> None:
     told = shelf.told(f"convert {A} b.npz")
     assert told.pop("seconds") > 0
     assert told.pop("size_bytes") == Path("b.npz").stat().st_size
-    assert told == {"source": A, "target": "b.npz", "tensors": 2, "left_out": ["step"], "mended": []}
+    assert told == {"source": A, "target": "b.npz", "tensors": 2, "left_out": ["step"], "repaired": []}
 
 
 def test_safetensors_become_a_checkpoint_and_that_becomes_safetensors(shelf: Shelf) -> None:
@@ -64,7 +64,7 @@ def test_a_chunk_that_was_read_elsewhere_is_told(shelf: Shelf) -> None:
     said = shelf.run(f"convert {A} checkpoints/b --format single_file")
     assert said.code == 0
     assert "is damaged; the same bytes were read from" in said.lines[1]
-    assert len(shelf.told(f"convert {A} checkpoints/c --format single_file")["mended"]) == 1
+    assert len(shelf.told(f"convert {A} checkpoints/c --format single_file")["repaired"]) == 1
 
 
 @pytest.mark.parametrize("target", ["checkpoints/b", "b.safetensors", "b.npz"])
