@@ -11,7 +11,7 @@ import atexit
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from forged.checkpoint.errors import storage_error
@@ -22,6 +22,8 @@ T = TypeVar("T")
 LOOK_S = 0.05
 """How often a thread that waits looks whether it is to stop."""
 FAREWELL_S = 5.0
+CLEANUPS_S = 5.0
+"""How long the end of the process waits for cleanups."""
 
 
 class Calls:
@@ -33,23 +35,36 @@ class Calls:
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._stop: asyncio.Event | None = None
+        self._cleanups: set[Future[None]] = set()
 
     def begin(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
         """Have it called on the loop; `finish` tells what came of it."""
         loop = self._running_loop()
         return asyncio.run_coroutine_threadsafe(_awaited(call), loop)
 
+    def begin_cleanup(self, call: Callable[[], Awaitable[None]]) -> Future[None]:
+        """Begin a call that the end of the process waits for."""
+        future = self.begin(call)
+        self._cleanups.add(future)
+        future.add_done_callback(self._cleanups.discard)
+        return future
+
+    def wait_for_cleanups(self, timeout_s: float) -> None:
+        """Wait until all cleanups have ended, or the time is over."""
+        wait(list(self._cleanups), timeout_s)
+
     def make(self, call: Callable[[], Awaitable[T]], halt: Halt | None = None) -> T:
         """Have it called, and wait for it."""
         return finish(self.begin(call), halt)
 
     def end(self) -> None:
-        """Give up what is still under way, and end the thread."""
+        """Wait for cleanups, cancel all other calls, and end the thread."""
         with self._lock:
             loop, thread, stop = self._loop, self._thread, self._stop
             self._loop = None
         if loop is None or thread is None or stop is None or self._pid != os.getpid():
             return
+        self.wait_for_cleanups(CLEANUPS_S)
         loop.call_soon_threadsafe(stop.set)
         thread.join(FAREWELL_S)
 

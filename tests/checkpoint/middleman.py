@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 RECEIVED_BYTES_MAX = 1 << 18
+METHODS = (b"DELETE ", b"GET ", b"HEAD ", b"POST ", b"PUT ")
 
 
 class Middleman:
@@ -23,6 +24,10 @@ class Middleman:
         self._threads: list[threading.Thread] = []
         self._keeps_all = False
         self._swallowed = b""
+        self._delayed = b""
+        self._released = threading.Event()
+        self.requests: list[bytes] = []
+        """The first lines of the requests that went through, or were begun."""
         self.connections = 0
         self.held_back = threading.Event()
         """Something was kept here."""
@@ -37,6 +42,7 @@ class Middleman:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._released.set()
         with self._lock:
             for one in self._sockets:
                 _shut(one)
@@ -56,6 +62,14 @@ class Middleman:
     def swallow(self, start: bytes) -> None:
         """Let the next request that begins so through, and in place of its answer close the connection."""
         self._swallowed = start
+
+    def delay_end(self, text: bytes) -> None:
+        """Keep the last byte of the next request whose first line contains this text, until `release`."""
+        self._delayed = text
+
+    def release(self) -> None:
+        """Let the request that was delayed reach its server, also when its client has gone."""
+        self._released.set()
 
     def _accept(self) -> None:
         while True:
@@ -79,6 +93,11 @@ class Middleman:
 
     def _ask(self, client: socket.socket, server: socket.socket, muted: threading.Event) -> None:
         while data := _received(client):
+            if data.startswith(METHODS):
+                self.requests.append(data.partition(b"\r\n")[0])
+            if self._delayed and self._delayed in data.partition(b"\r\n")[0]:
+                self._delayed = b""
+                data = self._kept_back(data, client, server)
             if self._swallowed and data.startswith(self._swallowed):
                 self._swallowed = b""
                 muted.set()
@@ -86,6 +105,19 @@ class Middleman:
         if self._keeps_all:
             self.hung_up.set()
         _shut(server)
+
+    def _kept_back(self, data: bytes, client: socket.socket, server: socket.socket) -> bytes:
+        """Relay a request but for its last byte, which is returned when it may go on."""
+        head, _, body = data.partition(b"\r\n\r\n")
+        lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        missing = int(lengths[0].partition(b":")[2]) - len(body)
+        while missing and (more := _received(client)):
+            self._pass(data, server)
+            data, missing = more, missing - len(more)
+        self._pass(data[:-1], server)
+        self.held_back.set()
+        self._released.wait()
+        return data[-1:]
 
     def _answer(self, server: socket.socket, client: socket.socket, muted: threading.Event) -> None:
         while (data := _received(server)) and not muted.is_set():

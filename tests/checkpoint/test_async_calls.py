@@ -118,6 +118,23 @@ def test_the_end_gives_up_what_is_under_way_and_ends_the_thread(calls: Calls) ->
     assert threading.active_count() == before
 
 
+def test_the_end_waits_for_cleanups(calls: Calls) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    async def clean_up() -> None:
+        began.set()
+        await asyncio.to_thread(go.wait)
+
+    future = calls.begin_cleanup(clean_up)
+    assert began.wait(WAITS_S)
+    timer = threading.Timer(0.1, go.set)
+    timer.start()
+    calls.end()
+    assert go.is_set()
+    assert future.done()
+    assert not future.cancelled()
+
+
 def test_after_the_end_calls_begin_anew(calls: Calls) -> None:
     calls.end()
     assert finish(calls.begin(answer)) == 42

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forged.checkpoint.async_calls import CALLS, finish, watch
 from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
@@ -103,7 +103,7 @@ class ObjectStorage:
                 storage._take_back(name, mark)
             raise
         if not is_small:
-            storage._fill(name, source, halt, mark)
+            storage._upload(name, source, halt, mark)
 
     def settle(self, names: Collection[str]) -> None:
         """Nothing is left to do: a name lasts as its bytes do."""
@@ -184,8 +184,13 @@ class ObjectStorage:
             return None
         return found.attributes.get(MARK)
 
-    def _fill(self, name: str, source: Source, halt: Halt, mark: str) -> None:
-        """Put the parts of a file where its name was reserved."""
+    def _upload(self, name: str, source: Source, halt: Halt, mark: str) -> None:
+        """Replace the reservation of a name by the file, in parts.
+
+        A part that reaches the store after its upload was aborted may stay there for ever, and an upload whose creation
+        was cancelled cannot be aborted. So no request of an upload is cancelled: a write that fails lets its requests
+        end, completes the upload with the parts that there are, and deletes the object.
+        """
         from obstore import open_writer_async
 
         part = part_bytes(source.size)
@@ -193,14 +198,15 @@ class ObjectStorage:
         upload = open_writer_async(
             self._store, name, buffer_size=part, max_concurrency=at_once, attributes={MARK: mark}
         )
-        ending: Future[None] | None = None
+        last: Future[Any] | None = None
         try:
             for block in _blocks(name, source, halt):
-                self._asking.ask(name, partial(upload.write, block))
-            ending = self._asking.begin(upload.close)
-            self._asking.answer(name, ending, gives_up=False)
+                last = self._asking.begin(partial(upload.write, block))
+                self._asking.answer(name, last, gives_up=False)
+            last = self._asking.begin(upload.close)
+            self._asking.answer(name, last, gives_up=False)
         except BaseException:
-            self._take_back(name, mark, partial(_end, upload, ending))
+            self._take_back(name, mark, None if last is None else partial(_end, upload, last))
             raise
 
     def _take_back(self, name: str, mark: str, first: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -214,7 +220,7 @@ class ObjectStorage:
                 await self._store.delete_async([name])
 
         with suppress(Exception):
-            CALLS.begin(take_back).result(TAKING_BACK_S)
+            CALLS.begin_cleanup(take_back).result(TAKING_BACK_S)
 
     def _delete_each(self, paths: list[str]) -> None:
         for path in paths:
@@ -284,13 +290,13 @@ async def _next(stream: ListStream[Sequence[ObjectMeta]]) -> Sequence[ObjectMeta
     return await anext(stream, None)
 
 
-async def _end(upload: AsyncWritableFile, ending: Future[None] | None) -> None:
-    """Leave no parts: drop them, or wait until they are one file, once that has been asked for."""
+async def _end(upload: AsyncWritableFile, last: Future[Any]) -> None:
+    """End an upload when its last request has ended and no part is under way."""
     with suppress(Exception):
-        if ending is None:
-            await upload.__aexit__(RuntimeError, RuntimeError("taken back"), None)
-        else:
-            await asyncio.wrap_future(ending)
+        await asyncio.wrap_future(last)
+    with suppress(Exception):
+        # An upload that was closed before refuses it; one that cannot be completed is aborted by obstore.
+        await upload.close()
 
 
 def _is_refusal(error: CheckpointException) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from obstore.store import LocalStore, MemoryStore
 
+from forged.checkpoint.async_calls import CALLS
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import BLOCK_BYTES, Halt, Remote, bounded
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
@@ -115,7 +116,45 @@ def test_parts_that_come_to_nothing_are_not_kept(weed: Weed, at: int) -> None:
     storage = weed.storage(bucket)
     with pytest.raises(ZeroDivisionError):
         storage.write("a", Failing(pattern(4 * BLOCK_BYTES), at, fail), Halt())
+    CALLS.wait_for_cleanups(WAITS_S)
     assert names(storage) == []
+    assert weed.unfinished_uploads(bucket) == []
+
+
+def test_no_upload_is_ended_while_a_part_is_under_way(weed: Weed) -> None:
+    """A store may keep for ever a part that arrives after its upload was aborted."""
+    bucket = weed.bucket()
+    with Middleman(weed.ports["s3.port"]) as middleman:
+        middleman.delay_end(b"partNumber=1&")
+
+        def fail() -> None:
+            assert middleman.held_back.wait(WAITS_S)
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            through(weed, bucket, middleman).write(
+                "a", Failing(pattern(4 * BLOCK_BYTES), 3 * BLOCK_BYTES, fail), Halt()
+            )
+        before = list(middleman.requests)
+        middleman.release()
+        CALLS.wait_for_cleanups(WAITS_S)
+    assert [line for line in before if line.startswith((b"DELETE ", b"POST ")) and b"uploadId=" in line] == []
+    assert names(weed.storage(bucket)) == []
+    assert weed.unfinished_uploads(bucket) == []
+
+
+def test_an_upload_whose_creation_is_under_way_when_a_write_is_cancelled_is_not_kept(weed: Weed) -> None:
+    bucket, halt = weed.bucket(), Halt()
+    with Middleman(weed.ports["s3.port"]) as middleman:
+        middleman.delay_end(b"uploads=")
+        thread = threading.Thread(target=lambda: (middleman.held_back.wait(WAITS_S), halt.cancel()))
+        thread.start()
+        error = error_of(lambda: through(weed, bucket, middleman).write("a", Given(pattern(2 * BLOCK_BYTES)), halt))
+        thread.join()
+        assert error.code == "checkpoint_cancelled"
+        middleman.release()
+        CALLS.wait_for_cleanups(WAITS_S)
+    assert names(weed.storage(bucket)) == []
     assert weed.unfinished_uploads(bucket) == []
 
 
