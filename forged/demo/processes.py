@@ -134,7 +134,7 @@ class WorkerProcess:
             )
 
     def kill(self) -> None:
-        """kill -9, which nobody can prepare for."""
+        """Kill -9, which nobody can prepare for."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 

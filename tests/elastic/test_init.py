@@ -25,17 +25,6 @@ def undescribed(cls: ast.ClassDef) -> Iterator[str]:
             yield f"{cls.name}.{ast.unparse(member)}"
 
 
-def test_every_public_name_says_what_it_is() -> None:
-    public = {name: getattr(elastic, name) for name in elastic.__all__}
-    methods = {
-        f"{name}.{method}": found
-        for name, cls in public.items()
-        for method, found in vars(cls).items()
-        if not method.startswith("_") and (inspect.isfunction(found) or isinstance(found, (classmethod, property)))
-    }
-    assert [name for name, found in (public | methods).items() if not found.__doc__] == []
-
-
 @pytest.mark.parametrize(("module", "base"), [(model, "StrEnum"), (config, "msgspec.Struct")])
 def test_every_choice_and_every_setting_says_what_it_means(module: ModuleType, base: str) -> None:
     classes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)]

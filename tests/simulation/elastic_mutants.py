@@ -63,7 +63,6 @@ def commit_before_all_have_the_state() -> Iterator[None]:
 @contextmanager
 def _taken_at_their_word() -> Iterator[None]:
     """Everybody claims to be where the commit says."""
-
     come_to_agree = Rescaler._agree
     commits: dict[World, Commit] = {}
 

@@ -56,7 +56,6 @@ def drop_the_sync() -> Iterator[None]:
 @contextmanager
 def forget_the_dedup() -> Iterator[None]:
     """A request that comes again is done again."""
-
     known = ReplyTable.recall
 
     def oblivious(self: ReplyTable, call: Any, now: float) -> None:

@@ -178,7 +178,6 @@ class Registration:
 
 async def persevere(act: Callable[[], Awaitable[R]], source: Random, log: Log) -> R:
     """Do something until the world lets it be done; what would never be is raised."""
-
     began_at, quiet = anyio.current_time(), pauses()
     due_s = next(quiet)
 

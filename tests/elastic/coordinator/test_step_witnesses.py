@@ -30,7 +30,7 @@ def test_another_world_has_heard_nothing() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), max_size=40))
 def test_one_liar_never_makes_more_believed_than_an_honest_one_has_said(words: list[tuple[str, int]]) -> None:
-    """ "a" lies with every word; the others say what is so."""
+    """Worker "a" reports another step than the rest every time."""
     witnesses, honest = StepWitnesses(), 0
     for worker, step in words:
         lies = worker == "a"
