@@ -25,8 +25,8 @@ from forged.elastic.messages import (
     INCARNATION_BYTES,
     Heartbeat,
     JoinJob,
-    ReportPaused,
     ReportReady,
+    ReportStopped,
     RescaleCompleted,
     RescaleStarted,
     RescaleSynchronising,
@@ -93,7 +93,7 @@ class Worker:
         if isinstance(fact, RescaleStarted) and (self._generation or self.name in fact.added):
             self._stopped_at = self._step + (self._generation > 0 and self._is_ahead)
             await self._report(
-                ReportPaused(
+                ReportStopped(
                     *(JOB, self.name, incarnation_of(self.name), fact.attempt, self._stopped_at),
                     holds_state=self._generation > 0,
                 )
@@ -106,7 +106,7 @@ class Worker:
             self._generation, self._step = fact.delta.epoch, fact.step
             self._committed(self._generation, time.monotonic())
 
-    async def _report(self, request: ReportPaused | ReportReady) -> None:
+    async def _report(self, request: ReportStopped | ReportReady) -> None:
         try:
             await self.client.request(request)
         except RequestRefused as error:

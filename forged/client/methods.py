@@ -20,7 +20,8 @@ from forged.config.messages import ConfigView, ReloadConfig, Reloaded, ShowConfi
 from forged.elastic.messages import (
     AbortJob,
     ClusterView,
-    Draining,
+    ControlReply,
+    DrainReply,
     DrainWorker,
     EvictWorker,
     ListClusters,
@@ -32,7 +33,6 @@ from forged.elastic.messages import (
     ResumeJob,
     ShowCluster,
     ShowWorker,
-    Steered,
     WorkerView,
 )
 from forged.errors import Unavailable
@@ -165,7 +165,7 @@ class DaemonMethods:
             more = page.more
         return clusters
 
-    async def drain_worker(self, job: str, worker_id: str, reason: str = WISH) -> Draining:
+    async def drain_worker(self, job: str, worker_id: str, reason: str = WISH) -> DrainReply:
         """Have a worker finish its step and go; returns what may come of it that was not wanted."""
         return await self.request(DrainWorker(job, worker_id, reason))
 
@@ -173,19 +173,19 @@ class DaemonMethods:
         """Count a worker as dead."""
         await self.request(EvictWorker(job, worker_id, reason))
 
-    async def pause_job(self, job: str, reason: str = WISH) -> Steered:
+    async def pause_job(self, job: str, reason: str = WISH) -> ControlReply:
         """Let a job's training rest behind its step."""
         return await self.request(PauseJob(job, reason))
 
-    async def resume_job(self, job: str, reason: str = WISH) -> Steered:
+    async def resume_job(self, job: str, reason: str = WISH) -> ControlReply:
         """Let a job's training go on."""
         return await self.request(ResumeJob(job, reason))
 
-    async def abort_job(self, job: str, reason: str = WISH) -> Steered:
+    async def abort_job(self, job: str, reason: str = WISH) -> ControlReply:
         """Give a job's training up; its workers end."""
         return await self.request(AbortJob(job, reason))
 
-    async def rescale_job(self, job: str, reason: str = WISH) -> Steered:
+    async def rescale_job(self, job: str, reason: str = WISH) -> ControlReply:
         """Start a rescale now, with whoever is there."""
         return await self.request(RescaleJob(job, reason))
 

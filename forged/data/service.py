@@ -59,12 +59,12 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     AbortJob,
     AttemptMembers,
+    AttemptProgress,
+    ControlReply,
     JobAborted,
     ReadAttempt,
-    Receiving,
     RescaleCompleted,
     RescaleJob,
-    Steered,
     WorkerJoined,
 )
 from forged.elastic.model import LostDataPolicy
@@ -112,7 +112,7 @@ class DataService:
         """What was kept for attempts that may yet be committed."""
         self._remains: dict[str, None] = {}
         """Keys of what is no more, which are deleted by and by."""
-        self._progress: dict[str, tuple[int, dict[str, Receiving]]] = {}
+        self._progress: dict[str, tuple[int, dict[str, AttemptProgress]]] = {}
         self._serve()
 
     def _serve(self) -> None:
@@ -126,7 +126,7 @@ class DataService:
         serve(ShowData, self._show, owner=OWNER)
         serve(ShowTransfers, self._show_transfers, owner=OWNER)
         serve(PlanData, self._preview, owner=OWNER)
-        self._bus.on_signal(Receiving, self._progressed, name="data.progress")
+        self._bus.on_signal(AttemptProgress, self._progressed, name="data.progress")
         self._bus.on(RescaleCompleted, self._adopt, name="data.commits", durable=True)
         self._bus.on(JobRemoved, self._removed, name="data.removal", durable=True)
         self._bus.on(WorkerJoined, self._joined, name="data.joins")
@@ -177,7 +177,7 @@ class DataService:
             members.target,
             members.leaving,
             self._clock.monotonic(),
-            cause=members.cause,
+            cause=members.started_id,
             generation=members.generation,
         )
         worker = custody.member(request.worker_id)
@@ -196,7 +196,7 @@ class DataService:
             return Decision(OfferTaken())
         config = ElasticTrainingConfig.from_settings(members.settings)
         facts = await self._settle(custody, custody.gathering, config, request)
-        return Decision(OfferTaken(), facts, job=request.job, generation=members.generation, cause=members.cause)
+        return Decision(OfferTaken(), facts, job=request.job, generation=members.generation, cause=members.started_id)
 
     async def _members(self, request: OfferShards | ReportLostShards) -> AttemptMembers:
         """Who is in the attempt, for one who is; refused when it is over."""
@@ -227,7 +227,7 @@ class DataService:
             dataset_write(job, request.dataset),
             job,
             members.generation,
-            members.joined or members.cause,
+            members.joined_id or members.started_id,
         )
         self._bus.ledger.append(defined, origin=OWNER)
         return custody
@@ -290,7 +290,7 @@ class DataService:
     ) -> None:
         """Ask those who have come meanwhile, if there are any for whom there is room; else go by the policy."""
         config = ElasticTrainingConfig.from_settings(members.settings)
-        if members.room and members.outside:
+        if members.has_room and members.waiting:
             self._begin_anew(job, gathering, SOMEBODY_CAME)
         elif certain and config.lost_data_policy is LostDataPolicy.ABORT:
             named = ", ".join(map(str, lack.shards)) + (", …" if lack.number > NAMED_MAX else "")
@@ -304,7 +304,7 @@ class DataService:
         gathering.is_left = True
         self._submit(RescaleJob(job, why))
 
-    def _submit(self, request: Request[Steered]) -> None:
+    def _submit(self, request: Request[ControlReply]) -> None:
         """Ask for what may be refused, which then is no more needed."""
         self._bus.submit(request, Call(DAEMON, OWNER))
 
@@ -433,7 +433,7 @@ class DataService:
             self._append({key: writes.pop(key) for key in list(islice(writes, PART_MAX))})
         return writes
 
-    def _progressed(self, signal: Receiving, call: Call) -> None:
+    def _progressed(self, signal: AttemptProgress, call: Call) -> None:
         attempt, known = self._progress.get(signal.job, (0, {}))
         if signal.attempt > attempt:
             attempt, known = signal.attempt, {}
@@ -542,7 +542,7 @@ class DataService:
         for worker in gathering.target:
             told = progress.get(worker.id) if attempt == gathering.attempt else None
             finished = gathering.finished.get(worker.id)
-            done, moved, _ = finished or (Finished(told.transfers, told.data) if told else Finished(0, 0))
+            done, moved, _ = finished or (Finished(told.shards, told.data_bytes) if told else Finished(0, 0))
             transfers = 0 if gathering.plan is None else len(gathering.plan.for_worker(worker))
             yield WorkerTransfers(worker.id, done, transfers, moved, finished is not None)
 
@@ -555,7 +555,7 @@ class DataService:
 
 def _in_full(lack: Lack, members: AttemptMembers) -> Lack:
     """What cannot be had; and that somebody may have it who finds no room in the world, if that is so."""
-    waiting = 0 if members.room else members.outside
+    waiting = 0 if members.has_room else members.waiting
     if not waiting:
         return lack
     who = "1 worker waits and was" if waiting == 1 else f"{waiting} workers wait and were"

@@ -22,7 +22,7 @@ from forged.data.store.directory import DirectoryShardStore
 from forged.data.store.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.store.port import ShardStore
 from forged.data.transfer.bandwidth import RATE_BYTES_MIN
-from forged.elastic.compatibility import Common
+from forged.elastic.compatibility import SharedConfig
 from forged.errors import Problem, RequestRefused
 
 
@@ -102,9 +102,9 @@ def _require_equal(what: str, of_data: int, of_sampler: int) -> None:
         raise RequestRefused("sampler_differs", text, "give both the same dataset")
 
 
-def common_of(data: TrainingData | None, sampler: ElasticSampler | None) -> Common:
+def common_of(data: TrainingData | None, sampler: ElasticSampler | None) -> SharedConfig:
     """What all workers of the job have to have in common with one that is given these."""
-    common: Common = {}
+    common: SharedConfig = {}
     if data is not None:
         common["dataset"] = msgspec.structs.asdict(data.spec)
     if sampler is not None:

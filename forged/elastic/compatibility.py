@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
 
-Common = dict[str, dict[str, SettingValue]]
+SharedConfig = dict[str, dict[str, SettingValue]]
 """The values of each part; a part that is not named is not there."""
 
 PARTS_MAX = 8
@@ -20,16 +20,18 @@ CHARS_MAX = 200
 FIX = "give all workers of the job the same, or this one to another job"
 
 
-def check_common(common: Common | None) -> None:
+def check_shared_config(common: SharedConfig | None) -> None:
     """Refuse what is more than anybody has to say."""
     parts = (common or {}).items()
     texts = (text for name, part in parts for text in (name, *part, *part.values()) if isinstance(text, str))
     is_small = len(parts) <= PARTS_MAX and all(len(part) <= VALUES_MAX for _, part in parts)
     if not is_small or any(len(text) > CHARS_MAX for text in texts):
-        raise RequestRefused("common_invalid", "what the workers are to have in common is too much", "give few values")
+        raise RequestRefused(
+            "shared_config_invalid", "what the workers are to have in common is too much", "give few values"
+        )
 
 
-def require_same(job: str, known: Common, given: Common) -> None:
+def require_compatible(job: str, known: SharedConfig, given: SharedConfig) -> None:
     """Refuse who would train with something else than the job does."""
     for part in sorted(known.keys() | given.keys()):
         if part not in given:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from forged.auth.model import Role
-from forged.elastic.compatibility import Common
+from forged.elastic.compatibility import SharedConfig
 from forged.elastic.model import (
     ClusterTopology,
     GlobalTrainingState,
@@ -198,7 +198,7 @@ class JobAborted(Fact, frozen=True):
 # Requests of workers.
 
 
-class Joined(msgspec.Struct, frozen=True):
+class JoinReply(msgspec.Struct, frozen=True):
     """What a worker has to know: where the job is. `attempt` is the one under way that it is in, 0 without one."""
 
     generation: int
@@ -213,20 +213,20 @@ class Joined(msgspec.Struct, frozen=True):
     settings: dict[str, SettingValue]
     is_member: bool = False
     """Whether this very worker is in the committed world."""
-    leaving: str | None = None
+    drain_reason: str | None = None
     """Why it is to go; None while it may stay."""
     synchronising: RescaleSynchronising | None = None
     """What was settled in the attempt, once it was."""
     in_background: bool = False
     """Whether nobody stops for the attempt."""
-    goes: bool = False
+    is_leaver: bool = False
     """Whether the attempt is at a world without this worker, which takes part because it is there."""
 
 
-class JoinJob(Request[Joined], frozen=True):
+class JoinJob(Request[JoinReply], frozen=True):
     """Register as a worker of a job; the same incarnation may do so again. The first one creates the job.
 
-    `settings`, if given, are those that the job has to have, or was created with. Who comes `again` has registered
+    `settings`, if given, are those that the job has to have, or was created with. Who comes `rejoin` has registered
     before and wants to know what it has missed, whatever the settings are by now; it is refused if it counts as dead.
     """
 
@@ -239,24 +239,24 @@ class JoinJob(Request[Joined], frozen=True):
     local_world_size: int = 1
     attributes: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
     settings: dict[str, SettingValue] | None = None
-    again: bool = False
+    rejoin: bool = False
     with_data: bool = False
     """Whether it holds training data."""
-    common: Common | None = None
+    shared_config: SharedConfig | None = None
     """What all workers of the job have to have in common; None: it does not say."""
 
 
-class Leave(msgspec.Struct, frozen=True):
+class LeaveReply(msgspec.Struct, frozen=True):
     """Whether a worker that is to go may do so."""
 
-    may_go: bool
+    may_leave: bool
     """False while it is in the committed world and others can form the next one, which has all that it has."""
 
 
-class LeaveJob(Request[Leave], frozen=True):
+class LeaveJob(Request[LeaveReply], frozen=True):
     """Go: in good order, because the training is `done`, or because the worker `failed`. Unknown workers: no error.
 
-    Who goes only `if_it_may` stays where it is when the answer is no.
+    Who goes only `if_permitted` stays where it is when the answer is no.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -268,10 +268,10 @@ class LeaveJob(Request[Leave], frozen=True):
     done: bool = False
     failed: bool = False
     step: int = 0
-    if_it_may: bool = False
+    if_permitted: bool = False
 
 
-class ReportPaused(Request[Nothing], frozen=True):
+class ReportStopped(Request[Nothing], frozen=True):
     """The worker has stopped for an attempt, with so many steps committed.
 
     `finished` tells that it has done the next one too, and does not know whether all have. `holds_state` is false for
@@ -328,7 +328,7 @@ class ReportDeath(Request[Nothing], frozen=True):
     reason: str = ""
 
 
-class AnnounceLeave(Request[Leave], frozen=True):
+class AnnounceLeave(Request[LeaveReply], frozen=True):
     """A worker is to go: others form a world without it, in which all is that it has."""
 
     needs: ClassVar[Role] = Role.WORKER
@@ -339,7 +339,7 @@ class AnnounceLeave(Request[Leave], frozen=True):
     reason: str = ""
 
 
-class ReadLeave(Request[Leave], frozen=True):
+class ReadLeave(Request[LeaveReply], frozen=True):
     """Whether a worker that has announced its leave may go by now."""
 
     needs: ClassVar[Role] = Role.WORKER
@@ -364,13 +364,13 @@ class AttemptMembers(msgspec.Struct, frozen=True):
     """Whether the world before trains on meanwhile."""
     generation: int = 0
     """Of the world before."""
-    room: bool = True
+    has_room: bool = True
     """Whether the wanted world could have more members."""
-    outside: int = 0
+    waiting: int = 0
     """How many workers wait that are not in the attempt."""
-    cause: int = 0
+    started_id: int = 0
     """The id of the fact that the attempt was begun."""
-    joined: int = 0
+    joined_id: int = 0
     """That of the fact that the worker which asks has joined; 0 where that was another daemon's."""
 
 
@@ -406,9 +406,9 @@ class Heartbeat(Signal, frozen=True):
     worker_id: str
     incarnation: bytes
     step: int = 0
-    marks: int = 0
-    every_s: float = 0.0
-    parting: bool = False
+    collective_seq: int = 0
+    interval_s: float = 0.0
+    last_step_done: bool = False
     """Whether it has done its last step, and does by itself what remains to be done before it goes."""
 
     @property
@@ -416,7 +416,7 @@ class Heartbeat(Signal, frozen=True):
         return self.worker_id
 
 
-class Receiving(Signal, frozen=True):
+class AttemptProgress(Signal, frozen=True):
     """A member of an attempt is sent what it needs, or waits for others. So many bytes of the state have come."""
 
     external: ClassVar[bool] = True
@@ -425,16 +425,16 @@ class Receiving(Signal, frozen=True):
     worker_id: str
     incarnation: bytes
     attempt: int
-    received: int
-    transfers: int = 0
+    state_bytes: int
+    shards: int = 0
     """How many pieces of training data are whole."""
-    data: int = 0
+    data_bytes: int = 0
     """How many bytes of training data have come."""
-    waits: bool = False
+    is_waiting: bool = False
     """Whether it waits for others, or gets on with what may last."""
     trouble: str = ""
     """Why it does not get on; empty where nothing is the matter."""
-    unreached: str = ""
+    unreachable_peer: str = ""
     """Whom it does not reach; empty where it need not, or does."""
 
     @property
@@ -453,8 +453,8 @@ class Pulse(Signal, frozen=True):
     incarnation: bytes
     cpu_s: float = 0.0
     step: int = 0
-    marks: int = 0
-    every_s: float = 0.0
+    collective_seq: int = 0
+    interval_s: float = 0.0
 
     @property
     def key(self) -> str:
@@ -517,7 +517,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     failures: int
     reason: str
     rescale: RescaleView | None
-    standing: str = ""
+    stall_report: str = ""
     """What stands still, and why; empty where nothing does."""
 
 
@@ -569,13 +569,13 @@ class ShowCluster(Request[ClusterView], frozen=True):
     job: str
 
 
-class Draining(msgspec.Struct, frozen=True):
+class DrainReply(msgspec.Struct, frozen=True):
     """What will come of it that a worker is to go, where that may not be what was wanted."""
 
     remarks: list[str] = []
 
 
-class DrainWorker(Request[Draining], frozen=True):
+class DrainWorker(Request[DrainReply], frozen=True):
     """Have a worker finish its step and go."""
 
     job: str
@@ -591,37 +591,37 @@ class EvictWorker(Request[Nothing], frozen=True):
     reason: str = "an operator's wish"
 
 
-class Steered(msgspec.Struct, frozen=True):
+class ControlReply(msgspec.Struct, frozen=True):
     """What came of it that somebody steered a job's training: whether anything `changed`, or else for which `reason` it
     was so already; and what stands still now."""
 
     changed: bool = True
     reason: str = ""
-    standing: str = ""
+    stall_report: str = ""
 
 
-class PauseJob(Request[Steered], frozen=True):
+class PauseJob(Request[ControlReply], frozen=True):
     """Let training rest behind its step."""
 
     job: str
     reason: str = "an operator's wish"
 
 
-class ResumeJob(Request[Steered], frozen=True):
+class ResumeJob(Request[ControlReply], frozen=True):
     """Let training go on."""
 
     job: str
     reason: str = "an operator's wish"
 
 
-class AbortJob(Request[Steered], frozen=True):
+class AbortJob(Request[ControlReply], frozen=True):
     """Give training up; its workers end."""
 
     job: str
     reason: str = "an operator's wish"
 
 
-class RescaleJob(Request[Steered], frozen=True):
+class RescaleJob(Request[ControlReply], frozen=True):
     """Start a rescale now, with whoever is there. Where it `stops`, nobody trains until it is done."""
 
     job: str
@@ -667,7 +667,7 @@ class PlanRescale(Request[RescalePlan], frozen=True):
 WORKER_REQUESTS = (
     JoinJob,
     LeaveJob,
-    ReportPaused,
+    ReportStopped,
     ReportReady,
     ReportTrouble,
     ReportDeath,

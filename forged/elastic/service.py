@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from forged.auth.model import Role
 from forged.clock import Clock
-from forged.elastic.compatibility import check_common
+from forged.elastic.compatibility import check_shared_config
 from forged.elastic.config import LEARNING_RATE_MAX, require_trainable
 from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.coordinator.records import PREFIX, anew, job_of, restored, writes
@@ -29,19 +29,21 @@ from forged.elastic.messages import (
     AbortJob,
     AnnounceLeave,
     AttemptMembers,
+    AttemptProgress,
     ClusterPage,
     ClusterView,
-    Draining,
+    ControlReply,
+    DrainReply,
     DrainWorker,
     EvictWorker,
     Heartbeat,
     JobAborted,
     JobCompleted,
     JobWaiting,
-    Joined,
     JoinJob,
-    Leave,
+    JoinReply,
     LeaveJob,
+    LeaveReply,
     ListClusters,
     ListWorkers,
     PauseJob,
@@ -51,10 +53,9 @@ from forged.elastic.messages import (
     ReadAttempt,
     ReadLeave,
     ReadTopology,
-    Receiving,
     ReportDeath,
-    ReportPaused,
     ReportReady,
+    ReportStopped,
     ReportTrouble,
     RescaleAborted,
     RescaleCompleted,
@@ -65,7 +66,6 @@ from forged.elastic.messages import (
     ResumeJob,
     ShowCluster,
     ShowWorker,
-    Steered,
     WorkerJoined,
     WorkerPage,
     WorkerView,
@@ -93,7 +93,7 @@ ATTRIBUTE_CHARS_MAX = 1_000
 PEER_KEY_BYTES = 32
 PROBES_MAX = 256
 """Addresses that are asked at once; the others wait for their turn."""
-MARKS_MAX = 2**63 - 1
+COLLECTIVE_SEQ_MAX = 2**63 - 1
 WORKERS_PER_CLIENT = 64
 """With more, those that a client spoke for once are looked through."""
 STEP_MAX = 2**53
@@ -142,7 +142,7 @@ class ElasticService:
         serve = self._bus.serve
         serve(JoinJob, self._join, owner=OWNER)
         serve(LeaveJob, self._leave, owner=OWNER)
-        serve(ReportPaused, self._paused, owner=OWNER)
+        serve(ReportStopped, self._paused, owner=OWNER)
         serve(ReportReady, self._ready, owner=OWNER)
         serve(ReportTrouble, self._trouble, owner=OWNER)
         serve(ReportDeath, self._death, owner=OWNER)
@@ -163,7 +163,7 @@ class ElasticService:
         serve(RescaleJob, self._rescale, owner=OWNER)
         self._bus.on_signal(Heartbeat, self._heartbeat, name="elastic.heartbeats")
         self._bus.on_signal(Pulse, self._pulse, name="elastic.pulses")
-        self._bus.on_signal(Receiving, self._receiving, name="elastic.receiving")
+        self._bus.on_signal(AttemptProgress, self._receiving, name="elastic.receiving")
         self._bus.on(JobChanged, self._job_changed, name="elastic.settings", durable=True)
         self._bus.on(JobRemoved, self._job_removed, name="elastic.removal", durable=True)
 
@@ -313,17 +313,17 @@ class ElasticService:
 
     # What workers ask.
 
-    async def _join(self, request: JoinJob, call: Call) -> Decision[Joined]:
+    async def _join(self, request: JoinJob, call: Call) -> Decision[JoinReply]:
         worker = check_worker("worker", request.worker)
         _check_joining(request)
-        if request.again:
+        if request.rejoin:
             self._require_known(request)
         # Who has registered before goes by what the settings are now.
-        known = self.clusters.get(request.job) if request.again or request.settings is None else None
+        known = self.clusters.get(request.job) if request.rejoin or request.settings is None else None
         settings = known.settings if known else await self._settings(request, call)
         # Before anybody is told of the worker: what the store holds was not always checked at the door.
         require_trainable(request.job, settings)
-        if request.again:
+        if request.rejoin:
             # Much may have happened while the settings were asked for.
             self._require_known(request)
         cluster = self.clusters.get(request.job)
@@ -344,9 +344,9 @@ class ElasticService:
             # Its client may have gone while the settings were asked for, when there was nobody yet to be lost.
             lost_at=None if call.client in self._connected else now.monotonic,
         )
-        cluster.require_same(request.common)
+        cluster.require_compatible(request.shared_config)
         cluster.join(newcomer, now)
-        cluster.agree(request.common)
+        cluster.agree(request.shared_config)
         if (member := cluster.members.get(worker.id)) is None:
             # Its client has gone, and somebody had said before that it does not reach it.
             self._settle(cluster)
@@ -370,13 +370,13 @@ class ElasticService:
         job = await self._bus.ask(CreateJob(request.job, request.settings or {}), ours)
         return dict(job.settings)
 
-    def _leave(self, request: LeaveJob, call: Call) -> Decision[Leave]:
+    def _leave(self, request: LeaveJob, call: Call) -> Decision[LeaveReply]:
         _check_number("step", request.step, STEP_MAX)
         cluster = self.clusters.get(request.job)
         if cluster is None:
-            return Decision(Leave(may_go=True))
-        if request.if_it_may and not _may_go(cluster, request):
-            return Decision(Leave(may_go=False))
+            return Decision(LeaveReply(may_leave=True))
+        if request.if_permitted and not _may_go(cluster, request):
+            return Decision(LeaveReply(may_leave=False))
         now = self._now()
         if request.failed:
             cluster.died(request.worker_id, request.incarnation, now, request.reason or "it said so")
@@ -389,9 +389,9 @@ class ElasticService:
                 done=request.done,
                 step=request.step,
             )
-        return self._decide(cluster, Leave(may_go=True))
+        return self._decide(cluster, LeaveReply(may_leave=True))
 
-    def _paused(self, request: ReportPaused, call: Call) -> Decision[Nothing]:
+    def _paused(self, request: ReportStopped, call: Call) -> Decision[Nothing]:
         cluster = self._get(request.job)
         _check_stop(request)
         stop = StopReport(
@@ -431,54 +431,56 @@ class ElasticService:
         return self._decide(cluster, Nothing())
 
     def _topology(self, request: ReadTopology, call: Call) -> ClusterTopology:
-        return self._get(request.job).lineup.topology
+        return self._get(request.job).membership.topology
 
     def _attempt(self, request: ReadAttempt, call: Call) -> AttemptMembers:
         return self._get(request.job).attempt_members(request.worker_id, request.incarnation)
 
-    def _announce(self, request: AnnounceLeave, call: Call) -> Decision[Leave]:
+    def _announce(self, request: AnnounceLeave, call: Call) -> Decision[LeaveReply]:
         cluster = self._get(request.job)
         if cluster.members.known(request.worker_id, request.incarnation) is not None:
             cluster.drain(request.worker_id, self._now(), request.reason or "it wanted to")
-        return self._decide(cluster, Leave(may_go=_may_go(cluster, request)))
+        return self._decide(cluster, LeaveReply(may_leave=_may_go(cluster, request)))
 
-    def _may_leave(self, request: ReadLeave, call: Call) -> Leave:
-        return Leave(may_go=_may_go(self._get(request.job), request))
+    def _may_leave(self, request: ReadLeave, call: Call) -> LeaveReply:
+        return LeaveReply(may_leave=_may_go(self._get(request.job), request))
 
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
-        if cluster is not None and _is_countable(signal.step, signal.marks):
+        if cluster is not None and _is_countable(signal.step, signal.collective_seq):
             now = self._now()
             who = signal.worker_id, signal.incarnation
-            cluster.heartbeat(*who, signal.step, signal.marks, now, signal.every_s, parting=signal.parting)
+            cluster.heartbeat(
+                *who, signal.step, signal.collective_seq, now, signal.interval_s, last_step_done=signal.last_step_done
+            )
             if cluster.out:
                 self._settle(cluster)
 
     def _pulse(self, signal: Pulse, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
-        if cluster is not None and _is_countable(signal.step, signal.marks):
+        if cluster is not None and _is_countable(signal.step, signal.collective_seq):
             now = self._now()
             who = signal.worker_id, signal.incarnation
-            cluster.pulse(*who, signal.step, signal.marks, signal.cpu_s, now, signal.every_s)
+            cluster.pulse(*who, signal.step, signal.collective_seq, signal.cpu_s, now, signal.interval_s)
             if cluster.out:
                 self._settle(cluster)
 
-    def _receiving(self, signal: Receiving, call: Call) -> None:
+    def _receiving(self, signal: AttemptProgress, call: Call) -> None:
         cluster = self.clusters.get(signal.job)
         if cluster is not None:
             # However small a piece is: when it is whole, that is progress.
-            received = signal.received, signal.data + signal.transfers * RECEIVED_BYTES_MIN
+            received = signal.state_bytes, signal.data_bytes + signal.shards * RECEIVED_BYTES_MIN
             cluster.receiving(
                 signal.worker_id,
                 signal.incarnation,
                 signal.attempt,
                 received,
                 self._now(),
-                waits=signal.waits,
+                waits=signal.is_waiting,
                 trouble=signal.trouble,
-                unreached=signal.unreached,
+                unreached=signal.unreachable_peer,
             )
-            if signal.unreached:
+            if signal.unreachable_peer:
                 self._wake()
             if cluster.out:
                 self._settle(cluster)
@@ -513,23 +515,23 @@ class ElasticService:
     def _plan(self, request: PlanRescale, call: Call) -> RescalePlan:
         return plan(self._get(request.job), request.workers)
 
-    def _drain(self, request: DrainWorker, call: Call) -> Decision[Draining]:
+    def _drain(self, request: DrainWorker, call: Call) -> Decision[DrainReply]:
         cluster = self._get(request.job)
         cluster.drain(request.worker_id, self._now(), request.reason)
-        return self._decide(cluster, Draining(drain_remarks(cluster, request.worker_id)))
+        return self._decide(cluster, DrainReply(drain_remarks(cluster, request.worker_id)))
 
     def _evict(self, request: EvictWorker, call: Call) -> Decision[Nothing]:
         cluster = self._get(request.job)
         cluster.evict(request.worker_id, self._now(), request.reason)
         return self._decide(cluster, Nothing())
 
-    def _rescale(self, request: RescaleJob, call: Call) -> Decision[Steered]:
+    def _rescale(self, request: RescaleJob, call: Call) -> Decision[ControlReply]:
         cluster = self._get(request.job)
         cluster.rescale(self._now(), request.reason, stops=request.stops)
         begins = cluster.phase not in (Phase.FORMING, Phase.WAITING)
         return self._decide(cluster, steered(cluster, self._clock.monotonic(), changed=begins))
 
-    def _want(self, request: Any, call: Call, act: Callable[[Cluster, Moment, str], None]) -> Decision[Steered]:
+    def _want(self, request: Any, call: Call, act: Callable[[Cluster, Moment, str], None]) -> Decision[ControlReply]:
         cluster = self._get(request.job)
         before = cluster.phase, cluster.paused
         act(cluster, self._now(), request.reason)
@@ -687,24 +689,24 @@ def _gone(request: JoinJob) -> RequestRefused:
     return RequestRefused("worker_gone", f"{who} counts as dead or has left", "start another")
 
 
-def _joined(cluster: Cluster, member: Member, fence: Fence) -> Joined:
+def _joined(cluster: Cluster, member: Member, fence: Fence) -> JoinReply:
     # Who is not in the attempt has nothing to do in it, and is to take nobody's state.
     attempt = cluster.attempt if cluster.attempt and member.id in cluster.attempt else None
-    return Joined(
+    return JoinReply(
         generation=cluster.generation,
         fence=fence,
         phase=cluster.phase,
         paused=cluster.paused,
         attempt=attempt.number if attempt else 0,
         peer_key=cluster.key,
-        topology=cluster.lineup.topology,
+        topology=cluster.membership.topology,
         state=cluster.state,
         settings=cluster.settings,
-        is_member=cluster.lineup.holds(member),
-        leaving=member.leaving,
+        is_member=cluster.membership.holds(member),
+        drain_reason=member.drain_reason,
         synchronising=cluster.synchronising if attempt else None,
         in_background=attempt is not None and attempt.in_background,
-        goes=attempt is not None and member.id in attempt.relieved,
+        is_leaver=attempt is not None and member.id in attempt.relieved,
     )
 
 
@@ -713,9 +715,9 @@ def _may_go(cluster: Cluster, request: LeaveJob | AnnounceLeave | ReadLeave) -> 
     return member is None or cluster.may_go(member)
 
 
-def _is_countable(step: int, marks: int) -> bool:
-    """Whether these can be numbers of steps, and of marks; what else a signal brings is nobody's word."""
-    return 0 <= step <= STEP_MAX and 0 <= marks <= MARKS_MAX
+def _is_countable(step: int, collective_seq: int) -> bool:
+    """Whether these can be numbers of steps, and of collective_seq; what else a signal brings is nobody's word."""
+    return 0 <= step <= STEP_MAX and 0 <= collective_seq <= COLLECTIVE_SEQ_MAX
 
 
 def _check_number(name: str, number: int, most: int) -> None:
@@ -723,7 +725,7 @@ def _check_number(name: str, number: int, most: int) -> None:
         raise RequestRefused("stop_invalid", f"{name} = {number} is no number of steps", f"report 0 to {most}")
 
 
-def _check_stop(request: ReportPaused) -> None:
+def _check_stop(request: ReportStopped) -> None:
     sound = {
         "step": 0 <= request.step <= STEP_MAX,
         "epoch": 0 <= request.epoch <= STEP_MAX,
@@ -739,7 +741,7 @@ def _check_stop(request: ReportPaused) -> None:
 def _check_joining(request: JoinJob) -> None:
     if len(request.incarnation) != INCARNATION_BYTES:
         raise RequestRefused("incarnation_invalid", f"incarnation has {len(request.incarnation)} bytes", "draw 16")
-    check_common(request.common)
+    check_shared_config(request.shared_config)
     attributes = request.attributes
     if len(attributes) > ATTRIBUTES_MAX or any(
         len(key) + len(value) > ATTRIBUTE_CHARS_MAX for key, value in attributes.items()

@@ -24,7 +24,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.membership.member import pulse_interval_s
 from forged.elastic.messages import (
     JobWaiting,
-    Joined,
+    JoinReply,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -210,7 +210,7 @@ class WorkerSession:
         self._hearing.begin_to_ask()
         return passage
 
-    async def _come_in(self) -> Joined:
+    async def _come_in(self) -> JoinReply:
         """Ask to be taken in. Whoever is interrupted in that may be known to the daemon all the same."""
         self._may_be_known = True
         try:
@@ -236,7 +236,7 @@ class WorkerSession:
         presence, profile = self._presence, self._profile
         return UsageReport(self._place, consumption, lambda: presence.topology, self._line, profile.clock, profile.log)
 
-    async def _join(self, *, again: bool = False) -> Joined:
+    async def _join(self, *, again: bool = False) -> JoinReply:
         profile = self._profile
         return await self._line.join(
             os.getpid(),
@@ -255,7 +255,7 @@ class WorkerSession:
             # It may be another daemon, which counts on this worker otherwise.
             self.beat_now()
 
-    def _learn(self, joined: Joined) -> Rescaler:
+    def _learn(self, joined: JoinReply) -> Rescaler:
         """Take what the daemon has told of the job."""
         self._mesh.trust(joined.peer_key)
         self._standing.catch_up(joined)
@@ -363,7 +363,7 @@ class WorkerSession:
             shown = await self._client.request(ShowCluster(self._line.job))
         except ForgedError as error:
             return f"the daemon does not say: {error.message}"
-        return shown.standing or f"the job is {shown.phase}"
+        return shown.stall_report or f"the job is {shown.phase}"
 
     # Going.
 

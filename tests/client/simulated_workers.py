@@ -13,8 +13,8 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     INCARNATION_BYTES,
     JoinJob,
-    ReportPaused,
     ReportReady,
+    ReportStopped,
     RescaleCompleted,
     RescaleStarted,
     RescaleSynchronising,
@@ -46,7 +46,7 @@ def _agree(client: BlockingClient, job: str, names: tuple[str, ...], facts: Iter
     for fact in facts:
         if isinstance(fact, RescaleStarted):
             for name in names:
-                stop = ReportPaused(job, name, incarnation_of(name), fact.attempt, 0, 0, LEARNING_RATE, BATCH, False)
+                stop = ReportStopped(job, name, incarnation_of(name), fact.attempt, 0, 0, LEARNING_RATE, BATCH, False)
                 client.request(stop)
         elif isinstance(fact, RescaleSynchronising):
             for name in set(names) - {fact.source.id}:

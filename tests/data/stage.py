@@ -14,7 +14,7 @@ from forged.data.messages import REQUESTS as DATA_REQUESTS
 from forged.data.messages import DatasetSpec, OfferShards, OfferTaken, ReadTransfers, ReportShards, TransferPart
 from forged.data.ownership.records import PREFIX
 from forged.data.service import DataService, inline
-from forged.elastic.messages import REQUESTS, Receiving, RescaleCompleted
+from forged.elastic.messages import REQUESTS, AttemptProgress, RescaleCompleted
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call
@@ -125,7 +125,7 @@ class DataStage(Stage):
     def says_it_waits(self, *names: str) -> None:
         for name in names:
             worker = self.crew[name]
-            said = Receiving(JOB, name, worker.incarnation, self.attempt, 0, waits=True)
+            said = AttemptProgress(JOB, name, worker.incarnation, self.attempt, 0, is_waiting=True)
             self.kernel.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
 
     def owners(self) -> dict[str, set[int]]:

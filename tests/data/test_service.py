@@ -33,11 +33,11 @@ from forged.data.ownership.ownership import SHARDS_LOST
 from forged.elastic.messages import (
     AbortJob,
     AnnounceLeave,
+    AttemptProgress,
     DrainWorker,
     EvictWorker,
     JobAborted,
     ReadLeave,
-    Receiving,
     ReportReady,
     RescaleCompleted,
     RescaleJob,
@@ -584,7 +584,7 @@ class TestProgress:
             await stage.offer_all()
             b = stage.crew["b"]
             for attempt, data in ((1, 300), (0, 900)):
-                said = Receiving(JOB, "b", b.incarnation, attempt, 5_000, transfers=data // 100, data=data)
+                said = AttemptProgress(JOB, "b", b.incarnation, attempt, 5_000, shards=data // 100, data_bytes=data)
                 stage.kernel.bus.signal(said, Call(OPERATOR, "a test", client=b.client))
                 await stage.wait(0.1)
             shown = await stage.kernel.bus.ask(ShowTransfers(JOB))
@@ -1096,7 +1096,7 @@ class TestLostShards:
             stage.says_it_waits("a", "b")
             await stage.wait(0.4)
             worker = stage.crew["b"]
-            said = Receiving(JOB, "b", worker.incarnation, 1, 0)
+            said = AttemptProgress(JOB, "b", worker.incarnation, 1, 0)
             stage.kernel.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
             await stage.wait(1.0)
             assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == ["b"]
@@ -1150,7 +1150,7 @@ class TestLostShards:
             reason = "1 worker waits and was not asked, because the world is full"
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9], reason)]
             assert (await stage.kernel.bus.ask(ShowTransfers(JOB))).lost_because == reason
-            assert (await stage.kernel.bus.ask(ShowCluster(JOB))).standing.endswith(
+            assert (await stage.kernel.bus.ask(ShowCluster(JOB))).stall_report.endswith(
                 "; 1 worker waits: max_workers is 1"
             )
 
@@ -1380,7 +1380,7 @@ class TestAWorkerThatIsToGo:
             await stage.commit("a", "b")
             assert stage.owners() == {"b": ALL}
             for one in (a, b):
-                assert (await one.ask(ReadLeave(JOB, one.name, one.incarnation))).may_go
+                assert (await one.ask(ReadLeave(JOB, one.name, one.incarnation))).may_leave
             assert not stage.attempt
 
     @on_virtual_time

@@ -59,7 +59,7 @@ class Play:
     @property
     def world(self) -> list[str]:
         """The committed world in the order of ranks."""
-        return [worker.id for worker in self.cluster.lineup.topology.workers]
+        return [worker.id for worker in self.cluster.membership.topology.workers]
 
     # What happens.
 
@@ -94,16 +94,18 @@ class Play:
         self.cluster.probed(name, incarnation(name, life), self.now, refused=True)
         return self.news()
 
-    def beat(self, *names: str, step: int = 0, marks: int = 0, parting: bool = False) -> list[Fact]:
+    def beat(self, *names: str, step: int = 0, collective_seq: int = 0, last_step_done: bool = False) -> list[Fact]:
         for name in names:
             member = self.cluster.members[name]
-            self.cluster.heartbeat(name, member.incarnation, step, marks, self.now, parting=parting)
+            self.cluster.heartbeat(
+                name, member.incarnation, step, collective_seq, self.now, last_step_done=last_step_done
+            )
         return self.news()
 
-    def pulse(self, *names: str, step: int = 0, marks: int = 0, cpu_s: float = 1.0) -> list[Fact]:
+    def pulse(self, *names: str, step: int = 0, collective_seq: int = 0, cpu_s: float = 1.0) -> list[Fact]:
         for name in names:
             member = self.cluster.members[name]
-            self.cluster.pulse(name, member.incarnation, step, marks, cpu_s, self.now)
+            self.cluster.pulse(name, member.incarnation, step, collective_seq, cpu_s, self.now)
         return self.news()
 
     def stop(self, *names: str, stop: StopReport, number: int | None = None) -> list[Fact]:
@@ -151,9 +153,11 @@ class Play:
             self.time = min(end, self.time + SCAN_INTERVAL_S / 2, max(self.time, self.cluster.due_at()))
             for member in self.cluster.members.values():
                 if member.connected and member.id not in silent:
-                    marks = 0 if still else int(self.time)
-                    parting = member.is_parting
-                    self.cluster.heartbeat(member.id, member.incarnation, 0, marks, self.now, parting=parting)
+                    collective_seq = 0 if still else int(self.time)
+                    done = member.last_step_done
+                    self.cluster.heartbeat(
+                        member.id, member.incarnation, 0, collective_seq, self.now, last_step_done=done
+                    )
             if self.cluster.due_at() <= self.time:
                 self.tick()
             self.settle()
@@ -210,7 +214,7 @@ class Play:
         attempt = self.cluster.attempt
         assert attempt is not None
         for name in attempt.members:
-            holds = name in self.cluster.lineup.world and name not in attempt.added
+            holds = name in self.cluster.membership.world and name not in attempt.added
             self.stop(name, stop=StopReport(step if holds else 0, holds, **more))  # type: ignore[arg-type]
         for name in attempt.waiting_for if attempt.stage is Stage.SYNCHRONISING else ():
             self.ready(name)

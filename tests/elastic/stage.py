@@ -12,12 +12,12 @@ from forged.elastic.config import require_meant
 from forged.elastic.messages import (
     REQUESTS,
     Heartbeat,
-    Joined,
     JoinJob,
-    Leave,
+    JoinReply,
     LeaveJob,
-    ReportPaused,
+    LeaveReply,
     ReportReady,
+    ReportStopped,
     RescaleCompleted,
 )
 from forged.elastic.model import WorkerId
@@ -74,25 +74,27 @@ class Crew:
         )
         return await self.stage.kernel.bus.ask(request, call)
 
-    async def join(self, settings: dict[str, SettingValue] | None = None, **more: Any) -> Joined:
+    async def join(self, settings: dict[str, SettingValue] | None = None, **more: Any) -> JoinReply:
         self.stage.service.arrived(self.client)
         return await self.ask(JoinJob(self.job, worker_of(self.name), self.incarnation, settings=settings, **more))
 
-    async def leave(self, **more: Any) -> Leave:
+    async def leave(self, **more: Any) -> LeaveReply:
         return await self.ask(LeaveJob(self.job, self.name, self.incarnation, **more))
 
     async def stop(self, attempt: int, step: int = 0, *, holds_state: bool = True, **more: Any) -> Nothing:
-        report = ReportPaused(self.job, self.name, self.incarnation, attempt, step, holds_state=holds_state, **more)
+        report = ReportStopped(self.job, self.name, self.incarnation, attempt, step, holds_state=holds_state, **more)
         return await self.ask(report)
 
     async def ready(self, attempt: int) -> Nothing:
         return await self.ask(ReportReady(self.job, self.name, self.incarnation, attempt))
 
-    def beat(self, step: int = 0, *, still: bool = False, every_s: float = 0.0) -> None:
+    def beat(self, step: int = 0, *, still: bool = False, interval_s: float = 0.0) -> None:
         """Say that it lives, and makes progress unless it stands still."""
         call = Call(OPERATOR, "a test", client=self.client)
-        marks = 0 if still else int(self.stage.kernel.clock.monotonic())
-        self.stage.kernel.bus.signal(Heartbeat(self.job, self.name, self.incarnation, step, marks, every_s), call)
+        collective_seq = 0 if still else int(self.stage.kernel.clock.monotonic())
+        self.stage.kernel.bus.signal(
+            Heartbeat(self.job, self.name, self.incarnation, step, collective_seq, interval_s), call
+        )
 
     def lose(self) -> None:
         self.stage.service.departed(self.client)

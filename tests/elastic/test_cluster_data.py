@@ -17,7 +17,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Attempt, Stage, StopReport
-from forged.elastic.status.stall_report import standing
+from forged.elastic.status.stall_report import describe_stall
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
 from tests.elastic.play import Play, incarnation, newcomer
@@ -154,11 +154,11 @@ class TestTheBackground:
     def test_has_stalled_workers_in_it_who_are_told(self) -> None:
         play = trains_on("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=60_000)
         play.cluster.rescale(play.now, "a wish")
-        play.beat("a", "b", marks=5_000)
-        play.beat("a", marks=5_001)
+        play.beat("a", "b", collective_seq=5_000)
+        play.beat("a", collective_seq=5_001)
         play.wait(10.0, still=True)
         assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerStalled)] == ["b"]
-        assert standing(play.cluster, play.time) == (
+        assert describe_stall(play.cluster, play.time) == (
             "attempt 2 waits for a, b to have its training data while training goes on (10 s); "
             "b is stalled for 10 s behind step 0"
         )
@@ -298,7 +298,7 @@ class TestTheBackground:
     def test_fails_whom_all_wait_for_however_far_it_has_come_in_training(self) -> None:
         play = trains_on("a", "b", rescale_timeout_ms=2_000)
         play.cluster.rescale(play.now, "a wish")
-        play.beat("b", marks=1_000_000)
+        play.beat("b", collective_seq=1_000_000)
         wait_saying(play, 3, "a")
         assert failed(play) == ["b"]
 
@@ -518,13 +518,13 @@ class TestTrouble:
         stop(play, *names)
         say(play, *names[1:], waits=True, trouble="shard 3 is missing")
         play.ready("w1")
-        assert standing(play.cluster, play.time) == (
+        assert describe_stall(play.cluster, play.time) == (
             "attempt 2 waits for w0, w2, w3, w4 to have what the others give it (0 s); w2, w3, w4: shard 3 is missing"
         )
         for name in names[2:]:
             say(play, name, waits=True, trouble=f"shard {name} is missing")
         say(play, "w0", trouble="x" * 10_000)
-        told = standing(play.cluster, play.time)
+        told = describe_stall(play.cluster, play.time)
         assert told.endswith("; 1 more do not get on")
         assert len(told) < 1_000
 
@@ -535,18 +535,18 @@ class TestWhoWaitsOutside:
         join(play, "c", "d")
         play.cluster.rescale(play.now, "a wish")
         found = play.cluster.attempt_members("a", incarnation("a"))
-        assert (found.room, found.outside, found.generation) == (False, 2, 1)
-        assert standing(play.cluster, play.time).endswith("; 2 workers wait: max_workers is 2")
+        assert (found.has_room, found.waiting, found.generation) == (False, 2, 1)
+        assert describe_stall(play.cluster, play.time).endswith("; 2 workers wait: max_workers is 2")
 
     def test_is_nobody_who_is_in_the_attempt(self) -> None:
         play = formed("a")
         join(play, "b")
         play.wait(0.1)
         found = play.cluster.attempt_members("a", incarnation("a"))
-        assert (found.room, found.outside) == (True, 0)
+        assert (found.has_room, found.waiting) == (True, 0)
         join(play, "c")
-        assert play.cluster.attempt_members("a", incarnation("a")).outside == 1
-        assert "max_workers" not in standing(play.cluster, play.time)
+        assert play.cluster.attempt_members("a", incarnation("a")).waiting == 1
+        assert "max_workers" not in describe_stall(play.cluster, play.time)
 
 
 def test_only_those_are_said_to_take_the_state_who_do() -> None:

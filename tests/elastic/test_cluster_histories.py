@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.coordinator.records import restored, writes
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
-from forged.elastic.membership.member import MARKS_PER_WORLD, Member
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
@@ -58,7 +58,7 @@ class Process:
     """The generation of the world that it is in; 0 for none."""
     answered: int = 0
     """The last attempt that it has said to have stopped for."""
-    parting: bool = False
+    last_step_done: bool = False
     """Whether it makes no more steps."""
 
     @property
@@ -217,10 +217,10 @@ class Histories(RuleBasedStateMachine):
         process, member = self.living(name), self.cluster.members.get(name)
         if process is None or member is None or not (self.is_member(process) and process.connected):
             return
-        if member.leaving is None or not self.cluster.may_go(member):
+        if member.drain_reason is None or not self.cluster.may_go(member):
             return
         others = [one for one in self.cluster.members.values() if one is not member]
-        if not self.cluster.over and self.has_all(process) and any(one.leaving is None for one in others):
+        if not self.cluster.over and self.has_all(process) and any(one.drain_reason is None for one in others):
             reached = [self.processes[one.id] for one in others if one.connected]
             assert any(self.has_all(other) for other in reached), "it takes the only state along"
         self.leave(name, done=False)
@@ -231,7 +231,7 @@ class Histories(RuleBasedStateMachine):
         process, member = self.living(name), self.cluster.members.get(name)
         if process is None or member is None or not (self.is_member(process) and process.connected):
             return
-        process.parting = member.leaving is not None and self.cluster.may_go(member)
+        process.last_step_done = member.drain_reason is not None and self.cluster.may_go(member)
         self.beat(name, by_pulse=False)
 
     @rule(name=st.sampled_from(NAMES), told=st.booleans())
@@ -300,7 +300,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def meet(self) -> None:
         """All of a world for which nobody has stopped meet, and agree on whose state holds."""
-        world = [self.processes.get(worker.id) for worker in self.cluster.lineup.topology.workers]
+        world = [self.processes.get(worker.id) for worker in self.cluster.membership.topology.workers]
         members = [process for process in world if process is not None and self.may_meet(process)]
         if not members or len(members) < len(world) or self.met == self.cluster.generation:
             return
@@ -329,7 +329,7 @@ class Histories(RuleBasedStateMachine):
     @rule(heard=st.sets(st.sampled_from(NAMES)), finished=st.booleans())
     def train(self, heard: set[str], finished: bool) -> None:
         """All finish a step, and these hear that it is committed; or one does not finish it, and nobody hears that."""
-        world = [self.processes.get(worker.id) for worker in self.cluster.lineup.topology.workers]
+        world = [self.processes.get(worker.id) for worker in self.cluster.membership.topology.workers]
         members = [process for process in world if process is not None]
         able = all(self.trains(process) for process in members) and len(members) == len(world)
         able = able and self.met == self.cluster.generation
@@ -354,7 +354,7 @@ class Histories(RuleBasedStateMachine):
         if process is None:
             return
         if by_pulse:
-            self.cluster.pulse(name, process.incarnation, process.step, self.marks(process), 1.0, self.now)
+            self.cluster.pulse(name, process.incarnation, process.step, self.collective_seq(process), 1.0, self.now)
         elif process.connected:
             self.say_how_far(process)
         self.settle()
@@ -571,16 +571,16 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "cluster"):
             return
         cluster = self.cluster
-        assert cluster.lineup.topology.workers == self.told.topology.workers
+        assert cluster.membership.topology.workers == self.told.topology.workers
         assert cluster.generation == self.told.topology.epoch == len(self.told.worlds)
-        assert list(cluster.lineup.world) == [worker.id for worker in cluster.lineup.topology.workers]
+        assert list(cluster.membership.world) == [worker.id for worker in cluster.membership.topology.workers]
         assert cluster.over == self.told.over
         assert (cluster.phase is Phase.RESCALING) or cluster.attempt is None
         if cluster.attempt is not None:
             missing = set(cluster.attempt.members) - cluster.members.keys()
             assert not missing or cluster._is_doomed, "an attempt waits for somebody who is not there"
         if self.phase is Phase.RUNNING and cluster.attempt is None:
-            assert cluster.lineup.is_whole or cluster._is_doomed, "a world trains on without somebody"
+            assert cluster.membership.is_whole or cluster._is_doomed, "a world trains on without somebody"
 
     @invariant()
     def what_is_stored_is_what_is(self) -> None:
@@ -591,12 +591,12 @@ class Histories(RuleBasedStateMachine):
         ours = self.cluster
         for name in ("settings", "key", "phase", "paused", "attempts", "failures", "why", "base"):
             assert getattr(other, name) == getattr(ours, name), name
-        assert (other.lineup.topology, other.lineup.world) == (ours.lineup.topology, ours.lineup.world)
+        assert (other.membership.topology, other.membership.world) == (ours.membership.topology, ours.membership.world)
         assert (other.reason, other.members.keys()) == (ours.reason, ours.members.keys())
-        assert list(other.lineup.world) == list(ours.lineup.world)
+        assert list(other.membership.world) == list(ours.membership.world)
         for member in ours.members.values():
             twin = other.members[member.id]
-            for field_name in ("worker", "incarnation", "client", "joined_at", "leaving", "attributes"):
+            for field_name in ("worker", "incarnation", "client", "joined_at", "drain_reason", "attributes"):
                 assert getattr(twin, field_name) == getattr(member, field_name)
 
     @invariant()
@@ -630,15 +630,15 @@ class Histories(RuleBasedStateMachine):
         alive = [process for process in self.processes.values() if process.alive and self.is_member(process)]
         if len(alive) != len(cluster.members):
             return False
-        willing = sum(member.leaving is None for member in cluster.members.values())
+        willing = sum(member.drain_reason is None for member in cluster.members.values())
         enough = willing >= cluster.config.min_workers
         if enough and willing < len(cluster.members):
             # Who is to go has gone, if there are enough others.
             return False
         if self.phase is Phase.RUNNING:
             taken_in = sum(process.world == cluster.generation for process in alive)
-            full = len(cluster.lineup.world) >= cluster.config.max_workers
-            is_whole = taken_in == len(cluster.lineup.world)
+            full = len(cluster.membership.world) >= cluster.config.max_workers
+            is_whole = taken_in == len(cluster.membership.world)
             return is_whole and (willing == taken_in or full or not enough)
         return self.phase in {Phase.FORMING, Phase.WAITING} and not enough
 
@@ -680,14 +680,14 @@ class Histories(RuleBasedStateMachine):
             process.name,
             process.incarnation,
             process.step,
-            self.marks(process),
+            self.collective_seq(process),
             self.now,
-            parting=process.parting,
+            last_step_done=process.last_step_done,
         )
 
-    def marks(self, process: Process) -> int:
+    def collective_seq(self, process: Process) -> int:
         has_met = process.world > 0 and process.world == self.met
-        return process.world * MARKS_PER_WORLD + (1 + process.step if has_met else 0)
+        return process.world * COLLECTIVES_PER_WORLD + (1 + process.step if has_met else 0)
 
     def has_all(self, process: Process) -> bool:
         """Whether it can give others all that is committed."""
@@ -696,7 +696,7 @@ class Histories(RuleBasedStateMachine):
 
     def may_meet(self, process: Process) -> bool:
         is_there = process.alive and self.is_member(process) and process.world == self.cluster.generation
-        return is_there and not process.parting
+        return is_there and not process.last_step_done
 
     def living(self, name: str) -> Process | None:
         process = self.processes.get(name)

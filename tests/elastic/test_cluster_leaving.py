@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forged.elastic.membership.member import MARKS_PER_WORLD
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.messages import (
     RescaleAborted,
     RescaleCompleted,
@@ -171,7 +171,7 @@ def test_without_synchronising_those_who_alone_have_the_state_are_asked_for_it()
     drain(play, "a")
     play.wait(SOON_S)
     assert play.agree(9).step == 9
-    assert (play.world, play.cluster.lineup.state_holders) == (["b"], frozenset("b"))
+    assert (play.world, play.cluster.membership.state_holders) == (["b"], frozenset("b"))
 
 
 def test_nobody_goes_on_before_who_is_to_go_has_said_where_it_has_stopped() -> None:
@@ -297,9 +297,9 @@ def test_who_has_gone_out_of_a_world_is_kept_until_all_of_the_next_one_have_the_
     play.join("c")
     drain(play, "a")
     play.wait(SOON_S)
-    assert (play.world, play.cluster.lineup.state_holders) == (["c", "b"], frozenset("b"))
+    assert (play.world, play.cluster.membership.state_holders) == (["c", "b"], frozenset("b"))
     assert not may_go(play, "a"), "c has nothing yet, and b may die"
-    play.beat("b", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
+    play.beat("b", collective_seq=play.cluster.generation * COLLECTIVES_PER_WORLD + 1)
     assert may_go(play, "a")
 
 
@@ -341,7 +341,7 @@ def test_the_next_daemon_keeps_who_has_gone_out_of_a_world_that_may_not_have_the
     play.restart()
     play.come_back("a", "b", "c")
     assert not may_go(play, "a")
-    play.beat("b", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
+    play.beat("b", collective_seq=play.cluster.generation * COLLECTIVES_PER_WORLD + 1)
     assert may_go(play, "a")
     play.restart()
     assert not may_go(play, "a"), "while nobody can be reached who has the state"
@@ -389,7 +389,7 @@ def test_an_attempt_that_needs_who_is_to_go_comes_to_its_end() -> None:
     assert may_go(play, "a")
     play.leave("a")
     assert kinds(play.wait(SOON_S)) == ["JobWaiting"]
-    assert play.cluster.lineup.state_holders & play.cluster.members.keys() == {"c"}
+    assert play.cluster.membership.state_holders & play.cluster.members.keys() == {"c"}
 
 
 def test_when_others_come_an_attempt_does_without_who_is_to_go() -> None:
@@ -473,7 +473,7 @@ def test_where_too_few_stay_and_have_the_state_who_is_to_go_may_go() -> None:
 def test_where_too_few_stay_nobody_counts_on_who_makes_no_more_steps() -> None:
     play = of_size(3, "a", "b", "c")
     drain(play, "b")
-    play.beat("b", parting=True)
+    play.beat("b", last_step_done=True)
     play.complain("a", why="b left the world in good order")
     assert kinds(play.wait(SOON_S)) == ["JobWaiting"]
     assert may_go(play, "b")
@@ -487,7 +487,7 @@ def test_who_makes_no_more_steps_is_counted_on_for_its_state() -> None:
     drain(play, "a")
     play.die("b")
     play.wait(SOON_S)
-    play.beat("a", parting=True)
+    play.beat("a", last_step_done=True)
     play.join("c")
     play.wait(SOON_S)
     assert play.agree(5).step == 5
@@ -524,7 +524,7 @@ def test_where_too_few_stay_who_have_yet_to_meet_who_is_to_go_stays_until_they_h
     assert play.cluster.generation == 2, "nobody has stopped for it"
     drain(play, "a")
     assert not may_go(play, "a")
-    play.beat("a", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
+    play.beat("a", collective_seq=play.cluster.generation * COLLECTIVES_PER_WORLD + 1)
     assert may_go(play, "a")
 
 
@@ -661,7 +661,7 @@ def test_who_saves_for_long_behind_its_last_world_is_not_put_out() -> None:
     drain(play, "b")
     play.wait(SOON_S)
     play.agree()
-    play.beat("b", parting=True)
+    play.beat("b", last_step_done=True)
     play.wait(600.0)
     assert failed(play) == []
 
@@ -688,8 +688,8 @@ def test_who_saves_behind_its_last_world_is_kept_for_whoever_comes_when_nobody_o
     play.wait(SOON_S)
     if synchronous:
         play.agree(5)
-    play.beat("b", marks=play.cluster.generation * MARKS_PER_WORLD + 1)
-    play.beat("a", parting=True)
+    play.beat("b", collective_seq=play.cluster.generation * COLLECTIVES_PER_WORLD + 1)
+    play.beat("a", last_step_done=True)
     assert may_go(play, "a")
     play.join("c")
     play.die("b") if how == "fails" else play.leave("b")
@@ -711,7 +711,7 @@ def test_nobody_is_kept_for_those_who_have_gone_again() -> None:
     drain(play, "a")
     play.wait(SOON_S)
     play.agree(5)
-    play.beat("a", parting=True)
+    play.beat("a", last_step_done=True)
     play.join("c")
     play.die("b")
     play.leave("c")
@@ -729,7 +729,7 @@ def test_who_has_gone_out_takes_over_no_data_though_the_daemon_was_another_one_t
     assert sorted(play.world) == ["b", "c"]
     play.restart()
     play.come_back("a", "b", "c")
-    play.cluster.lineup.state_holders = frozenset("b")
+    play.cluster.membership.state_holders = frozenset("b")
     play.die("b")
     play.wait(SOON_S)
     assert play.last(RescaleStarted).leaving == ["a"]
@@ -744,7 +744,7 @@ def test_a_job_that_waits_forms_no_world_with_who_makes_no_more_steps_where_the_
 ) -> None:
     play = of_size(2, "a", "b")
     drain(play, "b")
-    play.beat("b", parting=True)
+    play.beat("b", last_step_done=True)
     play.complain("a", why="b left the world in good order")
     play.wait(SOON_S)
     assert play.cluster.phase is Phase.WAITING
@@ -752,7 +752,7 @@ def test_a_job_that_waits_forms_no_world_with_who_makes_no_more_steps_where_the_
     play.tick()
     assert play.cluster.phase is Phase.WAITING
     play.come_back(*("ab" if what == "restarts" else "a"))
-    play.beat("b", parting=True)
+    play.beat("b", last_step_done=True)
     play.tick()
     assert play.cluster.phase is Phase.WAITING
 
@@ -767,4 +767,4 @@ def test_the_last_who_were_told_stay_also_behind_another_world() -> None:
     play.wait(SOON_S)
     play.agree(5)
     assert play.world == ["a", "b"]
-    assert list(play.cluster.lineup.leavers) == ["a", "b"]
+    assert list(play.cluster.membership.leavers) == ["a", "b"]

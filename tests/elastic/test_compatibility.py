@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from forged.elastic.compatibility import CHARS_MAX, FIX, PARTS_MAX, VALUES_MAX, Common, check_common, require_same
+from forged.elastic.compatibility import (
+    CHARS_MAX,
+    FIX,
+    PARTS_MAX,
+    VALUES_MAX,
+    SharedConfig,
+    check_shared_config,
+    require_compatible,
+)
 from forged.errors import RequestRefused
 
-DATASET: Common = {"dataset": {"samples": 100, "shards": 10}}
-SAMPLER: Common = {"sampler": {"seed": 7, "drop_last": False}}
+DATASET: SharedConfig = {"dataset": {"samples": 100, "shards": 10}}
+SAMPLER: SharedConfig = {"sampler": {"seed": 7, "drop_last": False}}
 
 
-def refusal(known: Common, given: Common) -> RequestRefused:
+def refusal(known: SharedConfig, given: SharedConfig) -> RequestRefused:
     with pytest.raises(RequestRefused) as error:
-        require_same("run", known, given)
+        require_compatible("run", known, given)
     return error.value
 
 
 @pytest.mark.parametrize("common", [{}, DATASET, SAMPLER, DATASET | SAMPLER])
-def test_who_has_the_same_is_welcome(common: Common) -> None:
-    require_same("run", common, common)
+def test_who_has_the_same_is_welcome(common: SharedConfig) -> None:
+    require_compatible("run", common, common)
 
 
 def test_who_lacks_a_part_is_told_what_the_others_have() -> None:
@@ -50,8 +58,8 @@ def test_a_value_that_only_one_of_them_has_differs() -> None:
 
 
 @pytest.mark.parametrize("common", [None, {}, DATASET | SAMPLER])
-def test_what_workers_say_is_taken(common: Common | None) -> None:
-    check_common(common)
+def test_what_workers_say_is_taken(common: SharedConfig | None) -> None:
+    check_shared_config(common)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,7 @@ def test_what_workers_say_is_taken(common: Common | None) -> None:
     ],
     ids=["parts", "values", "a text", "a name", "the name of a part"],
 )
-def test_more_than_that_is_refused(common: Common) -> None:
+def test_more_than_that_is_refused(common: SharedConfig) -> None:
     with pytest.raises(RequestRefused) as error:
-        check_common(common)
-    assert error.value.code == "common_invalid"
+        check_shared_config(common)
+    assert error.value.code == "shared_config_invalid"

@@ -15,11 +15,11 @@ import pytest
 from forged.client import ForgedClient
 from forged.elastic.messages import (
     INCARNATION_BYTES,
-    Joined,
     JoinJob,
+    JoinReply,
     ReadTopology,
-    ReportPaused,
     ReportReady,
+    ReportStopped,
     RescaleCompleted,
     RescaleJob,
     RescaleStarted,
@@ -88,7 +88,7 @@ class Worker:
             tasks.cancel_scope.cancel()
             door.close()
 
-    async def join(self) -> Joined:
+    async def join(self) -> JoinReply:
         return await self.client.request(JoinJob(JOB, self.me, self.incarnation, settings=SETTINGS))
 
     async def until_world(self, generation: int) -> None:
@@ -121,14 +121,14 @@ class Worker:
 
     async def _stop(self, attempt: int) -> None:
         if self.answers:
-            report = ReportPaused(JOB, self.name, self.incarnation, attempt, self.step, holds_state=self.holds_state)
+            report = ReportStopped(JOB, self.name, self.incarnation, attempt, self.step, holds_state=self.holds_state)
             await self._say(report)
 
     async def _get_ready(self, fact: RescaleSynchronising) -> None:
         if not self.holds_state or self.step != fact.step:
             await self._say(ReportReady(JOB, self.name, self.incarnation, fact.attempt))
 
-    async def _say(self, report: ReportPaused | ReportReady) -> None:
+    async def _say(self, report: ReportStopped | ReportReady) -> None:
         try:
             await self.client.request(report)
         except RequestRefused as error:

@@ -19,13 +19,14 @@ from forged.elastic.messages import (
     AbortJob,
     AnnounceLeave,
     ClusterView,
+    ControlReply,
     DrainWorker,
     EvictWorker,
     JobAborted,
     JobCompleted,
     JobWaiting,
     JoinJob,
-    Leave,
+    LeaveReply,
     ListClusters,
     ListWorkers,
     PauseJob,
@@ -43,7 +44,6 @@ from forged.elastic.messages import (
     ResumeJob,
     ShowCluster,
     ShowWorker,
-    Steered,
     WorkerFailed,
     WorkerJoined,
     WorkerLeft,
@@ -71,7 +71,7 @@ async def keys(store: Store) -> list[str]:
 
 
 def world(stage: Stage) -> list[str]:
-    return [worker.id for worker in stage.service.clusters[JOB].lineup.topology.workers]
+    return [worker.id for worker in stage.service.clusters[JOB].membership.topology.workers]
 
 
 # What follows from what.
@@ -298,11 +298,11 @@ async def test_what_stands_still_says_that_nothing_can_be_written() -> None:
     async with a_stage(store) as stage:
         (a, _) = await stage.form("a", "b")
         await fill(store, a)
-        assert (await a.ask(ShowCluster(JOB))).standing == why
-        assert [view.standing for view in (await a.ask(ListClusters())).clusters] == [why]
+        assert (await a.ask(ShowCluster(JOB))).stall_report == why
+        assert [view.stall_report for view in (await a.ask(ListClusters())).clusters] == [why]
         store.commit_error = None
         await stage.wait(3.0)
-        assert (await a.ask(ShowCluster(JOB))).standing == ""
+        assert (await a.ask(ShowCluster(JOB))).stall_report == ""
 
 
 @on_virtual_time
@@ -617,8 +617,8 @@ async def test_settings_that_were_changed_hold_also_for_who_brings_those_that_th
         job = await stage.kernel.bus.ask(ShowJob(JOB))
         changed: dict[str, SettingValue] = {"max_workers": 4}
         await stage.kernel.bus.ask(ChangeJob(JOB, changed, job.version))
-        assert (await a.join(settings, again=True)).settings == changed, "it wants to know what it has missed"
-        assert (await a.join({"max_workers": 9}, again=True)).settings == changed
+        assert (await a.join(settings, rejoin=True)).settings == changed, "it wants to know what it has missed"
+        assert (await a.join({"max_workers": 9}, rejoin=True)).settings == changed
         await stage.wait(0.1)
         assert (await stage.worker("b").join(settings)).settings == changed
         with pytest.raises(RequestRefused) as error:
@@ -643,7 +643,7 @@ async def test_a_shorter_timeout_holds_for_nobody_who_has_not_heard_of_it() -> N
         other.crew = {"a": a, "b": b}
         await other.wait(8.0)
         assert other.facts(WorkerFailed) == []
-        a.beat(every_s=0.1)
+        a.beat(interval_s=0.1)
         await anyio.sleep(2.0)
         (failed,) = other.facts(WorkerFailed)
         assert failed.worker_id == "a", "it has heard of it, and is silent"
@@ -727,12 +727,12 @@ async def test_whether_a_worker_may_go_is_read_and_needs_no_room_on_the_disk() -
     store = FaultyStore()
     async with a_stage(store) as stage:
         a, b = await stage.form("a", "b")
-        assert not (await a.ask(AnnounceLeave(JOB, "a", a.incarnation, "the night"))).may_go, "b has yet to stop"
-        assert (await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))).may_go, "nobody is to stay"
+        assert not (await a.ask(AnnounceLeave(JOB, "a", a.incarnation, "the night"))).may_leave, "b has yet to stop"
+        assert (await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))).may_leave, "nobody is to stay"
         revision = stage.kernel.ledger.revision
         store.commit_error = full()
-        assert (await a.ask(ReadLeave(JOB, "a", a.incarnation))).may_go
-        assert (await a.ask(ReadLeave(JOB, "a", incarnation("a", 2)))).may_go, "it is nobody"
+        assert (await a.ask(ReadLeave(JOB, "a", a.incarnation))).may_leave
+        assert (await a.ask(ReadLeave(JOB, "a", incarnation("a", 2)))).may_leave, "it is nobody"
         assert stage.kernel.ledger.revision == revision
 
 
@@ -742,9 +742,9 @@ async def test_who_is_needed_in_the_moment_of_going_stays() -> None:
         (a,) = await stage.form("a")
         await stage.kernel.bus.ask(DrainWorker(JOB, "a"))
         await stage.start("b")
-        assert await a.leave(if_it_may=True) == Leave(may_go=False)
+        assert await a.leave(if_permitted=True) == LeaveReply(may_leave=False)
         assert "WorkerLeft" not in stage.told()
-        assert await a.leave() == Leave(may_go=True)
+        assert await a.leave() == LeaveReply(may_leave=True)
         assert stage.told()[-1] == "WorkerLeft"
 
 
@@ -832,7 +832,7 @@ async def test_who_registers_again_learns_where_the_job_is() -> None:
         (c,) = await stage.start("c")
         at_first = await c.join()
         assert (at_first.generation, at_first.is_member, at_first.attempt) == (1, False, 0)
-        assert (at_first.synchronising, at_first.leaving, at_first.topology.world_size) == (None, None, 2)
+        assert (at_first.synchronising, at_first.drain_reason, at_first.topology.world_size) == (None, None, 2)
         await stage.kernel.bus.ask(RescaleJob(JOB))
         assert ((await a.join()).attempt, (await a.join()).synchronising) == (2, None)
         await a.stop(2, 5)
@@ -844,7 +844,7 @@ async def test_who_registers_again_learns_where_the_job_is() -> None:
         await stage.kernel.bus.ask(DrainWorker(JOB, "c", "maintenance"))
         at_last = await c.join()
         assert (at_last.generation, at_last.is_member, at_last.attempt) == (2, True, 0)
-        assert (at_last.paused, at_last.leaving, at_last.state.current_step) == (True, "maintenance", 5)
+        assert (at_last.paused, at_last.drain_reason, at_last.state.current_step) == (True, "maintenance", 5)
 
 
 @on_virtual_time
@@ -965,9 +965,9 @@ async def test_who_would_train_with_something_else_does_not_join(
     common: dict[str, dict[str, SettingValue]], code: str
 ) -> None:
     async with a_stage() as stage:
-        await stage.worker("a").join({}, common=COMMON)
+        await stage.worker("a").join({}, shared_config=COMMON)
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("b").join(common=common)
+            await stage.worker("b").join(shared_config=common)
         assert error.value.code == code
         assert list(stage.service.clusters[JOB].members) == ["a"]
 
@@ -976,10 +976,10 @@ async def test_who_would_train_with_something_else_does_not_join(
 async def test_who_would_train_with_something_else_does_not_join_behind_a_restart_either() -> None:
     store = FaultyStore()
     async with a_stage(store) as stage:
-        await stage.worker("a").join({}, common=COMMON)
+        await stage.worker("a").join({}, shared_config=COMMON)
     async with a_stage(store) as stage:
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("b").join(common={})
+            await stage.worker("b").join(shared_config={})
         assert error.value.code == "dataset_missing"
 
 
@@ -988,11 +988,11 @@ async def test_what_nobody_has_trained_with_binds_nobody() -> None:
     """Whoever is found to be set up wrongly is started anew."""
     async with a_stage() as stage:
         a = stage.worker("a")
-        await a.join({}, common={})
+        await a.join({}, shared_config={})
         await a.leave()
-        await stage.worker("b").join(common=COMMON)
+        await stage.worker("b").join(shared_config=COMMON)
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("c").join(common={})
+            await stage.worker("c").join(shared_config={})
         assert error.value.code == "dataset_missing"
 
 
@@ -1000,14 +1000,14 @@ async def test_what_nobody_has_trained_with_binds_nobody() -> None:
 async def test_what_was_trained_with_binds_who_comes_when_all_have_gone() -> None:
     async with a_stage() as stage:
         a = stage.worker("a")
-        await a.join({"stability_window_ms": 0}, common=COMMON)
+        await a.join({"stability_window_ms": 0}, shared_config=COMMON)
         await stage.wait(0.1)
         await a.stop(1, 0, holds_state=False)
         await stage.wait(0.1)
         assert stage.service.generation(JOB) == 1
         await a.leave()
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("b").join(common={})
+            await stage.worker("b").join(shared_config={})
         assert error.value.code == "dataset_missing"
 
 
@@ -1015,8 +1015,8 @@ async def test_what_was_trained_with_binds_who_comes_when_all_have_gone() -> Non
 async def test_more_in_common_than_anybody_has_is_refused() -> None:
     async with a_stage() as stage:
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("a").join({}, common={"dataset": {"name": "x" * 10_000}})
-        assert error.value.code == "common_invalid"
+            await stage.worker("a").join({}, shared_config={"dataset": {"name": "x" * 10_000}})
+        assert error.value.code == "shared_config_invalid"
         assert JOB not in stage.service.clusters
 
 
@@ -1047,9 +1047,9 @@ async def test_a_job_that_nobody_has_joined_is_not_trained() -> None:
 async def test_going_from_a_job_that_is_not_there_is_no_error() -> None:
     async with a_stage() as stage:
         a = stage.worker("a")
-        assert await a.leave() == Leave(may_go=True)
-        assert await a.leave(if_it_may=True) == Leave(may_go=True)
-        assert await a.leave(failed=True) == Leave(may_go=True)
+        assert await a.leave() == LeaveReply(may_leave=True)
+        assert await a.leave(if_permitted=True) == LeaveReply(may_leave=True)
+        assert await a.leave(failed=True) == LeaveReply(may_leave=True)
         assert await a.ask(ReportDeath(JOB, "a", a.incarnation)) == Nothing()
         a.beat()
         stage.kernel.bus.signal(Pulse(JOB, "a", a.incarnation), Call(OPERATOR, "a test"))
@@ -1096,15 +1096,15 @@ async def test_who_steers_a_job_is_told_what_came_of_it() -> None:
     async with a_stage() as stage:
         await stage.start("a", min_workers=2, min_workers_timeout_ms=None)
         ask, waits = stage.kernel.bus.ask, "1 worker waits for 1 more: min_workers is 2"
-        assert await ask(RescaleJob(JOB)) == Steered(False, "", waits)
-        assert await ask(ResumeJob(JOB)) == Steered(False, "", waits)
-        assert await ask(PauseJob(JOB, "night")) == Steered(True, "", f"paused: night; {waits}")
-        assert await ask(PauseJob(JOB, "again")) == Steered(False, "night", f"paused: night; {waits}")
-        assert await ask(ResumeJob(JOB)) == Steered(True, "", waits)
+        assert await ask(RescaleJob(JOB)) == ControlReply(False, "", waits)
+        assert await ask(ResumeJob(JOB)) == ControlReply(False, "", waits)
+        assert await ask(PauseJob(JOB, "night")) == ControlReply(True, "", f"paused: night; {waits}")
+        assert await ask(PauseJob(JOB, "again")) == ControlReply(False, "night", f"paused: night; {waits}")
+        assert await ask(ResumeJob(JOB)) == ControlReply(True, "", waits)
         await stage.worker("b").join()
-        assert await ask(RescaleJob(JOB)) == Steered(True, "", "attempt 1 waits for a, b to stop (0 s)")
-        assert await ask(AbortJob(JOB, "enough")) == Steered(True)
-        assert await ask(AbortJob(JOB, "too much")) == Steered(False, "enough")
+        assert await ask(RescaleJob(JOB)) == ControlReply(True, "", "attempt 1 waits for a, b to stop (0 s)")
+        assert await ask(AbortJob(JOB, "enough")) == ControlReply(True)
+        assert await ask(AbortJob(JOB, "too much")) == ControlReply(False, "enough")
 
 
 @on_virtual_time
@@ -1202,7 +1202,7 @@ async def test_what_breaks_once_is_done_again_with_what_the_store_holds(monkeypa
     def breaks_once(cluster: Cluster, now: Moment) -> None:
         if breaks and cluster.members.get("b"):
             breaks.clear()
-            cluster.lineup.world.clear()
+            cluster.membership.world.clear()
             raise ZeroDivisionError("no")
         tick(cluster, now)
 

@@ -23,7 +23,7 @@ from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.data.messages import AuditData, ReadOwners, ReadTransfers
-from forged.elastic.messages import ReportPaused, ReportReady, ResumeJob
+from forged.elastic.messages import ReportReady, ReportStopped, ResumeJob
 from forged.elastic.phases import OVER, Phase
 from forged.errors import RequestRefused
 from forged.kernel.bus.requests import Proceed
@@ -168,7 +168,7 @@ class ElasticWorld(Simulation):
                 self.look()
                 self._trouble.happens(record.fact, record.job)
 
-        daemon.bus.wrap(ReportPaused, stopped, owner="simulation")
+        daemon.bus.wrap(ReportStopped, stopped, owner="simulation")
         daemon.bus.wrap(ReportReady, ready, owner="simulation")
         daemon.bus.wrap(ReadTransfers, told_part, owner="simulation")
         daemon.bus.wrap(ReadOwners, told_owners, owner="simulation")

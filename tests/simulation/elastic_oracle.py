@@ -20,8 +20,8 @@ from forged.elastic.messages import (
     JobResumed,
     JobWaiting,
     ProgressLost,
-    ReportPaused,
     ReportReady,
+    ReportStopped,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -291,7 +291,7 @@ class ElasticOracle:
 
     # What was reported to the daemon.
 
-    def stopped(self, report: ReportPaused) -> None:
+    def stopped(self, report: ReportStopped) -> None:
         """A worker says where it has stopped."""
         if truth := self.truths.get(report.job):
             stop = StopReport(report.step, report.holds_state, report.finished)

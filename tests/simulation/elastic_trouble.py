@@ -23,8 +23,8 @@ from forged.elastic.messages import (
     LeaveJob,
     PauseJob,
     Pulse,
-    ReportPaused,
     ReportReady,
+    ReportStopped,
     ReportTrouble,
     RescaleCompleted,
     RescaleJob,
@@ -376,7 +376,7 @@ class Trouble:
         client.signal(Heartbeat(*who, step, 1 << 60))
         client.signal(Pulse(*who, 1.0, step, 1 << 60))
         requests: tuple[Request[Any], ...] = (
-            ReportPaused(*who, truth.attempt, step, 0, 0.0, 0, holds_state=True, finished=False),
+            ReportStopped(*who, truth.attempt, step, 0, 0.0, 0, holds_state=True, finished=False),
             ReportReady(*who, truth.attempt),
             ReportTrouble(*who, generation, reason="it does not like it"),
             LeaveJob(*who, done=True, step=step),

@@ -589,7 +589,7 @@ class TestTheBackground:
             ranch.start("a", store=filled(*range(SHARDS)))
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
-            await until(lambda: runner.daemon.elastic.clusters[JOB].lineup.state_holders == {"a", "b"})
+            await until(lambda: runner.daemon.elastic.clusters[JOB].membership.state_holders == {"a", "b"})
             async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
                 ranch.crew["a"].worker.drain("the spot price")
                 await soon(reached)
@@ -788,7 +788,7 @@ class TestCopies:
 
 
 async def standing(client: ForgedClient) -> str:
-    return (await client.request(ShowCluster(JOB))).standing
+    return (await client.request(ShowCluster(JOB))).stall_report
 
 
 class MoodyOrigin:
@@ -824,7 +824,7 @@ class TestAShardThatTheOriginDoesNotGive:
             shown = await client.request(ShowCluster(JOB))
             assert (
                 f"{lost.reason[0]}: cannot have shard 3 (the origin: there is no shard-3 (put it there))"
-                in shown.standing
+                in shown.stall_report
             )
             assert 2 <= origin.asked < 10
             origin.is_mended = True

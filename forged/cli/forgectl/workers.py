@@ -319,7 +319,7 @@ def show_training(cluster: Row) -> None:
     """Where a job's training is, and below it the rescale that is under way."""
     whole = {key: value for key, value in cluster.items() if key not in _SHOWN_APART}
     # Whoever asks wants to know first whether it gets on.
-    whole = {"phase": whole.pop("phase", None), "standing": cluster.get("standing") or None, **whole}
+    whole = {"phase": whole.pop("phase", None), "stall_report": cluster.get("stall_report") or None, **whole}
     state = cluster.get("state")
     if isinstance(state, dict):
         whole |= {name: _known(key, state.get(key)) for key, name in _STATE_NAMES.items()}
@@ -331,7 +331,7 @@ def show_training(cluster: Row) -> None:
         tables.pairs(rescale)
 
 
-_SHOWN_APART = frozenset({"job", "state", "rescale", "standing"})
+_SHOWN_APART = frozenset({"job", "state", "rescale", "stall_report"})
 _UNKNOWN_AT_0 = frozenset({"learning_rate", "global_batch_size", "state_timestamp"})
 _STATE_NAMES = {
     "current_epoch": "epoch",
@@ -389,7 +389,7 @@ def _progress(cluster: Row) -> str:
 
 def _standing(cluster: Row) -> str:
     """What stands still; a rescale says itself what it waits for."""
-    standing = cluster.get("standing")
+    standing = cluster.get("stall_report")
     return "" if not standing or isinstance(cluster.get("rescale"), dict) else f"; {tables.field('', standing)}"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
-from forged.elastic.compatibility import Common, require_same
+from forged.elastic.compatibility import SharedConfig, require_compatible
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.coordinator.failure_budget import FailureBudget
 from forged.elastic.coordinator.step_witnesses import StepWitnesses, state_at, state_behind
@@ -19,7 +19,7 @@ from forged.elastic.failure_detector.detector import NEVER, FailureDetector
 from forged.elastic.failure_detector.peer_reports import PeerReports
 from forged.elastic.failure_detector.suspicion import Suspicions
 from forged.elastic.failure_detector.timeouts import keeping_others
-from forged.elastic.membership.member import MARKS_PER_WORLD, Member
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member
 from forged.elastic.membership.registry import MemberRegistry
 from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.messages import (
@@ -82,11 +82,11 @@ class Cluster:
         """Why the phase is what it is."""
         self.why: list[str] = []
         """What has happened since the last commit that makes a new world necessary."""
-        self.common: Common | None = None
-        """What all workers have to have in common; None while none has said it."""
+        self.shared_config: SharedConfig | None = None
+        """What all workers have to have in shared_config; None while none has said it."""
         self.cause = 0
         """The id of the fact that the next rescale, or what is left of this one, follows from."""
-        self.lineup = WorldMembership(job, self.config)
+        self.membership = WorldMembership(job, self.config)
         self.attempt: Attempt | None = None
         self.out = Outbox()
         self.watch = FailureDetector(self.out)
@@ -102,7 +102,7 @@ class Cluster:
         """Since when this daemon has the job."""
         self.advanced_at = -NEVER
         """When anybody of the world was known to have come further last, or could first."""
-        self._quarrels = Suspicions(self.lineup, self.watch)
+        self._quarrels = Suspicions(self.membership, self.watch)
         self._witnesses = StepWitnesses()
         self._troubles: set[str] = set()
         """Those of the reasons that only tell of what some other one explains."""
@@ -116,7 +116,7 @@ class Cluster:
     def configure(self, settings: Mapping[str, SettingValue]) -> None:
         """Go by these settings from now on; the workers do so when they have heard of them."""
         before, self.config = self.config, ElasticTrainingConfig.from_settings(settings)
-        self.lineup.config = self.config
+        self.membership.config = self.config
         self.settings = dict(settings)
         for member in self.members.values():
             member.reconsider(before, self.config)
@@ -124,12 +124,12 @@ class Cluster:
     @property
     def members(self) -> MemberRegistry:
         """Who has registered."""
-        return self.lineup.members
+        return self.membership.members
 
     @property
     def generation(self) -> int:
         """The number of the committed world."""
-        return self.lineup.topology.epoch
+        return self.membership.topology.epoch
 
     @property
     def over(self) -> bool:
@@ -149,8 +149,10 @@ class Cluster:
     def resume_from_store(self, now: Moment) -> None:
         """Go on where another daemon, or this one before its store failed, has left off."""
         known = self.members.known
-        missing = [worker for worker, incarnation in self.lineup.world.items() if known(worker, incarnation) is None]
-        for member in self.lineup.present():
+        missing = [
+            worker for worker, incarnation in self.membership.world.items() if known(worker, incarnation) is None
+        ]
+        for member in self.membership.present():
             # So far they were at least.
             member.step = self.state.current_step
         if self.phase is Phase.RESCALING and self.told_over < self.attempts:
@@ -160,7 +162,7 @@ class Cluster:
             self.why = [f"{missing[0]} is gone" if len(missing) == 1 else f"{len(missing)} workers are gone"]
         self._must_stop = bool(self.why)
         self._resumed_at = self.advanced_at = now.monotonic
-        self.lineup.sort()
+        self.membership.sort()
         if self.why and self.phase is Phase.RUNNING:
             self._hole_at = now.monotonic
         if self.phase is Phase.WAITING:
@@ -168,17 +170,17 @@ class Cluster:
 
     # Coming and going.
 
-    def require_same(self, common: Common | None) -> None:
+    def require_compatible(self, shared_config: SharedConfig | None) -> None:
         """Refuse who would train with something else than the others do. What nobody has trained with, nor is here to,
         binds nobody."""
         is_settled = bool(self.members or self.generation)
-        if common is not None and self.common is not None and is_settled and not self.over:
-            require_same(self.job, self.common, common)
+        if shared_config is not None and self.shared_config is not None and is_settled and not self.over:
+            require_compatible(self.job, self.shared_config, shared_config)
 
-    def agree(self, common: Common | None) -> None:
+    def agree(self, shared_config: SharedConfig | None) -> None:
         """A worker that was welcome has said it."""
-        if common is not None and common != self.common:
-            self.common, self.out.cluster = common, True
+        if shared_config is not None and shared_config != self.shared_config:
+            self.shared_config, self.out.cluster = shared_config, True
 
     def join(self, newcomer: Member, now: Moment) -> None:
         """Register a worker; the same incarnation again changes nothing but that it is there, if it still is."""
@@ -197,7 +199,7 @@ class Cluster:
         if not self.members:
             self.watch.begin_anew()
         newcomer.seen_at = newcomer.progress_at = now.monotonic
-        self.lineup.enter(newcomer)
+        self.membership.enter(newcomer)
         if not newcomer.connected:
             self.watch.lose(newcomer, now.monotonic)
         self.out.cluster = self.out.cluster or not self.known
@@ -215,7 +217,7 @@ class Cluster:
         self._drop(member)
         reason = in_words(reason, "the training is done" if done else "it wanted to")
         self.out.say(WorkerLeft(worker_id, reason))
-        if done and self.lineup.holds(member) and not self.over:
+        if done and self.membership.holds(member) and not self.over:
             # Whoever says that all is done has done the last step together with the others.
             self.state = state_behind(self.state, step or self.state.current_step, now.wall)
             self.out.trigger()
@@ -266,20 +268,20 @@ class Cluster:
         worker_id: str,
         incarnation: bytes,
         step: int,
-        marks: int,
+        collective_seq: int,
         now: Moment,
-        every_s: float = 0.0,
+        interval_s: float = 0.0,
         *,
-        parting: bool = False,
+        last_step_done: bool = False,
     ) -> None:
         """A worker's library says that it lives."""
         member = self.members.known(worker_id, incarnation)
         if member is not None:
-            member.beat(now.monotonic, every_s, self.config)
+            member.beat(now.monotonic, interval_s, self.config)
             member.is_awaited = False
-            self._progress(member, step, now, marks)
-            if member.is_parting != parting:
-                member.is_parting = parting
+            self._progress(member, step, now, collective_seq)
+            if member.last_step_done != last_step_done:
+                member.last_step_done = last_step_done
                 self._put_member(member)
 
     def pulse(
@@ -287,17 +289,17 @@ class Cluster:
         worker_id: str,
         incarnation: bytes,
         step: int,
-        marks: int,
+        collective_seq: int,
         cpu_s: float,
         now: Moment,
-        every_s: float = 0.0,
+        interval_s: float = 0.0,
     ) -> None:
         """A worker's pulse says that its process lives."""
         member = self.members.known(worker_id, incarnation)
         if member is not None:
-            member.pulsate(now.monotonic, every_s, cpu_s)
+            member.pulsate(now.monotonic, interval_s, cpu_s)
             member.is_awaited = False
-            self._progress(member, step, now, marks)
+            self._progress(member, step, now, collective_seq)
 
     def receiving(
         self,
@@ -345,7 +347,7 @@ class Cluster:
         self._progress(member, stop.step, now)
         self._take_word(member, stop.step)
         if attempt.stage is Stage.PAUSING:
-            if self.lineup.holds(member) and not attempt.is_at_step_end:
+            if self.membership.holds(member) and not attempt.is_at_step_end:
                 # The others are at the end of the same step.
                 attempt.is_at_step_end, attempt.heard_at = True, now.monotonic
             attempt.stops[worker_id] = stop
@@ -380,8 +382,8 @@ class Cluster:
             self.settings,
             attempt.in_background,
             self.generation,
-            self.lineup.has_room_beside(attempt.target),
-            self.lineup.left_out(attempt.target),
+            self.membership.has_room_beside(attempt.target),
+            self.membership.left_out(attempt.target),
             attempt.started_id,
             asking.joined_id,
         )
@@ -394,7 +396,7 @@ class Cluster:
     def trouble(self, worker_id: str, incarnation: bytes, generation: int, now: Moment, *, peer: str, why: str) -> None:
         """A worker cannot go on with its world. Trouble in an older world is over."""
         member = self.members.known(worker_id, incarnation)
-        if member is None or not self.lineup.holds(member) or generation != self.generation or self.over:
+        if member is None or not self.membership.holds(member) or generation != self.generation or self.over:
             return
         if self.trains and not self._is_explained:
             self._quarrels.cannot_go_on(member, peer)
@@ -405,7 +407,9 @@ class Cluster:
             self._must_stop = True
             other = self.members.get(peer)
             # If its host is gone, the daemon's own connection tells so in a moment; asking it now would hide that.
-            self._hole(trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.lineup.holds(other) else 0.0)
+            self._hole(
+                trouble, now, later_s=EVIDENCE_WAIT_S if other is not None and self.membership.holds(other) else 0.0
+            )
             self._settle_quarrel(now)
         self._consider(now)
 
@@ -421,14 +425,14 @@ class Cluster:
     def drain(self, worker_id: str, now: Moment, reason: str) -> None:
         """Have a worker finish its step and go."""
         member = self.members.require(worker_id)
-        if member.leaving is None:
-            member.leaving, member.leaving_at = in_words(reason, WISH), now.monotonic
+        if member.drain_reason is None:
+            member.drain_reason, member.drain_since = in_words(reason, WISH), now.monotonic
             self._put_member(member)
-            self.out.say(WorkerDraining(worker_id, member.leaving))
+            self.out.say(WorkerDraining(worker_id, member.drain_reason))
             if self._is_needed(member) and self._hole_at is None and self._relief_at() == NEVER:
                 self.out.trigger()
-            self.lineup.send_away(member)
-            if self._is_needed(member) and not self.lineup.holds(member):
+            self.membership.send_away(member)
+            if self._is_needed(member) and not self.membership.holds(member):
                 # It was about to be taken in.
                 self._wanted_at = now.monotonic + self.config.failure_window_s
             self._consider(now)
@@ -440,7 +444,7 @@ class Cluster:
             return True
         if attempt is not None and member.id in attempt.relieved:
             return self._is_spare(member, attempt)
-        return self.lineup.may_go(member, is_under_way=attempt is not None)
+        return self.membership.may_go(member, is_under_way=attempt is not None)
 
     def _is_spare(self, member: Member, attempt: Attempt) -> bool:
         """Whether the attempt has no use for it any more, and one can be reached whose state is kept."""
@@ -536,8 +540,8 @@ class Cluster:
     def _look(self, now: Moment) -> None:
         """Look at every member."""
         self._forgive(now)
-        world = {member.id for member in self.members.values() if self.lineup.holds(member)}
-        kept = self.lineup.retained
+        world = {member.id for member in self.members.values() if self.membership.holds(member)}
+        kept = self.membership.retained
         stepping = self._stepping(world)
         for member, why in self.watch.look(self.members, world, kept, self.config, now.monotonic, stepping=stepping):
             self._fail_unseen(member, why, now)
@@ -581,8 +585,8 @@ class Cluster:
             return
         if self.rescale_at() > now.monotonic:
             return
-        staying, joining = self.lineup.staying(), self._take_in(now)
-        size = self.lineup.size_with(joining)
+        staying, joining = self.membership.staying(), self._take_in(now)
+        size = self.membership.size_with(joining)
         if size < self.config.min_workers:
             self._wait(size, now)
         else:
@@ -591,14 +595,14 @@ class Cluster:
     def _take_in(self, now: Moment) -> list[str]:
         """Who comes into the next world: all who wait. Where the last attempt has lost nobody but newcomers, those it
         has left; the others wait for their time, so that no two who die of it in turn keep the world from training."""
-        joining, attempt = self.lineup.joining(), self.attempt
-        if attempt is None or self._hole_at is None or not self.lineup.world or not self.lineup.is_whole:
+        joining, attempt = self.membership.joining(), self.attempt
+        if attempt is None or self._hole_at is None or not self.membership.world or not self.membership.is_whole:
             return joining
         left = [one for one in joining if one in attempt.added and self.members[one].seen_at <= attempt.began_at]
         if len(left) == len(attempt.added):
             return joining
         self._spoilt += 1
-        is_enough = self.lineup.size_with(left) >= self.config.min_workers
+        is_enough = self.membership.size_with(left) >= self.config.min_workers
         return left if is_enough and self.growth_at() > now.monotonic else joining
 
     def rescale_at(self) -> float:
@@ -617,10 +621,10 @@ class Cluster:
 
     def growth_at(self) -> float:
         """When those who wait are taken in."""
-        if self.phase is not Phase.WAITING and next(self.lineup.waiting(), None) is None:
+        if self.phase is not Phase.WAITING and next(self.membership.waiting(), None) is None:
             return NEVER
-        joining = self.lineup.joining()
-        size = self.lineup.size_with(joining)
+        joining = self.membership.joining()
+        size = self.membership.size_with(joining)
         if size < self.config.min_workers:
             return NEVER
         if self.phase is Phase.WAITING:
@@ -636,17 +640,17 @@ class Cluster:
 
     def _relief_at(self) -> float:
         """When a world is formed because somebody is to go. Others may be told so in the window."""
-        first = self.lineup.to_be_relieved(() if self.attempt is None else self.attempt.relieved)
-        return NEVER if first is None else first.leaving_at + self.config.failure_window_s
+        first = self.membership.to_be_relieved(() if self.attempt is None else self.attempt.relieved)
+        return NEVER if first is None else first.drain_since + self.config.failure_window_s
 
     def _begin(self, staying: set[str], joining: list[str], now: Moment) -> None:
         """Start an attempt."""
-        world, present = self.lineup.world, self.lineup.givers()
+        world, present = self.membership.world, self.membership.givers()
         if world and not present:
             self._because(
                 f"nobody of world {self.generation} is left, so what the first of the others has is the state"
             )
-        elif world and not (self.config.use_synchronous_rescaling or self.lineup.state_holders & present.keys()):
+        elif world and not (self.config.use_synchronous_rescaling or self.membership.state_holders & present.keys()):
             # Others may have come into this world and never have met who had the state.
             self._because(f"nobody who is left of world {self.generation} is known to have the state")
         leavers = tuple(name for name in present if name not in staying)
@@ -676,7 +680,7 @@ class Cluster:
             behind=set(with_data) if in_background else set(),
         )
         self._hole_at = self._wanted_at = self._waiting_at = None
-        self.lineup.expect_leavers(to_go=True)
+        self.membership.expect_leavers(to_go=True)
         self.out.say(
             RescaleStarted(
                 attempt=attempt.number,
@@ -690,13 +694,13 @@ class Cluster:
             )
         )
         # Where nobody is known to train all say with which step, rate and batch they begin: that may be anew.
-        if self.lineup.is_state_kept() and not (self.config.use_synchronous_rescaling or with_data):
+        if self.membership.is_state_kept() and not (self.config.use_synchronous_rescaling or with_data):
             self._commit(attempt, now)
 
     @property
     def _can_go_on(self) -> bool:
         """Whether the world may train, as it is, until another one holds, where somebody has its state."""
-        is_whole = self.lineup.is_state_kept() and self.lineup.is_whole
+        is_whole = self.membership.is_state_kept() and self.membership.is_whole
         return is_whole and self.trains and not (self._must_stop or self.config.use_synchronous_rescaling)
 
     def _with_data(self, target: Iterable[str]) -> list[str]:
@@ -724,9 +728,9 @@ class Cluster:
 
     def _commit(self, attempt: Attempt, now: Moment) -> None:
         """Let the new world hold."""
-        before, has_stopped = self.lineup.topology, bool(attempt.source)
-        self.lineup.commit(attempt.target, attempt.removed, now.wall, all_have_stopped=has_stopped)
-        members = list(self.lineup.present())
+        before, has_stopped = self.membership.topology, bool(attempt.source)
+        self.membership.commit(attempt.target, attempt.removed, now.wall, all_have_stopped=has_stopped)
+        members = list(self.membership.present())
         known_step, told_step, self._furthest = self.state.current_step, self.step, 0
         if attempt.source:
             self.state = state_at(self.state, attempt.stops[attempt.source], now.wall)
@@ -751,7 +755,7 @@ class Cluster:
         self._spoilt = 0 if attempt.added else self._spoilt
         for leaver in filter(None, map(self.members.get, attempt.leavers)):
             # Until now the others have kept it.
-            leaver.leaving_at = now.monotonic
+            leaver.drain_since = now.monotonic
         for member in members:
             self.watch.recovered(member, self.state.current_step)
             member.step, member.progress_at = self.state.current_step, now.monotonic
@@ -761,7 +765,7 @@ class Cluster:
             RescaleCompleted(
                 attempt=attempt.number,
                 type=attempt.type,
-                delta=before.delta_to(self.lineup.topology),
+                delta=before.delta_to(self.membership.topology),
                 step=self.state.current_step if attempt.source else None,
                 epoch=self.state.current_epoch if attempt.source else None,
                 learning_rate=rate,
@@ -789,7 +793,7 @@ class Cluster:
 
     def _give_up_silent(self, attempt: Attempt, now: Moment) -> None:
         """Fail those for whom an attempt has waited too long."""
-        late = list(keeping_others(attempt, self.lineup, self.complaints, now.monotonic, trains=self.trains))
+        late = list(keeping_others(attempt, self.membership, self.complaints, now.monotonic, trains=self.trains))
         if not late:
             attempt.heard_at = now.monotonic
         for member, why in late:
@@ -803,7 +807,7 @@ class Cluster:
         if self.attempt is not None:
             self.out.say(RescaleAborted(self.attempt.number, "too few workers are left"))
             self.attempt = None
-        self.lineup.expect_leavers(to_go=False)
+        self.membership.expect_leavers(to_go=False)
         if self.phase is not Phase.WAITING:
             self._go_on(Cause.TOO_FEW, too_few(there, self.config.min_workers))
             self.out.say(JobWaiting(there, self.config.min_workers))
@@ -821,13 +825,13 @@ class Cluster:
     def _see_whether_short(self, now: Moment) -> None:
         needed = self.config.min_workers
         # The first few will do: this is asked whenever somebody joins.
-        if not self.members or sum(1 for _ in islice(self.lineup.waiting(), needed)) >= needed:
+        if not self.members or sum(1 for _ in islice(self.membership.waiting(), needed)) >= needed:
             self._waiting_at = None
         elif self._waiting_at is None:
             self._waiting_at = now.monotonic
 
     def _too_many_failures(self, now: Moment) -> bool:
-        why = self.failures.too_many(len(self.lineup.world), self.config)
+        why = self.failures.too_many(len(self.membership.world), self.config)
         if why is not None:
             self._give_up(why)
         return self.over
@@ -840,14 +844,14 @@ class Cluster:
         self._fail(member, reason, now, is_uncounted=member.is_awaited)
 
     def _fail(self, member: Member, reason: str, now: Moment, *, is_uncounted: bool = False) -> None:
-        rank = self.lineup.topology.rank_of(member.worker) if self.lineup.holds(member) else -1
+        rank = self.membership.topology.rank_of(member.worker) if self.membership.holds(member) else -1
         self._drop(member)
         self.out.say(WorkerFailed(member.id, rank, reason))
         if self.over:
             return
-        if rank >= 0 and not is_uncounted and member.leaving is None:
+        if rank >= 0 and not is_uncounted and member.drain_reason is None:
             self.failures.count(self.state.current_step)
-            if self.failures.too_many(len(self.lineup.world), self.config) is not None:
+            if self.failures.too_many(len(self.membership.world), self.config) is not None:
                 # Of several failures, the one that is too many is what the job's end follows from.
                 self.out.trigger()
         if self._is_needed(member):
@@ -857,7 +861,7 @@ class Cluster:
         """Whether the world, or the attempt at one, cannot go on without it."""
         attempt = self.attempt
         if attempt is None:
-            return self.lineup.holds(member)
+            return self.membership.holds(member)
         return member.id in attempt and member.id not in attempt.spare
 
     @property
@@ -887,28 +891,28 @@ class Cluster:
             self.why.append(why)
             self.out.cluster = True
 
-    def _progress(self, member: Member, step: int, now: Moment, marks: int = 0) -> None:
-        if not member.hear(now.monotonic, step, marks):
+    def _progress(self, member: Member, step: int, now: Moment, collective_seq: int = 0) -> None:
+        if not member.hear(now.monotonic, step, collective_seq):
             return
         self.watch.recovered(member, step)
-        if self.lineup.holds(member):
+        if self.membership.holds(member):
             self.advanced_at = now.monotonic
         # Who has it is believed that all have met; who may not have it would speak for itself.
-        is_witness = member.id in self.lineup.state_holders or not self.lineup.state_holders
-        if is_witness and len(self.lineup.state_holders) < len(self.lineup.world) and self._has_met(member):
+        is_witness = member.id in self.membership.state_holders or not self.membership.state_holders
+        if is_witness and len(self.membership.state_holders) < len(self.membership.world) and self._has_met(member):
             # Nobody goes on in a world before all of it have the state.
-            self.lineup.have_met()
+            self.membership.have_met()
             self.out.world = True
-        if step <= self.state.current_step or not self.lineup.holds(member):
+        if step <= self.state.current_step or not self.membership.holds(member):
             return
-        borne_out = self._witnesses.hear(member.id, step, len(self.lineup.world))
+        borne_out = self._witnesses.hear(member.id, step, len(self.membership.world))
         if self.trains:
             self._stepped(borne_out, now)
         self._furthest = max(self._furthest, borne_out)
 
     def _take_word(self, member: Member, step: int) -> None:
         """One that has stopped, or goes, says how far the training is; with nobody else left it is lost."""
-        if self.lineup.holds(member):
+        if self.membership.holds(member):
             self._furthest = max(self._furthest, step)
 
     @property
@@ -918,8 +922,8 @@ class Cluster:
 
     def _has_met(self, member: Member) -> bool:
         """Whether it has come to where workers meet in the committed world."""
-        first = self.generation * MARKS_PER_WORLD
-        return self.lineup.holds(member) and first < member.marks < first + MARKS_PER_WORLD
+        first = self.generation * COLLECTIVES_PER_WORLD
+        return self.membership.holds(member) and first < member.collective_seq < first + COLLECTIVES_PER_WORLD
 
     def _stepped(self, step: int, now: Moment) -> None:
         """So many steps are known to be committed."""
@@ -951,7 +955,7 @@ class Cluster:
         self.out.members.add(member.id)
 
     def _drop(self, member: Member) -> None:
-        self.lineup.strike(member)
+        self.membership.strike(member)
         self.complaints.forget(member.id)
         self.watch.forget(member)
         self.out.members.add(member.id)
@@ -981,7 +985,7 @@ class Cluster:
 
 
 def _is_to_go(member: Member) -> str:
-    return f"{member.id} is to go: {member.leaving}"
+    return f"{member.id} is to go: {member.drain_reason}"
 
 
 def _type(before: int, after: int) -> RescaleType:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forged.elastic.compatibility import Common
+from forged.elastic.compatibility import SharedConfig
 from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.coordinator.failure_budget import FailureBudget
 from forged.elastic.membership.member import Member
@@ -43,7 +43,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     why: list[str]
     slack_s: float = 0.0
     """The most that any worker may be silent for longer than the settings say."""
-    common: Common | None = None
+    shared_config: SharedConfig | None = None
     told_over: int = 0
     cause: int = 0
 
@@ -69,9 +69,9 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     local_world_size: int
     attributes: dict[str, str]
-    leaving: str | None
+    drain_reason: str | None
     with_data: bool = False
-    is_parting: bool = False
+    last_step_done: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -94,10 +94,10 @@ def writes(cluster: Cluster) -> dict[str, bytes | None]:
     if out.world:
         found[prefix + WORLD] = _encode(
             WorldRecord(
-                topology=cluster.lineup.topology,
-                incarnations=tuple(cluster.lineup.world.values()),
-                state_holders=tuple(sorted(cluster.lineup.state_holders)),
-                former={name: member.incarnation for name, member in cluster.lineup.former.items()},
+                topology=cluster.membership.topology,
+                incarnations=tuple(cluster.membership.world.values()),
+                state_holders=tuple(sorted(cluster.membership.state_holders)),
+                former={name: member.incarnation for name, member in cluster.membership.former.items()},
             )
         )
     for worker in out.members:
@@ -132,7 +132,7 @@ def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Clu
     for member in members:
         member.slack_s = slack_s
     # Who came first is taken in first, also behind a restart.
-    cluster.lineup.members = MemberRegistry(job, sorted(members, key=lambda member: member.joined_at))
+    cluster.membership.members = MemberRegistry(job, sorted(members, key=lambda member: member.joined_at))
     if world is not None:
         _take_world(cluster, world)
     cluster.resume_from_store(now)
@@ -155,7 +155,7 @@ def _cluster_record(cluster: Cluster) -> ClusterRecord:
         reason=cluster.reason,
         why=cluster.why,
         slack_s=max((member.slack_s for member in cluster.members.values()), default=0.0),
-        common=cluster.common,
+        shared_config=cluster.shared_config,
         told_over=cluster.told_over,
         cause=cluster.cause,
     )
@@ -168,16 +168,16 @@ def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
     cluster.paused_because, cluster.attempts = record.paused_because, record.attempts
     cluster.failures = FailureBudget(record.failures, record.failures_in_a_row, record.failed_at_step)
     cluster.base, cluster.reason, cluster.why = ScalingBase(*record.base), record.reason, record.why
-    cluster.common, cluster.told_over, cluster.cause = record.common, record.told_over, record.cause
+    cluster.shared_config, cluster.told_over, cluster.cause = record.shared_config, record.told_over, record.cause
 
 
 def _take_world(cluster: Cluster, record: WorldRecord) -> None:
-    cluster.lineup.topology = record.topology
+    cluster.membership.topology = record.topology
     ids = (worker.id for worker in record.topology.workers)
-    cluster.lineup.world = dict(zip(ids, record.incarnations, strict=True))
-    cluster.lineup.state_holders = frozenset(record.state_holders)
+    cluster.membership.world = dict(zip(ids, record.incarnations, strict=True))
+    cluster.membership.state_holders = frozenset(record.state_holders)
     former = (cluster.members.known(name, incarnation) for name, incarnation in record.former.items())
-    cluster.lineup.dismiss(member for member in former if member is not None)
+    cluster.membership.dismiss(member for member in former if member is not None)
 
 
 def _member_record(member: Member) -> MemberRecord:

@@ -114,7 +114,7 @@ class FailureDetector:
                     self._tell_lost(member, config, now)
             if is_in_world:
                 # Whoever has done its last step may take its time to save what it has.
-                if worker_id not in stepping or member.is_parting or worker_id not in late:
+                if worker_id not in stepping or member.last_step_done or worker_id not in late:
                     # Whoever waits for others has come further than they have, and may get on from when they do.
                     member.progress_at = now
                     self._behind_since.pop(worker_id, None)

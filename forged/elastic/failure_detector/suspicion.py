@@ -19,9 +19,9 @@ QUARRELS_MAX = 3
 class Suspicions:
     """What the workers of one job say of each other, and what follows."""
 
-    def __init__(self, lineup: WorldMembership, watch: FailureDetector) -> None:
+    def __init__(self, membership: WorldMembership, watch: FailureDetector) -> None:
         self.complaints = PeerReports()
-        self._lineup = lineup
+        self._lineup = membership
         self._watch = watch
 
     def does_not_reach(self, member: Member, peer: str, now: float) -> None:
@@ -56,10 +56,10 @@ class Suspicions:
 
     def loser(self) -> str | None:
         """Who has to go because of those who will not work together in any world; None for nobody."""
-        lineup, ranks = self._lineup, {worker: rank for rank, worker in enumerate(self._lineup.world)}
+        membership, ranks = self._lineup, {worker: rank for rank, worker in enumerate(self._lineup.world)}
         worst = self.complaints.worst(ranks) if self.complaints.worlds >= QUARRELS_MAX else None
-        if worst is not None and not lineup.holders_there() - {worst}:
+        if worst is not None and not membership.holders_there() - {worst}:
             # Nobody else is known to have the state: of those who may not, the worst goes.
-            others = {worker: rank for worker, rank in ranks.items() if worker not in lineup.state_holders}
+            others = {worker: rank for worker, rank in ranks.items() if worker not in membership.state_holders}
             worst = self.complaints.worst(others) or worst
         return worst

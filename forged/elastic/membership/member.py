@@ -23,8 +23,8 @@ HEARTBEATS_MISSED_MAX = 2
 """So many intervals without a heartbeat, and it is this worker's library rather than another's that does not get on."""
 HEARTBEAT_LATE = 1.25
 """A heartbeat may come so much later than its interval."""
-MARKS_PER_WORLD = 1 << 32
-"""The marks of a world begin at its generation times this; the first is made when all of it have met."""
+COLLECTIVES_PER_WORLD = 1 << 32
+"""The collective_seq of a world begin at its generation times this; the first is made when all of it have met."""
 RESCALE_SHARE = 0.8
 """Whoever was silent for so much of a rescale holds it up."""
 
@@ -43,12 +43,12 @@ class Member:
     attributes: dict[str, str] = field(default_factory=dict)
     with_data: bool = False
     """Whether it holds training data, for which others may have to come before it goes."""
-    leaving: str | None = None
+    drain_reason: str | None = None
     """Why it is to go; None while it may stay."""
-    is_parting: bool = False
+    last_step_done: bool = False
     """Whether it has done its last step. It may take its time to save what it has, and no world waits for it."""
 
-    leaving_at: float = 0.0
+    drain_since: float = 0.0
     """Since when, as far as this daemon knows; like all times below by the monotonic clock."""
     joined_id: int = 0
     """The id of the fact that it has joined; 0 where another daemon has told that."""
@@ -69,7 +69,7 @@ class Member:
     """How often its pulse speaks, as that says itself."""
     step: int = 0
     """The steps that it has committed, as far as it said."""
-    marks: int = 0
+    collective_seq: int = 0
     """How often it has come to where workers meet, which shows who keeps the others waiting."""
     told_at: float = 0.0
     """When it said last how far it is."""
@@ -93,7 +93,7 @@ class Member:
     def is_well(self, since: float) -> bool:
         """Whether nothing speaks against it: it may stay, has a connection, and its library was heard since then."""
         heard_at = self.heard_at
-        return heard_at is not None and heard_at > since and self.lost_at is None and self.leaving is None
+        return heard_at is not None and heard_at > since and self.lost_at is None and self.drain_reason is None
 
     def is_mute(self, since: float) -> bool:
         """Whether its library was not heard since then, which `mute_since` tells; whatever its pulse says."""
@@ -103,18 +103,18 @@ class Member:
         """Whether there is a pulse that would tell of its death."""
         return self.pulse_at is not None and now - self.pulse_at < PULSES_MISSED_MAX * PULSE_INTERVAL_S
 
-    def beat(self, now: float, every_s: float, config: ElasticTrainingConfig) -> None:
-        """Its library was heard, and says so again in `every_s`; 0 where it does not say when."""
+    def beat(self, now: float, interval_s: float, config: ElasticTrainingConfig) -> None:
+        """Its library was heard, and says so again in `interval_s`; 0 where it does not say when."""
         self.heard_at = now
-        if self.slack_s and 0.0 < every_s <= config.heartbeat_interval_s:
+        if self.slack_s and 0.0 < interval_s <= config.heartbeat_interval_s:
             # It goes by the present settings.
             self.slack_s = 0.0
 
-    def pulsate(self, now: float, every_s: float, cpu_s: float) -> None:
-        """Its pulse was heard, and is again in `every_s`; 0 where it does not say when."""
+    def pulsate(self, now: float, interval_s: float, cpu_s: float) -> None:
+        """Its pulse was heard, and is again in `interval_s`; 0 where it does not say when."""
         self.pulse_at, self.cpu_s = now, cpu_s
-        if every_s != self.pulse_every_s:
-            self.pulse_every_s = min(max(every_s, 0.0) or PULSE_INTERVAL_S, PULSE_INTERVAL_S)
+        if interval_s != self.pulse_every_s:
+            self.pulse_every_s = min(max(interval_s, 0.0) or PULSE_INTERVAL_S, PULSE_INTERVAL_S)
 
     def reconsider(self, before: ElasticTrainingConfig, config: ElasticTrainingConfig) -> None:
         """Other settings hold for the job, of which it has yet to hear."""
@@ -128,19 +128,23 @@ class Member:
     def forgive(self, late_s: float, now: float) -> None:
         """Hold nothing against it that nobody could have heard for so long."""
         self.seen_at = min(self.seen_at + late_s, now)
-        self.leaving_at = min(self.leaving_at + late_s, now)
+        self.drain_since = min(self.drain_since + late_s, now)
         self.told_at = min(self.told_at + late_s, now)
         self.progress_at = min(self.progress_at + late_s, now)
         self.lost_at = None if self.lost_at is None else min(self.lost_at + late_s, now)
         self.heard_at = None if self.heard_at is None else min(self.heard_at + late_s, now)
         self.pulse_at = None if self.pulse_at is None else min(self.pulse_at + late_s, now)
 
-    def hear(self, now: float, step: int, marks: int) -> bool:
+    def hear(self, now: float, step: int, collective_seq: int) -> bool:
         """Take word of how far it is; tells whether that is further than before."""
         self.told_at = now
-        further = step > self.step or marks > self.marks
+        further = step > self.step or collective_seq > self.collective_seq
         if further:
-            self.step, self.marks, self.progress_at = max(step, self.step), max(marks, self.marks), now
+            self.step, self.collective_seq, self.progress_at = (
+                max(step, self.step),
+                max(collective_seq, self.collective_seq),
+                now,
+            )
         return further
 
 
@@ -164,10 +168,10 @@ def holding_up(
 
     Whoever is not one of `waiting`, as who is not in the world yet, waits for nobody.
     """
-    last = min((member.marks for member in members if member.id in waiting), default=0)
+    last = min((member.collective_seq for member in members if member.id in waiting), default=0)
     since = mute_since(config, now)
     mute = [member for member in members if member.is_mute(since)]
-    return mute or [member for member in members if member.marks == last or member.id not in waiting]
+    return mute or [member for member in members if member.collective_seq == last or member.id not in waiting]
 
 
 def death_of(member: Member, config: ElasticTrainingConfig, now: float) -> str | None:
@@ -190,14 +194,14 @@ def overstays(member: Member, config: ElasticTrainingConfig, now: float, *, is_n
     Whoever is needed by the others goes by itself as long as its library lives: it may be handing over what it holds,
     or saving it.
     """
-    told_s = now - max(member.leaving_at, member.seen_at)
+    told_s = now - max(member.drain_since, member.seen_at)
     # However short its patience is, nobody is heard more often than at every heartbeat.
     patience_s = max(config.leave_timeout_s, config.worker_heartbeat_timeout_s)
-    if member.leaving is None or told_s < patience_s:
+    if member.drain_reason is None or told_s < patience_s:
         return None
     if member.lost_at is not None and now - member.lost_at < config.reconnect_grace_s:
         return None
-    if not (is_needed or member.is_parting):
+    if not (is_needed or member.last_step_done):
         return f"it was told to go {told_s:.1f} s ago, and did not"
     silent_s = min(told_s, now - (member.heard_at or 0.0))
     if silent_s < patience_s:

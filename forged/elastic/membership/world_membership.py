@@ -43,8 +43,8 @@ class WorldMembership:
     def sort(self) -> None:
         """Tell apart who is in the committed world, who of it is to go, and who is not in it."""
         self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
-        leavers = (member for member in self.present() if member.leaving is not None)
-        self._leavers = {member.id: member for member in sorted(leavers, key=lambda leaver: leaver.leaving_at)}
+        leavers = (member for member in self.present() if member.drain_reason is not None)
+        self._leavers = {member.id: member for member in sorted(leavers, key=lambda leaver: leaver.drain_since)}
 
     def enter(self, newcomer: Member) -> None:
         """Somebody registers."""
@@ -111,7 +111,7 @@ class WorldMembership:
 
     def newcomers(self) -> Iterator[Member]:
         """Who wants to be in the next world, the first to come first; some may have lost their connection."""
-        return (member for member in self._outsiders.values() if member.leaving is None)
+        return (member for member in self._outsiders.values() if member.drain_reason is None)
 
     def waiting(self) -> Iterator[Member]:
         """Those of them who can be taken in."""
@@ -133,7 +133,7 @@ class WorldMembership:
         return self.remaining + len(self._needed()) + len(joining) if self.remaining or joining else 0
 
     def _stayers(self) -> Iterator[Member]:
-        return (member for member in self.present() if member.leaving is None)
+        return (member for member in self.present() if member.drain_reason is None)
 
     def _needed(self) -> set[str]:
         """Who of those who are to go is, because there are too few without them: the last to be told."""
@@ -147,7 +147,7 @@ class WorldMembership:
         """Who of them can be needed, the last to be told first. Who makes no more steps is for its state alone, where
         nobody who stays has it; one of those may be on the way back."""
         is_kept = any(member.id in self.state_holders for member in self._stayers())
-        return (name for name, member in reversed(self._leavers.items()) if not (is_kept and member.is_parting))
+        return (name for name, member in reversed(self._leavers.items()) if not (is_kept and member.last_step_done))
 
     def is_state_kept(self) -> bool:
         """Whether somebody stays and can be reached who is known to have the state."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.failure_detector.detector import is_lost
 from forged.elastic.failure_detector.suspicion import QUARRELS_MAX
-from forged.elastic.membership.member import MARKS_PER_WORLD, Member, mute_since
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member, mute_since
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import Attempt, Stage
 from forged.phrases import counted, named
@@ -30,7 +30,7 @@ _AWAITED = {
 """What an attempt waits for somebody to do."""
 
 
-def standing(cluster: Cluster, now: float, trouble: str = "") -> str:
+def describe_stall(cluster: Cluster, now: float, trouble: str = "") -> str:
     """What stands still, and why; empty where nothing does, or where it is over. `trouble` is why the daemon cannot
     write, empty where it can."""
     return "" if cluster.over else "; ".join(_reasons(cluster, now, trouble))
@@ -51,14 +51,14 @@ def _reasons(cluster: Cluster, now: float, trouble: str) -> Iterator[str]:
         yield from _held_up(cluster, now)
         yield from _outside(cluster, now)
     elif _is_short(cluster):
-        yield _too_few(cluster, cluster.lineup.remaining + len(cluster.lineup.joining()), now)
+        yield _too_few(cluster, cluster.membership.remaining + len(cluster.membership.joining()), now)
     else:
         yield from _outside(cluster, now)
 
 
 def _is_short(cluster: Cluster) -> bool:
     """Whether there are too few for a world."""
-    return cluster.lineup.remaining + len(cluster.lineup.joining()) < cluster.config.min_workers
+    return cluster.membership.remaining + len(cluster.membership.joining()) < cluster.config.min_workers
 
 
 def _in_attempt(cluster: Cluster, attempt: Attempt, now: float) -> Iterator[str]:
@@ -66,8 +66,8 @@ def _in_attempt(cluster: Cluster, attempt: Attempt, now: float) -> Iterator[str]
     yield from _troubles(attempt)
     if not attempt.troubles:
         yield from _quarrels(cluster)
-    if not cluster.lineup.has_room_beside(attempt.target):
-        yield from _surplus(cluster, cluster.lineup.left_out(attempt.target))
+    if not cluster.membership.has_room_beside(attempt.target):
+        yield from _surplus(cluster, cluster.membership.left_out(attempt.target))
     yield from _held_up(cluster, now)
 
 
@@ -104,7 +104,7 @@ def _impending(cluster: Cluster, now: float) -> Iterator[str]:
     why = "; ".join(cluster.why[:TROUBLED_TOLD_MAX])
     if _is_short(cluster):
         yield why
-        yield _too_few(cluster, cluster.lineup.remaining + len(cluster.lineup.joining()), now)
+        yield _too_few(cluster, cluster.membership.remaining + len(cluster.membership.joining()), now)
     else:
         yield f"attempt {cluster.attempts + 1} is about to begin: {why}"
 
@@ -137,7 +137,7 @@ def _held_up(cluster: Cluster, now: float) -> Iterator[str]:
     if cluster.paused:
         return
     since = mute_since(cluster.config, now)
-    present = [member for member in cluster.lineup.present() if not member.stalled]
+    present = [member for member in cluster.membership.present() if not member.stalled]
     silent = [member for member in present if member.is_mute(since) and member.has_pulse(now)]
     if cluster.trains and silent and cluster.advanced_at < since:
         yield f"no step for {_seconds(now - cluster.advanced_at)}"
@@ -156,7 +156,7 @@ def _still(cluster: Cluster, now: float) -> Iterator[str]:
 
 def _lost(cluster: Cluster, now: float) -> str:
     """Who has no connection, and how long all of them have to come back."""
-    lost = [member for member in cluster.lineup.present() if is_lost(member)]
+    lost = [member for member in cluster.membership.present() if is_lost(member)]
     left_s = max((member.lost_at or 0.0 for member in lost), default=0.0) + cluster.config.reconnect_grace_s - now
     grace = f", with {_left(left_s)} to come back" if left_s > 0.0 else ""
     return f": no connection to {named([member.id for member in lost])}{grace}" if lost else ""
@@ -169,12 +169,14 @@ def _maybe(cluster: Cluster) -> str:
 
 def _behind(cluster: Cluster) -> str:
     """For whom the others wait, where some have come further."""
-    members = [member for member in cluster.lineup.present() if not member.is_parting]
+    members = [member for member in cluster.membership.present() if not member.last_step_done]
     # How far anybody came in another world is no matter.
-    marks = {member.id: max(member.marks, cluster.generation * MARKS_PER_WORLD) for member in members}
-    lowest = min(marks.values(), default=0)
-    last = [worker for worker, reached in marks.items() if reached == lowest]
-    return f": all others have come further than {named(last)}" if len(last) < len(marks) else ""
+    collective_seq = {
+        member.id: max(member.collective_seq, cluster.generation * COLLECTIVES_PER_WORLD) for member in members
+    }
+    lowest = min(collective_seq.values(), default=0)
+    last = [worker for worker, reached in collective_seq.items() if reached == lowest]
+    return f": all others have come further than {named(last)}" if len(last) < len(collective_seq) else ""
 
 
 def _stalled(stalled: Sequence[Member], now: float) -> Iterator[str]:
@@ -198,14 +200,14 @@ def _last_word(member: Member) -> float:
 
 def _outside(cluster: Cluster, now: float) -> Iterator[str]:
     """Who waits to be taken in."""
-    config, joining = cluster.config, cluster.lineup.joining()
-    if joining and cluster.lineup.remaining + len(joining) < config.min_workers:
+    config, joining = cluster.config, cluster.membership.joining()
+    if joining and cluster.membership.remaining + len(joining) < config.min_workers:
         yield _too_few(cluster, len(joining), now)
     elif joining:
         left_s = cluster.growth_at() - now
         more = f" ({_left(left_s)} more)" if 0.0 < left_s < math.inf else ""
         yield f"{_wait(len(joining))} until nobody has joined for {config.stability_window_s:g} s{more}"
-    yield from _surplus(cluster, sum(1 for _ in cluster.lineup.waiting()) - len(joining))
+    yield from _surplus(cluster, sum(1 for _ in cluster.membership.waiting()) - len(joining))
 
 
 def _surplus(cluster: Cluster, surplus: int) -> Iterator[str]:
@@ -216,7 +218,7 @@ def _surplus(cluster: Cluster, surplus: int) -> Iterator[str]:
 
 def _too_few(cluster: Cluster, waiting: int, now: float) -> str:
     needed = cluster.config.min_workers
-    missing = needed - cluster.lineup.remaining - len(cluster.lineup.joining())
+    missing = needed - cluster.membership.remaining - len(cluster.membership.joining())
     who = f"{_wait(waiting)} for {missing} more" if waiting else "no worker is there"
     left_s = cluster.alone_at() - now
     end = f"; given up in {_left(left_s)}" if left_s < math.inf else ""

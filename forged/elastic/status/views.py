@@ -12,11 +12,11 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.failure_detector.detector import is_lost
 from forged.elastic.membership.member import Member
-from forged.elastic.messages import ClusterView, PlannedWorker, RescalePlan, RescaleView, Steered, WorkerView
+from forged.elastic.messages import ClusterView, ControlReply, PlannedWorker, RescalePlan, RescaleView, WorkerView
 from forged.elastic.model import RANK_NONE, WorkerStatus
 from forged.elastic.phases import require_not_over
 from forged.elastic.rescale.ranks import assign_ranks, moves
-from forged.elastic.status.stall_report import standing
+from forged.elastic.status.stall_report import describe_stall
 from forged.errors import RequestRefused
 from forged.phrases import counted, is_or_are, named
 
@@ -48,18 +48,18 @@ def worker_view(cluster: Cluster, member: Member, now: float) -> WorkerView:
 
 def rank_of(cluster: Cluster, member: Member) -> int:
     """Its rank in the committed world; -1 for who is not in it."""
-    return cluster.lineup.topology.rank_of(member.worker) if cluster.lineup.holds(member) else RANK_NONE
+    return cluster.membership.topology.rank_of(member.worker) if cluster.membership.holds(member) else RANK_NONE
 
 
 def status_of(cluster: Cluster, member: Member) -> WorkerStatus:
     """What it is doing."""
-    if member.leaving is not None:
+    if member.drain_reason is not None:
         return WorkerStatus.LEAVING
-    if cluster.trains and cluster.lineup.holds(member):
+    if cluster.trains and cluster.membership.holds(member):
         return WorkerStatus.ACTIVE
     if cluster.attempt is not None and member.id in cluster.attempt.target:
         return WorkerStatus.RESCALING
-    if not cluster.lineup.holds(member):
+    if not cluster.membership.holds(member):
         return WorkerStatus.JOINING
     # Between two worlds, or in one of which too few are left, nobody trains.
     return WorkerStatus.ACTIVE if cluster.over else WorkerStatus.RESCALING
@@ -72,13 +72,13 @@ def cluster_view(cluster: Cluster, now: float, trouble: str = "") -> ClusterView
         phase=cluster.phase,
         paused=cluster.paused,
         generation=cluster.generation,
-        world_size=cluster.lineup.there,
-        joining=sum(1 for _ in cluster.lineup.newcomers()),
+        world_size=cluster.membership.there,
+        joining=sum(1 for _ in cluster.membership.newcomers()),
         state=cluster.state,
         failures=cluster.failures.in_world,
         reason=cluster.reason,
         rescale=_rescale_view(cluster, now),
-        standing=standing(cluster, now, trouble),
+        stall_report=describe_stall(cluster, now, trouble),
     )
 
 
@@ -102,10 +102,10 @@ def plan(cluster: Cluster, size: int) -> RescalePlan:
     require_not_over(cluster.job, cluster.phase, cluster.reason)
     if not 1 <= size <= PLANNED_MAX:
         raise RequestRefused("plan_invalid", f"workers = {size}", f"give 1 to {PLANNED_MAX}")
-    old, there = list(cluster.lineup.world), [member.id for member in cluster.lineup.present()]
+    old, there = list(cluster.membership.world), [member.id for member in cluster.membership.present()]
     # The highest ranks go first, so that nobody else has to move.
-    staying = [worker for worker in there if worker not in cluster.lineup.leavers][:size]
-    joining = [member.id for member in cluster.lineup.waiting()][: size - len(staying)]
+    staying = [worker for worker in there if worker not in cluster.membership.leavers][:size]
+    joining = [member.id for member in cluster.membership.waiting()][: size - len(staying)]
     missing = size - len(staying) - len(joining)
     new = assign_ranks(old, set(staying), [*joining, *islice(_strangers(cluster), missing)])
     gone = [worker for worker in old if worker not in cluster.members]
@@ -128,18 +128,22 @@ def plan(cluster: Cluster, size: int) -> RescalePlan:
 def _strangers(cluster: Cluster) -> Iterator[str]:
     """Names for workers that are not there yet, and nobody else's."""
     names = (f"new-{number}" for number in count(1))
-    return (name for name in names if name not in cluster.members and name not in cluster.lineup.world)
+    return (name for name in names if name not in cluster.members and name not in cluster.membership.world)
 
 
 def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
     """What will come of it that a worker is to go, where that may not be what was wanted."""
     member, needed = cluster.members.require(worker_id), cluster.config.min_workers
     remarks = []
-    left = sum(1 for other in cluster.members.values() if other.leaving is None)
-    if cluster.lineup.holds(member) and not cluster.over and left < needed:
+    left = sum(1 for other in cluster.members.values() if other.drain_reason is None)
+    if cluster.membership.holds(member) and not cluster.over and left < needed:
         stay = f"{counted(left, 'worker')} will be left, and min_workers is {needed}"
         remarks.append(f"training will stand still: {stay}")
-    if cluster.lineup.holds(member) and not cluster.over and not (cluster.lineup.remaining or cluster.lineup.joining()):
+    if (
+        cluster.membership.holds(member)
+        and not cluster.over
+        and not (cluster.membership.remaining or cluster.membership.joining())
+    ):
         with_it = "the state of the training goes with it: nobody is left to take it"
         remarks.append(f"{with_it}; have the script save a checkpoint first, or start another worker")
     if member.stalled:
@@ -149,10 +153,10 @@ def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
     return remarks
 
 
-def steered(cluster: Cluster, now: float, *, changed: bool) -> Steered:
+def steered(cluster: Cluster, now: float, *, changed: bool) -> ControlReply:
     """What has come of it that somebody steers the training."""
     known = cluster.reason if cluster.over else cluster.paused_because if cluster.paused else ""
-    return Steered(changed, "" if changed else known, standing(cluster, now))
+    return ControlReply(changed, "" if changed else known, describe_stall(cluster, now))
 
 
 def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:
@@ -166,12 +170,12 @@ def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:
 
 def _remarks_on_those_there(cluster: Cluster, gone: Sequence[str]) -> Iterator[str]:
     """What is to be said of who was in the last world, and of its pace."""
-    before = len(cluster.lineup.world)
+    before = len(cluster.membership.world)
     if gone:
         yield f"{named(gone)} of world {cluster.generation} {is_or_are(len(gone))} gone"
-    if lost := [member.id for member in cluster.lineup.present() if is_lost(member)]:
+    if lost := [member.id for member in cluster.membership.present() if is_lost(member)]:
         yield f"{named(lost)} {is_or_are(len(lost))} counted, and {'has' if len(lost) == 1 else 'have'} no connection"
-    if before != cluster.lineup.there and cluster.config.scale_batch_with_world:
+    if before != cluster.membership.there and cluster.config.scale_batch_with_world:
         yield f"the present rate and batch are those of a world of {counted(before, 'worker')}"
 
 

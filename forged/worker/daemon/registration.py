@@ -16,17 +16,17 @@ import msgspec
 
 from forged import retry
 from forged.client.client import ForgedClient
-from forged.elastic.compatibility import Common
+from forged.elastic.compatibility import SharedConfig
 from forged.elastic.messages import (
     AnnounceLeave,
+    AttemptProgress,
     Heartbeat,
-    Joined,
     JoinJob,
+    JoinReply,
     LeaveJob,
     ReadLeave,
-    Receiving,
-    ReportPaused,
     ReportReady,
+    ReportStopped,
     ReportTrouble,
 )
 from forged.elastic.model import WorkerId
@@ -67,8 +67,8 @@ class Registration:
         again: bool = False,
         with_data: bool = False,
         local_world_size: int = 1,
-        common: Common | None = None,
-    ) -> Joined:
+        common: SharedConfig | None = None,
+    ) -> JoinReply:
         """Become a worker of the job; `again`, to learn what was missed."""
         return await self.say(
             JoinJob(
@@ -79,16 +79,16 @@ class Registration:
                 local_world_size,
                 attributes=dict(attributes),
                 settings=settings,
-                again=again,
+                rejoin=again,
                 with_data=with_data,
-                common=common,
+                shared_config=common,
             )
         )
 
     async def stopped(self, attempt: int, stop: StopReport) -> bool:
         """Say where this worker has stopped; false if that comes too late."""
         return await self._report(
-            ReportPaused(
+            ReportStopped(
                 self.job,
                 self.worker.id,
                 self.incarnation,
@@ -109,17 +109,19 @@ class Registration:
     async def announce_leave(self, reason: str) -> bool:
         """Say that this worker is to go, so that others form a world without it; tells whether it may go at once."""
         leave = await self.say(AnnounceLeave(self.job, self.worker.id, self.incarnation, reason))
-        return leave.may_go
+        return leave.may_leave
 
     async def may_leave(self) -> bool:
         """Whether it may by now; costs the daemon no decision."""
         leave = await self.say(ReadLeave(self.job, self.worker.id, self.incarnation))
-        return leave.may_go
+        return leave.may_leave
 
     async def leave_if_it_may(self, reason: str, step: int) -> bool:
         """Go, unless the others need this worker; tells whether it has gone."""
-        leave = await self.say(LeaveJob(self.job, self.worker.id, self.incarnation, reason, step=step, if_it_may=True))
-        return leave.may_go
+        leave = await self.say(
+            LeaveJob(self.job, self.worker.id, self.incarnation, reason, step=step, if_permitted=True)
+        )
+        return leave.may_leave
 
     async def complain(self, generation: int, peer: str, why: str) -> None:
         """Say that this worker cannot go on with its world."""
@@ -158,8 +160,8 @@ class Registration:
 
     def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
         """Say how much of the state has come, if somebody listens; and whom this worker does not reach, and why."""
-        said = Receiving(self.job, self.worker.id, self.incarnation, attempt, received)
-        self._client.signal(msgspec.structs.replace(said, trouble=trouble, unreached=unreached))
+        said = AttemptProgress(self.job, self.worker.id, self.incarnation, attempt, received)
+        self._client.signal(msgspec.structs.replace(said, trouble=trouble, unreachable_peer=unreached))
 
     async def _report(self, request: Request[Any]) -> bool:
         try:

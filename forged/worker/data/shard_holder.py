@@ -42,7 +42,7 @@ from forged.data.transfer.manager import DataTransferManager
 from forged.data.transfer.outcome import BadCopy, MissingShard, TransferProgress, TransferReport, UnderWay
 from forged.data.transfer.schedule import Source, Wanted
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.messages import Receiving
+from forged.elastic.messages import AttemptProgress
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused
 from forged.kernel.messages import Signal
@@ -508,7 +508,7 @@ class ShardHolder:
 
     def _tell(self, transfers: int = 0, arrived: int = 0, *, waits: bool = False, trouble: str | None = None) -> None:
         line = self._line
-        said = Receiving(
+        said = AttemptProgress(
             line.job,
             line.worker.id,
             line.incarnation,

@@ -165,8 +165,8 @@ class Pulse:
             **self._about,
             cpu_s=self._worker.cpu_s(),
             step=counters.step,
-            marks=counters.marks,
-            every_s=interval_s,
+            collective_seq=counters.marks,
+            interval_s=interval_s,
         )
         while not self._worker.over and (left_s := again_at - self._now()) > 0:
             if self._worker.wait(left_s, line):

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from forged.elastic.membership.member import MARKS_PER_WORLD
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.model import ClusterTopology, WorkerStatus
 from forged.errors import ForgedError
 from forged.worker.collectives.world import CollectiveAborted, World
@@ -132,7 +132,7 @@ class CurrentWorld:
 
     def come_to(self, topology: ClusterTopology) -> None:
         """Wait where a world meets. Who has come further is compared within a world: nobody brings marks along."""
-        self.marks = topology.epoch * MARKS_PER_WORLD
+        self.marks = topology.epoch * COLLECTIVES_PER_WORLD
 
     def go_by(self, topology: ClusterTopology) -> None:
         """The rank is this worker's place in that world."""

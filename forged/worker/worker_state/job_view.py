@@ -16,7 +16,7 @@ from forged.elastic.messages import (
     JobPaused,
     JobResumed,
     JobWaiting,
-    Joined,
+    JoinReply,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -149,7 +149,7 @@ class JobView:
         self.outdated, self._unconfirmed = True, self.synchronising
         self._pause_told = self._settings_told = self._attempt_told = False
 
-    def catch_up(self, joined: Joined) -> None:
+    def catch_up(self, joined: JoinReply) -> None:
         """Take what the daemon has told all at once."""
         is_new, self.known, self.term = self._is_new, True, joined.fence.term
         self.outdated = self._is_doubtful or joined.topology.epoch < self._epoch_told
@@ -158,8 +158,8 @@ class JobView:
             self.paused = joined.paused
         if not self._settings_told:
             self.settings = joined.settings
-        if joined.leaving is not None:
-            self.draining = joined.leaving
+        if joined.drain_reason is not None:
+            self.draining = joined.drain_reason
         before = self.topology
         is_newer = joined.topology.epoch > before.epoch
         rescaling, moving = self._under_way(joined)
@@ -170,7 +170,7 @@ class JobView:
         if joined.is_member and (is_newer or (is_new and joined.topology.epoch == before.epoch)):
             self.committed = _commit_of(joined, before, self.attempt)
         if joined.attempt > self.attempt:
-            self.attempt, self.goes, self.rescaling = joined.attempt, joined.goes, rescaling
+            self.attempt, self.goes, self.rescaling = joined.attempt, joined.is_leaver, rescaling
         self.moving = moving
         if joined.synchronising is not None and joined.synchronising.attempt == self.attempt:
             self.synchronising = joined.synchronising
@@ -182,7 +182,7 @@ class JobView:
         """Whether a worker is in the committed world."""
         return any(worker.id == worker_id for worker in self.topology.workers)
 
-    def _under_way(self, joined: Joined) -> tuple[bool, int]:
+    def _under_way(self, joined: JoinReply) -> tuple[bool, int]:
         """Whether training stops for what is under way; and the attempt, if training goes on meanwhile."""
         if joined.attempt > self.attempt:
             return not joined.in_background, joined.attempt if joined.in_background else 0
@@ -269,7 +269,7 @@ class JobView:
             self._is_doubtful = True
 
 
-def _commit_of(joined: Joined, before: ClusterTopology, attempt: int) -> Commit:
+def _commit_of(joined: JoinReply, before: ClusterTopology, attempt: int) -> Commit:
     """The commit of a world that was told in an answer; its attempt is the newest that was heard of."""
     state = joined.state
     return Commit(

@@ -258,13 +258,17 @@ class TestJobs:
             ("pause", {}, "training is to rest behind its step"),
             ("pause", {"changed": False, "reason": "night"}, "it was paused already: night"),
             ("resume", {"changed": True}, "training goes on"),
-            ("resume", {"changed": True, "standing": "1 worker waits"}, "it is not paused any more; 1 worker waits"),
-            ("resume", {"changed": False, "standing": ""}, "it was not paused"),
-            ("resume", {"changed": False, "standing": "1 worker waits"}, "it was not paused; 1 worker waits"),
+            (
+                "resume",
+                {"changed": True, "stall_report": "1 worker waits"},
+                "it is not paused any more; 1 worker waits",
+            ),
+            ("resume", {"changed": False, "stall_report": ""}, "it was not paused"),
+            ("resume", {"changed": False, "stall_report": "1 worker waits"}, "it was not paused; 1 worker waits"),
             ("abort", {}, "training is given up, and its workers end; how far it was stays on record"),
             ("abort", {"changed": False, "reason": "enough"}, "it was aborted already: enough"),
             ("rescale", {}, "a new world is to be agreed on; `forgectl jobs watch` follows it"),
-            ("rescale", {"changed": False, "standing": "1 worker waits"}, "nothing begins yet; 1 worker waits"),
+            ("rescale", {"changed": False, "stall_report": "1 worker waits"}, "nothing begins yet; 1 worker waits"),
         ],
     )
     def test_who_steers_is_told_what_came_of_it(
@@ -304,12 +308,12 @@ class TestJobs:
     def test_show_begins_with_what_stands_still(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
     ) -> None:
-        answers["ShowCluster"] = cluster | {"standing": "1 worker waits: max_workers is 1"}
+        answers["ShowCluster"] = cluster | {"stall_report": "1 worker waits: max_workers is 1"}
         lines = daemon.run("jobs show run", capsys)[1].split("\n\n")[1].splitlines()
-        assert lines[1] == "standing           1 worker waits: max_workers is 1"
-        answers["ShowCluster"] = cluster | {"standing": ""}
+        assert lines[1] == "stall_report       1 worker waits: max_workers is 1"
+        answers["ShowCluster"] = cluster | {"stall_report": ""}
         lines = daemon.run("jobs show run", capsys)[1].split("\n\n")[1].splitlines()
-        assert lines[1] == "standing           -"
+        assert lines[1] == "stall_report       -"
 
     def test_the_fence_of_a_job_is_for_programs(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
@@ -417,10 +421,10 @@ class TestWatch:
 
     def test_what_stands_still_is_told_behind_how_things_are(self, tmp_path: Path, capsys: Caught) -> None:
         life = [
-            RESCALING | {"standing": "attempt 4 waits for w1, w2 to stop (1 s)"},
-            RESCALING | {"rescale": None, "standing": "attempt 5 begins when w1 is back"},
-            RESCALING | {"rescale": None, "standing": "attempt 5 begins when w1 is back, in 2 s at the latest"},
-            RUNNING | {"reason": "", "standing": "paused: night"},
+            RESCALING | {"stall_report": "attempt 4 waits for w1, w2 to stop (1 s)"},
+            RESCALING | {"rescale": None, "stall_report": "attempt 5 begins when w1 is back"},
+            RESCALING | {"rescale": None, "stall_report": "attempt 5 begins when w1 is back, in 2 s at the latest"},
+            RUNNING | {"reason": "", "stall_report": "paused: night"},
         ]
         with scripted_daemon(tmp_path, Script(ShowCluster=life)) as daemon:
             assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
@@ -752,7 +756,7 @@ class TestARealDaemon:
 
     def test_what_stands_still_is_shown_with_its_reason(self, ctl: Ctl) -> None:
         ctl("jobs pause run --reason night")
-        assert re.search("^standing +paused: night$", ctl("jobs show run")[1], re.MULTILINE)
+        assert re.search("^stall_report +paused: night$", ctl("jobs show run")[1], re.MULTILINE)
         assert ctl("jobs watch run")[1].endswith("; paused: night\n")
 
     def test_a_job_is_removed_when_it_is_aborted_or_by_force(self, ctl: Ctl) -> None:

@@ -7,7 +7,7 @@ import pytest
 from forged.elastic.coordinator.cluster import SPOILT_DOUBLED_MAX
 from forged.elastic.failure_detector.detector import CONFIRMED_S, NEVER
 from forged.elastic.failure_detector.suspicion import QUARRELS_MAX
-from forged.elastic.membership.member import MARKS_PER_WORLD, PULSE_INTERVAL_S
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
@@ -204,7 +204,7 @@ def test_an_id_that_returns_on_another_host_is_at_its_new_address() -> None:
     play.cluster.join(there, play.now)
     play.wait(0.1)
     play.agree()
-    assert str(play.cluster.lineup.topology.workers[1]) == "b@elsewhere:9999"
+    assert str(play.cluster.membership.topology.workers[1]) == "b@elsewhere:9999"
 
 
 def test_the_same_process_may_register_again() -> None:
@@ -412,20 +412,20 @@ def test_a_daemon_that_is_always_a_little_late_notices_silence_all_the_same() ->
 
 def test_who_lives_and_makes_no_progress_is_stalled_and_recovers_with_progress() -> None:
     play = formed("a", "b", stall_timeout_ms=60_000)
-    play.beat("a", step=5, marks=10_001)
-    play.beat("b", step=5, marks=10_000)
+    play.beat("a", step=5, collective_seq=10_001)
+    play.beat("b", step=5, collective_seq=10_000)
     for _ in range(70):
         play.pulse("a", "b", step=5)
         play.wait(1.0, still=True)
     stalled = [fact for fact in play.facts if isinstance(fact, WorkerStalled)]
     assert [(fact.worker_id, fact.step) for fact in stalled] == [("b", 5)], "the other waits for it"
-    assert play.beat("b", step=5, marks=10_001) == [WorkerRecovered("b", 5)]
+    assert play.beat("b", step=5, collective_seq=10_001) == [WorkerRecovered("b", 5)]
     assert "b" in play.world
 
 
 def test_who_is_stalled_is_put_out_only_where_that_is_wanted() -> None:
     play = formed("a", "b", stall_timeout_ms=5_000, evict_stalled=True)
-    play.beat("a", marks=10_000)
+    play.beat("a", collective_seq=10_000)
     stalled, failed = play.wait(5.5, still=True)[:2]
     assert isinstance(stalled, WorkerStalled)
     assert isinstance(failed, WorkerFailed)
@@ -905,7 +905,7 @@ def test_who_alone_is_known_to_have_the_state_stays_whoever_complains(quarrel: s
     play.join("c")
     play.die("a")
     play.wait(0.1)
-    assert (play.world, play.cluster.lineup.state_holders) == (["c", "b"], frozenset("b"))
+    assert (play.world, play.cluster.membership.state_holders) == (["c", "b"], frozenset("b"))
     if quarrel == "in three worlds":
         for _ in range(2):
             play.complain("b", "c")
@@ -1109,16 +1109,16 @@ def test_who_has_met_the_others_has_the_state() -> None:
     play = formed("a", use_synchronous_rescaling=False, **PATIENT)
     play.join("b")
     play.wait(WINDOW_S)
-    play.beat("a", marks=2 * MARKS_PER_WORLD)
-    assert play.cluster.lineup.state_holders == {"a"}, "it may wait there for the others"
-    play.beat("b", marks=MARKS_PER_WORLD + 9)
-    assert play.cluster.lineup.state_holders == {"a"}, "it is on its way from the world before"
-    play.beat("b", marks=2 * MARKS_PER_WORLD + 1)
-    assert play.cluster.lineup.state_holders == {"a"}, "who may not have it cannot vouch for itself"
-    play.beat("a", marks=2 * MARKS_PER_WORLD + 1)
+    play.beat("a", collective_seq=2 * COLLECTIVES_PER_WORLD)
+    assert play.cluster.membership.state_holders == {"a"}, "it may wait there for the others"
+    play.beat("b", collective_seq=COLLECTIVES_PER_WORLD + 9)
+    assert play.cluster.membership.state_holders == {"a"}, "it is on its way from the world before"
+    play.beat("b", collective_seq=2 * COLLECTIVES_PER_WORLD + 1)
+    assert play.cluster.membership.state_holders == {"a"}, "who may not have it cannot vouch for itself"
+    play.beat("a", collective_seq=2 * COLLECTIVES_PER_WORLD + 1)
     play.restart()
     play.come_back("a", "b")
-    assert play.cluster.lineup.state_holders == {"a", "b"}
+    assert play.cluster.membership.state_holders == {"a", "b"}
     play.die("a")
     assert kinds(play.wait(0.1)) == ["RescaleStarted", "RescaleCompleted"]
     assert (play.world, play.last(RescaleCompleted).step) == (["b"], None)
@@ -1984,10 +1984,10 @@ def test_a_job_that_was_laid_to_rest_is_not_given_up_for_too_few_workers() -> No
 
 def test_who_is_stalled_already_goes_when_the_policy_becomes_so() -> None:
     play = formed("a", "b", stall_timeout_ms=5_000)
-    first = play.cluster.generation * MARKS_PER_WORLD
+    first = play.cluster.generation * COLLECTIVES_PER_WORLD
     for second in range(1, 10):
-        play.beat("a", marks=first + second)
-        play.beat("b", marks=first + 1)
+        play.beat("a", collective_seq=first + second)
+        play.beat("b", collective_seq=first + 1)
         play.wait(1.0, still=True)
     assert "WorkerStalled" in kinds(play.facts)
     play.cluster.configure({**play.cluster.settings, "evict_stalled": True})

@@ -74,14 +74,14 @@ def test_what_comes_back_is_what_was_there() -> None:
         "base",
         "reason",
         "why",
-        "common",
+        "shared_config",
     ):
         assert getattr(after, name) == getattr(before, name), name
     for name in ("topology", "world", "state_holders"):
-        assert getattr(after.lineup, name) == getattr(before.lineup, name), name
-    assert after.lineup.state_holders == {"a", "b", "c"}
-    assert list(after.lineup.world) == ["c", "a", "b"]
-    assert after.members["b"].leaving == "maintenance"
+        assert getattr(after.membership, name) == getattr(before.membership, name), name
+    assert after.membership.state_holders == {"a", "b", "c"}
+    assert list(after.membership.world) == ["c", "a", "b"]
+    assert after.members["b"].drain_reason == "maintenance"
     for name, member in after.members.items():
         assert (member.worker, member.incarnation, member.client) == (
             known[name].worker,
@@ -94,10 +94,16 @@ def test_what_comes_back_is_what_was_there() -> None:
 
 def test_what_is_known_by_evidence_has_to_come_back_as_evidence() -> None:
     play = formed("a")
-    play.pulse("a", step=9, marks=90)
+    play.pulse("a", step=9, collective_seq=90)
     play.restart()
     member = play.cluster.members["a"]
-    assert (member.step, member.marks, member.heard_at, member.pulse_at, member.cpu_s) == (0, 0, None, None, None)
+    assert (member.step, member.collective_seq, member.heard_at, member.pulse_at, member.cpu_s) == (
+        0,
+        0,
+        None,
+        None,
+        None,
+    )
     assert (member.lost_at, member.seen_at, member.progress_at) == (play.time, play.time, play.time)
 
 
@@ -106,7 +112,7 @@ def test_entries_come_in_any_order() -> None:
     for entries in (sorted(play.stored.items()), sorted(play.stored.items(), reverse=True)):
         found = restored(JOB, entries, play.now)
         assert found is not None
-        assert list(found.lineup.world) == ["a", "b"]
+        assert list(found.membership.world) == ["a", "b"]
 
 
 def test_what_is_left_of_a_job_that_was_removed_is_no_cluster() -> None:
@@ -120,7 +126,7 @@ def test_a_job_without_a_world_has_none_afterwards() -> None:
     play = Play()
     play.join("a")
     play.restart()
-    assert (play.cluster.phase, play.cluster.lineup.world, play.cluster.generation) == (Phase.FORMING, {}, 0)
+    assert (play.cluster.phase, play.cluster.membership.world, play.cluster.generation) == (Phase.FORMING, {}, 0)
     assert play.cluster.members["a"].worker == worker_of("a")
 
 

@@ -21,9 +21,14 @@ from forged.elastic.outbox import Outbox
 from tests.elastic.play import newcomer
 
 
-def member(name: str, *, marks: int = 0, told_at: float = 0.0, progress_at: float = 0.0) -> Member:
+def member(name: str, *, collective_seq: int = 0, told_at: float = 0.0, progress_at: float = 0.0) -> Member:
     found = newcomer(name)
-    found.marks, found.told_at, found.heard_at, found.progress_at = marks, told_at, told_at, progress_at
+    found.collective_seq, found.told_at, found.heard_at, found.progress_at = (
+        collective_seq,
+        told_at,
+        told_at,
+        progress_at,
+    )
     return found
 
 
@@ -62,7 +67,13 @@ def test_it_looks_soon_when_somebody_is_lost() -> None:
 def test_only_who_keeps_the_others_waiting_stalls() -> None:
     out = Outbox()
     assert (
-        look(FailureDetector(out), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0), now=6.0) == []
+        look(
+            FailureDetector(out),
+            member("a", collective_seq=3, told_at=6.0),
+            member("b", collective_seq=2, told_at=6.0),
+            now=6.0,
+        )
+        == []
     )
     assert out.facts == [WorkerStalled("b", 0, 6.0)]
 
@@ -70,10 +81,14 @@ def test_only_who_keeps_the_others_waiting_stalls() -> None:
 def test_who_has_waited_is_not_taken_for_the_one_that_did_not_get_on_when_that_one_does() -> None:
     """The news of the one that goes on may come before that of those who have waited for it."""
     out = Outbox()
-    watch, waits, stalls = FailureDetector(out), member("a", marks=3, told_at=6.0), member("b", marks=2, told_at=6.0)
+    watch, waits, stalls = (
+        FailureDetector(out),
+        member("a", collective_seq=3, told_at=6.0),
+        member("b", collective_seq=2, told_at=6.0),
+    )
     look(watch, waits, stalls, now=6.0)
     waits.told_at = 6.4
-    stalls.marks, stalls.told_at, stalls.progress_at = 100, 6.5, 6.5
+    stalls.collective_seq, stalls.told_at, stalls.progress_at = 100, 6.5, 6.5
     look(watch, waits, stalls, now=6.5)
     assert out.facts == [WorkerStalled("b", 0, 6.0)]
 
@@ -87,8 +102,8 @@ def test_where_nobody_can_make_steps_nobody_stalls() -> None:
 def test_who_stalls_goes_by_policy_only() -> None:
     watch, waits, stalls = (
         FailureDetector(Outbox()),
-        member("a", marks=3, told_at=6.0),
-        member("b", marks=2, told_at=6.0),
+        member("a", collective_seq=3, told_at=6.0),
+        member("b", collective_seq=2, told_at=6.0),
     )
     assert look(watch, waits, stalls, now=1.0) == []
     assert look(watch, waits, stalls, now=6.0) == []
@@ -100,11 +115,11 @@ def test_who_stalls_goes_by_policy_only() -> None:
 def test_who_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_from_then_on() -> None:
     watch, first, second = (
         FailureDetector(Outbox()),
-        member("a", marks=2, told_at=6.0),
-        member("b", marks=2, told_at=6.0),
+        member("a", collective_seq=2, told_at=6.0),
+        member("b", collective_seq=2, told_at=6.0),
     )
     assert look(watch, first, second, now=6.0, evict=True) == []
-    first.marks, first.progress_at = 3, 6.3
+    first.collective_seq, first.progress_at = 3, 6.3
     assert look(watch, first, second, now=6.5, evict=True) == []
     assert look(watch, first, second, now=11.4, evict=True) == []
     assert [name for name, _ in look(watch, first, second, now=11.5, evict=True)] == ["b"]
@@ -167,8 +182,8 @@ def test_who_is_held_up_while_its_pulse_lives_is_told_with_that_and_without_a_de
 
 def test_who_has_done_its_last_step_does_not_stall_while_it_saves() -> None:
     out = Outbox()
-    saves, waits = member("a", marks=2, told_at=60.0), member("b", marks=3, told_at=60.0)
-    saves.is_parting = True
+    saves, waits = member("a", collective_seq=2, told_at=60.0), member("b", collective_seq=3, told_at=60.0)
+    saves.last_step_done = True
     assert look(FailureDetector(out), saves, waits, now=60.0, evict=True) == []
     assert out.facts == []
 

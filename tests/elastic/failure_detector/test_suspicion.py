@@ -16,24 +16,24 @@ class Scene:
     """A world of `a`, `b` and `c`, and `d`, who is not in it yet."""
 
     def __init__(self, holders: str = "abc") -> None:
-        self.lineup, self.watch = WorldMembership("run", ElasticTrainingConfig()), FailureDetector(Outbox())
+        self.membership, self.watch = WorldMembership("run", ElasticTrainingConfig()), FailureDetector(Outbox())
         for name in "abcd":
-            self.lineup.enter(newcomer(name))
+            self.membership.enter(newcomer(name))
         for _ in range(QUARRELS_MAX):
             self.begin_another(holders)
-        self.quarrels = Suspicions(self.lineup, self.watch)
+        self.quarrels = Suspicions(self.membership, self.watch)
 
     def begin_another(self, holders: str = "abc") -> None:
         """Another world holds, of the same workers."""
-        self.lineup.commit("abc", (), NOW, all_have_stopped=True)
-        self.lineup.state_holders = frozenset(holders)
+        self.membership.commit("abc", (), NOW, all_have_stopped=True)
+        self.membership.state_holders = frozenset(holders)
 
     def lose(self, name: str) -> None:
-        self.lineup.members[name].lost_at = NOW
-        self.quarrels.lost(self.lineup.members[name], NOW)
+        self.membership.members[name].lost_at = NOW
+        self.quarrels.lost(self.membership.members[name], NOW)
 
     def complain(self, name: str, peer: str) -> None:
-        self.quarrels.does_not_reach(self.lineup.members[name], peer, NOW)
+        self.quarrels.does_not_reach(self.membership.members[name], peer, NOW)
 
     @property
     def doubts(self) -> bool:
@@ -99,11 +99,11 @@ def test_over_whom_nobody_else_of_the_world_is_named_goes_who_says_that_it_canno
     scene = Scene()
     for _ in range(QUARRELS_MAX):
         scene.begin_another()
-        scene.quarrels.cannot_go_on(scene.lineup.members["b"], peer)
+        scene.quarrels.cannot_go_on(scene.membership.members["b"], peer)
     assert scene.quarrels.loser() == "b"
 
 
 def test_who_names_another_of_the_world_is_not_held_against_itself() -> None:
     scene = Scene()
-    scene.quarrels.cannot_go_on(scene.lineup.members["b"], "a")
+    scene.quarrels.cannot_go_on(scene.membership.members["b"], "a")
     assert scene.quarrels.complaints.worlds == 0

@@ -56,13 +56,13 @@ def test_who_has_lost_the_connection_lives_as_long_as_its_pulse() -> None:
 
 
 def test_whoever_is_silent_holds_the_others_up() -> None:
-    silent, late = member("a", marks=2), member("b", marks=1, heard_at=AT + 20)
-    waiting = member("c", marks=2, heard_at=AT + 20)
+    silent, late = member("a", collective_seq=2), member("b", collective_seq=1, heard_at=AT + 20)
+    waiting = member("c", collective_seq=2, heard_at=AT + 20)
     assert holding_up([silent, late, waiting], "abc", CONFIG, AT + 20) == [silent]
 
 
 def test_where_all_are_heard_those_hold_the_others_up_who_have_come_least_far() -> None:
-    late, waiting, joiner = member("a", marks=1), member("b", marks=2), member("c")
+    late, waiting, joiner = member("a", collective_seq=1), member("b", collective_seq=2), member("c")
     assert holding_up([late, waiting], "ab", CONFIG, AT) == [late]
     assert holding_up([late, waiting, joiner], "ab", CONFIG, AT) == [late, joiner]
 
@@ -72,9 +72,9 @@ def stay(found: Member, now: float, *, is_needed: bool = True) -> str | None:
 
 
 def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
-    found = member(leaving_at=AT + 5, heard_at=AT + 20, pulse_at=AT + 65)
+    found = member(drain_since=AT + 5, heard_at=AT + 20, pulse_at=AT + 65)
     assert stay(found, AT + 70) is None
-    found.leaving = "its host is needed"
+    found.drain_reason = "its host is needed"
     assert stay(found, AT + 64.9) is None
     assert stay(found, AT + 79.9) is None, "its library was heard since"
     assert stay(found, AT + 80) == "it was told to go 75.0 s ago, and its library was not heard for 60.0 s"
@@ -83,30 +83,30 @@ def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
 
 
 def test_who_is_to_go_and_has_lost_its_connection_has_its_grace() -> None:
-    found = member(leaving_at=AT, heard_at=AT, pulse_at=AT + 100, lost_at=AT + 100)
-    found.leaving = "its host is needed"
+    found = member(drain_since=AT, heard_at=AT, pulse_at=AT + 100, lost_at=AT + 100)
+    found.drain_reason = "its host is needed"
     for is_needed in (False, True):
         assert stay(found, AT + 114.9, is_needed=is_needed) is None
         assert stay(found, AT + 115, is_needed=is_needed) is not None
 
 
 def test_who_is_to_go_and_whom_nobody_needs_has_its_time_though_it_is_heard() -> None:
-    found = member(leaving_at=AT + 5, heard_at=AT + 65)
-    found.leaving = "its host is needed"
+    found = member(drain_since=AT + 5, heard_at=AT + 65)
+    found.drain_reason = "its host is needed"
     assert stay(found, AT + 64.9, is_needed=False) is None
     assert stay(found, AT + 65, is_needed=False) == "it was told to go 60.0 s ago, and did not"
 
 
 def test_who_was_told_to_go_by_another_daemon_has_its_time_from_when_this_one_knows_it() -> None:
     found = member(seen_at=AT + 30, pulse_at=AT + 90)
-    found.leaving = "its host is needed"
+    found.drain_reason = "its host is needed"
     assert stay(found, AT + 89) is None
     assert stay(found, AT + 90) is not None
 
 
 def test_where_drains_have_no_end_nobody_overstays() -> None:
     found = member()
-    found.leaving = "its host is needed"
+    found.drain_reason = "its host is needed"
     assert overstays(found, ElasticTrainingConfig(leave_timeout_ms=None), AT + 1e9, is_needed=False) is None
 
 
@@ -123,13 +123,13 @@ def test_a_pulse_counts_as_long_as_few_of_its_words_are_missing() -> None:
 
 def test_only_what_is_further_is_progress() -> None:
     found = member()
-    assert found.hear(AT + 1, step=5, marks=50)
-    assert not found.hear(AT + 2, step=5, marks=50)
-    assert not found.hear(AT + 3, step=4, marks=50)
-    assert (found.step, found.marks, found.progress_at) == (5, 50, AT + 1)
-    assert found.hear(AT + 4, step=5, marks=51)
-    assert found.hear(AT + 5, step=6, marks=0)
-    assert (found.step, found.marks, found.progress_at) == (6, 51, AT + 5)
+    assert found.hear(AT + 1, step=5, collective_seq=50)
+    assert not found.hear(AT + 2, step=5, collective_seq=50)
+    assert not found.hear(AT + 3, step=4, collective_seq=50)
+    assert (found.step, found.collective_seq, found.progress_at) == (5, 50, AT + 1)
+    assert found.hear(AT + 4, step=5, collective_seq=51)
+    assert found.hear(AT + 5, step=6, collective_seq=0)
+    assert (found.step, found.collective_seq, found.progress_at) == (6, 51, AT + 5)
 
 
 def test_what_nobody_could_have_heard_is_held_against_nobody() -> None:
@@ -218,10 +218,10 @@ def test_a_pulse_has_time_to_speak_whatever_the_timeout() -> None:
     assert death_of(found, HASTY, AT + 0.4) is not None
 
 
-@pytest.mark.parametrize("every_s", [1e9, float("inf"), float("nan"), -1.0])
-def test_no_pulse_keeps_a_worker_alive_by_what_it_says_of_itself(every_s: float) -> None:
+@pytest.mark.parametrize("interval_s", [1e9, float("inf"), float("nan"), -1.0])
+def test_no_pulse_keeps_a_worker_alive_by_what_it_says_of_itself(interval_s: float) -> None:
     found = member()
-    found.pulsate(AT, every_s, 1.0)
+    found.pulsate(AT, interval_s, 1.0)
     assert death_of(found, HASTY, AT + 3 * PULSE_INTERVAL_S) is not None
 
 
@@ -239,7 +239,7 @@ def test_a_pulse_speaks_so_often_that_two_of_its_words_may_be_lost(timeout_ms: i
         ({"heard_at": AT}, False),
         ({}, False),
         ({"heard_at": AT + 1, "lost_at": AT}, False),
-        ({"heard_at": AT + 1, "leaving": "it wanted to"}, False),
+        ({"heard_at": AT + 1, "drain_reason": "it wanted to"}, False),
     ],
 )
 def test_whoever_was_heard_and_may_stay_is_well(known: dict[str, Any], is_well: bool) -> None:

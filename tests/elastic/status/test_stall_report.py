@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from forged.elastic.membership.member import MARKS_PER_WORLD
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.rescale.attempt import StopReport
-from forged.elastic.status.stall_report import STALLED_TOLD_MAX, standing
+from forged.elastic.status.stall_report import STALLED_TOLD_MAX, describe_stall
 from tests.elastic.play import WINDOW_S, Play, formed
 
 
 def said(play: Play) -> str:
-    return standing(play.cluster, play.time)
+    return describe_stall(play.cluster, play.time)
 
 
 def test_a_world_that_trains_stands_nowhere() -> None:
@@ -37,8 +37,8 @@ def test_a_pause_is_told_with_its_reason_whatever_has_happened_since_and_behind_
 
 def test_who_is_stalled_is_named_with_how_long_and_where() -> None:
     play = formed("a", "s1", stall_timeout_ms=5_000)
-    play.beat("a", "s1", step=73, marks=5_000)
-    play.beat("a", marks=5_001)
+    play.beat("a", "s1", step=73, collective_seq=5_000)
+    play.beat("a", collective_seq=5_001)
     play.wait(12.0, still=True)
     assert said(play) == "s1 is stalled for 12 s behind step 73"
 
@@ -55,7 +55,7 @@ def test_who_is_held_up_is_named_long_before_it_is_stalled() -> None:
     assert said(play) == "", "a heartbeat may be late"
     hold_up(play, "b", 3.0)
     assert said(play) == "no step for 8 s; the library of b is silent for 8 s, its pulse lives"
-    play.beat("b", marks=1)
+    play.beat("b", collective_seq=1)
     assert said(play) == ""
 
 
@@ -98,7 +98,7 @@ class TestWhoDoesNotReachAnother:
         assert said(play) == "c does not reach b, in 1 world so far; after 3 somebody has to go"
         quarrel(play, ("b", "c"))
         assert said(play) == "b and c do not reach each other, in 2 worlds so far; after 3 somebody has to go"
-        play.beat("a", "b", step=1, marks=1)
+        play.beat("a", "b", step=1, collective_seq=1)
         assert said(play) == ""
 
     def test_is_told_while_that_waits_for_what_bears_it_out(self) -> None:
@@ -159,15 +159,15 @@ class TestAWorldOfWhichNoStepIsKnown:
         assert said(play) == "", "a step may last"
         play.wait(3.0, still=True)
         assert said(play) == "no step for 12 s, which may be a long one"
-        play.beat("a", marks=MARKS_PER_WORLD)
+        play.beat("a", collective_seq=COLLECTIVES_PER_WORLD)
         assert said(play) == "", "somebody has come further"
 
     def test_is_told_with_whom_all_others_wait_for(self) -> None:
         play = formed("a", "b", "c")
-        play.beat("a", "b", marks=5_000)
+        play.beat("a", "b", collective_seq=5_000)
         play.wait(12.0, still=True)
         assert said(play) == "no step for 12 s, which may be a long one", "that was another world"
-        play.beat("a", "b", marks=MARKS_PER_WORLD + 1)
+        play.beat("a", "b", collective_seq=COLLECTIVES_PER_WORLD + 1)
         play.wait(12.0, still=True)
         assert said(play) == "no step for 12 s, which may be a long one: all others have come further than c"
 

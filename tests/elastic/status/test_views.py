@@ -91,7 +91,7 @@ def test_a_rescale_in_the_background_is_shown_beside_workers_that_train() -> Non
     view = cluster_view(play.cluster, play.time)
     assert view.rescale is not None
     assert (view.phase, view.rescale.stage, view.rescale.waiting_for) == (Phase.RESCALING, "moving", ["a"])
-    assert view.standing == "attempt 2 waits for a to have its training data while training goes on (0 s)"
+    assert view.stall_report == "attempt 2 waits for a to have its training data while training goes on (0 s)"
     assert (status(play, "a"), status(play, "b")) == (WorkerStatus.ACTIVE, WorkerStatus.RESCALING)
 
 
@@ -213,7 +213,7 @@ def test_a_world_is_as_large_as_those_of_it_who_are_there() -> None:
     play.die("a", "b")
     play.wait(0.1)
     view = cluster_view(play.cluster, play.time)
-    assert (view.phase, view.world_size, view.standing[:18]) == (Phase.WAITING, 0, "no worker is there")
+    assert (view.phase, view.world_size, view.stall_report[:18]) == (Phase.WAITING, 0, "no worker is there")
 
 
 def test_who_waits_for_others_to_come_is_not_active() -> None:

@@ -35,7 +35,7 @@ from forged.data.training import TrainingData
 from forged.data.transfer.outcome import BadCopy, MissingShard, TransferProgress, TransferReport, UnderWay
 from forged.data.transfer.schedule import Wanted
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.messages import Receiving
+from forged.elastic.messages import AttemptProgress
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.kernel.messages import Nothing, Signal
@@ -154,7 +154,7 @@ class Scene:
     ) -> None:
         self.store = store or MemoryShardStore()
         self.line, self.mesh = Line(), NoMesh()
-        self.signals: list[Receiving] = []
+        self.signals: list[AttemptProgress] = []
         self.brought: list[int] = []
         self.clock = Clock()
         data = TrainingData(60, SHARDS, self.store, origin=origin or FunctionOrigin(write or self._write), **terms)
@@ -174,13 +174,13 @@ class Scene:
         file.write(content(shard.shard_id))
 
     def _hear(self, signal: Signal) -> None:
-        assert isinstance(signal, Receiving)
+        assert isinstance(signal, AttemptProgress)
         self.signals.append(signal)
 
     def waits(self, *under_way: UnderWay) -> bool:
         """Whether it says that it waits, with these under way."""
         self.custodian._tell_progress(TransferProgress(0, 0, 2, 0, 1.0, under_way))
-        return self.signals[-1].waits
+        return self.signals[-1].is_waiting
 
     def tries_once(self) -> None:
         """It asks nobody twice in the same try."""
@@ -264,7 +264,7 @@ class TestTakingPart:
         it = Scene()
         it.line.refusals = [RequestRefused("plan_pending", "not yet", "") for _ in range(3)]
         await it.custodian.take_part(1)
-        waiting = [signal.waits for signal in it.signals]
+        waiting = [signal.is_waiting for signal in it.signals]
         assert waiting[:5] == [True] * 4 + [False]
         assert not any(waiting[5:])
         assert {signal.attempt for signal in it.signals} == {1}
@@ -277,14 +277,14 @@ class TestTakingPart:
             it.signals.clear()
             with pytest.raises(Unavailable):
                 await it.take_part(1, from_other)
-        assert not any(signal.waits for signal in it.signals)
+        assert not any(signal.is_waiting for signal in it.signals)
 
     async def test_is_to_say_what_nobody_has_while_it_waits_for_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(custodians, "ASK_AGAIN_S", 0.001)
         it = Scene()
         it.line.refusals = [RequestRefused(SHARDS_LOST, "nobody has 14 shards any more", "") for _ in range(2)]
         await it.custodian.take_part(1)
-        assert [(signal.waits, signal.trouble) for signal in it.signals][:4] == [
+        assert [(signal.is_waiting, signal.trouble) for signal in it.signals][:4] == [
             (True, ""),
             (True, "nobody has 14 shards any more"),
             (True, "nobody has 14 shards any more"),
@@ -312,14 +312,14 @@ class TestTakingPart:
         with pytest.raises(Unavailable) as error:
             await it.take_part(1, part(0, 2, keep=(0, 2)))
         assert error.value.code == "shards_missing"
-        before = max(signal.data for signal in it.signals)
+        before = max(signal.data_bytes for signal in it.signals)
         fails[0] = False
         await it.take_part(1, part(0, 2, keep=(0, 2)))
-        assert it.signals[-1].data == before + SIZE
-        assert [signal.data for signal in it.signals] == sorted(signal.data for signal in it.signals)
+        assert it.signals[-1].data_bytes == before + SIZE
+        assert [signal.data_bytes for signal in it.signals] == sorted(signal.data_bytes for signal in it.signals)
         it.signals.clear()
         await it.take_part(2, part(keep=(0, 2)))
-        assert max(signal.data for signal in it.signals) == 0
+        assert max(signal.data_bytes for signal in it.signals) == 0
 
 
 class TestSettling:
@@ -433,7 +433,7 @@ class TestAFullStore:
             with pytest.raises(StoreFailed):
                 await it.take_part(1, part(2, 4, keep=(2, 4)))
         assert it.signals
-        assert not any(signal.waits for signal in it.signals)
+        assert not any(signal.is_waiting for signal in it.signals)
         assert not it.waits(UnderWay(2, None, 0, None, origin_silent_s=1.0))
 
     async def test_is_told_once_in_an_attempt(self) -> None:
@@ -501,7 +501,7 @@ class TestDoubt:
         it.custodian._find_bad(BadCopy(1, OTHER, "shard_corrupt", ""))
         it.custodian._find_bad(BadCopy(2, OTHER, "shard_corrupt", ""))
         await it.take_part(1, part(2, keep=(2,)))
-        told = [signal.transfers for signal in it.signals]
+        told = [signal.shards for signal in it.signals]
         assert {1, 2} <= set(told)
         assert told == sorted(told), "what it has got on with is not taken back"
 
@@ -551,11 +551,11 @@ class TestDoubt:
         monkeypatch.setattr(os, "pread", slow)
         for shard in range(4):
             it.custodian.doubt(shard)
-        said: list[Receiving] = []
+        said: list[AttemptProgress] = []
         it.line.heard = lambda request: said.extend(it.signals) if isinstance(request, OfferShards) else None
         await it.take_part(1, part(keep=(0,)))
         # Each is read twice: the second time nothing more comes.
-        assert [(signal.attempt, signal.waits) for signal in said] == [(1, True)] * 2
+        assert [(signal.attempt, signal.is_waiting) for signal in said] == [(1, True)] * 2
 
     async def test_of_a_copy_that_the_disk_does_not_give_any_more_drops_it(
         self, monkeypatch: pytest.MonkeyPatch
@@ -698,14 +698,14 @@ class TestWhatTheOriginDoesNotGive:
     ) -> None:
         it = Scene(filled(0), write=no_file)
         error = await self.fail(it, part(2, keep=(0, 2)))
-        assert not it.signals[-1].waits
+        assert not it.signals[-1].is_waiting
         it.signals.clear()
         pauses = await self.rests(it, str(error), 12, monkeypatch)
-        assert all(signal.waits and "there is no shard-2" in signal.trouble for signal in it.signals)
+        assert all(signal.is_waiting and "there is no shard-2" in signal.trouble for signal in it.signals)
         assert max(pauses) <= SAYING_INTERVAL_S
         assert len(it.signals) == len(pauses)
         await self.fail(it, part(2, keep=(0, 2)))
-        assert all(signal.waits for signal in it.signals)
+        assert all(signal.is_waiting for signal in it.signals)
         assert len(it.line.told(OfferShards)) == 1
 
     async def rests(self, it: Scene, why: str, times: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -751,7 +751,7 @@ class TestWhatTheOriginDoesNotGive:
         assert reported.transfers == 1
         it.signals.clear()
         await it.take_part(1, part(2, keep=(2,)))
-        assert {(signal.waits, signal.trouble) for signal in it.signals[1:]} == {(False, "")}
+        assert {(signal.is_waiting, signal.trouble) for signal in it.signals[1:]} == {(False, "")}
 
     async def test_is_another_matter_than_what_this_host_does_not_take(self, monkeypatch: pytest.MonkeyPatch) -> None:
         it = Scene(MemoryShardStore(bytes_max=10))
@@ -761,5 +761,5 @@ class TestWhatTheOriginDoesNotGive:
         assert error.message == "cannot keep shard 2 (there is no room (make room))"
         it.signals.clear()
         await self.rests(it, str(error), 1, monkeypatch)
-        assert [(signal.waits, signal.trouble) for signal in it.signals] == [(False, str(error))]
+        assert [(signal.is_waiting, signal.trouble) for signal in it.signals] == [(False, str(error))]
         assert it.line.told(ReportLostShards) == []

@@ -512,7 +512,7 @@ class TestHandingOverTheState:
         a, b = crew["a"].worker, crew["b"].member
         a.drain("the spot price")
         cluster = runner.daemon.elastic.clusters[JOB]
-        await until(lambda: cluster.members["a"].leaving is not None)
+        await until(lambda: cluster.members["a"].drain_reason is not None)
         for link in list(b._mesh._links):
             link.abort()
         await until(lambda: a._presence.world is None)
@@ -535,7 +535,7 @@ class TestHandingOverTheState:
         await saves.wait()
         await self._register(crew, client, "b")
         cluster = runner.daemon.elastic.clusters[JOB]
-        await until(lambda: "b" in cluster.lineup.world)
+        await until(lambda: "b" in cluster.membership.world)
         assert "a" in cluster.members, "it gives away what it has while it saves"
         saved.set()
         assert await crew.over("a") == [None]

@@ -85,14 +85,14 @@ class TestTheLiving:
         assert hello["token"] == "forged_token"
         cpu_s = said.pop("cpu_s")
         about = {"job": "run", "worker_id": "w1", "incarnation": INCARNATION}
-        assert said == {**about, "step": 3, "marks": 7, "every_s": INTERVAL_S}
+        assert said == {**about, "step": 3, "collective_seq": 7, "interval_s": INTERVAL_S}
         assert 0.0 < cpu_s < PATIENCE_S
 
     def test_it_speaks_as_often_as_the_worker_says_from_then_on(self, witness: Witness, counters: Counters) -> None:
         with closing(started(witness.endpoint, counters)):
-            assert witness.next("Pulse").body["every_s"] == INTERVAL_S
+            assert witness.next("Pulse").body["interval_s"] == INTERVAL_S
             counters.pulse_interval_s = 0.125
-            while (said := witness.next("Pulse")).body["every_s"] != 0.125:
+            while (said := witness.next("Pulse")).body["interval_s"] != 0.125:
                 pass
             assert witness.next("Pulse").at - said.at >= 0.1
 
@@ -100,10 +100,10 @@ class TestTheLiving:
         with victim(witness.endpoint, HOLD_THE_GIL):
             marks, cpu_s = -1, witness.next("Pulse").body["cpu_s"]
             # Once two pulses tell the same, no thread of Python has run in between.
-            while (said := witness.next("Pulse").body)["marks"] != marks:
-                marks = said["marks"]
+            while (said := witness.next("Pulse").body)["collective_seq"] != marks:
+                marks = said["collective_seq"]
             while (later := witness.next("Pulse").body)["cpu_s"] <= max(cpu_s, said["cpu_s"]):
-                assert later["marks"] == marks
+                assert later["collective_seq"] == marks
 
     def test_a_stopped_worker_is_not_dead(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:

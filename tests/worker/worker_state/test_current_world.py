@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, closing
 import numpy as np
 import pytest
 
-from forged.elastic.membership.member import MARKS_PER_WORLD
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.messages import JobPaused, JobResumed
 from forged.elastic.model import WorkerStatus
 from forged.errors import RequestRefused
@@ -156,9 +156,9 @@ async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> 
         presence.go_by(topology)
         presence.mark()
         presence.mark()
-        assert presence.marks == counters.marks == topology.epoch * MARKS_PER_WORLD + 2
+        assert presence.marks == counters.marks == topology.epoch * COLLECTIVES_PER_WORLD + 2
         presence.come_to(topology)
-        assert presence.marks == topology.epoch * MARKS_PER_WORLD
+        assert presence.marks == topology.epoch * COLLECTIVES_PER_WORLD
         assert presence.topology is topology
 
 

@@ -12,7 +12,7 @@ from forged.elastic.messages import (
     JobPaused,
     JobResumed,
     JobWaiting,
-    Joined,
+    JoinReply,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -78,10 +78,10 @@ def joined(
     synchronising: RescaleSynchronising | None = None,
     in_background: bool = False,
     settings: dict[str, SettingValue] | None = None,
-) -> Joined:
+) -> JoinReply:
     world = topology or ClusterTopology()
     state = GlobalTrainingState(2, 7, 0.5, 64)
-    return Joined(
+    return JoinReply(
         world.epoch,
         Fence(1, world.epoch),
         Phase.RUNNING,
