@@ -1,4 +1,4 @@
-"""Runs every benchmark, or those that are named, and writes their rows into benchmarks/RESULTS.md."""
+"""Run all benchmarks, or the named ones, and write their rows into benchmarks/RESULTS.md."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ BENCHMARKS = (
     "ckpt_small",
 )
 WITH_HOSTS = ("gone_host",)
-"""Those that need network namespaces, and with them root; left out where there are none."""
+"""Benchmarks that need network namespaces and so root; left out on machines without them."""
 ALL = (*BENCHMARKS, *WITH_HOSTS)
 RESULTS = Path(__file__).parent / "RESULTS.md"
 HEADER = """# Results
 
 Written by `make bench`, or by `python -m benchmarks NAME`. Every figure stands beside a reference that was measured in
-the same run, taking turns with ours; a larger ratio is always better. What was not there to be compared with has none.
+the same run, in turns with forged; a larger ratio is always better. A figure without a reference has no ratio.
 
 Machine: {machine}.
 
@@ -69,29 +69,29 @@ def _row(benchmark: str, figure: dict[str, Any]) -> str:
 
 
 def _measured(benchmark: str, *, quick: bool) -> list[str]:
-    """Run one, in a process of its own; returns its rows."""
+    """Run one benchmark in a process of its own; returns its rows."""
     command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--json", *(["--quick"] if quick else [])]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return [_row(benchmark, figure) for figure in json.loads(output)["figures"]]
 
 
 def replaced(page: str, header: str, rows: dict[str, list[str]]) -> str:
-    """The page with these rows instead of those of the same benchmarks, in the order in which they are run."""
+    """The page with the rows of these benchmarks replaced, in the order of `ALL`."""
     kept = {name: [line for line in page.splitlines(keepends=True) if line.startswith(f"| `{name}` |")] for name in ALL}
     return header + "".join(line for name in ALL for line in rows.get(name, kept[name]))
 
 
 def main() -> None:
-    """Run them one after the other."""
+    """Run the benchmarks one after the other."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("--quick", action="store_true", help="less work, and nothing is written")
+    parser.add_argument("--quick", action="store_true", help="less work; results are not written")
     parser.add_argument("only", nargs="*", metavar="NAME", help=f"only these, of {', '.join(ALL)}")
     options = parser.parse_args()
     if unknown := [name for name in options.only if name not in ALL]:
-        parser.error(f"there is no benchmark {unknown[0]!r}")
+        parser.error(f"unknown benchmark {unknown[0]!r}; known: {', '.join(ALL)}")
     why = hosts.why_not()
     if why:
-        sys.stderr.write(f"without {', '.join(WITH_HOSTS)}: {why}\n")
+        sys.stderr.write(f"skipped {', '.join(WITH_HOSTS)}: {why}\n")
     rows: dict[str, list[str]] = {}
     for name in ALL:
         if name in (options.only or ALL) and not (why and name in WITH_HOSTS):

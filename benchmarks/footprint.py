@@ -1,8 +1,7 @@
-"""What the daemon and its commands weigh.
+"""Start-up time and memory of the daemon, and wall time of commands.
 
-Start to ready is from the start of the process to the line that says so, with an empty data directory; memory is the
-resident set after a second of idling. Commands are measured by the wall, as somebody who waits for them does, against
-a Python that does nothing.
+Start to ready is from the start of the process to its `ready` line, with an empty data directory. Memory is the
+resident set after one idle second. Commands are compared with a Python process that does nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class _Daemon:
         return int(kib) / 1024
 
     def stop(self) -> None:
-        """Let it stop in good order."""
+        """Stop it with SIGTERM."""
         self._process.terminate()
         self._process.communicate()
 

@@ -1,9 +1,9 @@
-"""How long a training stands still when the host of a worker is gone: not a packet tells anybody.
+"""How long training stops when the host of a worker disappears without sending a packet.
 
-The daemon and each of four workers have a network namespace of their own; the link of one goes down. Taken are the time
-until the daemon has told that its worker failed, and until all others have committed a step in the next world; once
-with collectives that fit any window, and once with large ones, of which bytes are always under way. Then the host is
-back, its worker is started anew, and it is another one's turn. It needs root, for the namespaces.
+The daemon and each of four workers run in network namespaces of their own; the link of one worker goes down. Measured
+are the time until the daemon publishes that the worker failed, and the time until every survivor has committed a step
+in the next world: once with collectives that fit any TCP window, and once with large ones, whose bytes are always in
+flight. Then the host comes back and its worker is restarted. The namespaces need root.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from random import Random
 
 from benchmarks.harness import Figure, main
-from benchmarks.hosted import ELEMENTS, HostedCluster
-from benchmarks.hosted_trainee import JOB
+from benchmarks.host_cluster import ELEMENTS, HostCluster
+from benchmarks.host_worker import JOB
 from benchmarks.hosts import why_not
 from forged.elastic.messages import WorkerFailed
 from forged.kernel.messages import Record
@@ -26,8 +26,8 @@ LARGE = 1 << 17
 GONE_HOST_MAX_S = 2.5
 
 
-def _one(cluster: HostedCluster, victim: str) -> tuple[float, float]:
-    """From the loss of a host to the news of it, and to the next step of the last of the others."""
+def _one(cluster: HostCluster, victim: str) -> tuple[float, float]:
+    """Seconds from the loss of a host to `WorkerFailed`, and to the next step of the last survivor."""
     generation = cluster.until_together(*WORKERS)
     wall_less_monotonic_s = time.time() - time.monotonic()
     cluster.hosts.unplug(victim)
@@ -37,7 +37,7 @@ def _one(cluster: HostedCluster, victim: str) -> tuple[float, float]:
     stepped_at = max(cluster.workers[name].steps_in(after)[0]["at"] for name in survivors)
     told = cluster.client.past_facts(WorkerFailed, jobs=[JOB])[-1]
     if not isinstance(told, Record):
-        raise TypeError(f"the daemon has forgotten who failed: {told}")
+        raise TypeError(f"the journal no longer has the failure: {told}")
     cluster.hosts.plug_in(victim)
     cluster.until(lambda: bool(cluster.workers[victim].ended))
     cluster.start(victim)
@@ -47,20 +47,23 @@ def _one(cluster: HostedCluster, victim: str) -> tuple[float, float]:
 
 def _rounds(elements: int, rounds: int) -> list[tuple[float, float]]:
     random = Random(1)
-    with tempfile.TemporaryDirectory() as directory, HostedCluster(directory, *WORKERS, elements=elements) as cluster:
+    with tempfile.TemporaryDirectory() as directory, HostCluster(directory, *WORKERS, elements=elements) as cluster:
         return [_one(cluster, random.choice(WORKERS)) for _ in range(rounds)]
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Host after host."""
+    """Measure lost hosts."""
     if reason := why_not():
-        raise SystemExit(f"there can be no hosts: {reason}")
+        raise SystemExit(f"network namespaces are not available: {reason}")
     figures = []
     for kind, elements in (("small", ELEMENTS), ("large", LARGE)):
         noticed, stepped = zip(*_rounds(elements, 1 if quick else ROUNDS), strict=True)
-        for name, times in ((f"told, {kind} collectives", noticed), (f"next step of all, {kind} collectives", stepped)):
-            figures.append(_bounded(f"gone host to {name}, p50", statistics.median(times)))
-            figures.append(_bounded(f"gone host to {name}, worst", max(times)))
+        for name, times in (
+            (f"failure published, {kind} collectives", noticed),
+            (f"next step of all survivors, {kind} collectives", stepped),
+        ):
+            figures.append(_bounded(f"host lost to {name}, p50", statistics.median(times)))
+            figures.append(_bounded(f"host lost to {name}, worst", max(times)))
     return figures
 
 

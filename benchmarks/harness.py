@@ -1,8 +1,9 @@
-"""What all benchmarks share: figures, interleaved rounds, and how they are told.
+"""Figures, interleaved rounds and output, used by all benchmarks.
 
-Law: a figure stands beside the best that the same machine did in the same minute. Subject and reference take turns,
-and medians are compared. A larger ratio is always better: it is ours / reference for a rate and reference / ours for
-a duration, so that an aim of 0.9 means "at least nine tenths as good" for both.
+Invariants:
+- Subject and reference are measured in turns in the same run, and their medians are compared.
+- A larger ratio is always better: ours / reference for a rate, reference / ours for a duration. An aim of 0.9 means "at
+  least nine tenths as good" for both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number, the reference beside it, and the ratio that we want to reach."""
+    """One measured number, its reference, and the ratio to reach."""
 
     name: str
     unit: str
@@ -28,14 +29,14 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """How good we are in terms of the reference; larger is better whatever the unit."""
+        """The result relative to the reference; larger is better for every unit."""
         if self.reference is None:
             return None
         return self.ours / self.reference if self.higher_is_better else self.reference / self.ours
 
     @property
     def met(self) -> bool | None:
-        """Whether the aim was reached; None where there is no reference or no aim."""
+        """Whether the aim was reached; None without a reference or an aim."""
         return None if self.ratio is None or self.aim is None else self.ratio >= self.aim
 
     def as_record(self) -> dict[str, object]:
@@ -52,7 +53,7 @@ class Figure:
 
 
 def turns(rounds: int, subjects: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """What each subject gave in `rounds` in which they take turns; every other round goes backwards."""
+    """The results of each subject over `rounds` in which they take turns; every second round in reverse order."""
     results: dict[str, list[float]] = {name: [] for name in subjects}
     order = list(subjects)
     for _ in range(rounds):

@@ -1,7 +1,8 @@
-"""Hosts on one machine: network namespaces at a switch of their own.
+"""Hosts on one machine: network namespaces connected by a bridge.
 
-Law: what is unplugged says nothing and hears nothing, as a host does that has lost its power: no packet tells anybody.
-All of it is gone at the end of the block, the processes too, and the machine's own network is never touched.
+Invariants:
+- An unplugged host sends and receives nothing, like a host without power.
+- At the end of the block all namespaces and processes are gone. The machine's own network is never changed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ SWITCH = "switch"
 
 @cache
 def why_not() -> str:
-    """Why this machine has no such hosts; empty where it has."""
+    """Why this machine cannot run such hosts; empty if it can."""
     if shutil.which("ip") is None:
-        return "there is no `ip`"
+        return "the `ip` command is not installed"
     try:
         with Hosts("a"):
             return ""
@@ -32,7 +33,7 @@ def why_not() -> str:
 
 
 class Hosts:
-    """Some hosts, each with its name, that reach each other through one switch."""
+    """Named hosts that reach each other through one switch."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -55,13 +56,13 @@ class Hosts:
         self._open.close()
 
     def address(self, name: str) -> str:
-        """Where the others reach it."""
+        """The host's address."""
         return f"{NETWORK}.{1 + self.names.index(name)}"
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        """Run a program there; it is killed at the end."""
+        """Run a program on a host; it is killed at the end of the block."""
         inside = ["ip", "netns", "exec", self._namespace(name), *command]
         process = subprocess.Popen(inside, text=True, env={**os.environ, **(environment or {})}, **options)
         self._open.callback(process.communicate)
@@ -69,23 +70,23 @@ class Hosts:
         return process
 
     def unplug(self, name: str) -> None:
-        """From now on nobody hears of it."""
+        """Take the host's link down."""
         self._set_port(name, "down")
 
     def plug_in(self, name: str) -> None:
-        """It is back."""
+        """Bring the host's link up again."""
         self._set_port(name, "up")
 
     def part(self, *names: str) -> None:
-        """None of these reaches another of these; everybody else reaches all."""
+        """Cut the connections among these hosts; all other hosts still reach them."""
         self._set_isolated(names, "on")
 
     def bring_together(self, *names: str) -> None:
-        """They reach each other again."""
+        """Restore the connections among these hosts."""
         self._set_isolated(names, "off")
 
     def silence(self, speaker: str, listener: str) -> None:
-        """What the one says does not reach the other any more; what the other says does reach it."""
+        """Drop what `speaker` sends to `listener`; the other direction still works."""
         _ip("-n", self._namespace(speaker), "route", "add", "blackhole", f"{self.address(listener)}/32")
 
     def _add(self, stack: ExitStack, name: str) -> None:

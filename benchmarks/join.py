@@ -1,10 +1,10 @@
-"""How long it takes a worker to come into a training, and how long the others stand still for it: against torchft.
+"""How long a worker takes to join a running training, and how long the other workers pause: against torchft.
 
-Four processes train. A fifth has been started, has imported what it needs and is connected. It is told to go, and the
-time from there to its first committed step in the new world is taken, and the longest pause between two steps of the
-others. Then it is killed, and when the others are whole again, the next one comes. The window in which ours waits for
-more to join is longer than the rest, and a setting; so it is taken off. torchft waits for stragglers too, here for up
-to `--join_timeout_ms 100`, and nothing is taken off.
+Four processes train. A fifth is started, has its imports loaded and is connected. When it is told to join, measured are
+the time to its first committed step in the new world, and the longest pause between two steps of the other workers.
+Then it is killed, the cluster becomes whole again, and the next one joins. The stability window of forged is a setting
+and longer than the rest, so it is subtracted. torchft waits for stragglers too, here for up to `--join_timeout_ms 100`;
+nothing is subtracted.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from benchmarks.crew import Crew
+from benchmarks.forged_worker import CONFIG
 from benchmarks.harness import Figure, main
-from benchmarks.torch_crews import Contest
-from benchmarks.trainee import CONFIG
+from benchmarks.torch_clusters import Comparison
+from benchmarks.training_cluster import TrainingCluster
 
 ROUNDS = 4
 JOINS_PER_ROUND = 5
@@ -26,24 +26,24 @@ WINDOWS_S = {"ours": CONFIG.stability_window_s, "torchft": 0.0}
 
 
 class Join(NamedTuple):
-    """How long it took the newcomer, and how long the others stood still."""
+    """How long the join took, and how long the other workers paused."""
 
     join_s: float
     pause_s: float
 
 
-def _join_some(crew: Crew, count: int, window_s: float) -> list[Join]:
+def _join_some(cluster: TrainingCluster, count: int, window_s: float) -> list[Join]:
     joins: list[Join] = []
     for _ in range(count):
-        generation, others = crew.workers[0].generation, list(crew.workers)
-        newcomer = crew.start()
-        went_at = crew.admit(newcomer)
-        first_at = newcomer.first_step_in(generation)
-        crew.settle()
+        generation, others = cluster.workers[0].generation, list(cluster.workers)
+        joiner = cluster.start()
+        went_at = cluster.start_training(joiner)
+        first_at = joiner.first_step_in(generation)
+        cluster.wait_until_whole()
         pause_s = max(worker.longest_pause_s(went_at, worker.steps[-1].at) for worker in others)
         joins.append(Join(first_at - went_at - window_s, pause_s))
-        crew.lose(newcomer)
-        crew.settle()
+        cluster.kill_member(joiner)
+        cluster.wait_until_whole()
     return joins
 
 
@@ -56,22 +56,22 @@ def _pause_p50(joins: list[Join]) -> float:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Join after join."""
+    """Measure joins."""
 
-    def turn(name: str, crew: Crew) -> list[Join]:
-        return _join_some(crew, JOINS_QUICK if quick else JOINS_PER_ROUND, WINDOWS_S[name])
+    def turn(name: str, cluster: TrainingCluster) -> list[Join]:
+        return _join_some(cluster, JOINS_QUICK if quick else JOINS_PER_ROUND, WINDOWS_S[name])
 
-    contest: Contest[Join] = Contest()
-    contest.hold(list(WINDOWS_S), 1 if quick else ROUNDS, turn, quick=quick)
-    ours = contest.results["ours"]
-    join, pause = "go to first step, window excluded, p50", "others stand still, p50"
+    comparison: Comparison[Join] = Comparison()
+    comparison.run_rounds(list(WINDOWS_S), 1 if quick else ROUNDS, turn, quick=quick)
+    ours = comparison.results["ours"]
+    join, pause = "join to first step, stability window excluded, p50", "pause of the other workers, p50"
     return [
         Figure(
             f"{join} of {len(ours)}, against the limit", "s", _join_p50(ours), JOIN_MAX_S, 1.0, higher_is_better=False
         ),
         Figure(f"{pause}, against the limit", "s", _pause_p50(ours), PAUSE_MAX_S, 1.0, higher_is_better=False),
-        contest.against("torchft", join, "s", _join_p50, 1.0),
-        contest.against("torchft", pause, "s", _pause_p50, 1.0),
+        comparison.against("torchft", join, "s", _join_p50, 1.0),
+        comparison.against("torchft", pause, "s", _pause_p50, 1.0),
     ]
 
 

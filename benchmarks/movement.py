@@ -1,7 +1,8 @@
-"""How many shards an incremental plan moves, against the fewest possible; and what dealing out by modulo would move.
+"""How many shards an incremental plan moves, against the minimum, and against a placement by modulo.
 
-The fewest is what must leave workers so that the rest is balanced, counted for itself in plain Python. Changes are
-random: workers come, go, and hold anything. By modulo, shard `i` belongs to rank `i % workers`.
+The minimum is computed independently in plain Python: the shards that must leave their workers for a balanced result.
+Changes are random: workers join and leave, and hold arbitrary shards. By modulo, shard `i` belongs to rank
+`i % workers`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SHARDS_MAX = 400
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Who is there before and after, and which old rank holds each shard, -1 for nobody."""
+    """The workers before and after, and the old rank that holds each shard, -1 for none."""
 
     old: tuple[int, ...]
     new: tuple[int, ...]
@@ -30,7 +31,7 @@ class Change:
 
 
 def _change(seed: int) -> Change:
-    """Half of the changes start from shards that are dealt out evenly, half from any holdings."""
+    """A random change. Half start from an even placement, half from an arbitrary one."""
     random = Random(seed)
     old = random.sample(range(2 * WORLD_MAX), random.randint(1, WORLD_MAX))
     staying = [worker for worker in old if random.random() < 0.8]
@@ -53,7 +54,7 @@ def _moved(change: Change) -> int:
 
 
 def _fewest(change: Change) -> int:
-    """All shards, less those that can stay: up to its share at each worker, and one more at as many as have a rest."""
+    """All shards but those that can stay: each worker's share, plus one at as many workers as the remainder allows."""
     share, rest = divmod(len(change.held), len(change.new))
     counts = [change.held.count(rank) for rank, worker in enumerate(change.old) if worker in change.new]
     stay = sum(min(count, share) for count in counts) + min(rest, sum(count > share for count in counts))
@@ -66,13 +67,13 @@ def _by_modulo(change: Change) -> int:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Over many random changes."""
+    """Measure many random changes."""
     changes = [_change(seed) for seed in range(200 if quick else CHANGES)]
     moved, by_modulo = sum(map(_moved, changes)), sum(map(_by_modulo, changes))
     fewest = sum(map(_fewest, changes))
     return [
         Figure("shards moved over random changes", "shards", moved, fewest, aim=1.0, higher_is_better=False),
-        Figure("the same, dealt by modulo", "shards", by_modulo, fewest, higher_is_better=False),
+        Figure("shards moved by modulo placement", "shards", by_modulo, fewest, higher_is_better=False),
     ]
 
 

@@ -1,7 +1,7 @@
-"""How long an incremental plan takes, against one copy-and-sort of the same column of owners; and how that grows.
+"""How long an incremental plan takes, against one copy-and-sort of the same column of owners; and how it grows.
 
-Each figure takes turns with its reference. Growth is the time for so many shards against a hundred times that for a
-hundredth of them: what a plan costs whatever its size makes it better than 1.
+Growth compares the time for N shards with a hundred times the time for N/100 shards. A fixed cost per plan makes the
+ratio better than 1.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _sorting(owners: npt.NDArray[np.int32]) -> Callable[[], float]:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """For one worker more, one less, and half of them gone."""
+    """Measure one more worker, one fewer, and half of the workers."""
     shards, rounds = (SHARDS_QUICK, 1) if quick else (SHARDS, ROUNDS)
     owners = np.resize(np.arange(WORLD, dtype=np.int32), shards)
     figures = []

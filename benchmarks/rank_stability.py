@@ -1,7 +1,7 @@
-"""How many ranks a rescale changes, against the fewest possible.
+"""How many ranks a rescale changes, against the minimum.
 
-The fewest is found by trying: of all worlds with dense ranks in which the survivors keep their order, the one in which
-most of them keep their rank. Histories are random, and the same for both.
+The minimum is found by exhaustive search: of all worlds with dense ranks in which the survivors keep their order, the
+one in which most survivors keep their rank. Histories are random, and the same for both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORLD_MAX = 9
 
 
 def _fewest(old: tuple[int, ...], staying: list[int], size: int) -> int:
-    """The fewest moves, over all ways to place those who stay, in their order, among so many ranks."""
+    """The fewest moves over all ways to place the survivors, in their order, in a world of `size`."""
     return min(
         sum(1 for worker, rank in zip(staying, places, strict=True) if old.index(worker) != rank)
         for places in combinations(range(size), len(staying))
@@ -26,7 +26,7 @@ def _fewest(old: tuple[int, ...], staying: list[int], size: int) -> int:
 
 
 def _changes(histories: int) -> tuple[int, int]:
-    """The moves of all histories: ours, and the fewest."""
+    """The moves over all histories: by `assign_ranks`, and the minimum."""
     ours = fewest = 0
     for seed in range(histories):
         random = Random(seed)
@@ -46,7 +46,7 @@ def _changes(histories: int) -> tuple[int, int]:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Over many random histories."""
+    """Measure many random histories."""
     ours, fewest = _changes(40 if quick else HISTORIES)
     return [Figure("ranks changed over random histories", "ranks", ours, fewest, aim=1.0, higher_is_better=False)]
 

@@ -1,9 +1,9 @@
-"""How long a training stands still when a worker is killed: against torchrun and torchft, on the same loop.
+"""How long training stops when a worker is killed: against torchrun and torchft, with the same training loop.
 
-Four processes train; one is killed with -9, and the time from there to the next committed step of the last of the
-survivors is taken. They do little but collectives, so it dies inside one nearly every time. Then another takes its
-place. The crews take turns, some kills each time, and a new cluster each time. torchrun is killed less often than the
-others: a kill and the return to four take it ten seconds and more.
+Four processes train. One is killed with -9; measured is the time until every survivor has committed another step. The
+processes do little but collectives, so the victim nearly always dies inside one. Then another process takes its place.
+The systems take turns with a new cluster and some kills each. torchrun gets fewer kills: one kill and the return to
+four processes take it ten seconds and more.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import statistics
 from random import Random
 
-from benchmarks.crew import Crew
 from benchmarks.harness import Figure, main
-from benchmarks.torch_crews import Contest
+from benchmarks.torch_clusters import Comparison
+from benchmarks.training_cluster import TrainingCluster
 from forged.elastic.config import ElasticTrainingConfig
 
 ROUNDS = 5
@@ -26,13 +26,13 @@ TORCHRUN_AIM = 20.0
 WHAT = "kill to next step of all"
 
 
-def _kill_some(crew: Crew, count: int, random: Random) -> list[float]:
-    """The recovery from each of so many kills."""
-    times = [crew.lose_one(random)]
+def _kill_some(cluster: TrainingCluster, count: int, random: Random) -> list[float]:
+    """The recovery time of each of `count` kills."""
+    times = [cluster.kill_one(random)]
     for _ in range(count - 1):
-        crew.admit(crew.start())
-        crew.settle()
-        times.append(crew.lose_one(random))
+        cluster.start_training(cluster.start())
+        cluster.wait_until_whole()
+        times.append(cluster.kill_one(random))
     return times
 
 
@@ -41,25 +41,25 @@ def _p99(times: list[float]) -> float:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Kill after kill."""
+    """Measure the recovery from kills."""
     random = Random(1)
 
-    def turn(name: str, crew: Crew) -> list[float]:
-        return _kill_some(crew, KILLS_QUICK if quick else KILLS_PER_ROUND[name], random)
+    def turn(name: str, cluster: TrainingCluster) -> list[float]:
+        return _kill_some(cluster, KILLS_QUICK if quick else KILLS_PER_ROUND[name], random)
 
-    contest: Contest[float] = Contest()
-    contest.hold(list(KILLS_PER_ROUND), 1 if quick else ROUNDS, turn, quick=quick)
-    ours = contest.results["ours"]
+    comparison: Comparison[float] = Comparison()
+    comparison.run_rounds(list(KILLS_PER_ROUND), 1 if quick else ROUNDS, turn, quick=quick)
+    ours = comparison.results["ours"]
     p50 = statistics.median
     return [
         Figure(
             f"{WHAT}, p50 of {len(ours)}, against the limit", "s", p50(ours), P50_MAX_S, 1.0, higher_is_better=False
         ),
         Figure(f"{WHAT}, p99, against the limit", "s", _p99(ours), P99_MAX_S, 1.0, higher_is_better=False),
-        contest.against("torchft", f"{WHAT}, p50", "s", p50, TORCHFT_AIM),
-        contest.against("torchft", f"{WHAT}, p99", "s", _p99, TORCHFT_AIM),
-        contest.against("torchrun", f"{WHAT}, p50", "s", p50, TORCHRUN_AIM),
-        contest.against("torchrun", f"{WHAT}, p99", "s", _p99, TORCHRUN_AIM),
+        comparison.against("torchft", f"{WHAT}, p50", "s", p50, TORCHFT_AIM),
+        comparison.against("torchft", f"{WHAT}, p99", "s", _p99, TORCHFT_AIM),
+        comparison.against("torchrun", f"{WHAT}, p50", "s", p50, TORCHRUN_AIM),
+        comparison.against("torchrun", f"{WHAT}, p99", "s", _p99, TORCHRUN_AIM),
     ]
 
 

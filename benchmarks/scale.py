@@ -2,15 +2,15 @@
 
 Real: the daemon's process and its store on the disk, a TCP connection over loopback and a client of its own for every
 worker, each message of the protocol, processes that are killed with -9, and a second client that reports the death as a
-worker's pulse does. Not real: most workers share two processes (`benchmarks.crowd`), nobody trains, and the workers do
-not meet each other. So the clients, which would be spread over as many machines, compete with the daemon for the cores
-of this one, and their work is part of what a rescale takes here.
+worker's pulse does. Not real: most workers share two processes (`benchmarks.simulated_workers`), no worker trains, and
+the workers do not connect to each other. So the clients, which would run on as many machines, compete with the daemon
+for the cores of this one, and their work is part of the measured rescale.
 
-A worker is killed; the time from there until the last of the others has heard that the new world is committed, is
-taken. It contains the failure window. Half of the survivors are a step behind the others, as it happens, and answer
-twice. Heartbeats go on meanwhile. Bytes are those that the kernel delivered to the workers, from the death to the
-commit. The limit of the machine is an asyncio server that has the same number of connections and sends each of them the
-same number of bytes, once; for heartbeats, one that takes the same bytes each second and does nothing with them.
+A worker is killed. Measured is the time until the last survivor has received the commit of the new world, including the
+failure window. Half of the survivors are laggards, which answer twice. Heartbeats go on meanwhile. Bytes are those that
+the kernel delivered to the workers, from the death to the commit. The limit of the machine is an asyncio server that
+has the same number of connections and sends each of them the same number of bytes, once; for heartbeats, one that takes
+the same bytes each second and does nothing with them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.crowd import JOB, incarnation_of
 from benchmarks.harness import Figure, main
+from benchmarks.simulated_workers import JOB, incarnation_of
 from forged.client import BlockingClient
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import ReportDeath
 
 SIZES = (100, 300, 1000)
 SIZES_QUICK = (10, 30)
-CROWDS = 2
+PROCESSES = 2
 KILLS = 5
 BEAT_S = 20.0
 HEARTBEATS_LEAST = 0.9
@@ -50,20 +50,20 @@ CLOCK_PID_SHIFT, CPUCLOCK_SCHED = 3, 2
 
 
 class Process:
-    """A process of the crowd, or the bare server."""
+    """A process of simulated workers, or the bare server."""
 
     def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, "-m", "benchmarks.crowd", *map(str, arguments)]
+        command = [sys.executable, "-m", "benchmarks.simulated_workers", *map(str, arguments)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def tell(self, *words: object) -> None:
-        """Have it do something."""
+    def send(self, *words: object) -> None:
+        """Send a command."""
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
 
-    def hear(self, event: str) -> dict[str, Any]:
-        """What it tells of an event; what happened before is passed over."""
+    def read_event(self, event: str) -> dict[str, Any]:
+        """The details of the next event of this name; earlier events are skipped."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             told: dict[str, Any] = json.loads(line)
@@ -115,7 +115,7 @@ def _cpu_s(pid: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What so many workers cost."""
+    """What a world of this size costs."""
 
     workers: int
     forming_s: float
@@ -129,13 +129,13 @@ class Load:
 
 
 class Run:
-    """One daemon and its crowd; those who are killed have a process each."""
+    """One daemon and its simulated workers; each worker to be killed has a process of its own."""
 
     def __init__(self, directory: str, workers: int, kills: int) -> None:
         self._workers = workers
         self._daemon = Daemon(directory)
         self._client = BlockingClient(self._daemon.socket)
-        self._crowds: list[Process] = []
+        self._worker_processes: list[Process] = []
         self._victims: dict[str, Process] = {}
         self._kills = kills
         self._dead = 0
@@ -153,13 +153,13 @@ class Run:
 
     @property
     def _all(self) -> list[Process]:
-        return [*self._crowds, *self._victims.values()]
+        return [*self._worker_processes, *self._victims.values()]
 
     def measure(self, beat_s: float) -> Load:
         """Everything, in the order in which it happens."""
-        nobody_bytes = self._daemon.resident_bytes()
+        empty_bytes = self._daemon.resident_bytes()
         forming_s = self._form()
-        worker_bytes = (self._daemon.resident_bytes() - nobody_bytes) / self._workers
+        worker_bytes = (self._daemon.resident_bytes() - empty_bytes) / self._workers
         cpu_percent = self._beat(beat_s)
         bare_cpu_percent = self._bare_beat(beat_s)
         rescales = [self._kill_one(name) for name in list(self._victims)]
@@ -179,28 +179,28 @@ class Run:
         )
 
     def _form(self) -> float:
-        """Have all come, and agree on their first world; returns how long that takes from the first who asks."""
+        """Form the first world of all workers; returns the seconds since the first join."""
         (endpoint,) = self._client.status().listen
         many, following = self._workers - self._kills, 0
-        for index in range(CROWDS):
-            share = many * (index + 1) // CROWDS - following
-            self._crowds.append(Process(endpoint, following, share))
+        for index in range(PROCESSES):
+            share = many * (index + 1) // PROCESSES - following
+            self._worker_processes.append(Process(endpoint, following, share))
             following += share
         for number in range(many, self._workers):
             self._victims[f"w{number}"] = Process(endpoint, number, 1)
         for process in self._all:
-            process.tell("connect")
+            process.send("connect")
         for process in self._all:
-            process.hear("connected")
+            process.read_event("connected")
         began_at = time.monotonic()
         for process in self._all:
-            process.tell("join", self._workers)
+            process.send("join", self._workers)
         return self._committed_at() - began_at
 
     def _committed_at(self) -> float:
-        """When the last has heard of the next world, in which all are."""
+        """When the last worker has received the commit of the next world, which contains all live workers."""
         self._generation += 1
-        told = [process.hear("committed") for process in self._all]
+        told = [process.read_event("committed") for process in self._all]
         cluster = self._client.cluster(JOB)
         found = {cluster.generation, *(committed["generation"] for committed in told)}
         if found != {self._generation} or cluster.world_size != self._workers - self._dead:
@@ -210,7 +210,7 @@ class Run:
         return max(float(committed["at"]) for committed in told)
 
     def _beat(self, seconds: float) -> float:
-        """What a heartbeat of everybody each second costs the daemon, in per cent of a core."""
+        """The daemon's CPU for one heartbeat per worker and second, in per cent of a core."""
         count, used_s, began_at = self._total("beats"), self._daemon.cpu_s(), time.monotonic()
         time.sleep(seconds)
         count, used_s = self._total("beats") - count, self._daemon.cpu_s() - used_s
@@ -223,18 +223,18 @@ class Run:
         """What it costs a bare server to take as many bytes from as many connections, in per cent of a core."""
         server = Process("--bare", self._workers - len(self._victims), 0)
         try:
-            port = server.hear("listening")["port"]
-            for crowd in self._crowds:
-                crowd.tell("knock", port)
-            server.hear("accepted")
-            for crowd in self._crowds:
-                crowd.hear("knocking")
+            port = server.read_event("listening")["port"]
+            for workers_process in self._worker_processes:
+                workers_process.send("send_heartbeats", port)
+            server.read_event("accepted")
+            for workers_process in self._worker_processes:
+                workers_process.read_event("heartbeats_started")
             used_s, began_at = server.cpu_s(), time.monotonic()
             time.sleep(seconds)
             return 100 * (server.cpu_s() - used_s) / (time.monotonic() - began_at)
         finally:
-            for crowd in self._crowds:
-                crowd.tell("rest")
+            for workers_process in self._worker_processes:
+                workers_process.send("rest")
             server.kill()
 
     def _kill_one(self, name: str) -> tuple[float, float, float]:
@@ -249,11 +249,11 @@ class Run:
         return took_s, self._daemon.cpu_s() - used_s, self._total("bytes") - count
 
     def _total(self, what: str) -> int:
-        """What all count together."""
+        """A count, summed over all processes."""
         total = 0
         for process in self._all:
-            process.tell(what)
-            total += int(process.hear(what)["total"])
+            process.send(what)
+            total += int(process.read_event(what)["total"])
         return total
 
     def _broadcast(self, connections: int, total_bytes: float) -> float:
@@ -261,13 +261,16 @@ class Run:
         length = math.ceil(total_bytes / connections)
         server = Process("--bare", connections, length)
         try:
-            port = server.hear("listening")["port"]
-            for crowd in self._crowds:
-                crowd.tell("bare", port, length)
-            server.hear("accepted")
-            server.tell("send")
-            began_at = float(server.hear("sent")["at"])
-            return max(float(crowd.hear("reached")["at"]) for crowd in self._crowds) - began_at
+            port = server.read_event("listening")["port"]
+            for workers_process in self._worker_processes:
+                workers_process.send("bare", port, length)
+            server.read_event("accepted")
+            server.send("send")
+            began_at = float(server.read_event("sent")["at"])
+            return (
+                max(float(workers_process.read_event("reached")["at"]) for workers_process in self._worker_processes)
+                - began_at
+            )
         finally:
             server.kill()
 
@@ -279,7 +282,7 @@ def exponent(loads: Sequence[Load], cost: Callable[[Load], float]) -> float:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """With more and more workers."""
+    """Measure worlds of growing size."""
     loads: list[Load] = []
     kills, beat_s = (2, 1.0) if quick else (KILLS, BEAT_S)
     for workers in SIZES_QUICK if quick else SIZES:
@@ -296,23 +299,25 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def _figures(load: Load) -> list[Figure]:
-    who = f"{load.workers} workers"
+    label = f"{load.workers} workers"
     return [
-        Figure(f"{who}: all join, first world committed", "s", load.forming_s),
-        _bounded(f"{who}: kill to commit heard by all", "s", load.rescale_s, RESCALE_MAX_S),
+        Figure(f"{label}: all join, first world committed", "s", load.forming_s),
+        _bounded(f"{label}: kill to commit heard by all", "s", load.rescale_s, RESCALE_MAX_S),
         Figure(
-            f"{who}: kill to commit, against a bare broadcast of the same bytes",
+            f"{label}: kill to commit, against a bare broadcast of the same bytes",
             *("s", load.rescale_s, load.broadcast_s),
             higher_is_better=False,
         ),
-        _bounded(f"{who}: daemon's CPU, a heartbeat each per second", "% of a core", load.cpu_percent, CPU_MAX_PERCENT),
+        _bounded(
+            f"{label}: daemon's CPU, a heartbeat each per second", "% of a core", load.cpu_percent, CPU_MAX_PERCENT
+        ),
         Figure(
-            f"{who}: daemon's CPU, against a bare server that takes the same bytes",
+            f"{label}: daemon's CPU, against a bare server that takes the same bytes",
             *("% of a core", load.cpu_percent, load.bare_cpu_percent),
             higher_is_better=False,
         ),
-        Figure(f"{who}: daemon's memory per worker", "KiB", load.worker_bytes / 1024),
-        Figure(f"{who}: sent for a rescale, per worker", "bytes", load.rescale_bytes),
+        Figure(f"{label}: daemon's memory per worker", "KiB", load.worker_bytes / 1024),
+        Figure(f"{label}: sent for a rescale, per worker", "bytes", load.rescale_bytes),
     ]
 
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import pytest
 
-from benchmarks.hosted import DAEMON, ELEMENTS, HostedCluster
-from benchmarks.hosted_trainee import JOB
+from benchmarks.host_cluster import DAEMON, ELEMENTS, HostCluster
+from benchmarks.host_worker import JOB
 from benchmarks.hosts import why_not
 from forged.elastic.messages import RescaleStarted, WorkerFailed, WorkerLost, WorkerReturned
 from forged.kernel.messages import Fact, Record
@@ -20,7 +20,7 @@ LARGE = 1 << 17
 """So many elements do not fit the window of a peer that does not read just now."""
 
 F = TypeVar("F", bound=Fact)
-Make = Callable[..., HostedCluster]
+Make = Callable[..., HostCluster]
 
 
 @pytest.fixture
@@ -28,26 +28,26 @@ def clusters(tmp_path: Path) -> Iterator[Make]:
     if reason := why_not():
         pytest.skip(reason)
     with ExitStack() as stack:
-        yield lambda **options: stack.enter_context(HostedCluster(str(tmp_path), *WORKERS, **options))
+        yield lambda **options: stack.enter_context(HostCluster(str(tmp_path), *WORKERS, **options))
 
 
-def by_rank(cluster: HostedCluster, *ranks: int) -> list[str]:
+def by_rank(cluster: HostCluster, *ranks: int) -> list[str]:
     """The names of those who have these ranks."""
     names = {worker.rank: name for name, worker in cluster.workers.items()}
     return [names[rank] for rank in ranks]
 
 
-def facts(cluster: HostedCluster, kind: type[F]) -> list[F]:
+def facts(cluster: HostCluster, kind: type[F]) -> list[F]:
     """Those that were told so far."""
     records = cluster.client.past_facts(kind, jobs=[JOB])
     return [record.fact for record in records if isinstance(record, Record) and isinstance(record.fact, kind)]
 
 
-def failed(cluster: HostedCluster) -> list[str]:
+def failed(cluster: HostCluster) -> list[str]:
     return [fact.worker_id for fact in facts(cluster, WorkerFailed)]
 
 
-def wait_for(cluster: HostedCluster, kind: type[WorkerLost | WorkerReturned], *names: str) -> None:
+def wait_for(cluster: HostCluster, kind: type[WorkerLost | WorkerReturned], *names: str) -> None:
     """Wait until this was told of all of them."""
     missing = set(names)
     for record in cluster.client.facts(kind, since=0, jobs=[JOB]):
@@ -58,7 +58,7 @@ def wait_for(cluster: HostedCluster, kind: type[WorkerLost | WorkerReturned], *n
             return
 
 
-def more_steps(cluster: HostedCluster, *names: str, steps: int = 20) -> None:
+def more_steps(cluster: HostCluster, *names: str, steps: int = 20) -> None:
     """Wait until these have made some more."""
     goals = {name: cluster.workers[name].steps[-1]["step"] + steps for name in names}
     cluster.until(lambda: all(cluster.workers[name].steps[-1]["step"] >= goal for name, goal in goals.items()))

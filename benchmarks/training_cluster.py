@@ -1,8 +1,10 @@
-"""Processes that train together, ours and those of others, seen from outside.
+"""Clusters of training processes, of forged and of its peers, measured from outside.
 
-Law: all are measured by the same loop and the same lines: each process writes `ready PID` once it could begin, waits
-for a line, and writes `step generation world seconds` for each committed step. A crew is whole when all its processes
-step in one world in which all of them are. Crews take turns, and never train at the same time.
+Invariants:
+- All clusters are measured by the same loop and the same output: each process writes `ready PID` when it can begin,
+  waits for a line, and writes `step generation world seconds` for each committed step.
+- A cluster is whole when all its processes step in one world that contains all of them.
+- Clusters take turns and never train at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import NamedTuple, Self
 from forged.client import BlockingClient
 
 WORKERS = 4
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 0.001
 LOG_CHARS_MAX = 200
 HOST = "127.0.0.1"
@@ -40,8 +42,8 @@ class Stepped(NamedTuple):
     at: float
 
 
-class Trainee:
-    """A process that trains, and the steps that it has told of."""
+class TrainingProcess:
+    """A process that trains, and the steps that it has reported."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.steps: list[Stepped] = []
@@ -57,25 +59,25 @@ class Trainee:
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             )
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._read_output, daemon=True).start()
 
     @property
     def generation(self) -> int:
-        """The world of its latest step; 0 before the first."""
+        """The generation of its latest step; 0 before the first."""
         return self.steps[-1].generation if self.steps else 0
 
     @property
     def world(self) -> int:
-        """How many were in it."""
+        """The size of the world of its latest step."""
         return self.steps[-1].world if self.steps else 0
 
     def wait_until_ready(self) -> None:
-        """Wait until it could begin."""
-        if not self._is_ready.wait(PATIENCE_S):
-            raise self.failure("did not get ready")
+        """Wait until it can begin."""
+        if not self._is_ready.wait(TIMEOUT_S):
+            raise self.failure("did not become ready")
 
     def go(self) -> float:
-        """Let it begin; returns when."""
+        """Let it begin; returns the time."""
         assert self._process.stdin is not None
         at = time.monotonic()
         self._process.stdin.write("\n")
@@ -83,52 +85,52 @@ class Trainee:
         return at
 
     def first_step_in(self, generation: int) -> float:
-        """When it had committed a step in a world after that one."""
-        deadline = time.monotonic() + PATIENCE_S
+        """When it committed its first step in a world later than `generation`."""
+        deadline = time.monotonic() + TIMEOUT_S
         seen = 1
         while time.monotonic() < deadline:
             while seen < len(self.steps):
-                # The first line in a world may tell how far it was before; the second, that it goes on.
+                # The first line in a world may report the step before it; the second proves progress.
                 before, step = self.steps[seen - 1], self.steps[seen]
                 if step.generation > generation and before.generation == step.generation:
                     return step.at
                 seen += 1
             time.sleep(LOOK_INTERVAL_S)
-        raise self.failure(f"did not go on after generation {generation}")
+        raise self.failure(f"made no step after generation {generation}")
 
     def longest_pause_s(self, since: float, until: float) -> float:
-        """Between two of its steps."""
+        """The longest time between two of its steps."""
         times = [step.at for step in self.steps if since <= step.at <= until]
         return max((after - before for before, after in pairwise(times)), default=0.0)
 
     def kill(self) -> float:
-        """Kill who trains with -9, and the agent that has started it if there is one; returns when."""
+        """Kill the training process with -9, and the agent that started it if there is one; returns the time."""
         at = time.monotonic()
         _kill({self._process.pid, *self._pids[-1:]})
         self._process.wait()
         return at
 
     def end(self) -> None:
-        """Kill it with everything that it has started."""
+        """Kill it with all its children."""
         if self._process.poll() is None:
-            # A child is shown with the thread that has started it.
+            # /proc lists a child under the thread that started it.
             threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")
             _kill({self._process.pid, *(int(child) for one in threads for child in one.read_text().split())})
         self._process.wait()
 
     def failure(self, what: str) -> RuntimeError:
-        """What went wrong, with what it has said itself."""
-        return RuntimeError(f"a trainee {what}: {self.standing()}")
+        """An error with the state of the process."""
+        return RuntimeError(f"a training process {what}: {self.progress()}")
 
-    def standing(self) -> str:
-        """How far it has come, whether it has ended, and what it has said last."""
+    def progress(self) -> str:
+        """Its last step, whether it runs, and its last log line."""
         step = self.steps[-1].step if self.steps else "none"
         ended = self._process.poll()
         is_there = "runs" if ended is None else f"ended with {ended}"
         last = self._log.read_text(errors="replace").strip().rpartition("\n")[2][:LOG_CHARS_MAX] or "says nothing"
         return f"step {step} of generation {self.generation} with {self.world}, {is_there}, {last}"
 
-    def _listen(self) -> None:
+    def _read_output(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             first, *rest = line.split()
@@ -140,32 +142,32 @@ class Trainee:
                 self.steps.append(Stepped(int(first), int(generation), int(world), float(at)))
 
 
-class Crew(ABC):
-    """Trainees in one cluster; a context manager that begins with a whole one."""
+class TrainingCluster(ABC):
+    """A cluster of training processes; a context manager that starts it and waits until it is whole."""
 
     def __init__(self) -> None:
         self._place = tempfile.TemporaryDirectory()
         self.directory = Path(self._place.name)
-        self.workers: list[Trainee] = []
-        self._started: list[Trainee] = []
+        self.workers: list[TrainingProcess] = []
+        self._started: list[TrainingProcess] = []
         self._services: list[subprocess.Popen[str]] = []
         self._number = 0
 
     @abstractmethod
     def open(self) -> None:
-        """Start what the trainees need."""
+        """Start the services that the training processes need."""
 
     @abstractmethod
-    def trainee(self, name: str) -> Trainee:
-        """Another one, which may have to be told to go."""
+    def worker_process(self, name: str) -> TrainingProcess:
+        """Start one more process, which waits for a line before it trains."""
 
     def __enter__(self) -> Self:
         try:
             self.open()
-            newcomers = [self.start() for _ in range(WORKERS)]
-            for newcomer in newcomers:
-                self.admit(newcomer)
-            self.settle()
+            joiners = [self.start() for _ in range(WORKERS)]
+            for joiner in joiners:
+                self.start_training(joiner)
+            self.wait_until_whole()
         except BaseException:
             self.close()
             raise
@@ -174,43 +176,44 @@ class Crew(ABC):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def start(self) -> Trainee:
-        """Another one, which waits."""
+    def start(self) -> TrainingProcess:
+        """Start one more process, which waits."""
         self._number += 1
-        self._started.append(self.trainee(f"w{self._number}"))
+        self._started.append(self.worker_process(f"w{self._number}"))
         return self._started[-1]
 
-    def admit(self, newcomer: Trainee) -> float:
-        """Let it train with the others; returns when it was told."""
-        newcomer.wait_until_ready()
-        self.workers.append(newcomer)
-        return newcomer.go()
+    def start_training(self, joiner: TrainingProcess) -> float:
+        """Let a started process join the training; returns the time."""
+        joiner.wait_until_ready()
+        self.workers.append(joiner)
+        return joiner.go()
 
-    def settle(self) -> None:
-        """Wait until the crew is whole."""
-        deadline = time.monotonic() + PATIENCE_S
+    def wait_until_whole(self) -> None:
+        """Wait until the cluster is whole."""
+        deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             generations = {worker.generation for worker in self.workers}
             if generations != {0} and len(generations) == 1 and {w.world for w in self.workers} == {len(self.workers)}:
                 return
             time.sleep(LOOK_INTERVAL_S)
-        raise RuntimeError("they did not come together: " + "; ".join(worker.standing() for worker in self.workers))
+        raise RuntimeError(
+            "the cluster did not become whole: " + "; ".join(worker.progress() for worker in self.workers)
+        )
 
-    def lose_one(self, random: Random) -> float:
-        """Kill one; returns how long it takes until the last of the others has committed a step without it."""
-        return self.lose(random.choice(self.workers))
+    def kill_one(self, random: Random) -> float:
+        """Kill a random process; returns the seconds until every survivor has committed a step without it."""
+        return self.kill_member(random.choice(self.workers))
 
-    def lose(self, victim: Trainee) -> float:
-        """The same with this one."""
+    def kill_member(self, victim: TrainingProcess) -> float:
+        """Kill this process; returns the seconds until every survivor has committed a step without it."""
         self.workers.remove(victim)
         generation = self.workers[0].generation
         killed_at = victim.kill()
         return max(worker.first_step_in(generation) for worker in self.workers) - killed_at
 
     def close(self) -> None:
-        """End everything."""
-        for trainee in self._started:
-            trainee.end()
+        for worker_process in self._started:
+            worker_process.end()
         for service in self._services:
             service.kill()
             service.communicate()
@@ -227,8 +230,8 @@ class Crew(ABC):
         return line
 
 
-class Ours(Crew):
-    """A daemon and its workers."""
+class ForgedCluster(TrainingCluster):
+    """A forged daemon and its workers."""
 
     def open(self) -> None:
         socket = self.directory / "s"
@@ -240,9 +243,9 @@ class Ours(Crew):
         with BlockingClient(f"unix://{socket}") as client:
             (self._endpoint,) = client.status().listen
 
-    def trainee(self, name: str) -> Trainee:
-        command = [sys.executable, "-m", "benchmarks.trainee", self._endpoint, name]
-        return Trainee(command, self.directory / f"{name}.log")
+    def worker_process(self, name: str) -> TrainingProcess:
+        command = [sys.executable, "-m", "benchmarks.forged_worker", self._endpoint, name]
+        return TrainingProcess(command, self.directory / f"{name}.log")
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -1,9 +1,8 @@
-"""Many workers in one process, as far as the daemon can tell; the training is left out.
+"""Many simulated workers in one process: clients that take part in rescales and do not train.
 
-Each is a client of its own over a connection of its own. It registers, follows the facts of its job, says that it has
-stopped and that it has the state when an attempt asks for that, and sends heartbeats. What to do comes as lines on the
-standard input; what has happened goes out as lines of JSON, with times by the clock that all processes of the machine
-share.
+Each worker has a client and a connection of its own. It registers, follows the facts of its job, sends stop reports and
+ready reports when an attempt asks for them, and sends heartbeats. Commands come as lines on standard input; events go
+out as lines of JSON, with times of the monotonic clock that all processes of the machine share.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from forged.net.protocol import frames
 from forged.net.protocol.messages import SignalMessage, encode
 from forged.worker.worker_state.job_view import FOLLOWED
 
-JOB = "crowd"
+JOB = "scale"
 HOST = "127.0.0.1"
 CONNECTING_MAX = 32
 HEARTBEAT_INTERVAL_S = 1.0
@@ -50,12 +49,12 @@ Tell = Callable[[int, float], None]
 
 
 def incarnation_of(name: str) -> bytes:
-    """What tells a worker from another of its name; here there is never another."""
+    """A fixed incarnation: no simulated worker restarts."""
     return name.encode().ljust(INCARNATION_BYTES, b".")
 
 
 def settings_for(workers: int) -> dict[str, Any]:
-    """Those of a job that begins when so many workers are there, and outlives any number of deaths."""
+    """Settings of a job that starts with this many workers and tolerates any number of failures."""
     config = ElasticTrainingConfig(
         max_workers=workers,
         failure_tolerance_percentage=100,
@@ -65,7 +64,7 @@ def settings_for(workers: int) -> dict[str, Any]:
 
 
 class Worker:
-    """One of the crowd. When somebody dies, those with an odd number have committed the step, the others have not."""
+    """A simulated worker. When another worker dies, workers with an odd number are one step ahead of the rest."""
 
     def __init__(self, number: int, port: int, client: ForgedClient, committed: Tell) -> None:
         self.name = f"w{number}"
@@ -78,7 +77,7 @@ class Worker:
         self._stopped_at = 0
 
     async def train(self, workers: int, joined: Callable[[], None]) -> None:
-        """Take part, for ever."""
+        """Take part in the job until the process ends."""
         async with self.client.facts(*FOLLOWED, jobs=[JOB]) as facts:
             identity = WorkerId(self.name, HOST, self._port)
             request = JoinJob(JOB, identity, incarnation_of(self.name), settings=settings_for(workers))
@@ -86,10 +85,10 @@ class Worker:
             joined()
             async for item in facts:
                 if isinstance(item, Gap):
-                    raise RuntimeError("this benchmark has fallen behind, and measures nothing any more")
-                await self._hear(item.fact)
+                    raise RuntimeError("a simulated worker missed facts; this machine is too slow for the benchmark")
+                await self._handle(item.fact)
 
-    async def _hear(self, fact: Fact | UnknownFact) -> None:
+    async def _handle(self, fact: Fact | UnknownFact) -> None:
         if isinstance(fact, RescaleStarted) and (self._generation or self.name in fact.added):
             self._stopped_at = self._step + (self._generation > 0 and self._is_ahead)
             await self._report(
@@ -114,15 +113,14 @@ class Worker:
                 raise
 
     def heartbeat(self) -> Heartbeat:
-        """What says that it lives."""
+        """The heartbeat to send."""
         return Heartbeat(JOB, self.name, incarnation_of(self.name), self._step)
 
     def beat(self) -> None:
-        """Say so."""
         self.client.signal(self.heartbeat())
 
 
-class Crowd:
+class SimulatedWorkers:
     """The workers of this process."""
 
     def __init__(self, endpoint: str, first: int, count: int) -> None:
@@ -132,19 +130,19 @@ class Crowd:
         self._joined = 0
         self._beats = 0
         self._latest: dict[int, float] = {}
-        """When the last of those who have heard of a generation has."""
+        """When the last worker so far has received the commit of a generation."""
         self._heard: dict[int, int] = {}
 
     async def run(self) -> None:
-        """Do what the lines say, until they end."""
+        """Execute commands from standard input until it ends."""
         commands: dict[str, Callable[..., Awaitable[None]]] = {
             "connect": self._connect,
             "join": self._join,
             "beats": self._tell_beats,
             "bytes": self._tell_bytes,
             "bare": self._bare,
-            "knock": self._knock,
-            "rest": self._rest,
+            "send_heartbeats": self._send_bare_heartbeats,
+            "rest": self._stop_bare_heartbeats,
         }
         reader = asyncio.StreamReader(LINE_BYTES_MAX)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -156,9 +154,9 @@ class Crowd:
             sys.exit()
 
     async def _connect(self) -> None:
-        # Somebody has to be there when the daemon looks whether they live.
-        door = await asyncio.get_running_loop().create_server(asyncio.Protocol, HOST, 0)
-        port = door.sockets[0].getsockname()[1]
+        # The daemon probes peer ports: something has to listen there.
+        listener_socket = await asyncio.get_running_loop().create_server(asyncio.Protocol, HOST, 0)
+        port = listener_socket.sockets[0].getsockname()[1]
         room = asyncio.Semaphore(CONNECTING_MAX)
 
         async def connect(number: int) -> None:
@@ -170,7 +168,7 @@ class Crowd:
         async with asyncio.TaskGroup() as tasks:
             for number in self._numbers:
                 tasks.create_task(connect(number))
-        _tell("connected")
+        _report_event("connected")
 
     async def _join(self, workers: str) -> None:
         for worker in self._workers:
@@ -185,7 +183,7 @@ class Crowd:
         self._heard[generation] = self._heard.get(generation, 0) + 1
         self._latest[generation] = at
         if self._heard[generation] == len(self._workers):
-            _tell("committed", generation=generation, at=at)
+            _report_event("committed", generation=generation, at=at)
 
     async def _beat(self) -> None:
         """A heartbeat of every worker each second."""
@@ -193,46 +191,45 @@ class Crowd:
             self._workers[number].beat()
             self._beats += 1
 
-    async def _knock(self, port: str) -> None:
-        """As many connections as there are workers, and on each of them the bytes of a heartbeat each second."""
+    async def _send_bare_heartbeats(self, port: str) -> None:
+        """Open one bare connection per worker, and send the bytes of a heartbeat on each every second."""
         loop, beat = asyncio.get_running_loop(), self._workers[0].heartbeat()
         message = frames.encode(encode(SignalMessage(type(beat).__name__, msgspec.Raw(encode(beat)))))
         made = [await loop.create_connection(asyncio.Protocol, HOST, int(port)) for _ in self._numbers]
 
-        async def knock() -> None:
+        async def send_heartbeats() -> None:
             async for number in _in_turns(len(made)):
                 made[number][0].write(message)
 
-        self._knocking = self._tasks.create_task(knock())
-        _tell("knocking")
+        self._bare_heartbeats = self._tasks.create_task(send_heartbeats())
+        _report_event("heartbeats_started")
 
-    async def _rest(self) -> None:
-        """Knock no more."""
-        self._knocking.cancel()
+    async def _stop_bare_heartbeats(self) -> None:
+        self._bare_heartbeats.cancel()
 
     async def _tell_beats(self) -> None:
-        _tell("beats", total=self._beats)
+        _report_event("beats", total=self._beats)
 
     async def _tell_bytes(self) -> None:
         total = 0
         for worker in self._workers:
             for descriptor in worker.client.descriptors():
                 total += _received(descriptor)
-        _tell("bytes", total=total)
+        _report_event("bytes", total=total)
 
     async def _bare(self, port: str, length: str) -> None:
-        """As many connections as there are workers, without anything of ours on them."""
+        """Open one bare connection per worker, and wait until each has received `length` bytes."""
         loop = asyncio.get_running_loop()
-        listeners: list[_Listener] = []
+        receivers: list[_Receiver] = []
         for _ in self._numbers:
-            _, listener = await loop.create_connection(lambda: _Listener(int(length)), HOST, int(port))
-            listeners.append(listener)
-        times = [await listener.whole for listener in listeners]
-        _tell("reached", at=max(times))
+            _, receiver = await loop.create_connection(lambda: _Receiver(int(length)), HOST, int(port))
+            receivers.append(receiver)
+        times = [await receiver.whole for receiver in receivers]
+        _report_event("reached", at=max(times))
 
 
-class _Listener(asyncio.Protocol):
-    """Waits for so many bytes."""
+class _Receiver(asyncio.Protocol):
+    """Waits until `length` bytes have arrived."""
 
     def __init__(self, length: int) -> None:
         self.whole: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -245,29 +242,29 @@ class _Listener(asyncio.Protocol):
 
 
 async def serve_bare(count: int, length: int) -> None:
-    """Take so many connections; at a line on the standard input, send all of them so many bytes at once."""
+    """Accept `count` connections; at a line on standard input, send `length` bytes to each."""
     transports: list[asyncio.Transport] = []
 
-    class Door(asyncio.Protocol):
+    class Server(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             assert isinstance(transport, asyncio.Transport)
             transports.append(transport)
             if len(transports) == count:
-                _tell("accepted")
+                _report_event("accepted")
 
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(Door, HOST, 0, backlog=count)
-    _tell("listening", port=server.sockets[0].getsockname()[1])
+    server = await loop.create_server(Server, HOST, 0, backlog=count)
+    _report_event("listening", port=server.sockets[0].getsockname()[1])
     await loop.run_in_executor(None, sys.stdin.readline)
     message, began_at = bytes(length), time.monotonic()
     for transport in transports:
         transport.write(message)
-    _tell("sent", at=began_at)
+    _report_event("sent", at=began_at)
     await loop.run_in_executor(None, sys.stdin.readline)
 
 
 async def _in_turns(many: int) -> AsyncIterator[int]:
-    """The number of each of so many once a second for ever, spread over the second as the doings of strangers are."""
+    """Each number below `many` once a second, spread evenly over the second, without end."""
     due = time.monotonic()
     while True:
         for number in range(many):
@@ -284,7 +281,7 @@ def _received(descriptor: int) -> int:
     return int(count)
 
 
-def _tell(event: str, **details: float) -> None:
+def _report_event(event: str, **details: float) -> None:
     sys.stdout.write(json.dumps({"event": event, **details}) + "\n")
     sys.stdout.flush()
 
@@ -294,7 +291,7 @@ def main() -> None:
     if sys.argv[1] == "--bare":
         asyncio.run(serve_bare(int(sys.argv[2]), int(sys.argv[3])))
     else:
-        asyncio.run(Crowd(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])).run())
+        asyncio.run(SimulatedWorkers(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])).run())
 
 
 if __name__ == "__main__":

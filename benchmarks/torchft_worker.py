@@ -1,4 +1,4 @@
-"""A replica group of torchft, of one process, for benchmarks: the loop of `benchmarks.trainee`, over gloo.
+"""A replica group of torchft, of one process, for benchmarks: the loop of `benchmarks.forged_worker`, over gloo.
 
 Runs in the peers' environment, without anything of forged. Like that one it writes `ready PID` when it is connected to
 its lighthouse, waits for a line, and then writes a line for each committed step, `step generation world seconds`. A

@@ -1,4 +1,4 @@
-"""A worker of torchrun for benchmarks: the loop of `benchmarks.trainee`, over gloo.
+"""A worker of torchrun for benchmarks: the loop of `benchmarks.forged_worker`, over gloo.
 
 Runs in the peers' environment, without anything of forged. Like that one it writes `ready PID`, then a line for each
 step, `step generation world seconds`. Its agent starts it anew for every world, at step 0: what a real training would

@@ -1,7 +1,7 @@
-"""A worker on a host of its own: trains, and tells of each step that counts, and at last why it ended.
+"""A worker on a simulated host: trains, and reports each committed step and the error that ends it.
 
-Each line is an object: `step`, `generation`, `rank`, `at` by the clock that all processes of the machine share; or
-`ended` with the code of an error.
+Each line is a JSON object: `step`, `generation`, `rank` and `at`, a time of the monotonic clock; or `ended` with an
+error code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPUTATION_S = 0.005
 
 
 def train(endpoint: str, name: str, elements: int) -> None:
-    """Train for ever, with so large a state."""
+    """Train without end, with a state of `elements` numbers."""
     state = {"w": np.zeros(elements)}
     gradient = np.ones(elements)
     committed = -1
@@ -38,14 +38,13 @@ def train(endpoint: str, name: str, elements: int) -> None:
         for step in worker.steps():
             if worker.step > committed:
                 committed = worker.step
-                tell(step=committed, generation=worker.generation, rank=worker.rank, at=time.monotonic())
+                send(step=committed, generation=worker.generation, rank=worker.rank, at=time.monotonic())
             with step:
                 time.sleep(COMPUTATION_S)
                 state["w"] -= 0.01 * worker.all_reduce(gradient, "mean")
 
 
-def tell(**said: Any) -> None:
-    """Write a line."""
+def send(**said: Any) -> None:
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
 
@@ -54,4 +53,4 @@ if __name__ == "__main__":
     try:
         train(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     except ForgedError as error:
-        tell(ended=error.code)
+        send(ended=error.code)

@@ -1,7 +1,7 @@
-"""A worker process for benchmarks: tells when it has committed which step in which world.
+"""A worker process for benchmarks, which reports its committed steps.
 
 It writes `ready PID` when it is connected, and waits for a line before it registers. Then each line is `step generation
-world seconds`, by the clock that all processes of the machine share.
+world seconds`, with a time of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ELEMENTS = 1024
 
 
 def main() -> None:
-    """Train for ever: `ENDPOINT NAME`."""
+    """Train without end; arguments: `ENDPOINT NAME`."""
     endpoint, name = sys.argv[1:3]
     state = {"w": np.zeros(ELEMENTS)}
     gradient = np.ones(ELEMENTS)

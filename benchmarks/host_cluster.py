@@ -1,4 +1,4 @@
-"""A daemon and its workers, each on a host of its own."""
+"""A daemon and its workers, each on a simulated host of its own."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.hosted_trainee import JOB, TOKEN
+from benchmarks.host_worker import JOB, TOKEN
 from benchmarks.hosts import Hosts
 from forged.auth.model import Role
 from forged.client import BlockingClient
 
 DAEMON = "daemon"
 PORT = 7433
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 ELEMENTS = 1024
 
 
 class Worker:
-    """A worker process, and what it has said."""
+    """A worker process and its output."""
 
     def __init__(self, process: subprocess.Popen[str], name: str, moved: threading.Condition) -> None:
         self.name = name
         self.process = process
         self.steps: list[dict[str, Any]] = []
         self.ended = ""
-        """Why it ended by itself; empty while it has not."""
+        """The error code with which it ended; empty while it runs."""
         self._moved = moved
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._read_output, daemon=True).start()
 
     @property
     def generation(self) -> int:
-        """The world of its latest step; 0 before the first."""
+        """The generation of its latest step; 0 before the first."""
         return int(self.steps[-1]["generation"]) if self.steps else 0
 
     @property
@@ -44,7 +44,7 @@ class Worker:
         return int(self.steps[-1]["rank"]) if self.steps else -1
 
     def steps_in(self, generation: int) -> list[dict[str, Any]]:
-        """Its steps in a world, the one that led into it left out."""
+        """Its steps in a world, without the step that was committed before it."""
         return [step for step in self.steps if step["generation"] == generation][1:]
 
     def _lines(self) -> Iterator[str]:
@@ -52,10 +52,10 @@ class Worker:
         try:
             yield from self.process.stdout
         except ValueError:
-            # The end of the cluster has closed it.
+            # Closed when the cluster ended.
             return
 
-    def _listen(self) -> None:
+    def _read_output(self) -> None:
         for line in self._lines():
             said = json.loads(line)
             with self._moved:
@@ -66,7 +66,7 @@ class Worker:
                 self._moved.notify_all()
 
 
-class HostedCluster:
+class HostCluster:
     """A daemon and some workers."""
 
     def __init__(self, directory: str, *names: str, elements: int = ELEMENTS) -> None:
@@ -95,22 +95,22 @@ class HostedCluster:
         self._open.close()
 
     def start(self, name: str) -> None:
-        """Start its worker, perhaps anew."""
+        """Start or restart the worker of a host."""
         endpoint = f"tcp://{self.hosts.address(DAEMON)}:{PORT}"
-        command = [sys.executable, "-m", "benchmarks.hosted_trainee", endpoint, name, str(self._elements)]
+        command = [sys.executable, "-m", "benchmarks.host_worker", endpoint, name, str(self._elements)]
         environment = {TOKEN: self._token, "OMP_NUM_THREADS": "1"}
         process = self.hosts.start(name, command, environment, stdout=subprocess.PIPE)
         self.workers[name] = Worker(process, name, self._moved)
 
     def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something holds; looks whenever a worker has said something."""
+        """Wait until a condition holds; checks it whenever a worker writes a line."""
         with self._moved:
-            if not self._moved.wait_for(true, PATIENCE_S):
+            if not self._moved.wait_for(true, TIMEOUT_S):
                 said = {worker.name: (worker.steps[-1:], worker.ended) for worker in self.workers.values()}
-                raise RuntimeError(f"nothing comes of it: {said}")
+                raise RuntimeError(f"the condition did not become true: {said}")
 
     def until_together(self, *names: str, after: int = 0, steps: int = 2) -> int:
-        """Wait until these train in one world after that one; returns its number."""
+        """Wait until these workers train in one world later than `after`; returns its generation."""
         workers = [self.workers[name] for name in names]
 
         def together() -> bool:
