@@ -1,8 +1,10 @@
-"""Bytes out of the files of a checkpoint into arrays.
+"""Fetching: reads chunks from the files of a checkpoint into arrays, and verifies them.
 
-Law: every chunk is hashed right behind its being read, while it is hot, and nobody is told of an array before all of it
-was. What can go where it belongs is read there; what cannot is verified before it is copied. A chunk that is wrong is
-put right by the mender, or it is an error that names it.
+Invariants:
+- Every chunk is hashed right after it is read, while it is in the cache; arrays are returned only when all chunks are
+  verified.
+- Large runs are read directly into the target array; all else is verified before it is copied there.
+- A corrupt chunk is replaced by the repairer's healthy copy, or raises an error that names it.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from forged.checkpoint.loading.read_plan import (
     GAP_BYTES_MAX,
     READ_BYTES_MAX,
     SMALL_BYTES_MAX,
-    Copy,
+    ChunkBatch,
     Index,
     PartLayout,
+    PieceId,
     Plan,
-    Sheaf,
     Span,
     plan,
 )
@@ -37,47 +39,47 @@ from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import Halt, Reader, Storage
 from forged.checkpoint.thread_pool import THREADS, run_all
 
-ALONE_BYTES_MAX = 16 << 20
-ALONE_READS_MAX = 4
-"""So much, and so often, is read by one thread: others would be in its way."""
-READERS = THREADS + 1
-"""While some verify what they have read, another one keeps the disk at work."""
+SINGLE_THREAD_BYTES_MAX = 16 << 20
+SINGLE_THREAD_READS_MAX = 4
+"""Up to this many bytes and reads, one thread is faster than several."""
+READER_THREADS = THREADS + 1
+"""One more than the threads that verify, so that the disk stays busy."""
 
 Array = np.ndarray[Any, Any]
 Run = tuple[int, int]
-"""Chunks one behind the other: the first, and the one behind the last."""
+"""Consecutive chunks: the first, and the number after the last."""
 
 
 class Repairer(Protocol):
-    """Who knows of healthy copies."""
+    """Finds healthy copies of corrupt chunks."""
 
-    def repair(self, layout: PartLayout, chunk: int, room: memoryview, cause: CheckpointException) -> RepairedChunk:
-        """Put the right bytes there; raises the cause if there are none."""
+    def repair(self, layout: PartLayout, chunk: int, out: memoryview, cause: CheckpointException) -> RepairedChunk:
+        """Fill `out` with the chunk's bytes; raise the cause if there is no healthy copy."""
         ...
 
 
 class Fetched(NamedTuple):
-    """What was fetched."""
+    """The result of `fetch`."""
 
     arrays: list[Array]
-    """By want."""
+    """By target."""
     repaired: list[RepairedChunk]
-    read: int
-    """How many bytes were read of files, but for what was read to mend."""
-    needed: int
-    """How many bytes were wanted."""
+    bytes_read: int
+    """Bytes read from files, without those read for repairs."""
+    bytes_needed: int
+    """Bytes of the targets."""
 
 
-class _Job(NamedTuple):
-    """What is read at once."""
+class _ReadJob(NamedTuple):
+    """What is read in one go."""
 
     layout: PartLayout
     first: int
     end: int
-    """The chunk behind the last one."""
-    spans: list[Span] | Sheaf
+    """The number after the last chunk."""
+    spans: list[Span] | ChunkBatch
     is_direct: bool = False
-    """Whether it goes where it belongs as it is."""
+    """Whether the bytes go straight into the target's array."""
 
 
 def fetch(
@@ -89,28 +91,28 @@ def fetch(
     boxes: Mapping[int, Box] | None = None,
     into: Mapping[int, Array] | None = None,
     repairer: Repairer | None = None,
-    only: Copy | None = None,
+    only_piece: PieceId | None = None,
     rank: int = 0,
-    threads: int = READERS,
+    threads: int = READER_THREADS,
 ) -> Fetched:
-    """The wanted tensors, or boxes of them, in the given arrays or in new ones.
+    """Read the wanted tensors, or boxes of them, into the given arrays or into new ones.
 
-    `boxes` and `into` are by the place of a want in `wanted`. A room has the shape and the type of what is wanted, and
-    may be written. New arrays may share memory with others of the same call, but never overlap.
+    `boxes` and `into` are by target, the position in `wanted`. An array of `into` is writable and has the shape and
+    type of its target. New arrays of one call may share a buffer, but never overlap.
     """
     boxes, into = boxes or {}, into or {}
-    strided = [want for want, room in into.items() if not room.flags.c_contiguous]
-    found = plan(index, wanted, boxes, strided=strided, only=only, rank=rank)
-    fetching = _Fetching(storage, index, repairer, _Wants(index, wanted, boxes, into))
-    jobs = fetching.jobs(found)
-    is_little = fetching.read <= ALONE_BYTES_MAX and len(jobs) <= ALONE_READS_MAX
+    strided = [target for target, array in into.items() if not array.flags.c_contiguous]
+    reads = plan(index, wanted, boxes, strided=strided, only_piece=only_piece, rank=rank)
+    fetching = _Fetching(storage, index, repairer, _Targets(index, wanted, boxes, into))
+    jobs = fetching.jobs(reads)
+    is_small = fetching.bytes_read <= SINGLE_THREAD_BYTES_MAX and len(jobs) <= SINGLE_THREAD_READS_MAX
     with fetching:
-        run_all(fetching.do, jobs, halt, 1 if is_little else threads)
-    return Fetched(fetching.wants.finished(), fetching.repaired, fetching.read, found.needed)
+        run_all(fetching.run, jobs, halt, 1 if is_small else threads)
+    return Fetched(fetching.targets.all_arrays(), fetching.repaired, fetching.bytes_read, reads.bytes_needed)
 
 
-class _Wants:
-    """What is wanted, and the arrays for it; made where they have to be."""
+class _Targets:
+    """The targets and their arrays, which are made when they are needed."""
 
     def __init__(
         self, index: Index, wanted: Sequence[int], boxes: Mapping[int, Box], into: Mapping[int, Array]
@@ -119,45 +121,45 @@ class _Wants:
         dtypes = {name: dtype_of(name) for name in set(tensors.dtypes)}
         self.dtypes = [dtypes[tensors.dtypes[tensor]] for tensor in wanted]
         self.shapes: list[Shape] = [tensors.shapes[tensor] for tensor in wanted]
-        for want, box in boxes.items():
-            self.shapes[want] = box.shape
+        for target, box in boxes.items():
+            self.shapes[target] = box.shape
         self.arrays: list[Array | None] = [None] * len(wanted)
-        for want, room in into.items():
-            self.arrays[want] = room
+        for target, given in into.items():
+            self.arrays[target] = given
         self._boxes = boxes
 
-    def box(self, want: int) -> Box:
-        """What is wanted."""
-        return self._boxes[want] if want in self._boxes else whole(self.shapes[want])
+    def box(self, target: int) -> Box:
+        """The wanted box of a target's tensor."""
+        return self._boxes[target] if target in self._boxes else whole(self.shapes[target])
 
-    def room(self, want: int) -> Array:
-        """The array that it goes to."""
-        room = self.arrays[want]
-        if room is None:
-            room = self.arrays[want] = _made(self.shapes[want], self.dtypes[want])
-        return room
+    def array(self, target: int) -> Array:
+        """The array of a target."""
+        array = self.arrays[target]
+        if array is None:
+            array = self.arrays[target] = _new_array(self.shapes[target], self.dtypes[target])
+        return array
 
-    def lay_over(self, want: int, buffer: Array, at: int) -> None:
-        """Take memory in which it lies already for its array."""
-        array: Array = np.ndarray(self.shapes[want], self.dtypes[want], buffer.data, at)
-        self.arrays[want] = array if array.flags.aligned else array.copy()
+    def use_buffer(self, target: int, buffer: Array, at: int) -> None:
+        """Take the bytes in the buffer as the target's array."""
+        array: Array = np.ndarray(self.shapes[target], self.dtypes[target], buffer.data, at)
+        self.arrays[target] = array if array.flags.aligned else array.copy()
 
-    def finished(self) -> list[Array]:
-        """All arrays; those without elements, too."""
-        return [self.room(want) if array is None else array for want, array in enumerate(self.arrays)]
+    def all_arrays(self) -> list[Array]:
+        """All arrays, including empty ones."""
+        return [self.array(target) if array is None else array for target, array in enumerate(self.arrays)]
 
 
 class _Fetching:
-    """One fetch."""
+    """The execution of one plan."""
 
-    def __init__(self, storage: Storage, index: Index, repairer: Repairer | None, wants: _Wants) -> None:
-        self.wants = wants
+    def __init__(self, storage: Storage, index: Index, repairer: Repairer | None, targets: _Targets) -> None:
+        self.targets = targets
         self.repaired: list[RepairedChunk] = []
-        self.read = 0
+        self.bytes_read = 0
         self._index = index
         self._repairer = repairer
-        self._files = _Files(storage)
-        self._buffers = Buffers()
+        self._files = _OpenFiles(storage)
+        self._buffers = BufferPool()
 
     def __enter__(self) -> None:
         pass
@@ -165,132 +167,139 @@ class _Fetching:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def jobs(self, found: Plan) -> list[_Job]:
-        """What is read at once, in the order of the files."""
-        jobs: list[_Job] = []
-        for number in sorted({*found.spans, *found.sheaves}):
+    def jobs(self, reads: Plan) -> list[_ReadJob]:
+        """The reads, in file order."""
+        jobs: list[_ReadJob] = []
+        for number in sorted({*reads.spans, *reads.batches}):
             layout = self._index.layout(number)
-            own = list(self._jobs(layout, found.spans.get(number, [])))
-            sheaves = found.sheaves.get(number, [])
-            own.extend(_Job(layout, sheaf.chunks[0], sheaf.chunks[-1] + 1, sheaf) for sheaf in sheaves)
-            own.sort(key=attrgetter("first"))
-            jobs += own
+            jobs_of_part = list(self._jobs(layout, reads.spans.get(number, [])))
+            batches = reads.batches.get(number, [])
+            jobs_of_part.extend(_ReadJob(layout, batch.chunks[0], batch.chunks[-1] + 1, batch) for batch in batches)
+            jobs_of_part.sort(key=attrgetter("first"))
+            jobs += jobs_of_part
         for job in jobs:
-            self.read += job.layout.starts[job.end] - job.layout.starts[job.first]
-            self._files.expect(job.layout.part.file)
+            self.bytes_read += job.layout.file_offsets[job.end] - job.layout.file_offsets[job.first]
+            self._files.add_job(job.layout.part.file)
         return jobs
 
-    def _jobs(self, layout: PartLayout, spans: list[Span]) -> Iterator[_Job]:
-        memory, starts = layout.memory, layout.starts
-        together: list[Span] = []
+    def _jobs(self, layout: PartLayout, spans: list[Span]) -> Iterator[_ReadJob]:
+        """Merge the spans of a part into reads."""
+        memory_offsets, file_offsets = layout.memory_offsets, layout.file_offsets
+        merged: list[Span] = []
         for span in spans:
-            is_direct = span.at >= 0 and memory[span.end] - memory[span.first] >= SMALL_BYTES_MAX
-            if together and (
+            is_direct = span.at >= 0 and memory_offsets[span.end] - memory_offsets[span.first] >= SMALL_BYTES_MAX
+            if merged and (
                 is_direct
-                or memory[span.end] - memory[together[0].first] > READ_BYTES_MAX
-                or starts[span.first] - starts[together[-1].end] > GAP_BYTES_MAX
+                or memory_offsets[span.end] - memory_offsets[merged[0].first] > READ_BYTES_MAX
+                or file_offsets[span.first] - file_offsets[merged[-1].end] > GAP_BYTES_MAX
             ):
-                yield _together(layout, together)
-                together = []
-            self.wants.room(span.want)
+                yield _merged(layout, merged)
+                merged = []
+            self.targets.array(span.target)
             if is_direct:
-                yield _Job(layout, span.first, span.end, [span], is_direct=True)
+                yield _ReadJob(layout, span.first, span.end, [span], is_direct=True)
             else:
-                together.append(span)
-        if together:
-            yield _together(layout, together)
+                merged.append(span)
+        if merged:
+            yield _merged(layout, merged)
 
-    def do(self, job: _Job) -> None:
-        """Read, verify, and put where it belongs."""
-        if isinstance(job.spans, Sheaf):
-            self._do_sheaf(job, job.spans)
+    def run(self, job: _ReadJob) -> None:
+        """Read, verify and place the chunks of one job."""
+        if isinstance(job.spans, ChunkBatch):
+            self._read_batch(job, job.spans)
         elif job.is_direct:
-            self._do_direct(job.layout, job.spans[0])
+            self._read_direct(job.layout, job.spans[0])
         else:
-            self._do_together(job, job.spans)
-        self._files.done(job.layout.part.file)
+            self._read_merged(job, job.spans)
+        self._files.job_done(job.layout.part.file)
 
-    def _do_direct(self, layout: PartLayout, span: Span) -> None:
-        low = layout.memory[span.first]
-        room = bytes_of(self.wants.room(span.want))[span.at : span.at + layout.memory[span.end] - low]
-        edges = layout.memory[span.first : span.end + 1]
-        slots = [room[start - low : end - low] for start, end in pairwise(edges)]
-        self._fill(layout, [(span.first, span.end)], room, slots)
+    def _read_direct(self, layout: PartLayout, span: Span) -> None:
+        """Read straight into the target's array."""
+        low = layout.memory_offsets[span.first]
+        out = bytes_of(self.targets.array(span.target))[span.at : span.at + layout.memory_offsets[span.end] - low]
+        edges = layout.memory_offsets[span.first : span.end + 1]
+        slots = [out[start - low : end - low] for start, end in pairwise(edges)]
+        self._read_verified(layout, [(span.first, span.end)], out, slots)
 
-    def _do_together(self, job: _Job, spans: list[Span]) -> None:
-        memory = job.layout.memory
-        low = memory[job.first]
-        size = memory[job.end] - low
+    def _read_merged(self, job: _ReadJob, spans: list[Span]) -> None:
+        """Read the chunks of several spans into a buffer, verify them, and copy the needed bytes."""
+        memory_offsets = job.layout.memory_offsets
+        low = memory_offsets[job.first]
+        size = memory_offsets[job.end] - low
         buffer = self._buffers.borrow(size)
-        room = buffer.data[:size]
-        slots = [room[start - low : stop - low] for start, stop in pairwise(memory[job.first : job.end + 1])]
-        self._fill(job.layout, _runs(spans), room, slots)
+        out = buffer.data[:size]
+        slots = [out[start - low : stop - low] for start, stop in pairwise(memory_offsets[job.first : job.end + 1])]
+        self._read_verified(job.layout, _runs(spans), out, slots)
         for span in spans:
-            at = memory[span.first] - low
-            array = self.wants.room(span.want)
+            at = memory_offsets[span.first] - low
+            array = self.targets.array(span.target)
             if span.at < 0:
-                self._cut(span, array, buffer, at)
+                self._copy_box(span, array, buffer, at)
             else:
-                length = memory[span.end] - memory[span.first]
-                bytes_of(array)[span.at : span.at + length] = room[at : at + length]
-        self._buffers.give_back(buffer)
+                length = memory_offsets[span.end] - memory_offsets[span.first]
+                bytes_of(array)[span.at : span.at + length] = out[at : at + length]
+        self._buffers.return_buffer(buffer)
 
-    def _do_sheaf(self, job: _Job, sheaf: Sheaf) -> None:
-        memory, arrays = job.layout.memory, self.wants.arrays
-        low = memory[job.first]
-        size = memory[job.end] - low
-        is_kept = any(arrays[want] is None for want in sheaf.wants)
+    def _read_batch(self, job: _ReadJob, batch: ChunkBatch) -> None:
+        """Read whole small targets at once; new arrays stay in the buffer that was read into."""
+        memory_offsets, arrays = job.layout.memory_offsets, self.targets.arrays
+        low = memory_offsets[job.first]
+        size = memory_offsets[job.end] - low
+        is_kept = any(arrays[target] is None for target in batch.targets)
         buffer = np.empty(size, np.uint8) if is_kept else self._buffers.borrow(size)
-        room = buffer.data[:size]
-        slots = [room[start - low : stop - low] for start, stop in pairwise(memory[job.first : job.end + 1])]
-        self._fill(job.layout, _runs_of(sheaf.chunks), room, slots)
-        for want, chunk in zip(sheaf.wants, sheaf.chunks, strict=True):
-            array = arrays[want]
+        out = buffer.data[:size]
+        slots = [out[start - low : stop - low] for start, stop in pairwise(memory_offsets[job.first : job.end + 1])]
+        self._read_verified(job.layout, _runs_of(batch.chunks), out, slots)
+        for target, chunk in zip(batch.targets, batch.chunks, strict=True):
+            array = arrays[target]
             if array is None:
-                self.wants.lay_over(want, buffer, memory[chunk] - low)
+                self.targets.use_buffer(target, buffer, memory_offsets[chunk] - low)
             else:
                 bytes_of(array)[:] = slots[chunk - job.first]
         if not is_kept:
-            self._buffers.give_back(buffer)
+            self._buffers.return_buffer(buffer)
 
-    def _cut(self, span: Span, array: Array, buffer: Array, at: int) -> None:
-        """Copy what is wanted of chunks."""
+    def _copy_box(self, span: Span, array: Array, buffer: Array, at: int) -> None:
+        """Copy the needed part of partly wanted chunks."""
         assert span.box is not None
-        assert span.taken is not None
+        assert span.shared is not None
         if array.itemsize:
-            together: Array = np.ndarray(span.box.shape, array.dtype, buffer.data, at)
-            array[span.taken.within(self.wants.box(span.want))] = together[span.taken.within(span.box)]
+            merged: Array = np.ndarray(span.box.shape, array.dtype, buffer.data, at)
+            array[span.shared.within(self.targets.box(span.target))] = merged[span.shared.within(span.box)]
 
-    def _fill(self, layout: PartLayout, runs: list[Run], room: memoryview, slots: list[memoryview]) -> None:
-        """Chunks as they are in memory, verified; the room is theirs as a whole, the slots are of one each.
+    def _read_verified(self, layout: PartLayout, runs: list[Run], out: memoryview, slots: list[memoryview]) -> None:
+        """Read chunks, decompress them and verify them; repair those that fail.
 
-        Of the chunks between the runs, nobody wants anything.
+        `out` receives the chunks as a whole; `slots` are its chunks one by one. Chunks between the runs are not
+        verified.
         """
         first = runs[0][0]
         unreadable: frozenset[int] = frozenset()
         try:
             reader = self._files.reader(layout.part.file)
             if layout.part.stored is None:
-                reader.read_into(layout.starts[first], room)
+                reader.read_into(layout.file_offsets[first], out)
             else:
-                unreadable = self._unpack(layout, runs, reader, slots)
+                unreadable = self._read_compressed(layout, runs, reader, slots)
         except CheckpointException as error:
-            if not is_of_storage(error):
+            if not is_storage_failure(error):
                 raise
             for low, end in runs:
                 for chunk in range(low, end):
-                    self._mend(
-                        layout, chunk, slots[chunk - first], unreadable_because(self._index, layout, chunk, error)
+                    self._repair(
+                        layout, chunk, slots[chunk - first], unreadable_chunk(self._index, layout, chunk, error)
                     )
             return
         for low, end in runs:
             self._verify(layout, low, slots[low - first : end - first], unreadable)
 
-    def _unpack(self, layout: PartLayout, runs: list[Run], reader: Reader, slots: list[memoryview]) -> frozenset[int]:
-        """Read chunks that are compressed; returns those that cannot be unpacked."""
-        first, starts = runs[0][0], layout.starts
-        low = starts[first]
-        size = starts[runs[-1][1]] - low
+    def _read_compressed(
+        self, layout: PartLayout, runs: list[Run], reader: Reader, slots: list[memoryview]
+    ) -> frozenset[int]:
+        """Read and decompress chunks; returns those that cannot be decompressed."""
+        first, file_offsets = runs[0][0], layout.file_offsets
+        low = file_offsets[first]
+        size = file_offsets[runs[-1][1]] - low
         buffer = self._buffers.borrow(size)
         data = buffer.data[:size]
         reader.read_into(low, data)
@@ -298,48 +307,48 @@ class _Fetching:
             chunk
             for run in runs
             for chunk in range(*run)
-            if not unpack_chunk(
-                layout, chunk, data[starts[chunk] - low : starts[chunk + 1] - low], slots[chunk - first]
+            if not decompress_chunk(
+                layout, chunk, data[file_offsets[chunk] - low : file_offsets[chunk + 1] - low], slots[chunk - first]
             )
         ]
-        self._buffers.give_back(buffer)
+        self._buffers.return_buffer(buffer)
         return frozenset(unreadable)
 
     def _verify(self, layout: PartLayout, first: int, slots: list[memoryview], unreadable: frozenset[int]) -> None:
+        """Compare the digests of chunks with the manifest; repair those that differ."""
         end = first + len(slots)
         if not unreadable and b"".join(map(xxhash.xxh3_128_digest, slots)) == layout.digests_of(first, end):
             return
         for chunk, slot in zip(range(first, end), slots, strict=True):
             if chunk in unreadable or xxhash.xxh3_128_digest(slot) != layout.digest(chunk):
-                self._mend(layout, chunk, slot, damaged(self._index, layout, chunk))
+                self._repair(layout, chunk, slot, corrupt_chunk(self._index, layout, chunk))
 
-    def _mend(self, layout: PartLayout, chunk: int, room: memoryview, cause: CheckpointException) -> None:
+    def _repair(self, layout: PartLayout, chunk: int, out: memoryview, cause: CheckpointException) -> None:
         if self._repairer is None:
             raise cause
-        self.repaired.append(self._repairer.repair(layout, chunk, room, cause))
+        self.repaired.append(self._repairer.repair(layout, chunk, out, cause))
 
 
-class Buffers:
-    """Memory that was touched before, for those who need some for a moment."""
+class BufferPool:
+    """Reusable buffers: memory that was touched before is faster."""
 
     def __init__(self) -> None:
         self._spare: list[Array] = []
 
     def borrow(self, size: int) -> Array:
-        """At least so many bytes."""
+        """A buffer of at least this size."""
         try:
             buffer = self._spare.pop()
         except IndexError:
             buffer = np.empty(READ_BYTES_MAX, np.uint8)
         return buffer if buffer.size >= size else np.empty(size, np.uint8)
 
-    def give_back(self, buffer: Array) -> None:
-        """Somebody else may have it."""
+    def return_buffer(self, buffer: Array) -> None:
         self._spare.append(buffer)
 
 
-class _Files:
-    """The files that are open; each is closed when nothing more is to be read of it."""
+class _OpenFiles:
+    """The open files; each is closed after its last job."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -347,78 +356,77 @@ class _Files:
         self._left: dict[str, int] = {}
         self._open: dict[str, tuple[ExitStack, Reader]] = {}
 
-    def expect(self, file: str) -> None:
-        """There is one more thing to be read of it."""
+    def add_job(self, file: str) -> None:
+        """Count a job that reads this file."""
         self._left[file] = self._left.get(file, 0) + 1
 
     def reader(self, file: str) -> Reader:
-        """An open file."""
+        """The open file."""
         with self._lock:
             if file not in self._open:
                 stack = ExitStack()
                 self._open[file] = stack, stack.enter_context(self._storage.open(file))
             return self._open[file][1]
 
-    def done(self, file: str) -> None:
-        """One thing less is to be read of it."""
+    def job_done(self, file: str) -> None:
+        """Count a finished job; close the file after the last one."""
         with self._lock:
             self._left[file] -= 1
             if not self._left[file] and file in self._open:
                 self._open.pop(file)[0].close()
 
     def close(self) -> None:
-        """Close all."""
         with ExitStack() as all_of_them:
             for stack, _ in self._open.values():
                 all_of_them.push(stack)
         self._open.clear()
 
 
-def unpack_chunk(layout: PartLayout, chunk: int, data: memoryview, room: memoryview) -> bool:
-    """Put a chunk of a compressed part there as it is in memory; returns whether that could be."""
-    if layout.is_packed(chunk):
+def decompress_chunk(layout: PartLayout, chunk: int, data: memoryview, out: memoryview) -> bool:
+    """Decompress a chunk of a compressed part into `out`; return whether that succeeded."""
+    if layout.is_compressed(chunk):
         try:
-            unpack_into(data, layout.itemsize(chunk), room)
+            unpack_into(data, layout.itemsize(chunk), out)
         except CheckpointException:
             return False
         return True
-    if len(data) != len(room):
+    if len(data) != len(out):
         return False
-    room[:] = data
+    out[:] = data
     return True
 
 
-def require_right(index: Index, layout: PartLayout, file: memoryview, run: Run) -> None:
-    """Verify chunks of a file that is in memory."""
-    starts = layout.starts
+def verify_chunks(index: Index, layout: PartLayout, file: memoryview, run: Run) -> None:
+    """Verify chunks of a file that is mapped into memory."""
+    file_offsets = layout.file_offsets
     for chunk in range(*run):
-        if xxhash.xxh3_128_digest(file[starts[chunk] : starts[chunk + 1]]) != layout.digest(chunk):
-            raise damaged(index, layout, chunk)
+        if xxhash.xxh3_128_digest(file[file_offsets[chunk] : file_offsets[chunk + 1]]) != layout.digest(chunk):
+            raise corrupt_chunk(index, layout, chunk)
 
 
-def where(index: Index, layout: PartLayout, chunk: int) -> str:
-    """What a chunk is called in an error."""
-    piece = chunk - layout.first_chunks[layout.place_of(chunk)]
+def chunk_name(index: Index, layout: PartLayout, chunk: int) -> str:
+    """A chunk's description in errors."""
+    piece = chunk - layout.first_chunks[layout.piece_of(chunk)]
     return (
         f"chunk {piece} of {index.manifest.tensors.names[layout.tensor_of(chunk)]}, written by rank "
-        f"{layout.part.rank} in {layout.part.file} at byte {layout.starts[chunk]}"
+        f"{layout.part.rank} in {layout.part.file} at byte {layout.file_offsets[chunk]}"
     )
 
 
-def damaged(index: Index, layout: PartLayout, chunk: int) -> CheckpointException:
-    """The error that names a chunk whose bytes are wrong."""
+def corrupt_chunk(index: Index, layout: PartLayout, chunk: int) -> CheckpointException:
+    """The error for a chunk whose checksum differs."""
     return corrupted(
-        f"{where(index, layout, chunk)}, is damaged: its bytes are not those that were saved",
+        f"{chunk_name(index, layout, chunk)}, is corrupt: its checksum differs",
         layout.part.file,
-        "load another checkpoint; `forgectl ckpt verify` shows all that is wrong with this one",
+        "load another checkpoint; `forgectl ckpt verify` lists all corrupt chunks of this one",
         code="checkpoint_chunk_corrupt",
     )
 
 
-def unreadable_because(index: Index, layout: PartLayout, chunk: int, error: CheckpointException) -> CheckpointException:
-    """The error that names a chunk that cannot be read."""
+def unreadable_chunk(index: Index, layout: PartLayout, chunk: int, error: CheckpointException) -> CheckpointException:
+    """The error for a chunk that cannot be read."""
     return CheckpointException(
-        f"{where(index, layout, chunk)}, cannot be read: {error.message}",
+        f"{chunk_name(index, layout, chunk)}, cannot be read: {error.message}",
         layout.part.file,
         error.type,
         code=error.code,
@@ -434,34 +442,34 @@ def bytes_of(array: Array) -> memoryview:
     try:
         return array.data.cast("B")
     except (TypeError, ValueError, NotImplementedError):
-        # Types of which Python's buffers know nothing.
+        # The buffer protocol does not know types such as bfloat16 and datetime64.
         return array.reshape(-1).view(np.uint8).data
 
 
-def is_of_storage(error: CheckpointException) -> bool:
-    """Whether another file may do where this one does not."""
+def is_storage_failure(error: CheckpointException) -> bool:
+    """Whether another file may have the same bytes."""
     return error.type in {ExceptionType.CORRUPTED_CHECKPOINT, ExceptionType.STORAGE_ERROR}
 
 
-def _made(shape: Shape, dtype: np.dtype[Any]) -> Array:
-    """A new array; nothing is written to it yet."""
+def _new_array(shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """A new, uninitialized array."""
     try:
         return np.ndarray(shape, dtype)
     except MemoryError as error:
         raise CheckpointException(
-            f"there is no memory for an array of shape {shape} of {dtype}: {error}",
+            f"not enough memory for an array of shape {shape} and type {dtype}: {error}",
             type=ExceptionType.LOAD_FAILED,
             code="checkpoint_memory_short",
             fix="load fewer tensors, or parts of them",
         ) from None
 
 
-def _together(layout: PartLayout, spans: list[Span]) -> _Job:
-    return _Job(layout, spans[0].first, max(span.end for span in spans), spans)
+def _merged(layout: PartLayout, spans: list[Span]) -> _ReadJob:
+    return _ReadJob(layout, spans[0].first, max(span.end for span in spans), spans)
 
 
 def _runs(spans: Sequence[Span]) -> list[Run]:
-    """The chunks of some spans."""
+    """The runs of chunks that some spans cover."""
     runs: list[Run] = []
     low, high = spans[0].first, spans[0].end
     for span in spans:
@@ -473,8 +481,8 @@ def _runs(spans: Sequence[Span]) -> list[Run]:
 
 
 def _runs_of(chunks: Sequence[int]) -> list[Run]:
-    """The same of some chunks."""
+    """The runs that some chunks form."""
     if chunks[-1] - chunks[0] == len(chunks) - 1:
         return [(chunks[0], chunks[-1] + 1)]
-    breaks = [place for place, (one, other) in enumerate(pairwise(chunks), 1) if other != one + 1]
+    breaks = [piece for piece, (one, other) in enumerate(pairwise(chunks), 1) if other != one + 1]
     return [(chunks[start], chunks[end - 1] + 1) for start, end in pairwise([0, *breaks, len(chunks)])]

@@ -1,7 +1,8 @@
-"""A checkpoint that is read as it is looked at.
+"""`CheckpointView`: the tensors of a checkpoint as a mapping, each read on access.
 
-Law: nothing is read before it is asked for, and nothing is handed out before it was verified. What is mapped is the
-file itself: verified when it is handed out for the first time, and read-only.
+Invariants:
+- Nothing is read before it is requested; nothing is returned before it is verified.
+- A mapped array is the file itself: read-only, verified the first time it is returned.
 """
 
 from __future__ import annotations
@@ -21,33 +22,31 @@ from forged.checkpoint.format.boxes import Box, Shape, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.format.tree import unflatten
-from forged.checkpoint.loading.fetching import Array, fetch, is_of_storage, require_right
-from forged.checkpoint.loading.read_plan import Copy, Index, blocks_of
+from forged.checkpoint.loading.fetching import Array, fetch, is_storage_failure, verify_chunks
+from forged.checkpoint.loading.read_plan import Index, PieceId, blocks_of
 from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.ports import Halt, Storage, bounded
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """What the manifest says about a tensor."""
 
     name: str
     dtype: np.dtype[Any]
     shape: Shape
     rank: int | None
-    """Whose own it is, if it is one's own."""
+    """Its rank, if it is a per-rank tensor."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class CheckpointView(Mapping[str, Array]):
-    """The tensors of a checkpoint by name; of those that ranks have for themselves, the ones of one rank.
+    """The tensors of a checkpoint by name; of per-rank tensors, those of one rank.
 
-    Close it, or use it as a context, for the files to be closed. Arrays that are mapped stay good for as long as they
-    are there.
+    Close the view, or use it as a context manager, to close its files. Mapped arrays stay valid after that.
     """
 
     def __init__(
@@ -57,22 +56,22 @@ class CheckpointView(Mapping[str, Array]):
         *,
         rank: int = 0,
         halt: Callable[[], Halt] = Halt,
-        others: Callable[[], Iterator[Manifest]] | None = None,
+        other_manifests: Callable[[], Iterator[Manifest]] | None = None,
         threads: int = THREADS,
     ) -> None:
-        """`halt` is asked anew for every tensor; `others` gives manifests in which healthy copies are looked for."""
+        """`halt` is called once per tensor; `other_manifests` gives checkpoints to search for healthy copies."""
         if not 0 <= rank < manifest.world_size:
-            raise invalid(f"rank {rank} of {manifest.world_size}", "give one of the ranks that have saved it")
+            raise invalid(f"rank must be from 0 to {manifest.world_size - 1}, got {rank}", "give a rank that saved it")
         self.manifest = manifest
         self._storage = storage
         self._rank = rank
         self._halt = halt
-        self._others = others
+        self._other_manifests = other_manifests
         self._threads = threads
         self._index = Index(manifest)
         self._open = ExitStack()
         self._files: dict[int, memoryview | None] = {}
-        self._verified: set[Copy] = set()
+        self._verified: set[PieceId] = set()
         ranks = manifest.tensors.ranks
         self._numbers = {
             name: number for number, name in enumerate(manifest.tensors.names) if ranks.get(number, rank) == rank
@@ -104,59 +103,60 @@ class CheckpointView(Mapping[str, Array]):
         self._open.close()
 
     def outline(self) -> Any:
-        """The state of the rank, with a `TensorInfo` in place of each array."""
+        """The state of the rank with a `TensorInfo` in place of each array."""
         return unflatten(self.manifest.tree(self._rank), self._info)
 
     def info(self, name: str) -> TensorInfo:
-        """What is known of a tensor."""
         return self._info(self._number(name))
 
     def box(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Array:
-        """A part of a tensor; no more of it is read than the chunks that it lies in."""
+        """A part of a tensor; reads only the chunks that the part touches."""
         number = self._number(name)
         box = Box(tuple(offset), tuple(shape))
         of = self.manifest.tensors.shapes[number]
         axes = {len(box.offset), len(box.shape), len(of)}
         if len(axes) > 1 or min((*box.offset, *box.shape), default=0) < 0 or not whole(of).covers(box):
             raise invalid(
-                f"{name} of shape {of} has no part of shape {box.shape} at {box.offset}",
-                "give one that lies in it",
+                f"a box of shape {box.shape} at {box.offset} does not lie within {name} of shape {of}",
+                "give a box within the tensor",
                 code="checkpoint_box_invalid",
             )
         return self._fetch(number, {0: box})
 
     def mapped(self, name: str) -> Array:
-        """A tensor as it lies in its file, without a copy, where that can be; else as if it were asked for by name."""
+        """A tensor mapped from its file without a copy; read like `view[name]` where it cannot be mapped."""
         number = self._number(name)
-        for copy in self._index.copies(number):
-            found = self._mapped(number, copy)
+        for piece_id in self._index.pieces_of(number):
+            found = self._mapped(number, piece_id)
             if found is not None:
                 return found
         return self._fetch(number, {})
 
-    def _mapped(self, number: int, copy: Copy) -> Array | None:
-        layout = self._index.layout(copy[0])
+    def _mapped(self, number: int, piece_id: PieceId) -> Array | None:
+        layout = self._index.layout(piece_id[0])
         shape = self.manifest.tensors.shapes[number]
-        first, end = layout.first_chunks[copy[1]], layout.first_chunks[copy[1] + 1]
-        if layout.part.stored is not None or layout.box_of_piece(copy[1]) != whole(shape) or first == end:
+        first, end = layout.first_chunks[piece_id[1]], layout.first_chunks[piece_id[1] + 1]
+        if layout.part.stored is not None or layout.piece_box(piece_id[1]) != whole(shape) or first == end:
             return None
         try:
-            file = self._file(copy[0])
+            file = self._file(piece_id[0])
             if file is None or len(file) != layout.part.size:
                 return None
-            if copy not in self._verified:
-                blocks = blocks_of(layout.memory, first, end)
-                run_all(partial(require_right, self._index, layout, file), blocks, self._halt(), self._threads)
-                self._verified.add(copy)
+            if piece_id not in self._verified:
+                blocks = blocks_of(layout.memory_offsets, first, end)
+                run_all(partial(verify_chunks, self._index, layout, file), blocks, self._halt(), self._threads)
+                self._verified.add(piece_id)
         except CheckpointException as error:
-            if not is_of_storage(error):
+            if not is_storage_failure(error):
                 raise
             return None
-        array: Array = np.ndarray(shape, dtype_of(self.manifest.tensors.dtypes[number]), file, layout.starts[first])
+        array: Array = np.ndarray(
+            shape, dtype_of(self.manifest.tensors.dtypes[number]), file, layout.file_offsets[first]
+        )
         return array
 
     def _file(self, part: int) -> memoryview | None:
-        """A file as memory."""
+        """A file mapped into memory; None if the storage cannot map it."""
         if part not in self._files:
             reader = self._open.enter_context(self._storage.open(self.manifest.parts[part].file))
             self._files[part] = reader.mapped()
@@ -165,7 +165,7 @@ class CheckpointView(Mapping[str, Array]):
     def _fetch(self, number: int, boxes: dict[int, Box]) -> Array:
         halt = self._halt()
         storage = bounded(self._storage, halt)
-        repairer = CopyRepairer(storage, self._index, halt, self._others)
+        repairer = CopyRepairer(storage, self._index, halt, self._other_manifests)
         return fetch(
             storage,
             self._index,
@@ -193,7 +193,7 @@ class CheckpointView(Mapping[str, Array]):
 
 
 def view(where: str | os.PathLike[str], *, rank: int = 0) -> CheckpointView:
-    """The checkpoint at a path or URL."""
+    """Open the checkpoint at a path or URL."""
     from forged.checkpoint.storage.listing import read_manifest
     from forged.checkpoint.storage.locations import storage_at
 

@@ -1,7 +1,13 @@
-"""A state out of a checkpoint: into arrays that there are, or into new ones.
+"""Loading: the state of one rank, from a manifest to verified arrays.
 
-Law: it is told what differs before anything is written. Arrays are written by the checkpoint's bytes alone, verified;
-if that cannot be done to its end, an error says that they may hold a part of them. Ranks do not speak to each other.
+Order of a load: match the saved tree with the given state (`matching`) or choose tensors and boxes for new arrays
+(`resharding`), report differences, read and verify the chunks (`fetching`, which plans with `read_plan` and repairs
+with `repair`), build the state.
+
+Invariants:
+- All differences between state and checkpoint are reported before any array is written.
+- Arrays receive verified bytes of the checkpoint only; an error after the first write says that they may be incomplete.
+- Ranks do not communicate here.
 """
 
 from __future__ import annotations
@@ -15,18 +21,18 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.format.tree import LeafType, Node, tensor_numbers, unflatten
-from forged.checkpoint.loading.fetching import READERS, Array, Fetched, fetch, is_of_storage
-from forged.checkpoint.loading.matching import Matching, settled
+from forged.checkpoint.loading.fetching import READER_THREADS, Array, Fetched, fetch, is_storage_failure
+from forged.checkpoint.loading.matching import Matching, resolve_pending
 from forged.checkpoint.loading.read_plan import Index
 from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.loading.resharding import (
     boxes_for,
-    common_of_others,
-    common_to_all,
-    lacking,
-    pruned,
+    left_to_other_ranks,
+    missing_per_rank,
+    other_trees,
+    prune,
+    tensors_of_all_ranks,
     tree_for,
-    turns,
 )
 from forged.checkpoint.model import LoadOptions, RepairedChunk, ReshardingStrategy, ShardedArray
 from forged.checkpoint.ports import Halt, Storage, bounded
@@ -34,21 +40,21 @@ from forged.checkpoint.storage.listing import read_manifest
 
 OPTIMIZER = "optimizer"
 RNG = "rng"
-NAMES_TOLD_MAX = 24
+DIFFERENCES_SHOWN_MAX = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded."""
+    """The result of `load_state`."""
 
     state: Any
     repaired: tuple[RepairedChunk, ...]
     missing: tuple[str, ...]
-    """What the state has, or a rank has for itself, and the checkpoint has not."""
+    """Tensors that the state, or this rank, has and the checkpoint lacks."""
     unexpected: tuple[str, ...]
-    """What the checkpoint has and the state has not."""
+    """Tensors that the checkpoint has and the state lacks."""
     mismatched: tuple[str, ...]
-    """What differs in shape or type."""
+    """Tensors whose shape or type differs."""
     bytes_read: int
     bytes_needed: int
 
@@ -64,226 +70,238 @@ def load_state(
     halt: Halt | None = None,
     leaf_types: Sequence[LeafType] = (),
     sections: Collection[str] | None = None,
-    others: Callable[[], Iterator[Manifest]] | None = None,
-    threads: int = READERS,
+    other_manifests: Callable[[], Iterator[Manifest]] | None = None,
+    threads: int = READER_THREADS,
 ) -> Loaded:
-    """The state of a rank; in the arrays of `into`, where it is given.
+    """Load the state of a rank; into the arrays of `into` if given, else into new arrays.
 
-    `sections` are the top keys of the state that are to be loaded; those that `into` lacks come in new arrays. `others`
-    gives the manifests in which healthy copies of bad chunks are looked for; without it, all in the storage.
+    `sections` are the top-level keys to load; sections that `into` lacks come in new arrays. `other_manifests` gives
+    the checkpoints to search for healthy copies of corrupt chunks; default: all in the storage, newest first.
     """
-    loading = _Loading(manifest, rank, world_size, options or LoadOptions(), tuple(leaf_types))
-    state = loading.state(into, sections)
-    loading.require_alike()
-    halt, index = halt or Halt(), loading.index
+    load = _Load(manifest, rank, world_size, options or LoadOptions(), tuple(leaf_types))
+    build_state = load.plan(into, sections)
+    load.require_match()
+    halt = halt or Halt()
     storage = bounded(storage, halt)
-    fetched = loading.fetch(storage, halt, CopyRepairer(storage, index, halt, others), threads)
+    fetched = load.fetch(storage, halt, CopyRepairer(storage, load.index, halt, other_manifests), threads)
+    state = build_state(fetched.arrays)
     return Loaded(
-        settled(state(fetched.arrays)) if loading.has_foreign else state(fetched.arrays),
+        resolve_pending(state) if load.has_pending else state,
         tuple(fetched.repaired),
-        tuple(loading.missing),
-        tuple(loading.unexpected),
-        tuple(loading.mismatched),
-        fetched.read,
-        fetched.needed,
+        tuple(load.missing),
+        tuple(load.unexpected),
+        tuple(load.mismatched),
+        fetched.bytes_read,
+        fetched.bytes_needed,
     )
 
 
-State = Callable[[Sequence[Array]], Any]
-"""Gives a state when its arrays were read."""
+BuildState = Callable[[Sequence[Array]], Any]
+"""Builds the state from the loaded arrays, in the order of `_Load.tensors`."""
 
 
-class _Loading:
-    """One load: what is wanted, and where it goes."""
+class _Load:
+    """One load: the tensors to read, and the arrays that receive them."""
 
     def __init__(
         self, manifest: Manifest, rank: int, world_size: int, options: LoadOptions, leaf_types: tuple[LeafType, ...]
     ) -> None:
         if not 0 <= rank < world_size:
-            raise invalid(f"rank {rank} of {world_size}", "give a rank from 0 to world_size - 1")
+            raise invalid(f"rank must be from 0 to {world_size - 1}, got {rank}", "give a rank below world_size")
         self.index = Index(manifest)
-        self.wanted: list[int] = []
+        self.tensors: list[int] = []
+        """Numbers of the tensors to read; a target is a position in this list."""
         self.boxes: dict[int, Box] = {}
-        self.rooms: dict[int, Array] = {}
+        """By target, the part to read, where it is not the whole tensor."""
+        self.into: dict[int, Array] = {}
+        """By target, the array of the given state to fill."""
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: dict[str, str] = {}
-        self.has_foreign = False
+        self.has_pending = False
         self._manifest = manifest
         self._rank = rank
         self._world_size = world_size
         self._options = options
         self._leaf_types = leaf_types
-        self._chosen = _chosen(manifest, options.only)
-        self._lacking = lacking(manifest, rank)
+        self._selected = _selected(manifest, options.only)
+        self._missing_per_rank = missing_per_rank(manifest, rank)
 
     @property
-    def _is_same_world(self) -> bool:
+    def _is_same_world_size(self) -> bool:
         return self._world_size == self._manifest.world_size
 
-    def state(self, into: Any | None, sections: Collection[str] | None) -> State:
-        """What is to be read for the state."""
+    def plan(self, into: Any | None, sections: Collection[str] | None) -> BuildState:
+        """Decide what to read and where it goes."""
         tree = tree_for(self._manifest, self._rank, self._world_size)
         match tree:
             case {"d": entries}:
-                return self._sections(dict(entries), into, sections)
+                return self._plan_sections(dict(entries), into, sections)
             case _ if into is None:
-                return self._new(tree)
+                return self._plan_new(tree)
             case _:
-                return self._filled(tree, into)
+                return self._plan_into(tree, into)
 
-    def _sections(self, entries: dict[str, Node], into: Any | None, sections: Collection[str] | None) -> State:
-        """The same, where the state is a dict."""
+    def _plan_sections(
+        self, entries: dict[str, Node], into: Any | None, sections: Collection[str] | None
+    ) -> BuildState:
+        """Plan a state that is a dict, whose keys are the sections."""
         options = self._options
-        left = {*(() if options.load_optimizer else [OPTIMIZER]), *(() if options.load_rng_state else [RNG])}
+        excluded = {*(() if options.load_optimizer else [OPTIMIZER]), *(() if options.load_rng_state else [RNG])}
 
         def is_wanted(key: Any) -> bool:
-            return key not in left and (sections is None or key in sections)
+            return key not in excluded and (sections is None or key in sections)
 
         wanted = {key: node for key, node in entries.items() if is_wanted(key)}
-        self.missing += sorted(name for name in self._lacking if is_wanted(name.partition("/")[0]))
+        self.missing += sorted(name for name in self._missing_per_rank if is_wanted(name.partition("/")[0]))
         if into is None:
-            return self._new({"d": wanted})
+            return self._plan_new({"d": wanted})
         if not isinstance(into, Mapping):
-            return self._filled({"d": wanted}, into)
-        fresh = {key: node for key, node in wanted.items() if sections is not None and key not in into}
-        filled = self._filled(
-            {"d": {key: node for key, node in wanted.items() if key not in fresh}},
+            return self._plan_into({"d": wanted}, into)
+        new_sections = {key: node for key, node in wanted.items() if sections is not None and key not in into}
+        build_given = self._plan_into(
+            {"d": {key: node for key, node in wanted.items() if key not in new_sections}},
             {key: value for key, value in into.items() if is_wanted(key)},
         )
-        new = self._new({"d": fresh})
+        build_new = self._plan_new({"d": new_sections})
 
-        def state(arrays: Sequence[Array]) -> Any:
-            both = {**filled(arrays), **new(arrays)}
+        def build(arrays: Sequence[Array]) -> Any:
+            both = {**build_given(arrays), **build_new(arrays)}
             return {key: both[key] for key in (*wanted, *both) if key in both}
 
-        return state
+        return build
 
-    def _filled(self, tree: Node, into: Any) -> State:
-        """The state with the arrays that there are."""
-        matching = Matching(self._manifest.tensors, self._leaf_types, self._chosen, self._of_others)
+    def _plan_into(self, tree: Node, into: Any) -> BuildState:
+        """Plan to fill the arrays of a given state."""
+        matching = Matching(self._manifest.tensors, self._leaf_types, self._selected, self._other_trees)
         state = matching.match(tree, into)
-        matching.fit()
-        self.wanted = matching.numbers
+        matching.drop_mismatches()
+        self.tensors = matching.numbers
         self.boxes = matching.boxes
-        self.rooms = dict(enumerate(matching.arrays))
-        self.has_foreign = matching.has_foreign
+        self.into = dict(enumerate(matching.arrays))
+        self.has_pending = matching.has_pending
         self.mismatched = matching.mismatched
-        self.missing += [name for name in matching.missing if self._is_chosen(name) and name not in self._lacking]
+        already_missing = self._missing_per_rank
+        self.missing += [name for name in matching.missing if self._is_selected(name) and name not in already_missing]
         self.unexpected += self._unexpected(matching)
         return lambda arrays: state
 
     def _unexpected(self, matching: Matching) -> list[str]:
-        """What of the checkpoint has no place in the state; in another world, of what every rank had."""
+        """Tensors without a place in the state; with another world size only of those that all ranks had."""
         if not matching.unexpected:
             return []
-        expected = None if self._is_same_world else common_to_all(self._manifest)
-        taken = set(matching.numbers)
+        expected = None if self._is_same_world_size else tensors_of_all_ranks(self._manifest)
+        placed = set(matching.numbers)
         names = self._manifest.tensors.names
         return [
             names[number]
             for number in matching.unexpected
-            if number not in taken and (expected is None or number in expected) and self._is_chosen(names[number])
+            if number not in placed and (expected is None or number in expected) and self._is_selected(names[number])
         ]
 
-    def _of_others(self) -> list[Node]:
-        return common_of_others(self._manifest, self._rank)
+    def _other_trees(self) -> list[Node]:
+        return other_trees(self._manifest, self._rank)
 
-    def _new(self, tree: Node) -> State:
-        """The state in new arrays."""
+    def _plan_new(self, tree: Node) -> BuildState:
+        """Plan to load into new arrays."""
         names = self._manifest.tensors.names
         everything = list(tensor_numbers(tree))
-        numbers = [number for number in everything if self._is_chosen(names[number])]
+        numbers = [number for number in everything if self._is_selected(names[number])]
         strategy = self._options.resharding_strategy
-        if not self._is_same_world and strategy is ReshardingStrategy.SIMPLE:
-            others = turns(self._manifest, self._rank, self._world_size, numbers)
-            numbers = [number for number in numbers if number not in others]
-        first = len(self.wanted)
-        self.wanted = self.wanted + numbers
+        if not self._is_same_world_size and strategy is ReshardingStrategy.SIMPLE:
+            left = left_to_other_ranks(self._manifest, self._rank, self._world_size, numbers)
+            numbers = [number for number in numbers if number not in left]
+        first = len(self.tensors)
+        self.tensors = self.tensors + numbers
         parts = boxes_for(self._manifest, self._rank, self._world_size, strategy, numbers)
-        places = {number: place for place, number in enumerate(numbers, first)}
-        self.boxes = self.boxes | {places[number]: box for number, box in parts.items() if number in places}
+        targets = {number: target for target, number in enumerate(numbers, first)}
+        self.boxes = self.boxes | {targets[number]: box for number, box in parts.items() if number in targets}
         if len(numbers) < len(everything):
-            tree = pruned(tree, places.__contains__, keeps_private=True)
+            tree = prune(tree, targets.__contains__, keep_per_rank=True)
         shapes = self._manifest.tensors.shapes
 
-        def state(arrays: Sequence[Array]) -> Any:
+        def build(arrays: Sequence[Array]) -> Any:
             def tensor(number: int) -> Any:
-                array = arrays[places[number]]
+                array = arrays[targets[number]]
                 return ShardedArray(array, shapes[number], parts[number].offset) if number in parts else array
 
             return unflatten(tree, tensor)
 
-        return state
+        return build
 
-    def _is_chosen(self, name: str) -> bool:
-        return self._chosen is None or self._chosen(name)
+    def _is_selected(self, name: str) -> bool:
+        return self._selected is None or self._selected(name)
 
-    def require_alike(self) -> None:
-        """Refuse what differs, if it has to be the same."""
-        missing = [name for name in self.missing if name not in self._lacking]
+    def require_match(self) -> None:
+        """In strict mode, refuse a state that differs from the checkpoint."""
+        missing = [name for name in self.missing if name not in self._missing_per_rank]
         if not self._options.strict_mode or not (missing or self.unexpected or self.mismatched):
             return
-        told = [
+        differences = [
             *self.mismatched.values(),
             *(f"{name} is not in the checkpoint" for name in missing),
             *(f"{name} is not in the state" for name in self.unexpected),
         ]
-        more = [f"and {len(told) - NAMES_TOLD_MAX} more"] if len(told) > NAMES_TOLD_MAX else []
+        shown = differences[:DIFFERENCES_SHOWN_MAX]
+        if len(differences) > len(shown):
+            shown.append(f"and {len(differences) - len(shown)} more")
         raise CheckpointException(
-            f"the state is not like that in {self._manifest.prefix}: " + "; ".join([*told[:NAMES_TOLD_MAX], *more]),
+            f"the state differs from checkpoint {self._manifest.prefix}: " + "; ".join(shown),
             self._manifest.prefix,
             ExceptionType.LOAD_FAILED,
             code="checkpoint_state_differs",
-            fix="make the state as it was when it was saved, or load what fits (strict_mode=False, or strict=False)",
+            fix="give a state like the saved one, or load what fits (strict_mode=False, or strict=False)",
         )
 
     def fetch(self, storage: Storage, halt: Halt, repairer: CopyRepairer, threads: int) -> Fetched:
-        """Read it."""
-        tied = _tied(self.rooms)
-        rooms = {want: room for want, room in self.rooms.items() if want not in tied} if tied else self.rooms
+        """Read and verify all targets."""
+        overlapping = _overlapping(self.into)
+        into = {target: array for target, array in self.into.items() if target not in overlapping}
         try:
             fetched = fetch(
                 storage,
                 self.index,
-                self.wanted,
+                self.tensors,
                 halt,
                 boxes=self.boxes,
-                into=rooms,
+                into=into,
                 repairer=repairer,
                 rank=self._rank,
                 threads=threads,
             )
         except CheckpointException as error:
-            raise self._told(_gone(storage, self._manifest) or error if is_of_storage(error) else error) from error
-        self._copy(tied, fetched)
+            cause = error
+            if is_storage_failure(error):
+                cause = _replaced_or_deleted(storage, self._manifest) or error
+            raise self._with_partial_note(cause) from error
+        self._fill_overlapping(overlapping, fetched)
         return fetched
 
-    def _copy(self, tied: Collection[int], fetched: Fetched) -> None:
-        """Put what was read into arrays that share memory; there has to be room for all of it."""
-        for want in tied:
-            self.rooms[want][...] = fetched.arrays[want]
-        for want in tied:
-            room = self.rooms[want]
-            if room.tobytes() != fetched.arrays[want].tobytes():
-                raise self._told(
+    def _fill_overlapping(self, overlapping: Collection[int], fetched: Fetched) -> None:
+        """Copy into arrays that share memory; refuse if their values in the checkpoint differ."""
+        for target in overlapping:
+            self.into[target][...] = fetched.arrays[target]
+        for target in overlapping:
+            array = self.into[target]
+            if array.tobytes() != fetched.arrays[target].tobytes():
+                raise self._with_partial_note(
                     CheckpointException(
-                        f"{self._manifest.tensors.names[self.wanted[want]]} shares memory with another array of the "
-                        "state, or has elements that do with each other, and the checkpoint has other values for it",
+                        f"{self._manifest.tensors.names[self.tensors[target]]} overlaps in memory with itself or with "
+                        "another array of the state, and the checkpoint has different values for both",
                         self._manifest.prefix,
                         ExceptionType.LOAD_FAILED,
                         code="checkpoint_arrays_shared",
-                        fix="load it into arrays of its own",
+                        fix="load into arrays that do not share memory",
                     )
                 )
-            fetched.arrays[want] = room
+            fetched.arrays[target] = array
 
-    def _told(self, error: CheckpointException) -> CheckpointException:
-        """An error that says what became of the arrays."""
-        if not self.rooms:
+    def _with_partial_note(self, error: CheckpointException) -> CheckpointException:
+        """The error, with the warning that arrays of the given state may be incomplete."""
+        if not self.into:
             return error
         return CheckpointException(
-            f"{error.message}; the arrays of the state may be overwritten in part",
+            f"{error.message}; the arrays of the state may be partly overwritten",
             error.checkpoint_path,
             error.type,
             code=error.code,
@@ -292,8 +310,8 @@ class _Loading:
         )
 
 
-def _chosen(manifest: Manifest, patterns: Sequence[str]) -> Callable[[str], bool] | None:
-    """Whether a name is one of those or matches one of them; a pattern for which there is nothing is refused."""
+def _selected(manifest: Manifest, patterns: Sequence[str]) -> Callable[[str], bool] | None:
+    """A test for tensor names; None selects all. A pattern without a match is refused."""
     if not patterns:
         return None
     names = set(manifest.tensors.names)
@@ -302,7 +320,7 @@ def _chosen(manifest: Manifest, patterns: Sequence[str]) -> Callable[[str], bool
         matched = {pattern} if pattern in names else {name for name in names if fnmatchcase(name, pattern)}
         if not matched:
             raise invalid(
-                f"nothing in {manifest.prefix} is called {pattern!r}",
+                f"no tensor of {manifest.prefix} matches {pattern!r}",
                 "`forgectl ckpt show` lists the names",
                 code="checkpoint_tensor_unknown",
             )
@@ -310,43 +328,43 @@ def _chosen(manifest: Manifest, patterns: Sequence[str]) -> Callable[[str], bool
     return found.__contains__
 
 
-def _gone(storage: Storage, manifest: Manifest) -> CheckpointException | None:
-    """What is raised where a checkpoint is not the one any more that was to be read."""
+def _replaced_or_deleted(storage: Storage, manifest: Manifest) -> CheckpointException | None:
+    """The error for a checkpoint that was replaced or deleted during the load; None if it is unchanged."""
     try:
         if read_manifest(storage, manifest.prefix).save_id == manifest.save_id:
             return None
-        code, became = "checkpoint_replaced", "replaced"
+        code, change = "checkpoint_replaced", "replaced"
     except CheckpointException as error:
         if error.code != "checkpoint_missing":
             return None
-        code, became = "checkpoint_deleted", "deleted"
+        code, change = "checkpoint_deleted", "deleted"
     return CheckpointException(
-        f"the checkpoint {manifest.prefix} was {became} while it was loaded",
+        f"checkpoint {manifest.prefix} was {change} during the load",
         manifest.prefix,
         ExceptionType.LOAD_FAILED,
         code=code,
-        fix="load it again" if became == "replaced" else "load another one; `forgectl ckpt ls` shows which there are",
+        fix="load it again" if change == "replaced" else "load another one; `forgectl ckpt ls` lists them",
         retryable=True,
     )
 
 
-def _tied(rooms: Mapping[int, Array]) -> list[int]:
-    """The wants whose arrays may share memory with others, or whose own elements do."""
-    if all(room.base is None for room in rooms.values()) and len(set(map(id, rooms.values()))) == len(rooms):
+def _overlapping(arrays: Mapping[int, Array]) -> list[int]:
+    """The targets whose arrays may share memory with another array, or whose own elements overlap."""
+    if all(array.base is None for array in arrays.values()) and len(set(map(id, arrays.values()))) == len(arrays):
         return []
-    bounds = sorted((*_bounds(room), want) for want, room in rooms.items() if room.size)
-    tied = {want for want, room in rooms.items() if _folds(room)}
+    ranges = sorted((*_memory_range(array), target) for target, array in arrays.items() if array.size)
+    overlapping = {target for target, array in arrays.items() if _overlaps_itself(array)}
     end, last = 0, -1
-    for low, high, want in bounds:
+    for low, high, target in ranges:
         if low < end:
-            tied |= {want, last}
+            overlapping |= {target, last}
         if high > end:
-            end, last = high, want
-    return sorted(tied)
+            end, last = high, target
+    return sorted(overlapping)
 
 
-def _folds(array: Array) -> bool:
-    """Whether elements of an array may lie one over the other."""
+def _overlaps_itself(array: Array) -> bool:
+    """Whether two elements of a strided array may share bytes."""
     reach = array.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(array.strides, array.shape, strict=True)):
         if size > 1 and stride < reach:
@@ -355,8 +373,8 @@ def _folds(array: Array) -> bool:
     return False
 
 
-def _bounds(array: Array) -> tuple[int, int]:
-    """Where in memory an array begins and ends."""
+def _memory_range(array: Array) -> tuple[int, int]:
+    """The addresses of an array's first byte and of the byte after its last."""
     low = high = int(array.__array_interface__["data"][0])
     for size, stride in zip(array.shape, array.strides, strict=True):
         low, high = low + min(0, (size - 1) * stride), high + max(0, (size - 1) * stride)

@@ -1,7 +1,10 @@
-"""What is to be read of a checkpoint for the boxes that somebody wants.
+"""The read plan: which chunks of which files are read for the wanted tensors and boxes.
 
-Law: a chunk is read as a whole, since only then can it be verified, and nothing is read of which nobody wants anything.
-Every wanted element comes from one chunk, whoever else has it, too. What nobody has is told before anything is read.
+Invariants:
+- A chunk is read as a whole, because only a whole chunk can be verified.
+- A chunk is read only if a target needs part of it.
+- Each wanted element comes from exactly one chunk, however many copies there are.
+- Elements that no part contains are an error before anything is read.
 """
 
 from __future__ import annotations
@@ -31,17 +34,17 @@ from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import DIGEST_BYTES, Manifest, Part, digests_of
 
 READ_BYTES_MAX = 8 << 20
-"""So much is read at a time."""
+"""Largest single read, unless one chunk is larger."""
 SMALL_BYTES_MAX = 1 << 16
-"""Less is read together with its neighbours and copied from there."""
+"""Smaller runs are read together with their neighbours and copied."""
 GAP_BYTES_MAX = 1 << 14
-"""Over so much that nobody wants it is read rather than asked anew."""
+"""A smaller gap between wanted chunks is read through rather than split into two reads."""
 
 FRAGMENTS_MAX = 1 << 12
-"""Into so many boxes may fall what is still wanted of one, while its parts are gathered."""
+"""Limit for the boxes that the still missing rest of one target may fall into."""
 
-Copy = tuple[int, int]
-"""A piece: the number of its part, and its place there."""
+PieceId = tuple[int, int]
+"""A piece: the number of its part and its position there."""
 
 
 BoxText = tuple[tuple[int, ...], tuple[int, ...]]
@@ -49,15 +52,15 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Columns(NamedTuple):
-    """What a layout has, for doing much at once."""
+    """The layout of a part as arrays, for vectorized planning."""
 
     first_chunks: Integers
-    memory: Integers
-    starts: Integers
+    memory_offsets: Integers
+    file_offsets: Integers
 
 
 class PartLayout:
-    """Where the chunks of a part lie, by column."""
+    """Where the chunks of one part lie, by column."""
 
     def __init__(self, manifest: Manifest, number: int) -> None:
         part = manifest.parts[number]
@@ -76,124 +79,122 @@ class PartLayout:
                 "use another checkpoint",
                 code="checkpoint_manifest_malformed",
             )
-        self.columns = Columns(_summed(counts), _summed(lengths), _summed(stored) + part.data_offset)
+        self.columns = Columns(_offsets(counts), _offsets(lengths), _offsets(stored) + part.data_offset)
         self.first_chunks: list[int] = self.columns.first_chunks.tolist()
-        """The number of the first chunk of each piece, and that of all chunks."""
-        self.memory: list[int] = self.columns.memory.tolist()
+        """The number of the first chunk of each piece; last, the number of all chunks."""
+        self.memory_offsets: list[int] = self.columns.memory_offsets.tolist()
         """Where each chunk would begin if none were compressed, and where the last one would end."""
-        self.starts: list[int] = self.columns.starts.tolist()
+        self.file_offsets: list[int] = self.columns.file_offsets.tolist()
         """Where each chunk begins in the file, and where the last one ends."""
 
     def _lengths(self, part: Part) -> list[list[int]]:
-        """The lengths of the chunks of each piece."""
+        """The chunk lengths of each piece."""
         shapes = list(map(self._tensors.shapes.__getitem__, part.tensors))
         dtypes = list(map(self._tensors.dtypes.__getitem__, part.tensors))
         wholes = {kind: _lengths_of(whole(kind[0]), *kind) for kind in set(zip(shapes, dtypes, strict=True))}
         lengths = list(map(wholes.__getitem__, zip(shapes, dtypes, strict=True)))
         parts: dict[tuple[BoxText, Shape, str], list[int]] = {}
-        for place, box in part.partial_boxes.items():
-            kind = box, shapes[place], dtypes[place]
+        for piece, box in part.partial_boxes.items():
+            kind = box, shapes[piece], dtypes[piece]
             if kind not in parts:
                 parts[kind] = _lengths_of(*kind)
-            lengths[place] = parts[kind]
+            lengths[piece] = parts[kind]
         return lengths
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
-        return len(self.memory) - 1
+        return len(self.memory_offsets) - 1
 
     def digest(self, chunk: int) -> bytes:
-        """What the hash of a chunk has to be."""
+        """The expected hash of a chunk."""
         return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
 
     def digests_of(self, first: int, end: int) -> bytes:
-        """What the hashes of some chunks have to be, one behind the other."""
+        """The expected hashes of consecutive chunks, concatenated."""
         return self.digests[first * DIGEST_BYTES : end * DIGEST_BYTES]
 
     def itemsize(self, chunk: int) -> int:
-        """How many bytes an element of it has."""
+        """Bytes per element of the chunk's tensor."""
         return dtype_of(self._tensors.dtypes[self.tensor_of(chunk)]).itemsize
 
-    def is_packed(self, chunk: int) -> bool:
-        """Whether it is compressed."""
+    def is_compressed(self, chunk: int) -> bool:
         return self.part.stored is not None and self.part.stored[chunk] > 0
 
-    def place_of(self, chunk: int) -> int:
-        """In which of the pieces a chunk is."""
+    def piece_of(self, chunk: int) -> int:
+        """The position of the piece that contains a chunk."""
         return bisect_right(self.first_chunks, chunk) - 1
 
     def tensor_of(self, chunk: int) -> int:
-        """Of which tensor it is."""
-        return self.part.tensors[self.place_of(chunk)]
+        """The number of the tensor that a chunk belongs to."""
+        return self.part.tensors[self.piece_of(chunk)]
 
-    def box_of_piece(self, place: int) -> Box:
-        """Which part of its tensor a piece is."""
-        box = self.part.partial_boxes.get(place)
-        return whole(self._tensors.shapes[self.part.tensors[place]]) if box is None else box
+    def piece_box(self, piece: int) -> Box:
+        """The box of its tensor that a piece covers."""
+        box = self.part.partial_boxes.get(piece)
+        return whole(self._tensors.shapes[self.part.tensors[piece]]) if box is None else box
 
-    def box_of(self, chunk: int) -> Box:
-        """Which part of its tensor a chunk is."""
-        place = self.place_of(chunk)
-        before = chunk - self.first_chunks[place]
-        for number, box in enumerate(chunks(self.box_of_piece(place), self.grid(place))):
+    def chunk_box(self, chunk: int) -> Box:
+        """The box of its tensor that a chunk covers."""
+        piece = self.piece_of(chunk)
+        before = chunk - self.first_chunks[piece]
+        for number, box in enumerate(chunks(self.piece_box(piece), self.grid(piece))):
             if number == before:
                 return box
         raise IndexError(chunk)
 
-    def grid(self, place: int) -> Grid:
-        """How the tensor of a piece is cut."""
-        tensor = self.part.tensors[place]
+    def grid(self, piece: int) -> Grid:
+        """The chunk grid of a piece's tensor."""
+        tensor = self.part.tensors[piece]
         return grid_of(self._tensors.shapes[tensor], dtype_of(self._tensors.dtypes[tensor]).itemsize)
 
 
 class Span(NamedTuple):
-    """Chunks that lie one behind the other in a part, and something of each of which is wanted."""
+    """Consecutive chunks of a part that one target needs, each at least in part."""
 
     first: int
     end: int
-    """The number of the chunk behind them."""
-    want: int
-    """For which of the wanted boxes they are."""
+    """The number after the last chunk."""
+    target: int
+    """The position of the tensor in the list of wanted tensors."""
     at: int
-    """Where in that box, in its own C order, their bytes go, one behind the other; -1 if they do not."""
+    """The byte offset in the target where the chunks go contiguously; -1 if they are copied box by box."""
     box: Box | None = None
-    """What they are together, if they do not."""
-    taken: Box | None = None
-    """What of that is wanted."""
+    """With at = -1: the box that the chunks cover together."""
+    shared: Box | None = None
+    """With at = -1: the part of that box that the target needs."""
 
 
-class Sheaf(NamedTuple):
-    """Small chunks that lie close together, each of which is all that is wanted by somebody."""
+class ChunkBatch(NamedTuple):
+    """Small chunks close together in one file, each of them a whole target, read in one go."""
 
     chunks: list[int]
-    wants: list[int]
+    targets: list[int]
 
 
 class Plan(NamedTuple):
-    """What is to be read, by part and in the order of the parts."""
+    """What to read, by part number."""
 
     spans: dict[int, list[Span]]
-    sheaves: dict[int, list[Sheaf]]
-    needed: int
-    """How many bytes are wanted."""
+    batches: dict[int, list[ChunkBatch]]
+    bytes_needed: int
+    """Bytes of the targets; the plan reads at least as many."""
 
 
-class Holders(NamedTuple):
-    """The pieces of all parts, by column, and who has which tensor."""
+class PieceTable(NamedTuple):
+    """The pieces of all parts as columns, and which of them hold which tensor."""
 
     parts: Integers
-    places: Integers
+    pieces: Integers
     order: Integers
-    """The pieces in the order of their tensors."""
+    """The rows sorted by tensor."""
     firsts: Integers
-    """Where in that order those of each tensor begin, and where the last ones end."""
-    is_cut: np.ndarray[Any, np.dtype[np.bool_]]
-    """By tensor: whether some piece is but a part of it."""
+    """By tensor, where its rows begin in `order`; last, where they end."""
+    is_partial: np.ndarray[Any, np.dtype[np.bool_]]
+    """By tensor, whether some piece covers only a part of it."""
 
 
 class Index:
-    """A manifest as one who reads it needs it: who has what, and where its chunks lie."""
+    """Lookups over a manifest for readers: the pieces of each tensor and the layouts of the parts."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -201,65 +202,64 @@ class Index:
         self._places: dict[int, dict[tuple[int, Box], list[int]]] = {}
 
     @cached_property
-    def holders(self) -> Holders:
-        """Who has what."""
+    def piece_table(self) -> PieceTable:
         parts = self.manifest.parts
         tensors: Integers = np.concatenate(
             [np.array([], np.int64), *(np.array(one.tensors, np.int64) for one in parts)]
         )
         sizes = [len(part.tensors) for part in parts]
-        is_cut = np.zeros(tensors.size, np.bool_)
+        is_partial = np.zeros(tensors.size, np.bool_)
         for start, part in zip(accumulate(sizes, initial=0), parts, strict=False):
-            is_cut[start : start + len(part.box_of)] = np.array(part.box_of) >= 0
+            is_partial[start : start + len(part.box_of)] = np.array(part.box_of) >= 0
         order = np.argsort(tensors, kind="stable")
         count = len(self.manifest.tensors.names)
-        return Holders(
+        return PieceTable(
             np.repeat(np.arange(len(parts)), sizes),
             np.concatenate([np.array([], np.int64), *map(np.arange, sizes)]),
             order,
             np.searchsorted(tensors[order], np.arange(count + 1)),
-            np.bincount(tensors[is_cut], minlength=count) > 0,
+            np.bincount(tensors[is_partial], minlength=count) > 0,
         )
 
-    def exact(self, tensor: int, box: Box) -> list[Copy]:
-        """The pieces that have this box of a tensor, where it is not all of it."""
-        parts = self._parts_with.get(box, ())
-        return [(number, place) for number in parts for place in self._cut_places(number).get((tensor, box), ())]
+    def pieces_with_box(self, tensor: int, box: Box) -> list[PieceId]:
+        """The pieces that cover exactly this box of a tensor, where that is not the whole tensor."""
+        parts = self._parts_with_box.get(box, ())
+        return [(number, piece) for number in parts for piece in self._partial_pieces(number).get((tensor, box), ())]
 
     @cached_property
-    def _parts_with(self) -> dict[Box, list[int]]:
-        """By box, the parts that have it of some tensor."""
+    def _parts_with_box(self) -> dict[Box, list[int]]:
+        """By box, the parts that have this box of some tensor."""
         found: dict[Box, list[int]] = {}
         for number, part in enumerate(self.manifest.parts):
             for box in part.boxes:
                 found.setdefault(Box(*box), []).append(number)
         return found
 
-    def _cut_places(self, number: int) -> dict[tuple[int, Box], list[int]]:
-        """By tensor and box, the pieces of a part that are not whole."""
+    def _partial_pieces(self, number: int) -> dict[tuple[int, Box], list[int]]:
+        """By tensor and box, the partial pieces of a part."""
         if number not in self._places:
             part = self.manifest.parts[number]
             found: dict[tuple[int, Box], list[int]] = {}
-            for place, box in part.partial_boxes.items():
-                found.setdefault((part.tensors[place], box), []).append(place)
+            for piece, box in part.partial_boxes.items():
+                found.setdefault((part.tensors[piece], box), []).append(piece)
             self._places[number] = found
         return self._places[number]
 
-    def copies(self, tensor: int) -> list[Copy]:
-        """The pieces of a tensor."""
-        holders = self.holders
-        rows = holders.order[holders.firsts[tensor] : holders.firsts[tensor + 1]]
-        return list(zip(holders.parts[rows].tolist(), holders.places[rows].tolist(), strict=True))
+    def pieces_of(self, tensor: int) -> list[PieceId]:
+        """All pieces of a tensor."""
+        piece_table = self.piece_table
+        rows = piece_table.order[piece_table.firsts[tensor] : piece_table.firsts[tensor + 1]]
+        return list(zip(piece_table.parts[rows].tolist(), piece_table.pieces[rows].tolist(), strict=True))
 
     def layout(self, number: int) -> PartLayout:
-        """Where the chunks of a part lie."""
+        """The layout of a part, computed once."""
         found = self._layouts.get(number)
         if found is None:
             found = self._layouts.setdefault(number, PartLayout(self.manifest, number))
         return found
 
-    def number_of(self, name: str, owner: int | None) -> int | None:
-        """The number of a tensor; `owner` is the rank whose own it is, if it is one's own."""
+    def tensor_number(self, name: str, owner: int | None) -> int | None:
+        """The number of a tensor; `owner` is its rank if it is a per-rank tensor."""
         return self._numbers.get((name, owner))
 
     @cached_property
@@ -274,193 +274,195 @@ def plan(
     boxes: Mapping[int, Box],
     *,
     strided: Collection[int] = (),
-    only: Copy | None = None,
+    only_piece: PieceId | None = None,
     rank: int = 0,
 ) -> Plan:
-    """What is to be read.
+    """Plan the reads for some tensors.
 
-    `wanted` are tensors; `boxes` are those of the wants, by place, that are not for the whole tensor.
-    The wants in `strided` are for arrays whose elements lie apart. `only` is the one piece to be read from. Of several
-    copies every reader takes another one; `rank` is which reader this is.
+    `wanted` are tensor numbers; a target is a position in it. `boxes` gives, by target, the part that is wanted of a
+    tensor. The arrays of `strided` targets are not contiguous, so chunks are copied into them. `only_piece` restricts
+    the
+    plan to one piece. Of several copies, readers with different `rank` choose different ones.
     """
-    return _Planning(index, boxes, frozenset(strided), only, rank).plan(wanted)
+    return _Planning(index, boxes, frozenset(strided), only_piece, rank).plan(wanted)
 
 
 class _Planning:
     def __init__(
-        self, index: Index, boxes: Mapping[int, Box], strided: frozenset[int], only: Copy | None, rank: int
+        self, index: Index, boxes: Mapping[int, Box], strided: frozenset[int], only_piece: PieceId | None, rank: int
     ) -> None:
         self._index = index
         self._tensors = index.manifest.tensors
         self._boxes = boxes
         self._strided = strided
-        self._only = only
+        self._only_piece = only_piece
         self._rank = rank
         self._spans: dict[int, list[Span]] = {}
-        self._sheaves: dict[int, list[Sheaf]] = {}
+        self._batches: dict[int, list[ChunkBatch]] = {}
 
     def plan(self, wanted: Sequence[int]) -> Plan:
-        """The plan, in the order of the files."""
+        """The plan, in file order."""
         numbers = np.array(wanted, np.int64)
-        is_plain, rows = self._plain(numbers)
-        for want in np.flatnonzero(~is_plain).tolist():
-            self._take(want, wanted[want])
-        holders = self._index.holders
-        plain = np.flatnonzero(is_plain)
-        parts = holders.parts[rows[plain]]
+        is_whole, rows = self._whole_targets(numbers)
+        for target in np.flatnonzero(~is_whole).tolist():
+            self._plan_target(target, wanted[target])
+        piece_table = self._index.piece_table
+        whole_targets = np.flatnonzero(is_whole)
+        parts = piece_table.parts[rows[whole_targets]]
         for number in np.unique(parts).tolist():
-            wants = plain[parts == number]
-            self._take_pieces(self._index.layout(number), wants, holders.places[rows[wants]])
+            targets = whole_targets[parts == number]
+            self._plan_whole_pieces(self._index.layout(number), targets, piece_table.pieces[rows[targets]])
         for spans in self._spans.values():
             spans.sort()
-        return Plan(self._spans, self._sheaves, self._needed(wanted))
+        return Plan(self._spans, self._batches, self._bytes_needed(wanted))
 
-    def _plain(self, numbers: Integers) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], Integers]:
-        """Which wants are for whole tensors of which all pieces have all, and the row of one of these."""
-        holders = self._index.holders
-        firsts = holders.firsts[numbers]
-        counts = holders.firsts[numbers + 1] - firsts
-        is_plain = (counts > 0) & ~holders.is_cut[numbers] & (self._only is None)
-        is_plain[[*self._boxes, *self._strided]] = False
+    def _whole_targets(self, numbers: Integers) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], Integers]:
+        """Which targets are whole tensors with only whole pieces; and, for these, the row of one piece."""
+        piece_table = self._index.piece_table
+        firsts = piece_table.firsts[numbers]
+        counts = piece_table.firsts[numbers + 1] - firsts
+        is_whole = (counts > 0) & ~piece_table.is_partial[numbers] & (self._only_piece is None)
+        is_whole[[*self._boxes, *self._strided]] = False
         rows = np.zeros(numbers.size, np.int64)
-        rows[is_plain] = holders.order[firsts[is_plain] + self._rank % counts[is_plain]]
-        return is_plain, rows
+        rows[is_whole] = piece_table.order[firsts[is_whole] + self._rank % counts[is_whole]]
+        return is_whole, rows
 
-    def _take_pieces(self, layout: PartLayout, wants: Integers, places: Integers) -> None:
-        """All of some pieces, each for a want of the same box."""
+    def _plan_whole_pieces(self, layout: PartLayout, targets: Integers, pieces: Integers) -> None:
+        """Plan whole pieces, each for one target."""
         columns = layout.columns
-        first, end = columns.first_chunks[places], columns.first_chunks[places + 1]
-        is_small = (end - first == 1) & (columns.memory[end] - columns.memory[first] < SMALL_BYTES_MAX)
-        for want, place in zip(wants[~is_small].tolist(), places[~is_small].tolist(), strict=True):
-            self._take_piece(want, layout, place)
+        first, end = columns.first_chunks[pieces], columns.first_chunks[pieces + 1]
+        is_small = (end - first == 1) & (columns.memory_offsets[end] - columns.memory_offsets[first] < SMALL_BYTES_MAX)
+        for target, piece in zip(targets[~is_small].tolist(), pieces[~is_small].tolist(), strict=True):
+            self._plan_piece(target, layout, piece)
         if is_small.any():
-            small, chunks_of_small = wants[is_small], first[is_small]
+            small, chunks_of_small = targets[is_small], first[is_small]
             order = np.argsort(chunks_of_small, kind="stable")
-            self._sheaves[layout.number] = list(_bound(columns, chunks_of_small[order], small[order]))
+            self._batches[layout.number] = list(_batched(columns, chunks_of_small[order], small[order]))
 
-    def _take_piece(self, want: int, layout: PartLayout, place: int) -> None:
-        """All of a piece, for a want of the same box."""
-        self._add_run(layout, layout.first_chunks[place], layout.first_chunks[place + 1], want, 0)
+    def _plan_piece(self, target: int, layout: PartLayout, piece: int) -> None:
+        """Plan a whole piece for a target of the same box."""
+        self._add_run(layout, layout.first_chunks[piece], layout.first_chunks[piece + 1], target, 0)
 
-    def _take(self, want: int, tensor: int) -> None:
-        """What is wanted, from whoever has it."""
+    def _plan_target(self, target: int, tensor: int) -> None:
+        """Plan one target from the pieces that cover it."""
         shape = self._tensors.shapes[tensor]
-        wanted = self._boxes[want] if want in self._boxes else whole(shape)
-        exact = self._index.exact(tensor, wanted)
-        if exact and want not in self._strided and self._only is None:
-            number, place = exact[self._rank % len(exact)]
-            self._take_piece(want, self._index.layout(number), place)
+        wanted = self._boxes[target] if target in self._boxes else whole(shape)
+        pieces_with_box = self._index.pieces_with_box(tensor, wanted)
+        if pieces_with_box and target not in self._strided and self._only_piece is None:
+            number, piece = pieces_with_box[self._rank % len(pieces_with_box)]
+            self._plan_piece(target, self._index.layout(number), piece)
             return
         missing = [wanted] if wanted.volume else []
-        for copy, box in self._copies(tensor):
+        for piece_id, box in self._distinct_pieces(tensor):
             if not missing:
                 return
             left: list[Box] = []
             for one in missing:
-                taken = intersection(one, box)
-                if taken is None:
+                shared = intersection(one, box)
+                if shared is None:
                     left.append(one)
                 else:
-                    self._take_part(want, wanted, copy, box, taken)
-                    left.extend(without(one, taken))
+                    self._plan_overlap(target, wanted, piece_id, box, shared)
+                    left.extend(subtract(one, shared))
             missing = left
             if len(missing) > FRAGMENTS_MAX:
                 raise invalid(
-                    f"{self._tensors.names[tensor]} is in more than {FRAGMENTS_MAX} scattered parts",
+                    f"the saved parts of {self._tensors.names[tensor]} leave more than {FRAGMENTS_MAX} scattered boxes",
                     "load smaller boxes of it",
                     code="checkpoint_parts_scattered",
                 )
         if missing:
-            raise self._nobody_has(tensor, missing[0])
+            raise self._missing(tensor, missing[0])
 
-    def _copies(self, tensor: int) -> Iterator[tuple[Copy, Box]]:
-        """One piece for each box that there is of a tensor."""
-        if self._only is not None:
-            yield self._only, self._index.layout(self._only[0]).box_of_piece(self._only[1])
+    def _distinct_pieces(self, tensor: int) -> Iterator[tuple[PieceId, Box]]:
+        """One piece for each distinct box of a tensor."""
+        if self._only_piece is not None:
+            yield self._only_piece, self._index.layout(self._only_piece[0]).piece_box(self._only_piece[1])
             return
-        alike: dict[Box, list[Copy]] = {}
-        for number, place in self._index.copies(tensor):
-            alike.setdefault(self._index.layout(number).box_of_piece(place), []).append((number, place))
+        alike: dict[Box, list[PieceId]] = {}
+        for number, piece in self._index.pieces_of(tensor):
+            alike.setdefault(self._index.layout(number).piece_box(piece), []).append((number, piece))
         for box in sorted(alike):
-            copies = alike[box]
-            yield copies[self._rank % len(copies)], box
+            pieces_of = alike[box]
+            yield pieces_of[self._rank % len(pieces_of)], box
 
-    def _take_part(self, want: int, wanted: Box, copy: Copy, box: Box, taken: Box) -> None:
-        """What is taken of one piece."""
-        number, place = copy
-        if taken == box == wanted and want not in self._strided:
-            self._take_piece(want, self._index.layout(number), place)
+    def _plan_overlap(self, target: int, wanted: Box, piece_id: PieceId, box: Box, shared: Box) -> None:
+        """Plan what one piece contributes to a target."""
+        number, piece = piece_id
+        if shared == box == wanted and target not in self._strided:
+            self._plan_piece(target, self._index.layout(number), piece)
             return
         layout = self._index.layout(number)
-        grid = layout.grid(place)
+        grid = layout.grid(piece)
         if grid.axis == 0 and box.shape:
-            self._take_rows(layout, place, grid.step, _Taking(want, wanted, box, taken))
+            self._plan_rows(layout, piece, grid.step, _Overlap(target, wanted, box, shared))
         else:
-            self._take_chunks(layout, place, grid, _Taking(want, wanted, box, taken))
+            self._plan_chunks(layout, piece, grid, _Overlap(target, wanted, box, shared))
 
-    def _take_rows(self, layout: PartLayout, place: int, step: int, taking: _Taking) -> None:
-        """Chunks are rows, and so are those that lie one behind the other."""
-        rows = _Rows(step, taking.box.offset[0], taking.box.offset[0] + taking.box.shape[0])
-        start, stop = taking.taken.offset[0], taking.taken.offset[0] + taking.taken.shape[0]
+    def _plan_rows(self, layout: PartLayout, piece: int, step: int, overlap: _Overlap) -> None:
+        """Plan chunks that are whole rows of the piece."""
+        rows = _Rows(step, overlap.box.offset[0], overlap.box.offset[0] + overlap.box.shape[0])
+        start, stop = overlap.shared.offset[0], overlap.shared.offset[0] + overlap.shared.shape[0]
         first, end = start // step, (stop - 1) // step + 1
         inner, inner_end = first, first
-        if _is_flat(taking) and taking.want not in self._strided:
-            # Of a chunk at an end there may be rows that nobody wants; all others go where they belong as they are.
+        if _has_whole_rows(overlap) and overlap.target not in self._strided:
+            # The first and last chunk may contain unwanted rows; the chunks between go into the target directly.
             inner = first if rows.start(first) >= start else first + 1
             inner_end = end if rows.start(end) <= stop else end - 1
-        zero = layout.first_chunks[place] - rows.low // step
+        zero = layout.first_chunks[piece] - rows.low // step
         if inner < inner_end:
-            first_of_all = layout.memory[zero + inner]
-            row = (layout.memory[zero + inner + 1] - first_of_all) // (rows.start(inner + 1) - rows.start(inner))
-            at = (rows.start(inner) - taking.wanted.offset[0]) * row
-            self._add_run(layout, zero + inner, zero + inner_end, taking.want, at)
+            first_of_all = layout.memory_offsets[zero + inner]
+            row = (layout.memory_offsets[zero + inner + 1] - first_of_all) // (
+                rows.start(inner + 1) - rows.start(inner)
+            )
+            at = (rows.start(inner) - overlap.wanted.offset[0]) * row
+            self._add_run(layout, zero + inner, zero + inner_end, overlap.target, at)
         else:
             inner = inner_end = first
         for one, other in ((first, inner), (inner_end, end)):
-            for low, high in blocks_of(layout.memory, zero + one, zero + other):
+            for low, high in blocks_of(layout.memory_offsets, zero + one, zero + other):
                 begin, finish = rows.start(low - zero), rows.start(high - zero)
-                box = Box((begin, *taking.box.offset[1:]), (finish - begin, *taking.box.shape[1:]))
-                self._add_cut(layout, low, high, taking, box)
+                box = Box((begin, *overlap.box.offset[1:]), (finish - begin, *overlap.box.shape[1:]))
+                self._add_partial(layout, low, high, overlap, box)
 
-    def _take_chunks(self, layout: PartLayout, place: int, grid: Grid, taking: _Taking) -> None:
-        """Chunks are parts of rows, or all there is."""
-        itemsize = dtype_of(self._tensors.dtypes[layout.part.tensors[place]]).itemsize
-        for before, chunk_box in chunks_within(taking.box, grid, taking.taken):
-            chunk = layout.first_chunks[place] + before
-            at = offset_in(taking.wanted, chunk_box) if taking.taken.covers(chunk_box) else None
-            if at is None or taking.want in self._strided:
-                self._add_cut(layout, chunk, chunk + 1, taking, chunk_box)
+    def _plan_chunks(self, layout: PartLayout, piece: int, grid: Grid, overlap: _Overlap) -> None:
+        """Plan chunks that are parts of rows, or the whole piece."""
+        itemsize = dtype_of(self._tensors.dtypes[layout.part.tensors[piece]]).itemsize
+        for before, chunk_box in chunks_within(overlap.box, grid, overlap.shared):
+            chunk = layout.first_chunks[piece] + before
+            at = offset_in(overlap.wanted, chunk_box) if overlap.shared.covers(chunk_box) else None
+            if at is None or overlap.target in self._strided:
+                self._add_partial(layout, chunk, chunk + 1, overlap, chunk_box)
             else:
-                self._add(layout.number, Span(chunk, chunk + 1, taking.want, at * itemsize))
+                self._add(layout.number, Span(chunk, chunk + 1, overlap.target, at * itemsize))
 
-    def _add_run(self, layout: PartLayout, first: int, end: int, want: int, at: int) -> None:
-        """Chunks whose bytes stay together, in blocks."""
-        origin = layout.memory[first]
-        for low, high in blocks_of(layout.memory, first, end):
-            self._add(layout.number, Span(low, high, want, at + layout.memory[low] - origin))
+    def _add_run(self, layout: PartLayout, first: int, end: int, target: int, at: int) -> None:
+        """Add consecutive chunks that stay contiguous in the target, in blocks."""
+        origin = layout.memory_offsets[first]
+        for low, high in blocks_of(layout.memory_offsets, first, end):
+            self._add(layout.number, Span(low, high, target, at + layout.memory_offsets[low] - origin))
 
-    def _add_cut(self, layout: PartLayout, first: int, end: int, taking: _Taking, box: Box) -> None:
-        taken = intersection(box, taking.taken)
-        if taken is not None:
-            self._add(layout.number, Span(first, end, taking.want, -1, box, taken))
+    def _add_partial(self, layout: PartLayout, first: int, end: int, overlap: _Overlap, box: Box) -> None:
+        shared = intersection(box, overlap.shared)
+        if shared is not None:
+            self._add(layout.number, Span(first, end, overlap.target, -1, box, shared))
 
     def _add(self, number: int, span: Span) -> None:
         self._spans.setdefault(number, []).append(span)
 
-    def _needed(self, wanted: Sequence[int]) -> int:
-        """How many bytes are wanted."""
+    def _bytes_needed(self, wanted: Sequence[int]) -> int:
         shapes, dtypes = self._tensors.shapes, self._tensors.dtypes
         kinds = [(shapes[tensor], dtypes[tensor]) for tensor in wanted]
         sizes = {kind: math.prod(kind[0]) * dtype_of(kind[1]).itemsize for kind in set(kinds)}
-        needed = sum(map(sizes.__getitem__, kinds))
-        for want, box in self._boxes.items():
-            needed += box.volume * dtype_of(kinds[want][1]).itemsize - sizes[kinds[want]]
-        return needed
+        bytes_needed = sum(map(sizes.__getitem__, kinds))
+        for target, box in self._boxes.items():
+            bytes_needed += box.volume * dtype_of(kinds[target][1]).itemsize - sizes[kinds[target]]
+        return bytes_needed
 
-    def _nobody_has(self, tensor: int, box: Box) -> CheckpointException:
+    def _missing(self, tensor: int, box: Box) -> CheckpointException:
         return CheckpointException(
-            f"nothing in the checkpoint {self._index.manifest.prefix} has {self._tensors.names[tensor]} from "
-            f"{box.offset} on with shape {box.shape}",
+            f"checkpoint {self._index.manifest.prefix} lacks {self._tensors.names[tensor]} from {box.offset} on "
+            f"with shape {box.shape}",
             self._index.manifest.prefix,
             ExceptionType.CORRUPTED_CHECKPOINT,
             code="checkpoint_incomplete",
@@ -468,18 +470,18 @@ class _Planning:
         )
 
 
-class _Taking(NamedTuple):
-    """A want, and what a piece gives for it."""
+class _Overlap(NamedTuple):
+    """A target, and what one piece contributes to it."""
 
-    want: int
+    target: int
     wanted: Box
     box: Box
-    """That of the piece."""
-    taken: Box
+    """The box of the piece."""
+    shared: Box
 
 
 class _Rows(NamedTuple):
-    """How rows are cut into chunks: after every `step`-th one, counted from the first row of the whole array."""
+    """How the grid cuts rows into chunks: after every `step`-th row of the whole array."""
 
     step: int
     low: int
@@ -490,16 +492,17 @@ class _Rows(NamedTuple):
         return min(max(self.low, cell * self.step), self.high)
 
 
-def _is_flat(taking: _Taking) -> bool:
-    """Whether rows of the piece are rows of what is wanted."""
-    wanted, box, taken = taking.wanted, taking.box, taking.taken
+def _has_whole_rows(overlap: _Overlap) -> bool:
+    """Whether the piece's rows are whole rows of the wanted box."""
+    wanted, box, shared = overlap.wanted, overlap.box, overlap.shared
     return (
-        wanted.shape[1:] == box.shape[1:] == taken.shape[1:] and wanted.offset[1:] == box.offset[1:] == taken.offset[1:]
+        wanted.shape[1:] == box.shape[1:] == shared.shape[1:]
+        and wanted.offset[1:] == box.offset[1:] == shared.offset[1:]
     )
 
 
 def offset_in(outer: Box, inner: Box) -> int | None:
-    """How many elements of `outer`, in its C order, come before those of `inner`; None if these do not lie together."""
+    """How many elements of `outer`, in C order, precede those of `inner`; None if these are not contiguous."""
     at, stride, is_full = 0, 1, True
     for axis in reversed(range(len(outer.shape))):
         if not is_full and inner.shape[axis] != 1:
@@ -510,8 +513,8 @@ def offset_in(outer: Box, inner: Box) -> int | None:
     return at
 
 
-def without(box: Box, hole: Box) -> Iterator[Box]:
-    """What is left of a box without a part of it, in boxes."""
+def subtract(box: Box, hole: Box) -> Iterator[Box]:
+    """The rest of a box without a part of it, as boxes."""
     offset, shape = list(box.offset), list(box.shape)
     for axis, (start, size) in enumerate(zip(hole.offset, hole.shape, strict=True)):
         for low, high in ((offset[axis], start), (start + size, offset[axis] + shape[axis])):
@@ -520,30 +523,33 @@ def without(box: Box, hole: Box) -> Iterator[Box]:
         offset[axis], shape[axis] = start, size
 
 
-def _bound(columns: Columns, chunks_of_them: Integers, wants: Integers) -> Iterator[Sheaf]:
-    """Small chunks, in the order of the file, bound together as far as they are close and fit in a block."""
-    low, high = columns.memory[chunks_of_them], columns.memory[chunks_of_them + 1]
-    gaps = columns.starts[chunks_of_them[1:]] - columns.starts[chunks_of_them[:-1] + 1]
+def _batched(columns: Columns, chunks_of_them: Integers, targets: Integers) -> Iterator[ChunkBatch]:
+    """Group small chunks, given in file order, into batches of close neighbours."""
+    low, high = columns.memory_offsets[chunks_of_them], columns.memory_offsets[chunks_of_them + 1]
+    gaps = columns.file_offsets[chunks_of_them[1:]] - columns.file_offsets[chunks_of_them[:-1] + 1]
     ends = [*(np.flatnonzero(gaps > GAP_BYTES_MAX) + 1).tolist(), chunks_of_them.size]
     start = 0
     for end in ends:
         while start < end:
             stop = min(end, max(start + 1, int(np.searchsorted(high, low[start] + READ_BYTES_MAX, "right"))))
-            yield Sheaf(chunks_of_them[start:stop].tolist(), wants[start:stop].tolist())
+            yield ChunkBatch(chunks_of_them[start:stop].tolist(), targets[start:stop].tolist())
             start = stop
 
 
-def _summed(column: Integers) -> Integers:
-    """Where each begins if one stands behind the other, and where the last one ends."""
+def _offsets(column: Integers) -> Integers:
+    """Cumulative offsets: where each begins, and where the last one ends."""
     found = np.zeros(column.size + 1, np.int64)
     np.cumsum(column, out=found[1:])
     return found
 
 
-def blocks_of(memory: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Chunks in blocks: as many as `READ_BYTES_MAX` has room for, and one at least."""
+def blocks_of(memory_offsets: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Group consecutive chunks into blocks of at most `READ_BYTES_MAX`, each of at least one chunk."""
     while first < end:
-        stop = min(end, max(first + 1, bisect_right(memory, memory[first] + READ_BYTES_MAX, first, end + 1) - 1))
+        stop = min(
+            end,
+            max(first + 1, bisect_right(memory_offsets, memory_offsets[first] + READ_BYTES_MAX, first, end + 1) - 1),
+        )
         yield first, stop
         first = stop
 

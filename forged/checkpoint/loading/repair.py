@@ -1,7 +1,8 @@
-"""Healthy copies of chunks that are bad: elsewhere in the same checkpoint, or in another one of the storage.
+"""Repair: replaces corrupt chunks with the same bytes from another copy, in this checkpoint or another one.
 
-Law: what is given instead has the hash that the manifest of the bad one says, so it is the same bytes. Other
-checkpoints are looked at only when something is bad, the newest first, and so many at most.
+Invariants:
+- A replacement has the digest that the manifest of the corrupt chunk states, so it is the same bytes.
+- Other checkpoints are searched only when a chunk is corrupt: newest first, at most `MANIFESTS_SEARCHED_MAX`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, SUFFIX, TOMBSTONE, Manifest, decode
 from forged.checkpoint.loading.fetching import bytes_of, fetch
-from forged.checkpoint.loading.read_plan import Copy, Index, PartLayout
+from forged.checkpoint.loading.read_plan import Index, PartLayout, PieceId
 from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import Halt, Storage
 
-OTHERS_MAX = 32
+MANIFESTS_SEARCHED_MAX = 32
 
 
-def others_in(storage: Storage, prefix: str) -> Iterator[Manifest]:
-    """The other checkpoints of a storage, the newest first; each is read when it is asked for."""
+def manifests_newest_first(storage: Storage, prefix: str) -> Iterator[Manifest]:
+    """The other checkpoints of a storage, newest first; each manifest is read when it is needed."""
     entries = {entry.name: entry for entry in storage.entries()}
     found = sorted((entry for name, entry in entries.items() if name.endswith(SUFFIX)), key=attrgetter("modified_at"))
     for entry in reversed(found):
@@ -36,54 +37,58 @@ def others_in(storage: Storage, prefix: str) -> Iterator[Manifest]:
             try:
                 yield decode(storage.read(entry.name, MANIFEST_BYTES_MAX), entry.name)
             except CheckpointException:
-                # It is gone by now, or bad itself.
+                # The other checkpoint was deleted meanwhile, or is corrupt itself.
                 continue
 
 
 class CopyRepairer:
-    """Looks for healthy copies; called by several threads."""
+    """Repairs chunks from healthy copies; thread-safe."""
 
     def __init__(
-        self, storage: Storage, index: Index, halt: Halt, others: Callable[[], Iterator[Manifest]] | None = None
+        self,
+        storage: Storage,
+        index: Index,
+        halt: Halt,
+        other_manifests: Callable[[], Iterator[Manifest]] | None = None,
     ) -> None:
-        """`others` gives the manifests of other checkpoints, the newest first; without it, those in the storage."""
+        """`other_manifests` gives other checkpoints, newest first; default: those in the storage."""
         self._storage = storage
         self._index = index
         self._halt = halt
-        self._others = others or partial(others_in, storage, index.manifest.prefix)
+        self._other_manifests = other_manifests or partial(manifests_newest_first, storage, index.manifest.prefix)
         self._lock = threading.Lock()
-        self._known: list[Index] | None = None
+        self._indexes: list[Index] | None = None
 
-    def repair(self, layout: PartLayout, chunk: int, room: memoryview, cause: CheckpointException) -> RepairedChunk:
-        """Put the right bytes there; raises the cause if nobody has them."""
+    def repair(self, layout: PartLayout, chunk: int, out: memoryview, cause: CheckpointException) -> RepairedChunk:
+        """Fill `out` from a healthy copy; raise `cause` if there is none."""
         self._halt.check()
-        box, digest = layout.box_of(chunk), layout.digest(chunk)
+        box, digest = layout.chunk_box(chunk), layout.digest(chunk)
         try:
-            for index, copy in self._candidates(layout, chunk, box):
+            for index, piece_id in self._candidates(layout, chunk, box):
                 self._halt.check()
-                tensor = index.layout(copy[0]).part.tensors[copy[1]]
-                if self._take(index, tensor, box, copy, digest, room):
-                    return self._told(layout, chunk, index, copy)
+                tensor = index.layout(piece_id[0]).part.tensors[piece_id[1]]
+                if self._copy_from(index, tensor, box, piece_id, digest, out):
+                    return self._repaired_chunk(layout, chunk, index, piece_id)
         except CheckpointException:
             self._halt.check()
         raise cause
 
-    def _candidates(self, layout: PartLayout, chunk: int, box: Box) -> Iterator[tuple[Index, Copy]]:
-        """Pieces that may have the same bytes."""
-        tensor, bad = layout.tensor_of(chunk), (layout.number, layout.place_of(chunk))
-        for copy in self._index.copies(tensor):
-            if copy != bad and self._index.layout(copy[0]).box_of_piece(copy[1]).covers(box):
-                yield self._index, copy
+    def _candidates(self, layout: PartLayout, chunk: int, box: Box) -> Iterator[tuple[Index, PieceId]]:
+        """Pieces that may contain the same bytes: of this checkpoint, then of others."""
+        tensor, bad = layout.tensor_of(chunk), (layout.number, layout.piece_of(chunk))
+        for piece_id in self._index.pieces_of(tensor):
+            if piece_id != bad and self._index.layout(piece_id[0]).piece_box(piece_id[1]).covers(box):
+                yield self._index, piece_id
         for index in self._other_indexes():
-            other = self._same(index, tensor)
-            for copy in index.copies(other) if other is not None else ():
-                if _has(index.layout(copy[0]), copy[1], box, layout.digest(chunk)):
-                    yield index, copy
+            other = self._same_tensor(index, tensor)
+            for piece_id in index.pieces_of(other) if other is not None else ():
+                if _has_chunk(index.layout(piece_id[0]), piece_id[1], box, layout.digest(chunk)):
+                    yield index, piece_id
 
-    def _same(self, index: Index, tensor: int) -> int | None:
-        """The tensor of another checkpoint that has the same name, and the same chunks."""
+    def _same_tensor(self, index: Index, tensor: int) -> int | None:
+        """The tensor of another checkpoint with the same name, rank, type and shape."""
         mine, its = self._index.manifest.tensors, index.manifest.tensors
-        other = index.number_of(mine.names[tensor], mine.ranks.get(tensor))
+        other = index.tensor_number(mine.names[tensor], mine.ranks.get(tensor))
         is_alike = other is not None and (mine.dtypes[tensor], mine.shapes[tensor]) == (
             its.dtypes[other],
             its.shapes[other],
@@ -92,39 +97,43 @@ class CopyRepairer:
 
     def _other_indexes(self) -> list[Index]:
         with self._lock:
-            if self._known is None:
+            if self._indexes is None:
                 prefix = self._index.manifest.prefix
-                others = (manifest for manifest in self._others() if manifest.prefix != prefix)
-                self._known = [Index(manifest) for manifest in islice(others, OTHERS_MAX)]
-            return self._known
+                other_manifests = (manifest for manifest in self._other_manifests() if manifest.prefix != prefix)
+                self._indexes = [Index(manifest) for manifest in islice(other_manifests, MANIFESTS_SEARCHED_MAX)]
+            return self._indexes
 
-    def _take(self, index: Index, tensor: int, box: Box, copy: Copy, digest: bytes, room: memoryview) -> bool:
-        """Read a candidate; tells whether it was what was looked for."""
+    def _copy_from(
+        self, index: Index, tensor: int, box: Box, piece_id: PieceId, digest: bytes, out: memoryview
+    ) -> bool:
+        """Read a candidate into `out`; return whether its digest matches."""
         try:
-            found = fetch(self._storage, index, [tensor], self._halt, boxes={0: box}, only=copy, threads=1).arrays[0]
+            found = fetch(
+                self._storage, index, [tensor], self._halt, boxes={0: box}, only_piece=piece_id, threads=1
+            ).arrays[0]
         except CheckpointException:
             self._halt.check()
             return False
         data = bytes_of(np.ascontiguousarray(found))
         if xxhash.xxh3_128_digest(data) != digest:
             return False
-        room[:] = data
+        out[:] = data
         return True
 
-    def _told(self, layout: PartLayout, chunk: int, index: Index, copy: Copy) -> RepairedChunk:
-        part, place = layout.part, layout.place_of(chunk)
+    def _repaired_chunk(self, layout: PartLayout, chunk: int, index: Index, piece_id: PieceId) -> RepairedChunk:
+        part, piece = layout.part, layout.piece_of(chunk)
         return RepairedChunk(
-            tensor=self._index.manifest.tensors.names[part.tensors[place]],
+            tensor=self._index.manifest.tensors.names[part.tensors[piece]],
             rank=part.rank,
             file=part.file,
-            chunk=chunk - layout.first_chunks[place],
-            source=index.manifest.parts[copy[0]].file,
+            chunk=chunk - layout.first_chunks[piece],
+            source=index.manifest.parts[piece_id[0]].file,
         )
 
 
-def _has(layout: PartLayout, place: int, box: Box, digest: bytes) -> bool:
-    """Whether a piece has a chunk of that box with that hash."""
-    if not layout.box_of_piece(place).covers(box):
+def _has_chunk(layout: PartLayout, piece: int, box: Box, digest: bytes) -> bool:
+    """Whether a piece has a chunk of this box with this digest."""
+    if not layout.piece_box(piece).covers(box):
         return False
-    numbers = range(layout.first_chunks[place], layout.first_chunks[place + 1])
-    return any(layout.digest(chunk) == digest and layout.box_of(chunk) == box for chunk in numbers)
+    numbers = range(layout.first_chunks[piece], layout.first_chunks[piece + 1])
+    return any(layout.digest(chunk) == digest and layout.chunk_box(chunk) == box for chunk in numbers)

@@ -1,7 +1,8 @@
-"""What a rank is given of a checkpoint if it does not say what it wants.
+"""Resharding: which tensors, and which parts of them, a rank loads if it does not give a state to fill.
 
-Law: in a world of the same size a rank is given what it had. In any other world all ranks together are given everything
-but what was some rank's own; that goes to that rank alone.
+Invariants:
+- In a world of the saved size a rank gets its own tree and parts.
+- In a world of another size all ranks together get everything; a per-rank value (`PerRank`) goes only to its rank.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from forged.checkpoint.format.tree import Node, frame_content
 from forged.checkpoint.model import ReshardingStrategy
 
 ABSENT: Final = object()
-"""Stands for what is not there, where None is a value."""
-NOTHING: Final[Node] = {"v": None}
-"""In a list, what is left out leaves this, so that what follows keeps its place."""
+"""Marks an absent node, because None is a value."""
+PLACEHOLDER: Final[Node] = {"v": None}
+"""Replaces a removed list item, so that the following items keep their positions."""
 
 
 def tree_for(manifest: Manifest, rank: int, world_size: int) -> Node:
-    """The tree of a rank, in a world of that size."""
+    """The tree that a rank loads in a world of that size."""
     states, saved = manifest.states, manifest.world_size
-    own = states.tree(rank) if rank < saved else without_private(states.frame(rank % saved))
+    own = states.tree(rank) if rank < saved else without_per_rank(states.frame(rank % saved))
     if world_size == saved:
         return own
-    others = common_of_others(manifest, rank)
-    return united(own, others) if others else own
+    others = other_trees(manifest, rank)
+    return merge_trees(own, others) if others else own
 
 
-def common_of_others(manifest: Manifest, rank: int) -> list[Node]:
-    """The trees that ranks of another build had, without what was any one's own."""
-    return [without_private(frame) for frame in manifest.states.other_frames(rank % manifest.world_size)]
+def other_trees(manifest: Manifest, rank: int) -> list[Node]:
+    """The trees of ranks whose state has another structure, without per-rank values."""
+    return [without_per_rank(frame) for frame in manifest.states.other_frames(rank % manifest.world_size)]
 
 
-def lacking(manifest: Manifest, rank: int) -> set[str]:
-    """The names of what every rank has for itself, where this rank was not there."""
+def missing_per_rank(manifest: Manifest, rank: int) -> set[str]:
+    """The names of per-rank tensors that a rank beyond the saved world size cannot get."""
     if rank < manifest.world_size:
         return set()
     return {manifest.tensors.names[number] for number in manifest.tensors.ranks}
@@ -45,37 +46,37 @@ def lacking(manifest: Manifest, rank: int) -> set[str]:
 def boxes_for(
     manifest: Manifest, rank: int, world_size: int, strategy: ReshardingStrategy, wanted: Sequence[int]
 ) -> dict[int, Box]:
-    """Of which tensors a rank is given a part, by tensor."""
+    """By tensor, the box that a rank loads, where that is not the whole tensor."""
     tensors = manifest.tensors
     if world_size == manifest.world_size:
         mine = {number: Box(*split[rank]) for number, split in enumerate(tensors.splits) if rank in split}
         return {tensor: mine[number] for tensor, number in tensors.split_of.items() if number in mine}
     if strategy is ReshardingStrategy.SIMPLE:
         return {}
-    axes = [_axis_of(split) for split in tensors.splits]
+    axes = [_split_axis(split) for split in tensors.splits]
     return {
-        tensor: _slice(whole(tensors.shapes[tensor]), axes[tensors.split_of[tensor]], rank, world_size)
+        tensor: _even_slice(whole(tensors.shapes[tensor]), axes[tensors.split_of[tensor]], rank, world_size)
         for tensor in wanted
         if tensor in tensors.split_of and tensor not in tensors.ranks
     }
 
 
-def turns(manifest: Manifest, rank: int, world_size: int, wanted: Iterable[int]) -> set[int]:
-    """Whole tensors in turn: those that this rank leaves to others."""
+def left_to_other_ranks(manifest: Manifest, rank: int, world_size: int, wanted: Iterable[int]) -> set[int]:
+    """With strategy `simple`: the tensors that other ranks load; whole tensors are dealt out by name."""
     tensors = manifest.tensors
     common = sorted((tensors.names[number], number) for number in wanted if number not in tensors.ranks)
     return {number for place, (_, number) in enumerate(common) if place % world_size != rank}
 
 
-def _axis_of(split: Mapping[int, BoxText]) -> int | None:
-    """The first axis along which ranks had different parts."""
+def _split_axis(split: Mapping[int, BoxText]) -> int | None:
+    """The first axis along which the ranks' parts differ; None if none does."""
     offsets, shapes = (list(zip(*sides, strict=True)) for sides in zip(*split.values(), strict=True))
     along = enumerate(zip(offsets, shapes, strict=True))
     return next((axis for axis, (starts, sizes) in along if len(set(zip(starts, sizes, strict=True))) > 1), None)
 
 
-def _slice(box: Box, axis: int | None, rank: int, world_size: int) -> Box:
-    """An even share of a box along an axis; all of it if there is none."""
+def _even_slice(box: Box, axis: int | None, rank: int, world_size: int) -> Box:
+    """A rank's even slice of a box along an axis; the whole box without an axis."""
     if axis is None:
         return box
     size = box.shape[axis]
@@ -86,8 +87,8 @@ def _slice(box: Box, axis: int | None, rank: int, world_size: int) -> Box:
     )
 
 
-def united(own: Node, others: Sequence[Node]) -> Node:
-    """A tree with what others have under keys that it does not have."""
+def merge_trees(own: Node, others: Sequence[Node]) -> Node:
+    """A tree, plus the keys of other trees that it lacks."""
     entries = _entries(own)
     if entries is None:
         return own
@@ -97,36 +98,36 @@ def united(own: Node, others: Sequence[Node]) -> Node:
             if key not in found:
                 found[key] = inner
             elif found[key] != inner:
-                found[key] = united(found[key], [inner])
+                found[key] = merge_trees(found[key], [inner])
     return _node_of(found)
 
 
-def without_private(node: Node) -> Node:
-    """A tree without what is a rank's own."""
-    return pruned(node, lambda number: True)
+def without_per_rank(node: Node) -> Node:
+    """A tree without per-rank values."""
+    return prune(node, lambda number: True)
 
 
-def pruned(node: Node, keeps: Any, *, keeps_private: bool = False) -> Node:
-    """A tree with no tensors but those that are kept."""
-    found = _pruned(node, keeps, keeps_private)
-    return NOTHING if found is ABSENT else found
+def prune(node: Node, is_kept: Any, *, keep_per_rank: bool = False) -> Node:
+    """A tree with only those tensors for which `is_kept` holds."""
+    found = _prune(node, is_kept, keep_per_rank)
+    return PLACEHOLDER if found is ABSENT else found
 
 
-def _pruned(node: Node, keeps: Any, keeps_private: bool) -> Any:
+def _prune(node: Node, is_kept: Any, keep_per_rank: bool) -> Any:
     if type(node) is int:
-        return node if keeps(node) else ABSENT
+        return node if is_kept(node) else ABSENT
     ((kind, value),) = node.items()
     match kind:
         case "d" | "m":
             items = value.items() if kind == "d" else value
-            kept = [(key, _pruned(inner, keeps, keeps_private)) for key, inner in items]
+            kept = [(key, _prune(inner, is_kept, keep_per_rank)) for key, inner in items]
             there = [[key, inner] for key, inner in kept if inner is not ABSENT]
             return {kind: dict(there) if kind == "d" else there}
         case "l" | "t":
-            inner = [_pruned(one, keeps, keeps_private) for one in value]
-            return {kind: [NOTHING if one is ABSENT else one for one in inner]}
-        case "p" if keeps_private:
-            found = _pruned(value, keeps, keeps_private)
+            inner = [_prune(one, is_kept, keep_per_rank) for one in value]
+            return {kind: [PLACEHOLDER if one is ABSENT else one for one in inner]}
+        case "p" if keep_per_rank:
+            found = _prune(value, is_kept, keep_per_rank)
             return found if found is ABSENT else {"p": found}
         case "p" | "o":
             return ABSENT
@@ -135,7 +136,7 @@ def _pruned(node: Node, keeps: Any, keeps_private: bool) -> Any:
 
 
 def _entries(node: Node) -> Mapping[Any, Node] | None:
-    """What a dict has."""
+    """The entries of a dict node; None for other nodes."""
     match node:
         case {"d": items} | {"m": items}:
             return dict(items)
@@ -149,7 +150,7 @@ def _node_of(entries: Mapping[Any, Node]) -> Node:
     return {"m": [[key, inner] for key, inner in entries.items()]}
 
 
-def common_to_all(manifest: Manifest) -> set[int]:
+def tensors_of_all_ranks(manifest: Manifest) -> set[int]:
     """The tensors that every rank had."""
     of_each = [set(frame_content(frame)[0]) for frame in manifest.states.frames]
     return set.intersection(*of_each)

@@ -193,9 +193,9 @@ def _described(manifest: Manifest, tensor: int) -> tuple[str, Shape]:
 def _digests(index: Index, tensor: int) -> dict[Box, bytes]:
     """The checksums of all chunks that there are of a tensor."""
     found: dict[Box, bytes] = {}
-    for number, place in index.copies(tensor):
+    for number, place in index.pieces_of(tensor):
         layout = index.layout(number)
-        boxes = chunks(layout.box_of_piece(place), layout.grid(place))
+        boxes = chunks(layout.piece_box(place), layout.grid(place))
         for chunk, box in enumerate(boxes, layout.first_chunks[place]):
             found[box] = layout.digest(chunk)
     return found

@@ -24,7 +24,13 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.dtypes import dtype_of, safetensors_name
 from forged.checkpoint.format.manifest import SUFFIX, VERSION, Manifest, Part
 from forged.checkpoint.format.safetensors import read_header
-from forged.checkpoint.loading.fetching import Buffers, damaged, is_of_storage, unpack_chunk, unreadable_because
+from forged.checkpoint.loading.fetching import (
+    BufferPool,
+    corrupt_chunk,
+    decompress_chunk,
+    is_storage_failure,
+    unreadable_chunk,
+)
 from forged.checkpoint.loading.read_plan import Index, PartLayout, blocks_of, plan
 from forged.checkpoint.model import check_timeout
 from forged.checkpoint.ports import Halt, Reader, Storage, bounded
@@ -270,17 +276,17 @@ class _Walk:
         self._progress = progress
         self._total = sum(part.size - part.data_offset for part in index.manifest.parts)
         self._lock = threading.Lock()
-        self._buffers = Buffers()
+        self._buffers = BufferPool()
 
     def part(self, number: int, threads: int) -> None:
         """All chunks of a part."""
         layout = self._index.layout(number)
-        blocks = [*blocks_of(layout.memory, 0, layout.chunks)]
+        blocks = [*blocks_of(layout.memory_offsets, 0, layout.chunks)]
         try:
             with self._storage.open(layout.part.file) as reader:
                 run_all(partial(self._block, layout, reader), blocks, self._halt, threads if len(blocks) > 1 else 1)
         except CheckpointException as error:
-            if not is_of_storage(error):
+            if not is_storage_failure(error):
                 raise
             part = layout.part
             self.found.append((number, -1, Finding(error.message, error.code, rank=part.rank, file=part.file)))
@@ -290,21 +296,21 @@ class _Walk:
         if len(self.found) >= FINDINGS_MAX:
             return
         first, end = block
-        edges = layout.starts[first : end + 1]
+        edges = layout.file_offsets[first : end + 1]
         buffer = self._buffers.borrow(edges[-1] - edges[0])
         data = buffer.data[: edges[-1] - edges[0]]
         chunks = [data[low - edges[0] : high - edges[0]] for low, high in pairwise(edges)]
         try:
             reader.read_into(edges[0], data)
         except CheckpointException as error:
-            if not is_of_storage(error):
+            if not is_storage_failure(error):
                 raise
             self._one_by_one(layout, reader, first, chunks)
         else:
             if not self._are_right(layout, first, chunks):
                 for number, chunk in enumerate(chunks, first):
                     self._check(layout, number, chunk)
-        self._buffers.give_back(buffer)
+        self._buffers.return_buffer(buffer)
         self._tell(edges[-1] - edges[0])
 
     def _one_by_one(self, layout: PartLayout, reader: Reader, first: int, chunks: list[memoryview]) -> None:
@@ -312,11 +318,11 @@ class _Walk:
         for number, chunk in enumerate(chunks, first):
             self._halt.check()
             try:
-                reader.read_into(layout.starts[number], chunk)
+                reader.read_into(layout.file_offsets[number], chunk)
             except CheckpointException as error:
-                if not is_of_storage(error):
+                if not is_storage_failure(error):
                     raise
-                self._find(layout, number, unreadable_because(self._index, layout, number, error))
+                self._find(layout, number, unreadable_chunk(self._index, layout, number, error))
             else:
                 self._check(layout, number, chunk)
 
@@ -330,15 +336,15 @@ class _Walk:
         if layout.part.stored is None:
             is_right = xxhash.xxh3_128_digest(chunk) == layout.digest(number)
         else:
-            size = layout.memory[number + 1] - layout.memory[number]
+            size = layout.memory_offsets[number + 1] - layout.memory_offsets[number]
             buffer = self._buffers.borrow(size)
             room = buffer.data[:size]
-            is_right = unpack_chunk(layout, number, chunk, room) and (
+            is_right = decompress_chunk(layout, number, chunk, room) and (
                 xxhash.xxh3_128_digest(room) == layout.digest(number)
             )
-            self._buffers.give_back(buffer)
+            self._buffers.return_buffer(buffer)
         if not is_right:
-            self._find(layout, number, damaged(self._index, layout, number))
+            self._find(layout, number, corrupt_chunk(self._index, layout, number))
 
     def _find(self, layout: PartLayout, number: int, why: CheckpointException) -> None:
         finding = Finding(
@@ -347,7 +353,7 @@ class _Walk:
             tensor=self._index.manifest.tensors.names[layout.tensor_of(number)],
             rank=layout.part.rank,
             file=layout.part.file,
-            chunk=number - layout.first_chunks[layout.place_of(number)],
+            chunk=number - layout.first_chunks[layout.piece_of(number)],
         )
         with self._lock:
             if len(self.found) < FINDINGS_MAX:
@@ -400,7 +406,7 @@ def _of_header(manifest: Manifest, number: int, reader: Reader, *, deep: bool) -
 def _of_entries(manifest: Manifest, number: int, reader: Reader) -> Iterator[Finding]:
     part, layout = manifest.parts[number], Index(manifest).layout(number)
     said = read_header(reader, part.file)
-    starts = [layout.starts[chunk] for chunk in layout.first_chunks]
+    starts = [layout.file_offsets[chunk] for chunk in layout.first_chunks]
     if [*said.starts, part.size] != starts:
         yield Finding(
             f"the header of {part.file} says of other arrays than the manifest",
@@ -414,7 +420,7 @@ def _of_entries(manifest: Manifest, number: int, reader: Reader) -> Iterator[Fin
         name, dtype = manifest.tensors.names[tensor], manifest.tensors.dtypes[tensor]
         kind = dtype_of(entry.dtype)
         if safetensors_name(dtype) is not None and (
-            kind != dtype_of(dtype) or entry.shape != layout.box_of_piece(place).shape
+            kind != dtype_of(dtype) or entry.shape != layout.piece_box(place).shape
         ):
             yield Finding(
                 f"the header of {part.file} says {entry.dtype} {entry.shape} of {name}, which is another array",

@@ -1,4 +1,4 @@
-"""Bytes go from files into arrays: in place where that can be, together where that is cheaper, verified always."""
+"""Chunks are read straight into arrays where possible, merged where that is cheaper, and always verified."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Manifest
-from forged.checkpoint.loading.fetching import Buffers, bytes_of, fetch
+from forged.checkpoint.loading.fetching import BufferPool, bytes_of, fetch
 from forged.checkpoint.loading.read_plan import READ_BYTES_MAX, Index
 from forged.checkpoint.model import CompressionLevel
 from forged.checkpoint.ports import Halt, Reader
@@ -23,7 +23,7 @@ from tests.checkpoint.writer import write_checkpoint
 
 
 class WatchedStorage(MemoryStorage):
-    """Knows which files are open."""
+    """Records which files are opened and closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,21 +48,21 @@ def fetch_all(storage: MemoryStorage, manifest: Manifest, **how: Any) -> list[An
 
 
 class TestReads:
-    def test_large_tensors_are_read_into_the_callers_arrays_themselves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_large_tensors_are_read_straight_into_the_given_arrays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         storage = MemoryStorage()
         w = np.random.default_rng(0).integers(0, 255, 3 * READ_BYTES_MAX, np.uint8)
         manifest = write_checkpoint(storage, "a", [{"w": w}])
-        room = np.zeros_like(w)
+        array = np.zeros_like(w)
         inside: list[bool] = []
         plain = MemoryReader.read_into
 
         def read_into(self: MemoryReader, offset: int, target: memoryview) -> None:
-            inside.append(np.shares_memory(np.frombuffer(target, np.uint8), room))
+            inside.append(np.shares_memory(np.frombuffer(target, np.uint8), array))
             plain(self, offset, target)
 
         monkeypatch.setattr(MemoryReader, "read_into", read_into)
-        fetch_all(storage, manifest, into={0: room})
-        assert bits(room) == bits(w)
+        fetch_all(storage, manifest, into={0: array})
+        assert bits(array) == bits(w)
         assert inside == [True] * len(inside)
         assert max(length for _, _, length in storage.reads) <= READ_BYTES_MAX
 
@@ -73,7 +73,7 @@ class TestReads:
         assert list(map(bits, fetch_all(storage, manifest))) == list(map(bits, small))
         assert len(storage.reads) == 1
 
-    def test_new_arrays_are_apart_from_each_other(self) -> None:
+    def test_new_arrays_do_not_overlap(self) -> None:
         storage = MemoryStorage()
         arrays = [array_of(seed, dtype, (3,)) for seed, dtype in enumerate(DTYPES)]
         made = fetch_all(storage, write_checkpoint(storage, "a", [arrays]))
@@ -86,7 +86,7 @@ class TestReads:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(300_000), "s": np.arange(3)}])
         fetched = fetch(storage, Index(manifest), [0], Halt())
-        assert fetched.read == fetched.needed == storage.bytes_read == 2_400_000
+        assert fetched.bytes_read == fetched.bytes_needed == storage.bytes_read == 2_400_000
 
 
 class TestFiles:
@@ -97,7 +97,7 @@ class TestFiles:
         fetch_all(storage, manifest)
         assert sorted(storage.opened) == sorted(storage.closed) == sorted(part.file for part in manifest.parts)
 
-    def test_a_file_is_closed_as_soon_as_nothing_more_is_to_be_read_of_it(self) -> None:
+    def test_a_file_is_closed_after_its_last_read(self) -> None:
         storage = WatchedStorage()
         manifest = write_checkpoint(storage, "a", [{f"w{rank}": np.arange(100)} for rank in range(3)])
         at_opening: list[int] = []
@@ -111,7 +111,7 @@ class TestFiles:
         fetch_all(storage, manifest)
         assert at_opening == [0, 0, 0]
 
-    def test_files_are_closed_when_it_fails(self) -> None:
+    def test_files_are_closed_when_a_read_fails(self) -> None:
         storage = WatchedStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(100_000)}])
         storage.damage(manifest.parts[0].file, manifest.parts[0].size - 1)
@@ -120,18 +120,18 @@ class TestFiles:
         assert storage.opened == [manifest.parts[0].file]
         assert threading.active_count() == 1
 
-    def test_several_threads_read_what_is_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_several_threads_read_a_large_tensor(self, monkeypatch: pytest.MonkeyPatch) -> None:
         storage = MemoryStorage()
         w = np.random.default_rng(0).integers(0, 255, 5 * READ_BYTES_MAX, np.uint8)
         manifest = write_checkpoint(storage, "a", [{"w": w}])
         both = threading.Barrier(2, timeout=60)
         plain, seen = MemoryReader.read_into, set[int]()
 
-        def read_into(self: MemoryReader, offset: int, room: memoryview) -> None:
+        def read_into(self: MemoryReader, offset: int, array: memoryview) -> None:
             if threading.get_ident() not in seen:
                 seen.add(threading.get_ident())
                 both.wait()
-            plain(self, offset, room)
+            plain(self, offset, array)
 
         monkeypatch.setattr(MemoryReader, "read_into", read_into)
         assert bits(fetch_all(storage, manifest, threads=2)[0]) == bits(w)
@@ -139,16 +139,16 @@ class TestFiles:
 
 
 class TestFailure:
-    def test_nothing_of_a_bad_small_chunk_reaches_the_callers_array(self) -> None:
+    def test_no_byte_of_a_corrupt_small_chunk_reaches_the_given_array(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(1_000)}])
         storage.damage(manifest.parts[0].file, manifest.parts[0].data_offset)
-        room = np.full(1_000, 7)
+        array = np.full(1_000, 7)
         with pytest.raises(CheckpointException):
-            fetch_all(storage, manifest, into={0: room})
-        assert (room == 7).all()
+            fetch_all(storage, manifest, into={0: array})
+        assert (array == 7).all()
 
-    def test_a_chunk_that_is_said_to_be_stored_as_it_is_with_another_length_is_damaged(self) -> None:
+    def test_an_uncompressed_chunk_of_another_length_is_corrupt(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(10)}], level=CompressionLevel.FAST)
         part = manifest.parts[0]
@@ -158,15 +158,15 @@ class TestFailure:
             fetch_all(storage, msgspec.structs.replace(manifest, parts=[short]))
         assert caught.value.code == "checkpoint_chunk_corrupt"
 
-    def test_damage_in_a_gap_that_nobody_wants_does_no_harm(self) -> None:
+    def test_corruption_in_an_unwanted_gap_is_ignored(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [[np.full(4, number) for number in range(3)]])
         storage.damage(manifest.parts[0].file, manifest.parts[0].data_offset + 33)
         fetched = fetch(storage, Index(manifest), [0, 2], Halt())
         assert [array.tolist() for array in fetched.arrays] == [[0] * 4, [2] * 4]
-        assert fetched.read == 96
+        assert fetched.bytes_read == 96
 
-    def test_an_array_that_no_memory_could_hold_is_a_typed_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_lack_of_memory_is_a_typed_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(100_000)}])
 
@@ -182,29 +182,29 @@ class TestFailure:
 class TestParts:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("shape", [(), (3,), (2, 2), (0, 2)])
-    def test_every_type_has_bytes_that_can_be_written(self, dtype: str, shape: tuple[int, ...]) -> None:
+    def test_bytes_of_gives_writable_memory_for_every_type(self, dtype: str, shape: tuple[int, ...]) -> None:
         array = array_of(0, dtype, shape)
-        room = bytes_of(array)
-        assert len(room) == array.nbytes
-        room[:] = bytes(array.nbytes)
+        memory = bytes_of(array)
+        assert len(memory) == array.nbytes
+        memory[:] = bytes(array.nbytes)
         assert not any(array.tobytes())
 
-    def test_buffers_are_lent_again_and_are_large_enough(self) -> None:
-        buffers = Buffers()
+    def test_buffers_are_reused_and_large_enough(self) -> None:
+        buffers = BufferPool()
         one = buffers.borrow(10)
-        buffers.give_back(one)
+        buffers.return_buffer(one)
         assert buffers.borrow(READ_BYTES_MAX) is one
         assert buffers.borrow(READ_BYTES_MAX + 1).size == READ_BYTES_MAX + 1
 
 
-def test_cut_chunks_and_whole_ones_of_one_file_are_read_side_by_side() -> None:
+def test_partial_and_whole_chunks_of_one_file_are_read_together() -> None:
     storage = MemoryStorage()
     full = np.random.default_rng(0).integers(0, 255, (100, 10), np.uint8)
     with small_chunks(30, 90, 31):
         manifest = write_checkpoint(storage, "a", [{"w": full, "s": np.arange(3)}])
         index = Index(manifest)
         for first in range(0, 60, 7):
-            box = index.layout(0).box_of_piece(0)._replace(offset=(first, 0), shape=(31, 10))
+            box = index.layout(0).piece_box(0)._replace(offset=(first, 0), shape=(31, 10))
             fetched = fetch(storage, index, [0, 1], Halt(), boxes={0: box})
             assert bits(fetched.arrays[0]) == bits(full[first : first + 31])
             assert fetched.arrays[1].tolist() == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""A checkpoint that is looked at is read no further than one looks."""
+"""A view reads only what is accessed."""
 
 from __future__ import annotations
 
@@ -29,50 +29,50 @@ def saved(storage: Any, **how: Any) -> CheckpointView:
 
 
 def saved_view(storage: MemoryStorage) -> CheckpointView:
-    """What was saved there before."""
+    """A view of the checkpoint saved before."""
     return CheckpointView(storage, read_manifest(storage, "a"), rank=0)
 
 
-class TestLooking:
-    def test_nothing_is_read_to_tell_what_there_is(self) -> None:
+class TestReading:
+    def test_names_and_infos_need_no_read(self) -> None:
         storage = MemoryStorage()
-        seen = saved(storage)
-        assert list(seen) == ["w", "b", "s", "rng"]
-        assert len(seen) == 4
-        assert "w" in seen
-        assert "v" not in seen
-        assert seen.info("w") == TensorInfo("w", np.dtype(np.float32), (400, 300), None)
-        assert seen.info("w").nbytes == W.nbytes
-        assert seen.info("rng").rank == 1
-        assert seen.outline()["step"] == 3
-        assert seen.outline()["b"].shape == (4, 5)
+        opened = saved(storage)
+        assert list(opened) == ["w", "b", "s", "rng"]
+        assert len(opened) == 4
+        assert "w" in opened
+        assert "v" not in opened
+        assert opened.info("w") == TensorInfo("w", np.dtype(np.float32), (400, 300), None)
+        assert opened.info("w").nbytes == W.nbytes
+        assert opened.info("rng").rank == 1
+        assert opened.outline()["step"] == 3
+        assert opened.outline()["b"].shape == (4, 5)
         assert storage.reads == []
 
-    def test_a_tensor_is_read_when_it_is_asked_for(self) -> None:
+    def test_a_tensor_is_read_on_access(self) -> None:
         storage = MemoryStorage()
-        seen = saved(storage)
-        assert bits(seen["w"]) == bits(W)
+        opened = saved(storage)
+        assert bits(opened["w"]) == bits(W)
         assert storage.bytes_read == W.nbytes
-        assert seen["rng"].tolist() == [1, 1]
-        assert bits(seen["s"]) == bits(np.array(2.5))
+        assert opened["rng"].tolist() == [1, 1]
+        assert bits(opened["s"]) == bits(np.array(2.5))
 
-    def test_a_rank_that_was_not_there_is_refused(self) -> None:
+    def test_a_rank_beyond_the_saved_world_is_refused(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": W}])
         with pytest.raises(CheckpointException):
             CheckpointView(storage, manifest, rank=1)
 
-    def test_a_name_that_nobody_has_is_a_key_error(self) -> None:
+    def test_an_unknown_name_is_a_key_error(self) -> None:
         with pytest.raises(KeyError):
             saved(MemoryStorage())["v"]
 
-    def test_a_box_reads_the_chunks_that_it_lies_in(self) -> None:
+    def test_a_box_reads_only_the_chunks_it_touches(self) -> None:
         storage = MemoryStorage()
-        seen = saved(storage)
-        assert bits(seen.box("w", (3, 5), (7, 11))) == bits(W[3:10, 5:16])
+        opened = saved(storage)
+        assert bits(opened.box("w", (3, 5), (7, 11))) == bits(W[3:10, 5:16])
         assert storage.bytes_read <= 1 << 17
-        assert bits(seen.box("s", (), ())) == bits(np.array(2.5))
-        assert seen.box("w", (400, 0), (0, 300)).shape == (0, 300)
+        assert bits(opened.box("s", (), ())) == bits(np.array(2.5))
+        assert opened.box("w", (400, 0), (0, 300)).shape == (0, 300)
 
     @pytest.mark.parametrize("box", [((0,), (1,)), ((0, 0), (401, 1)), ((-1, 0), (1, 1)), ((0, 0), (-1, 1))])
     def test_a_box_outside_of_the_tensor_is_refused(self, box: Any) -> None:
@@ -87,61 +87,61 @@ class TestMapped:
         return LocalStorage(tmp_path)
 
     def test_a_mapped_array_is_the_file_itself_and_cannot_be_written(self, storage: LocalStorage) -> None:
-        with saved(storage) as seen:
-            mapped = seen.mapped("w")
+        with saved(storage) as opened:
+            mapped = opened.mapped("w")
             assert bits(mapped) == bits(W)
             assert not mapped.flags.owndata
             assert not mapped.flags.writeable
-            assert bits(seen.mapped("b")) == bits(array_of(1, "bfloat16", (4, 5)))
-        assert bits(mapped) == bits(W), "it outlives the view"
+            assert bits(opened.mapped("b")) == bits(array_of(1, "bfloat16", (4, 5)))
+        assert bits(mapped) == bits(W), "a mapped array stays valid after its view is closed"
 
-    def test_it_is_verified_when_it_is_first_handed_out(self) -> None:
+    def test_a_mapped_array_is_verified_first(self) -> None:
         storage = MemoryStorage()
-        seen = saved(storage)
-        part = seen.manifest.parts[0]
+        opened = saved(storage)
+        part = opened.manifest.parts[0]
         storage.damage(part.file, part.data_offset + 100)
         with pytest.raises(CheckpointException) as caught:
-            seen.mapped("w")
+            opened.mapped("w")
         assert caught.value.code == "checkpoint_chunk_corrupt"
 
-    def test_a_copy_is_handed_out_where_one_is_bad(self) -> None:
+    def test_another_copy_is_mapped_when_one_is_corrupt(self) -> None:
         storage = MemoryStorage()
-        seen = saved(storage, copies=2)
-        part = seen.manifest.parts[0]
+        opened = saved(storage, copies=2)
+        part = opened.manifest.parts[0]
         storage.damage(part.file, part.data_offset + 100)
         for _ in range(2):
-            assert bits(seen.mapped("w")) == bits(W)
+            assert bits(opened.mapped("w")) == bits(W)
         del storage.files[part.file]
         assert bits(saved_view(storage).mapped("w")) == bits(W)
 
-    def test_what_cannot_be_mapped_is_read(self) -> None:
+    def test_a_tensor_that_cannot_be_mapped_is_read(self) -> None:
         packed = saved(MemoryStorage(), level=CompressionLevel.FAST)
         assert bits(packed.mapped("w")) == bits(W)
         assert bits(saved(MemoryStorage(maps=False)).mapped("w")) == bits(W)
         storage = MemoryStorage()
         halves = [{"w": ShardedArray(W[at : at + 200], W.shape, (at, 0)), "e": np.zeros((0, 2))} for at in (0, 200)]
-        seen = CheckpointView(storage, write_checkpoint(storage, "a", halves))
-        assert bits(seen.mapped("w")) == bits(W)
-        assert seen.mapped("e").shape == (0, 2)
+        opened = CheckpointView(storage, write_checkpoint(storage, "a", halves))
+        assert bits(opened.mapped("w")) == bits(W)
+        assert opened.mapped("e").shape == (0, 2)
 
-    def test_a_file_that_is_short_is_not_mapped_but_an_error(self, storage: LocalStorage, tmp_path: Path) -> None:
-        with saved(storage) as seen:
-            file = tmp_path / seen.manifest.parts[0].file
+    def test_a_truncated_file_is_an_error(self, storage: LocalStorage, tmp_path: Path) -> None:
+        with saved(storage) as opened:
+            file = tmp_path / opened.manifest.parts[0].file
             file.write_bytes(file.read_bytes()[: -W.nbytes])
             with pytest.raises(CheckpointException):
-                seen.mapped("w")
+                opened.mapped("w")
 
 
 def test_a_view_opens_a_path(tmp_path: Path) -> None:
     saved(LocalStorage(tmp_path))
-    with view(tmp_path / "a", rank=0) as seen:
-        assert seen["rng"].tolist() == [0, 0]
+    with view(tmp_path / "a", rank=0) as opened:
+        assert opened["rng"].tolist() == [0, 0]
 
 
-def test_boxes_of_small_chunks_are_right_wherever_they_are_cut() -> None:
+def test_boxes_across_chunk_edges_are_right() -> None:
     storage = MemoryStorage()
     with small_chunks(64, 256, 32):
-        seen = saved(storage)
+        opened = saved(storage)
         for top in range(0, 400, 37):
             for left in range(0, 300, 41):
-                assert bits(seen.box("w", (top, left), (3, 9))[:3]) == bits(W[top : top + 3, left : left + 9])
+                assert bits(opened.box("w", (top, left), (3, 9))[:3]) == bits(W[top : top + 3, left : left + 9])

@@ -1,4 +1,6 @@
-"""What was saved comes back, whoever saved it in which parts and whoever loads it into which."""
+"""Loading gives the saved state bit for bit, however it was divided among ranks when it was saved and when it is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def load_at_all(storage: MemoryStorage, manifest: Any, world_size: int, **option
 class TestAnyLayout:
     @THOROUGH
     @given(data=st.data())
-    def test_any_parts_become_any_other_parts_to_the_last_bit(self, data: st.DataObject) -> None:
+    def test_any_parts_load_into_any_other_parts_bit_for_bit(self, data: st.DataObject) -> None:
         draw = data.draw
         dtype, shape = draw(st.sampled_from(DTYPES)), draw(SHAPES)
         saving, loading = draw(st.integers(1, 4)), draw(st.integers(1, 4))
@@ -56,15 +58,15 @@ class TestAnyLayout:
             states = [{"w": ShardedArray(part_of(full, box), shape, box.offset)} for box in saved]
             manifest = write_checkpoint(storage, "a", states, copies=draw(st.integers(1, 2)))
             for rank, box in enumerate(draw(partitions(shape, loading))):
-                room = strided(box.shape, full.dtype, draw(st.integers(0, 3)))
-                into = {"w": ShardedArray(room, shape, box.offset)}
+                array = strided(box.shape, full.dtype, draw(st.integers(0, 3)))
+                into = {"w": ShardedArray(array, shape, box.offset)}
                 loaded = load_state(storage, manifest, into, rank=rank, world_size=loading)
                 assert loaded.state["w"] is into["w"]
-                assert bits(room) == bits(part_of(full, box))
+                assert bits(array) == bits(part_of(full, box))
 
     @THOROUGH
     @given(data=st.data())
-    def test_a_rank_of_the_same_world_is_given_what_it_had(self, data: st.DataObject) -> None:
+    def test_with_the_same_world_size_a_rank_gets_what_it_saved(self, data: st.DataObject) -> None:
         draw = data.draw
         kinds = draw(st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=8))
         ranks = draw(st.integers(1, 3))
@@ -84,7 +86,7 @@ class TestAnyLayout:
                 assert all(array.flags.aligned and array.flags.writeable for array in loaded.state["model"])
 
     @pytest.mark.parametrize("level", [CompressionLevel.FAST, CompressionLevel.MAXIMUM])
-    def test_compressed_parts_are_loaded_into_whole_and_cut_arrays(self, level: CompressionLevel) -> None:
+    def test_compressed_parts_load_into_whole_and_sharded_arrays(self, level: CompressionLevel) -> None:
         full = np.random.default_rng(0).normal(size=(400, 300)).astype(dtype_of("bfloat16"))
         small = [np.full(5_000, number, np.int64) for number in range(6)]
         storage = MemoryStorage()
@@ -125,7 +127,7 @@ class TestResharding:
         return storage, write_checkpoint(storage, "a", states), full
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
-    def test_parallel_slices_along_the_axis_that_was_cut_and_repeats_the_rest(self, world_size: int) -> None:
+    def test_parallel_slices_along_the_saved_axis_and_repeats_the_rest(self, world_size: int) -> None:
         storage, manifest, full = self.saved()
         loaded = [one.state["model"] for one in load_at_all(storage, manifest, world_size)]
         assert bits(np.concatenate([one["rows"].local for one in loaded])) == bits(full)
@@ -136,7 +138,7 @@ class TestResharding:
         assert all(bits(one["same"]) == bits(full[0]) for one in loaded)
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-    def test_what_one_rank_had_besides_the_others_goes_to_all_of_another_world(self, world_size: int) -> None:
+    def test_with_another_world_size_all_ranks_get_what_one_rank_had(self, world_size: int) -> None:
         storage, manifest, _ = self.saved()
         for one in load_at_all(storage, manifest, world_size):
             assert [one.state["model"][f"layer{rank}"]["bias"].tolist() for rank in range(4)] == [
@@ -144,7 +146,7 @@ class TestResharding:
             ]
             assert [one.state["model"][f"layer{rank}"]["depth"] for rank in range(4)] == [0, 1, 2, 3]
 
-    def test_what_a_rank_had_for_itself_is_given_to_no_other(self) -> None:
+    def test_a_per_rank_value_goes_to_its_rank_only(self) -> None:
         storage, manifest, _ = self.saved()
         loaded = load_at_all(storage, manifest, 6)
         assert [one.state["rng"]["words"][0] for one in loaded[:4]] == [0, 1, 2, 3]
@@ -183,7 +185,7 @@ class TestResharding:
         assert read / needed <= 1.05
 
 
-class TestIntoAState:
+class TestGivenState:
     def saved(self) -> tuple[MemoryStorage, Any]:
         storage = MemoryStorage()
         state = {
@@ -200,7 +202,7 @@ class TestIntoAState:
             "rng": {"words": np.zeros(4, int)},
         }
 
-    def test_its_arrays_are_filled_and_its_values_are_those_of_the_checkpoint(self) -> None:
+    def test_arrays_are_filled_and_values_come_from_the_checkpoint(self) -> None:
         storage, manifest = self.saved()
         into = self.state()
         loaded = load_state(storage, manifest, into)
@@ -212,7 +214,7 @@ class TestIntoAState:
         assert list(loaded.state["optimizer"]) == [0, "groups"]
         assert (loaded.missing, loaded.unexpected, loaded.mismatched) == ((), (), ())
 
-    def test_sections_that_the_state_lacks_come_in_new_arrays(self) -> None:
+    def test_sections_that_the_state_lacks_load_into_new_arrays(self) -> None:
         storage, manifest = self.saved()
         into = {"model": self.state()["model"]}
         loaded = load_state(storage, manifest, into, sections={"model", "rng"})
@@ -222,7 +224,7 @@ class TestIntoAState:
         assert loaded.state["rng"]["words"].tolist() == [0, 1, 2, 3]
         assert into["model"]["b"].tolist() == [0, 1, 2]
 
-    def test_sections_can_be_left_out(self) -> None:
+    def test_sections_can_be_excluded(self) -> None:
         storage, manifest = self.saved()
         options = LoadOptions(load_optimizer=False, load_rng_state=False)
         assert list(load_state(storage, manifest, options=options).state) == ["model"]
@@ -230,7 +232,7 @@ class TestIntoAState:
         assert list(load_state(storage, manifest, into, options=options).state) == ["model"]
         assert into["rng"]["words"].tolist() == [0, 0, 0, 0]
 
-    def test_all_differences_are_told_at_once_and_nothing_is_touched(self) -> None:
+    def test_all_differences_are_reported_before_anything_is_read(self) -> None:
         storage, manifest = self.saved()
         into = self.state()
         into["model"] |= {"w": np.zeros((3, 2)), "b": np.zeros(3, np.float32), "extra": np.zeros(1)}
@@ -250,14 +252,14 @@ class TestIntoAState:
         assert bits(into["optimizer"][0]["m"]) == bits(before)
         assert storage.reads == []
 
-    def test_so_many_differences_are_told_and_the_rest_is_counted(self) -> None:
+    def test_a_limited_number_of_differences_is_shown(self) -> None:
         storage, manifest = self.saved()
         into = self.state()
         into["model"] |= {f"extra{number}": np.zeros(1) for number in range(100)}
         with pytest.raises(CheckpointException, match="and 76 more"):
             load_state(storage, manifest, into)
 
-    def test_not_strictly_what_matches_is_loaded_and_the_rest_is_told(self) -> None:
+    def test_without_strict_mode_matches_load_and_the_rest_is_reported(self) -> None:
         storage, manifest = self.saved()
         into = self.state()
         into["model"] |= {"w": np.zeros((3, 2)), "extra": np.full(1, 7)}
@@ -271,7 +273,7 @@ class TestIntoAState:
         assert into["model"]["b"].tolist() == [0, 1, 2]
         assert loaded.state["model"]["extra"].tolist() == [7]
 
-    def test_another_kind_of_thing_in_the_place_of_an_array_is_a_difference(self) -> None:
+    def test_a_value_in_place_of_an_array_is_a_difference(self) -> None:
         storage, manifest = self.saved()
         into = self.state()
         into["model"] |= {"w": None, "rate": np.zeros(1), "names": {"x": np.zeros(1)}}
@@ -280,7 +282,7 @@ class TestIntoAState:
         assert loaded.missing == ("model/rate", "model/names/x")
         assert loaded.state["model"]["w"] is None
 
-    def test_lists_of_other_lengths_are_told_item_by_item(self) -> None:
+    def test_lists_of_other_lengths_are_reported_by_item(self) -> None:
         storage, manifest = self.saved()
         into = self.state()
         into["optimizer"]["groups"] = [np.ones(2)]
@@ -313,7 +315,7 @@ class TestIntoAState:
             load_state(storage, manifest, options=LoadOptions(only=("model/v",)))
         assert caught.value.code == "checkpoint_tensor_unknown"
 
-    def test_a_layer_that_was_another_ranks_is_found_there(self) -> None:
+    def test_a_layer_of_another_rank_is_found(self) -> None:
         storage = MemoryStorage()
         states = [{"model": {f"layer{rank}": {"w": np.full(2, rank), "depth": rank}}} for rank in range(2)]
         manifest = write_checkpoint(storage, "a", states)
@@ -325,7 +327,7 @@ class TestIntoAState:
         assert loaded.state["model"]["layer1"]["depth"] == 1
 
     @pytest.mark.parametrize("world_size", [2, 3])
-    def test_nothing_is_taken_from_what_another_rank_had_for_itself(self, world_size: int) -> None:
+    def test_per_rank_values_of_another_rank_are_not_taken(self, world_size: int) -> None:
         storage = MemoryStorage()
         extra = {"own": PerRank({"c": np.ones(3), "seed": 5}), "b": np.ones(2)}
         manifest = write_checkpoint(storage, "a", [{"w": np.ones(1), "extra": extra}, {"w": np.ones(1)}])
@@ -337,7 +339,7 @@ class TestIntoAState:
         assert (own.tolist(), common.tolist()) == ([0, 0, 0], [1, 1])
         assert loaded.state["extra"]["own"]["seed"] == 6
 
-    def test_a_rank_that_was_not_there_keeps_its_own(self) -> None:
+    def test_a_rank_beyond_the_saved_world_keeps_its_per_rank_values(self) -> None:
         storage, manifest = self.saved()
         into = self.state()
         words = np.full(4, 9)
@@ -346,7 +348,7 @@ class TestIntoAState:
         assert loaded.missing == ("rng/words",)
         assert words.tolist() == [9] * 4
 
-    def test_an_array_that_cannot_be_written_is_refused_before_anything_is_read(self) -> None:
+    def test_a_read_only_array_is_refused_before_anything_is_read(self) -> None:
         storage, manifest = self.saved()
         into = self.state()
         into["model"]["w"].flags.writeable = False
@@ -355,7 +357,7 @@ class TestIntoAState:
         assert caught.value.code == "checkpoint_array_readonly"
         assert storage.reads == []
 
-    def test_a_masked_array_is_refused_as_it_is_in_a_save(self) -> None:
+    def test_a_masked_array_is_refused(self) -> None:
         storage, manifest = self.saved()
         into = self.state()
         masked = np.ma.masked_array(np.zeros((2, 3)), mask=True)
@@ -369,8 +371,8 @@ class TestIntoAState:
         assert not masked.data.any()
 
 
-class TestACheckpointThatGoes:
-    """Somebody deletes it, or replaces it, between the reading of its manifest and that of its files."""
+class TestCheckpointRemovedDuringLoad:
+    """The checkpoint is deleted or replaced after its manifest is read and before its files are."""
 
     def saved(self) -> tuple[MemoryStorage, Any]:
         storage = MemoryStorage()
@@ -386,28 +388,28 @@ class TestACheckpointThatGoes:
             load_state(storage, manifest, {"model": {"w": np.zeros(5, int)}})
         return caught.value
 
-    def test_one_that_was_deleted_is_told_as_such(self) -> None:
+    def test_a_deleted_checkpoint_is_reported_as_deleted(self) -> None:
         storage, manifest = self.saved()
         listing.delete(storage, "a")
         error = self.error(storage, manifest)
         assert (error.code, error.type, error.retryable) == ("checkpoint_deleted", ExceptionType.LOAD_FAILED, True)
-        assert "a was deleted while it was loaded" in error.message
+        assert "a was deleted during the load" in error.message
 
-    def test_one_that_is_being_deleted_is_told_as_such(self) -> None:
+    def test_a_checkpoint_under_deletion_is_reported_as_deleted(self) -> None:
         storage, manifest = self.saved()
         storage.move(manifest.path, "a" + TOMBSTONE)
         del storage.files[manifest.parts[0].file]
         assert self.error(storage, manifest).code == "checkpoint_deleted"
 
-    def test_one_that_was_replaced_is_told_as_such(self) -> None:
+    def test_a_replaced_checkpoint_is_reported_as_replaced(self) -> None:
         storage, manifest = self.saved()
         listing.delete(storage, "a")
         self.save(storage, np.arange(5) + 1)
         error = self.error(storage, manifest)
         assert (error.code, error.retryable) == ("checkpoint_replaced", True)
-        assert "a was replaced while it was loaded" in error.message
+        assert "a was replaced during the load" in error.message
 
-    def test_one_that_is_there_and_lacks_a_file_is_told_of_that_file(self) -> None:
+    def test_a_missing_file_is_reported(self) -> None:
         storage, manifest = self.saved()
         del storage.files[manifest.parts[0].file]
         error = self.error(storage, manifest)
@@ -417,17 +419,17 @@ class TestACheckpointThatGoes:
 
 
 class TestSharedMemory:
-    def test_two_names_of_one_array_are_loaded_if_both_have_the_same_values(self) -> None:
+    def test_two_names_of_one_array_load_if_their_values_are_equal(self) -> None:
         storage = MemoryStorage()
         tied = np.arange(5.0)
         manifest = write_checkpoint(storage, "a", [{"embed": tied, "head": tied, "other": np.ones(2)}])
-        room = np.zeros(5)
-        into: dict[str, Any] = {"embed": room, "head": room, "other": np.zeros(2)}
+        array = np.zeros(5)
+        into: dict[str, Any] = {"embed": array, "head": array, "other": np.zeros(2)}
         loaded = load_state(storage, manifest, into)
-        assert loaded.state["embed"] is loaded.state["head"] is room
-        assert room.tolist() == tied.tolist()
+        assert loaded.state["embed"] is loaded.state["head"] is array
+        assert array.tolist() == tied.tolist()
 
-    def test_views_of_one_buffer_that_do_not_overlap_are_loaded_in_place(self) -> None:
+    def test_views_of_one_buffer_without_overlap_load_in_place(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"x": np.arange(5), "y": np.arange(5, 10)}])
         flat = np.zeros(10, int)
@@ -437,7 +439,7 @@ class TestSharedMemory:
         load_state(storage, manifest, {"x": interleaved[::2], "y": interleaved[1::2]})
         assert interleaved[::2].tolist() == list(range(5))
 
-    def test_arrays_that_share_memory_and_differ_in_the_checkpoint_are_an_error(self) -> None:
+    def test_overlapping_arrays_with_different_values_are_an_error(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"x": np.arange(5), "y": np.arange(5, 10)}])
         flat = np.zeros(8, int)
@@ -447,23 +449,24 @@ class TestSharedMemory:
         assert "overwritten" in caught.value.message
 
     @pytest.mark.parametrize("stride", [0, 4])
-    def test_an_array_with_elements_one_over_the_other_is_loaded_only_if_they_are_alike(self, stride: int) -> None:
+    def test_an_array_that_overlaps_itself_loads_only_equal_elements(self, stride: int) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"x": np.arange(4.0), "y": np.zeros(4)}])
-        folded: Any = np.ndarray((4,), np.float64, bytearray(b"\1" * 40), 0, (stride,))
-        load_state(storage, manifest, {"y": folded}, options=LoadOptions("a", only=("y",)))
-        assert folded.tolist() == [0.0] * 4
+        overlapping: Any = np.ndarray((4,), np.float64, bytearray(b"\1" * 40), 0, (stride,))
+        load_state(storage, manifest, {"y": overlapping}, options=LoadOptions("a", only=("y",)))
+        assert overlapping.tolist() == [0.0] * 4
         with pytest.raises(CheckpointException) as caught:
-            load_state(storage, manifest, {"x": folded}, options=LoadOptions("a", only=("x",)))
+            load_state(storage, manifest, {"x": overlapping}, options=LoadOptions("a", only=("x",)))
         assert caught.value.code == "checkpoint_arrays_shared"
 
 
 class Handle:
-    """An array of somebody else's."""
+    """An array type of another library."""
 
     def __init__(self, data: Any, label: str = "") -> None:
         self.data = data
         self.label = label
+        self.shape = np.shape(data)
 
 
 HANDLES = LeafType(
@@ -474,27 +477,28 @@ HANDLES = LeafType(
 
 
 class TestLeafTypes:
-    def test_a_leaf_type_is_filled_and_made_anew(self) -> None:
+    def test_a_leaf_of_a_custom_type_is_filled_and_converted(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": [Handle(np.arange(3))]}], leaf_types=[HANDLES])
-        have = Handle(np.zeros(3, int), "mine")
-        loaded = load_state(storage, manifest, {"w": [have]}, leaf_types=[HANDLES])
-        assert loaded.state["w"][0] is not have
-        assert loaded.state["w"][0].data is have.data
+        current = Handle(np.zeros(3, int), "mine")
+        loaded = load_state(storage, manifest, {"w": [current]}, leaf_types=[HANDLES])
+        assert loaded.state["w"][0] is not current
+        assert loaded.state["w"][0].data is current.data
         assert loaded.state["w"][0].label == "mine"
-        assert have.data.tolist() == [0, 1, 2]
+        assert current.data.tolist() == [0, 1, 2]
 
-    def test_so_is_one_that_is_a_part(self) -> None:
+    def test_the_local_part_of_a_sharded_array_may_be_of_a_custom_type(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(6)}])
-        have = ShardedArray(np.zeros(2, int), (6,), (3,))
-        loaded = load_state(storage, manifest, {"w": ShardedArray(np.zeros(2, int), (6,), (3,))}, leaf_types=[HANDLES])
-        assert loaded.state["w"].local.tolist() == [3, 4]
-        assert have.local.tolist() == [0, 0]
+        current = ShardedArray(Handle(np.zeros(2, int), "mine"), (6,), (3,))
+        loaded = load_state(storage, manifest, {"w": current}, leaf_types=[HANDLES])
+        assert loaded.state["w"].offset == (3,)
+        assert loaded.state["w"].local.label == "mine"
+        assert current.local.data.tolist() == [3, 4]
 
 
 class TestFailure:
-    def test_a_bad_chunk_is_named_with_tensor_rank_file_and_chunk(self) -> None:
+    def test_a_corrupt_chunk_is_named_with_tensor_rank_file_and_chunk(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"small": np.arange(10), "w": np.arange(100_000)}])
         part = manifest.parts[0]
@@ -505,10 +509,10 @@ class TestFailure:
         error = caught.value
         assert error.code == "checkpoint_chunk_corrupt"
         assert "chunk 3 of w, written by rank 0 in a/00000000.00000-of-00001.safetensors" in error.message
-        assert "overwritten in part" in error.message
+        assert "partly overwritten" in error.message
 
     @pytest.mark.parametrize("cut", [1, 50_000, None])
-    def test_a_file_that_is_short_or_missing_is_named(self, cut: int | None) -> None:
+    def test_a_truncated_or_missing_file_is_named(self, cut: int | None) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(100_000)}])
         file = manifest.parts[0].file
@@ -519,7 +523,7 @@ class TestFailure:
         with pytest.raises(CheckpointException, match=file):
             load_state(storage, manifest)
 
-    def test_a_halt_stops_it(self) -> None:
+    def test_a_halt_stops_the_load(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(100_000)}])
         halt = Halt()
@@ -528,7 +532,7 @@ class TestFailure:
             load_state(storage, manifest, halt=halt)
         assert caught.value.code == "checkpoint_cancelled"
 
-    def test_a_rank_outside_its_world_is_refused(self) -> None:
+    def test_a_rank_outside_the_world_is_refused(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(3)}])
         with pytest.raises(CheckpointException):

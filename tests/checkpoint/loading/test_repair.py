@@ -1,4 +1,4 @@
-"""A bad chunk is replaced by the same bytes from elsewhere, or not at all."""
+"""A corrupt chunk is replaced by the same bytes from another copy, or is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from forged.checkpoint.errors import CheckpointException, storage_error
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.loader import Loaded, load_state
-from forged.checkpoint.loading.repair import OTHERS_MAX
+from forged.checkpoint.loading.repair import MANIFESTS_SEARCHED_MAX
 from forged.checkpoint.model import CompressionLevel, PerRank, RepairedChunk, ShardedArray
 from tests.checkpoint.layouts import small_chunks
 from tests.checkpoint.shelves import MemoryReader, MemoryStorage
@@ -25,15 +25,15 @@ def damage_chunk(storage: MemoryStorage, manifest: Manifest, part: int, chunk: i
     storage.damage(manifest.parts[part].file, manifest.parts[part].data_offset + chunk * CHUNK + 17)
 
 
-def load(storage: MemoryStorage, manifest: Manifest, *others: Manifest, into: Any = None) -> Loaded:
+def load(storage: MemoryStorage, manifest: Manifest, *other_manifests: Manifest, into: Any = None) -> Loaded:
     def newest_first() -> Iterator[Manifest]:
-        return iter(others)
+        return iter(other_manifests)
 
-    return load_state(storage, manifest, into, rank=0, world_size=manifest.world_size, others=newest_first)
+    return load_state(storage, manifest, into, rank=0, world_size=manifest.world_size, other_manifests=newest_first)
 
 
-class TestTheSameCheckpoint:
-    def test_another_ranks_copy_is_used_and_told(self) -> None:
+class TestSameCheckpoint:
+    def test_another_ranks_copy_is_used_and_reported(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": W}, {"w": W}], copies=2)
         damage_chunk(storage, manifest, 0, 2)
@@ -41,7 +41,7 @@ class TestTheSameCheckpoint:
         assert loaded.state["w"].tobytes() == W.tobytes()
         assert loaded.repaired == (RepairedChunk("w", 0, manifest.parts[0].file, 2, manifest.parts[1].file),)
 
-    def test_so_it_is_in_the_arrays_of_a_state(self) -> None:
+    def test_given_arrays_are_repaired_too(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": W}, {"w": W}], copies=2)
         damage_chunk(storage, manifest, 0, 0)
@@ -50,14 +50,14 @@ class TestTheSameCheckpoint:
         assert [one.chunk for one in load(storage, manifest, into=into).repaired] == [0, 3]
         assert into["w"].tobytes() == W.tobytes()
 
-    def test_two_copies_that_are_bad_in_different_chunks_make_one_good_tensor(self) -> None:
+    def test_two_copies_with_different_corrupt_chunks_make_one_good_tensor(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": W}, {"w": W}], copies=2)
         damage_chunk(storage, manifest, 0, 1)
         damage_chunk(storage, manifest, 1, 2)
         assert load(storage, manifest).state["w"].tobytes() == W.tobytes()
 
-    def test_a_chunk_of_which_all_copies_are_bad_is_an_error(self) -> None:
+    def test_a_chunk_whose_copies_are_all_corrupt_is_an_error(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": W}, {"w": W}], copies=2)
         damage_chunk(storage, manifest, 0, 1)
@@ -65,7 +65,7 @@ class TestTheSameCheckpoint:
         with pytest.raises(CheckpointException, match="chunk 1 of w, written by rank 0"):
             load(storage, manifest)
 
-    def test_a_part_that_is_gone_is_replaced_as_a_whole(self) -> None:
+    def test_a_missing_part_is_read_from_its_copy(self) -> None:
         storage = MemoryStorage()
         state = {"w": W, "small": [np.arange(n) for n in range(5)]}
         manifest = write_checkpoint(storage, "a", [state, state], copies=2)
@@ -74,7 +74,7 @@ class TestTheSameCheckpoint:
         assert loaded.state["w"].tobytes() == W.tobytes()
         assert [one.tolist() for one in loaded.state["small"]] == [list(range(n)) for n in range(5)]
 
-    def test_an_overlapping_part_of_another_rank_will_do(self) -> None:
+    def test_an_overlapping_part_of_another_rank_is_a_copy(self) -> None:
         storage = MemoryStorage()
         states = [
             {"w": ShardedArray(W[:300_000], W.shape, (0,))},
@@ -87,7 +87,7 @@ class TestTheSameCheckpoint:
         assert loaded.repaired[0].source == manifest.parts[1].file
 
     @pytest.mark.parametrize("level", [CompressionLevel.FAST, CompressionLevel.BALANCED])
-    def test_a_packed_chunk_is_mended_too(self, level: CompressionLevel) -> None:
+    def test_a_compressed_chunk_is_repaired(self, level: CompressionLevel) -> None:
         storage = MemoryStorage()
         w = np.arange(100_000, dtype=np.float32)
         manifest = write_checkpoint(storage, "a", [{"w": w}, {"w": w}], copies=2, level=level)
@@ -100,14 +100,14 @@ class TestTheSameCheckpoint:
         assert loaded.state["w"].tobytes() == w.tobytes()
         assert [one.chunk for one in loaded.repaired] == [1]
 
-    def test_a_copy_is_read_where_the_disk_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_copy_is_read_when_the_disk_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": W}, {"w": W}], copies=2)
         plain = MemoryReader.read_into
 
         def fail(self: MemoryReader, offset: int, room: memoryview) -> None:
             if self.name == manifest.parts[0].file:
-                raise storage_error("the disk says no", self.name, retryable=True)
+                raise storage_error("the disk fails", self.name, retryable=True)
             plain(self, offset, room)
 
         monkeypatch.setattr(MemoryReader, "read_into", fail)
@@ -115,7 +115,7 @@ class TestTheSameCheckpoint:
 
 
 class TestOtherCheckpoints:
-    def test_an_older_one_with_the_same_hash_is_used(self) -> None:
+    def test_a_chunk_with_the_same_hash_is_taken_from_an_older_checkpoint(self) -> None:
         storage = MemoryStorage()
         old = write_checkpoint(storage, "old", [{"x": np.arange(3), "w": W}])
         new = write_checkpoint(storage, "new", [{"w": W}])
@@ -124,7 +124,7 @@ class TestOtherCheckpoints:
         assert loaded.state["w"].tobytes() == W.tobytes()
         assert loaded.repaired == (RepairedChunk("w", 0, new.parts[0].file, 2, old.parts[0].file),)
 
-    def test_one_with_other_values_is_not_even_read(self) -> None:
+    def test_a_checkpoint_with_other_values_is_not_read(self) -> None:
         storage = MemoryStorage()
         old = write_checkpoint(storage, "old", [{"w": W + 1}])
         new = write_checkpoint(storage, "new", [{"w": W}])
@@ -134,7 +134,7 @@ class TestOtherCheckpoints:
         assert old.parts[0].file not in {name for name, _, _ in storage.reads}
 
     @pytest.mark.parametrize("other", [{"v": W}, {"w": W.reshape(2, -1)}, {"w": W.view(np.int8)}])
-    def test_one_in_which_it_is_another_tensor_is_left_alone(self, other: dict[str, Any]) -> None:
+    def test_a_tensor_of_another_name_shape_or_type_is_not_used(self, other: dict[str, Any]) -> None:
         storage = MemoryStorage()
         old = write_checkpoint(storage, "old", [other])
         new = write_checkpoint(storage, "new", [{"w": W}])
@@ -142,7 +142,7 @@ class TestOtherCheckpoints:
         with pytest.raises(CheckpointException):
             load(storage, new, old)
 
-    def test_what_a_rank_has_for_itself_is_never_taken_from_another_rank(self) -> None:
+    def test_a_per_rank_tensor_is_never_taken_from_another_rank(self) -> None:
         storage = MemoryStorage()
         old = write_checkpoint(storage, "old", [{"w": PerRank(W + 1)}, {"w": PerRank(W)}])
         new = write_checkpoint(storage, "new", [{"w": PerRank(W)}, {"w": PerRank(W + 1)}])
@@ -150,14 +150,14 @@ class TestOtherCheckpoints:
         with pytest.raises(CheckpointException):
             load(storage, new, old)
 
-    def test_a_bad_copy_in_one_leads_on_to_the_next(self) -> None:
+    def test_a_corrupt_copy_leads_to_the_next_checkpoint(self) -> None:
         storage = MemoryStorage()
         manifests = [write_checkpoint(storage, name, [{"w": W}]) for name in ("new", "older", "oldest")]
         damage_chunk(storage, manifests[0], 0, 1)
         damage_chunk(storage, manifests[1], 0, 1)
         assert load(storage, *manifests).repaired[0].source == manifests[2].parts[0].file
 
-    def test_without_a_word_those_in_the_storage_are_looked_at_the_newest_first(self) -> None:
+    def test_by_default_the_storage_is_searched_newest_first(self) -> None:
         storage = MemoryStorage()
         manifests = [
             write_checkpoint(storage, name, [{"w": W}]) for name in ("oldest", "older", "deleted", "bad", "new")
@@ -171,44 +171,44 @@ class TestOtherCheckpoints:
         (repaired,) = load_state(storage, manifests[-1]).repaired
         assert repaired.source == manifests[0].parts[0].file
 
-    def test_a_storage_that_cannot_list_them_does_not_hide_what_is_wrong(self) -> None:
+    def test_a_failing_search_raises_the_original_error(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": W}])
         damage_chunk(storage, manifest, 0, 1)
 
-        def others() -> Iterator[Manifest]:
+        def other_manifests() -> Iterator[Manifest]:
             raise storage_error("no answer", "", retryable=True)
 
         with pytest.raises(CheckpointException, match="chunk 1 of w"):
-            load_state(storage, manifest, others=others)
+            load_state(storage, manifest, other_manifests=other_manifests)
 
-    def test_nobody_looks_for_others_while_all_is_well(self) -> None:
+    def test_no_other_checkpoint_is_searched_without_corruption(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": W}])
 
-        def others() -> Iterator[Manifest]:
-            raise AssertionError("asked for others")
+        def other_manifests() -> Iterator[Manifest]:
+            raise AssertionError("searched without corruption")
 
-        assert load_state(storage, manifest, others=others).repaired == ()
+        assert load_state(storage, manifest, other_manifests=other_manifests).repaired == ()
 
-    def test_so_many_others_are_looked_at_and_once(self) -> None:
+    def test_a_limited_number_of_checkpoints_is_searched_once(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": W}])
         damage_chunk(storage, manifest, 0, 1)
         asked: list[int] = []
         other = write_checkpoint(storage, "b", [{"w": W + 1}])
 
-        def others() -> Iterator[Manifest]:
-            for number in range(10 * OTHERS_MAX):
+        def other_manifests() -> Iterator[Manifest]:
+            for number in range(10 * MANIFESTS_SEARCHED_MAX):
                 asked.append(number)
                 yield other
 
         with pytest.raises(CheckpointException):
-            load_state(storage, manifest, others=others)
-        assert len(asked) == OTHERS_MAX
+            load_state(storage, manifest, other_manifests=other_manifests)
+        assert len(asked) == MANIFESTS_SEARCHED_MAX
 
 
-def test_a_chunk_of_blocks_is_mended_where_it_is_cut() -> None:
+def test_partly_wanted_chunks_are_repaired() -> None:
     storage = MemoryStorage()
     full = np.random.default_rng(1).integers(0, 255, (64, 64), np.uint8)
     with small_chunks(256, 1024, 64):

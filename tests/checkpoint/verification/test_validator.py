@@ -107,7 +107,7 @@ class TestDamage:
     def test_ten_thousand_bits_of_the_payload_that_flip_are_all_found_and_none_is_loaded(self) -> None:
         storage, manifest = saved()
         sound = [load_state(storage, manifest, rank=rank, world_size=2).state for rank in range(2)]
-        starts = [Index(manifest).layout(part.rank).starts for part in manifest.parts]
+        starts = [Index(manifest).layout(part.rank).file_offsets for part in manifest.parts]
         random = Random(FLIPS)
         for turn in range(FLIPS // FLIPS_AT_ONCE):
             flips, chunks = [], set()
@@ -131,7 +131,7 @@ class TestDamage:
     def test_the_tensor_and_the_chunk_are_named(self) -> None:
         storage, manifest = saved()
         part = manifest.parts[1]
-        storage.damage(part.file, Index(manifest).layout(1).starts[2] - 1)
+        storage.damage(part.file, Index(manifest).layout(1).file_offsets[2] - 1)
         (error,) = check(storage).errors
         assert (error.tensor, error.rank, error.file, error.chunk) == ("model/w", 1, part.file, 1)
         assert error.message.startswith(f"chunk 1 of model/w, written by rank 1 in {part.file} at byte ")
@@ -150,7 +150,7 @@ class TestDamage:
         storage, manifest = saved()
         for number, part in enumerate(manifest.parts):
             for chunk in range(2):
-                storage.damage(part.file, Index(manifest).layout(number).starts[chunk])
+                storage.damage(part.file, Index(manifest).layout(number).file_offsets[chunk])
         assert [(error.rank, error.chunk) for error in check(storage).errors] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
     def test_after_so_many_findings_it_is_enough(self) -> None:
@@ -184,7 +184,7 @@ class TestDamage:
     def test_of_a_file_that_is_short_the_chunks_that_are_gone_are_named(self) -> None:
         storage, manifest = saved()
         part = manifest.parts[1]
-        storage.files[part.file] = storage.files[part.file][: Index(manifest).layout(1).starts[2]]
+        storage.files[part.file] = storage.files[part.file][: Index(manifest).layout(1).file_offsets[2]]
         gone = [(error.tensor, error.chunk) for error in check(storage).errors if error.tensor]
         assert ("model/w", 2) in gone
         assert ("model/w", 1) not in gone
