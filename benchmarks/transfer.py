@@ -103,7 +103,7 @@ def _give(held: DirectoryShardStore, door: Connection) -> None:
 
 async def _give_shards(held: DirectoryShardStore, door: Connection, bare: tuple[str, int]) -> None:
     mesh = Mesh("giver", bytes(16), "bench", key=KEY)
-    mesh.give_shards(held)
+    mesh.serve_shards(held)
     async with mesh.open() as address:
         door.send((WorkerId("giver", address.host, address.port), bare))
         await asyncio.get_running_loop().run_in_executor(None, door.recv)
@@ -138,7 +138,7 @@ async def _fetch(made: Scene, path: Path, concurrency: int) -> float:
     store, mesh = DirectoryShardStore(path), Mesh("taker", bytes(16), "bench", key=KEY)
     async with mesh.open() as address:
         taker = WorkerId("taker", address.host, address.port)
-        manager = DataTransferManager(taker, store, mesh.visit_shards, max_concurrent_transfers=concurrency)
+        manager = DataTransferManager(taker, store, mesh.connect_for_shards, max_concurrent_transfers=concurrency)
         plan = _all_from(made, taker)
         start = time.monotonic()
         report = await manager.execute_plan(plan)

@@ -1,4 +1,4 @@
-"""Training data: who holds which shard, what must travel when the workers change, and which samples a step takes."""
+"""Training data: shards and their placement, transfers between workers, sampling and the audit."""
 
 from forged.data.audit.epoch_audit import EpochAudit, UsageLog
 from forged.data.dataset import Dataset
@@ -12,8 +12,8 @@ from forged.data.store.directory import DirectoryShardStore
 from forged.data.store.origin import DirectoryOrigin, FunctionOrigin, ShardOrigin
 from forged.data.store.port import (
     ArrivingShard,
-    Begun,
     OpenShard,
+    PartialShard,
     ShardCorrupt,
     ShardStore,
     Stamp,
@@ -26,7 +26,6 @@ from forged.data.transfer.outcome import TransferReport
 
 __all__ = [
     "ArrivingShard",
-    "Begun",
     "DataRedistributionPlan",
     "DataRedistributor",
     "DataShard",
@@ -39,6 +38,7 @@ __all__ = [
     "EpochAudit",
     "FunctionOrigin",
     "OpenShard",
+    "PartialShard",
     "RedistributionReport",
     "Run",
     "SamplerState",

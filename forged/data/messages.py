@@ -116,7 +116,7 @@ class CorruptShardFound(Fact, frozen=True):
 class OfferTaken(msgspec.Struct, frozen=True):
     """What was said is heard, unless some copies are in doubt: then those are to be looked at, and all is said anew."""
 
-    doubted: bytes = b""
+    suspect: bytes = b""
     """Their numbers, as int64."""
 
 
@@ -138,7 +138,7 @@ class OfferShards(Request[OfferTaken], frozen=True):
     """How fast shards came to it lately; 0 where it has not measured that."""
     weight: float = 1.0
     """How much of the data it should hold, in proportion to the others: a finite number above 0."""
-    looked_at: bytes = b""
+    verified: bytes = b""
     """The shards of which the copies were in doubt and were verified again, whether they were bad or not, as int64."""
     marks: bytes = b""
     """For each of `held` the first 8 bytes of its checksum; empty where they are not told."""
@@ -196,7 +196,7 @@ class ReportShards(Request[Nothing], frozen=True):
     """How many bytes came."""
     took_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     missing: Natural = 0
-    unkept: Natural = 0
+    not_stored: Natural = 0
 
 
 class ReportLostShards(Request[Nothing], frozen=True):

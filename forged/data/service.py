@@ -181,7 +181,7 @@ class DataService:
             generation=members.generation,
         )
         worker = custody.member(request.worker_id)
-        doubted = custody.looks_again(worker, _ids(request.looked_at), held)
+        doubted = custody.looks_again(worker, _ids(request.verified), held)
         self._append(self._doubts_of(custody))
         if doubted.size:
             if members.in_background and custody.is_held_by(worker):
@@ -350,9 +350,9 @@ class DataService:
             found = f"{request.worker_id} found bad copies of {counted(request.missing, 'shard')}, and no other"
             self._look_again(custody, request.attempt, found)
             return Decision(Nothing())
-        if request.unkept:
+        if request.not_stored:
             if custody.is_news_that_full(custody.member(request.worker_id)):
-                what = counted(request.unkept, "shard")
+                what = counted(request.not_stored, "shard")
                 why = f"{request.worker_id} cannot keep {what} that it was to take: make room on its disk"
                 self._look_again(custody, request.attempt, why, stops=False)
             return Decision(Nothing())

@@ -30,7 +30,7 @@ from forged.retry import RetryPolicy
 from forged.worker.collectives.endpoints import HubEndpoint, MemberEndpoint
 from forged.worker.collectives.world import ABORTED, World
 from forged.worker.data.shard_connections import ShardConnection, ShardConnections, ShardServer
-from forged.worker.state_transfer.transfer import Into, StateFetch, StateServer
+from forged.worker.state_transfer.transfer import Dialogue, Into, StateFetch, StateServer
 from forged.worker.transport import peer_messages
 from forged.worker.transport.bulk_channel import BulkTransport, SocketBulkTransport
 from forged.worker.transport.peer_link import PEER_LIMITS, AcceptedLink, DialledLink, PeerLink, Receiver, dial
@@ -120,8 +120,8 @@ class Mesh:
         self._desk: StateServer | None = None
         self._fetch = StateFetch(self._carrier, self._dial_source, self._random)
         self._shards: ShardStore | None = None
-        self._shard_desk: ShardServer | None = None
-        self._visits = ShardConnections(self._carrier, self._dial_shards)
+        self._shard_server: ShardServer | None = None
+        self._shard_connections = ShardConnections(self._carrier)
 
     def trust(self, key: bytes) -> None:
         """Use the job's key from now on."""
@@ -136,7 +136,7 @@ class Mesh:
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             self._desk = StateServer(self._carrier, tasks, self._log)
-            self._shard_desk = ShardServer(self._carrier, tasks, self._log, lambda: self._shards)
+            self._shard_server = ShardServer(self._carrier, tasks, self._log, lambda: self._shards)
             tasks.start_soon(self._sweep)
             try:
                 async with self._listening(Address(self._scheme, host=host, port=port)) as address:
@@ -262,32 +262,31 @@ class Mesh:
 
     # Training data.
 
-    def give_shards(self, store: ShardStore | None) -> None:
-        """From now on give the shards of this store to whoever comes for them."""
+    def serve_shards(self, store: ShardStore | None) -> None:
+        """Serve the shards of this store from now on."""
         self._shards = store
 
-    async def visit_shards(self, source: WorkerId) -> ShardConnection:
+    async def connect_for_shards(self, source: WorkerId) -> ShardConnection:
         """Connect to a worker, to fetch shards from it."""
-        return await self._visits.visit(source)
+        dialogue = Dialogue()
+        link = await self._dial(source, self._answer(source.id, Purpose.SHARDS, 0), dialogue)
+        return await self._shard_connections.open(source, link, dialogue)
 
     def has_given(self) -> bool:
         """Whether others have taken state or shards from here since this was asked last, or do just now."""
-        gave_shards = self._shard_desk is not None and self._shard_desk.has_given()
+        gave_shards = self._shard_server is not None and self._shard_server.has_given()
         return gave_shards or (self._desk is not None and self._desk.is_giving)
 
     def descriptors(self) -> list[int]:
         """The file descriptors of the door and of all connections, which a forked child has to close."""
         linked = [fd for link in (*self._strangers, *self._links) if (fd := link.descriptor()) is not None]
-        owners = (self._door, self._fetch, self._desk, self._visits, self._shard_desk)
+        owners = (self._door, self._fetch, self._desk, self._shard_connections, self._shard_server)
         return linked + [fd for owner in owners if owner is not None for fd in owner.descriptors()]
 
     # Connections.
 
     async def _dial_source(self, source: WorkerId, attempt: int, receiver: Receiver) -> DialledLink:
         return await self._dial(source, self._answer(source.id, Purpose.STATE, attempt), receiver)
-
-    async def _dial_shards(self, source: WorkerId, receiver: Receiver) -> DialledLink:
-        return await self._dial(source, self._answer(source.id, Purpose.SHARDS, 0), receiver)
 
     async def _dial(self, target: WorkerId, answer: Answer, receiver: Receiver) -> DialledLink:
         if self._tasks is None or not self._key:
@@ -349,9 +348,9 @@ class Mesh:
             assert self._desk is not None
             self._desk.admit(link, answer.number, answer.worker)
         elif answer.purpose is Purpose.SHARDS:
-            assert self._shard_desk is not None
+            assert self._shard_server is not None
             with self._refusing(link):
-                self._shard_desk.admit(link, answer.worker)
+                self._shard_server.admit(link, answer.worker)
         elif answer.number > self._generation:
             self._early[link] = _Early(answer, self._clock.monotonic())
         else:
@@ -397,6 +396,6 @@ class Mesh:
     async def _close(self) -> None:
         if self._world is not None:
             await self._world.leave()
-        self._visits.cut()
+        self._shard_connections.cut()
         for link in [*self._strangers, *self._links]:
             link.abort()

@@ -43,7 +43,6 @@ from forged.worker.daemon.goodbye import Goodbye, LeaveReason, farewell
 from forged.worker.daemon.heartbeat import Heartbeat
 from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.daemon.wait_reporter import WaitReporter
-from forged.worker.data.provider import DataProvider
 from forged.worker.data.sample_usage import SampleUsage
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain.drain import Drain, Ties
@@ -135,8 +134,8 @@ class WorkerSession:
         self.waiting = WaitReporter(self._what_stands_still, self._tasks, profile.log)
         self.passage: Rescaler | None = None
         """How it comes from world to world; None before the daemon has taken it in."""
-        self.supply: DataProvider | None = None
-        """Where its training data comes from; None before that, or for who has none."""
+        self.shards: ShardHolder | None = None
+        """None before the registration, and without training data."""
         self._is_registered = False
         self._may_be_known = False
         """Whether the daemon may take it for a worker that is not registered yet."""
@@ -262,8 +261,8 @@ class WorkerSession:
         config = self._go_by(self._standing.settings)
         if self.passage is None:
             data = self._profile.data
-            self.supply = None if data is None else self._supply_of(data, config)
-            self.passage = self._passage_with(self.supply)
+            self.shards = None if data is None else self._shard_holder(data, config)
+            self.passage = self._passage_with(self.shards)
         self.prepare_to_leave()
         self._see_to_data()
         return self.passage
@@ -278,28 +277,30 @@ class WorkerSession:
             self._heartbeat.go_by(config.heartbeat_interval_s)
         return config
 
-    def _supply_of(self, data: TrainingData, config: ElasticTrainingConfig) -> DataProvider:
+    def _shard_holder(self, data: TrainingData, config: ElasticTrainingConfig) -> ShardHolder:
         profile = self._profile
-        custodian = ShardHolder(
+        return ShardHolder(
             data,
             config,
+            profile.sampler,
             self._line,
             self._client.signal,
             self._mesh,
+            self._tasks,
+            self._give_up,
             profile.clock,
             profile.random.random,
             uses_threads=not isinstance(profile.carrier, LoopBulkTransport),
             log=profile.log,
         )
-        return DataProvider(custodian, profile.sampler, self._line, self._tasks, self._give_up, profile.log)
 
-    def _passage_with(self, supply: DataProvider | None) -> Rescaler:
+    def _passage_with(self, shards: ShardHolder | None) -> Rescaler:
         log = self._profile.log
         means = Means(
             line=self._line,
             mesh=self._mesh,
             exchange=StateExchange(self._mesh, self._line, lambda: self._whole_state, self._tasks, log),
-            supply=supply,
+            shards=shards,
             departure=self.departure,
             rescale_timeout_s=lambda: self.config.rescale_timeout_s,
             arrive=self._arrive,
@@ -327,16 +328,16 @@ class WorkerSession:
             self.departure.reconsider(is_needed_anew=True)
         elif isinstance(item.fact, RELEASING):
             self.departure.reconsider(is_needed_anew=False)
-        if isinstance(item, Record) and self.supply is not None:
-            self.supply.hear(item.fact)
+        if isinstance(item, Record) and self.shards is not None:
+            self.shards.on_fact(item.fact)
         self._see_to_data()
         if self._standing.lost and self._presence.world is not None:
             self._presence.world.abort(f"{self._standing.lost} is gone")
 
     def _see_to_data(self) -> None:
         """Let training data come while training goes on, if it is to."""
-        if self.supply is not None:
-            self.supply.follow(self._standing.moving)
+        if self.shards is not None:
+            self.shards.obtain_in_background(self._standing.moving)
 
     def beat_now(self) -> None:
         """Say at once that this worker lives, and how far it is."""

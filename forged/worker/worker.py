@@ -284,9 +284,9 @@ class ElasticWorker:
         """Whether a shard is this worker's: as it was committed for the shards of its data, else by the remainder."""
         if self.rank == RANK_NONE or not 0 <= shard_index < total_shards:
             return False
-        data, supply = self._profile.data, None if self._membership is None else self._membership.supply
-        if data is not None and supply is not None and total_shards == data.shards:
-            return supply.custodian.owns(shard_index)
+        data, shards = self._profile.data, None if self._membership is None else self._membership.shards
+        if data is not None and shards is not None and total_shards == data.shards:
+            return shards.owns(shard_index)
         return shard_index % self.world_size == self.rank
 
     def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
@@ -629,12 +629,12 @@ class ElasticWorker:
     @property
     def transfers(self) -> DataTransferManager:
         """What moves shards to this worker. What comes besides rescales, the next one may drop again."""
-        supply = None if self._membership is None else self._membership.supply
-        if supply is None:
+        shards = None if self._membership is None else self._membership.shards
+        if shards is None:
             raise RequestRefused(
                 "data_missing", "the worker has no training data, or is not registered", "give it `data`, and register"
             )
-        return supply.custodian.transfers
+        return shards.transfers
 
     async def resume_training(self) -> None:
         """Train again behind a rescale, unless this worker is out of it."""

@@ -47,7 +47,7 @@ async def test_a_killed_fetchers_successor_goes_on_where_it_stopped(percent: int
             await kill_fetcher_at(middle, directory, SIZE * percent // 100)
         found = DirectoryShardStore(directory)
         assert not found.holds(7)
-        begun = found.begun(7)
+        begun = found.partial(7)
         assert begun is not None
         assert begun.offset <= SIZE * percent // 100
         ward.stores[0] = found
@@ -67,7 +67,7 @@ async def test_however_often_fetchers_are_killed_the_shard_arrives(tmp_path: Pat
             middle = Middle(ward.workers[1])
             async with middle.open():
                 await kill_fetcher_at(middle, directory, SIZE // 5)
-            begun = DirectoryShardStore(directory).begun(7)
+            begun = DirectoryShardStore(directory).partial(7)
             offsets.append(0 if begun is None else begun.offset)
         assert offsets == sorted(offsets)
         assert offsets[-1] > SIZE // 5

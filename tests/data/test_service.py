@@ -348,8 +348,8 @@ class TestADatasetWithWhichNobodyHasTrained:
             await stage.come("b", life=2)
             await stage.stop()
             copied = DatasetSpec(1_000, 10, 1)
-            assert (await stage.offer("a", dataset=copied)).doubted == int64(3)
-            assert not (await stage.offer("a", dataset=copied, looked_at=int64(3))).doubted
+            assert (await stage.offer("a", dataset=copied)).suspect == int64(3)
+            assert not (await stage.offer("a", dataset=copied, verified=int64(3))).suspect
 
     @on_virtual_time
     async def test_takes_the_doubts_along_where_the_next_has_other_shards(self) -> None:
@@ -364,7 +364,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             await stage.come("a", *range(10), life=2)
             await stage.come("b", life=2)
             await stage.stop()
-            assert not (await stage.offer("a", dataset=OTHER)).doubted
+            assert not (await stage.offer("a", dataset=OTHER)).suspect
             assert not [key for key in await keys_in(store) if "doubted" in key]
 
 
@@ -633,11 +633,11 @@ class TestProgress:
             await stage.stop()
             await stage.offer("b", dataset=dataset)
             # It may be another process than the one that was told.
-            assert (await stage.offer("a", dataset=dataset)).doubted == int64(3, 4)
-            assert (await stage.offer("a", dataset=dataset, looked_at=int64(4))).doubted == int64(3)
+            assert (await stage.offer("a", dataset=dataset)).suspect == int64(3, 4)
+            assert (await stage.offer("a", dataset=dataset, verified=int64(4))).suspect == int64(3)
             assert len(stage.facts(TransfersPlanned)) == 1
             stage.held["a"] -= {3}
-            assert not (await stage.offer("a", dataset=dataset, looked_at=int64(3))).doubted
+            assert not (await stage.offer("a", dataset=dataset, verified=int64(3))).suspect
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
             assert stage.held["a"] == stage.held["b"] == set(range(10))
@@ -677,9 +677,9 @@ class TestProgress:
             assert (started.attempt, started.in_background) == (3, False)
             assert started.reason == "a has copies that are in doubt; c joined"
             await stage.stop()
-            assert (await stage.offer("a")).doubted == int64(3)
+            assert (await stage.offer("a")).suspect == int64(3)
             for name in "abc":
-                await stage.offer(name, looked_at=int64(3) if name == "a" else b"")
+                await stage.offer(name, verified=int64(3) if name == "a" else b"")
             await stage.fetch("a", "b", "c")
             await stage.commit("a", "b", "c")
             assert stage.facts(WorkerFailed) == []
@@ -699,7 +699,7 @@ class TestProgress:
             assert f"{JOB}/doubted/a/{moved[0]}" in await keys_in(store)
             await stage.come("c")
             for name in "abc":
-                assert not (await stage.offer(name)).doubted
+                assert not (await stage.offer(name)).suspect
             assert not [key for key in await keys_in(store) if "doubted" in key]
             await stage.fetch("a", "b", "c")
             await stage.commit("a", "b", "c")
@@ -771,10 +771,10 @@ class TestADaemonThatIsKilled:
                 assert await refused(stage.offer("a")) == "attempt_over"
                 await stage.wait(0.1)
             await stage.stop()
-            assert (await stage.offer("a")).doubted == int64(3, 4)
-            assert (await stage.offer("a", looked_at=int64(3))).doubted == int64(4)
+            assert (await stage.offer("a")).suspect == int64(3, 4)
+            assert (await stage.offer("a", verified=int64(3))).suspect == int64(4)
             assert [key for key in await keys_in(store) if "doubted" in key] == [f"{JOB}/doubted/a/4"]
-            assert not (await stage.offer("a", looked_at=int64(4))).doubted
+            assert not (await stage.offer("a", verified=int64(4))).suspect
             assert not [key for key in await keys_in(store) if "doubted" in key]
 
     @on_virtual_time
@@ -791,7 +791,7 @@ class TestADaemonThatIsKilled:
             await stage.come_again("b")
             await stage.come("a", *ALL, life=2)
             await stage.stop()
-            assert (await stage.offer("a", dataset=dataset)).doubted == int64(3)
+            assert (await stage.offer("a", dataset=dataset)).suspect == int64(3)
 
     @on_virtual_time
     @pytest.mark.parametrize("stops", [True, False])
@@ -807,9 +807,9 @@ class TestADaemonThatIsKilled:
             if stops:
                 await stage.stop()
             assert stage.facts(RescaleStarted)[-1].in_background is not stops
-            assert not (await stage.offer("b", dataset=dataset)).doubted, "b is where it was"
-            assert (await stage.offer("c", dataset=dataset)).doubted == int64(3)
-            assert not (await stage.offer("c", dataset=dataset, looked_at=int64(3))).doubted
+            assert not (await stage.offer("b", dataset=dataset)).suspect, "b is where it was"
+            assert (await stage.offer("c", dataset=dataset)).suspect == int64(3)
+            assert not (await stage.offer("c", dataset=dataset, verified=int64(3))).suspect
 
     @on_virtual_time
     async def test_has_who_takes_the_place_of_one_with_a_copy_in_doubt_at_once_look_at_it(self) -> None:
@@ -824,8 +824,8 @@ class TestADaemonThatIsKilled:
             attempt = stage.service.clusters[JOB].attempt
             assert attempt is not None
             assert set(attempt.target) == {"b", "c"}
-            assert not (await stage.offer("b", dataset=dataset)).doubted
-            assert (await stage.offer("c", dataset=dataset)).doubted == int64(3)
+            assert not (await stage.offer("b", dataset=dataset)).suspect
+            assert (await stage.offer("c", dataset=dataset)).suspect == int64(3)
 
     @on_virtual_time
     async def test_before_the_plan_is_kept_begins_anew(self) -> None:
@@ -1207,7 +1207,7 @@ class TestLostShards:
 class TestWhatTheOriginDoesNotGive:
     WITH_ORIGIN = DatasetSpec(1_000, 10, 0, True)
 
-    async def begun(self, stage: DataStage, **settings: Any) -> None:
+    async def partial(self, stage: DataStage, **settings: Any) -> None:
         """Two workers, and nobody has anything."""
         await stage.come("a", min_workers=2, **settings)
         await stage.come("b")
@@ -1222,7 +1222,7 @@ class TestWhatTheOriginDoesNotGive:
     @on_virtual_time
     async def test_is_named_with_who_says_so_and_the_job_waits(self) -> None:
         async with a_data_stage() as stage:
-            await self.begun(stage)
+            await self.partial(stage)
             await self.say(stage, "b", 1, 3, certain=True)
             await self.say(stage, "b", 1, 3, certain=True)
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [1, 3], "b: no file")]
@@ -1233,7 +1233,7 @@ class TestWhatTheOriginDoesNotGive:
     @on_virtual_time
     async def test_is_no_more_missing_when_who_needs_it_has_it(self) -> None:
         async with a_data_stage() as stage:
-            await self.begun(stage)
+            await self.partial(stage)
             await self.say(stage, "b", 1, 3)
             await stage.fetch("a", "b")
             assert (await stage.kernel.bus.ask(ShowTransfers(JOB))).lost == 0
@@ -1257,7 +1257,7 @@ class TestWhatTheOriginDoesNotGive:
     @on_virtual_time
     async def test_is_asked_of_who_comes(self) -> None:
         async with a_data_stage() as stage:
-            await self.begun(stage)
+            await self.partial(stage)
             await self.say(stage, "b", 1, 3)
             await stage.come("c", 1, 3)
             assert stage.attempt == 2
@@ -1268,7 +1268,7 @@ class TestWhatTheOriginDoesNotGive:
     @on_virtual_time
     async def test_is_asked_of_who_came_before_it_was_known(self) -> None:
         async with a_data_stage() as stage:
-            await self.begun(stage)
+            await self.partial(stage)
             await stage.come("c", 1, 3)
             assert stage.attempt == 1
             await self.say(stage, "b", 1, 3, certain=True)
@@ -1277,7 +1277,7 @@ class TestWhatTheOriginDoesNotGive:
     @on_virtual_time
     async def test_ends_the_job_where_that_is_its_policy_and_it_is_certain(self) -> None:
         async with a_data_stage() as stage:
-            await self.begun(stage, lost_data_policy="abort")
+            await self.partial(stage, lost_data_policy="abort")
             await self.say(stage, "b", 1, 3)
             assert stage.facts(JobAborted) == []
             await self.say(stage, "b", 1, 3, certain=True)
@@ -1288,7 +1288,7 @@ class TestWhatTheOriginDoesNotGive:
     @on_virtual_time
     async def test_makes_all_stop_where_training_goes_on(self) -> None:
         async with a_data_stage() as stage:
-            await self.begun(stage, use_synchronous_rescaling=False)
+            await self.partial(stage, use_synchronous_rescaling=False)
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
             stage.held["b"].clear()
@@ -1306,7 +1306,7 @@ class TestWhatTheOriginDoesNotGive:
     @on_virtual_time
     async def test_is_said_of_shards_there_are_by_members_of_the_attempt(self) -> None:
         async with a_data_stage() as stage:
-            await self.begun(stage)
+            await self.partial(stage)
             assert await refused(self.say(stage, "b", 10)) == "shard_invalid"
             assert await refused(self.say(stage, "b", 1, attempt=7)) == "attempt_over"
             assert await refused(self.say(stage, "b", 1, incarnation=b"another")) == "attempt_over"

@@ -20,7 +20,7 @@ from forged.data.transfer.outcome import TransferProgress, TransferReport
 from forged.data.transfer.schedule import Wanted
 from forged.errors import Unavailable
 from forged.retry import RetryPolicy
-from tests.data.wards import filling, shard
+from tests.data.wards import Observer, filling, shard
 from tests.simulation.loop import VirtualClock, run
 from tests.worker.test_simulated import Cluster
 
@@ -34,13 +34,13 @@ class DataCluster(Cluster):
         super().__init__(size, seed)
         self.stores = [MemoryShardStore() for _ in range(size)]
         for mesh, store in zip(self.meshes, self.stores, strict=True):
-            mesh.give_shards(store)
+            mesh.serve_shards(store)
 
     def manager(self, number: int, **options: Any) -> DataTransferManager:
         return DataTransferManager(
             self.workers[number],
             self.stores[number],
-            self.meshes[number].visit_shards,
+            self.meshes[number].connect_for_shards,
             clock=VirtualClock(asyncio.get_running_loop()),
             random=Random(number).random,
             uses_threads=False,
@@ -95,12 +95,14 @@ def test_progress_is_told_while_a_shard_moves_and_its_rate_is_that_of_the_way() 
     async def story(cluster: DataCluster) -> None:
         seen: list[TransferProgress] = []
         cluster.stores[1].put(0, [filling(0, 4 * RATE_BYTES_MIN)])
-        manager = cluster.manager(0, rate_bytes_per_s=RATE_BYTES_MIN, progress=seen.append, progress_interval_s=0.5)
+        manager = cluster.manager(
+            0, rate_bytes_per_s=RATE_BYTES_MIN, observer=Observer(progress=seen.append), progress_interval_s=0.5
+        )
         await manager.transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(0))
-        here = [one.under_way[0].here for one in seen if one.under_way]
+        here = [one.in_transit[0].stored for one in seen if one.in_transit]
         assert len(here) >= 4
         assert here == sorted(here)
-        rate = manager.bandwidth.bytes_per_s(cluster.workers[1])
+        rate = manager.bandwidth.bytes_per_s
         assert rate is not None
         assert 0.7 * RATE_BYTES_MIN < rate < 1.4 * RATE_BYTES_MIN
 
@@ -216,7 +218,7 @@ def test_an_origin_that_stops_in_the_middle_has_failed_a_patience_later() -> Non
     (report,), (took_s,), store = brought(SlowOrigin({0: [2.0, 3.0, *FOR_EVER]}), 1, origin_timeout_s=10.0)
     assert [one.shard_id for one in report.missing] == [0]
     assert took_s == pytest.approx(15.0, abs=0.1)
-    assert store.begun(0) is None
+    assert store.partial(0) is None
 
 
 def test_an_origin_that_hangs_over_everything_is_given_up_after_one_patience() -> None:

@@ -15,7 +15,7 @@ from forged.data.model import DataShard
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.port import ArrivingShard, ShardStore, Stamp
 from forged.data.transfer.manager import DataTransferManager
-from forged.data.transfer.outcome import MovedShard
+from forged.data.transfer.outcome import BadCopy, MovedShard, TransferProgress
 from forged.elastic.model import WorkerId
 from forged.retry import RetryPolicy
 from forged.worker.mesh import Mesh
@@ -171,6 +171,20 @@ class StuckStore(MemoryShardStore):
         return super().receive(shard, stamp, offset)
 
 
+@dataclass(frozen=True)
+class Observer:
+    """Passes on what the transfers of a manager report."""
+
+    progress: Callable[[TransferProgress], object] = lambda progress: None
+    bad_copy: Callable[[BadCopy], object] = lambda copy: None
+
+    def on_progress(self, progress: TransferProgress) -> None:
+        self.progress(progress)
+
+    def on_bad_copy(self, copy: BadCopy) -> None:
+        self.bad_copy(copy)
+
+
 @dataclass
 class Ward:
     """Some workers; the first fetches."""
@@ -193,7 +207,7 @@ class Ward:
     def manager(self, **options: Any) -> DataTransferManager:
         """That of who fetches; it does not wait for long."""
         defaults = {"retry": SWIFT, "random": Random(1).random, **self.options}
-        return DataTransferManager(self.me, self.store, self.meshes[0].visit_shards, **{**defaults, **options})
+        return DataTransferManager(self.me, self.store, self.meshes[0].connect_for_shards, **{**defaults, **options})
 
     async def move(self, manager: DataTransferManager, number: int, *sources: int | WorkerId) -> MovedShard | None:
         """Have a shard fetched from some workers, the first of them the owner."""
@@ -210,5 +224,5 @@ async def open_ward(
         made = await stack.enter_async_context(open_meshes(count, **options))
         stores = [make_store(number) for number in range(count)]
         for mesh, store in zip(made.meshes, stores, strict=True):
-            mesh.give_shards(store)
+            mesh.serve_shards(store)
         yield Ward(made.meshes, made.workers, stores)

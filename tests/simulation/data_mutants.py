@@ -47,16 +47,16 @@ def commit_without_waiting_for_data() -> Iterator[None]:
 @contextmanager
 def drop_before_the_commit() -> Iterator[None]:
     """Who need not hold a shard any more drops it as soon as the plan says so."""
-    take_part = ShardHolder.take_part
+    try_once = ShardHolder._try
 
     async def hasty(self: ShardHolder, attempt: int, **options: Any) -> None:
-        await take_part(self, attempt, **options)
+        await try_once(self, attempt, **options)
         store = self._data.store
-        keep = self._holds[attempt].keep
+        keep = self._assigned[attempt].keep
         for shard in [shard for shard in store.held() if shard not in keep]:
             store.drop(shard)
 
-    with patch.object(ShardHolder, "take_part", hasty):
+    with patch.object(ShardHolder, "_try", hasty):
         yield
 
 

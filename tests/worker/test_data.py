@@ -38,8 +38,9 @@ from forged.errors import RequestRefused
 from forged.kernel.messages import Fact, Record
 from forged.retry import RetryPolicy
 from forged.worker.daemon.registration import Registration
-from forged.worker.data import shard_holder
+from forged.worker.data import local_shards, transfer_reports
 from forged.worker.data.shard_holder import ShardHolder
+from forged.worker.data.transfer_reports import TransferReports
 from forged.worker.drain import drain
 from forged.worker.errors import JobEnded, WorkerEvicted
 from tests.client.daemon_runner import SOON, DaemonRunner
@@ -50,6 +51,7 @@ from tests.worker.meshes import until
 SAMPLES, SHARDS, BATCH, SEED = 120, 12, 7, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 SIZE = 2_000
+TRANSFER_POINTS = [(ShardHolder, "_offer"), (ShardHolder, "_read_assigned"), (TransferReports, "send_done")]
 USUAL: dict[str, Any] = {"redistribution_type": "incremental", "max_consecutive_failures": 1_000}
 
 
@@ -494,7 +496,7 @@ class TestWhoIsToGo:
         async with ranch_at(runner) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
-            async with held_at(ShardHolder, "take_part", monkeypatch) as reached:
+            async with held_at(ShardHolder, "_try", monkeypatch) as reached:
                 ranch.start("b")
                 await soon(reached)
                 ranch.crew["b"].worker.drain("a change of mind")
@@ -568,7 +570,7 @@ class TestTheBackground:
             await ranch.crew.world_of("a", "b")
             generation = ranch.crew["a"].worker.generation
             held = {name: set(ranch.stores[name].held()) for name in "ab"}
-            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
+            async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 ranch.start("c")
                 await soon(reached)
                 # More than an epoch, in which nothing is drawn that is not owned.
@@ -590,7 +592,7 @@ class TestTheBackground:
             ranch.start("b")
             await ranch.crew.world_of("a", "b")
             await until(lambda: runner.daemon.elastic.clusters[JOB].membership.state_holders == {"a", "b"})
-            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
+            async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 ranch.crew["a"].worker.drain("the spot price")
                 await soon(reached)
                 await ranch.crew.more_steps("a", "b", steps=10)
@@ -605,7 +607,7 @@ class TestTheBackground:
         async with ranch_at(runner) as ranch, ranch.client() as client:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
-            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
+            async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 ranch.start("c")
                 await soon(reached)
                 await client.evict_worker(JOB, "c")
@@ -622,7 +624,7 @@ class TestTheBackground:
         async with ranch_at(runner, replication=1) as ranch, ranch.client() as client:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
-            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
+            async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 ranch.start("c")
                 await soon(reached)
                 await client.evict_worker(JOB, "b")
@@ -680,7 +682,7 @@ class TestTheBackground:
         async with ranch_at(runner) as ranch:
             ranch.start("a", "b")
             await ranch.crew.world_of("a", "b")
-            async with held_at(ShardHolder, "_tell_done", monkeypatch) as reached:
+            async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 ranch.start("c")
                 await soon(reached)
                 await runner.close()
@@ -731,14 +733,14 @@ class TestCopies:
     async def test_that_are_looked_at_for_long_keep_nobody_from_training_in_the_end(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        look = shard_holder._is_sound
+        look = local_shards._is_intact
 
         def slow(opened: OpenShard) -> Generator[bool, None, bool]:
-            is_sound = yield from look(opened)
+            is_intact = yield from look(opened)
             time.sleep(0.2)
-            return is_sound
+            return is_intact
 
-        monkeypatch.setattr(shard_holder, "_is_sound", slow)
+        monkeypatch.setattr(local_shards, "_is_intact", slow)
         async with ranch_at(runner, replication=1, settings={"rescale_timeout_ms": 1_000}) as ranch:
             ranch.start("a")
             await ranch.crew.world_of("a")
@@ -823,7 +825,7 @@ class TestAShardThatTheOriginDoesNotGive:
             await asyncio.sleep(2.5)
             shown = await client.request(ShowCluster(JOB))
             assert (
-                f"{lost.reason[0]}: cannot have shard 3 (the origin: there is no shard-3 (put it there))"
+                f"{lost.reason[0]}: cannot fetch shard 3 (the origin: there is no shard-3 (put it there))"
                 in shown.stall_report
             )
             assert 2 <= origin.asked < 10
@@ -862,7 +864,7 @@ class TestAShardThatTheOriginDoesNotGive:
     async def test_because_it_hangs_is_shown_long_before_it_is_given_up(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(shard_holder, "SILENCE_TOLD_S", 0.01)
+        monkeypatch.setattr(transfer_reports, "ORIGIN_SILENCE_REPORTED_S", 0.01)
         gate = threading.Event()
 
         def hang(shard: DataShard, file: BinaryIO) -> None:
@@ -943,7 +945,7 @@ class TestTrouble:
     async def test_with_a_store_that_hangs_under_what_the_origin_gives_costs_its_worker_its_place(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(shard_holder, "PUT_AWAY_S", 0.01)
+        monkeypatch.setattr(transfer_reports, "STORING_MAX_S", 0.01)
         async with ranch_at(runner, settings={"rescale_timeout_ms": 1_000}) as ranch:
             store = LaggingStore()
             ranch.start("a", store=store)
@@ -987,18 +989,18 @@ class TestTrouble:
             await ranch.crew.over("b")
             (failed,) = await ranch.facts(WorkerFailed)
             assert failed.worker_id == "b"
-            assert "did not answer in attempt 2 within 1 s: cannot keep " in failed.reason
-            assert "there is no room" in failed.reason
+            assert "did not answer in attempt 2 within 1 s: cannot store " in failed.reason
+            assert "no space" in failed.reason
             assert await ranch.facts(ShardsLost) == []
 
-    @pytest.mark.parametrize("point", ["_offer", "_part", "_tell_done"])
+    @pytest.mark.parametrize(("owner", "point"), TRANSFER_POINTS)
     async def test_with_the_daemon_while_data_moves_is_got_over(
-        self, runner: DaemonRunner, point: str, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, owner: type, point: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with ranch_at(runner, origin=None) as ranch:
             ranch.start("a", store=filled(*range(SHARDS)))
             await ranch.crew.world_of("a")
-            async with held_at(ShardHolder, point, monkeypatch) as reached:
+            async with held_at(owner, point, monkeypatch) as reached:
                 ranch.start("b")
                 await soon(reached)
                 await runner.close()
@@ -1007,14 +1009,14 @@ class TestTrouble:
             await ranch.check_holdings("a", "b")
             await ranch.finish("a", "b")
 
-    @pytest.mark.parametrize("point", ["_offer", "_part", "_tell_done"])
+    @pytest.mark.parametrize(("owner", "point"), TRANSFER_POINTS)
     async def test_with_a_newer_attempt_while_data_moves_is_none(
-        self, runner: DaemonRunner, point: str, monkeypatch: pytest.MonkeyPatch
+        self, runner: DaemonRunner, owner: type, point: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with ranch_at(runner, origin=None) as ranch, ranch.client() as client:
             ranch.start("a", store=filled(*range(SHARDS)))
             await ranch.crew.world_of("a")
-            async with held_at(ShardHolder, point, monkeypatch) as reached:
+            async with held_at(owner, point, monkeypatch) as reached:
                 ranch.start("b")
                 await soon(reached)
                 await client.rescale_job(JOB)

@@ -1,7 +1,6 @@
-"""Shards in memory: for simulations, which have no files, and for tests.
+"""A shard store in memory, for simulations and tests.
 
-Law: it keeps the contract of `ShardStore`, and lives as long as the object does. A simulated process that is killed
-leaves the object to the next one, as a real one leaves its disk.
+A simulated process that is killed leaves the object to its successor, as a real one leaves its disk.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Mapping
 
 from forged.data.store.port import (
     ArrivingShard,
-    Begun,
     OpenShard,
+    PartialShard,
     ShardCorrupt,
     ShardStore,
     Stamp,
@@ -26,20 +25,20 @@ from forged.data.store.port import (
 
 
 class MemoryShardStore(ShardStore):
-    """As many bytes as there is room for, or `bytes_max`."""
+    """Holds at most `bytes_max` bytes."""
 
     def __init__(self, bytes_max: int | None = None) -> None:
         self._bytes_max = bytes_max
         self._held: dict[int, tuple[Stamp, bytes]] = {}
-        self._begun: dict[int, tuple[Stamp, bytearray]] = {}
+        self._partial: dict[int, tuple[Stamp, bytearray]] = {}
         self._arriving: set[int] = set()
 
     def held(self) -> Mapping[int, Stamp]:
-        """All shards that are held, at this moment."""
+        """All shards that are held now."""
         return {shard: stamp for shard, (stamp, _) in self._held.items()}
 
     def holds(self, shard: int) -> bool:
-        """Whether this one is."""
+        """Whether the shard is held."""
         return shard in self._held
 
     def read(self, shard: int) -> bytes:
@@ -49,43 +48,45 @@ class MemoryShardStore(ShardStore):
         return self._held[shard][1]
 
     def damage(self, shard: int, data: bytes) -> None:
-        """Put other bytes in the place of a shard's, as a bad disk would."""
+        """Replace the bytes of a shard and keep its stamp, as a failing disk would."""
         self._held[shard] = (self._held[shard][0], data)
 
     def open(self, shard: int) -> OpenShard:
-        """Read a shard."""
+        """Open a held shard for reading."""
         return _OpenMemory(self.read(shard), self._held[shard][0])
 
-    def begun(self, shard: int) -> Begun | None:
-        """How far a shard is that somebody began to write and did not finish."""
-        found = self._begun.get(shard)
-        return None if found is None else Begun(found[0], len(found[1]))
+    def partial(self, shard: int) -> PartialShard | None:
+        """What is stored of a shard whose writer closed it before the end."""
+        found = self._partial.get(shard)
+        return None if found is None else PartialShard(found[0], len(found[1]))
 
     def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
-        """Write a shard that is to be what the stamp says, or whatever it becomes."""
+        """Write a shard; without a `stamp` it takes its stamp from the bytes written."""
         shard = check_shard(shard)
         if shard in self._held:
             raise already_held(shard)
         if shard in self._arriving:
             raise already_arriving(shard)
-        before = self._begun.pop(shard, None)
+        before = self._partial.pop(shard, None)
         data = bytearray() if before is None or before[0] != stamp else before[1]
         del data[offset:]
         self._arriving.add(shard)
         return _ArrivingMemory(self, shard, stamp, data)
 
     def drop(self, shard: int) -> None:
-        """Hold a shard no more, and forget what was begun of it."""
+        """Delete a shard, or what was received of it."""
         if shard in self._arriving:
             raise already_arriving(shard)
         self._held.pop(shard, None)
-        self._begun.pop(shard, None)
+        self._partial.pop(shard, None)
 
     def has_room_for(self, count: int) -> bool:
-        """Whether so many bytes more can be kept, besides those that are arriving."""
+        """Whether so many more bytes fit; bytes of arriving shards do not count."""
         if self._bytes_max is None:
             return True
-        used = sum(stamp.size for stamp, _ in self._held.values()) + sum(len(data) for _, data in self._begun.values())
+        used = sum(stamp.size for stamp, _ in self._held.values()) + sum(
+            len(data) for _, data in self._partial.values()
+        )
         return used + count <= self._bytes_max
 
 
@@ -98,11 +99,11 @@ class _OpenMemory(OpenShard):
             written += os.pwrite(self.fd, memoryview(data)[written:], written)
 
     def has_changed(self) -> bool:
-        """Nobody can change it."""
+        """Never: the bytes are a copy."""
         return False
 
     def close(self) -> None:
-        """Be done with it."""
+        """Release it; a second call does nothing."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -122,11 +123,11 @@ class _ArrivingMemory(ArrivingShard):
         self._require_open()
         if not self._store.has_room_for(len(self._data) + len(data)):
             self.drop()
-            raise StoreFailed("disk_full", f"there is no room for shard {self._shard}", "make room")
+            raise StoreFailed("disk_full", f"no space for shard {self._shard}", "free some space")
         self._data += data
 
     def commit(self) -> Stamp:
-        """Hold the shard from now on; or drop all, and raise `ShardCorrupt`."""
+        """Hold the shard; or drop its bytes and raise `ShardCorrupt`."""
         self._require_open()
         found = Stamp.of(memoryview(self._data))
         if found != (self._stamp or found):
@@ -137,17 +138,17 @@ class _ArrivingMemory(ArrivingShard):
         return found
 
     def drop(self) -> None:
-        """Forget all that is here."""
+        """Delete the received bytes."""
         if self._is_open:
             self._is_open = False
             self._store._arriving.discard(self._shard)
 
     def close(self) -> None:
-        """Leave what is here to whoever goes on with it."""
+        """Keep the received bytes for a later attempt."""
         if self._is_open:
             self.drop()
             if self._stamp is not None:
-                self._store._begun[self._shard] = (self._stamp, self._data)
+                self._store._partial[self._shard] = (self._stamp, self._data)
 
     def _require_open(self) -> None:
         if not self._is_open:

@@ -1,12 +1,13 @@
-"""The port behind which a worker's shards lie on its host.
+"""The port for a worker's shard store.
 
-Law: a shard is held when all of its bytes are here, durable, and found to be what its stamp says; before that it is
-arriving, and nobody is given a byte of it. The stamp is taken once, when the shard is first put, and travels with it:
-whoever holds a copy can tell whether it is one.
+Invariants:
+- A shard is held when all of its bytes are stored durably and match its stamp. Until then it is arriving, and nothing
+  may read it.
+- A stamp is taken once, when the shard is first put, and travels with it, so every holder can verify its copy.
 
-`DirectoryShardStore` keeps shards as files. Whoever keeps them elsewhere implements `ShardStore`, of which every method
-may be called from several threads at once and may block. What the world refuses is a `StoreFailed`; a shard
-that is not held, or no longer what it was, is a `RequestRefused` that names it.
+`DirectoryShardStore` keeps shards as files. Another store implements `ShardStore`; all of its methods may block, and
+may be called from several threads at once. They raise `StoreFailed` for what the host refuses, and `RequestRefused` for
+a shard that is not held or damaged.
 """
 
 from __future__ import annotations
@@ -27,35 +28,32 @@ CHECKSUM_BYTES = 16
 
 
 class Stamp(NamedTuple):
-    """What tells whether bytes are those of a shard: how many they are, and their xxh3-128."""
+    """A shard's size in bytes and its xxh3-128 checksum."""
 
     size: int
     checksum: bytes
 
     @classmethod
     def of(cls, data: bytes | memoryview) -> Stamp:
-        """That of bytes in memory."""
         return cls(memoryview(data).nbytes, xxhash.xxh3_128_digest(data))
 
 
-class Begun(NamedTuple):
-    """A shard of which the first bytes are here: what it is to become, and how many they are."""
+class PartialShard(NamedTuple):
+    """A partly received shard: its stamp when complete, and how many bytes are stored."""
 
     stamp: Stamp
     offset: int
 
 
 class StoreFailed(Unavailable):
-    """What keeps the shards on this host does not take or give one just now; no other worker is to blame."""
+    """This worker's shard store cannot read or write now; no other worker is at fault."""
 
 
 class ShardCorrupt(Unavailable):
-    """What has arrived is not what was announced; `is_whole` if all of it came from the same source."""
+    """The received bytes do not match the stamp; `is_whole` if all of them came from one source."""
 
     def __init__(self, shard: int, is_whole: bool) -> None:
-        super().__init__(
-            "shard_corrupt", f"the bytes of shard {shard} are not what its stamp says", "take another copy"
-        )
+        super().__init__("shard_corrupt", f"the bytes of shard {shard} do not match its checksum", "fetch another copy")
         self.shard = shard
         self.is_whole = is_whole
 
@@ -64,7 +62,7 @@ class ShardCorrupt(Unavailable):
 
 
 class Closing:
-    """Something that is closed at the end of a `with` block."""
+    """Is closed at the end of a `with` block."""
 
     def __enter__(self) -> Self:
         return self
@@ -75,82 +73,81 @@ class Closing:
         self.close()
 
     def close(self) -> None:
-        """Be done with it."""
+        """Release it; a second call does nothing."""
 
 
 class OpenShard(Closing, ABC):
-    """A held shard that is being read."""
+    """A held shard, open for reading."""
 
     fd: int
-    """Of the bytes, from the file's beginning on; anybody may read it at any offset."""
+    """Readable at any offset."""
     stamp: Stamp
 
     @abstractmethod
     def has_changed(self) -> bool:
-        """Whether somebody may have touched the bytes since it was opened."""
+        """Whether the bytes may have been modified since it was opened."""
 
 
 class ArrivingShard(Closing, ABC):
     """A shard that is being written, from its first missing byte on.
 
-    Closing it keeps what is here, so that a later attempt can go on, also one of another process. Without a stamp
-    nobody can, and nothing is kept.
+    Closing it keeps the stored bytes, so that a later attempt can resume, also in another process. Without a stamp
+    nothing can be resumed, and the bytes are dropped.
 
-    It is used by one thread at a time, which need not be the same one always: from a thread that hangs in an origin the
-    shard is taken back by another, which closes it. From then on somebody else may write the shard, and whatever is
-    done with this one touches nothing.
+    One thread at a time uses it. Another thread may close it while the first one hangs in an origin; from then on a new
+    writer may write the shard, and calls on this one raise without any effect.
     """
 
     @abstractmethod
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. When the disk is full, all of them are dropped, so that others find room."""
+        """Append bytes. When the disk is full, all bytes of the shard are dropped to free space."""
 
     @abstractmethod
     def commit(self) -> Stamp:
-        """Hold the shard from now on, durably; or drop all, and raise `ShardCorrupt`."""
+        """Hold the shard durably; or drop its bytes and raise `ShardCorrupt`."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Forget all that is here."""
+        """Delete the stored bytes."""
 
 
 class ShardStore(ABC):
-    """What a worker holds."""
+    """The shards that a worker holds."""
 
     @abstractmethod
     def held(self) -> Mapping[int, Stamp]:
-        """All shards that are held, at this moment."""
+        """All shards that are held now."""
 
     @abstractmethod
     def holds(self, shard: int) -> bool:
-        """Whether this one is."""
+        """Whether the shard is held."""
 
     @abstractmethod
     def open(self, shard: int) -> OpenShard:
-        """Read a shard."""
+        """Open a held shard for reading."""
 
     @abstractmethod
-    def begun(self, shard: int) -> Begun | None:
-        """How far a shard is that somebody began to write and did not finish."""
+    def partial(self, shard: int) -> PartialShard | None:
+        """What is stored of a shard whose writer closed it before the end."""
 
     @abstractmethod
     def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
-        """Write a shard that is to be what the stamp says, or whatever it becomes.
+        """Write a shard; without a `stamp` it takes its stamp from the bytes written.
 
-        With an `offset`, which needs the stamp that `begun` told, what is here up to there stays. A shard that is held
-        is written by nobody, and one that is not by one at a time.
+        With an `offset`, which needs the stamp from `partial`, the bytes before it are kept. Refused for a shard that
+        is held or has a writer.
         """
 
     @abstractmethod
     def drop(self, shard: int) -> None:
-        """Hold a shard no more, and forget what was begun of it; readers who have it open finish."""
+        """Delete a shard, or what was received of it; open readers may finish."""
 
     def dedicate(self, dataset: Dataset) -> None:
-        """Hold shards of this dataset, for this process; refused by a store that can tell that it is not to."""
+        """Reserve the store for this dataset and process; raises where it belongs to another."""
         return
 
     def put(self, shard: int, pieces: Iterable[bytes | memoryview]) -> Stamp:
-        """Hold a shard that was made here, and take its stamp."""
+        """Hold a shard that was made on this host; returns its stamp."""
         with self.receive(shard, None) as arriving:
             try:
                 for piece in pieces:
@@ -161,50 +158,47 @@ class ShardStore(ABC):
                 raise
 
 
-class Passage(Protocol):
-    """What a shard on its way is told, and asked; from the thread that moves it."""
+class FlowControl(Protocol):
+    """Counts, limits and cancels the bytes of one shard transfer; called by the thread that moves them."""
 
-    def begins(self, offset: int, size: int | None) -> None:
-        """So many bytes were here before, of so many in all."""
+    def started(self, offset: int, size: int | None) -> None:
+        """`offset` bytes were stored before this transfer; `size` is None while it is unknown."""
         ...
 
-    def moved(self, count: int) -> None:
-        """So many more have arrived; raises if no more are wanted."""
+    def received(self, count: int) -> None:
+        """So many more bytes have arrived; raises when the shard is no longer wanted."""
         ...
 
-    def pause_before(self, count: int) -> float:
-        """How many seconds to wait before so many are taken."""
+    def delay_before(self, count: int) -> float:
+        """How many seconds to wait before receiving so many bytes."""
         ...
 
 
 def check_shard(shard: object) -> int:
-    """The number, if it can be a shard's; what only looks like one would name what no restart recognises."""
+    """The shard id as an int; refused where a restart would not recognise the file named after it."""
     number = whole(shard)
     if number is None or not 0 <= number <= SHARD_ID_MAX:
-        raise RequestRefused("shard_invalid", f"{shard!r:.100} is no number of a shard", f"use 0 to {SHARD_ID_MAX}")
+        raise RequestRefused(
+            "shard_invalid", f"shard must be a whole number from 0 to {SHARD_ID_MAX}, got {shard!r:.100}", "pass its id"
+        )
     return number
 
 
 def not_held(shard: int) -> RequestRefused:
-    """The refusal that names a shard which is not here."""
-    return RequestRefused("shard_not_held", f"shard {shard} is not held here", "ask who holds it")
+    return RequestRefused("shard_not_held", f"shard {shard} is not held here", "ask a worker that holds it")
 
 
 def damaged(shard: int, what: str) -> RequestRefused:
-    """The refusal that names a shard which is no longer what it was."""
-    return RequestRefused("shard_damaged", f"shard {shard} is damaged here: {what}", "take another copy")
+    return RequestRefused("shard_damaged", f"shard {shard} is damaged here: {what}", "fetch another copy")
 
 
 def already_held(shard: int) -> RequestRefused:
-    """The refusal that names a shard which is here."""
-    return RequestRefused("shard_held", f"shard {shard} is held here already", "drop it first")
+    return RequestRefused("shard_held", f"shard {shard} is already held here", "drop it first")
 
 
 def already_arriving(shard: int) -> StoreFailed:
-    """The refusal that names a shard which somebody else is writing."""
-    return StoreFailed("shard_arriving", f"shard {shard} is being written already", "wait for that")
+    return StoreFailed("shard_arriving", f"shard {shard} is already being written", "wait for that to end")
 
 
 def no_longer_arriving(shard: int) -> StoreFailed:
-    """The refusal that names a shard whose writer has closed it, or was taken it from."""
-    return StoreFailed("shard_closed", f"shard {shard} is no longer written by this one", "begin anew")
+    return StoreFailed("shard_closed", f"shard {shard} is closed for this writer", "open it again")

@@ -1,16 +1,17 @@
-"""The transfers of one worker.
+"""The transfers of one worker: fetches the shards of which this worker is a plan's destination.
 
-Law: a worker executes those transfers of a plan of which it is the destination, and of two plans only the newer: what
-is under way for an older one ends first, and goes on later where it stopped. A shard is asked for where the plan says,
-then at others who held a copy before the plan, then at the dataset's origin. Nobody is told to drop anything here: a
-shard stays with who had it until the new owner holds it.
+Invariants:
+- Of two plans only the newer is executed. The older one ends first; its received bytes stay and are resumed.
+- A shard is fetched from the plan's source, then from the other holders before the plan, then from the origin.
+- A transfer deletes nothing at its source: a shard stays with its old owner until the new one has verified it.
 """
 
 from __future__ import annotations
 
 import random as system_random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from functools import partial
+from typing import Self
 
 import anyio
 from anyio import CapacityLimiter
@@ -20,32 +21,28 @@ from forged.data.arguments import whole
 from forged.data.columns import NOBODY
 from forged.data.model import DataShard, DataTransfer, TransferPace
 from forged.data.placement.plan import DataRedistributionPlan
-from forged.data.store.calls import CallsWithoutThreads, OriginCalls
 from forged.data.store.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.store.port import ShardStore
 from forged.data.transfer.bandwidth import Bandwidth, Throttle
-from forged.data.transfer.execution import Equipment, Visit, execute
-from forged.data.transfer.outcome import BadCopy, MovedShard, TransferProgress, TransferReport
+from forged.data.transfer.execution import Connection, TransferContext, TransferObserver, execute
+from forged.data.transfer.origin_reads import OriginReads, OriginReadsInLoop
+from forged.data.transfer.outcome import MovedShard, TransferReport
 from forged.data.transfer.schedule import Source, Wanted
 from forged.elastic.config import CONCURRENT_TRANSFERS_MAX
 from forged.elastic.model import WorkerId
 from forged.errors import ConfigError, Problem, RequestRefused, Unavailable
 from forged.retry import RetryPolicy
 
-MOVING = RetryPolicy(attempts=6, delay_s=0.1, exponential=True, delay_max_s=2.0, jitter=0.5)
+RETRY = RetryPolicy(attempts=6, delay_s=0.1, exponential=True, delay_max_s=2.0, jitter=0.5)
 PROGRESS_INTERVAL_S = 0.5
-Connect = Callable[[WorkerId], Awaitable[Visit]]
-
-
-def _unheard(told: Any) -> None:
-    return
+Connect = Callable[[WorkerId], Awaitable[Connection]]
 
 
 class DataTransferManager:
-    """Moves shards to this worker; `connect` is `Mesh.visit_shards`. Callbacks are called in the event loop.
+    """Moves shards to this worker; `connect` is `Mesh.connect_for_shards`.
 
-    Without a worker it moves nothing until it is bound to one; `ElasticWorker.transfers` is that worker's.
-    `uses_threads=False` is for simulations: the origin is asked within the event loop.
+    A manager without a worker moves nothing until it is bound to one; `ElasticWorker.transfers` is bound to its worker.
+    `uses_threads=False` is for simulations: the origin is read in the event loop.
     """
 
     def __init__(
@@ -59,53 +56,46 @@ class DataTransferManager:
         max_concurrent_transfers: int = 4,
         use_parallel_data_transfer: bool = True,
         rate_bytes_per_s: float | None = None,
-        retry: RetryPolicy = MOVING,
+        retry: RetryPolicy = RETRY,
         clock: Clock | None = None,
         random: Callable[[], float] = system_random.random,
         uses_threads: bool = True,
-        progress: Callable[[TransferProgress], None] = _unheard,
+        observer: TransferObserver | None = None,
         progress_interval_s: float = PROGRESS_INTERVAL_S,
-        bad_copy: Callable[[BadCopy], None] = _unheard,
     ) -> None:
-        at_once = _check_concurrency(max_concurrent_transfers)
-        patience_s = check_origin_timeout(origin_timeout_s)
-        concurrency = at_once if use_parallel_data_transfer else 1
+        transfers = _check_concurrency(max_concurrent_transfers)
+        timeout_s = check_origin_timeout(origin_timeout_s)
+        concurrency = transfers if use_parallel_data_transfer else 1
         self.bandwidth = Bandwidth()
-
-        def equip(store: ShardStore, connect: Connect, origin: ShardOrigin | None) -> Equipment:
-            return Equipment(
-                store=store,
-                connect=connect,
-                origin=origin,
-                concurrency=concurrency,
-                slots=CapacityLimiter(concurrency),
-                retry=retry,
-                random=random,
-                clock=clock or SystemClock(),
-                throttle=Throttle(rate_bytes_per_s),
-                bandwidth=self.bandwidth,
-                uses_threads=uses_threads,
-                calls=OriginCalls(patience_s) if uses_threads else CallsWithoutThreads(patience_s),
-                progress=progress,
-                progress_interval_s=progress_interval_s,
-                bad_copy=bad_copy,
-            )
-
-        self._equip = equip
+        self._make_context = partial(
+            TransferContext,
+            concurrency=concurrency,
+            slots=CapacityLimiter(concurrency),
+            retry=retry,
+            random=random,
+            clock=clock or SystemClock(),
+            throttle=Throttle(rate_bytes_per_s),
+            bandwidth=self.bandwidth,
+            uses_threads=uses_threads,
+            origin_reads=OriginReads(timeout_s) if uses_threads else OriginReadsInLoop(timeout_s),
+            observer=observer,
+            progress_interval_s=progress_interval_s,
+        )
         self._worker: WorkerId | None = None
-        self._equipped: Equipment | None = None
+        self._context: TransferContext | None = None
         self._generation = -1
         self._newest = 0
         self._scope: anyio.CancelScope | None = None
-        self._turn = anyio.Lock()
+        self._one_at_a_time = anyio.Lock()
         if worker is not None and store is not None and connect is not None:
             self.bind(worker, store, connect, origin=origin)
 
     def bind(self, worker: WorkerId, store: ShardStore, connect: Connect, *, origin: ShardOrigin | None = None) -> Self:
-        """Move shards to this worker from now on, once and for all; returns itself."""
+        """Move shards to this worker from now on; a manager is bound once. Returns itself."""
         if self._worker is not None:
-            raise RequestRefused("manager_bound", f"these transfers are those of {self._worker}", "make another")
-        self._worker, self._equipped = worker, self._equip(store, connect, origin)
+            raise RequestRefused("manager_bound", f"this manager is bound to {self._worker}", "make another one")
+        self._worker = worker
+        self._context = self._make_context(store=store, connect=connect, origin=origin)
         return self
 
     @property
@@ -116,34 +106,34 @@ class DataTransferManager:
         return self._worker
 
     @property
-    def _equipment(self) -> Equipment:
-        if self._equipped is None:
+    def _bound_context(self) -> TransferContext:
+        if self._context is None:
             raise _unbound()
-        return self._equipped
+        return self._context
 
     async def execute_plan(self, plan: DataRedistributionPlan, *, generation: int | None = None) -> TransferReport:
-        """Move to this worker what the plan gives it; a newer call, or `cancel`, ends this one.
+        """Fetch the shards of which this worker is the destination; a newer call, or `cancel`, ends this one.
 
-        A plan of an older generation than one before is refused. Shards that cannot be had are in the report.
+        A plan of an older generation than a previous one is refused. Shards that no source gave are in the report.
         """
         return await self.execute(self._wanted(plan), generation=generation)
 
     async def execute(self, wanted: Iterable[Wanted], *, generation: int | None = None) -> TransferReport:
-        """Move these shards to this worker, as for a plan."""
+        """Fetch these shards, as for a plan."""
         self._fence(generation)
         number = self.cancel()
-        async with self._turn:
+        async with self._one_at_a_time:
             if number == self._newest:
                 with anyio.CancelScope() as scope:
                     self._scope = scope
                     try:
-                        return await execute(wanted, self._equipment)
+                        return await execute(wanted, self._bound_context)
                     finally:
                         self._scope = None
-        raise Unavailable("plan_superseded", "a newer plan, or nobody, needs these transfers", "follow the newer one")
+        raise Unavailable("plan_superseded", "a newer plan, or `cancel`, ended these transfers", "use the newer plan")
 
     def cancel(self) -> int:
-        """End what is under way for a plan; what has arrived is kept. Returns the number of the next."""
+        """End the running plan, keeping the received bytes. Returns the number of the next plan."""
         self._newest += 1
         if self._scope is not None:
             self._scope.cancel()
@@ -152,19 +142,21 @@ class DataTransferManager:
     async def transfer_data_shards(
         self, source: Source, destination: WorkerId, shard: DataShard, *, replicas: Sequence[WorkerId] = ()
     ) -> MovedShard | None:
-        """Move one shard to this worker, besides any plan; None if it was here already."""
+        """Fetch one shard, independent of any plan; None if it is held already."""
         if destination != self.worker:
             raise RequestRefused(
-                "not_destination", f"{self.worker} moves no shards to {destination}", "ask the destination to fetch it"
+                "not_destination",
+                f"{self.worker} fetches shards for itself only, not for {destination}",
+                "have the destination fetch it",
             )
         wanted = Wanted(shard, 0, self._sources(source, *replicas))
-        report = await execute([wanted], self._equipment)
+        report = await execute([wanted], self._bound_context)
         report.require_complete()
         return report.moved[0] if report.moved else None
 
     def pace(self, bytes_per_sample: float, now: float = 0.0) -> TransferPace | None:
-        """What planners estimate with; None before anything was moved."""
-        rate = self.bandwidth.overall_bytes_per_s
+        """What a planner estimates durations with; None before the first transfer."""
+        rate = self.bandwidth.bytes_per_s
         return None if rate is None else TransferPace(rate, bytes_per_sample, now)
 
     def _fence(self, generation: int | None) -> None:
@@ -173,8 +165,8 @@ class DataTransferManager:
         if generation < self._generation:
             raise Unavailable(
                 "plan_superseded",
-                f"a plan of generation {self._generation} was begun, and this is one of {generation}",
-                "follow the newer one",
+                f"the plan is of generation {generation}, and one of generation {self._generation} was started",
+                "use the newer plan",
             )
         self._generation = generation
 
@@ -184,9 +176,9 @@ class DataTransferManager:
             yield Wanted(transfer.shard, transfer.priority, self._sources(transfer.source_worker, *holders))
 
     def _sources(self, *workers: Source) -> tuple[Source, ...]:
-        """Each of them once, and the origin last; this worker has what it has."""
+        """Each worker once, without this one, then the origin."""
         asked = [worker for worker in dict.fromkeys(workers) if worker is not None and worker != self.worker]
-        return (*asked, None) if self._equipment.origin is not None else tuple(asked)
+        return (*asked, None) if self._bound_context.origin is not None else tuple(asked)
 
 
 def _check_concurrency(transfers: object) -> int:
@@ -194,15 +186,15 @@ def _check_concurrency(transfers: object) -> int:
     if found is None or not 1 <= found <= CONCURRENT_TRANSFERS_MAX:
         wanted = f"a whole number from 1 to {CONCURRENT_TRANSFERS_MAX}"
         problem = Problem("max_concurrent_transfers", transfers, wanted)
-        raise ConfigError("transfers_invalid", "the transfers are not set up rightly", problems=[problem])
+        raise ConfigError("transfers_invalid", "max_concurrent_transfers is not valid", problems=[problem])
     return found
 
 
 def _unbound() -> RequestRefused:
     return RequestRefused(
         "manager_unbound",
-        "the transfers are those of no worker, so nobody knows where shards are to go and from whom they come",
-        "use a worker's own, `ElasticWorker.transfers`, or bind them to one",
+        "this manager is not bound to a worker",
+        "use `ElasticWorker.transfers`, or call `bind`",
     )
 
 

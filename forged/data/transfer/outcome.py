@@ -1,7 +1,8 @@
-"""What becomes of transfers, as values.
+"""The results and the progress of transfers, as values.
 
-Law: every value is frozen. A report accounts for each shard that was to come: it was moved, was here already, or is
-missing, and then everything that was tried is told.
+Invariants:
+- Values are frozen.
+- A report accounts for each wanted shard: moved, held before, or missing with the failure of every attempt.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from forged.errors import Unavailable
 
 SHARDS_NAMED_MAX = 20
 ORIGIN = "the origin"
+NO_SOURCE = "no worker has it"
 
 
 class MovedShard(msgspec.Struct, frozen=True):
-    """A shard that is held now. `resumed_from` of its bytes were here before the last attempt."""
+    """A shard that was fetched. `resumed_from` of its bytes were stored before the last attempt."""
 
     shard_id: int
     source: Source
@@ -31,7 +33,7 @@ class MovedShard(msgspec.Struct, frozen=True):
 
 
 class SourceFailure(msgspec.Struct, frozen=True):
-    """Why a shard could not be had from a source."""
+    """Why one attempt to fetch a shard from a source failed."""
 
     source: Source
     reason: str
@@ -39,7 +41,7 @@ class SourceFailure(msgspec.Struct, frozen=True):
 
 
 class MissingShard(msgspec.Struct, frozen=True):
-    """A shard that could be had from nobody."""
+    """A shard that no source gave."""
 
     shard_id: int
     failures: tuple[SourceFailure, ...]
@@ -49,45 +51,44 @@ class MissingShard(msgspec.Struct, frozen=True):
 
     @property
     def why(self) -> str:
-        """Why it is not here, without its number: several may be missing for the same reason."""
+        """All failures, without the shard's id: several shards may be missing for the same reason."""
         if self.is_own_fault:
             return self.reason
-        # Most sources were asked several times, and said the same.
-        return "; ".join(dict.fromkeys(map(self._told_by, self.failures))) or "nobody has it"
+        # Most sources were asked several times, and failed the same way.
+        return "; ".join(dict.fromkeys(map(self._with_source, self.failures))) or NO_SOURCE
 
-    def _told_by(self, failure: SourceFailure) -> str:
-        reason = self._about_it(failure.reason)
+    def _with_source(self, failure: SourceFailure) -> str:
+        reason = self._without_id(failure.reason)
         if failure.source is None and reason.startswith(ORIGIN):
             return reason
         return f"{failure.source or ORIGIN}: {reason}"
 
-    def _about_it(self, reason: str) -> str:
-        """A reason where it is clear which shard is meant."""
+    def _without_id(self, reason: str) -> str:
         return re.sub(rf"\bshard {self.shard_id}\b", "it", re.sub(rf" for shard {self.shard_id}\b", "", reason))
 
     @property
     def is_own_fault(self) -> bool:
-        """Whether it is this worker that could not take it, whoever would have given it."""
-        return bool(self.failures) and self.failures[-1].fault is Fault.OURS
+        """Whether this worker's own store failed, so that no other source would help."""
+        return bool(self.failures) and self.failures[-1].fault is Fault.OWN
 
     @property
-    def is_with_nobody(self) -> bool:
-        """Whether no worker was to have it, so that the dataset's origin was asked alone."""
+    def has_no_holder(self) -> bool:
+        """Whether no worker was named as a source, so that only the origin was asked."""
         return not self.is_own_fault and all(failure.source is None for failure in self.failures)
 
     @property
     def is_refused(self) -> bool:
-        """Whether who was asked last can tell that it does not have it; else it may have it a while later."""
+        """Whether the last source said that it does not have the shard; any other failure may pass."""
         return not self.failures or self.failures[-1].fault is Fault.REFUSED
 
     @property
     def reason(self) -> str:
-        """What went wrong last."""
-        return self._about_it(self.failures[-1].reason) if self.failures else "nobody has it"
+        """The last failure."""
+        return self._without_id(self.failures[-1].reason) if self.failures else NO_SOURCE
 
 
 class BadCopy(msgspec.Struct, frozen=True):
-    """A copy that is not what it should be, or was not when it arrived."""
+    """A copy whose bytes do not match its stamp, at the source or on arrival."""
 
     shard_id: int
     source: Source
@@ -96,36 +97,36 @@ class BadCopy(msgspec.Struct, frozen=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """How a plan was executed by one worker."""
+    """The result of one batch of transfers."""
 
     moved: tuple[MovedShard, ...] = ()
     kept: tuple[int, ...] = ()
-    """Those that were here already."""
+    """Shards that were held already."""
     missing: tuple[MissingShard, ...] = ()
     bad_copies: tuple[BadCopy, ...] = ()
     bytes: int = 0
-    """How many travelled for shards that were moved and for those that were not."""
+    """Received for all shards, including those that are missing."""
     seconds: float = 0.0
 
     @property
     def is_complete(self) -> bool:
-        """Whether all shards are here."""
+        """Whether every shard is held."""
         return not self.missing
 
     def require_complete(self) -> None:
-        """Raise an error that names the shards that are missing, if any are, and tells whose fault that is."""
+        """Raise an error that names the missing shards, if there are any."""
         if own := [shard for shard in self.missing if shard.is_own_fault]:
-            raise StoreFailed("shards_not_kept", f"cannot keep {_named(own)}", "see the disk")
+            raise StoreFailed("shards_not_kept", f"cannot store {_named(own)}", "see the disk")
         if self.missing:
             raise Unavailable(
                 "shards_missing",
-                f"cannot have {_named(self.missing)}",
-                "bring back a worker that holds them",
+                f"cannot fetch {_named(self.missing)}",
+                "restart a worker that holds them",
             )
 
 
 def _named(shards: Sequence[MissingShard]) -> str:
-    """The shards with the reasons why they are missing, each reason once."""
+    """The first shards with their reasons, each reason once."""
     by_reason: defaultdict[str, list[MissingShard]] = defaultdict(list)
     for shard in shards[:SHARDS_NAMED_MAX]:
         by_reason[shard.why].append(shard)
@@ -140,31 +141,31 @@ def _group(why: str, shards: Sequence[MissingShard]) -> str:
     return f"{len(shards)} shards ({why}): {', '.join(str(shard.shard_id) for shard in shards)}"
 
 
-class UnderWay(msgspec.Struct, frozen=True):
-    """A shard that is being moved. `size` is None while it is not known."""
+class ShardInTransit(msgspec.Struct, frozen=True):
+    """A shard that is being fetched; `size` is None while it is unknown."""
 
     shard_id: int
     source: Source
-    here: int
+    stored: int
+    """How many of its bytes are in the store."""
     size: int | None
     origin_silent_s: float | None = None
-    """For how long the origin has given nothing; None while something else is waited for: a worker, or what keeps the
-    shards here."""
-    is_elsewhere: bool = False
-    """Whether a worker has it, or had, who was not reached."""
+    """For how long the origin has given nothing; None while the transfer waits for a worker or for the store."""
+    may_be_at_a_worker: bool = False
+    """Whether a worker that was named as a source was not reached."""
 
 
 class TransferProgress(msgspec.Struct, frozen=True):
-    """How far a worker is with a plan; a later one makes those before it worthless."""
+    """How far the transfers of a worker are; each replaces the previous one."""
 
     done: int
     missing: int
     total: int
     bytes_moved: int
     seconds: float
-    under_way: tuple[UnderWay, ...] = ()
+    in_transit: tuple[ShardInTransit, ...] = ()
 
     @property
     def bytes_per_s(self) -> float:
-        """How fast it has been so far."""
+        """The average so far."""
         return self.bytes_moved / self.seconds if self.seconds > 0 else 0.0

@@ -1,104 +1,95 @@
-"""A worker's part of the job's training data.
+"""Obtains and holds the shards that the daemon assigns to this worker.
 
-Law: at every attempt the worker says what it holds by what lies verified in its store, fetches what it is told to, and
-answers only when it holds all that it has to. What it need not hold any more it drops when the attempt was committed,
-and not before: until then others may come for it. As long as it waits for others, or for the dataset's origin, or looks
-through copies that are in doubt, it says so; and what keeps it from getting on it says as long as that does.
+For each attempt: offer what is held, wait for the plan, fetch what is missing, report, and repeat until all is held.
+
+Invariants:
+- The worker takes part in one attempt at a time. The next starts when the previous one has ended here; received bytes
+  are kept.
+- The worker offers what its store has verified, and reports ready only when it holds all that the plan requires.
+- Shards that the new world does not need here are dropped after its commit, because other workers may fetch them until
+  then. What this worker owns changes at the same moment.
+- Errors that may pass are retried; an error of the script or of its store ends the training.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import anyio
 import numpy as np
-import xxhash
-from anyio import to_thread
+from anyio.abc import TaskGroup
 
 from forged.clock import Clock
 from forged.data.dataset import Dataset, Indices
 from forged.data.messages import (
-    NAMED_MAX,
+    CorruptShardFound,
     OfferShards,
     OwnersPage,
     ReadOwners,
     ReadTransfers,
-    ReportCorruptShard,
-    ReportLostShards,
-    ReportShards,
     TransferPart,
+    TransfersPlanned,
 )
-from forged.data.ownership.conflicting_copies import MARK_BYTES, mark_of
+from forged.data.ownership.conflicting_copies import MARK_BYTES
 from forged.data.ownership.ownership import SHARDS_LOST
-from forged.data.store.port import OpenShard, ShardStore, Stamp
+from forged.data.sampling.sampler import ElasticSampler, SamplingMode
 from forged.data.training import TrainingData
 from forged.data.transfer.manager import DataTransferManager
-from forged.data.transfer.outcome import BadCopy, MissingShard, TransferProgress, TransferReport, UnderWay
+from forged.data.transfer.outcome import TransferReport
 from forged.data.transfer.schedule import Source, Wanted
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.messages import AttemptProgress
-from forged.elastic.model import ClusterTopology, WorkerId
+from forged.elastic.model import ClusterTopology
 from forged.errors import ForgedError, RequestRefused
-from forged.kernel.messages import Signal
+from forged.kernel.messages import Fact, Signal, UnknownFact
 from forged.log import SILENT, Log
-from forged.phrases import counted
 from forged.retry import RetryPolicy
 from forged.worker.daemon.registration import Registration
+from forged.worker.data.local_shards import LocalShards
+from forged.worker.data.transfer_reports import TransferReports
+from forged.worker.errors import passes
 from forged.worker.mesh import Mesh
+from forged.worker.worker_state.job_view import Commit
 
-R = TypeVar("R")
-
-PIECE_BYTES = 1 << 20
 OFFER_SHARDS_MAX = 1 << 16
 """So many shards are named in one message."""
 ORIGIN = -1
 ATTEMPTS_KEPT_MAX = 4
-"""Of so many attempts it is remembered what is held for them."""
-FETCHING = RetryPolicy(attempts=None, delay_s=0.2, exponential=True, delay_max_s=5.0, jitter=0.5)
-"""How long a worker rests before it tries again to fetch its data; a try that brings something begins anew."""
-SAYING_INTERVAL_S = 1.0
-"""How often it says meanwhile what it waits for."""
-TROUBLE_CHARS_MAX = 500
-ORIGIN_TRIES = 3
-"""So many tries in a row, each of which asks several times, and an origin that fails has lost what it does not give."""
-SILENCE_TOLD_S = 5.0
-"""How long the origin may give nothing before this worker says that it does."""
-PUT_AWAY_S = 5.0
-"""For so long the store may be with what came from the origin before it is this worker that is waited for."""
+ATTEMPT_OVER = "attempt_over"
 PENDING = frozenset({"plan_pending", SHARDS_LOST})
-NEVER_SAID = -math.inf
+RETRY = RetryPolicy(attempts=None, delay_s=0.2, exponential=True, delay_max_s=5.0, jitter=0.5)
+"""The pauses between tries; a try that brings a shard starts them anew."""
+REPORT_INTERVAL_S = 1.0
 ASK_AGAIN_S = 1.0
-"""How long to wait for the word that a plan is there, before asking for it all the same."""
+"""How long to wait for the fact that the plan exists before the daemon is asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What this worker has to fetch, and what it has to hold then."""
+class AssignedShards:
+    """What the plan of an attempt assigns to this worker."""
 
     wanted: list[Wanted]
     keep: frozenset[int]
     owned: frozenset[int]
     is_released: bool
     replaced: frozenset[int]
-    """Of which others hold something else."""
+    """Shards of which other workers hold different bytes; this worker drops its copy and fetches theirs."""
 
 
 class ShardHolder:
-    """Holds shards for one worker."""
+    """The shards of one worker. `fail` is called with an error that ends the training."""
 
     def __init__(
         self,
         data: TrainingData,
         config: ElasticTrainingConfig,
+        sampler: ElasticSampler | None,
         line: Registration,
         signal: Callable[[Signal], object],
         mesh: Mesh,
+        tasks: TaskGroup,
+        fail: Callable[[Exception], None],
         clock: Clock,
         random: Callable[[], float],
         *,
@@ -106,42 +97,20 @@ class ShardHolder:
         log: Log = SILENT,
     ) -> None:
         self._data = data
-        self._log = log
         self._dataset = Dataset.of(data.samples, data.shards)
+        self._sampler = sampler
         self._line = line
-        self._signal = signal
-        self._uses_threads = uses_threads
-        self._planned = 0
-        """The attempt of the newest plan that was heard of."""
-        self._news = anyio.Event()
-        self._holds: dict[int, Part] = {}
-        """What is held for the newest attempts: one may have been committed, and the next be under way already."""
-        self._turn = anyio.Lock()
-        """Who says what is held, and who drops some of it, do so one after the other."""
-        self._random = random
+        self._tasks = tasks
+        self._fail = fail
         self._clock = clock
-        self._begin_attempt(0)
-        self._owned: frozenset[int] = frozenset()
-        """The shards that are this worker's in the committed world."""
-        self.is_released = False
-        """Whether this worker may go, because nobody needs what it holds any more."""
-        self._bad_copies: list[BadCopy] = []
-        """Of which nobody was told yet."""
-        self._bad_found = 0
-        """How many copies were found to be bad."""
-        self._moved = (0, 0)
-        """How many transfers were done, and how many bytes had come, as was told last."""
-        self._found = anyio.Event()
-        """Another one was."""
-        self._doubted: set[int] = set()
-        self._looked_at: set[int] = set()
-        """At which copies it has looked since it last said what it holds."""
-        self._complained: set[int] = set()
-        """For which shards it has had all say anew what they hold: once until they come, or it would never end."""
-        self._manager = DataTransferManager(
+        self._random = random
+        self._log = log
+        self._local = LocalShards(data.store, data.shards, uses_threads=uses_threads)
+        self._reports = TransferReports(line, signal, clock, log)
+        self.transfers = DataTransferManager(
             line.worker,
             data.store,
-            mesh.visit_shards,
+            mesh.connect_for_shards,
             origin=data.origin,
             origin_timeout_s=data.origin_timeout_s,
             max_concurrent_transfers=config.transfers_at_once,
@@ -149,193 +118,145 @@ class ShardHolder:
             clock=clock,
             random=random,
             uses_threads=uses_threads,
-            progress=self._tell_progress,
-            bad_copy=self._find_bad,
+            observer=self._reports,
         )
-        mesh.give_shards(data.store)
+        """Also serves plans of the script; the next attempt ends those."""
+        self.is_released = False
+        """Whether no other worker needs what this worker holds, so that it may leave."""
+        self._owned: frozenset[int] = frozenset()
+        """The shards that this worker owns in the committed world."""
+        self._assigned: dict[int, AssignedShards] = {}
+        """By attempt, for the newest ones: one may be committed while the next is under way."""
+        self._planned_attempt = 0
+        """The newest attempt that is known to have a plan."""
+        self._plan_known = anyio.Event()
+        self._obtaining = anyio.Lock()
+        self._offering_or_dropping = anyio.Lock()
+        """An offer must not name a shard that is about to be dropped."""
+        self._background_attempt = 0
+        """The attempt whose shards are fetched while training continues; 0 for none."""
+        self._background_scope = anyio.CancelScope()
+        self._has_offered = False
+        """Whether the current attempt has an offer, which holds until it ends."""
+        self._begin_attempt(0)
+        mesh.serve_shards(data.store)
+
+    def on_fact(self, fact: Fact | UnknownFact) -> None:
+        if isinstance(fact, TransfersPlanned):
+            self._planned_attempt = max(self._planned_attempt, fact.attempt)
+            known, self._plan_known = self._plan_known, anyio.Event()
+            known.set()
+        elif isinstance(fact, CorruptShardFound) and fact.worker_id == self._line.worker.id:
+            self._local.suspects.add(fact.shard)
+
+    def owns(self, shard: int) -> bool:
+        """Whether this worker owns the shard in the committed world."""
+        return shard in self._owned
+
+    # Obtaining the shards of an attempt.
+
+    def obtain_in_background(self, attempt: int) -> None:
+        """Obtain this attempt's shards while training continues, and stop doing so for any other; 0 for none."""
+        if attempt == self._background_attempt:
+            return
+        self._background_attempt = attempt
+        self._background_scope.cancel()
+        if attempt:
+            self._background_scope = anyio.CancelScope()
+            self._tasks.start_soon(self._obtain_in_scope, attempt, self._background_scope)
+
+    async def _obtain_in_scope(self, attempt: int, scope: anyio.CancelScope) -> None:
+        with scope:
+            try:
+                await self.obtain(attempt, in_background=True)
+            except Exception as error:  # noqa: BLE001 - a script's store may raise anything
+                self._fail(error)
+
+    async def obtain(self, attempt: int, *, in_background: bool = False) -> None:
+        """Try until this worker holds what the attempt assigns to it and has said so, or until the attempt is over."""
+        async with self._obtaining:
+            while True:
+                try:
+                    await self._try(attempt, in_background=in_background)
+                    await self._line.ready(attempt)
+                    return
+                except ForgedError as error:
+                    if error.code == ATTEMPT_OVER:
+                        self._log.info("the attempt ended before all shards were fetched", why=error.message)
+                        return
+                    if not passes(error):
+                        raise
+                    self._log.warning("shards could not be fetched; trying again", why=str(error))
+                    reason = error.message
+                await self._pause(reason)
+
+    async def _try(self, attempt: int, *, in_background: bool = False) -> None:
+        if attempt != self._attempt:
+            async with self._offering_or_dropping:
+                self._begin_attempt(attempt)
+        if not self._has_offered:
+            await self._offer(attempt, in_background=in_background)
+            self._has_offered = True
+        assigned = await self._read_assigned(attempt)
+        for shard in sorted(assigned.replaced - self._replaced):
+            await self._local.drop(shard)
+            self._replaced.add(shard)
+        report = await self._fetch(attempt, assigned.wanted)
+        if report.moved:
+            self._pauses = RETRY.delays(self._random)
+        await self._reports.finish(attempt, report)
+        report.require_complete()
+        self._assigned[attempt] = assigned
+        for older in sorted(self._assigned)[:-ATTEMPTS_KEPT_MAX]:
+            del self._assigned[older]
 
     def _begin_attempt(self, attempt: int) -> None:
         self._attempt = attempt
-        """The one that this worker takes part in."""
         self._has_offered = False
-        """Whether it has said what it holds, which counts as long as the attempt does."""
-        self._arrived = 0
-        """How many bytes have come in this attempt, before the present try."""
-        self._pauses = FETCHING.delays(self._random)
-        self._starved_tries = 0
-        """How many tries in a row have brought all but what no worker has and the origin does not give."""
         self._replaced: set[int] = set()
-        """What was dropped because others hold something else, and is not dropped once more."""
-        self._said_lost: ReportLostShards | None = None
-        self._has_said_unkept = False
-        self._is_full = False
-        """Whether the last try has brought what could not be kept: then it is this worker that is waited for."""
-        self._trouble = ""
-        """Why the last try has failed; empty where none has."""
-        self._stored_since: float | None = None
-        """Since when something from the origin was seen with the store; None: it is up to something else."""
+        """Shards that were dropped as `AssignedShards.replaced`, and are not dropped again."""
+        self._pauses = RETRY.delays(self._random)
+        self._reports.begin(attempt)
 
-    def hear_of_plan(self, attempt: int) -> None:
-        """It is settled what has to travel for an attempt."""
-        self._planned = max(self._planned, attempt)
-        news, self._news = self._news, anyio.Event()
-        news.set()
-
-    def doubt(self, shard: int) -> None:
-        """Somebody has found the copy here to be bad: look at it before it is offered again."""
-        self._doubted.add(shard)
-
-    async def take_part(self, attempt: int, *, beside: bool = False) -> None:
-        """Hold what this worker has to hold when the attempt is committed; `beside` training, or while it rests."""
-        if attempt != self._attempt:
-            async with self._turn:
-                self._begin_attempt(attempt)
-        if not self._has_offered:
-            await self._offer(attempt, beside=beside)
-            self._has_offered = True
-        part = await self._part(attempt)
-        await self._drop_replaced(part.replaced)
-        report = await self._fetch(attempt, part.wanted)
-        self._arrived += report.bytes
-        if report.moved:
-            self._pauses = FETCHING.delays(self._random)
-        await self._tell_bad_copies()
-        await self._tell_missing(attempt, report)
-        await self._tell_unkept(attempt, report)
-        report.require_complete()
-        self._trouble = ""
-        await self._tell_done(attempt, report)
-        self._holds[attempt] = part
-        for older in sorted(self._holds)[:-ATTEMPTS_KEPT_MAX]:
-            del self._holds[older]
-
-    async def _drop_replaced(self, replaced: frozenset[int]) -> None:
-        for shard in sorted(replaced - self._replaced):
-            await self._run(partial(self._data.store.drop, shard))
-            self._replaced.add(shard)
-
-    async def _fetch(self, attempt: int, wanted: list[Wanted]) -> TransferReport:
-        """Have it moved here, and say of bad copies as soon as they are found: others may be about to take them."""
-        outcome: TransferReport | ForgedError
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._tell_as_found)
-            try:
-                outcome = await self._manager.execute(wanted, generation=attempt)
-            except ForgedError as error:
-                # What is raised within a task group comes out in a group.
-                outcome = error
-            tasks.cancel_scope.cancel()
-        if isinstance(outcome, ForgedError):
-            raise outcome
-        return outcome
-
-    async def _tell_as_found(self) -> None:
-        while True:
-            try:
-                await self._tell_bad_copies()
-            except ForgedError as error:
-                # It is said once more when all has come.
-                self._log.info("it could not be told that a copy is bad", why=error.message)
-                return
-            await self._found.wait()
-
-    async def rest(self, why: str) -> None:
-        """Let some time pass before the next try, and say why, and whether this worker waits for others."""
-        self._trouble = why[:TROUBLE_CHARS_MAX]
+    async def _pause(self, reason: str) -> None:
+        """Wait before the next try, and report the reason meanwhile."""
+        self._reports.failed(reason)
         left_s = next(self._pauses)
         while left_s > 0.0:
-            self._tell(waits=self._is_starved)
-            pause_s = min(left_s, SAYING_INTERVAL_S)
+            self._reports.own_turn()
+            pause_s = min(left_s, REPORT_INTERVAL_S)
             await anyio.sleep(pause_s)
             left_s -= pause_s
 
-    async def settle(self, attempt: int, topology: ClusterTopology) -> None:
-        """The attempt was committed: know what this worker owns, and drop what somebody else is to hold.
+    # 1. Offer what is held.
 
-        When the next attempt is under way nothing is dropped: it counts on what was said to be here.
-        """
-        part = self._holds.get(attempt)
-        if part is None:
-            # Somebody has told of the world and not of the attempt that led to it.
-            owners = await self.owners(topology)
-            self._owned = frozenset(np.flatnonzero(owners == topology.rank_of(self._line.worker)).tolist())
-            return
-        self._owned, self.is_released = part.owned, part.is_released
-        self._holds = {number: held for number, held in self._holds.items() if number >= attempt}
-        async with self._turn:
-            if self._attempt == attempt:
-                await self._drop_all_but(part.keep)
-
-    async def _drop_all_but(self, keep: Container[int]) -> None:
-        try:
-            await self._run(partial(_keep_only, self._data.store, keep))
-        except ForgedError as error:
-            # More is held than has to be, which does no harm.
-            self._log.warning("shards that others hold now could not be dropped", why=str(error))
-
-    @property
-    def transfers(self) -> DataTransferManager:
-        """What moves shards here, for plans besides what attempts do; the next attempt ends those."""
-        return self._manager
-
-    def owns(self, shard: int) -> bool:
-        """Whether a shard is this worker's in the committed world."""
-        return shard in self._owned
-
-    async def owners(self, topology: ClusterTopology) -> Indices:
-        """The rank of the owner of each shard, in a world that was committed; -1 for who is not in it."""
-        pages: list[OwnersPage] = []
-        while not pages or pages[-1].more:
-            page = await self._line.say(ReadOwners(self._line.job, sum(len(page.owners) for page in pages) // 4))
-            if page.generation < topology.epoch:
-                # The daemon hears of its own commit a moment later.
-                await anyio.sleep(ASK_AGAIN_S / 100)
-            elif page.generation == topology.epoch:
-                pages.append(page)
-            else:
-                raise RequestRefused("generation_over", f"generation {topology.epoch} is over", "enter newer ones")
-        places = np.frombuffer(b"".join(page.owners for page in pages), "<i4")
-        ranks = np.array([*(topology.rank_of(worker) for worker in pages[0].workers), -1], np.int64)
-        owners: Indices = ranks[places]
-        return owners
-
-    async def _offer(self, attempt: int, *, beside: bool) -> None:
+    async def _offer(self, attempt: int, *, in_background: bool) -> None:
         while True:
-            if not beside:
-                # A bad copy is dropped, and training may be under way with it: then the daemon has all stop first.
-                await self._look_at_doubted()
-            looked_at = np.array(sorted(self._looked_at)[:OFFER_SHARDS_MAX], "<i8")
-            doubted = await self._say_what_is_held(attempt, looked_at.tobytes())
-            self._looked_at.difference_update(looked_at.tolist())
-            if not doubted:
+            if not in_background:
+                # In the background, training may be using a bad copy: then the daemon stops the training first.
+                await self._verify_suspects()
+            verified = np.array(sorted(self._local.verified)[:OFFER_SHARDS_MAX], "<i8")
+            suspect = await self._send_offer(attempt, verified.tobytes())
+            self._local.verified.difference_update(verified.tolist())
+            if not suspect:
                 return
-            # What was said of them may not have been heard, or by another process only. Whoever is asked looks.
-            self._doubted.update(doubted)
-            beside = False
+            # The fact may have been missed, or have reached an earlier process of this worker only.
+            self._local.suspects.update(suspect)
+            in_background = False
 
-    async def _look_at_doubted(self) -> None:
-        """Drop what is bad, and say that this may last as long as it gets on: with a disk that hangs it does not."""
-        said_at = NEVER_SAID
-        while self._doubted:
-            shard = min(self._doubted)
-            with closing(_drop_if_bad(self._data.store, shard)) as look:
-                while await self._run(partial(next, look, None)):
-                    said_at = self._tell_of_looking(said_at)
-            self._doubted.discard(shard)
-            self._looked_at.add(shard)
+    async def _verify_suspects(self) -> None:
+        """Reports that other workers have to wait as long as copies are being read; a hanging disk ends that."""
+        reported_at = -math.inf
+        async for _ in self._local.verify_suspects():
+            now = self._clock.monotonic()
+            if now >= reported_at + REPORT_INTERVAL_S:
+                self._reports.waiting()
+                reported_at = now
 
-    def _tell_of_looking(self, said_at: float) -> float:
-        """Returns when it was told last."""
-        now = self._clock.monotonic()
-        if now < said_at + SAYING_INTERVAL_S:
-            return said_at
-        self._tell(waits=True)
-        return now
-
-    async def _say_what_is_held(self, attempt: int, looked_at: bytes) -> list[int]:
-        """Returns which copies are in doubt, so that it has to be said anew."""
-        ids, size, marks = await self._run(partial(_told_of, self._data.store, self._data.shards))
-        starts = range(0, max(1, ids.size), OFFER_SHARDS_MAX)
+    async def _send_offer(self, attempt: int, verified: bytes) -> list[int]:
+        """Returns the copies that the daemon wants verified; if there are any, the offer has to be sent again."""
+        held = await self._local.inventory()
+        starts = range(0, max(1, held.ids.size), OFFER_SHARDS_MAX)
         for start in starts:
             taken = await self._line.say(
                 OfferShards(
@@ -344,46 +265,41 @@ class ShardHolder:
                     self._line.incarnation,
                     attempt,
                     self._data.spec,
-                    ids[start : start + OFFER_SHARDS_MAX].tobytes(),
-                    size,
+                    held.ids[start : start + OFFER_SHARDS_MAX].tobytes(),
+                    held.size,
                     start != starts[-1],
-                    self._manager.bandwidth.overall_bytes_per_s or 0.0,
+                    self.transfers.bandwidth.bytes_per_s or 0.0,
                     self._data.weight,
-                    looked_at if start == starts[0] else b"",
-                    marks[start * MARK_BYTES : (start + OFFER_SHARDS_MAX) * MARK_BYTES],
+                    verified if start == starts[0] else b"",
+                    held.marks[start * MARK_BYTES : (start + OFFER_SHARDS_MAX) * MARK_BYTES],
                 )
             )
-            if taken.doubted:
-                return list(np.frombuffer(taken.doubted, "<i8").tolist())
+            if taken.suspect:
+                return list(np.frombuffer(taken.suspect, "<i8").tolist())
         return []
 
-    async def _part(self, attempt: int) -> Part:
-        """What this worker is told, as soon as all have said what they hold."""
-        lack: str | None = None
-        is_planned = self._planned >= attempt
+    # 2. Read the plan, once all members have offered.
+
+    async def _read_assigned(self, attempt: int) -> AssignedShards:
+        lost: str | None = None
+        is_planned = self._planned_attempt >= attempt
         while True:
             if not is_planned:
-                self._tell(waits=True, trouble=lack)
+                self._reports.waiting(trouble=lost)
                 with anyio.move_on_after(ASK_AGAIN_S):
-                    await self._news.wait()
+                    await self._plan_known.wait()
             try:
-                pages = await self._pages(attempt)
+                pages = await self._read_pages(attempt)
             except RequestRefused as error:
                 if error.code not in PENDING:
                     raise
-                is_planned, lack = False, error.message if error.code == SHARDS_LOST else None
+                is_planned, lost = False, error.message if error.code == SHARDS_LOST else None
             else:
-                # Who tries again waits for nobody: it has all that it needs to get on, and is waited for.
-                self._planned = max(self._planned, attempt)
-                self._tell(waits=self._is_starved)
-                wanted = [one for page in pages for one in self._wanted(page)]
-                keep = np.concatenate([np.frombuffer(page.keep, "<i8") for page in pages])
-                is_owned = np.concatenate([np.frombuffer(page.owned, np.bool_) for page in pages])
-                replaced = np.frombuffer(b"".join(page.replaced for page in pages), "<i8")
-                kept, owned = frozenset(keep.tolist()), frozenset(keep[is_owned].tolist())
-                return Part(wanted, kept, owned, pages[0].is_released, frozenset(replaced.tolist()))
+                self._planned_attempt = max(self._planned_attempt, attempt)
+                self._reports.own_turn()
+                return self._assigned_by(pages)
 
-    async def _pages(self, attempt: int) -> Sequence[TransferPart]:
+    async def _read_pages(self, attempt: int) -> Sequence[TransferPart]:
         pages: list[TransferPart] = []
         after = 0
         while not pages or pages[-1].more:
@@ -392,185 +308,87 @@ class ShardHolder:
             after += max(len(page.shards), len(page.keep)) // 8
         return pages
 
-    def _wanted(self, page: TransferPart) -> Iterator[Wanted]:
+    def _assigned_by(self, pages: Sequence[TransferPart]) -> AssignedShards:
+        wanted = [one for page in pages for one in self._wanted_by(page)]
+        keep = np.concatenate([np.frombuffer(page.keep, "<i8") for page in pages])
+        is_owned = np.concatenate([np.frombuffer(page.owned, np.bool_) for page in pages])
+        replaced = np.concatenate([np.frombuffer(page.replaced, "<i8") for page in pages])
+        return AssignedShards(
+            wanted,
+            frozenset(keep.tolist()),
+            frozenset(keep[is_owned].tolist()),
+            pages[0].is_released,
+            frozenset(replaced.tolist()),
+        )
+
+    def _wanted_by(self, page: TransferPart) -> Iterator[Wanted]:
+        def source_at(place: int) -> Source:
+            return None if place == ORIGIN else page.workers[place]
+
         shards = np.frombuffer(page.shards, "<i8").tolist()
         sources = np.frombuffer(page.sources, "<i4").reshape(len(shards), page.sources_per_shard).tolist()
         for shard, places in zip(shards, sources, strict=True):
-            named = [self._source(page.workers, place) for place in places if place >= ORIGIN]
-            yield Wanted(self._dataset.shard(shard), self._data.shards - shard, tuple(named))
+            named = tuple(source_at(place) for place in places if place >= ORIGIN)
+            yield Wanted(self._dataset.shard(shard), self._data.shards - shard, named)
 
-    @staticmethod
-    def _source(workers: tuple[WorkerId, ...], place: int) -> Source:
-        return None if place == ORIGIN else workers[place]
+    # 3. Fetch what is missing.
 
-    async def _tell_done(self, attempt: int, report: TransferReport) -> None:
-        await self._line.say(
-            ReportShards(
-                self._line.job,
-                self._line.worker.id,
-                self._line.incarnation,
-                attempt,
-                len(report.moved),
-                report.bytes,
-                report.seconds,
-            )
-        )
+    async def _fetch(self, attempt: int, wanted: list[Wanted]) -> TransferReport:
+        outcome: TransferReport | ForgedError
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._reports.send_bad_copies_as_found)
+            try:
+                outcome = await self.transfers.execute(wanted, generation=attempt)
+            except ForgedError as error:
+                # Raised inside the task group it would come out in an exception group.
+                outcome = error
+            tasks.cancel_scope.cancel()
+        if isinstance(outcome, ForgedError):
+            raise outcome
+        return outcome
 
-    async def _tell_missing(self, attempt: int, report: TransferReport) -> None:
-        """Ask that all say anew what they hold, if what some have said they do not; or tell what nobody has."""
-        bad = {copy.shard_id for copy in report.bad_copies if copy.source is not None}
-        missing = {one.shard_id for one in report.missing}
-        # What has come since may be missing again some day.
-        self._complained &= missing
-        news = missing & bad - self._complained
-        if news:
-            self._complained |= news
-            line = self._line
-            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(news)))
-        else:
-            await self._tell_lost(attempt, report)
+    # 4. After the commit.
 
-    async def _tell_unkept(self, attempt: int, report: TransferReport) -> None:
-        """Have others take what does not fit here, once: whoever was put out for it would take along what it has."""
-        unkept = sum(one.is_own_fault for one in report.missing)
-        self._is_full = unkept > 0
-        if unkept and not self._has_said_unkept:
-            line, self._has_said_unkept = self._line, True
-            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, unkept=unkept))
+    async def adopt(self, commit: Commit) -> None:
+        """Own what the committed world assigns, drop the rest, and tell the sampler who owns what."""
+        await self._adopt(commit.attempt, commit.topology)
+        if self._sampler is not None and self._sampler.mode is SamplingMode.SHARDED:
+            self._sampler.reassign(await self._read_owners(commit.topology), commit.topology.world_size)
 
-    async def _tell_lost(self, attempt: int, report: TransferReport) -> None:
-        """Say which shards no worker has and the origin does not give, if that is news."""
-        lost = [one for one in report.missing if one.is_with_nobody]
-        # As long as anything else is the matter, this worker has to mend that.
-        self._starved_tries = self._starved_tries + 1 if lost and len(lost) == len(report.missing) else 0
-        if not lost:
-            self._said_lost = None
+    async def _adopt(self, attempt: int, topology: ClusterTopology) -> None:
+        assigned = self._assigned.get(attempt)
+        if assigned is None:
+            # This worker learned of the world without having taken part in its attempt.
+            owners = await self._read_owners(topology)
+            self._owned = frozenset(np.flatnonzero(owners == topology.rank_of(self._line.worker)).tolist())
             return
-        said = self._report_of(attempt, lost)
-        if said != self._said_lost:
-            await self._line.say(said)
-            self._said_lost = said
+        self._owned, self.is_released = assigned.owned, assigned.is_released
+        self._assigned = {number: held for number, held in self._assigned.items() if number >= attempt}
+        async with self._offering_or_dropping:
+            if self._attempt == attempt:
+                # During the next attempt nothing is dropped, because this worker has offered it.
+                await self._drop_all_except(assigned.keep)
 
-    def _report_of(self, attempt: int, lost: list[MissingShard]) -> ReportLostShards:
-        line, first = self._line, lost[0]
-        return ReportLostShards(
-            line.job,
-            line.worker.id,
-            line.incarnation,
-            attempt,
-            len(lost),
-            [one.shard_id for one in lost[:NAMED_MAX]],
-            f"shard {first.shard_id}: {first.reason}"[:TROUBLE_CHARS_MAX],
-            certain=self._starved_tries >= ORIGIN_TRIES or any(one.is_refused for one in lost),
-        )
+    async def _drop_all_except(self, keep: frozenset[int]) -> None:
+        try:
+            await self._local.drop_all_except(keep)
+        except ForgedError as error:
+            # To hold more than required does no harm.
+            self._log.warning("shards that moved to other workers could not be dropped", why=str(error))
 
-    async def _tell_bad_copies(self) -> None:
-        while self._bad_copies:
-            copy = self._bad_copies[0]
-            if copy.source is not None:
-                said = ReportCorruptShard(self._line.job, self._line.worker.id, copy.source.id, copy.shard_id)
-                await self._line.say(said)
-            self._bad_copies.pop(0)
-            self._bad_found += 1
-            self._tell(*self._moved)
-        self._found = anyio.Event()
-
-    def _find_bad(self, copy: BadCopy) -> None:
-        self._bad_copies.append(copy)
-        self._found.set()
-
-    def _tell_progress(self, progress: TransferProgress) -> None:
-        """Say how far it is, whether that is up to the origin alone, and if that is silent."""
-        waits = self._is_up_to_origin(progress.under_way)
-        trouble = "; before: ".join(filter(None, (_silence(progress.under_way), self._trouble)))
-        self._moved = progress.done, self._arrived + progress.bytes_moved
-        self._tell(*self._moved, waits=waits, trouble=trouble)
-
-    def _is_up_to_origin(self, under_way: Sequence[UnderWay]) -> bool:
-        """Whether nothing else is waited for: not, where this worker alone may not reach who has it.
-
-        What has come from it is with the store for a moment; as long as that lasts no longer, nothing is the matter.
-        """
-        if any(one.source is not None or one.is_elsewhere for one in under_way):
-            self._stored_since = None
-            return False
-        if all(one.origin_silent_s is not None for one in under_way):
-            self._stored_since = None
-            return bool(under_way) or self._is_starved
-        now = self._clock.monotonic()
-        self._stored_since = now if self._stored_since is None else self._stored_since
-        return now - self._stored_since < PUT_AWAY_S
-
-    @property
-    def _is_starved(self) -> bool:
-        """Whether the last try brought all but what no worker has and the origin does not give."""
-        return self._starved_tries > 0
-
-    def _tell(self, transfers: int = 0, arrived: int = 0, *, waits: bool = False, trouble: str | None = None) -> None:
-        line = self._line
-        said = AttemptProgress(
-            line.job,
-            line.worker.id,
-            line.incarnation,
-            self._attempt,
-            0,
-            # To know that a copy is bad is to have got on, too.
-            transfers + self._bad_found,
-            arrived or self._arrived,
-            waits and not self._is_full,
-            (self._trouble if trouble is None else trouble)[:TROUBLE_CHARS_MAX],
-        )
-        self._signal(said)
-
-    async def _run(self, act: Callable[[], R]) -> R:
-        return await to_thread.run_sync(act) if self._uses_threads else act()
-
-
-def _silence(under_way: Iterable[UnderWay]) -> str:
-    """That the origin gives nothing, if it has for a while."""
-    silences = [(one.origin_silent_s or 0.0, one.shard_id) for one in under_way]
-    silent = [(seconds, shard) for seconds, shard in silences if seconds >= SILENCE_TOLD_S]
-    if not silent:
-        return ""
-    seconds, shard = max(silent)
-    more = f", and nothing of {counted(len(silent) - 1, 'other')} that it was asked for" if len(silent) > 1 else ""
-    return f"the origin has given nothing of shard {shard} for {seconds:.0f} s{more}"
-
-
-def _drop_if_bad(store: ShardStore, shard: int) -> Generator[bool]:
-    """Look at a copy; yields after each piece, as others want to know that it gets on."""
-    try:
-        with store.open(shard) as opened:
-            is_sound = yield from _is_sound(opened)
-    except RequestRefused:
-        # It is no longer held, and the store has seen to that.
-        return
-    if not is_sound:
-        store.drop(shard)
-
-
-def _is_sound(opened: OpenShard) -> Generator[bool, None, bool]:
-    checksum, size = xxhash.xxh3_128(), 0
-    try:
-        while piece := os.pread(opened.fd, PIECE_BYTES, size):
-            checksum.update(piece)
-            size += len(piece)
-            yield True
-    except OSError:
-        # What the disk does not give any more is no copy.
-        return False
-    return opened.stamp == Stamp(size, checksum.digest())
-
-
-def _told_of(store: ShardStore, shards: int) -> tuple[Indices, int, bytes]:
-    """Which shards are held, how many bytes they are, and what each of them is."""
-    held: dict[int, Stamp] = dict(store.held())
-    ids = sorted(shard for shard in held if shard < shards)
-    marks = b"".join(mark_of(held[shard].checksum) for shard in ids)
-    return np.array(ids, "<i8"), sum(held[shard].size for shard in ids), marks
-
-
-def _keep_only(store: ShardStore, keep: Container[int]) -> None:
-    """Drop all other shards."""
-    for shard in [shard for shard in store.held() if shard not in keep]:
-        store.drop(shard)
+    async def _read_owners(self, topology: ClusterTopology) -> Indices:
+        """The rank of each shard's owner in a committed world; -1 for an owner outside it."""
+        pages: list[OwnersPage] = []
+        while not pages or pages[-1].more:
+            page = await self._line.say(ReadOwners(self._line.job, sum(len(page.owners) for page in pages) // 4))
+            if page.generation < topology.epoch:
+                # The daemon's data service processes the commit a moment later.
+                await anyio.sleep(ASK_AGAIN_S / 100)
+            elif page.generation == topology.epoch:
+                pages.append(page)
+            else:
+                raise RequestRefused("generation_over", f"generation {topology.epoch} is over", "enter a newer one")
+        places = np.frombuffer(b"".join(page.owners for page in pages), "<i4")
+        ranks = np.array([*(topology.rank_of(worker) for worker in pages[0].workers), -1], np.int64)
+        owners: Indices = ranks[places]
+        return owners

@@ -23,7 +23,7 @@ from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
 from forged.worker.collectives.world import CollectiveAborted, World
 from forged.worker.daemon.registration import Registration
-from forged.worker.data.provider import DataProvider
+from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain.drain import Drain
 from forged.worker.errors import BLAMELESS, passes
 from forged.worker.mesh import Mesh, WorldIncomplete
@@ -44,8 +44,8 @@ class Means:
     line: Registration
     mesh: Mesh
     exchange: StateExchange
-    supply: DataProvider | None
-    """Where its training data comes from; None for one that has none."""
+    shards: ShardHolder | None
+    """The shards of this worker; None without training data."""
     departure: Drain
     rescale_timeout_s: Callable[[], float]
     arrive: Callable[[RescalingEvent, GlobalTrainingState], Awaitable[None]]
@@ -172,19 +172,19 @@ class Rescaler:
 
     async def _give_or_take(self, settled: RescaleSynchronising, still: Callable[[], bool]) -> None:
         """Give the state to others, or take it from the source, as it was settled; then see to the training data."""
-        supply, departure, attempt = self._with.supply, self._with.departure, settled.attempt
+        shards, departure, attempt = self._with.shards, self._with.departure, settled.attempt
         with self._offering(attempt) if self._is_source(settled) else nullcontext():
             if self._is_taker(settled):
                 await self._undertake(partial(self._take, settled), still)
-            if supply is not None and still():
-                await self._undertake(partial(supply.take, attempt), still)
+            if shards is not None and still():
+                await self._undertake(partial(shards.obtain, attempt), still)
             await self._until(lambda: not still() or departure.is_due)
 
     async def _take(self, settled: RescaleSynchronising) -> None:
         """Become what the source is."""
         await self._with.exchange.take(settled)
         self._place.become(settled.step)
-        if self._with.supply is None:
+        if self._with.shards is None:
             await self._with.line.ready(settled.attempt)
 
     def _is_source(self, settled: RescaleSynchronising) -> bool:
@@ -260,14 +260,14 @@ class Rescaler:
 
     async def _meet(self, commit: Commit) -> tuple[World, Agreement]:
         """Enter the world, with the state that holds there and the training data."""
-        topology, supply = commit.topology, self._with.supply
+        topology, shards = commit.topology, self._with.shards
         # Who waits here for others has come further than they have.
         self._presence.come_to(topology)
         world = await self._with.mesh.enter(topology.epoch, topology, self._with.rescale_timeout_s() or None)
         try:
             agreement = await self._agree(world, commit)
-            if supply is not None:
-                await supply.settle(commit)
+            if shards is not None:
+                await shards.adopt(commit)
         except BaseException:
             world.abort(f"{self._with.line.worker.id} does not go on with it")
             raise

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from forged import file_sync
 from forged.data.store import directory
 from forged.data.store.directory import DirectoryShardStore, name_of
-from forged.data.store.port import Begun, Stamp, StoreFailed
+from forged.data.store.port import PartialShard, Stamp, StoreFailed
 from forged.errors import ConfigError, ForgedError, RequestRefused
 from tests.data.wards import descriptors
 from tests.worker.meshes import PATIENCE_S
@@ -55,7 +55,7 @@ def test_another_process_finds_what_is_held_and_what_was_begun(store: DirectoryS
         arriving.write(DATA[:99])
     found = again(store)
     assert found.held() == {7: STAMP}
-    assert found.begun(8) == Begun(STAMP, 99)
+    assert found.partial(8) == PartialShard(STAMP, 99)
     with found.receive(8, STAMP, 99) as arriving:
         arriving.write(DATA[99:])
         arriving.commit()
@@ -116,11 +116,11 @@ def test_two_processes_do_not_write_the_same_shard(store: DirectoryShardStore) -
         "readme.txt",
     ],
 )
-def test_files_of_other_names_or_lengths_are_no_shards(store: DirectoryShardStore, name: str) -> None:
+def test_files_of_other_directory_sync_or_lengths_are_no_shards(store: DirectoryShardStore, name: str) -> None:
     (store.path / name).write_bytes(DATA)
     found = again(store)
     assert not found.held()
-    assert found.begun(7) is None
+    assert found.partial(7) is None
     assert names(found) == [name]
 
 
@@ -140,7 +140,7 @@ def test_links_and_other_things_are_no_shards(store: DirectoryShardStore, tmp_pa
     (store.path / (name_of(3, STAMP) + ".part")).symlink_to(secret)
     found = again(store)
     assert not found.held()
-    assert found.begun(3) is None
+    assert found.partial(3) is None
     assert code_of(lambda: found.receive(3, STAMP)) == "shard_store_failed"
     assert secret.read_bytes() == DATA
 
@@ -275,7 +275,7 @@ class Writes:
         self.seen: list[tuple[int, int, bool]] = []
         self._refused = refused
         self._write = os.pwrite
-        monkeypatch.setattr(directory, "PAST_CACHE_BYTES_MIN", 2 * file_sync.PAGE)
+        monkeypatch.setattr(directory, "BYPASS_CACHE_BYTES_MIN", 2 * file_sync.PAGE)
         monkeypatch.setattr(os, "pwrite", self.write)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
@@ -365,7 +365,7 @@ def test_a_full_disk_is_told_of_past_the_cache_too(
     assert names(store) == []
 
 
-def test_those_who_wait_for_their_names_share_a_sync_that_began_after_them(store: DirectoryShardStore) -> None:
+def test_those_who_wait_for_their_directory_sync_share_a_sync_that_began_after_them(store: DirectoryShardStore) -> None:
     gate, syncing, renamed = threading.Event(), threading.Event(), threading.Barrier(4)
     syncs: list[set[str]] = []
 
@@ -417,7 +417,7 @@ def test_what_does_not_fit_on_the_disk_is_dropped_so_that_others_do(small_disk: 
         arriving.write(big)
     assert raised.value.code == "disk_full"
     assert "shard 2" in raised.value.message
-    assert store.begun(2) is None
+    assert store.partial(2) is None
     store.put(3, [bytes(300 << 10)])
     store.drop(1)
     store.put(2, [big])
@@ -460,7 +460,7 @@ class Busy:
         self._thread = threading.Thread(target=self._hold)
 
     def _hold(self) -> None:
-        with self._store._lock, self._store._names._lock:
+        with self._store._lock, self._store._directory_sync._lock:
             self._holds.set()
             self._leave.wait()
 
@@ -509,7 +509,7 @@ def test_who_reads_waits_for_nobody_who_writes(store: DirectoryShardStore) -> No
         assert store.holds(7)
         assert store.path_of(7).read_bytes() == DATA
         assert store.held() == {7: STAMP}
-        assert store.begun(8) == Begun(STAMP, 99)
+        assert store.partial(8) == PartialShard(STAMP, 99)
         store.open(7).close()
 
 

@@ -9,15 +9,16 @@ import pytest
 from forged.clock import Clock, SystemClock
 from forged.data.model import DataShard
 from forged.data.store.memory import MemoryShardStore
-from forged.data.store.origin import PIECE_BYTES, Bringing, DirectoryOrigin, FunctionOrigin, ShardOrigin
+from forged.data.store.origin import DirectoryOrigin, FunctionOrigin, ShardOrigin
 from forged.data.store.port import ShardStore, Stamp
+from forged.data.transfer.origin_reads import PIECE_BYTES, OriginRead
 from forged.errors import ForgedError, Unavailable
 
 SHARD = DataShard(7, 70, 80)
 
 
 class Watched:
-    """A passage that counts."""
+    """A flow that counts."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.counts: list[int] = []
@@ -25,20 +26,20 @@ class Watched:
         self.began: list[tuple[int, int | None]] = []
         self._stop_after = stop_after
 
-    def begins(self, offset: int, size: int | None) -> None:
+    def started(self, offset: int, size: int | None) -> None:
         self.began.append((offset, size))
 
-    def moved(self, count: int) -> None:
+    def received(self, count: int) -> None:
         self.counts.append(count)
         if self._stop_after is not None and sum(self.counts) > self._stop_after:
             raise Unavailable("transfer_stopped", "no longer wanted")
 
-    def pause_before(self, count: int) -> float:
+    def delay_before(self, count: int) -> float:
         return float(count)
 
 
-def brought(origin: ShardOrigin, passage: Watched | None = None, one: DataShard = SHARD) -> MemoryShardStore:
-    store, watched = MemoryShardStore(), passage or Watched()
+def brought(origin: ShardOrigin, flow: Watched | None = None, one: DataShard = SHARD) -> MemoryShardStore:
+    store, watched = MemoryShardStore(), flow or Watched()
     bringing(origin, store, watched, one=one).run()
     return store
 
@@ -49,14 +50,14 @@ def bringing(
     watched: Watched | None = None,
     clock: Clock | None = None,
     one: DataShard = SHARD,
-) -> Bringing:
+) -> OriginRead:
     told = watched or Watched()
-    return Bringing(origin, one, store, told, told.waits.append, (clock or SystemClock()).monotonic)
+    return OriginRead(origin, one, store, told, told.waits.append, (clock or SystemClock()).monotonic)
 
 
-def code_of(origin: ShardOrigin, passage: Watched | None = None) -> str:
+def code_of(origin: ShardOrigin, flow: Watched | None = None) -> str:
     with pytest.raises(ForgedError) as raised:
-        brought(origin, passage)
+        brought(origin, flow)
     return raised.value.code
 
 
@@ -90,7 +91,7 @@ def test_what_an_origin_raises_is_translated_and_nothing_is_left() -> None:
         bringing(FunctionOrigin(fail), store).run()
     assert raised.value.code == "origin_failed"
     assert not store.held()
-    assert store.begun(7) is None
+    assert store.partial(7) is None
     assert brought(FunctionOrigin(write)).holds(7)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from forged.data.store.directory import DirectoryShardStore
 from forged.data.store.memory import MemoryShardStore
-from forged.data.store.port import SHARD_ID_MAX, Begun, ShardCorrupt, ShardStore, Stamp
+from forged.data.store.port import SHARD_ID_MAX, PartialShard, ShardCorrupt, ShardStore, Stamp
 from forged.errors import ForgedError, RequestRefused
 
 DATA = bytes(range(256)) * 20
@@ -42,7 +42,7 @@ def test_what_is_no_number_of_a_shard_is_refused_by_name(store: ShardStore, shar
     with pytest.raises(RequestRefused) as raised:
         store.put(shard, [b"x"])
     assert raised.value.code == "shard_invalid"
-    assert raised.value.message == f"{shard!r} is no number of a shard"
+    assert raised.value.message == f"shard must be a whole number from 0 to {2**63 - 1}, got {shard!r}"
     assert store.held() == {}
 
 
@@ -67,7 +67,7 @@ def test_what_arrives_is_held_when_it_was_committed_and_not_before(store: ShardS
         assert code_of(lambda: store.open(7)) == "shard_not_held"
         assert arriving.commit() == STAMP
     assert read(store, 7) == DATA
-    assert store.begun(7) is None
+    assert store.partial(7) is None
 
 
 @pytest.mark.parametrize("data", [DATA[:-1], DATA + b"x", b"\1" + DATA[1:], b""])
@@ -79,13 +79,13 @@ def test_what_is_not_what_its_stamp_says_is_dropped(store: ShardStore, data: byt
     assert raised.value.shard == 7
     assert raised.value.is_whole
     assert not store.held()
-    assert store.begun(7) is None
+    assert store.partial(7) is None
 
 
 def test_an_interrupted_shard_goes_on_where_it_stopped(store: ShardStore) -> None:
     with store.receive(7, STAMP) as arriving:
         arriving.write(DATA[:1000])
-    assert store.begun(7) == Begun(STAMP, 1000)
+    assert store.partial(7) == PartialShard(STAMP, 1000)
     with store.receive(7, STAMP, 900) as arriving:
         assert store.holds(7) is False
         arriving.write(DATA[900:])
@@ -101,7 +101,7 @@ def test_nobody_is_blamed_when_what_was_there_before_may_have_been_wrong(store: 
         with pytest.raises(ShardCorrupt) as raised:
             arriving.commit()
     assert not raised.value.is_whole
-    assert store.begun(7) is None
+    assert store.partial(7) is None
 
 
 def test_another_stamp_begins_anew(store: ShardStore) -> None:
@@ -110,13 +110,13 @@ def test_another_stamp_begins_anew(store: ShardStore) -> None:
     other = Stamp.of(b"other")
     with store.receive(7, other) as arriving:
         arriving.write(b"oth")
-    assert store.begun(7) == Begun(other, 3)
+    assert store.partial(7) == PartialShard(other, 3)
 
 
 def test_what_has_no_stamp_leaves_nothing_when_it_is_interrupted(store: ShardStore) -> None:
     with store.receive(7, None) as arriving:
         arriving.write(DATA)
-    assert store.begun(7) is None
+    assert store.partial(7) is None
     assert not store.held()
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_put_whole_leaves_nothing(store: ShardStore) -> None:
 
     with pytest.raises(ZeroDivisionError):
         store.put(7, pieces())  # type: ignore[arg-type]
-    assert store.begun(7) is None
+    assert store.partial(7) is None
     assert not store.held()
     store.put(7, [DATA])
 
@@ -170,7 +170,7 @@ def test_a_dropped_shard_is_gone_and_who_reads_it_finishes(store: ShardStore) ->
         assert not opened.has_changed()
         assert os.pread(opened.fd, len(DATA), 0) == DATA
     assert not store.held()
-    assert store.begun(8) is None
+    assert store.partial(8) is None
     assert code_of(lambda: store.open(7)) == "shard_not_held"
     store.drop(7)
 

@@ -49,31 +49,23 @@ def test_a_rate_that_is_none_is_the_operators(rate: float) -> None:
         Throttle(rate)
 
 
-def test_nothing_is_known_before_the_first_byte() -> None:
+def test_rate_is_unknown_before_the_first_byte() -> None:
     bandwidth = Bandwidth()
-    bandwidth.observe("a", 0, 1.0)
-    bandwidth.observe("a", 5, 0.0)
-    assert bandwidth.overall_bytes_per_s is None
-    assert bandwidth.bytes_per_s("a") is None
-    assert bandwidth.seconds_for({"a": 1}, 1) is None
-    assert bandwidth.seconds_for({}, 1) == 0.0
+    bandwidth.observe(0, 1.0)
+    bandwidth.observe(5, 0.0)
+    assert bandwidth.bytes_per_s is None
 
 
-def test_a_rate_is_bytes_over_time_and_each_source_has_its_own() -> None:
+def test_rate_is_bytes_over_time() -> None:
     bandwidth = Bandwidth()
-    bandwidth.observe("a", 100, 1.0)
-    bandwidth.observe(None, 1, 1.0)
-    assert bandwidth.bytes_per_s("a") == 100.0
-    assert bandwidth.bytes_per_s(None) == 1.0
-    assert bandwidth.bytes_per_s("b") == bandwidth.overall_bytes_per_s
-    assert bandwidth.seconds_for({"a": 200, None: 4}, 2) == pytest.approx(3.0)
+    bandwidth.observe(100, 1.0)
+    assert bandwidth.bytes_per_s == 100.0
 
 
-def test_what_was_long_ago_counts_less() -> None:
+def test_old_transfers_fade() -> None:
     bandwidth = Bandwidth()
-    bandwidth.observe("a", 1000, 1.0)
+    bandwidth.observe(1000, 1.0)
     for _ in range(20):
-        bandwidth.observe("a", int(10 * HALF_LIFE_S), HALF_LIFE_S)
-    rate = bandwidth.bytes_per_s("a")
-    assert rate is not None
-    assert 10.0 <= rate < 10.1
+        bandwidth.observe(int(10 * HALF_LIFE_S), HALF_LIFE_S)
+    assert bandwidth.bytes_per_s is not None
+    assert 10.0 <= bandwidth.bytes_per_s < 10.1

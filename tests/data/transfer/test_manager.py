@@ -17,14 +17,22 @@ from forged.clock import SystemClock
 from forged.data.model import DataShard
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.placement.planner import DataRedistributor
-from forged.data.store.calls import LEFT_PER_SHARD_MAX
 from forged.data.store.directory import DirectoryShardStore
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import FunctionOrigin
-from forged.data.store.port import ArrivingShard, Begun, Passage, ShardCorrupt, ShardStore, Stamp, StoreFailed
+from forged.data.store.port import (
+    ArrivingShard,
+    FlowControl,
+    PartialShard,
+    ShardCorrupt,
+    ShardStore,
+    Stamp,
+    StoreFailed,
+)
 from forged.data.transfer.bandwidth import RATE_BYTES_MIN
-from forged.data.transfer.execution import Visit
+from forged.data.transfer.execution import Connection
 from forged.data.transfer.manager import DataTransferManager
+from forged.data.transfer.origin_reads import ABANDONED_PER_SHARD_MAX
 from forged.data.transfer.outcome import BadCopy, TransferProgress, TransferReport
 from forged.data.transfer.schedule import Wanted
 from forged.elastic.config import ElasticTrainingConfig
@@ -40,6 +48,7 @@ from tests.data.wards import (
     SWIFT,
     LaggingStore,
     Middle,
+    Observer,
     StuckStore,
     Ward,
     cut_after,
@@ -129,7 +138,7 @@ async def test_a_plan_moves_every_shard_that_is_for_this_worker(
         assert all(bytes_of(ward.store, number) == filling(number, SIZE) for number in range(5))
 
 
-async def test_transfers_of_others_are_left_to_them() -> None:
+async def test_transfers_of_others_are_abandoned_to_them() -> None:
     async with open_ward(3) as ward:
         put(ward.stores[2], 0, 1)
         redistributor = DataRedistributor(ElasticTrainingConfig())
@@ -156,13 +165,13 @@ async def test_as_many_shards_move_at_once_as_may(options: dict[str, Any], expec
     most: list[int] = []
 
     def watch(progress: TransferProgress) -> None:
-        most.append(len(progress.under_way))
+        most.append(len(progress.in_transit))
 
     gate = threading.Event()
     stores = [MemoryShardStore(), SlowStore(gate)]
     async with open_ward(2, lambda number: stores[number]) as ward:
         put(ward.stores[1], *range(6))
-        manager = ward.manager(progress=watch, progress_interval_s=0.001, **options)
+        manager = ward.manager(observer=Observer(progress=watch), progress_interval_s=0.001, **options)
         moving = asyncio.ensure_future(manager.execute_plan(plan_for(ward, 6, {1: list(range(6))}, {})))
         await until(lambda: max(most, default=0) == expected)
         gate.set()
@@ -236,11 +245,11 @@ async def test_what_is_bound_to_a_worker_moves_shards_to_it() -> None:
     async with open_ward(2) as ward:
         put(ward.stores[1], 0, 1)
         manager = DataTransferManager(max_concurrent_transfers=4)
-        assert manager.bind(ward.me, ward.store, ward.meshes[0].visit_shards) is manager
+        assert manager.bind(ward.me, ward.store, ward.meshes[0].connect_for_shards) is manager
         report = await manager.execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))
         assert sorted(one.shard_id for one in report.moved) == [0, 1]
         with pytest.raises(RequestRefused) as error:
-            manager.bind(ward.workers[1], ward.stores[1], ward.meshes[1].visit_shards)
+            manager.bind(ward.workers[1], ward.stores[1], ward.meshes[1].connect_for_shards)
         assert error.value.code == "manager_bound"
 
 
@@ -255,12 +264,12 @@ async def test_progress_ends_with_everything_and_never_goes_back() -> None:
     seen: list[TransferProgress] = []
     async with open_ward(2) as ward:
         put(ward.stores[1], *range(5))
-        manager = ward.manager(progress=seen.append, progress_interval_s=0.001)
+        manager = ward.manager(observer=Observer(progress=seen.append), progress_interval_s=0.001)
         await manager.execute_plan(plan_for(ward, 5, {1: list(range(5))}, {}))
     assert [one.done for one in seen] == sorted(one.done for one in seen)
     assert (seen[-1].done, seen[-1].total, seen[-1].missing) == (5, 5, 0)
     assert seen[-1].bytes_moved == 5 * SIZE
-    assert seen[-1].under_way == ()
+    assert seen[-1].in_transit == ()
 
 
 async def test_what_was_measured_becomes_the_pace_of_plans() -> None:
@@ -271,7 +280,7 @@ async def test_what_was_measured_becomes_the_pace_of_plans() -> None:
         await ward.move(manager, 0, 1)
         pace = manager.pace(100.0, now=5.0)
         assert pace is not None
-        assert pace.bytes_per_second == manager.bandwidth.bytes_per_s(ward.workers[1])
+        assert pace.bytes_per_second == manager.bandwidth.bytes_per_s
         assert (pace.bytes_per_sample, pace.now) == (100.0, 5.0)
 
 
@@ -289,7 +298,7 @@ async def test_so_many_at_once_are_the_operators_mistake(count: object) -> None:
             ward.manager(max_concurrent_transfers=count)
 
 
-async def test_no_descriptor_is_left_behind(tmp_path: Path) -> None:
+async def test_no_descriptor_is_abandoned_behind(tmp_path: Path) -> None:
     async with open_ward(3, directories(tmp_path)) as ward:
         put(ward.stores[1], 0, 1, 2)
         manager = ward.manager()
@@ -338,7 +347,7 @@ async def test_a_shard_that_is_nowhere_is_named_with_all_that_was_tried() -> Non
             report.require_complete()
 
 
-async def test_a_dead_source_is_left_for_a_copy() -> None:
+async def test_a_dead_source_is_abandoned_for_a_copy() -> None:
     async with open_ward(2) as ward:
         put(ward.stores[1], 0, 1)
         dead = WorkerId("w9", "127.0.0.1", 1)
@@ -350,7 +359,7 @@ async def test_a_dead_source_is_left_for_a_copy() -> None:
 
 async def test_who_holds_no_store_gives_nothing() -> None:
     async with open_ward(2) as ward:
-        ward.meshes[1].give_shards(None)
+        ward.meshes[1].serve_shards(None)
         with pytest.raises(Unavailable, match=r"shard 0 .*it is not held"):
             await ward.move(ward.manager(), 0, 1)
 
@@ -402,7 +411,7 @@ async def test_a_byte_that_changes_on_its_way_is_found_and_another_source_taken(
         middle = Middle(ward.workers[1])
         middle.meddle = flip_once(at_byte)
         async with middle.open() as seeming:
-            moved = await ward.move(ward.manager(bad_copy=bad.append), 0, seeming, 2)
+            moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, seeming, 2)
         assert moved is not None
         assert (moved.source, moved.resumed_from) == (ward.workers[2], 0)
         assert [(one.shard_id, one.source, one.code) for one in bad] == [(0, seeming, "shard_corrupt")]
@@ -447,7 +456,7 @@ async def test_a_copy_that_is_wrong_on_the_disk_of_its_source_is_found_and_repor
         with rotten.path_of(0).open("r+b") as file:
             file.seek(SIZE // 2)
             file.write(b"rotten")
-        moved = await ward.move(ward.manager(bad_copy=bad.append), 0, 1, 2)
+        moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
         assert moved is not None
         assert moved.source == ward.workers[2]
         assert [(one.shard_id, one.source, one.code) for one in bad] == [(0, ward.workers[1], "shard_corrupt")]
@@ -463,7 +472,7 @@ async def test_when_both_copies_are_wrong_the_shard_is_named_and_nothing_is_held
         assert [one.shard_id for one in report.missing] == [0]
         assert {one.source for one in report.bad_copies} == set(ward.workers[1:])
         assert not ward.store.held()
-        assert ward.store.begun(0) is None
+        assert ward.store.partial(0) is None
 
 
 async def test_a_truncated_copy_is_reported_and_another_taken(tmp_path: Path) -> None:
@@ -474,7 +483,7 @@ async def test_a_truncated_copy_is_reported_and_another_taken(tmp_path: Path) ->
         short = ward.stores[1]
         assert isinstance(short, DirectoryShardStore)
         os.truncate(short.path_of(0), SIZE - 1)
-        moved = await ward.move(ward.manager(bad_copy=bad.append), 0, 1, 2)
+        moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
         assert moved is not None
         assert moved.source == ward.workers[2]
         assert [(one.source, one.code) for one in bad] == [(ward.workers[1], "shard_damaged")]
@@ -510,7 +519,7 @@ async def test_a_file_that_changes_while_it_is_sent_does_not_count(
     async with open_ward(3, lambda number: stores[number]) as ward:
         put(ward.stores[1], 0)
         put(ward.stores[2], 0)
-        moved = await ward.move(ward.manager(bad_copy=bad.append), 0, 1, 2)
+        moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
         assert moved is not None
         assert moved.source == ward.workers[2]
         assert {one.code for one in bad} == codes
@@ -523,7 +532,7 @@ async def test_a_resumed_shard_whose_beginning_was_wrong_is_fetched_anew_and_nob
         put(ward.stores[1], 0)
         with ward.store.receive(0, Stamp.of(filling(0, SIZE))) as arriving:
             arriving.write(b"\0" * 1000)
-        moved = await ward.move(ward.manager(bad_copy=bad.append), 0, 1)
+        moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, 1)
         assert moved is not None
         assert moved.resumed_from == 0
         assert bad == []
@@ -553,7 +562,7 @@ async def test_a_full_disk_is_no_sources_fault_and_the_rest_finds_room() -> None
         assert [one.shard_id for one in report.moved] == [1]
         (missing,) = report.missing
         assert missing.shard_id == 0
-        assert all("no room" in failure.reason for failure in missing.failures)
+        assert all("no space" in failure.reason for failure in missing.failures)
         assert report.bad_copies == ()
 
 
@@ -590,14 +599,14 @@ LOST = Unavailable("peer_lost", "it is gone", "ask again")
 class Unsteady(MemoryShardStore):
     """That often cannot say what lies in it; and who has asked it."""
 
-    def __init__(self, trouble: Exception | None = None, *, times: int = 0, of: str = "begun") -> None:
+    def __init__(self, trouble: Exception | None = None, *, times: int = 0, of: str = "partial") -> None:
         super().__init__()
         self.trouble, self.times, self.of = trouble, times, of
         self.asked_in: set[int] = set()
 
-    def begun(self, shard: int) -> Begun | None:
-        self._be_asked("begun")
-        return super().begun(shard)
+    def partial(self, shard: int) -> PartialShard | None:
+        self._be_asked("partial")
+        return super().partial(shard)
 
     def holds(self, shard: int) -> bool:
         self._be_asked("holds")
@@ -616,12 +625,12 @@ class BreakingOff:
     def __init__(self, times: int = 1, error: Exception = LOST) -> None:
         self.times, self.error = times, error
 
-    async def fetch(self, shard: int, store: ShardStore, passage: Passage) -> Stamp:
+    async def fetch(self, shard: int, store: ShardStore, flow: FlowControl) -> Stamp:
         data = filling(shard, SIZE)
-        passage.begins(0, SIZE)
+        flow.started(0, SIZE)
         with store.receive(shard, Stamp.of(data)) as arriving:
             arriving.write(data[:100])
-            passage.moved(100)
+            flow.received(100)
             if self.times:
                 self.times -= 1
                 raise self.error
@@ -632,7 +641,7 @@ class BreakingOff:
         pass
 
     def manager(self, store: ShardStore, **options: Any) -> DataTransferManager:
-        async def connect(worker: WorkerId) -> Visit:
+        async def connect(worker: WorkerId) -> Connection:
             return self
 
         return DataTransferManager(WorkerId("a", "h", 1), store, connect, retry=SWIFT, **options)
@@ -641,7 +650,7 @@ class BreakingOff:
 FROM_B = Wanted(shard(0), 0, (WorkerId("b", "h", 2),))
 
 
-@pytest.mark.parametrize("of", ["begun", "holds"])
+@pytest.mark.parametrize("of", ["partial", "holds"])
 @pytest.mark.parametrize("trouble", [AWAY, ZeroDivisionError("strange")], ids=["refused", "strange"])
 async def test_a_store_that_cannot_say_for_a_moment_what_it_has_is_asked_again(trouble: Exception, of: str) -> None:
     source, store = BreakingOff(), Unsteady(trouble, times=2, of=of)
@@ -650,7 +659,7 @@ async def test_a_store_that_cannot_say_for_a_moment_what_it_has_is_asked_again(t
     assert bytes_of(store, 0) == filling(0, SIZE)
 
 
-@pytest.mark.parametrize("of", ["begun", "holds"])
+@pytest.mark.parametrize("of", ["partial", "holds"])
 async def test_a_store_that_never_says_what_it_has_is_our_own_fault(of: str) -> None:
     source, store = BreakingOff(1_000), Unsteady(AWAY, times=1_000, of=of)
     (missing,) = (await source.manager(store).execute([FROM_B])).missing
@@ -661,7 +670,7 @@ async def test_a_store_that_never_says_what_it_has_is_our_own_fault(of: str) -> 
 async def test_a_bad_copy_is_told_of_though_the_store_cannot_say_what_it_has() -> None:
     source, store = BreakingOff(1, ShardCorrupt(0, is_whole=True)), Unsteady(AWAY, times=2, of="holds")
     told: list[BadCopy] = []
-    report = await source.manager(store, bad_copy=told.append).execute([FROM_B])
+    report = await source.manager(store, observer=Observer(bad_copy=told.append)).execute([FROM_B])
     assert (report.is_complete, [copy.shard_id for copy in told]) == (True, [0])
 
 
@@ -703,15 +712,15 @@ async def test_a_store_that_cancels_its_own_work_under_an_origin_is_our_own_faul
         manager = ward.manager(origin=FunctionOrigin(lambda one, file: None))
         report = await manager.execute([Wanted(shard(0), 0, (None,))])
         assert report.missing[0].is_own_fault
-        assert "cannot be kept: CancelledError" in report.missing[0].reason
+        assert "cannot be stored: CancelledError" in report.missing[0].reason
 
 
 async def test_there_is_no_report_when_something_within_seems_to_be_cancelled() -> None:
-    async def connect(worker: WorkerId) -> Visit:
+    async def connect(worker: WorkerId) -> Connection:
         raise asyncio.CancelledError
 
     manager = DataTransferManager(WorkerId("a", "h", 1), MemoryShardStore(), connect)
-    with pytest.raises(Unavailable, match="before all shards were here") as raised:
+    with pytest.raises(Unavailable, match="before all shards arrived") as raised:
         await manager.execute([Wanted(shard(0), 0, (WorkerId("b", "h", 2),))])
     assert raised.value.code == "transfers_broken_off"
 
@@ -744,7 +753,7 @@ async def half_way() -> AsyncIterator[tuple[Ward, Middle, DataTransferManager, a
 
 async def test_a_newer_plan_ends_the_older_one_and_what_has_arrived_is_kept() -> None:
     async with half_way() as (ward, _, manager, moving):
-        await until(lambda: ward.store.begun(0) is not None or bool(ward.store._arriving))  # type: ignore[attr-defined]
+        await until(lambda: ward.store.partial(0) is not None or bool(ward.store._arriving))  # type: ignore[attr-defined]
         report = await manager.execute_plan(plan_for(ward, 1, {1: [0]}, {}))
         assert await code_of(moving) == "plan_superseded"
         (moved,) = report.moved
@@ -758,7 +767,7 @@ async def test_a_plan_that_is_cancelled_holds_nothing_open_and_keeps_what_has_ar
         manager.cancel()
         assert await code_of(moving) == "plan_superseded"
         assert len(ward.meshes[0].descriptors()) == 1
-        begun = ward.store.begun(0)
+        begun = ward.store.partial(0)
         assert begun is not None
         assert begun.offset <= SIZE // 2
 
@@ -774,7 +783,7 @@ async def test_a_cancelled_task_ends_its_threads() -> None:
 
 async def test_connections_that_are_cut_are_made_anew() -> None:
     async with half_way() as (ward, middle, _, moving):
-        ward.meshes[0]._visits.cut()
+        ward.meshes[0]._shard_connections.cut()
         middle.gate.set()
         report = await moving
         assert report.moved[0].size == SIZE
@@ -840,7 +849,7 @@ async def test_an_origin_that_hangs_is_named_and_tried_again_and_others_go_on() 
         assert {one.shard_id for one in report.moved} == {0, 2}
         (missing,) = report.missing
         assert missing.reason.startswith("the origin gave nothing of it for 0.02 s")
-        assert (missing.is_with_nobody, missing.is_own_fault, missing.is_refused) == (True, False, False)
+        assert (missing.has_no_holder, missing.is_own_fault, missing.is_refused) == (True, False, False)
         again = await manager.execute_plan(plan_for(ward, 3, {}, {}))
         assert [one.shard_id for one in again.moved] == [1]
         gate.set()
@@ -857,12 +866,14 @@ async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_sto
         file.write(b"bytes")
 
     def silences() -> list[float | None]:
-        return [one.origin_silent_s for one in told[-1].under_way] if told else []
+        return [one.origin_silent_s for one in told[-1].in_transit] if told else []
 
     store = LaggingStore()
     async with open_ward(1, lambda number: store) as ward:
         origin = FunctionOrigin(hang)
-        manager = ward.manager(origin=origin, clock=clock, progress=told.append, progress_interval_s=0.001)
+        manager = ward.manager(
+            origin=origin, clock=clock, observer=Observer(progress=told.append), progress_interval_s=0.001
+        )
         moving = asyncio.ensure_future(manager.execute_plan(plan_for(ward, 1, {}, {})))
         await until(asked.is_set)
         clock.now += 42.0
@@ -884,7 +895,7 @@ async def test_it_is_told_of_what_is_asked_of_an_origin_whether_a_worker_who_has
         assert gate.wait(PATIENCE_S)
         write_bytes(one, file)
 
-    async def connect(worker: WorkerId) -> Visit:
+    async def connect(worker: WorkerId) -> Connection:
         raise Unavailable("peer_gone", f"{worker} is not there", "")
 
     manager = DataTransferManager(
@@ -893,14 +904,14 @@ async def test_it_is_told_of_what_is_asked_of_an_origin_whether_a_worker_who_has
         connect,
         origin=FunctionOrigin(hang),
         retry=RetryPolicy(attempts=1),
-        progress=told.append,
+        observer=Observer(progress=told.append),
         progress_interval_s=0.001,
     )
     moving = asyncio.ensure_future(manager.execute([Wanted(shard(0), 0, (WorkerId("b", "h", 2), None))]))
     await until(asked.is_set)
     told.clear()
     await until(lambda: bool(told))
-    assert [(one.source, one.is_elsewhere) for one in told[-1].under_way] == [(None, True)]
+    assert [(one.source, one.may_be_at_a_worker) for one in told[-1].in_transit] == [(None, True)]
     gate.set()
     assert (await moving).is_complete
 
@@ -911,17 +922,17 @@ async def test_a_store_that_hangs_under_what_the_origin_gives_is_our_own_fault()
         origin, once = FunctionOrigin(write_bytes), RetryPolicy(attempts=1)
         manager = ward.manager(origin=origin, origin_timeout_s=0.02, clock=clock, retry=once)
         plan = plan_for(ward, 1, {}, {})
-        for number in range(LEFT_PER_SHARD_MAX):
+        for number in range(ABANDONED_PER_SHARD_MAX):
             moving = asyncio.ensure_future(manager.execute_plan(plan))
             await until(lambda number=number: store.reached > number)  # type: ignore[misc]
             manager.cancel()
             assert await code_of(moving) == "plan_superseded"
         clock.now += 0.03
         (missing,) = (await manager.execute_plan(plan)).missing
-        assert (missing.is_own_fault, missing.is_with_nobody) == (True, False)
-        assert "3 calls have not come back from what keeps the shards here" in missing.reason
+        assert (missing.is_own_fault, missing.has_no_holder) == (True, False)
+        assert "3 earlier reads still hang in the shard store" in missing.reason
         store.gate.set()
-        await until(lambda: not manager._equipment.calls._left)
+        await until(lambda: not manager._bound_context.origin_reads._abandoned)
         assert (await manager.execute_plan(plan)).is_complete
 
 
@@ -940,7 +951,9 @@ async def test_workers_that_fetch_from_each_other_all_get_everything(seed: int) 
         holders = {number: ward.workers[place] for place, store in enumerate(ward.stores) for number in store.held()}
 
         async def fetch_all(place: int) -> None:
-            manager = DataTransferManager(ward.workers[place], ward.stores[place], ward.meshes[place].visit_shards)
+            manager = DataTransferManager(
+                ward.workers[place], ward.stores[place], ward.meshes[place].connect_for_shards
+            )
             for number in source.sample(range(40), 40):
                 await manager.transfer_data_shards(holders[number], ward.workers[place], shard(number))
 

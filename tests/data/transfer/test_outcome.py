@@ -9,10 +9,10 @@ from forged.data.transfer.outcome import (
     BadCopy,
     MissingShard,
     MovedShard,
+    ShardInTransit,
     SourceFailure,
     TransferProgress,
     TransferReport,
-    UnderWay,
 )
 from forged.data.transfer.schedule import Fault
 from forged.errors import Unavailable
@@ -33,7 +33,7 @@ def test_missing_shards_are_named_with_all_that_was_tried() -> None:
         TransferReport(missing=(missing, MissingShard(9, ()))).require_complete()
     assert raised.value.code == "shards_missing"
     assert raised.value.message == (
-        f"cannot have shard 7 ({A}: it is gone; the origin: no such file); shard 9 (nobody has it)"
+        f"cannot fetch shard 7 ({A}: it is gone; the origin: no such file); shard 9 (no worker has it)"
     )
 
 
@@ -50,35 +50,35 @@ def test_the_shard_and_the_origin_are_named_once() -> None:
 
 def test_a_reason_that_several_share_is_told_once() -> None:
     full = [
-        MissingShard(number, (SourceFailure(A, f"there is no room on the disk for shard {number}", Fault.OURS),))
+        MissingShard(number, (SourceFailure(A, f"there is no room on the disk for shard {number}", Fault.OWN),))
         for number in (13, 17, 19)
     ]
     with pytest.raises(StoreFailed) as raised:
-        TransferReport(missing=(*full, MissingShard(4, (SourceFailure(A, "it hangs", Fault.OURS),)))).require_complete()
+        TransferReport(missing=(*full, MissingShard(4, (SourceFailure(A, "it hangs", Fault.OWN),)))).require_complete()
     assert raised.value.message == (
-        "cannot keep 3 shards (there is no room on the disk): 13, 17, 19; shard 4 (it hangs)"
+        "cannot store 3 shards (there is no room on the disk): 13, 17, 19; shard 4 (it hangs)"
     )
 
 
 def test_what_this_host_does_not_take_is_nobody_elses_fault() -> None:
-    full = MissingShard(7, (SourceFailure(A, "it is gone"), SourceFailure(A, "there is no room", Fault.OURS)))
-    assert (full.is_own_fault, full.is_with_nobody) == (True, False)
+    full = MissingShard(7, (SourceFailure(A, "it is gone"), SourceFailure(A, "there is no room", Fault.OWN)))
+    assert (full.is_own_fault, full.has_no_holder) == (True, False)
     with pytest.raises(StoreFailed) as raised:
         TransferReport(missing=(MissingShard(3, ()), full)).require_complete()
-    assert raised.value.message == "cannot keep shard 7 (there is no room)"
-    origin = MissingShard(7, (SourceFailure(None, "there is no room", Fault.OURS),))
-    assert (origin.is_own_fault, origin.is_with_nobody) == (True, False)
+    assert raised.value.message == "cannot store shard 7 (there is no room)"
+    origin = MissingShard(7, (SourceFailure(None, "there is no room", Fault.OWN),))
+    assert (origin.is_own_fault, origin.has_no_holder) == (True, False)
 
 
-def test_a_shard_is_with_nobody_where_no_worker_was_to_have_it() -> None:
+def test_a_shard_has_no_holder_where_no_worker_was_to_have_it() -> None:
     def told(*failures: SourceFailure) -> tuple[bool, bool]:
         missing = MissingShard(7, failures)
-        return missing.is_with_nobody, missing.is_refused
+        return missing.has_no_holder, missing.is_refused
 
     refused, broken = SourceFailure(None, "no such file", Fault.REFUSED), SourceFailure(None, "away")
     assert told(refused) == (True, True)
     assert told(broken, broken) == (True, False)
-    assert told(broken, SourceFailure(None, "our disk", Fault.OURS), refused) == (True, True)
+    assert told(broken, SourceFailure(None, "our disk", Fault.OWN), refused) == (True, True)
     assert told() == (True, True)
     assert told(SourceFailure(A, "away"), refused) == (False, True)
     assert told(SourceFailure(A, "not held", Fault.REFUSED)) == (False, True)
@@ -101,7 +101,7 @@ def test_progress_has_a_rate_also_before_time_has_passed() -> None:
         TransferReport(
             (MovedShard(1, None, 10, 5, 0.5),), (2,), (MissingShard(3, ()),), (BadCopy(4, A, "shard_corrupt", "why"),)
         ),
-        TransferProgress(1, 2, 3, 4, 5.0, (UnderWay(1, A, 5, None), UnderWay(2, None, 0, 9, 4.5))),
+        TransferProgress(1, 2, 3, 4, 5.0, (ShardInTransit(1, A, 5, None), ShardInTransit(2, None, 0, 9, 4.5))),
     ],
 )
 def test_outcomes_can_be_told_to_others(value: msgspec.Struct) -> None:

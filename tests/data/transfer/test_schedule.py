@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data.model import DataShard
-from forged.data.transfer.schedule import Fault, Source, Start, TransferSchedule, Wanted
+from forged.data.transfer.schedule import GIVEN_UP, Fault, Source, Start, TransferSchedule, Wanted
 from forged.elastic.model import WorkerId
 from forged.retry import RetryPolicy
 from tests.data.values import at
@@ -62,13 +62,15 @@ def test_as_many_are_under_way_as_there_may_be_and_each_end_starts_another() -> 
 
 
 @pytest.mark.parametrize(
-    ("fault", "is_elsewhere"), [(Fault.BROKEN, True), (Fault.REFUSED, False), (Fault.CORRUPT, False)]
+    ("fault", "may_be_at_a_worker"), [(Fault.BROKEN, True), (Fault.REFUSED, False), (Fault.CORRUPT, False)]
 )
-def test_it_is_told_whether_the_origin_is_asked_for_what_a_worker_may_have(fault: Fault, is_elsewhere: bool) -> None:
+def test_it_is_told_whether_the_origin_is_asked_for_what_a_worker_may_have(
+    fault: Fault, may_be_at_a_worker: bool
+) -> None:
     made = schedule(wanted(1, A, None), retry=RetryPolicy(attempts=1))
     assert made.next(0.0) == Start(shard(1), A)
     made.failed(1, fault, "why", 0.0)
-    assert made.next(0.0) == Start(shard(1), None, is_elsewhere)
+    assert made.next(0.0) == Start(shard(1), None, may_be_at_a_worker)
 
 
 def test_who_cannot_give_a_shard_is_not_asked_again_and_the_next_is_at_once() -> None:
@@ -131,7 +133,7 @@ def test_a_source_that_was_given_up_is_asked_for_no_other_shard() -> None:
     made = schedule(wanted(1, A), wanted(2, A, B), wanted(3, A), concurrency=2)
     assert fail_all_of(made, A) == [(1, A), (2, A)] * 3 + [(2, B)]
     assert reasons(made, 1) == [(A, "gone")] * 3
-    assert reasons(made, 3) == [(A, "it was given up")]
+    assert reasons(made, 3) == [(A, GIVEN_UP)]
 
 
 def test_one_at_a_time_a_source_is_given_up_when_a_second_shard_speaks_against_it() -> None:
@@ -190,7 +192,7 @@ def test_a_doubtful_copy_is_asked_again_and_not_for_ever() -> None:
     made = schedule(wanted(1, A))
     tries = 0
     while started(made):
-        made.failed(1, Fault.DOUBTFUL, "wrong", 0.0)
+        made.failed(1, Fault.CORRUPT_MIXED, "wrong", 0.0)
         tries += 1
     assert made.is_over
     assert tries == 3
@@ -204,7 +206,7 @@ def test_what_is_our_own_fault_is_tried_again_with_the_same_source_and_then_give
             if number == 1:
                 assert source == A
                 tries += 1
-                made.failed(1, Fault.OURS, "disk full", now)
+                made.failed(1, Fault.OWN, "disk full", now)
         now = made.next_at() or now
     assert tries == 3
     assert not made.is_over
@@ -272,7 +274,7 @@ def test_a_source_that_was_given_up_for_hanging_is_asked_again_when_something_co
     made.failed(1, Fault.SILENT, "nothing came", 600.0)
     made.failed(3, Fault.REFUSED, "no", 600.0)
     assert started(made, 600.0) == [(4, A)]
-    assert reasons(made, 3) == [(A, "no"), (None, "it was given up")]
+    assert reasons(made, 3) == [(A, "no"), (None, GIVEN_UP)]
     made.succeeded(2)
     made.failed(4, Fault.REFUSED, "no", 601.0)
     assert started(made, 601.0) == [(4, None)]
@@ -286,7 +288,7 @@ def test_a_source_that_was_given_up_for_breaking_off_is_not_asked_again_though_s
     made.succeeded(2)
     made.failed(3, Fault.REFUSED, "no", 2.0)
     assert started(made, 2.0) == []
-    assert reasons(made, 3) == [(B, "no"), (A, "it was given up")]
+    assert reasons(made, 3) == [(B, "no"), (A, GIVEN_UP)]
 
 
 def test_shards_that_are_stuck_say_nothing_against_their_source() -> None:

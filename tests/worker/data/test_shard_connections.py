@@ -13,7 +13,7 @@ from forged.worker.data import shard_connections
 from forged.worker.mesh import Mesh
 from forged.worker.transport.peer_messages import Accepted, Purpose, ShardComing, ShardsReady, ShardWanted, answered
 from tests.data.wards import filling, open_ward
-from tests.worker.data.test_shard_protocol import Passage
+from tests.worker.data.test_shard_protocol import FlowControl
 from tests.worker.meshes import JOB, KEY, incarnation, open_meshes, until
 from tests.worker.test_mesh import Stranger, answer, stranger
 
@@ -31,25 +31,25 @@ async def test_one_visit_is_good_for_many_shards() -> None:
     async with open_ward(2) as ward:
         for number in range(30):
             ward.stores[1].put(number, [filling(number, 1000 * number)])
-        visit = await ward.meshes[0].visit_shards(ward.workers[1])
+        connection = await ward.meshes[0].connect_for_shards(ward.workers[1])
         for number in range(30):
-            passage = Passage()
-            await visit.fetch(number, ward.store, passage)
-            assert passage.count == 1000 * number
+            flow = FlowControl()
+            await connection.fetch(number, ward.store, flow)
+            assert flow.count == 1000 * number
         assert ward.meshes[1].counts.accepted == 1
-        visit.close()
-        visit.close()
+        connection.close()
+        connection.close()
         assert ward.store.held() == ward.stores[1].held()
 
 
 async def test_a_refused_shard_ends_no_visit() -> None:
     async with open_ward(2) as ward:
         ward.stores[1].put(7, [DATA])
-        visit = await ward.meshes[0].visit_shards(ward.workers[1])
+        connection = await ward.meshes[0].connect_for_shards(ward.workers[1])
         with pytest.raises(ForgedError, match="shard 8 "):
-            await visit.fetch(8, ward.store, Passage())
-        assert await visit.fetch(7, ward.store, Passage()) == Stamp.of(DATA)
-        visit.close()
+            await connection.fetch(8, ward.store, FlowControl())
+        assert await connection.fetch(7, ward.store, FlowControl()) == Stamp.of(DATA)
+        connection.close()
 
 
 async def test_a_worker_knows_whether_anybody_has_come_lately() -> None:
@@ -57,71 +57,71 @@ async def test_a_worker_knows_whether_anybody_has_come_lately() -> None:
         ward.stores[1].put(7, [DATA])
         giver = ward.meshes[1]
         assert not giver.has_given()
-        visit = await ward.meshes[0].visit_shards(ward.workers[1])
-        await visit.fetch(7, ward.store, Passage())
+        connection = await ward.meshes[0].connect_for_shards(ward.workers[1])
+        await connection.fetch(7, ward.store, FlowControl())
         assert giver.has_given()
         await until(lambda: not giver.has_given())
         assert not giver.has_given(), "who stays on the line and wants nothing does not come"
         assert not ward.meshes[0].has_given()
-        visit.close()
+        connection.close()
 
 
-async def test_idle_visits_hold_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_connections, "GIVEN_AT_ONCE_MAX", 1)
+async def test_idle_shard_connections_hold_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_connections, "SERVED_AT_ONCE_MAX", 1)
     async with open_ward(2) as ward:
         ward.stores[1].put(7, [DATA])
-        visits = [await ward.meshes[0].visit_shards(ward.workers[1]) for _ in range(10)]
-        for visit in visits:
-            assert await visit.fetch(7, ward.store, Passage()) == Stamp.of(DATA)
+        connections = [await ward.meshes[0].connect_for_shards(ward.workers[1]) for _ in range(10)]
+        for connection in connections:
+            assert await connection.fetch(7, ward.store, FlowControl()) == Stamp.of(DATA)
             ward.store.drop(7)
-        for visit in visits:
-            visit.close()
+        for connection in connections:
+            connection.close()
         await until(lambda: len(ward.meshes[1].descriptors()) == 1)
 
 
 async def test_who_stays_idle_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_connections, "IDLE_MAX_S", 0.01)
     async with open_ward(2) as ward:
-        visit = await ward.meshes[0].visit_shards(ward.workers[1])
+        connection = await ward.meshes[0].connect_for_shards(ward.workers[1])
         await until(lambda: len(ward.meshes[1].descriptors()) == 1)
         with pytest.raises(Unavailable):
-            await visit.fetch(7, ward.store, Passage())
-        visit.close()
+            await connection.fetch(7, ward.store, FlowControl())
+        connection.close()
 
 
 async def test_too_many_visitors_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_connections, "VISITORS_MAX", 1)
+    monkeypatch.setattr(shard_connections, "CONNECTIONS_MAX", 1)
     async with open_ward(2) as ward:
-        visit = await ward.meshes[0].visit_shards(ward.workers[1])
+        connection = await ward.meshes[0].connect_for_shards(ward.workers[1])
         with pytest.raises(Unavailable) as raised:
-            await ward.meshes[0].visit_shards(ward.workers[1])
+            await ward.meshes[0].connect_for_shards(ward.workers[1])
         assert raised.value.code == "shards_busy"
-        visit.close()
+        connection.close()
         await until(lambda: len(ward.meshes[1].descriptors()) == 1)
-        (await ward.meshes[0].visit_shards(ward.workers[1])).close()
+        (await ward.meshes[0].connect_for_shards(ward.workers[1])).close()
 
 
 async def test_the_descriptors_of_both_ends_are_known() -> None:
     async with open_ward(2) as ward:
-        visit = await ward.meshes[0].visit_shards(ward.workers[1])
+        connection = await ward.meshes[0].connect_for_shards(ward.workers[1])
         await until(lambda: [len(mesh.descriptors()) for mesh in ward.meshes] == [2, 2])
-        assert visit.descriptor() in ward.meshes[0].descriptors()
-        visit.close()
+        assert connection.descriptor() in ward.meshes[0].descriptors()
+        connection.close()
         await until(lambda: [len(mesh.descriptors()) for mesh in ward.meshes] == [1, 1])
 
 
 async def test_the_store_may_be_changed_at_any_time() -> None:
     async with open_ward(2) as ward:
-        visit = await ward.meshes[0].visit_shards(ward.workers[1])
+        connection = await ward.meshes[0].connect_for_shards(ward.workers[1])
         with pytest.raises(ForgedError):
-            await visit.fetch(7, ward.store, Passage())
+            await connection.fetch(7, ward.store, FlowControl())
         other = MemoryShardStore()
         other.put(7, [DATA])
-        ward.meshes[1].give_shards(other)
-        visit.close()
-        visit = await ward.meshes[0].visit_shards(ward.workers[1])
-        assert await visit.fetch(7, ward.store, Passage()) == Stamp.of(DATA)
-        visit.close()
+        ward.meshes[1].serve_shards(other)
+        connection.close()
+        connection = await ward.meshes[0].connect_for_shards(ward.workers[1])
+        assert await connection.fetch(7, ward.store, FlowControl()) == Stamp.of(DATA)
+        connection.close()
 
 
 async def test_nobody_gets_a_shard_without_the_jobs_key() -> None:
@@ -151,9 +151,9 @@ async def test_garbage_ends_the_visit_and_nothing_else(garbage: bytes) -> None:
             assert await one.hear() == ShardsReady()
             one.writer.write(garbage)
             assert await one.is_cut_off()
-        visit = await ward.meshes[1].visit_shards(ward.me)
-        await visit.fetch(7, ward.stores[1], Passage())
-        visit.close()
+        connection = await ward.meshes[1].connect_for_shards(ward.me)
+        await connection.fetch(7, ward.stores[1], FlowControl())
+        connection.close()
 
 
 async def test_who_speaks_before_it_is_its_turn_is_cut_off() -> None:
@@ -179,17 +179,17 @@ async def test_a_visit_to_somebody_who_gives_no_shards_is_an_error() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises((Unavailable, PeerError)):
-            await mesh.visit_shards(WorkerId("w1", "127.0.0.1", port))
+            await mesh.connect_for_shards(WorkerId("w1", "127.0.0.1", port))
         server.close()
         assert len(mesh.descriptors()) == 1
 
 
-async def test_a_mesh_that_closes_ends_all_visits() -> None:
+async def test_a_mesh_that_closes_ends_all_shard_connections() -> None:
     async with open_ward(2) as ward:
         third = Mesh("w2", incarnation(2), JOB, key=KEY)
         async with third.open():
-            visit = await third.visit_shards(ward.workers[1])
+            connection = await third.connect_for_shards(ward.workers[1])
         with pytest.raises(ForgedError):
-            await visit.fetch(7, ward.store, Passage())
-        visit.close()
+            await connection.fetch(7, ward.store, FlowControl())
+        connection.close()
         await until(lambda: len(ward.meshes[1].descriptors()) == 1)

@@ -13,6 +13,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
+from anyio.abc import TaskGroup
 
 from forged.clock import SystemClock
 from forged.data.messages import (
@@ -25,6 +26,8 @@ from forged.data.messages import (
     ReportLostShards,
     ReportShards,
     TransferPart,
+    TransfersPlanned,
+    TransferTotals,
 )
 from forged.data.model import DataShard
 from forged.data.ownership.ownership import SHARDS_LOST
@@ -32,7 +35,7 @@ from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import FunctionOrigin, ShardOrigin
 from forged.data.store.port import OpenShard, Stamp, StoreFailed
 from forged.data.training import TrainingData
-from forged.data.transfer.outcome import BadCopy, MissingShard, TransferProgress, TransferReport, UnderWay
+from forged.data.transfer.outcome import BadCopy, MissingShard, ShardInTransit, TransferProgress, TransferReport
 from forged.data.transfer.schedule import Wanted
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import AttemptProgress
@@ -41,16 +44,14 @@ from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.kernel.messages import Nothing, Signal
 from forged.retry import RetryPolicy
 from forged.worker.daemon.registration import Registration
-from forged.worker.data import shard_holder as custodians
+from forged.worker.data import shard_holder as holder_module
 from forged.worker.data.shard_holder import (
     ATTEMPTS_KEPT_MAX,
     ORIGIN,
-    ORIGIN_TRIES,
-    PUT_AWAY_S,
-    SAYING_INTERVAL_S,
-    SILENCE_TOLD_S,
+    REPORT_INTERVAL_S,
     ShardHolder,
 )
+from forged.worker.data.transfer_reports import ORIGIN_SILENCE_REPORTED_S, ORIGIN_TRIES, STORING_MAX_S
 from forged.worker.mesh import Mesh
 
 ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)
@@ -96,14 +97,14 @@ class Line:
         self.refusals: list[RequestRefused] = []
         self.errors: list[ForgedError] = []
         """What comes of saying that a copy is bad."""
-        self.doubted: list[bytes] = []
+        self.suspect: list[bytes] = []
         self.heard: Callable[[Any], None] = lambda request: None
 
     async def say(self, request: Any) -> Any:
         self.said.append(request)
         self.heard(request)
         if isinstance(request, OfferShards):
-            return OfferTaken(self.doubted.pop(0) if self.doubted else b"")
+            return OfferTaken(self.suspect.pop(0) if self.suspect else b"")
         if isinstance(request, ReportCorruptShard) and self.errors:
             raise self.errors.pop(0)
         if isinstance(request, ReadTransfers):
@@ -134,10 +135,10 @@ class NoMesh:
 
     given: Any = None
 
-    def give_shards(self, store: Any) -> None:
+    def serve_shards(self, store: Any) -> None:
         self.given = store
 
-    async def visit_shards(self, source: WorkerId) -> Any:
+    async def connect_for_shards(self, source: WorkerId) -> Any:
         raise Unavailable("peer_gone", f"{source} is not there", "")
 
 
@@ -158,12 +159,15 @@ class Scene:
         self.brought: list[int] = []
         self.clock = Clock()
         data = TrainingData(60, SHARDS, self.store, origin=origin or FunctionOrigin(write or self._write), **terms)
-        self.custodian = ShardHolder(
+        self.holder = ShardHolder(
             data,
             ElasticTrainingConfig(),
+            None,
             cast("Registration", self.line),
             self._hear,
             cast("Mesh", self.mesh),
+            cast("TaskGroup", None),
+            lambda error: None,
             self.clock,
             lambda: 0.0,
             uses_threads=False,
@@ -177,20 +181,20 @@ class Scene:
         assert isinstance(signal, AttemptProgress)
         self.signals.append(signal)
 
-    def waits(self, *under_way: UnderWay) -> bool:
+    def waits(self, *under_way: ShardInTransit) -> bool:
         """Whether it says that it waits, with these under way."""
-        self.custodian._tell_progress(TransferProgress(0, 0, 2, 0, 1.0, under_way))
+        self.holder._reports.on_progress(TransferProgress(0, 0, 2, 0, 1.0, under_way))
         return self.signals[-1].is_waiting
 
     def tries_once(self) -> None:
         """It asks nobody twice in the same try."""
-        manager = self.custodian._manager
-        manager._equipped = replace(manager._equipment, retry=RetryPolicy(attempts=1))
+        manager = self.holder.transfers
+        manager._context = replace(manager._bound_context, retry=RetryPolicy(attempts=1))
 
     async def take_part(self, attempt: int, given: TransferPart) -> None:
         self.line.part = given
-        self.custodian.hear_of_plan(attempt)
-        await self.custodian.take_part(attempt)
+        self.holder.on_fact(TransfersPlanned(attempt, TransferTotals()))
+        await self.holder._try(attempt)
 
 
 def topology(epoch: int = 3) -> ClusterTopology:
@@ -216,13 +220,13 @@ class TestTakingPart:
         it = Scene(filled(0, 1))
         await it.take_part(1, part(4, keep=(0, 4), owned=(4,)))
         assert set(it.store.held()) == {0, 1, 4}
-        assert not it.custodian.owns(4)
-        await it.custodian.settle(1, topology())
+        assert not it.holder.owns(4)
+        await it.holder._adopt(1, topology())
         assert set(it.store.held()) == {0, 4}
-        assert [shard for shard in range(SHARDS) if it.custodian.owns(shard)] == [4]
+        assert [shard for shard in range(SHARDS) if it.holder.owns(shard)] == [4]
 
     async def test_is_to_offer_in_parts_what_is_much(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(custodians, "OFFER_SHARDS_MAX", 2)
+        monkeypatch.setattr(holder_module, "OFFER_SHARDS_MAX", 2)
         it = Scene(filled(0, 1, 2, 3, 4))
         await it.take_part(1, part(keep=()))
         offers = it.line.told(OfferShards)
@@ -230,7 +234,7 @@ class TestTakingPart:
         assert [offer.more for offer in offers] == [True, True, False]
 
     async def test_is_to_say_what_each_copy_is_with_each_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(custodians, "OFFER_SHARDS_MAX", 2)
+        monkeypatch.setattr(holder_module, "OFFER_SHARDS_MAX", 2)
         it = Scene(filled(0, 1, 2))
         await it.take_part(1, part(keep=()))
         checksums = [Stamp.of(content(shard)).checksum[:8] for shard in range(3)]
@@ -249,7 +253,7 @@ class TestTakingPart:
         assert it.brought == [1], "what has come is not dropped when it is tried once more"
 
     async def test_is_to_say_how_much_it_should_hold_with_each_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(custodians, "OFFER_SHARDS_MAX", 2)
+        monkeypatch.setattr(holder_module, "OFFER_SHARDS_MAX", 2)
         it = Scene(filled(0, 1, 2), weight=2.5)
         await it.take_part(1, part(keep=()))
         assert [offer.weight for offer in it.line.told(OfferShards)] == [2.5, 2.5]
@@ -260,10 +264,10 @@ class TestTakingPart:
         assert it.line.told(OfferShards)[0].held == int64(0)
 
     async def test_is_to_say_that_it_waits_as_long_as_nothing_is_planned(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(custodians, "ASK_AGAIN_S", 0.001)
+        monkeypatch.setattr(holder_module, "ASK_AGAIN_S", 0.001)
         it = Scene()
         it.line.refusals = [RequestRefused("plan_pending", "not yet", "") for _ in range(3)]
-        await it.custodian.take_part(1)
+        await it.holder._try(1)
         waiting = [signal.is_waiting for signal in it.signals]
         assert waiting[:5] == [True] * 4 + [False]
         assert not any(waiting[5:])
@@ -280,10 +284,10 @@ class TestTakingPart:
         assert not any(signal.is_waiting for signal in it.signals)
 
     async def test_is_to_say_what_nobody_has_while_it_waits_for_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(custodians, "ASK_AGAIN_S", 0.001)
+        monkeypatch.setattr(holder_module, "ASK_AGAIN_S", 0.001)
         it = Scene()
         it.line.refusals = [RequestRefused(SHARDS_LOST, "nobody has 14 shards any more", "") for _ in range(2)]
-        await it.custodian.take_part(1)
+        await it.holder._try(1)
         assert [(signal.is_waiting, signal.trouble) for signal in it.signals][:4] == [
             (True, ""),
             (True, "nobody has 14 shards any more"),
@@ -326,28 +330,28 @@ class TestSettling:
     async def test_an_attempt_that_was_not_answered_asks_who_owns_what_and_drops_nothing(self) -> None:
         it = Scene(filled(*range(SHARDS)))
         it.line.pages = lambda after: owners_page(3, 0, 1, 0, 1, 1, 0)
-        await it.custodian.settle(9, topology())
-        assert [shard for shard in range(SHARDS) if it.custodian.owns(shard)] == [0, 2, 5]
+        await it.holder._adopt(9, topology())
+        assert [shard for shard in range(SHARDS) if it.holder.owns(shard)] == [0, 2, 5]
         assert set(it.store.held()) == set(range(SHARDS))
 
     async def test_releases_who_was_told_so_and_nobody_else(self) -> None:
         for is_released in (False, True):
             it = Scene()
             await it.take_part(1, part(keep=(), is_released=is_released))
-            assert not it.custodian.is_released
-            await it.custodian.settle(1, topology())
-            assert it.custodian.is_released == is_released
+            assert not it.holder.is_released
+            await it.holder._adopt(1, topology())
+            assert it.holder.is_released == is_released
 
     async def test_drops_nothing_that_was_offered_to_the_next_attempt_already(self) -> None:
         it = Scene(filled(0, 1))
         await it.take_part(1, part(4, keep=(4,), owned=(4,)))
         await it.take_part(2, part(keep=(0, 4), owned=(0,)))
-        await it.custodian.settle(1, topology())
+        await it.holder._adopt(1, topology())
         assert set(it.store.held()) == {0, 1, 4}
-        assert [shard for shard in range(SHARDS) if it.custodian.owns(shard)] == [4]
-        await it.custodian.settle(2, topology(4))
+        assert [shard for shard in range(SHARDS) if it.holder.owns(shard)] == [4]
+        await it.holder._adopt(2, topology(4))
         assert set(it.store.held()) == {0, 4}
-        assert [shard for shard in range(SHARDS) if it.custodian.owns(shard)] == [0]
+        assert [shard for shard in range(SHARDS) if it.holder.owns(shard)] == [0]
 
     async def test_drops_nothing_when_the_next_attempt_has_only_begun(self) -> None:
         it = Scene(filled(0, 1))
@@ -355,22 +359,22 @@ class TestSettling:
         it.line.refusals = [RequestRefused("attempt_over", "too late", "")]
         with pytest.raises(RequestRefused):
             await it.take_part(2, part(keep=()))
-        await it.custodian.settle(1, topology())
+        await it.holder._adopt(1, topology())
         assert set(it.store.held()) == {0, 1}
-        assert it.custodian.owns(0)
-        assert it.custodian.is_released
+        assert it.holder.owns(0)
+        assert it.holder.is_released
 
     async def test_offers_nothing_to_the_next_attempt_that_is_just_being_dropped(self) -> None:
         it = Scene(filled(0, 1))
         await it.take_part(1, part(keep=(0,), owned=(0,)))
-        async with it.custodian._turn, anyio.create_task_group() as tasks:
+        async with it.holder._offering_or_dropping, anyio.create_task_group() as tasks:
             tasks.start_soon(it.take_part, 2, part(keep=(0,)))
             await anyio.wait_all_tasks_blocked()
             assert len(it.line.told(OfferShards)) == 1
             it.store.drop(1)
-            it.custodian._turn.release()
+            it.holder._offering_or_dropping.release()
             await anyio.wait_all_tasks_blocked()
-            await it.custodian._turn.acquire()
+            await it.holder._offering_or_dropping.acquire()
         assert [offer.held for offer in it.line.told(OfferShards)] == [int64(0, 1), int64(0)]
 
     async def test_remembers_only_the_newest_attempts(self) -> None:
@@ -378,10 +382,10 @@ class TestSettling:
         for attempt in range(1, 3 + ATTEMPTS_KEPT_MAX):
             await it.take_part(attempt, part(keep=(0,), owned=(0,)))
         it.line.pages = lambda after: owners_page(3, *[1] * SHARDS)
-        await it.custodian.settle(2, topology())
-        assert not it.custodian.owns(0)
-        await it.custodian.settle(3, topology())
-        assert it.custodian.owns(0)
+        await it.holder._adopt(2, topology())
+        assert not it.holder.owns(0)
+        await it.holder._adopt(3, topology())
+        assert it.holder.owns(0)
 
     async def test_goes_on_where_something_cannot_be_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         it = Scene(filled(0, 1))
@@ -391,33 +395,33 @@ class TestSettling:
 
         monkeypatch.setattr(it.store, "drop", fail)
         await it.take_part(1, part(keep=(0,), owned=(0,)))
-        await it.custodian.settle(1, topology())
-        assert it.custodian.owns(0)
+        await it.holder._adopt(1, topology())
+        assert it.holder.owns(0)
 
 
 class TestTheOwners:
     async def test_are_ranks_in_the_world_that_was_committed(self) -> None:
         it = Scene()
         it.line.pages = lambda after: owners_page(3, 0, 1, -1, 1, 0, 0)
-        assert (await it.custodian.owners(topology())).tolist() == [1, 0, -1, 0, 1, 1]
+        assert (await it.holder._read_owners(topology())).tolist() == [1, 0, -1, 0, 1, 1]
 
     async def test_come_in_pages(self) -> None:
         it = Scene()
         pages = {0: owners_page(3, 0, 1, more=True), 2: owners_page(3, 1, 1, 0, more=True), 5: owners_page(3, 0)}
         it.line.pages = pages.__getitem__
-        assert (await it.custodian.owners(topology())).tolist() == [1, 0, 0, 0, 1, 1]
+        assert (await it.holder._read_owners(topology())).tolist() == [1, 0, 0, 0, 1, 1]
 
     async def test_are_waited_for_until_the_daemon_has_heard_of_its_commit(self) -> None:
         it = Scene()
         generations = iter([1, 2, 3])
         it.line.pages = lambda after: owners_page(next(generations), *[0] * SHARDS)
-        assert (await it.custodian.owners(topology())).tolist() == [1] * SHARDS
+        assert (await it.holder._read_owners(topology())).tolist() == [1] * SHARDS
 
     async def test_of_a_newer_world_are_refused(self) -> None:
         it = Scene()
         it.line.pages = lambda after: owners_page(4, *[0] * SHARDS)
         with pytest.raises(RequestRefused) as error:
-            await it.custodian.owners(topology())
+            await it.holder._read_owners(topology())
         assert error.value.code == "generation_over"
 
 
@@ -434,7 +438,7 @@ class TestAFullStore:
                 await it.take_part(1, part(2, 4, keep=(2, 4)))
         assert it.signals
         assert not any(signal.is_waiting for signal in it.signals)
-        assert not it.waits(UnderWay(2, None, 0, None, origin_silent_s=1.0))
+        assert not it.waits(ShardInTransit(2, None, 0, None, origin_silent_s=1.0))
 
     async def test_is_told_once_in_an_attempt(self) -> None:
         it = Scene(MemoryShardStore(bytes_max=10))
@@ -442,7 +446,7 @@ class TestAFullStore:
         for attempt in (1, 1, 2):
             with pytest.raises(StoreFailed):
                 await it.take_part(attempt, part(2, 4, keep=(2, 4)))
-        assert [(said.attempt, said.unkept, said.missing) for said in it.line.told(ReportShards)] == [
+        assert [(said.attempt, said.not_stored, said.missing) for said in it.line.told(ReportShards)] == [
             (1, 2, 0),
             (2, 2, 0),
         ]
@@ -454,17 +458,17 @@ class TestDoubt:
         it.store.damage(1, b"!" * SIZE)
         it.store.damage(2, b"!")
         for shard in (0, 1, 2, 5):
-            it.custodian.doubt(shard)
+            it.holder._local.suspects.add(shard)
         await it.take_part(1, part(keep=(0,)))
         assert it.line.told(OfferShards)[0].held == int64(0)
 
     async def test_drops_nothing_that_may_be_trained_with(self) -> None:
         it = Scene(filled(0, 1))
         it.store.damage(1, b"!" * SIZE)
-        it.custodian.doubt(1)
+        it.holder._local.suspects.add(1)
         it.line.part = part(keep=(0, 1))
-        it.custodian.hear_of_plan(1)
-        await it.custodian.take_part(1, beside=True)
+        it.holder.on_fact(TransfersPlanned(1, TransferTotals()))
+        await it.holder._try(1, in_background=True)
         assert it.line.told(OfferShards)[0].held == int64(0, 1), "it says what it has, and the daemon has all stop"
         await it.take_part(2, part(keep=(0,)))
         assert it.line.told(OfferShards)[-1].held == int64(0)
@@ -472,25 +476,25 @@ class TestDoubt:
     async def test_that_the_daemon_remembers_is_looked_into_before_all_is_said_anew(self) -> None:
         it = Scene(filled(0, 1, 2))
         it.store.damage(1, b"!" * SIZE)
-        it.line.doubted = [int64(1, 2), b""]
+        it.line.suspect = [int64(1, 2), b""]
         await it.take_part(1, part(keep=(0, 2)))
-        said = [(offer.held, offer.looked_at) for offer in it.line.told(OfferShards)]
+        said = [(offer.held, offer.verified) for offer in it.line.told(OfferShards)]
         assert said == [(int64(0, 1, 2), b""), (int64(0, 2), int64(1, 2))]
         await it.take_part(2, part(keep=(0, 2)))
-        assert it.line.told(OfferShards)[-1].looked_at == b""
+        assert it.line.told(OfferShards)[-1].verified == b""
 
     async def test_is_told_while_the_rest_is_still_on_its_way(self) -> None:
         it = Scene()
         told = asyncio.Event()
 
         async def fetch(wanted: list[Wanted], generation: int) -> TransferReport:
-            it.custodian._find_bad(BadCopy(1, OTHER, "shard_corrupt", ""))
-            it.custodian._find_bad(BadCopy(2, None, "shard_corrupt", ""))
+            it.holder._reports.on_bad_copy(BadCopy(1, OTHER, "shard_corrupt", ""))
+            it.holder._reports.on_bad_copy(BadCopy(2, None, "shard_corrupt", ""))
             async with asyncio.timeout(PATIENCE_S):
                 await told.wait()
             return TransferReport()
 
-        it.custodian._manager.execute = fetch  # type: ignore[assignment,method-assign]
+        it.holder.transfers.execute = fetch  # type: ignore[assignment,method-assign]
         it.line.heard = lambda request: told.set() if isinstance(request, ReportCorruptShard) else None
         await it.take_part(1, part(2, keep=(2,)))
         said = [(said.source, said.shard) for said in it.line.told(ReportCorruptShard)]
@@ -498,8 +502,8 @@ class TestDoubt:
 
     async def test_gets_the_worker_on_which_is_told_at_once(self) -> None:
         it = Scene()
-        it.custodian._find_bad(BadCopy(1, OTHER, "shard_corrupt", ""))
-        it.custodian._find_bad(BadCopy(2, OTHER, "shard_corrupt", ""))
+        it.holder._reports.on_bad_copy(BadCopy(1, OTHER, "shard_corrupt", ""))
+        it.holder._reports.on_bad_copy(BadCopy(2, OTHER, "shard_corrupt", ""))
         await it.take_part(1, part(2, keep=(2,)))
         told = [signal.shards for signal in it.signals]
         assert {1, 2} <= set(told)
@@ -508,7 +512,7 @@ class TestDoubt:
     async def test_that_could_not_be_told_is_told_before_the_worker_says_that_it_is_done(self) -> None:
         it = Scene()
         it.line.errors = [Unavailable("store_failed", "the daemon's disk is full", "")]
-        it.custodian._find_bad(BadCopy(1, OTHER, "shard_corrupt", ""))
+        it.holder._reports.on_bad_copy(BadCopy(1, OTHER, "shard_corrupt", ""))
         await it.take_part(1, part(2, keep=(2,)))
         kinds = [type(said) for said in it.line.said if not isinstance(said, OfferShards | ReadTransfers)]
         assert kinds == [ReportCorruptShard, ReportCorruptShard, ReportShards]
@@ -519,23 +523,23 @@ class TestDoubt:
             missing=(MissingShard(1, ()), MissingShard(2, ())), bad_copies=(BadCopy(1, OTHER, "shard_corrupt", ""),)
         )
         for _ in range(3):
-            await it.custodian._tell_missing(4, bad)
+            await it.holder._reports._send_missing(4, bad)
         assert [(said.attempt, said.missing) for said in it.line.told(ReportShards)] == [(4, 1)]
 
     async def test_is_told_again_of_a_shard_that_has_come_since(self) -> None:
         it = Scene()
         bad = TransferReport(missing=(MissingShard(1, ()),), bad_copies=(BadCopy(1, OTHER, "shard_corrupt", ""),))
-        await it.custodian._tell_missing(4, bad)
+        await it.holder._reports._send_missing(4, bad)
         await it.take_part(5, part(1, keep=(1,)))
         assert it.brought == [1]
         for _ in range(2):
-            await it.custodian._tell_missing(6, bad)
+            await it.holder._reports._send_missing(6, bad)
         assert [said.attempt for said in it.line.told(ReportShards) if said.missing] == [4, 6]
 
     async def test_is_not_told_of_what_the_origin_sends(self) -> None:
         it = Scene()
         bad = TransferReport(missing=(MissingShard(1, ()),), bad_copies=(BadCopy(1, None, "shard_corrupt", ""),))
-        await it.custodian._tell_missing(4, bad)
+        await it.holder._reports._send_missing(4, bad)
         assert it.line.told(ReportShards) == []
 
     async def test_that_takes_long_is_said_to_last_each_second_as_long_as_it_gets_on(
@@ -550,7 +554,7 @@ class TestDoubt:
 
         monkeypatch.setattr(os, "pread", slow)
         for shard in range(4):
-            it.custodian.doubt(shard)
+            it.holder._local.suspects.add(shard)
         said: list[AttemptProgress] = []
         it.line.heard = lambda request: said.extend(it.signals) if isinstance(request, OfferShards) else None
         await it.take_part(1, part(keep=(0,)))
@@ -561,7 +565,7 @@ class TestDoubt:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         it = Scene(filled(0, 1))
-        it.custodian.doubt(1)
+        it.holder._local.suspects.add(1)
 
         def fail(fd: int, size: int, offset: int) -> bytes:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -573,7 +577,7 @@ class TestDoubt:
     async def test_lasts_until_the_copy_could_be_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
         it = Scene(filled(0, 1))
         it.store.damage(1, b"!" * SIZE)
-        it.custodian.doubt(1)
+        it.holder._local.suspects.add(1)
         with monkeypatch.context() as context:
 
             def fail(shard: int) -> OpenShard:
@@ -642,22 +646,24 @@ class TestWhatTheOriginDoesNotGive:
     async def test_is_waited_for_already_while_it_is_asked(self) -> None:
         """Or a worker would fail for an origin that takes its time."""
         it = Scene()
-        at_origin = UnderWay(2, None, 0, None, 0.0)
+        at_origin = ShardInTransit(2, None, 0, None, 0.0)
         assert it.waits(at_origin)
-        assert it.waits(at_origin, UnderWay(3, None, 0, None, 400.0))
-        assert not it.waits(at_origin, UnderWay(3, OTHER, 0, SIZE))
+        assert it.waits(at_origin, ShardInTransit(3, None, 0, None, 400.0))
+        assert not it.waits(at_origin, ShardInTransit(3, OTHER, 0, SIZE))
         assert not it.waits()
 
     async def test_is_not_waited_for_where_a_worker_has_it_who_is_not_reached_from_here(self) -> None:
         """Or an origin that hangs would hide for ever that this worker does not reach the others."""
         it = Scene()
-        assert not it.waits(UnderWay(2, None, 0, None, 400.0), UnderWay(3, None, 0, None, 400.0, is_elsewhere=True))
+        assert not it.waits(
+            ShardInTransit(2, None, 0, None, 400.0), ShardInTransit(3, None, 0, None, 400.0, may_be_at_a_worker=True)
+        )
 
     async def test_is_not_waited_for_while_what_it_gave_hangs_in_the_store(self) -> None:
         it = Scene()
-        at_origin, in_store = UnderWay(2, None, 0, None, 400.0), UnderWay(3, None, SIZE, None)
+        at_origin, in_store = ShardInTransit(2, None, 0, None, 400.0), ShardInTransit(3, None, SIZE, None)
         assert it.waits(at_origin, in_store)
-        it.clock.now += PUT_AWAY_S
+        it.clock.now += STORING_MAX_S
         assert not it.waits(at_origin, in_store)
         assert it.waits(at_origin)
         assert it.waits(in_store)
@@ -665,9 +671,9 @@ class TestWhatTheOriginDoesNotGive:
     async def test_is_not_waited_for_while_the_store_hangs_though_it_gave_nothing_in_the_try_before(self) -> None:
         it = Scene(write=no_file)
         await self.fail(it, part(2, keep=(2,)))
-        in_store = UnderWay(2, None, SIZE, None)
+        in_store = ShardInTransit(2, None, SIZE, None)
         assert it.waits(in_store)
-        it.clock.now += PUT_AWAY_S
+        it.clock.now += STORING_MAX_S
         assert not it.waits(in_store)
         assert it.waits()
 
@@ -675,22 +681,22 @@ class TestWhatTheOriginDoesNotGive:
         it = Scene()
 
         def trouble(*silences: float | None) -> str:
-            it.waits(*(UnderWay(shard, None, 0, None, silence) for shard, silence in enumerate(silences)))
+            it.waits(*(ShardInTransit(shard, None, 0, None, silence) for shard, silence in enumerate(silences)))
             return it.signals[-1].trouble
 
-        assert trouble(SILENCE_TOLD_S - 0.1, None) == ""
-        assert trouble(1.0, SILENCE_TOLD_S, None) == "the origin has given nothing of shard 1 for 5 s"
-        more = "and nothing of 2 others that it was asked for"
+        assert trouble(ORIGIN_SILENCE_REPORTED_S - 0.1, None) == ""
+        assert trouble(1.0, ORIGIN_SILENCE_REPORTED_S, None) == "the origin has given nothing of shard 1 for 5 s"
+        more = "nor of 2 other requested shards"
         assert trouble(6.0, 41.7, 7.0) == f"the origin has given nothing of shard 1 for 42 s, {more}"
         assert trouble(0.1, None) == ""
 
     async def test_is_named_with_what_was_the_matter_before(self) -> None:
         it = Scene(write=no_file)
         error = await self.fail(it, part(2, keep=(2,)))
-        await it.custodian.rest(str(error))
-        it.waits(UnderWay(2, None, 0, None, 42.0))
+        await it.holder._pause(str(error))
+        it.waits(ShardInTransit(2, None, 0, None, 42.0))
         assert it.signals[-1].trouble == f"the origin has given nothing of shard 2 for 42 s; before: {error}"
-        it.waits(UnderWay(2, None, 0, None, 0.0))
+        it.waits(ShardInTransit(2, None, 0, None, 0.0))
         assert it.signals[-1].trouble == str(error)
 
     async def test_is_waited_for_and_told_so_and_nothing_is_offered_again(
@@ -702,7 +708,7 @@ class TestWhatTheOriginDoesNotGive:
         it.signals.clear()
         pauses = await self.rests(it, str(error), 12, monkeypatch)
         assert all(signal.is_waiting and "there is no shard-2" in signal.trouble for signal in it.signals)
-        assert max(pauses) <= SAYING_INTERVAL_S
+        assert max(pauses) <= REPORT_INTERVAL_S
         assert len(it.signals) == len(pauses)
         await self.fail(it, part(2, keep=(0, 2)))
         assert all(signal.is_waiting for signal in it.signals)
@@ -718,7 +724,7 @@ class TestWhatTheOriginDoesNotGive:
         with monkeypatch.context() as context:
             context.setattr(anyio, "sleep", sleep)
             for _ in range(times):
-                await it.custodian.rest(why)
+                await it.holder._pause(why)
         return slept
 
     async def test_is_tried_again_ever_more_rarely_until_something_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -758,7 +764,7 @@ class TestWhatTheOriginDoesNotGive:
         it.tries_once()
         error = await self.fail(it, part(2, keep=(2,)))
         assert isinstance(error, StoreFailed)
-        assert error.message == "cannot keep shard 2 (there is no room (make room))"
+        assert error.message == "cannot store shard 2 (no space (free some space))"
         it.signals.clear()
         await self.rests(it, str(error), 1, monkeypatch)
         assert [(signal.is_waiting, signal.trouble) for signal in it.signals] == [(False, str(error))]

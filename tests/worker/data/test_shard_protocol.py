@@ -13,7 +13,7 @@ import pytest
 from anyio import CapacityLimiter
 
 from forged.data.store.memory import MemoryShardStore
-from forged.data.store.port import Begun, ShardStore, Stamp
+from forged.data.store.port import PartialShard, ShardStore, Stamp
 from forged.errors import ForgedError, PeerError, RequestRefused
 from forged.worker.data import shard_protocol
 from forged.worker.transport.bulk_channel import BulkChannel, BulkTransport, LoopBulkTransport, SocketBulkTransport
@@ -45,7 +45,7 @@ def carrier(request: pytest.FixtureRequest) -> BulkTransport:
     return made
 
 
-class Passage:
+class FlowControl:
     """Remembers."""
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class Passage:
         self.count = 0
         self.pieces: list[int] = []
 
-    def begins(self, offset: int, size: int | None) -> None:
+    def started(self, offset: int, size: int | None) -> None:
         self.began = offset, size
 
-    def moved(self, count: int) -> None:
+    def received(self, count: int) -> None:
         self.count += count
 
-    def pause_before(self, count: int) -> float:
+    def delay_before(self, count: int) -> float:
         self.pieces.append(count)
         return 0.0
 
@@ -74,8 +74,8 @@ async def served_when_called(made: BulkChannel, store: ShardStore) -> bool:
     return await served(made, store)
 
 
-async def fetched(made: BulkChannel, store: ShardStore, passage: Passage | None = None) -> Stamp:
-    conversation = partial(shard_protocol.fetch, shard=7, store=store, passage=passage or Passage())
+async def fetched(made: BulkChannel, store: ShardStore, flow: FlowControl | None = None) -> Stamp:
+    conversation = partial(shard_protocol.fetch, shard=7, store=store, flow=flow or FlowControl())
     return await made.converse(conversation, CapacityLimiter(1))
 
 
@@ -233,35 +233,35 @@ async def told(carrier: BulkTransport, store: MemoryShardStore, *words: Any) -> 
 
 
 async def test_a_shard_is_fetched_and_held(carrier: BulkTransport) -> None:
-    store, passage = MemoryShardStore(), Passage()
+    store, flow = MemoryShardStore(), FlowControl()
     async with channel(carrier) as (made, far):
         far.sendall(said(ALL, DATA, SENT))
-        assert await fetched(made, store, passage) == STAMP
+        assert await fetched(made, store, flow) == STAMP
         assert hear(far) == ShardWanted(7)
     assert store.read(7) == DATA
-    assert (passage.began, passage.count) == ((0, len(DATA)), len(DATA))
+    assert (flow.began, flow.count) == ((0, len(DATA)), len(DATA))
 
 
 async def test_the_rest_of_a_shard_is_fetched_from_where_it_stopped(carrier: BulkTransport) -> None:
-    store, passage = begun(), Passage()
+    store, flow = begun(), FlowControl()
     async with channel(carrier) as (made, far):
         far.sendall(said(ShardComing(7, *STAMP, 1000), DATA[1000:], SENT))
-        assert await fetched(made, store, passage) == STAMP
+        assert await fetched(made, store, flow) == STAMP
         assert hear(far) == ShardWanted(7, 1000, *STAMP)
     assert store.read(7) == DATA
-    assert (passage.began, passage.count) == ((1000, len(DATA)), len(DATA) - 1000)
+    assert (flow.began, flow.count) == ((1000, len(DATA)), len(DATA) - 1000)
 
 
 async def test_the_rest_comes_in_pieces_that_begin_at_multiples_of_their_length(carrier: BulkTransport) -> None:
     data = os.urandom(2 * PIECE_BYTES + 5)
-    stamp, store, passage = Stamp.of(data), MemoryShardStore(), Passage()
+    stamp, store, flow = Stamp.of(data), MemoryShardStore(), FlowControl()
     with store.receive(7, stamp) as arriving:
         arriving.write(data[:1000])
     async with channel(carrier) as (made, far):
         sending = asyncio.to_thread(far.sendall, said(ShardComing(7, *stamp, 1000), data[1000:], SENT))
-        assert (await asyncio.gather(fetched(made, store, passage), sending))[0] == stamp
+        assert (await asyncio.gather(fetched(made, store, flow), sending))[0] == stamp
     assert store.read(7) == data
-    assert passage.pieces == [PIECE_BYTES - 1000, PIECE_BYTES, 5]
+    assert flow.pieces == [PIECE_BYTES - 1000, PIECE_BYTES, 5]
 
 
 async def test_a_source_may_begin_anew(carrier: BulkTransport) -> None:
@@ -277,14 +277,14 @@ async def test_what_has_arrived_before_the_connection_breaks_is_kept(carrier: Bu
     store = MemoryShardStore()
     error = await told(carrier, store, ALL, DATA[:5000])
     assert error.code == "bulk_truncated"
-    assert store.begun(7) == Begun(STAMP, 5000)
+    assert store.partial(7) == PartialShard(STAMP, 5000)
 
 
 async def test_all_bytes_without_a_confirmation_do_not_count_yet(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     error = await told(carrier, store, ALL, DATA)
     assert error.retryable
-    assert store.begun(7) == Begun(STAMP, len(DATA))
+    assert store.partial(7) == PartialShard(STAMP, len(DATA))
 
 
 async def test_a_shard_that_was_changed_meanwhile_is_dropped(carrier: BulkTransport) -> None:
@@ -293,14 +293,14 @@ async def test_a_shard_that_was_changed_meanwhile_is_dropped(carrier: BulkTransp
     assert isinstance(error, RequestRefused)
     assert error.code == "shard_changed"
     assert "shard 7" in error.message
-    assert store.begun(7) is None
+    assert store.partial(7) is None
 
 
 async def test_wrong_bytes_are_dropped(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     error = await told(carrier, store, ALL, DATA[::-1], SENT)
     assert error.code == "shard_corrupt"
-    assert store.begun(7) is None
+    assert store.partial(7) is None
 
 
 @pytest.mark.parametrize("extra", [b"x", b"\xff" * 100, DATA])
@@ -308,7 +308,7 @@ async def test_a_source_that_sends_too_much_is_not_believed(carrier: BulkTranspo
     store = MemoryShardStore()
     error = await told(carrier, store, ALL, DATA, extra, SENT)
     assert isinstance(error, PeerError)
-    assert store.begun(7) is None
+    assert store.partial(7) is None
 
 
 async def test_a_source_that_sends_too_little_is_not_believed(carrier: BulkTransport) -> None:
@@ -337,7 +337,7 @@ async def test_a_source_that_answers_something_else_breaks_the_protocol(carrier:
     store = begun()
     error = await told(carrier, store, coming, DATA)
     assert isinstance(error, PeerError)
-    assert store.begun(7) == Begun(STAMP, 1000)
+    assert store.partial(7) == PartialShard(STAMP, 1000)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ async def test_an_announced_size_takes_no_room_before_its_bytes_come(carrier: Bu
     store = MemoryShardStore()
     error = await told(carrier, store, ShardComing(7, 2**62, NO_CHECKSUM), b"few")
     assert error.code == "bulk_truncated"
-    assert store.begun(7) == Begun(Stamp(2**62, NO_CHECKSUM), 3)
+    assert store.partial(7) == PartialShard(Stamp(2**62, NO_CHECKSUM), 3)
 
 
 async def test_both_ends_understand_each_other(carrier: BulkTransport) -> None:

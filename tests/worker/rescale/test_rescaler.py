@@ -274,7 +274,7 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
         line=others,
         mesh=others,
         exchange=others,
-        supply=None,
+        shards=None,
         departure=SimpleNamespace(is_due=False),  # type: ignore[arg-type]
         rescale_timeout_s=lambda: 1.0,
         arrive=others.arrive,
@@ -314,7 +314,7 @@ async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next()
     means: Any = SimpleNamespace(
         line=SimpleNamespace(worker=ME),
         mesh=Nobody(),
-        supply=None,
+        shards=None,
         departure=SimpleNamespace(is_due=False),
         rescale_timeout_s=lambda: 0.0,
         log=SILENT,

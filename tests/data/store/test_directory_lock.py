@@ -57,7 +57,7 @@ def test_the_same_process_may_come_back_to_it_and_does_not_lose_it_by_that(tmp_p
     assert [code_of(tmp_path), code_of(tmp_path)] == ["", ""]
     command = [sys.executable, "-c", OCCUPY, str(tmp_path)]
     other = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert "give each worker a directory of its own" in other.stderr
+    assert "use one directory per worker" in other.stderr
 
 
 def test_a_forked_child_is_another_process(tmp_path: Path) -> None:

@@ -15,12 +15,20 @@ import anyio
 import pytest
 
 from forged.data.model import DataShard
-from forged.data.store import calls
-from forged.data.store.calls import LEFT_PER_SHARD_MAX, OriginCalls, OriginSilent, OriginStuck, StoreStuck
 from forged.data.store.directory import DirectoryShardStore
 from forged.data.store.memory import MemoryShardStore
-from forged.data.store.origin import PIECE_BYTES, Bringing, FunctionOrigin, ShardOrigin
-from forged.data.store.port import ArrivingShard, Begun, OpenShard, ShardStore, Stamp
+from forged.data.store.origin import FunctionOrigin, ShardOrigin
+from forged.data.store.port import ArrivingShard, OpenShard, PartialShard, ShardStore, Stamp
+from forged.data.transfer import origin_reads
+from forged.data.transfer.origin_reads import (
+    ABANDONED_PER_SHARD_MAX,
+    PIECE_BYTES,
+    OriginRead,
+    OriginReads,
+    OriginSilent,
+    OriginStuck,
+    StoreStuck,
+)
 from forged.errors import Unavailable
 from tests.data.wards import LaggingStore, StuckStore, descriptors, filling, shard
 from tests.worker.meshes import PATIENCE_S, until
@@ -45,15 +53,15 @@ class Clock:
 
 
 class Way:
-    """A passage that nobody watches."""
+    """A flow that nobody watches."""
 
-    def begins(self, offset: int, size: int | None) -> None:
+    def started(self, offset: int, size: int | None) -> None:
         return
 
-    def moved(self, count: int) -> None:
+    def received(self, count: int) -> None:
         return
 
-    def pause_before(self, count: int) -> float:
+    def delay_before(self, count: int) -> float:
         return 0.0
 
 
@@ -96,29 +104,29 @@ class Scene:
         self.store = store
         self.origin = origin
         self.clock = Clock()
-        self.calls = OriginCalls(SILENT_S)
+        self.reads = OriginReads(SILENT_S)
 
-    def bringing(self, number: int = 7) -> Bringing:
-        return Bringing(self.origin, shard(number), self.store, Way(), lambda seconds: None, self.clock)
+    def read(self, number: int = 7) -> OriginRead:
+        return OriginRead(self.origin, shard(number), self.store, Way(), lambda seconds: None, self.clock)
 
     def ask(self, number: int = 7) -> asyncio.Task[Stamp]:
-        return asyncio.ensure_future(self.calls.ask(self.bringing(number)))
+        return asyncio.ensure_future(self.reads.read(self.read(number)))
 
     async def hang(self, origin: Hanging, number: int = 7) -> None:
         """Ask, and give up an origin that hangs."""
-        asked, before = self.ask(number), origin.hung
+        reading, before = self.ask(number), origin.hung
         await until(lambda: origin.hung > before)
         self.clock.pass_by()
         with pytest.raises(OriginSilent):
-            await asked
+            await reading
 
     async def supersede(self, hung: Callable[[], int]) -> None:
         """Ask, and want the shard no more once that hangs, too."""
-        asked, before = self.ask(), hung()
+        reading, before = self.ask(), hung()
         await until(lambda: hung() > before)
-        asked.cancel()
+        reading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await reading
 
 
 @pytest.fixture(params=[DirectoryShardStore, MemoryShardStore])
@@ -209,11 +217,11 @@ async def test_the_shard_and_how_long_nothing_came_are_named() -> None:
     origin = Hanging()
     async with let_go(origin):
         scene = Scene(MemoryShardStore(), origin)
-        asked = scene.ask()
+        reading = scene.ask()
         await until(lambda: origin.hung == 1)
         scene.clock.pass_by()
         with pytest.raises(OriginSilent, match=r"the origin gave nothing of shard 7 for 0\.02 s"):
-            await asked
+            await reading
 
 
 async def test_an_origin_that_ends_normally_when_it_was_given_up_has_given_nothing(store: ShardStore) -> None:
@@ -227,20 +235,20 @@ async def test_an_origin_that_ends_normally_when_it_was_given_up_has_given_nothi
         ended.set()
 
     scene = Scene(store, FunctionOrigin(swallow))
-    bringing = scene.bringing()
+    read = scene.read()
     outcome: list[BaseException] = []
 
     def run() -> None:
         try:
-            bringing.run()
+            read.run()
         except Unavailable as error:
             outcome.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     await until(lambda: bool(store._arriving))  # type: ignore[attr-defined]
-    await until(lambda: bringing.silent_s() == 0.0 and bringing._heard_at != float("inf"))
-    bringing.give_up()
+    await until(lambda: read.idle_s() == 0.0 and read._silent_since != float("inf"))
+    read.abandon()
     store.put(7, [b"another's"])
     gate.set()
     thread.join(PATIENCE_S)
@@ -260,14 +268,14 @@ async def test_each_byte_begins_the_patience_anew() -> None:
             done.set()
 
     scene = Scene(MemoryShardStore(), FunctionOrigin(drip))
-    bringing = scene.bringing()
-    asked = asyncio.ensure_future(scene.calls.ask(bringing))
+    read = scene.read()
+    reading = asyncio.ensure_future(scene.reads.read(read))
     for turn, done in zip(turns, written, strict=True):
         scene.clock.now += 0.75 * SILENT_S
         turn.set()
         await until(done.is_set)
-        assert bringing.silent_s() == 0.0
-    assert await asked == Stamp.of(b"xxxxx")
+        assert read.idle_s() == 0.0
+    assert await reading == Stamp.of(b"xxxxx")
 
 
 async def test_to_write_nothing_is_to_give_nothing() -> None:
@@ -281,30 +289,30 @@ async def test_to_write_nothing_is_to_give_nothing() -> None:
         assert gate.wait(PATIENCE_S)
 
     scene = Scene(MemoryShardStore(), FunctionOrigin(pretend))
-    bringing = scene.bringing()
-    asked = asyncio.ensure_future(scene.calls.ask(bringing))
+    read = scene.read()
+    reading = asyncio.ensure_future(scene.reads.read(read))
     await until(asked_for.is_set)
     scene.clock.now += 0.75 * SILENT_S
     turn.set()
     await until(written.is_set)
-    assert bringing.silent_s() > 0.5 * SILENT_S
+    assert read.idle_s() > 0.5 * SILENT_S
     scene.clock.now += 0.75 * SILENT_S
     with pytest.raises(OriginSilent):
-        await asked
+        await reading
     gate.set()
 
 
 async def test_the_time_that_the_store_takes_is_not_the_origins() -> None:
     store = LaggingStore()
     scene = Scene(store, FunctionOrigin(write_bytes))
-    bringing = scene.bringing()
-    asked = asyncio.ensure_future(scene.calls.ask(bringing))
+    read = scene.read()
+    reading = asyncio.ensure_future(scene.reads.read(read))
     await until(store.reached.is_set)
     scene.clock.pass_by()
-    assert bringing.silent_s() == 0.0
-    assert scene.calls.origin_silent_s(bringing) is None
+    assert read.idle_s() == 0.0
+    assert scene.reads.origin_silent_s(read) is None
     store.gate.set()
-    assert await asked == Stamp.of(b"bytes")
+    assert await reading == Stamp.of(b"bytes")
 
 
 class SlowToLetGo(MemoryShardStore):
@@ -333,29 +341,29 @@ async def test_the_origin_is_not_waited_for_when_the_store_has_yet_to_let_go_of_
 
     store = SlowToLetGo()
     scene = Scene(store, FunctionOrigin(fail))
-    bringing = scene.bringing()
-    asked = asyncio.ensure_future(scene.calls.ask(bringing))
+    read = scene.read()
+    reading = asyncio.ensure_future(scene.reads.read(read))
     await until(store.reached.is_set)
-    assert scene.calls.origin_silent_s(bringing) is None
+    assert scene.reads.origin_silent_s(read) is None
     store.gate.set()
     with pytest.raises(Unavailable, match="the bucket is away"):
-        await asked
+        await reading
 
 
 async def test_the_origin_is_not_waited_for_when_the_store_has_yet_to_take_the_shard_from_it() -> None:
     store, origin = SlowToLetGo(), Hanging()
     async with let_go(origin):
         scene = Scene(store, origin)
-        bringing = scene.bringing()
-        asked = asyncio.ensure_future(scene.calls.ask(bringing))
+        read = scene.read()
+        reading = asyncio.ensure_future(scene.reads.read(read))
         await until(lambda: origin.hung == 1)
         scene.clock.pass_by()
-        assert scene.calls.origin_silent_s(bringing) == pytest.approx(2 * SILENT_S)
+        assert scene.reads.origin_silent_s(read) == pytest.approx(2 * SILENT_S)
         await until(store.reached.is_set)
-        assert scene.calls.origin_silent_s(bringing) is None
+        assert scene.reads.origin_silent_s(read) is None
         store.gate.set()
         with pytest.raises(OriginSilent):
-            await asked
+            await reading
 
 
 @pytest.mark.parametrize("run", [asyncio.run, anyio.run])
@@ -398,11 +406,11 @@ async def test_a_thread_that_is_with_the_store_gives_the_shard_back_itself() -> 
             wrote.append(error)
             raise
 
-    asked = Scene(store, FunctionOrigin(write)).ask()
+    reading = Scene(store, FunctionOrigin(write)).ask()
     await until(store.reached.is_set)
-    asked.cancel()
+    reading.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asked
+        await reading
     assert store._arriving == {7}
     store.gate.set()
     await until(lambda: not store._arriving)
@@ -415,11 +423,11 @@ async def test_who_is_cancelled_leaves_the_shard_to_others_at_once(store: ShardS
     origin = Hanging(10)
     async with let_go(origin):
         scene = Scene(store, origin)
-        asked = scene.ask()
+        reading = scene.ask()
         await until(lambda: origin.hung == 1)
-        asked.cancel()
+        reading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await reading
         assert await scene.ask() == Stamp.of(filling(7, SIZE))
 
 
@@ -428,64 +436,64 @@ class TestCallsThatDoNotEnd:
         origin = Hanging(times=1000)
         async with let_go(origin):
             scene = Scene(MemoryShardStore(), origin)
-            for _ in range(LEFT_PER_SHARD_MAX):
+            for _ in range(ABANDONED_PER_SHARD_MAX):
                 await scene.hang(origin)
-            with pytest.raises(OriginStuck, match=r"of shard 7 for .* s, and 3 calls have not come back"):
+            with pytest.raises(OriginStuck, match=r"of shard 7 for .* s, and 3 earlier reads still hang"):
                 await scene.ask()
-            assert len(origin.threads) == LEFT_PER_SHARD_MAX
+            assert len(origin.threads) == ABANDONED_PER_SHARD_MAX
             await scene.hang(origin, 8)
 
     async def test_are_so_many_altogether(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(calls, "LEFT_MAX", 2)
+        monkeypatch.setattr(origin_reads, "ABANDONED_MAX", 2)
         origin = Hanging(times=1000)
         async with let_go(origin):
             scene = Scene(MemoryShardStore(), origin)
             await scene.hang(origin, 1)
             await scene.hang(origin, 2)
-            with pytest.raises(OriginStuck, match=r"of shard 3 .* 2 calls have not come back"):
+            with pytest.raises(OriginStuck, match=r"of shard 3 .* 2 earlier reads still hang"):
                 await scene.ask(3)
 
     async def test_make_room_when_they_end(self) -> None:
-        origin = Hanging(times=LEFT_PER_SHARD_MAX)
+        origin = Hanging(times=ABANDONED_PER_SHARD_MAX)
         async with let_go(origin):
             scene = Scene(MemoryShardStore(), origin)
-            for _ in range(LEFT_PER_SHARD_MAX):
+            for _ in range(ABANDONED_PER_SHARD_MAX):
                 await scene.hang(origin)
             await origin.end()
-            await until(lambda: not scene.calls._left)
+            await until(lambda: not scene.reads._abandoned)
             assert await scene.ask() == Stamp.of(filling(7, SIZE))
 
     async def test_are_waited_for_as_long_as_there_was_no_time_to_answer(self) -> None:
         """Or a few plans that are superseded in a row would make a slow origin one that hangs."""
-        origin = Hanging(times=LEFT_PER_SHARD_MAX)
+        origin = Hanging(times=ABANDONED_PER_SHARD_MAX)
         async with let_go(origin):
             scene = Scene(MemoryShardStore(), origin)
-            for _ in range(LEFT_PER_SHARD_MAX):
+            for _ in range(ABANDONED_PER_SHARD_MAX):
                 await scene.supersede(lambda: origin.hung)
-            bringing = scene.bringing()
-            asked = asyncio.ensure_future(scene.calls.ask(bringing))
+            read = scene.read()
+            reading = asyncio.ensure_future(scene.reads.read(read))
             await anyio.wait_all_tasks_blocked()
-            assert not asked.done()
+            assert not reading.done()
             scene.clock.now += 0.5 * SILENT_S
-            assert scene.calls.origin_silent_s(bringing) == pytest.approx(0.5 * SILENT_S)
+            assert scene.reads.origin_silent_s(read) == pytest.approx(0.5 * SILENT_S)
             await origin.end()
-            assert await asked == Stamp.of(filling(7, SIZE))
+            assert await reading == Stamp.of(filling(7, SIZE))
 
     async def test_but_hang_in_the_store_are_waited_for_as_long_and_then_it_is_the_store_that_is_named(self) -> None:
         store = StuckStore()
         scene = Scene(store, FunctionOrigin(write_bytes))
-        for _ in range(LEFT_PER_SHARD_MAX):
+        for _ in range(ABANDONED_PER_SHARD_MAX):
             await scene.supersede(lambda: store.reached)
-        bringing = scene.bringing()
-        asked = asyncio.ensure_future(scene.calls.ask(bringing))
+        read = scene.read()
+        reading = asyncio.ensure_future(scene.reads.read(read))
         await anyio.wait_all_tasks_blocked()
-        assert not asked.done()
-        assert scene.calls.origin_silent_s(bringing) is None
+        assert not reading.done()
+        assert scene.reads.origin_silent_s(read) is None
         scene.clock.pass_by()
-        with pytest.raises(StoreStuck, match="3 calls have not come back from what keeps the shards here"):
-            await asked
+        with pytest.raises(StoreStuck, match="3 earlier reads still hang in the shard store"):
+            await reading
         store.gate.set()
-        await until(lambda: not scene.calls._left)
+        await until(lambda: not scene.reads._abandoned)
         assert await scene.ask() == Stamp.of(b"bytes")
 
 
@@ -505,8 +513,8 @@ class OwnStore(ShardStore):
     def open(self, number: int) -> OpenShard:
         return self._inner.open(number)
 
-    def begun(self, number: int) -> Begun | None:
-        return self._inner.begun(number)
+    def partial(self, number: int) -> PartialShard | None:
+        return self._inner.partial(number)
 
     def drop(self, number: int) -> None:
         self._inner.drop(number)
@@ -554,10 +562,11 @@ async def test_a_store_of_somebodys_own_is_closed_once_and_used_no_more() -> Non
 
 END = """
 import asyncio, threading
-from forged.data.store.calls import OriginCalls
+from forged.data.transfer.origin_reads import OriginReads
 from forged.data.store.memory import MemoryShardStore
-from forged.data.store.origin import Bringing, FunctionOrigin
-from tests.data.store.test_calls import Way
+from forged.data.store.origin import FunctionOrigin
+from forged.data.transfer.origin_reads import OriginRead
+from tests.data.transfer.test_origin_reads import Way
 from tests.data.wards import shard
 
 hung = threading.Event()
@@ -567,8 +576,8 @@ def hang(one, file):
     threading.Event().wait()
 
 async def main():
-    bringing = Bringing(FunctionOrigin(hang), shard(7), MemoryShardStore(), Way(), lambda s: None, lambda: 0.0)
-    asked = asyncio.ensure_future(OriginCalls(600.0).ask(bringing))
+    read = OriginRead(FunctionOrigin(hang), shard(7), MemoryShardStore(), Way(), lambda s: None, lambda: 0.0)
+    reading = asyncio.ensure_future(OriginReads(600.0).read(read))
     await asyncio.to_thread(hung.wait)
     {how}
     print("done", flush=True)
@@ -577,7 +586,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", ["asked.cancel()", "pass"])
+@pytest.mark.parametrize("how", ["reading.cancel()", "pass"])
 async def test_a_process_ends_though_its_origin_hangs(how: str) -> None:
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", END.format(how=how)], capture_output=True, timeout=PATIENCE_S
@@ -590,11 +599,11 @@ def test_an_origin_that_answers_when_the_loop_has_ended_harms_nobody() -> None:
     unheard: Callable[..., object] = threading.excepthook
 
     async def main() -> None:
-        asked = Scene(MemoryShardStore(), origin).ask()
+        reading = Scene(MemoryShardStore(), origin).ask()
         await until(lambda: origin.hung == 1)
-        asked.cancel()
+        reading.cancel()
         with suppress(asyncio.CancelledError):
-            await asked
+            await reading
 
     threading.excepthook = lambda told: failed.append(told)
     try:
