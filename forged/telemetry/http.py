@@ -25,6 +25,7 @@ from forged.errors import ConfigError, ForgedError, RequestRefused, Unavailable
 from forged.kernel.bus import Bus
 from forged.kernel.ledger import Ledger
 from forged.net.server import Server
+from forged.net.transport import tcp
 from forged.net.transport.port import Address, Peer
 from forged.plugins.model import PluginView
 from forged.status.model import PingDaemon
@@ -70,15 +71,16 @@ class HttpDoor:
         try:
             assert runner.server is not None
             self._visitors.begin(runner.server)
-            listener = await self._listen(address)
+            servers = await self._listen(address)
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._look_after_visitors)
-                    host, port, *_ = listener.sockets[0].getsockname()
+                    host, port, *_ = servers[0].sockets[0].getsockname()
                     yield Address("tcp", host=host, port=port)
                     tasks.cancel_scope.cancel()
             finally:
-                listener.close()
+                for server in servers:
+                    server.close()
         finally:
             await runner.cleanup()
 
@@ -89,12 +91,13 @@ class HttpDoor:
         application.router.add_get("/metrics", self._metrics)
         return application
 
-    async def _listen(self, address: Address) -> asyncio.Server:
+    async def _listen(self, address: Address) -> list[asyncio.Server]:
         loop = asyncio.get_running_loop()
         try:
-            return await loop.create_server(self._visitors.enter, address.host, address.port, backlog=BACKLOG)
+            sockets = await tcp.bind(address, BACKLOG)
         except OSError as error:
             raise _not_listening(address, error) from error
+        return [await loop.create_server(self._visitors.enter, sock=sock, backlog=BACKLOG) for sock in sockets]
 
     async def _look_after_visitors(self) -> None:
         while True:

@@ -134,11 +134,19 @@ def is_unread(sock: Options) -> bool:
 
 
 async def listen(address: Address, backlog: int, liveness: Liveness) -> list[socket.socket]:
-    """Listening sockets on every address that the host has. Port 0 becomes the same port on each of them."""
+    """Listening sockets, as `bind` makes them; an address that cannot be used is a `ForgedError`."""
     try:
-        return _listen_all(await _resolve(address, socket.AI_PASSIVE), address.port, backlog, liveness)
+        return await bind(address, backlog, liveness)
     except OSError as error:
         raise _not_listening(address, error) from error
+
+
+async def bind(address: Address, backlog: int, liveness: Liveness | None = None) -> list[socket.socket]:
+    """Listening sockets on every address that the host has. Port 0 becomes the same port on each of them.
+
+    Raises the system's `OSError`. From Python 3.13 on, asyncio's `create_server(host, port)` drops its errno.
+    """
+    return _listen_all(await _resolve(address, socket.AI_PASSIVE), address.port, backlog, liveness)
 
 
 async def dial(address: Address, liveness: Liveness) -> socket.socket:
@@ -181,7 +189,9 @@ async def _resolve(address: Address, flags: int = 0) -> list[AddressInfo]:
     return list(dict.fromkeys(found))
 
 
-def _listen_all(infos: Iterable[AddressInfo], port: int, backlog: int, liveness: Liveness) -> list[socket.socket]:
+def _listen_all(
+    infos: Iterable[AddressInfo], port: int, backlog: int, liveness: Liveness | None
+) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     failure: OSError | None = None
     try:
@@ -204,13 +214,16 @@ def _listen_all(infos: Iterable[AddressInfo], port: int, backlog: int, liveness:
     return sockets
 
 
-def _listen_one(family: int, proto: int, where: tuple[Any, ...], backlog: int, liveness: Liveness) -> socket.socket:
+def _listen_one(
+    family: int, proto: int, where: tuple[Any, ...], backlog: int, liveness: Liveness | None
+) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        liveness.apply(sock)
+        if liveness is not None:
+            liveness.apply(sock)
         sock.bind(where)
         # Two that reuse an address may both bind it; only listening decides.
         sock.listen(backlog)
