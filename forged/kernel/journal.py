@@ -1,7 +1,8 @@
-"""The facts that are kept: bounded, in order, and each with its reason.
+"""The journal: the most recent durable facts, in memory, in id order.
 
-Law: the journal holds durable facts only, in the order of their ids, and forgets the oldest first. What it has
-forgotten it says: a reader who asks for facts from before `floor` learns which ids it missed.
+Invariants:
+- Only durable facts are in the journal; ids ascend.
+- The oldest facts are dropped first. `floor` is the newest dropped id, so readers can report which ids they missed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ STORY_FACTS_MAX = 1_000
 
 
 class Journal:
-    """The most recent facts, found by position and by cause."""
+    """The most recent facts, indexed by id and by cause."""
 
     def __init__(self, facts_max: int = FACTS_MAX) -> None:
         self.facts_max = facts_max
         self.floor = 0
-        """The id of the newest fact that was forgotten; 0 while there is none."""
+        """The id of the newest dropped fact; 0 if none was dropped."""
         self._ids: list[int] = []
         self._records: list[Record] = []
         self._start = 0
@@ -35,23 +36,23 @@ class Journal:
         return self._ids[-1] if self._ids else 0
 
     def extend(self, records: Sequence[Record]) -> None:
-        """Add facts that have become durable, in order."""
+        """Append durable facts in id order."""
         ids = [record.id for record in records]
         assert not ids or ids[0] > self.last, "facts come in the order of their ids"
         self._ids += ids
         self._records += records
-        self._forget_surplus()
+        self._drop_surplus()
 
     def reset(self, records: Sequence[Record], floor: int) -> None:
-        """Become what the store holds."""
+        """Replace the content with the facts of the store."""
         self._ids = [record.id for record in records]
         self._records = list(records)
         self._start = 0
         self.floor = floor
-        self._forget_surplus()
+        self._drop_surplus()
 
     def get(self, fact_id: int) -> Record | None:
-        """The fact with that id, if it is still kept."""
+        """The fact with that id, or None if it was dropped or never existed."""
         index = bisect_right(self._ids, fact_id, lo=self._start) - 1
         found = index >= self._start and self._ids[index] == fact_id
         return self._records[index] if found else None
@@ -62,13 +63,13 @@ class Journal:
         return self._records[index : index + limit]
 
     def count_after(self, position: int) -> int:
-        """How many facts are kept with ids greater than `position`."""
+        """The number of kept facts with ids greater than `position`."""
         return len(self._ids) - bisect_right(self._ids, position, lo=self._start)
 
     def story(self, fact_id: int) -> list[Record]:
-        """How a fact came about and what followed from it: its chain of causes and all its consequences, in order.
+        """The chain of causes of a fact, the fact, and its direct and indirect consequences, in id order.
 
-        Empty when the fact is not kept. A chain that leads to a forgotten fact ends there.
+        Empty if the fact is not in the journal. The chain ends at a dropped cause.
         """
         origin = self.get(fact_id)
         if origin is None:
@@ -89,13 +90,13 @@ class Journal:
                 yield record
             index += 1
 
-    def _forget_surplus(self) -> None:
+    def _drop_surplus(self) -> None:
         surplus = len(self) - self.facts_max
         if surplus <= 0:
             return
         self.floor = self._ids[self._start + surplus - 1]
         self._start += surplus
-        # The forgotten head is cut off in large slices, so that forgetting one fact costs O(1).
+        # Dropped records are deleted in large slices, so that dropping one fact costs O(1).
         if self._start > max(1024, len(self._ids) // 4):
             del self._ids[: self._start]
             del self._records[: self._start]

@@ -1,11 +1,12 @@
-"""Where decisions become history.
+"""The ledger: numbers decisions, commits them in batches, and publishes their facts.
 
-Law: one decision, one transaction. Its writes, its facts and its remembered reply become durable together, and the
-revision is the id of its last fact. State has changed in memory before; replies, facts and reads wait until the
-revision that they rest on is durable. While one batch is being written the next one gathers, so many decisions share
-one fsync. When a batch fails, nothing of it and nothing that was built on it has happened: every owner of state reads
-it anew from the store, callers are told `Unavailable`, and reading goes on while the ledger tries whether it can
-write again.
+Invariants:
+- One decision, one transaction: its writes, facts and remembered reply become durable together. The transaction's
+  revision is the id of its last fact.
+- State in memory changes before the commit; replies, facts and reads wait until the revision they rest on is durable.
+- While one batch is being written, the next one collects, so many decisions share one fsync.
+- After a failed commit, nothing of the batch and of later decisions has happened: all state owners reload from the
+  store, callers get `Unavailable`, and reads continue while the ledger probes whether it can write again.
 """
 
 from __future__ import annotations
@@ -41,25 +42,25 @@ from forged.kernel.store.port import (
 FACT_PREFIX = "fact/"
 CURSOR_PREFIX = "cursor/"
 BATCH_MAX = 1024
-"""How many transactions one fsync may carry."""
+"""The maximum number of transactions in one commit."""
 TRIM_MAX = 64
-"""How many outgrown facts one transaction may delete, as far as its own operations leave room."""
+"""The maximum number of facts beyond the journal's limit that one transaction deletes."""
 PROBE_PAUSE_S = 0.5
 TERM_KEY = "ledger/term"
 FLOOR_KEY = "ledger/floor"
 
-_RELOADING = Unavailable("reloading", "state is being read anew from the store", "try again")
+_RELOADING = Unavailable("reloading", "state is being reloaded from the store", "try again")
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def fact_key(fact_id: int) -> str:
-    """Where a fact is stored; keys sort as ids do."""
+    """The key of a fact; keys sort like ids."""
     return f"{FACT_PREFIX}{fact_id:016x}"
 
 
 async def read_all(store: Store, prefix: str) -> list[Entry]:
-    """Every entry under a prefix, page by page."""
+    """All entries under a prefix, read in pages."""
     entries: list[Entry] = []
     after = ""
     while page := await store.list(prefix, after=after):
@@ -69,27 +70,27 @@ async def read_all(store: Store, prefix: str) -> list[Entry]:
 
 
 class Publisher(Protocol):
-    """Who hears what has become durable."""
+    """Receives durable facts: the bus."""
 
     def publish(self, records: Sequence[Record]) -> None:
-        """These facts are true, in this order."""
+        """Deliver these durable facts, in id order."""
         ...
 
     def rewind(self, handler: str, position: int) -> None:
-        """What this durable handler decided after `position` has not happened; it must handle those facts again."""
+        """Deliver the facts after `position` to a durable handler again: its decisions on them were not committed."""
         ...
 
 
 class StateOwner(Protocol):
-    """An owner of state: it can become what the store holds."""
+    """An object that keeps state in memory and can reload it from the store."""
 
     async def load(self, store: Store) -> None:
-        """Forget everything and read it from the store."""
+        """Replace all state with the content of the store."""
         ...
 
 
-class _Entry:
-    """One decision on its way to the store."""
+class _QueuedDecision:
+    """One decision that waits for its commit."""
 
     __slots__ = ("call", "cursor", "pending", "records", "transaction")
 
@@ -109,7 +110,7 @@ class _Entry:
 
 
 class Ledger:
-    """The one writer of the store."""
+    """The only writer of the store."""
 
     def __init__(self, store: Store, journal: Journal, clock: Clock, publisher: Publisher) -> None:
         self.store = store
@@ -117,88 +118,88 @@ class Ledger:
         self.replies = ReplyTable()
         self.cursors: dict[str, int] = {}
         self.term = 0
-        """How many times a ledger has taken this store over; it grows with every start."""
+        """This daemon's term: the number of starts on this store."""
         self.revision = 0
         self.durable = 0
         self.published = 0
-        """The id of the newest fact that the publisher was given."""
+        """The id of the newest published fact."""
         self.batches = 0
         self.decisions = 0
         self.failures = 0
         self.reloads = 0
-        """How many times state was read anew; what was seen before the last time may not have happened."""
+        """The number of reloads. State seen before the last reload may have been rolled back."""
         self.unavailable: ForgedError | None = Unavailable("starting", "the daemon is starting", "try again")
-        """Why nothing can be decided or read now; None while all is well."""
+        """Why reads and decisions are refused now; None if they are allowed."""
         self.read_only: ForgedError | None = None
-        """Why nothing can be decided while reading goes on; None while all is well."""
+        """Why decisions are refused while reads are allowed; None if decisions are allowed."""
         self.on_commit: Callable[[float, int], None] = lambda seconds, decisions: None
-        """Called for every batch that became durable, with how long that took and how many decisions it held."""
+        """Called after each commit with its duration in seconds and its number of decisions."""
         self._clock = clock
         self._publisher = publisher
         self._state_owners: list[StateOwner] = []
-        self._queue: list[_Entry] = []
-        self._in_flight: list[_Entry] = []
+        self._queue: list[_QueuedDecision] = []
+        self._in_flight: list[_QueuedDecision] = []
         self._kept: deque[int] = deque()
         self._fence: dict[str, int] = {}
-        self._beginnings: dict[str, int] = {}
+        self._new_cursors: dict[str, int] = {}
         self._reload_wanted = False
         self._wanted: asyncio.Future[None] | None = None
         self._writable = asyncio.Event()
 
     def register(self, owner: StateOwner) -> None:
-        """Let an owner of state be loaded at start, and again after a failed commit."""
+        """Load this owner at start, and again after a failed commit."""
         self._state_owners.append(owner)
 
     async def start(self) -> None:
-        """Load, and take the store over; when it cannot be written to, reading goes on until it can.
+        """Load all state and begin a new term. If the store cannot be written, reads are allowed until it can.
 
-        Facts that were published to an earlier process are not published again.
+        Facts of earlier terms are not published again.
         """
         await self._load()
         self.unavailable = None
         self.published = self.journal.last
-        await self._claim()
+        await self._begin_term()
         if self.read_only is None:
             self._writable.set()
         else:
             self.reload(self.read_only)
             self.unavailable = None
 
-    def require_sound(self) -> None:
-        """Raise unless state in memory is what the store holds, or will hold."""
+    def require_readable(self) -> None:
+        """Raise unless state in memory equals the store plus the decisions under way."""
         if self.unavailable is not None:
             raise without_traceback(self.unavailable)
 
     def require_writable(self) -> None:
-        """Raise unless something can be decided now."""
-        self.require_sound()
+        """Raise unless decisions are allowed."""
+        self.require_readable()
         if self.read_only is not None:
             raise without_traceback(self.read_only)
 
     @property
     def writable_now(self) -> bool:
-        """Whether something can be decided now."""
+        """Whether decisions are allowed."""
         return self.unavailable is None and self.read_only is None
 
     async def writable(self) -> None:
-        """Wait until something can be decided."""
+        """Wait until decisions are allowed."""
         while not self._writable.is_set():
             await self._writable.wait()
 
     def reload(self, error: ForgedError) -> None:
-        """State in memory may be wrong: nothing more is decided on it, and it is read anew."""
+        """State in memory may be wrong: refuse reads and decisions with `error` until it is reloaded from the store."""
         self._close(error)
         self._reload_wanted = True
         self._wake()
 
     def recall(self, call: Call) -> Pending | bytes | None:
-        """The answer that this very request was given before, decided or encoded."""
-        self.require_sound()
+        """The remembered reply of a repeated request, or None."""
+        self.require_readable()
         return self.replies.recall(call, self._clock.monotonic())
 
     def settled(self, reply: Any, encoded: bytes = b"") -> Pending:
-        """A reply that rests on everything decided so far, and waits for it."""
-        self.require_sound()
+        """A reply that is released when everything decided so far is durable."""
+        self.require_readable()
         pending = Pending(self.revision, reply, encoded)
         last = self._queue[-1] if self._queue else self._in_flight[-1] if self._in_flight else None
         if last is None:
@@ -216,17 +217,17 @@ class Ledger:
         call: Call | None = None,
         cursor: tuple[str, int] | None = None,
     ) -> Pending:
-        """Take a decision that has changed state in memory; it is history when the pending reply is done.
+        """Queue a decision whose state change is in memory already; the reply is done when it is durable.
 
-        `call` is the client's request if its reply is to be remembered; `cursor` names a durable handler and the fact
-        that it handled with this decision.
+        `call` is the client's request if its reply is to be remembered. `cursor` is a durable handler and the id of
+        the fact that it handled with this decision.
         """
         try:
             self.require_writable()
             entry = self._compose(decision, cause, origin, call, cursor)
             check(entry.transaction)
         except Exception as error:
-            # The owner has changed its state already, and that change will not happen.
+            # The owner has changed its state in memory, and that change will not be committed.
             self.reload(_RELOADING)
             if isinstance(error, ForgedError):
                 raise
@@ -240,21 +241,18 @@ class Ledger:
         return entry.pending
 
     def begin_cursor(self, handler: str, position: int) -> None:
-        """Have a durable handler that is new go on from here after a restart.
-
-        Where that cannot be stored now, it will be before anything else is decided.
-        """
-        self._beginnings[handler] = position
+        """Store the start position of a new durable handler, now or before the next decision."""
+        self._new_cursors[handler] = position
         if self.writable_now:
             self.save_cursor(handler, position)
 
     def save_cursor(self, handler: str, position: int) -> Pending:
-        """Remember how far a durable handler has come without deciding; if that is lost, nobody is rewound."""
+        """Store a durable handler's position without a decision. If this commit fails, the handler is not rewound."""
         self.cursors[handler] = position
         return self.append(Decision(None, writes={CURSOR_PREFIX + handler: b"%d" % position}))
 
     async def run(self) -> None:
-        """Write batch after batch, for ever."""
+        """Commit batches until cancelled."""
         while True:
             if not self._queue and not self._reload_wanted:
                 self._wanted = asyncio.get_running_loop().create_future()
@@ -265,7 +263,7 @@ class Ledger:
                 await self._write_batch()
 
     async def flush(self) -> None:
-        """Wait until everything decided so far is durable or has failed."""
+        """Wait until every queued decision is durable or has failed."""
         last = self._queue[-1] if self._queue else self._in_flight[-1] if self._in_flight else None
         if last is not None:
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -279,7 +277,7 @@ class Ledger:
         origin: str,
         call: Call | None,
         cursor: tuple[str, int] | None,
-    ) -> _Entry:
+    ) -> _QueuedDecision:
         at = self._clock.wall()
         revision = self.revision + max(1, len(decision.facts))
         puts: dict[str, bytes] = {}
@@ -299,13 +297,13 @@ class Ledger:
             name, position = cursor
             puts[CURSOR_PREFIX + name] = b"%d" % position
             self.cursors[name] = position
-        self._tidy(puts, deletes)
-        return _Entry(Transaction(revision, puts, deletes, self._fence), records, pending, call, cursor)
+        self._trim(puts, deletes)
+        return _QueuedDecision(Transaction(revision, puts, deletes, self._fence), records, pending, call, cursor)
 
     def _record(
         self, decision: Decision[Any], cause: int, origin: str, at: float, puts: dict[str, bytes]
     ) -> list[Record]:
-        assert cause <= self.revision, "a cause lies in the past"
+        assert cause <= self.revision, "a cause is an earlier fact"
         records = [
             Record.of(
                 fact,
@@ -323,14 +321,14 @@ class Ledger:
             self._kept.append(record.id)
         return records
 
-    def _tidy(self, puts: dict[str, bytes], deletes: list[str]) -> None:
-        """Delete what is no longer kept, as far as the decision leaves room in its transaction."""
+    def _trim(self, puts: dict[str, bytes], deletes: list[str]) -> None:
+        """Delete dropped replies and facts, as far as the transaction has room."""
         room = OPERATIONS_MAX - len(puts) - len(deletes) - len(self._fence)
         forgotten = self.replies.take_forgotten(room)
         deletes += forgotten
-        outgrown = min(len(self._kept) - self.journal.facts_max, room - len(forgotten) - 1, TRIM_MAX)
-        if outgrown > 0:
-            ids = [self._kept.popleft() for _ in range(outgrown)]
+        surplus = min(len(self._kept) - self.journal.facts_max, room - len(forgotten) - 1, TRIM_MAX)
+        if surplus > 0:
+            ids = [self._kept.popleft() for _ in range(surplus)]
             puts[FLOOR_KEY] = b"%d" % ids[-1]
             deletes += map(fact_key, ids)
 
@@ -346,7 +344,7 @@ class Ledger:
             return
         for outcome in outcomes:
             if outcome is not None:
-                self.read_only = _overtaken(outcome)
+                self.read_only = _superseded(outcome)
                 await self._recover(self.read_only)
                 return
         self.batches += 1
@@ -355,31 +353,31 @@ class Ledger:
         self.durable = batch[-1].transaction.revision
         records = [record for entry in batch for record in entry.records]
         self.journal.extend(records)
-        self._tell(records)
+        self._publish(records)
         for entry in batch:
             entry.pending.resolve()
 
-    def _tell(self, records: Sequence[Record]) -> None:
+    def _publish(self, records: Sequence[Record]) -> None:
         if records:
             self.published = records[-1].id
             self._publisher.publish(records)
 
     async def _recover(self, error: ForgedError) -> None:
-        """Undo in memory what is not in the store, tell everybody who waited, and wait until writing works."""
+        """Reload state, fail the waiting replies with `error`, and wait until the store takes writes."""
         self.failures += 1
         self._close(error)
-        await self._reload_until_sound(error)
+        await self._reload_until_readable(error)
         while self.read_only is not None:
             await anyio.sleep(PROBE_PAUSE_S)
             if self._reload_wanted or self.store.revision != self.durable:
-                await self._reload_until_sound(self.read_only)
-            await self._claim()
-        for handler, position in self._beginnings.items():
+                await self._reload_until_readable(self.read_only)
+            await self._begin_term()
+        for handler, position in self._new_cursors.items():
             if handler not in self.cursors:
                 self.save_cursor(handler, position)
         self._writable.set()
 
-    async def _reload_until_sound(self, error: ForgedError) -> None:
+    async def _reload_until_readable(self, error: ForgedError) -> None:
         while True:
             lost, self._in_flight, self._queue = self._in_flight + self._queue, [], []
             self._reload_wanted = False
@@ -388,41 +386,41 @@ class Ledger:
             except ForgedError as again:
                 self.unavailable = again
             else:
-                # State that was tainted while it was being read has to be read once more.
+                # A reload that was requested while this one ran needs another pass.
                 self.unavailable = self.unavailable if self._reload_wanted else None
             for entry in lost:
                 self._undo(entry, error)
             if self.unavailable is None:
-                self._tell(self.journal.after(self.published, len(self.journal)))
+                self._publish(self.journal.after(self.published, len(self.journal)))
                 return
             await anyio.sleep(PROBE_PAUSE_S)
 
-    def _undo(self, entry: _Entry, error: ForgedError) -> None:
+    def _undo(self, entry: _QueuedDecision, error: ForgedError) -> None:
         if entry.cursor is not None:
             handler, position = entry.cursor
             self._publisher.rewind(handler, position - 1)
         entry.pending.resolve(error)
 
-    async def _claim(self) -> None:
-        """Begin a new term, which fences every other writer, and so see whether the store takes writes."""
+    async def _begin_term(self) -> None:
+        """Commit the next term. That fences every other writer, and shows whether the store takes writes."""
         revision = self.revision + 1
         try:
             held = await self.store.get(TERM_KEY)
             term = int(held.value) + 1 if held else 1
             expected = self._fence or {TERM_KEY: held.revision if held else ABSENT}
-            (overtaken,) = await self.store.commit([Transaction(revision, {TERM_KEY: b"%d" % term}, (), expected)])
+            (superseded,) = await self.store.commit([Transaction(revision, {TERM_KEY: b"%d" % term}, (), expected)])
         except ForgedError as error:
             self.read_only = _translated(error)
             return
-        if overtaken is not None:
-            self.read_only = _overtaken(overtaken)
+        if superseded is not None:
+            self.read_only = _superseded(superseded)
             return
         self.read_only = None
         self.term, self.revision, self.durable, self._fence = term, revision, revision, {TERM_KEY: revision}
 
     async def _load(self) -> None:
         self.reloads += 1
-        # The revision comes first: what somebody else may write meanwhile then fences this ledger.
+        # Read the revision first: a write by another daemon during the load then fences this ledger.
         self.revision = self.durable = self.store.revision
         with _readable("a fact"):
             facts = [Record.read(entry.value) for entry in await read_all(self.store, FACT_PREFIX)]
@@ -435,7 +433,7 @@ class Ledger:
         with _readable("a remembered reply"):
             self.replies.load(await read_all(self.store, REPLY_PREFIX), self._clock.monotonic())
         for owner in self._state_owners:
-            with _readable(f"what belongs to {type(owner).__name__}"):
+            with _readable(f"the state of {type(owner).__name__}"):
                 await owner.load(self.store)
 
     def _close(self, error: ForgedError) -> None:
@@ -448,7 +446,7 @@ class Ledger:
 
 
 def _translated(error: ForgedError) -> ForgedError:
-    """What a failed commit means to those who wait for it."""
+    """The error that callers get for a failed commit."""
     return _not_leader(error.message) if isinstance(error, StoreFenced) else error
 
 
@@ -456,19 +454,17 @@ def _unfit(error: Exception) -> ForgedError:
     return ForgedError("decision_unfit", f"a decision cannot be stored: {describe(error)}", "report it as a bug")
 
 
-def _overtaken(conflict: Conflict) -> NotLeader:
+def _superseded(conflict: Conflict) -> NotLeader:
     return _not_leader(f"{conflict.key} is at {conflict.found}, not at {conflict.expected}")
 
 
 def _not_leader(reason: str) -> NotLeader:
-    return NotLeader(
-        "not_leader", f"somebody else writes to the store: {reason}", "let one daemon use a data directory"
-    )
+    return NotLeader("not_leader", f"another daemon writes to the store: {reason}", "run one daemon per data directory")
 
 
 @contextmanager
 def _readable(what: str) -> Iterator[None]:
-    """What cannot be decoded was not written by a ledger: that is the store's damage, and is said so."""
+    """Translate a decoding error: the ledger writes only decodable values, so the store is corrupt."""
     try:
         yield
     except (msgspec.MsgspecError, PeerError, ValueError) as error:

@@ -1,9 +1,11 @@
-"""What travels on the bus: facts, requests and signals, and what a decision is.
+"""The message types of the bus: facts, requests, signals; and the decisions that handlers return.
 
-Law: a fact says in the past tense what has become true and is durable before anybody hears it. A request asks one
-handler for one reply. A signal may be lost and is never recorded. All three are frozen values with a name, their
-class's, that is the same on the bus, on the wire and in the store. A decision holds all that follows from one message:
-the reply, the facts and the writes, which become durable together or not at all.
+Invariants:
+- A fact is in the past tense and is durable before any handler or client receives it.
+- A request has exactly one handler and one reply.
+- A signal may be lost and is never journalled.
+- Messages are frozen values. The class name is the message's name on the bus, on the wire and in the store.
+- The reply, facts and writes of a decision become durable together or not at all.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def _register(table: dict[str, type[Any]], cls: type[Any]) -> None:
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """Something that has become true. `level` is how much it matters to whoever reads the log."""
+    """The base of all facts. `level` is the level at which the daemon logs it."""
 
     level: ClassVar[str] = "info"
 
@@ -46,25 +48,25 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class UnknownFact(msgspec.Struct, frozen=True):
-    """A fact of a type that this process does not know: a plugin's, or a newer daemon's."""
+    """A fact whose type is not defined in this process: from a plugin or a newer daemon."""
 
     type: str
     fields: dict[str, Any]
 
 
 class Fence(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """How far its holder has followed the leadership and the rescales of a job; the lesser of two is out of date."""
+    """The daemon's term and the job's generation that the sender knows; a smaller fence is outdated."""
 
     term: int
     generation: int
 
 
 class Request(msgspec.Struct, Generic[R_co], frozen=True):
-    """Something that exactly one handler does, and answers with an `R_co`.
+    """The base of all requests; one handler answers each type with an `R_co`.
 
-    `needs` is the role that a caller must hold. `decides` tells that it changes state, so that its reply is remembered
-    and a repeated request is answered, not repeated. `job_field` names the field that holds the job it is about; None
-    says that it is about the daemon as a whole, `ANY_JOB` that its handler looks at the caller's jobs itself.
+    `needs` is the role that the caller must have. `decides` is true for a request that changes state: its reply is
+    remembered, and a repeated request gets that reply. `job_field` names the field with the job that the request
+    concerns: None means the whole daemon; with `ANY_JOB` the handler checks the caller's jobs itself.
     """
 
     needs: ClassVar[Role] = Role.OPERATOR
@@ -86,13 +88,13 @@ def _reply_type(cls: type[Request[Any]]) -> Any:
     for base in getattr(cls, "__orig_bases__", ()):
         if (arguments := get_args(base)) and not isinstance(arguments[0], TypeVar):
             return arguments[0]
-    raise TypeError(f"{cls.__name__} must say what it answers: class {cls.__name__}(Request[Answer])")
+    raise TypeError(f"{cls.__name__} must name its reply type: class {cls.__name__}(Request[Answer])")
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """Something that was so a moment ago; only the latest per job and key counts.
+    """The base of all signals; only the latest per job and key is delivered.
 
-    `needs` and `job_field` are as for requests. `external` tells that clients may send it, not only the daemon's parts.
+    `needs` and `job_field` are as for requests. Clients may send a signal only if `external` is true.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -105,29 +107,29 @@ class Signal(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What in its job the signal is about; a later one with the same key takes its place."""
+        """The signal's subject within its job; a later signal with the same key replaces this one."""
         return ""
 
     @property
     def about(self) -> str | None:
-        """The job that it is about; None where no field of its own says so."""
+        """The job that the signal concerns; None if it has no job field."""
         field = self.job_field
         return None if field is None or field == ANY_JOB else getattr(self, field)
 
 
 class Nothing(msgspec.Struct, frozen=True):
-    """The answer of a request that only had to be done."""
+    """The reply of a request that returns no data."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """The right to one side connection, and how many bytes travel over it."""
+    """A one-time permission to open a side connection, and the number of bytes that it will carry."""
 
     ticket: bytes
     size: int
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
-    """A fact's record as it is stored and sent: an array, so that later versions may append to it."""
+    """A fact's record as stored and sent: an array, so that later versions can append elements."""
 
     id: int
     at: float
@@ -147,9 +149,9 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Record:
-    """A fact with its place in history: when, why, in which job and generation. Decoded no sooner than it is looked at.
+    """A fact with its id, time, job, generation, cause and origin. The fact itself is decoded on first access.
 
-    `cause` is the id of the fact that led to it (0 for none) and `origin` who or what acted, in words.
+    `cause` is the id of the causing fact (0: none). `origin` is text that names the principal or handler that acted.
     """
 
     __slots__ = ("_body", "_fact", "at", "cause", "data", "generation", "id", "job", "origin", "type")
@@ -178,13 +180,13 @@ class Record:
         cause: int = 0,
         origin: str = "",
     ) -> Record:
-        """Put a new fact into its place in history."""
+        """Make the record of a new fact."""
         head = _Head(fact_id, at, type(fact).__name__, job, generation, cause, origin, msgspec.Raw(_encode(fact)))
         return cls(head, _encode(head), fact)
 
     @classmethod
     def read(cls, data: bytes | memoryview | msgspec.Raw) -> Record:
-        """Read a record that was stored or sent."""
+        """Decode a stored or received record; raises `PeerError` if it is invalid."""
         whole = bytes(data)
         try:
             return cls(_decode_head(whole), whole)
@@ -193,13 +195,13 @@ class Record:
 
     @property
     def fact(self) -> Fact | UnknownFact:
-        """The fact itself; an `UnknownFact` where its type is not known here or has other fields."""
+        """The decoded fact; an `UnknownFact` if its type is unknown here or has other fields."""
         if self._fact is None:
             self._fact = _decode_fact(self.type, self._body)
         return self._fact
 
     def fields(self) -> dict[str, Any]:
-        """All of it as plain values, for people and programs that print it."""
+        """The record and its fact as plain values, for printing."""
         names = ("id", "at", "type", "job", "generation", "cause", "origin")
         return {name: getattr(self, name) for name in names} | {"fact": _plain(self._body)}
 
@@ -216,7 +218,7 @@ def _decode_fact(name: str, body: msgspec.Raw) -> Fact | UnknownFact:
         try:
             fact: Fact = decoder.decode(body)
         except (msgspec.ValidationError, UnicodeDecodeError):
-            pass  # a newer daemon's fact of the same name: shown as it is, rather than lost
+            pass  # a newer daemon's fact of the same name: its plain fields are returned
         else:
             return fact
     return UnknownFact(name, _plain(body))
@@ -230,15 +232,14 @@ def _plain(body: msgspec.Raw) -> dict[str, Any]:
 
 
 def _invalid(error: Exception) -> PeerError:
-    return PeerError("record_invalid", f"a fact's record cannot be read: {error}")
+    return PeerError("record_invalid", f"invalid fact record: {error}")
 
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[R]):
-    """What follows from one message: the caller's reply, the facts that are now true, and the keys that say so.
+    """The result of one message: the caller's reply, new facts, and writes to the store.
 
-    `writes` maps keys to their new values, None to delete. `cause` is the id of the fact that led to it, where the one
-    who decides knows better than whoever asked.
+    `writes` maps keys to new values; None deletes a key. `cause`, if set, replaces the cause of the call.
     """
 
     reply: R
@@ -251,7 +252,7 @@ class Decision(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Facts that a reader missed for good: ids from `first` to `last`, as far as they concerned it, and why."""
+    """Facts that a reader will not receive: ids `first` to `last`, as far as they match its filter, and the reason."""
 
     first: int
     last: int
@@ -260,7 +261,7 @@ class Gap:
 
 @dataclass(slots=True)
 class Call:
-    """Who asks, why, by when, and as which of its requests."""
+    """The circumstances of a request: principal, cause, deadline, request number and fence."""
 
     principal: Principal
     origin: str

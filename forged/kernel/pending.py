@@ -1,6 +1,7 @@
-"""A reply that waits.
+"""A reply that is released when the revision it depends on is durable.
 
-Law: whoever holds a pending reply is told once, when its outcome is certain; at once if it is certain already.
+Invariants:
+- Each callback is called exactly once: when the outcome is known, or immediately if it is known already.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from forged.errors import ForgedError, without_traceback
 
 
 class Pending:
-    """A reply that waits for its revision to become durable."""
+    """A reply and the revision that must become durable before it is released."""
 
     __slots__ = ("_callbacks", "encoded", "error", "reply", "revision")
 
@@ -29,25 +30,25 @@ class Pending:
         return self._callbacks is None
 
     def when_done(self, callback: Callable[[Pending], None]) -> None:
-        """Call back once the outcome is certain; at once if it is."""
+        """Call `callback` when the outcome is known; immediately if it is."""
         if self._callbacks is None:
             callback(self)
         else:
             self._callbacks.append(callback)
 
     def resolve(self, error: ForgedError | None = None) -> None:
-        """The outcome is certain."""
+        """Set the outcome: durable, or failed with `error`."""
         callbacks, self._callbacks = self._callbacks, None
         self.error = error
         for callback in callbacks or ():
             callback(self)
 
     async def wait(self) -> Any:
-        """The reply, once it is durable."""
+        """Wait until the reply is durable and return it, or raise the error."""
         if not self.done:
-            arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.when_done(lambda _: None if arrived.done() else arrived.set_result(None))
-            await arrived
+            resolved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.when_done(lambda _: None if resolved.done() else resolved.set_result(None))
+            await resolved
         if self.error is not None:
             raise without_traceback(self.error)
         return self.reply

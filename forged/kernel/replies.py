@@ -1,9 +1,11 @@
-"""Which requests were answered already, and how.
+"""Remembered replies: make requests that change state idempotent.
 
-Law: a request that changes state happens once. Its client numbers its requests and tells with each how far it has all
-answers; an answer is remembered until then, or until its client has been silent for hours. A number that is repeated
-gets the answer that was given, a number that the client has done with is refused, and a number that comes back with
-another body is refused.
+A client numbers its requests and acknowledges received replies with each request. A reply is remembered until it is
+acknowledged, or until the client has been silent for `REMEMBERED_S`.
+
+Invariants:
+- A request that changes state is executed at most once per client and number.
+- A repeated number gets the remembered reply; an acknowledged number, or a number with another body, is refused.
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ UNACKNOWLEDGED_BYTES_MAX = 64 << 20
 CLIENTS_MAX = 16_384
 REMEMBERED_BYTES_MAX = 256 << 20
 SILENT_S = 60.0
-"""How long a client must have said nothing before another may take its place when there is no room: longer than a
-request takes unless it asks for more."""
+"""When the table is full, a client that was silent for this long is dropped for a new client. Longer than a request's
+default timeout."""
 FORGET_PER_TRANSACTION = 16
 REMEMBERED_S = 7200.0
-"""How long the answers to a client that fell silent are kept at least: longer than a request may take."""
+"""How long the replies to a silent client are kept at least. Longer than the maximum timeout of a request."""
 
 
-class Remembered(msgspec.Struct, frozen=True, array_like=True):
-    """An answer as it is stored."""
+class RememberedReply(msgspec.Struct, frozen=True, array_like=True):
+    """A reply as stored, with the digest of its request."""
 
     digest: int
     at: float
     reply: msgspec.Raw
 
 
-_decode = msgspec.msgpack.Decoder(Remembered).decode
+_decode = msgspec.msgpack.Decoder(RememberedReply).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -56,15 +58,15 @@ class _Answer:
 class _Client:
     acknowledged: int = 0
     seen_at: float = 0.0
-    told: int = 0
-    """Of the numbers before this one only those in `waiting` still wait."""
+    listed_at: int = 0
+    """The request number with which the client last sent a list of the numbers that still wait: `waiting`."""
     waiting: frozenset[int] = frozenset()
     answers: dict[int, _Answer] = field(default_factory=dict)
     bytes: int = 0
 
     def done_with(self, number: int) -> bool:
-        """Whether the client has said that it has this answer, or does not want it."""
-        return number <= self.acknowledged or (number < self.told and number not in self.waiting)
+        """Whether the client has acknowledged this reply or does not want it."""
+        return number <= self.acknowledged or (number < self.listed_at and number not in self.waiting)
 
 
 def _key(client: bytes, number: int) -> str:
@@ -72,14 +74,16 @@ def _key(client: bytes, number: int) -> str:
 
 
 def reused(number: int) -> RequestRefused:
-    """What is said to a request that comes under the number of another."""
+    """The refusal of a request whose number was used before with another body."""
     return RequestRefused(
-        "request_id_reused", f"request {number} came before with another body", "give a new request a new number"
+        "request_id_reused",
+        f"request number {number} was used before with another body",
+        "give a new request a new number",
     )
 
 
 class ReplyTable:
-    """The answers of all clients that may still ask again. An answer is whatever the owner keeps for it."""
+    """The remembered replies of all clients: a `Pending` until it is durable, encoded bytes after a restart."""
 
     def __init__(self) -> None:
         self._clients: dict[bytes, _Client] = {}
@@ -90,18 +94,18 @@ class ReplyTable:
         return sum(len(client.answers) for client in self._clients.values())
 
     def recall(self, call: Call, now: float) -> Any | None:
-        """The answer to this very request if it was given before; None when it is to be done."""
+        """The remembered reply to this request, or None if the request is new."""
         self.note(call.client, call.acknowledged, call.number, None)
         client = self._clients.pop(call.client, None)
         if client is None:
             self._forget_silent(now)
             client = _Client(acknowledged=call.acknowledged)
-        self._clients[call.client] = client  # behind all that were heard of before
+        self._clients[call.client] = client  # dicts keep insertion order: most recently seen client last
         client.seen_at = now
         if client.done_with(call.number):
             raise RequestRefused(
                 "request_stale",
-                f"request {call.number} was answered, and its client has done with it",
+                f"request {call.number} was answered and its reply acknowledged",
                 "give a new request a new number",
             )
         known = client.answers.get(call.number)
@@ -113,38 +117,38 @@ class ReplyTable:
         return known.answer
 
     def remember(self, call: Call, answer: Any, size: int = 0) -> None:
-        """Keep the answer to a request until its client has done with it."""
+        """Keep the reply to a request until its client acknowledges it."""
         client = self._clients.get(call.client)
         if client is not None:
             self._keep(client, call.number, _Answer(call.digest, answer, size))
 
     def note(self, client_id: bytes, acknowledged: int, number: int, waiting: Iterable[int] | None) -> None:
-        """What a client says with a request of the answers to earlier ones."""
+        """Apply the acknowledgements that arrive with request `number`; `waiting` lists earlier numbers still open."""
         client = self._clients.get(client_id)
         if client is None:
             return
         if acknowledged > client.acknowledged:
             self._acknowledge(client_id, client, acknowledged)
-        if waiting is not None and number > client.told:
-            client.told, client.waiting = number, frozenset(waiting)
+        if waiting is not None and number > client.listed_at:
+            client.listed_at, client.waiting = number, frozenset(waiting)
             for answered in [answered for answered in client.answers if client.done_with(answered)]:
                 self._drop(client_id, client, answered)
 
     def acknowledge(self, client_id: bytes, number: int) -> None:
-        """The client has all its answers up to `number`."""
+        """Drop the client's replies up to `number`."""
         self.note(client_id, number, 0, None)
 
     def write(self, call: Call, reply: bytes, at: float) -> tuple[str, bytes]:
-        """The key and value under which the answer is stored."""
-        return _key(call.client, call.number), _encode(Remembered(call.digest, at, msgspec.Raw(reply)))
+        """The key and value that store the reply."""
+        return _key(call.client, call.number), _encode(RememberedReply(call.digest, at, msgspec.Raw(reply)))
 
     def take_forgotten(self, keys_max: int) -> list[str]:
-        """Keys of answers that nobody will ask for again, a few at a time, for the next transaction to delete."""
+        """A few keys of dropped replies, for the next transaction to delete."""
         forgotten = self._forgotten
         return [forgotten.popleft() for _ in range(min(len(forgotten), FORGET_PER_TRANSACTION, keys_max))]
 
     def load(self, entries: Iterable[Entry], now: float) -> None:
-        """Become what the store holds. What clients have acknowledged to this process stays known."""
+        """Replace the replies with those of the store. Acknowledgements received by this process stay known."""
         self._forgotten.clear()
         self._bytes = 0
         for client in self._clients.values():
@@ -161,15 +165,15 @@ class ReplyTable:
                 self._keep(client, number, _Answer(stored.digest, bytes(stored.reply), len(entry.value)))
 
     def _forget_silent(self, now: float) -> None:
-        """Let one more client in: of those that were heard of longest ago, two go if they have fallen silent.
+        """Make room for a new client: drop up to two of the least recently seen clients that are silent.
 
-        So as many are known as come in that time, at no cost to those that stay. When there is no room left, one goes
-        that has been silent for a shorter time, or nobody is let in.
+        When the table is full, `SILENT_S` counts as silence instead of `REMEMBERED_S`; if no client was silent for
+        that long, the new client is refused. The cost is constant.
         """
         crowded = len(self._clients) >= CLIENTS_MAX or self._bytes >= REMEMBERED_BYTES_MAX
-        patience_s = SILENT_S if crowded else REMEMBERED_S
+        silence_min_s = SILENT_S if crowded else REMEMBERED_S
         for client_id in list(islice(self._clients, 2)):
-            if now - self._clients[client_id].seen_at <= patience_s:
+            if now - self._clients[client_id].seen_at <= silence_min_s:
                 break
             client = self._clients[client_id]
             for number in list(client.answers):
@@ -177,7 +181,7 @@ class ReplyTable:
             del self._clients[client_id]
             crowded = False
         if crowded:
-            known = f"{len(self._clients)} clients have answers that they may ask for again"
+            known = f"the replies to {len(self._clients)} clients fill the table ({self._bytes} bytes)"
             raise Unavailable("reply_memory_full", known, "try again later")
 
     def _keep(self, client: _Client, number: int, answer: _Answer) -> None:
@@ -201,6 +205,7 @@ def _require_room(client: _Client) -> None:
     if len(client.answers) >= UNACKNOWLEDGED_MAX or client.bytes >= UNACKNOWLEDGED_BYTES_MAX:
         raise RequestRefused(
             "too_many_unacknowledged",
-            f"{len(client.answers)} answers ({client.bytes} bytes) to this client wait for its acknowledgement",
-            "acknowledge answers with each request",
+            f"this client has {len(client.answers)} unacknowledged replies ({client.bytes} bytes); limit"
+            f" {UNACKNOWLEDGED_MAX} replies or {UNACKNOWLEDGED_BYTES_MAX} bytes",
+            "acknowledge replies with each request",
         )

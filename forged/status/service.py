@@ -68,7 +68,7 @@ class StatusService:
             types = sorted(fact.__name__ for fact in subscription.types) or ["*"]
             yield _view(mailbox.name, "fact", types, mailbox.statistics, len(mailbox.queue), mailbox.quarantined)
         for follower in self._bus.followers.values():
-            types = sorted(fact.__name__ for fact in follower.following.types) or ["*"]
+            types = sorted(fact.__name__ for fact in follower.options.types) or ["*"]
             yield _view(follower.name, "follower", types, follower.statistics, follower.behind, follower.paused)
         for slot in self._bus.slots.values():
             yield _view(slot.name, "signal", [], slot.statistics)

@@ -353,7 +353,7 @@ async def test_a_decision_taken_while_nothing_can_be_written_is_undone() -> None
         with pytest.raises(Unavailable):
             it.add(5)
         with pytest.raises(Unavailable):
-            it.ledger.require_sound()
+            it.ledger.require_readable()
         it.store.commit_error = None
         await it.recovered()
         assert it.tally.total == 10
@@ -433,7 +433,7 @@ async def test_tainted_state_is_read_anew() -> None:
     async with house() as it:
         await it.add(10).wait()
         it.tally.total = 99
-        it.ledger.reload(Unavailable("reloading", "state is being read anew"))
+        it.ledger.reload(Unavailable("reloading", "state is being reloaded"))
         with pytest.raises(Unavailable):
             it.ledger.settled(it.tally.total)
         await it.recovered()
@@ -447,7 +447,7 @@ async def test_what_was_being_written_when_state_was_tainted_stays_decided() -> 
         it.store.block()
         before = it.add(10)
         await it.store.entered.wait()
-        it.ledger.reload(Unavailable("reloading", "state is being read anew"))
+        it.ledger.reload(Unavailable("reloading", "state is being reloaded"))
         it.store.unblock()
         assert await before.wait() == 10
         await it.recovered()
@@ -472,12 +472,12 @@ async def test_state_tainted_while_it_is_being_read_is_read_once_more_before_any
 
         it.ledger.register(Slow())
         if error is None:
-            it.ledger.reload(Unavailable("reloading", "state is being read anew"))
+            it.ledger.reload(Unavailable("reloading", "state is being reloaded"))
         else:
             it.add()
         await reading.wait()
         it.tally.total = 99
-        it.ledger.reload(Unavailable("reloading", "state is being read anew"))
+        it.ledger.reload(Unavailable("reloading", "state is being reloaded"))
         release.set()
         while it.tally.total == 99:
             with pytest.raises(Unavailable):
@@ -658,7 +658,7 @@ async def test_a_store_that_is_full_at_the_start_is_read_from_until_there_is_roo
 async def test_nothing_is_answered_before_the_start() -> None:
     ledger = Ledger(FaultyStore(), Journal(), clock(), Hall())
     with pytest.raises(Unavailable) as caught:
-        ledger.require_sound()
+        ledger.require_readable()
     assert caught.value.code == "starting"
 
 

@@ -53,7 +53,7 @@ def test_a_request_says_what_it_answers() -> None:
 def test_a_request_that_does_not_say_it_is_a_mistake() -> None:
     vague: Any = msgspec.defstruct("Vague", (), bases=(Request,), frozen=True)
     del REQUESTS["Vague"]
-    with pytest.raises(TypeError, match="Vague must say what it answers"):
+    with pytest.raises(TypeError, match="Vague must name its reply type"):
         vague.reply_type()
 
 

@@ -190,13 +190,13 @@ def save_a_followers_position_too_early() -> Iterator[None]:
 @contextmanager
 def skip_what_could_not_be_delivered() -> Iterator[None]:
     """A follower goes on behind the facts over which it failed."""
-    given = Follower._given
+    try_delivery = Follower._try_delivery
 
-    async def careless(self: Follower, give: Any) -> bool:
-        await given(self, give)
+    async def careless(self: Follower, deliver: Any) -> bool:
+        await try_delivery(self, deliver)
         return True
 
-    with patch.object(Follower, "_given", careless):
+    with patch.object(Follower, "_try_delivery", careless):
         yield
 
 
@@ -236,7 +236,7 @@ def hide_a_followers_gaps() -> Iterator[None]:
     async def silent(self: Follower, gap: Gap) -> None:
         return
 
-    with patch.object(Follower, "_miss", silent):
+    with patch.object(Follower, "_deliver_gap", silent):
         yield
 
 

@@ -62,7 +62,7 @@ async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: Ma
         nonlocal looks
         looks += 1
         if looks == 1:
-            raise Unavailable("reloading", "state is being read anew", "try again")
+            raise Unavailable("reloading", "state is being reloaded", "try again")
         if looks == 2:
             await anyio.sleep_forever()
         return status()
@@ -72,7 +72,7 @@ async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: Ma
         await anyio.sleep(LOOK_INTERVAL_S * 4)
         tasks.cancel_scope.cancel()
     assert manager.heard() == [
-        ["STATUS=cannot answer: state is being read anew"],
+        ["STATUS=cannot answer: state is being reloaded"],
         ["STATUS=0 jobs, 0 connections, fact 0"],
     ]
 

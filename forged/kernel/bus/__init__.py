@@ -1,4 +1,4 @@
-"""The typed in-process bus: facts, requests and signals."""
+"""The typed in-process bus that delivers facts, requests and signals to handlers."""
 
 from forged.kernel.bus.bus import DAEMON, Bus
 

@@ -1,7 +1,7 @@
-"""Whose cancellation it is.
+"""Distinguish a cancelled task from a handler that raises `CancelledError`.
 
-Law: a handler that awaits something cancelled raises `CancelledError` without anybody having cancelled it. That is a
-failure like any other, and must not be mistaken for the end of the task that called it: a task group would end with it.
+A handler that awaits a cancelled future raises `CancelledError` although its task was not cancelled. That is a failure
+of the handler; treated as a cancellation it would end the whole task group.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ import asyncio
 
 
 def is_cancelled() -> bool:
-    """Whether this very task was told to stop."""
+    """Whether the current task itself was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,8 +1,12 @@
-"""Where requests are done.
+"""The request dispatcher: authorises requests, deduplicates them, and runs their handlers.
 
-Law: a request is authorised, then wrapped, then recalled if it was answered before, then handled; its reply waits for
-the revision that it rests on. A handler that returns without awaiting costs no task. Whoever sends a request again
-while it is being done gets the same reply.
+The order: authorisation, wrappers, remembered reply, fence, handler, and then the reply waits until its revision is
+durable.
+
+Invariants:
+- A request that is sent again while it is in flight gets the same reply.
+- A handler that does not await costs no task.
+- After a handler awaited, the fence is checked again, and a reload of state in between fails the request.
 """
 
 from __future__ import annotations
@@ -27,14 +31,14 @@ from forged.kernel.pending import Pending
 from forged.kernel.replies import reused
 
 ROUTE_IN_FLIGHT_MAX = 1024
-"""How many requests of one type may await something, so that a handler that hangs does not keep the others out."""
+"""The maximum number of requests of one type in flight, so that a hanging handler does not block other types."""
 
 _Key = tuple[bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request whose handler, or a wrapper of it, is awaiting something."""
+    """A request in flight: its handler or a wrapper is awaiting."""
 
     pending: Pending
     scope: anyio.CancelScope
@@ -42,7 +46,7 @@ class _Running:
 
 
 class RequestDispatcher:
-    """Takes requests from the edges and from the daemon's own parts."""
+    """Executes requests of clients and of the daemon's services."""
 
     def __init__(self, table: RequestTable, clock: Clock) -> None:
         self._table = table
@@ -51,35 +55,35 @@ class RequestDispatcher:
         self._tasks: TaskGroup | None = None
         self._running: dict[_Key, _Running] = {}
         self.fence_of: Callable[[str], Fence | None] = lambda job: None
-        """How far a job is; requests that carry an older fence are refused."""
+        """Returns a job's current fence, None for an unknown job; requests with an older fence are refused."""
         self.on_handler_bug: Callable[[str, BaseException], None] = lambda owner, error: None
-        """Told who raised what it should not have."""
+        """Called when a handler or wrapper raises something other than `ForgedError`."""
         self.in_flight = 0
-        """Requests whose handlers are awaiting something."""
+        """Requests whose handler or wrapper is awaiting."""
 
     def require_job(self, job: str) -> None:
-        """Refuse what is said or asked about a job that is not there."""
+        """Raise `job_unknown` unless the job exists."""
         if self.fence_of(job) is None:
             raise RequestRefused("job_unknown", f"there is no job {job[:80]!r}", "see `forgectl jobs ls`")
 
     def open(self, ledger: Ledger) -> None:
-        """Requests may come from now on."""
+        """Accept requests from now on."""
         self._ledger = ledger
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Keep the handlers that await something, for ever."""
+        """Hold the tasks of async handlers until cancelled."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             task_status.started()
             await anyio.sleep_forever()
 
     def submit(self, request: Request[Any], call: Call) -> Pending:
-        """Have a request done; the pending reply is done when it is, or has failed."""
+        """Execute a request; the pending reply is resolved when it is durable or has failed."""
         route = self._table.routes.get(type(request))
         if route is None:
             return _failed(_unknown(type(request).__name__))
         try:
-            self._admit(request, call)
+            self._authorise(request, call)
             running = self._running.get((call.client, call.number)) if call.client else None
             if running is not None:
                 return _joined(running, call)
@@ -94,22 +98,22 @@ class RequestDispatcher:
             return _failed(error)
 
     def cancel(self, client: bytes, number: int) -> None:
-        """Stop a request that is still awaiting something; what it has decided stays decided."""
+        """Cancel a request in flight; a decision that it has made stays."""
         running = self._running.get((client, number))
         if running is not None:
             running.scope.cancel()
 
-    def _admit(self, request: Request[Any], call: Call) -> None:
+    def _authorise(self, request: Request[Any], call: Call) -> None:
         field, principal = request.job_field, call.principal
         if field == ANY_JOB:
-            # Whoever is bound to jobs has the role in some job at least; the handler looks at which.
+            # A principal with a list of jobs has the role in each of them; the handler checks which.
             if not principal.role.covers(request.needs):
                 authorise(principal, request.needs, None)
             return
         authorise(principal, request.needs, getattr(request, field) if field else None)
 
     def _check_fence(self, request: Request[Any], call: Call) -> None:
-        """Refuse whoever has not followed the job; asked again after a handler has awaited something."""
+        """Refuse an outdated fence; called again after a handler has awaited."""
         field = request.job_field
         if call.fence is None or field is None or field == ANY_JOB:
             return
@@ -118,9 +122,9 @@ class RequestDispatcher:
         if current is not None and call.fence < current:
             raise RequestRefused(
                 "fenced",
-                f"job {job} is at term {current.term}, generation {current.generation}; the caller at"
-                f" {call.fence.term}, {call.fence.generation}",
-                "attach again and go on from the present generation",
+                f"job {job} is at term {current.term}, generation {current.generation}; the request was sent at"
+                f" term {call.fence.term}, generation {call.fence.generation}",
+                "join again and continue with the current generation",
             )
 
     def _innermost(self, route: Route, call: Call) -> Any:
@@ -131,22 +135,22 @@ class RequestDispatcher:
         return proceed
 
     def _begin(self, route: Route, request: Request[Any], call: Call) -> Pending | Awaitable[Any]:
-        """Recall the answer, or run the handler; what is left to await is returned."""
+        """Return the remembered reply, or run the handler; an async handler is returned as an awaitable."""
         ledger = self._ledger
         assert ledger is not None, "the bus is sealed before it is used"
         remembered = request.decides and call.client != b""
         if request.decides:
             if remembered and (known := ledger.recall(call)) is not None:
-                return known if isinstance(known, Pending) else _recalled(type(request), known)
+                return known if isinstance(known, Pending) else _remembered_reply(type(request), known)
             ledger.require_writable()
         else:
-            ledger.require_sound()
-        # After recalling: what was done is answered, however far the job has gone since.
+            ledger.require_readable()
+        # After the remembered reply: a request that was executed is answered also if its fence is outdated by now.
         self._check_fence(request, call)
         started = self._clock.monotonic()
         result = self._handle(route, request, call)
         if isinstance(result, Awaitable):
-            return self._later(route, request, result, call, remembered)
+            return self._finish_async(route, request, result, call, remembered)
         route.statistics.latency.observe(self._clock.monotonic() - started)
         return self._conclude(route, result, call, remembered)
 
@@ -156,7 +160,7 @@ class RequestDispatcher:
         except ForgedError:
             raise
         except (Exception, SystemExit) as error:
-            raise self._broken(route, error) from error
+            raise self._handler_bug(route, error) from error
 
     def _conclude(self, route: Route, result: Any, call: Call, remembered: bool) -> Pending:
         assert self._ledger is not None
@@ -165,12 +169,12 @@ class RequestDispatcher:
         if not (result.facts or result.writes or remembered):
             return self._ledger.settled(result.reply)
         if not route.request.decides:
-            self._taint()
-            error = TypeError("it decides, and its `decides` says that it does not")
-            raise self._mistake(route, route.owner, error)
+            self._reload()
+            error = TypeError("the handler returned a decision, but the request type has decides = False")
+            raise self._bug(route, route.owner, error)
         return self._ledger.append(result, cause=call.cause, origin=call.origin, call=call if remembered else None)
 
-    async def _later(
+    async def _finish_async(
         self, route: Route, request: Request[Any], result: Awaitable[Any], call: Call, remembered: bool
     ) -> Any:
         assert self._ledger is not None
@@ -182,27 +186,27 @@ class RequestDispatcher:
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            raise self._broken(route, error) from error
+            raise self._handler_bug(route, error) from error
         except (Exception, SystemExit) as error:
-            raise self._broken(route, error) from error
+            raise self._handler_bug(route, error) from error
         route.statistics.latency.observe(self._clock.monotonic() - started)
         self._check_meanwhile(route, request, call, reloads)
         return await self._conclude(route, value, call, remembered).wait()
 
     def _check_meanwhile(self, route: Route, request: Request[Any], call: Call, reloads: int) -> None:
-        """Refuse what rests on a state that has been taken back, or on a generation that is over."""
+        """Fail a request if state was reloaded, or its fence became outdated, while its handler awaited."""
         assert self._ledger is not None
         try:
             if self._ledger.reloads != reloads:
-                raise Unavailable("reloading", "state was read anew from the store in between", "try again")
+                raise Unavailable("reloading", "state was reloaded from the store in between", "try again")
             self._check_fence(request, call)
         except ForgedError:
             if route.request.decides:
-                self._taint()
+                self._reload()
             raise
 
     def _spawn(self, route: Route, work: Awaitable[Any], call: Call) -> Pending:
-        """Await the work in a task of its own, under the caller's deadline."""
+        """Await the work in a task of its own, with the caller's timeout."""
         assert self._tasks is not None, "the bus runs before handlers may await"
         pending = Pending(0)
         scope = anyio.CancelScope()
@@ -224,16 +228,18 @@ class RequestDispatcher:
                 error = None
             if deadline.cancelled_caught:
                 error = Unavailable(
-                    "deadline_exceeded", f"not done within {call.timeout_s} s; whether it was is unknown", "ask again"
+                    "deadline_exceeded",
+                    f"no result within {call.timeout_s} s; the request may have been executed",
+                    "send it again",
                 )
         except ForgedError as raised:
             error = raised
         except asyncio.CancelledError as raised:
             if is_cancelled():
                 raise
-            error = self._mistake(route, _wrappers(route), raised)
-        except (Exception, SystemExit) as raised:  # noqa: BLE001 - a wrapper's bug must not be the daemon's end
-            error = self._mistake(route, _wrappers(route), raised)
+            error = self._bug(route, _wrappers(route), raised)
+        except (Exception, SystemExit) as raised:  # noqa: BLE001 - a wrapper's bug must not end the daemon
+            error = self._bug(route, _wrappers(route), raised)
         finally:
             self._finished(route, call, pending, error)
 
@@ -248,24 +254,24 @@ class RequestDispatcher:
             route.statistics.failed += 1
         pending.resolve(error)
 
-    def _broken(self, route: Route, error: BaseException) -> ForgedError:
-        """A handler raised what it should not have; what it did to its state before is undone."""
+    def _handler_bug(self, route: Route, error: BaseException) -> ForgedError:
+        """The error of a handler that raised a bug; state is reloaded, since the handler may have changed it."""
         if route.request.decides:
-            self._taint()
-        return self._mistake(route, route.owner, error)
+            self._reload()
+        return self._bug(route, route.owner, error)
 
-    def _mistake(self, route: Route, owner: str, error: BaseException) -> ForgedError:
+    def _bug(self, route: Route, owner: str, error: BaseException) -> ForgedError:
         name = route.request.__name__
         self.on_handler_bug(f"{name} in {owner}", error)
-        return ForgedError("handler_broken", f"{name} failed in {owner}: {describe(error)}", "report it as a bug")
+        return ForgedError("handler_broken", f"{name} failed in {owner}: {describe(error)}", "report this bug")
 
-    def _taint(self) -> None:
+    def _reload(self) -> None:
         assert self._ledger is not None
-        self._ledger.reload(Unavailable("reloading", "state is being read anew from the store", "try again"))
+        self._ledger.reload(Unavailable("reloading", "state is being reloaded from the store", "try again"))
 
 
 def _joined(running: _Running, call: Call) -> Pending:
-    """The reply to the same request that is being done already."""
+    """The pending reply of the same request that is in flight already."""
     if running.digest != call.digest:
         raise reused(call.number)
     return running.pending
@@ -276,11 +282,11 @@ def _wrappers(route: Route) -> str:
 
 
 def _busy(route: Route) -> Unavailable:
-    waiting = f"{route.in_flight} requests of type {route.request.__name__} have begun and not ended"
+    waiting = f"{route.in_flight} requests of type {route.request.__name__} are in flight; limit {ROUTE_IN_FLIGHT_MAX}"
     return Unavailable("busy", waiting, "try again later; see `forgectl handlers`")
 
 
-def _recalled(request: type[Request[Any]], encoded: bytes) -> Pending:
+def _remembered_reply(request: type[Request[Any]], encoded: bytes) -> Pending:
     pending = Pending(0, msgspec.msgpack.decode(encoded, type=request.reply_type()), encoded)
     pending.resolve()
     return pending
@@ -293,4 +299,6 @@ def _failed(error: ForgedError) -> Pending:
 
 
 def _unknown(name: str) -> RequestRefused:
-    return RequestRefused("request_unknown", f"nobody here answers {name}", "compare the versions of both ends")
+    return RequestRefused(
+        "request_unknown", f"this daemon has no handler for request {name}", "compare the versions of both ends"
+    )

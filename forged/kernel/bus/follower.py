@@ -1,9 +1,10 @@
-"""A handler that takes facts from the journal at its own pace.
+"""A follower: a handler that reads facts from the journal at its own pace.
 
-Law: a follower holds a position in the journal and nothing else, so one that waits for an hour costs the bus nothing.
-It delivers facts in order, at least once: its position is stored behind what was delivered, and after a restart it goes
-on there. Nothing is skipped because delivering it failed; what the journal has forgotten meanwhile is told as a gap,
-in its place and at least once, as facts are.
+Invariants:
+- A follower holds a position in the journal and no queue, so a slow follower costs the bus nothing.
+- Facts are delivered in id order and at least once: the position is stored after delivery and used after a restart.
+- A failed delivery is retried, never skipped. Facts that the journal has dropped meanwhile are delivered as a gap, in
+  their place and at least once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from forged.kernel.messages import Fact, Gap, Record
 from forged.retry import Random, RetryPolicy
 
 SCAN_MAX = 1_000
-"""How many facts are looked through before the other tasks have their turn."""
+"""The number of facts that are examined before other tasks run."""
 DELIVERY_RETRY = RetryPolicy(attempts=None, delay_s=0.2, exponential=True, delay_max_s=30.0, jitter=0.25)
 
 Deliver = Callable[[Sequence[Record]], Awaitable[None]]
@@ -30,7 +31,7 @@ TellGap = Callable[[Gap], Awaitable[None] | None]
 
 
 class Source(Protocol):
-    """What a follower reads from: the ledger."""
+    """The part of the ledger that a follower reads."""
 
     journal: Journal
     published: int
@@ -38,7 +39,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FollowerOptions:
-    """Which facts go where. Empty `types` or `jobs` mean all of them; facts about no job have the job `""`."""
+    """What a follower receives. Empty `types` or `jobs` mean all; facts without a job have the job `""`."""
 
     name: str
     deliver: Deliver
@@ -49,41 +50,41 @@ class FollowerOptions:
 
 
 class Follower:
-    """The position and the task of one that follows."""
+    """The position and task of one follower."""
 
     def __init__(
         self,
-        following: FollowerOptions,
+        options: FollowerOptions,
         *,
         now: Callable[[], float],
         random: Random,
         sleep: Callable[[float], Awaitable[None]],
         report: Callable[[Follower, str], None],
-        broken: Callable[[str, BaseException], None] = lambda owner, error: None,
+        on_bug: Callable[[str, BaseException], None] = lambda owner, error: None,
     ) -> None:
-        self.following = following
+        self.options = options
         self.statistics = HandlerStatistics()
         self.position = 0
-        """Everything up to here was delivered, or did not concern it."""
+        """Everything up to here was delivered or filtered out."""
         self.failures_in_a_row = 0
         self.waiting_for: str | None = None
-        """Why what is next cannot be delivered now; None while all is well."""
+        """Why the next delivery failed; None if the last one succeeded."""
         self.retry_at: float | None = None
-        """Until when it rests after a failure, by the monotonic clock."""
+        """When the failed delivery is retried, by the monotonic clock."""
         self.paused = False
-        self._types = frozenset(fact_type.__name__ for fact_type in following.types)
+        self._types = frozenset(fact_type.__name__ for fact_type in options.types)
         self._now = now
         self._random = random
         self._sleep = sleep
         self._report = report
-        self._broken = broken
+        self._on_bug = on_bug
         self._source: Source | None = None
         self._idle = False
         self._wanted: asyncio.Future[None] | None = None
 
     @property
     def name(self) -> str:
-        return self.following.name
+        return self.options.name
 
     @property
     def idle(self) -> bool:
@@ -92,67 +93,67 @@ class Follower:
 
     @property
     def behind(self) -> int:
-        """How many facts of the journal it has not looked at, those that do not concern it included."""
+        """The number of journal facts after the position, before filtering."""
         return 0 if self._source is None or self._idle else self._source.journal.count_after(self.position)
 
     def begin(self, source: Source, position: int) -> None:
-        """Take what comes behind `position`."""
+        """Start after `position`."""
         self._source, self.position = source, position
 
     def put(self, records: Sequence[Record]) -> None:
-        """Know that there is something new. Never blocks and never calls the handler."""
+        """New facts are in the journal. Never blocks and never calls the handler."""
         if self._idle:
-            # What lies between did not concern it, or it would have been told.
+            # Facts in between did not match the types, or `put` would have been called.
             self.position = max(self.position, records[0].id - 1)
             self._idle = False
         self._wake()
 
     def pause(self) -> None:
-        """Deliver nothing more until `resume`; the position stays."""
+        """Stop delivering until `resume`; the position stays."""
         self.paused = True
 
     def resume(self) -> None:
-        """Go on where it was."""
+        """Continue at the position."""
         self.paused, self.failures_in_a_row, self.waiting_for = False, 0, None
         self._wake()
 
     async def run(self) -> None:
-        """Deliver for ever."""
+        """Deliver until cancelled."""
         pauses = DELIVERY_RETRY.delays(self._random)
         while True:
             if self.paused:
                 await self._wait()
                 continue
-            reached, give = self._next()
-            if give is None:
+            reached, deliver = self._next()
+            if deliver is None:
                 await self._move_on(reached)
-            elif await self._given(give):
+            elif await self._try_delivery(deliver):
                 self.position = reached
                 pauses = DELIVERY_RETRY.delays(self._random)
-                # Others have their turn between two batches, however long the journal is.
+                # Let other tasks run between two batches.
                 await asyncio.sleep(0)
             elif not self.paused:
-                await self._rest(next(pauses))
+                await self._wait_before_retry(next(pauses))
 
     def _next(self) -> tuple[int, Callable[[], Awaitable[None]] | None]:
-        """How far it comes with what it should give next, and how to give that; None where there is nothing."""
+        """The next position, and the call that delivers the batch or gap up to it; None without matching facts."""
         assert self._source is not None, "a follower begins before it runs"
         journal = self._source.journal
         if self.position < journal.floor:
             gap = Gap(self.position + 1, journal.floor, "the journal no longer holds them")
-            return gap.last, partial(self._miss, gap)
+            return gap.last, partial(self._deliver_gap, gap)
         batch: list[Record] = []
         reached = self.position
         for record in journal.after(self.position, SCAN_MAX):
-            if record.id > self._source.published or len(batch) >= self.following.batch_max:
+            if record.id > self._source.published or len(batch) >= self.options.batch_max:
                 break
             reached = record.id
             if self._wants(record):
                 batch.append(record)
-        return reached, partial(self.following.deliver, batch) if batch else None
+        return reached, partial(self.options.deliver, batch) if batch else None
 
     def _wants(self, record: Record) -> bool:
-        jobs = self.following.jobs
+        jobs = self.options.jobs
         return (not self._types or record.type in self._types) and (not jobs or record.job in jobs)
 
     async def _move_on(self, reached: int) -> None:
@@ -163,25 +164,25 @@ class Follower:
             self._idle = True
             await self._wait()
 
-    async def _rest(self, pause_s: float) -> None:
+    async def _wait_before_retry(self, pause_s: float) -> None:
         self.retry_at = self._now() + pause_s
         await self._sleep(pause_s)
         self.retry_at = None
 
-    async def _given(self, give: Callable[[], Awaitable[None]]) -> bool:
+    async def _try_delivery(self, deliver: Callable[[], Awaitable[None]]) -> bool:
         started = self._now()
         try:
-            await give()
+            await deliver()
         except Unavailable as error:
-            # The world's fault: it is tried again for as long as it takes.
+            # The receiver is unavailable: retried without limit, not counted as a failure.
             self.waiting_for = describe(error)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            self._failed("was cancelled from within")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a handler's bug must not be the daemon's end
+            self._failed("raised CancelledError without being cancelled")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a handler's bug must not end the daemon
             if not isinstance(error, ForgedError):
-                self._broken(self.name, error)
+                self._on_bug(self.name, error)
             self._failed(describe(error))
         else:
             self.waiting_for, self.failures_in_a_row = None, 0
@@ -196,8 +197,8 @@ class Follower:
         self.failures_in_a_row += 1
         self._report(self, reason)
 
-    async def _miss(self, gap: Gap) -> None:
-        told = None if self.following.on_gap is None else self.following.on_gap(gap)
+    async def _deliver_gap(self, gap: Gap) -> None:
+        told = None if self.options.on_gap is None else self.options.on_gap(gap)
         if told is not None:
             await told
         self.statistics.dropped += 1

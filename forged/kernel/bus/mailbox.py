@@ -1,11 +1,13 @@
-"""One handler's facts, in order, away from everybody else's.
+"""A mailbox: the queue and task of one handler of facts.
 
-Law: a mailbox gives its handler one fact at a time, in the order in which they were published. What a handler raises,
-or how long it takes, is its own affair: it is counted, reported, and after too many failures in a row a plugin's
-mailbox is closed, as is that of a handler that cannot be cancelled. A built-in mailbox loses nothing (its growth is
-bounded at the edges, which stop admitting); a plugin's forgets its oldest facts when full and tells its handler which.
-A durable mailbox goes on where it was when the daemon died, and what it decides is kept together with how far it has
-come, so that its decisions happen once.
+Invariants:
+- The handler gets one fact at a time, in id order.
+- A handler's failure or delay affects no other handler: it is counted and reported. A plugin's handler is quarantined
+  after too many failures in a row, or if it ignores its cancellations.
+- A lossless mailbox drops nothing; its growth is bounded because connections stop admitting requests. A plugin's
+  mailbox drops its oldest facts when full and reports them to the handler as a gap.
+- A durable handler continues at its stored position after a restart. Its decisions are committed together with the
+  position, so each is made once.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from forged.kernel.bus.statistics import TINY_S, HandlerStatistics
 from forged.kernel.bus.subscription import Subscription
 from forged.kernel.messages import Decision, Gap, Record
 
-DRAIN_MAX = 256
-"""How many facts a handler may take before the other tasks have their turn."""
+FACTS_PER_TURN = 256
+"""The number of facts that a handler gets before other tasks run."""
 RETRY_PAUSE_S = 0.2
-"""How long a durable handler rests after `Unavailable` before it is given the same fact again."""
+"""The pause before a durable handler gets the same fact again after `Unavailable`."""
 CANCELS_MAX = 8
-"""How often a handler over its deadline is cancelled before it is given up."""
+"""How often a handler beyond its deadline is cancelled before it is quarantined as stuck."""
 
 _RAISED = (Exception, SystemExit)
-"""What a handler may raise without ending more than its turn."""
+"""Exceptions that are isolated as failures of the handler."""
 
 
 class Mailbox:
@@ -47,35 +49,35 @@ class Mailbox:
         *,
         now: Callable[[], float],
         commit: Callable[[Mailbox, Record, Decision[Any]], None],
-        taint: Callable[[], None],
+        reload: Callable[[], None],
         report: Callable[[Mailbox, Record, str], None],
         writable: Callable[[], Awaitable[None]],
-        broken: Callable[[str, BaseException], None] = lambda name, error: None,
+        on_bug: Callable[[str, BaseException], None] = lambda name, error: None,
     ) -> None:
         self.subscription = subscription
         self.statistics = HandlerStatistics()
         self.queue: deque[Record] = deque()
         self.position = 0
-        """The id of the last fact that was handled or given up, where that matters: in a durable mailbox."""
+        """The id of the last fact that was handled or failed; maintained for durable handlers and plugins."""
         self.failures_in_a_row = 0
-        """Counted where it has consequences: in a plugin's mailbox."""
+        """Maintained for durable handlers and plugins."""
         self.quarantined = False
         self.stuck = False
-        """Whether the handler was given up and has not come back yet."""
+        """Whether the handler ignored its cancellations and still runs."""
         self._current: Record | None = None
         self._watched: Record | None = None
         self._watched_since = 0.0
-        self._careful = subscription.careful
+        self._needs_checks = subscription.needs_checks
         self._types = frozenset(fact_type.__name__ for fact_type in subscription.types)
         self._now = now
         self._commit = commit
-        self._taint = taint
+        self._reload = reload
         self._report = report
         self._writable = writable
-        self._broken = broken
+        self._on_bug = on_bug
         self._task: asyncio.Task[Any] | None = None
         self._cancels = 0
-        """How often the handler was told to stop what it is doing."""
+        """How often the current handler call was cancelled."""
         self._wanted: asyncio.Future[None] | None = None
         self._gap: Gap | None = None
 
@@ -85,13 +87,13 @@ class Mailbox:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do, and nothing being done."""
+        """Whether the queue is empty and no handler call runs."""
         return not self.queue and self._current is None
 
     def put(self, records: Sequence[Record]) -> None:
         """Queue facts. Never blocks and never calls the handler."""
         if self.quarantined:
-            self._lose(records, f"{self.name} was in quarantine")
+            self._drop(records, f"handler {self.name} was quarantined")
             return
         self.queue.extend(records)
         if not self.subscription.lossless:
@@ -100,10 +102,10 @@ class Mailbox:
             self._wake()
 
     async def run(self) -> None:
-        """Hand facts to the handler for ever. One over its deadline is cancelled, and the next fact has its turn."""
+        """Call the handler with queued facts until the task is cancelled."""
         self._task = asyncio.current_task()
         while True:
-            await self._drain()
+            await self._handle_queued()
             if self.queue:
                 await asyncio.sleep(0)
             else:
@@ -111,14 +113,14 @@ class Mailbox:
                 await self._wanted
 
     def overdue(self, now: float) -> bool:
-        """Whether the handler has held its present fact for longer than it may; asked at intervals, and measured so."""
+        """Whether the current call exceeds its deadline, measured from the first `overdue` that saw its fact."""
         deadline_s = self.subscription.deadline_s
         if self._current is not self._watched:
             self._watched, self._watched_since = self._current, now
         return deadline_s is not None and self._watched is not None and now - self._watched_since > deadline_s
 
     def interrupt(self) -> None:
-        """Cancel what the handler is doing. One that goes on all the same, again and again, is given up."""
+        """Cancel the current call; after `CANCELS_MAX` cancellations quarantine the handler as stuck."""
         record = self._current
         if record is None:
             return
@@ -127,13 +129,13 @@ class Mailbox:
             return
         self.stuck = True
         self.quarantine()
-        self._failed(record, f"goes on after {CANCELS_MAX} cancellations")
+        self._failed(record, f"still runs after {CANCELS_MAX} cancellations")
 
     def quarantine(self) -> None:
-        """Deliver nothing more until `readmit`."""
+        """Drop all facts until `readmit`."""
         self.quarantined = True
         if self.queue:
-            self._lose(self.queue, f"{self.name} was in quarantine")
+            self._drop(self.queue, f"handler {self.name} was quarantined")
             self.queue.clear()
 
     def readmit(self) -> None:
@@ -143,11 +145,11 @@ class Mailbox:
         self._wake()
 
     def wants(self, record: Record) -> bool:
-        """Whether the subscription is for this fact."""
+        """Whether the subscription includes this fact's type."""
         return not self._types or record.type in self._types
 
     def rewind(self, records: Iterable[Record], position: int) -> None:
-        """Handle these facts, all after `position`, again: what was decided on them has not happened."""
+        """Handle these facts, all after `position`, again, because the decisions on them were not committed."""
         self.position = position
         self.queue.clear()
         if not self.quarantined:
@@ -158,19 +160,19 @@ class Mailbox:
             self._cancel()
         self._wake()
 
-    def miss(self, gap: Gap) -> None:
-        """Have the handler told of facts that it will not see, before the next one that it will."""
-        self._note(gap)
+    def add_gap(self, gap: Gap) -> None:
+        """Report this gap to the handler before its next fact."""
+        self._extend_gap(gap)
         self._wake()
 
-    async def _drain(self) -> None:
-        # The hottest loop of the daemon: what is rare is asked first, once, and kept out of it.
+    async def _handle_queued(self) -> None:
+        # The hottest loop of the daemon: rare conditions are checked outside of it.
         queue, handler, now = self.queue, self.subscription.handler, self._now
         latencies = self.statistics.latency.counts
-        careful = self._careful
+        needs_checks = self._needs_checks
         started = now()
-        for _ in repeat(None, DRAIN_MAX):
-            if careful:
+        for _ in repeat(None, FACTS_PER_TURN):
+            if needs_checks:
                 await self._prepare()
                 started = now()
             if not queue:
@@ -183,10 +185,10 @@ class Mailbox:
                 if result is not None:
                     await self._conclude(record, result)
             except BaseException as error:
-                if not await self._survives(record, error):
+                if not await self._isolates(record, error):
                     raise
             else:
-                if careful:
+                if needs_checks:
                     self._handled(record)
             ended = now()
             latencies[frexp(ended - started + TINY_S)[1]] += 1
@@ -196,7 +198,7 @@ class Mailbox:
     async def _prepare(self) -> None:
         self._current = None
         if self._gap is not None and not self.quarantined:
-            self._tell_gap()
+            self._report_gap()
         if self.subscription.durable:
             await self._writable()
 
@@ -205,28 +207,30 @@ class Mailbox:
         if decision is None:
             return
         if not isinstance(decision, Decision):
-            raise TypeError(f"{self.name} returned {type(decision).__name__}, which is no decision")
+            raise TypeError(f"handler {self.name} must return a Decision or None, got {type(decision).__name__}")
         if self._current is not record:
-            # The fact will be handled again, or was given up: what the handler has changed meanwhile is undone.
-            self._taint()
+            # The fact will be handled again, or counts as failed: undo the handler's changes to its state.
+            self._reload()
         elif self.subscription.durable:
             self._commit(self, record, decision)
         else:
-            self._taint()
-            raise TypeError(f"{self.name} decides, so it must be durable: bus.on(..., durable=True)")
+            self._reload()
+            raise TypeError(
+                f"handler {self.name} returned a decision, so it must be durable: bus.on(..., durable=True)"
+            )
 
     def _handled(self, record: Record) -> None:
-        if self._forgive():
-            self._failed(record, self._lateness)
+        if self._clear_cancellations():
+            self._failed(record, self._deadline_reason)
         elif self._current is record:
             self.position = record.id
             self.failures_in_a_row = 0
 
-    async def _survives(self, record: Record, error: BaseException) -> bool:
-        """Isolate what a handler raised; false for what is not the handler's but the mailbox's own end."""
+    async def _isolates(self, record: Record, error: BaseException) -> bool:
+        """Handle an exception of the handler; False if the mailbox's own task was cancelled or must end."""
         if isinstance(error, asyncio.CancelledError):
-            return self._outlives(record)
-        self._forgive()
+            return self._isolates_cancellation(record)
+        self._clear_cancellations()
         if not isinstance(error, _RAISED):
             return False
         if isinstance(error, ForgedError):
@@ -235,30 +239,30 @@ class Mailbox:
             else:
                 self._failed(record, describe(error))
         else:
-            self._broken(self.name, error)
+            self._on_bug(self.name, error)
             self._undo_changes(record)
             self._failed(record, describe(error))
         return True
 
-    def _outlives(self, record: Record) -> bool:
-        asked_for = self._forgive()
+    def _isolates_cancellation(self, record: Record) -> bool:
+        cancelled = self._clear_cancellations()
         if is_cancelled():
             return False
         self._undo_changes(record)
-        self._failed(record, self._lateness if asked_for else "was cancelled from within")
+        self._failed(record, self._deadline_reason if cancelled else "raised CancelledError without being cancelled")
         return True
 
     def _undo_changes(self, record: Record) -> None:
-        # Whoever decides has state, and may have changed it before it broke off.
+        # A durable handler has state and may have changed it before it raised.
         if self.subscription.durable and self._current is record:
-            self._taint()
+            self._reload()
 
     @property
-    def _lateness(self) -> str:
-        return f"took longer than its deadline of {self.subscription.deadline_s} s"
+    def _deadline_reason(self) -> str:
+        return f"exceeded its deadline of {self.subscription.deadline_s} s"
 
     async def _try_again(self, record: Record) -> None:
-        # What is durable is tried again until it succeeds; nothing behind it overtakes it.
+        # A durable handler gets the same fact until it succeeds; later facts wait.
         if self._current is record:
             self.queue.appendleft(record)
             self._current = self._watched = None
@@ -281,8 +285,8 @@ class Mailbox:
             self._cancels += 1
             self._task.cancel()
 
-    def _forgive(self) -> bool:
-        """Take back what the handler was cancelled with; tells whether it was."""
+    def _clear_cancellations(self) -> bool:
+        """Undo the cancellations of the finished call; returns whether there were any."""
         cancels, self._cancels = self._cancels, 0
         self.stuck = False
         for _ in range(cancels):
@@ -299,16 +303,16 @@ class Mailbox:
         surplus = len(self.queue) - self.subscription.mailbox_max
         if surplus > 0:
             dropped = [self.queue.popleft() for _ in range(surplus)]
-            self._lose(dropped, f"the mailbox of {self.name} was full")
+            self._drop(dropped, f"the mailbox of handler {self.name} was full ({self.subscription.mailbox_max} facts)")
 
-    def _lose(self, records: Sequence[Record], reason: str) -> None:
+    def _drop(self, records: Sequence[Record], reason: str) -> None:
         self.statistics.dropped += len(records)
-        self._note(Gap(records[0].id, records[-1].id, reason))
+        self._extend_gap(Gap(records[0].id, records[-1].id, reason))
 
-    def _note(self, gap: Gap) -> None:
+    def _extend_gap(self, gap: Gap) -> None:
         self._gap = gap if self._gap is None else Gap(self._gap.first, gap.last, gap.reason)
 
-    def _tell_gap(self) -> None:
+    def _report_gap(self) -> None:
         gap, self._gap = self._gap, None
         if gap is None or self.subscription.on_gap is None:
             return
@@ -317,4 +321,4 @@ class Mailbox:
         except _RAISED as error:
             self.statistics.failed += 1
             if not isinstance(error, ForgedError):
-                self._broken(self.name, error)
+                self._on_bug(self.name, error)

@@ -1,4 +1,4 @@
-"""What the bus itself says and is told."""
+"""The facts that the bus itself publishes about handlers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from forged.kernel.messages import Fact
 
 
 class HandlerFailed(Fact, frozen=True):
-    """A handler raised, or took too long, over one fact; the others have it all the same."""
+    """A handler raised an error or exceeded its deadline on one fact; other handlers are not affected."""
 
     level: ClassVar[str] = "warning"
 
@@ -18,7 +18,7 @@ class HandlerFailed(Fact, frozen=True):
 
 
 class HandlerQuarantined(Fact, frozen=True):
-    """A plugin's handler failed too many times in a row and is given nothing more until it is readmitted."""
+    """A plugin's handler failed too often in a row and receives no facts until it is readmitted."""
 
     level: ClassVar[str] = "warning"
 
@@ -28,6 +28,6 @@ class HandlerQuarantined(Fact, frozen=True):
 
 
 class HandlerReadmitted(Fact, frozen=True):
-    """A quarantined handler takes facts again."""
+    """A quarantined handler receives facts again."""
 
     handler: str

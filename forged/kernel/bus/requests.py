@@ -1,9 +1,9 @@
-"""Requests: each type has one handler, found before anybody asks.
+"""The table of request handlers and wrappers.
 
-Law: which handler answers is settled when the bus is sealed; a type with no handler, or with two, is refused then. A
-wrapper sees the request before and the reply after the handler, outermost first, and may refuse, change or answer by
-itself. What a decision changes is remembered innermost, so a repeated request runs the wrappers again and the handler
-once.
+Invariants:
+- Every request type has exactly one handler when the bus is sealed; otherwise the daemon does not start.
+- Wrappers run around the handler, the last added outermost, and may refuse, change or answer a request.
+- The reply is remembered inside the wrappers: a repeated request runs the wrappers again, but not the handler.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forged.kernel.messages import Call, Request
 RequestHandler = Callable[[Any, Call], Any]
 """Takes a request and its call; returns the reply, a `Decision`, or an awaitable of either.
 
-One that awaits may be cancelled at each `await`, so it changes state behind the last one only.
+An async handler may be cancelled at each `await`, so it must change state only after its last `await`.
 """
 Proceed = Callable[[Any], Awaitable[Any]]
 Wrapper = Callable[[Any, Call, Proceed], Awaitable[Any]]
@@ -27,7 +27,7 @@ Wrapper = Callable[[Any, Call, Proceed], Awaitable[Any]]
 
 @dataclass(slots=True)
 class Route:
-    """How one type of request is answered, and by whom."""
+    """The handler and wrappers of one request type."""
 
     request: type[Request[Any]]
     owner: str
@@ -35,11 +35,11 @@ class Route:
     wrappers: list[tuple[str, Wrapper]] = field(default_factory=list)
     statistics: HandlerStatistics = field(default_factory=HandlerStatistics)
     in_flight: int = 0
-    """How many are awaiting something."""
+    """Requests of this type whose handler or wrapper is awaiting."""
 
 
 class RequestTable:
-    """The routes, and what was wrong about them."""
+    """All routes, and the problems found while they were registered."""
 
     def __init__(self) -> None:
         self.routes: dict[type[Request[Any]], Route] = {}
@@ -48,47 +48,47 @@ class RequestTable:
         self._replacements: dict[type[Request[Any]], Route] = {}
 
     def serve(self, request: type[Request[Any]], handler: RequestHandler, owner: str) -> None:
-        """Answer a type of request that nobody else answers."""
+        """Register the handler of a request type."""
         other = self.routes.get(request)
         if other is not None:
-            wanted = f"one handler; {other.owner} answers it already, so wrap or replace that one"
+            wanted = f"exactly one handler; {other.owner} has registered one, so wrap or replace it"
             self._problems.append(Problem(request.__name__, owner, wanted))
             return
         self.routes[request] = Route(request, owner, handler)
 
     def replace(self, request: type[Request[Any]], handler: RequestHandler, owner: str) -> None:
-        """Answer in the place of whoever does; only one may."""
+        """Register a handler that replaces the built-in one; at most one replacement per type."""
         other = self._replacements.get(request)
         if other is not None:
-            wanted = f"one replacement; {other.owner} replaces it already"
+            wanted = f"at most one replacement; {other.owner} has registered one"
             self._problems.append(Problem(request.__name__, owner, wanted))
             return
         self._replacements[request] = Route(request, owner, handler)
 
     def is_replaced(self, request: type[Request[Any]]) -> bool:
-        """Whether somebody answers it in the place of its handler."""
+        """Whether a replacement is registered."""
         return request in self._replacements
 
     def wrap(self, request: type[Request[Any]], wrapper: Wrapper, owner: str) -> None:
-        """See a type of request before its handler and the reply after it."""
+        """Register a wrapper of a request type."""
         self._wrappers.append((owner, request, wrapper))
 
     def seal(self, expected: Iterable[type[Request[Any]]]) -> None:
-        """Settle the routes, or raise one error that names all that is wrong."""
+        """Complete the routes, or raise one `ConfigError` with all problems."""
         for request in expected:
             if request not in self.routes:
-                self._problems.append(Problem(request.__name__, None, "a handler; none serves it"))
+                self._problems.append(Problem(request.__name__, None, "exactly one handler; there is none"))
         for request, route in self._replacements.items():
             if request in self.routes:
                 self.routes[request] = route
             else:
-                wanted = "a handler to replace; there is none, so serve it"
+                wanted = "an existing handler to replace; there is none, so use serve"
                 self._problems.append(Problem(request.__name__, route.owner, wanted))
         for owner, request, wrapper in self._wrappers:
             if request in self.routes:
                 self.routes[request].wrappers.append((owner, wrapper))
             else:
-                self._problems.append(Problem(request.__name__, owner, "a handler to wrap; there is none"))
+                self._problems.append(Problem(request.__name__, owner, "an existing handler to wrap; there is none"))
         if self._problems:
             raise ConfigError(
                 "requests_unsettled",
@@ -99,7 +99,7 @@ class RequestTable:
 
 
 def chain(route: Route, call: Call, innermost: Proceed) -> Proceed:
-    """The wrappers of a route around its handler, the one that was added last outermost."""
+    """The innermost callable inside the route's wrappers; the last added wrapper is outermost."""
     proceed = innermost
     for _, wrapper in route.wrappers:
         proceed = _wrapped(wrapper, call, proceed)

@@ -1,7 +1,8 @@
-"""Signals: what was so a moment ago.
+"""Delivery of signals to one handler.
 
-Law: of signals with the same job and key only the latest waits, and of those only so many; a handler that is slow sees
-fewer, newer ones. Nothing is recorded and a failure is only counted.
+Invariants:
+- Of signals with the same type, job and key only the latest waits; at most `KEYS_MAX` wait in all.
+- Signals are not journalled; a failure is counted only.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ from forged.kernel.bus.statistics import HandlerStatistics
 from forged.kernel.messages import Call, Signal
 
 KEYS_MAX = 10_000
-"""How many signals may wait for one handler; beyond that the key that was new longest ago is let go."""
+"""The maximum number of waiting signals per handler; beyond it the oldest key is dropped."""
 
 SignalHandler = Callable[[Any, Call], Awaitable[None] | None]
 
 
 class SignalSlot:
-    """The latest signals that one handler has not seen yet, one per job and key."""
+    """The waiting signals of one handler, one per type, job and key."""
 
     def __init__(
         self,
         name: str,
         handler: SignalHandler,
         now: Callable[[], float],
-        broken: Callable[[str, BaseException], None] = lambda owner, error: None,
+        on_bug: Callable[[str, BaseException], None] = lambda owner, error: None,
     ) -> None:
         self.name = name
         self.handler = handler
         self.statistics = HandlerStatistics()
         self._now = now
-        self._broken = broken
+        self._on_bug = on_bug
         self._latest: dict[tuple[str, str | None, str], tuple[Signal, Call]] = {}
         self._wanted: asyncio.Future[None] | None = None
 
     def put(self, signal: Signal, call: Call) -> None:
-        """Replace what waits under the signal's job and key."""
+        """Add the signal, replacing a waiting one with the same type, job and key."""
         key = (type(signal).__name__, signal.about, signal.key)
         if key in self._latest:
             self.statistics.coalesced += 1
@@ -52,10 +53,10 @@ class SignalSlot:
             self._wanted.set_result(None)
 
     async def run(self) -> None:
-        """Hand signals to the handler for ever."""
+        """Call the handler with waiting signals until cancelled."""
         while True:
             if self._latest:
-                # They came while a handler was at work, or because of it, and others have their turns, too.
+                # New signals came during the handler calls: let other tasks run before the next ones.
                 await asyncio.sleep(0)
             else:
                 self._wanted = asyncio.get_running_loop().create_future()
@@ -74,8 +75,8 @@ class SignalSlot:
             if is_cancelled():
                 raise
             self.statistics.failed += 1
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a signal that fails is a signal that was lost
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a handler's failure must not end the task
             self.statistics.failed += 1
             if not isinstance(error, ForgedError):
-                self._broken(self.name, error)
+                self._on_bug(self.name, error)
         self.statistics.latency.observe(self._now() - started)

@@ -1,7 +1,4 @@
-"""What a handler has done so far, in numbers.
-
-Law: counting costs less than what it counts: one clock reading, one exponent and one addition per message.
-"""
+"""Counters and latency histogram of one handler; per message one clock reading, one `frexp`, one addition."""
 
 from __future__ import annotations
 
@@ -15,25 +12,25 @@ TINY_S = 1e-9
 
 @dataclass(slots=True)
 class Latency:
-    """How long things took, in buckets that double.
+    """A histogram of durations with buckets that double.
 
-    The bucket of a duration is its binary exponent: `counts[n]` holds those from 2**(n-1) up to 2**n seconds. Negative
-    exponents index from the end of the list, which is what makes it cheap.
+    The bucket of a duration is its binary exponent: `counts[n]` counts durations from 2**(n-1) up to 2**n seconds.
+    Negative exponents index from the end of the list, which makes counting cheap.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (EXPONENT_MAX - EXPONENT_MIN + 1))
 
     def observe(self, seconds: float) -> None:
-        """Count one duration."""
+        """Add one duration."""
         self.counts[frexp(seconds + TINY_S)[1]] += 1
 
     @property
     def count(self) -> int:
-        """How many durations were counted."""
+        """The number of durations."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """The upper bound in seconds of the bucket that holds this share of all durations; 0 before the first."""
+        """The upper bound in seconds of the bucket with this quantile; 0 without durations."""
         wanted = share * self.count
         seen = 0
         for exponent in range(EXPONENT_MIN, EXPONENT_MAX + 1):
@@ -45,7 +42,7 @@ class Latency:
 
 @dataclass(slots=True)
 class HandlerStatistics:
-    """The life of one handler."""
+    """The counters of one handler."""
 
     failed: int = 0
     dropped: int = 0
@@ -54,5 +51,5 @@ class HandlerStatistics:
 
     @property
     def handled(self) -> int:
-        """How many messages it was given, failures included."""
+        """The number of messages that the handler received, failures included."""
         return self.latency.count

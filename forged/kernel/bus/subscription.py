@@ -1,7 +1,6 @@
-"""What a handler of facts asks for.
+"""The options under which a handler receives facts through a mailbox.
 
-Law: the terms are fixed when a handler is registered. A built-in one is lossless; a plugin's is bounded in all it may
-cost: how long it takes, how often it fails, how far it falls behind.
+Built-in handlers are lossless. A plugin's handler has a deadline, a failure limit and a bounded mailbox.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ FactHandler = Callable[[Record], Awaitable[Decision[Any] | None] | Decision[Any]
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """Which facts, and under which terms.
+    """A handler, the fact types it receives (empty: all), and its limits.
 
-    One that is `durable` may decide, and goes on after a restart where it was. One that is not `lossless` keeps at most
-    `mailbox_max` facts waiting and hears of the others by `on_gap`. A handler over its `deadline_s` is cancelled;
-    after `failures_max` failures in a row it is quarantined.
+    A `durable` handler may return decisions and continues at its stored position after a restart. A handler that is not
+    `lossless` has at most `mailbox_max` facts waiting; `on_gap` is called with the dropped ones. A call that exceeds
+    `deadline_s` is cancelled; after `failures_max` failures in a row the handler is quarantined.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Subscription:
     on_gap: Callable[[Gap], None] | None = None
 
     @property
-    def careful(self) -> bool:
-        """Whether more has to be done for each fact than to hand it over."""
+    def needs_checks(self) -> bool:
+        """Whether the mailbox must do more per fact than call the handler."""
         plain = self.lossless and not self.durable
         return not plain or self.failures_max is not None or self.deadline_s is not None

@@ -261,7 +261,7 @@ async def test_a_handler_that_hangs_is_cancelled_and_put_on_record() -> None:
         await kernel.add()
         await kernel.settle()
         (failed,) = kernel.facts(HandlerFailed)
-        assert failed.reason == "took longer than its deadline of 5 s"
+        assert failed.reason == "exceeded its deadline of 5 s"
 
 
 class Stubborn:

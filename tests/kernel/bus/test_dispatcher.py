@@ -637,7 +637,7 @@ async def test_nobody_looks_at_state_that_is_being_read_anew() -> None:
         kernel.bus.serve(Contemplate, lambda *_: looked.append(1), owner="thinker")
 
     async with running(register=register) as kernel:
-        kernel.ledger.reload(Unavailable("reloading", "state is being read anew"))
+        kernel.ledger.reload(Unavailable("reloading", "state is being reloaded"))
         assert (await refused(kernel.bus.submit(Contemplate(), call()))).code == "reloading"
         assert (await refused(kernel.bus.submit(Add(), call(1)))).code == "reloading"
     assert looked == []

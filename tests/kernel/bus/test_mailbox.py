@@ -28,16 +28,16 @@ class Post:
         self.committed: list[int] = []
         self.commit_error: Exception | None = None
         self.reports: list[tuple[int, str]] = []
-        self.taints = 0
+        self.reloads = 0
         self.writable = asyncio.Event()
         self.writable.set()
         self.gaps: list[Gap] = []
         terms.setdefault("on_gap", self.gaps.append)
         self.mailbox = Mailbox(
-            Subscription("a handler", handler, frozenset({Echoed}), **terms),
+            Subscription("watcher", handler, frozenset({Echoed}), **terms),
             now=VirtualClock(asyncio.get_running_loop()).monotonic,
             commit=self._commit,
-            taint=self._taint,
+            reload=self._reload,
             report=lambda _, record, reason: self.reports.append((record.id, reason)),
             writable=self._wait_until_writable,
         )
@@ -64,8 +64,8 @@ class Post:
             raise self.commit_error
         self.committed.append(record.id)
 
-    def _taint(self) -> None:
-        self.taints += 1
+    def _reload(self) -> None:
+        self.reloads += 1
 
 
 def records(*fact_ids: int) -> list[Record]:
@@ -209,7 +209,8 @@ async def test_a_cancellation_that_comes_from_within_is_a_failure_like_any_other
         it.put(1, 2, 3)
         await it.idle()
         assert seen.ids == [1, 2, 3]
-        assert it.reports == [(1, "was cancelled from within"), (2, "was cancelled from within")]
+        reason = "raised CancelledError without being cancelled"
+        assert it.reports == [(1, reason), (2, reason)]
 
 
 @on_virtual_time
@@ -217,7 +218,7 @@ async def test_what_is_no_decision_is_a_failure() -> None:
     async with post(Seen(on_1=lambda _: "fine")) as it:
         it.put(1)
         await it.idle()
-        assert it.reports == [(1, "TypeError: a handler returned str, which is no decision")]
+        assert it.reports == [(1, "TypeError: handler watcher must return a Decision or None, got str")]
 
 
 @on_virtual_time
@@ -225,7 +226,7 @@ async def test_one_who_decides_without_being_durable_is_refused_and_its_state_un
     async with post(Seen(on_1=lambda _: NOTHING)) as it:
         it.put(1)
         await it.idle()
-        assert (it.committed, it.taints) == ([], 1)
+        assert (it.committed, it.reloads) == ([], 1)
         assert "must be durable" in it.reports[0][1]
 
 
@@ -247,7 +248,7 @@ async def test_a_handler_over_its_deadline_is_cancelled_and_the_next_fact_has_it
         it.put(1, 2)
         await it.supervise(5)
         assert seen.ids == [1, 2]
-        assert it.reports == [(1, "took longer than its deadline of 2 s")]
+        assert it.reports == [(1, "exceeded its deadline of 2 s")]
         assert it.mailbox.idle
 
 
@@ -284,7 +285,7 @@ async def test_one_that_ends_after_its_cancellation_as_if_nothing_was_is_late_an
     async with post(Seen(on_1=swallow, on_2=wait_a_moment), deadline_s=2) as it:
         it.put(1, 2, 3)
         await it.supervise(10)
-        assert it.reports == [(1, "took longer than its deadline of 2 s")]
+        assert it.reports == [(1, "exceeded its deadline of 2 s")]
         assert it.mailbox.statistics.handled == 3
 
 
@@ -322,7 +323,7 @@ async def test_one_that_cannot_be_cancelled_is_given_up_and_quarantined() -> Non
     async with post(Seen(on_1=stubborn), deadline_s=2) as it:
         it.put(1, 2)
         await it.supervise(60)
-        assert it.reports == [(1, f"goes on after {CANCELS_MAX} cancellations")]
+        assert it.reports == [(1, f"still runs after {CANCELS_MAX} cancellations")]
         assert (it.mailbox.quarantined, it.mailbox.stuck, len(it.mailbox.queue)) == (True, True, 0)
         stubborn.released = True
         it.mailbox._cancel()
@@ -347,7 +348,7 @@ async def test_what_one_that_was_given_up_decides_in_the_end_is_undone() -> None
         await it.supervise(60)
         release.set()
         await anyio.sleep(1)
-        assert (it.committed, it.taints) == ([], 1)
+        assert (it.committed, it.reloads) == ([], 1)
 
 
 # Quarantine.
@@ -401,7 +402,7 @@ async def test_one_that_is_readmitted_takes_the_next_fact_and_is_told_what_it_mi
         it.put(4)
         await it.idle()
         assert seen.ids == [1, 4]
-        assert it.gaps == [Gap(2, 3, "a handler was in quarantine")]
+        assert it.gaps == [Gap(2, 3, "handler watcher was quarantined")]
 
 
 @on_virtual_time
@@ -427,7 +428,7 @@ async def test_a_plugin_s_mailbox_forgets_its_oldest_facts_and_tells_which() -> 
         assert len(it.mailbox.queue) == 3
         await it.idle()
         assert seen.ids == [8, 9, 10]
-        assert it.gaps == [Gap(1, 7, "the mailbox of a handler was full")]
+        assert it.gaps == [Gap(1, 7, "the mailbox of handler watcher was full (3 facts)")]
         assert it.mailbox.statistics.dropped == 7
 
 
@@ -579,7 +580,7 @@ async def test_what_a_durable_handler_may_have_changed_before_it_broke_off_is_un
     async with post(Seen(on_1=raising(error)), durable=True) as it:
         it.put(1)
         await it.idle()
-        assert it.taints == 1
+        assert it.reloads == 1
 
 
 @on_virtual_time
@@ -587,7 +588,7 @@ async def test_a_refusal_changes_nothing_so_nothing_is_undone() -> None:
     async with post(Seen(on_1=raising(RequestRefused("no", "no"))), durable=True) as it:
         it.put(1)
         await it.idle()
-        assert (it.taints, len(it.reports)) == (0, 1)
+        assert (it.reloads, len(it.reports)) == (0, 1)
 
 
 @on_virtual_time
@@ -621,7 +622,7 @@ async def test_a_rewind_in_the_middle_of_a_fact_cancels_it_without_blame() -> No
         it.mailbox.rewind(records(1, 2, 3), 0)
         await it.idle()
         assert seen.ids == [1, 2, 1, 2, 3]
-        assert (it.reports, it.taints) == ([], 0)
+        assert (it.reports, it.reloads) == ([], 0)
 
 
 @on_virtual_time
@@ -658,7 +659,7 @@ async def test_what_is_decided_in_spite_of_a_rewind_is_undone() -> None:
         seen._acts.clear()
         it.mailbox.rewind(records(1), 0)
         await it.idle()
-        assert (seen.ids, it.committed, it.taints) == ([1, 1], [], 1)
+        assert (seen.ids, it.committed, it.reloads) == ([1, 1], [], 1)
 
 
 @on_virtual_time
@@ -732,5 +733,5 @@ async def test_whatever_a_durable_handler_does_it_sees_each_fact_in_order(
 
 
 def test_a_subscription_is_lossless_and_not_durable_unless_it_says_so() -> None:
-    subscription = Subscription("a handler", failing, frozenset({Echoed}))
+    subscription = Subscription("watcher", failing, frozenset({Echoed}))
     assert (subscription.lossless, subscription.durable, subscription.failures_max) == (True, False, None)
