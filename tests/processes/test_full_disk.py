@@ -71,7 +71,7 @@ def write_until_done(daemon: DaemonProcess) -> None:
 
 def assert_reads_go_on(daemon: DaemonProcess) -> None:
     assert forgectl(daemon, "jobs", "show", "a")[0] == 0
-    assert "there is no space left" in forgectl(daemon, "status")[1]
+    assert "no space left" in forgectl(daemon, "status")[1]
     assert "JobCreated" in forgectl(daemon, "events")[1]
 
 

@@ -1,1 +1,1 @@
-"""Where decisions become durable: the port, and the stores behind it."""
+"""The store port, and the SQLite and in-memory stores that implement it."""

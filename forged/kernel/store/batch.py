@@ -1,8 +1,9 @@
-"""What becomes of a batch: decided without a medium, so that every store decides alike.
+"""Decide which transactions of a batch apply; pure, so that all stores decide alike.
 
-Law: transactions are judged in order, each against what the applied ones before it left. A transaction that is not
-ahead of the revision fences the whole batch; one whose expectations fail is left out alone, and its revision is not
-reached.
+Invariants:
+- Transactions are checked in order, each against the result of the applied ones before it.
+- A transaction whose revision is not greater than the current one fails the whole batch with `StoreFenced`.
+- A transaction whose expectations fail is skipped alone and does not advance the revision.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import TypeAlias
 from forged.kernel.store.port import ABSENT, Conflict, StoreFenced, Transaction
 
 Write: TypeAlias = tuple[str, bytes | None, int]
-"""A key, the value it is left with (None: deleted), and the revision that did it."""
+"""Key, final value (None: deleted), and the revision of the transaction."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """The fate of each transaction, those that apply, and the last write to each key of theirs."""
+class BatchOutcome:
+    """The conflict (or None) of each transaction, the applied transactions, and their last write per key."""
 
     conflicts: Sequence[Conflict | None]
     applied: Sequence[Transaction]
@@ -28,12 +29,12 @@ class Decision:
 
 
 def expected_keys(batch: Iterable[Transaction]) -> frozenset[str]:
-    """The keys whose revisions must be known to decide on the batch."""
+    """The keys whose current revisions `decide` needs."""
     return frozenset(key for transaction in batch for key in transaction.expect)
 
 
-def decide(batch: Iterable[Transaction], revision: int, found: Mapping[str, int]) -> Decision:
-    """Judge a batch for a store at `revision` whose keys have the revisions `found`; all others are absent."""
+def decide(batch: Iterable[Transaction], revision: int, found: Mapping[str, int]) -> BatchOutcome:
+    """Decide on a batch for a store at `revision`; `found` maps the expected keys that exist to their revisions."""
     conflicts: list[Conflict | None] = []
     applied: list[Transaction] = []
     writes: dict[str, Write] = {}
@@ -46,7 +47,7 @@ def decide(batch: Iterable[Transaction], revision: int, found: Mapping[str, int]
             _write(transaction, writes)
             applied.append(transaction)
             revision = transaction.revision
-    return Decision(conflicts, applied, writes, revision)
+    return BatchOutcome(conflicts, applied, writes, revision)
 
 
 def _first_conflict(transaction: Transaction, found: Mapping[str, int], writes: Mapping[str, Write]) -> Conflict | None:
@@ -73,6 +74,6 @@ def _write(transaction: Transaction, writes: dict[str, Write]) -> None:
 def _fenced(revision: int, current: int) -> StoreFenced:
     return StoreFenced(
         "store_fenced",
-        f"a transaction of revision {revision} is not ahead of the store, which is at {current}",
+        f"a transaction's revision must be greater than the store's {current}, got {revision}",
         "read the store again before writing to it",
     )

@@ -1,7 +1,4 @@
-"""A store in memory, for tests and for embedding where nothing has to last.
-
-Law: it does what every store does, but for surviving the process.
-"""
+"""The store in memory: for tests, and for embedding without durability."""
 
 from __future__ import annotations
 
@@ -62,11 +59,11 @@ class MemoryStore:
             check(transaction)
         self._require_open()
         known = self._entries.keys() & expected_keys(batch)
-        decision = decide(batch, self._revision, {key: self._entries[key].revision for key in known})
-        self._apply(decision.writes.values())
-        self._revision = decision.revision
-        self._log.append(decision.applied)
-        return decision.conflicts
+        outcome = decide(batch, self._revision, {key: self._entries[key].revision for key in known})
+        self._apply(outcome.writes.values())
+        self._revision = outcome.revision
+        self._log.append(outcome.applied)
+        return outcome.conflicts
 
     def watch(self, prefix: str, after: int) -> AsyncIterator[Change]:
         self._require_open()

@@ -1,8 +1,9 @@
-"""The port behind which decisions become durable.
+"""The store port: an ordered map of keys to small values with one revision counter.
 
-Law: a store is an ordered map of keys to small values with one revision counter. A batch of transactions becomes
-durable together or not at all; when `commit` returns, every applied one survives a power cut. The caller groups; the
-store does not wait for more. Nothing here knows facts, replies or jobs: those are keys.
+Invariants:
+- A batch of transactions becomes durable as a whole or not at all; when `commit` returns, it survives a power cut.
+- Batching is the caller's: the store does not wait for more transactions.
+- The store knows no facts, replies or jobs; they are keys and values to it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ABSENT = 0
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key, its value, and the revision of the transaction that wrote it last."""
+    """A key, its value, and the revision of its last write."""
 
     key: str
     value: bytes
@@ -37,8 +38,8 @@ class Entry:
 class Transaction:
     """Writes that apply together if every expected key is at its expected revision.
 
-    `revision` is the revision to which the transaction brings the store; it must be greater than the current one, so
-    that a writer who lost its place is fenced. A key that is both put and deleted is deleted.
+    `revision` is the store's revision after the transaction. It must be greater than the current one, so an outdated
+    writer is fenced. A key that is both put and deleted is deleted.
     """
 
     revision: int
@@ -49,7 +50,7 @@ class Transaction:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Why a transaction was not applied: this key was not at the revision it expected."""
+    """Why a transaction was not applied: this key was not at the expected revision."""
 
     key: str
     expected: int
@@ -58,7 +59,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key as a transaction left it: `value` is None where it was deleted."""
+    """A write of a transaction; `value` is None for a delete."""
 
     key: str
     value: bytes | None
@@ -66,19 +67,19 @@ class Change:
 
 
 class StoreUnavailable(Unavailable):
-    """The medium refused a write or a read: full, read-only, failing. Nothing of the batch was applied."""
+    """A write or read failed: disk full, read-only or failing. Nothing of the batch was applied."""
 
 
 class StoreCorrupt(ConfigError):
-    """What is on the medium is not what a store wrote; it is named and left as it is, never rebuilt."""
+    """The stored data is damaged. It is never repaired or rebuilt."""
 
 
 class StoreFenced(Unavailable):
-    """A transaction's revision is not ahead of the store's: somebody else has written."""
+    """A transaction's revision is not greater than the store's: another process has written."""
 
 
 class Compacted(RequestRefused):
-    """The changes after the revision asked for are no longer kept; list, then watch from the store's revision."""
+    """The requested changes have been dropped; list, then watch from the store's revision."""
 
 
 @runtime_checkable
@@ -91,7 +92,7 @@ class BackedUp(Protocol):
 
 
 class Store(Protocol):
-    """What a store does. All of it may be awaited from one event loop only."""
+    """A store. Use it from one event loop only."""
 
     @property
     def revision(self) -> int:
@@ -100,7 +101,7 @@ class Store(Protocol):
 
     @property
     def history(self) -> str:
-        """A random name, given when the store was made: two stores with one name have one past."""
+        """A random name given at creation. Stores with the same history name are the same store."""
         ...
 
     async def get(self, key: str) -> Entry | None:
@@ -108,83 +109,85 @@ class Store(Protocol):
         ...
 
     async def list(self, prefix: str, *, after: str = "", limit: int = PAGE_ENTRIES_MAX) -> Sequence[Entry]:
-        """The first `limit` entries whose keys start with `prefix` and sort behind `after`, in key order."""
+        """The first `limit` entries whose keys start with `prefix` and are greater than `after`, in key order."""
         ...
 
     async def commit(self, batch: Sequence[Transaction]) -> Sequence[Conflict | None]:
-        """Apply the batch in order and make it durable as one; a conflict leaves out that transaction alone.
+        """Apply the batch in order and make it durable as a whole; a conflict skips that transaction only.
 
-        Raises `StoreUnavailable`, `StoreFenced`, or `RequestRefused` for a limit, when nothing of the batch was
-        applied. When the caller is cancelled, the batch is applied whole or not at all, and a later `get` tells which.
+        Raises `StoreUnavailable`, `StoreFenced`, or `RequestRefused` for a limit; then nothing of the batch was
+        applied. If the caller is cancelled, the batch is applied whole or not at all.
         """
         ...
 
     def watch(self, prefix: str, after: int) -> AsyncIterator[Change]:
         """The changes under `prefix` of revisions greater than `after`, in order, then new ones as they become durable.
 
-        Raises `Compacted` when changes since `after` have been forgotten, also in the middle, for a watcher that is
-        too slow. Ends when the store closes, after the last change.
+        Raises `Compacted` if changes after `after` have been dropped, also later, if the watcher is too slow. Ends
+        after the last change when the store closes.
         """
         ...
 
     async def close(self) -> None:
-        """Make what was committed durable, let go of the medium, end the watchers. Idempotent."""
+        """Finish commits, close the files, end the watchers. Idempotent."""
         ...
 
 
 def check(transaction: Transaction) -> None:
-    """Raise `RequestRefused` when a transaction is over a limit."""
+    """Raise `RequestRefused` if a transaction exceeds a limit."""
     operations = len(transaction.puts) + len(transaction.deletes) + len(transaction.expect)
     if operations > OPERATIONS_MAX:
         raise RequestRefused(
             "transaction_too_large",
-            f"a transaction of {operations} operations is over the limit of {OPERATIONS_MAX}",
+            f"a transaction must have at most {OPERATIONS_MAX} operations, got {operations}",
             "split the request",
         )
     if transaction.revision > REVISION_MAX:
         raise RequestRefused(
-            "revision_invalid", f"revision {transaction.revision} is over {REVISION_MAX}", "count revisions from 1"
+            "revision_invalid",
+            f"a revision must be <= {REVISION_MAX}, got {transaction.revision}",
+            "count revisions from 1",
         )
     for key in chain(transaction.puts, transaction.deletes, transaction.expect):
-        # Almost all are short and ASCII, and need no closer look.
+        # Almost all keys are short and ASCII; skip the full check for them.
         if not (key.isascii() and 0 < len(key) <= KEY_BYTES_MAX):
             check_key(key)
     for key, value in transaction.puts.items():
         if len(value) > VALUE_BYTES_MAX:
             raise RequestRefused(
                 "value_too_large",
-                f"the value of {key!r} has {len(value)} bytes, over the limit of {VALUE_BYTES_MAX}",
+                f"the value of {key!r} must have at most {VALUE_BYTES_MAX} bytes, got {len(value)}",
                 "keep bulk bytes outside the store and store a reference",
             )
 
 
 def check_key(key: str) -> None:
-    """Raise `RequestRefused` for what cannot be a key."""
+    """Raise `RequestRefused` for an invalid key."""
     size_bytes = key_bytes(key)
     if not 0 < size_bytes <= KEY_BYTES_MAX:
         raise RequestRefused(
-            "key_invalid", f"a key of {size_bytes} bytes is outside 1..{KEY_BYTES_MAX}", "use shorter names"
+            "key_invalid", f"a key must have 1..{KEY_BYTES_MAX} bytes, got {size_bytes}", "use shorter names"
         )
 
 
 def check_page(prefix: str, after: str, limit: int) -> None:
-    """Raise `RequestRefused` for an impossible page: a lowered limit would make any page look like the last one."""
+    """Raise `RequestRefused` for an invalid page. The limit is not lowered: a short page means the end of the list."""
     key_bytes(prefix)
     key_bytes(after)
     if not 0 < limit <= PAGE_ENTRIES_MAX:
         raise RequestRefused(
-            "page_invalid", f"a page of {limit} entries is outside 1..{PAGE_ENTRIES_MAX}", "ask for several pages"
+            "page_invalid", f"limit must be 1..{PAGE_ENTRIES_MAX}, got {limit}", "ask for several pages"
         )
 
 
 def key_bytes(text: str) -> int:
-    """How long a key or a part of one is in UTF-8, in whose order keys are kept."""
+    """The length of a key or prefix in UTF-8; raises `RequestRefused` for lone surrogates."""
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        raise RequestRefused("key_invalid", f"{text!r} is not Unicode text", "leave out lone surrogates") from None
+        raise RequestRefused("key_invalid", f"key {text!r} contains lone surrogates", "use valid Unicode") from None
 
 
 def closed() -> StoreUnavailable:
-    """What an operation on a store raises after `close`."""
+    """The error of operations after `close`."""
     return StoreUnavailable("store_closed", "the store is closed", "open it again")

@@ -1,7 +1,8 @@
-"""The store that lasts: one SQLite file, owned by one thread.
+"""The durable store: one SQLite file, used by one thread.
 
-Law: the event loop never waits for the medium; every operation is a job of the one thread, in the order of its call.
-What became durable is told to the watchers in that order too, whether or not its caller still waits.
+Invariants:
+- The event loop never waits for the disk: every operation runs on the store's thread, in the order of the calls.
+- Watchers get durable changes in that order, also if the caller of `commit` was cancelled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from forged.kernel.store.batch import Decision
+from forged.kernel.store.batch import BatchOutcome
 from forged.kernel.store.changes import CHANGES_BYTES_MAX, CHANGES_MAX, ChangeLog
 from forged.kernel.store.port import (
     PAGE_ENTRIES_MAX,
@@ -30,7 +31,7 @@ from forged.kernel.store.port import (
 from forged.kernel.store.sqlite_backup import Backup
 from forged.kernel.store.sqlite_connection import Connect, connect, translated
 from forged.kernel.store.sqlite_database import Database
-from forged.kernel.store.sqlite_file import Opening, put_in_place
+from forged.kernel.store.sqlite_file import OpenOptions, put_in_place
 from forged.kernel.store.sqlite_schema import CHECKED_BYTES_MAX, HISTORY_BYTES, MIGRATIONS, Migration
 
 P = ParamSpec("P")
@@ -38,12 +39,12 @@ T = TypeVar("T")
 
 
 class SqliteStore:
-    """A store in the file at `path`; made by `open`."""
+    """A store in a SQLite file; use `open`."""
 
     def __init__(self, thread: ThreadPoolExecutor, database: Database, log: ChangeLog) -> None:
         self._thread = thread
         self._database = database
-        self._path = database.opening.path
+        self._path = database.options.path
         self._log = log
         self._revision = database.revision
         self._closing: asyncio.Future[None] | None = None
@@ -60,14 +61,14 @@ class SqliteStore:
         changes_max: int = CHANGES_MAX,
         changes_bytes_max: int = CHANGES_BYTES_MAX,
     ) -> SqliteStore:
-        """Open the store at `path`, or make one where there is no file.
+        """Open the store at `path`, or create it.
 
-        Raises `StoreCorrupt` for a damaged one, `ConfigError` for one that is in use or too new, `StoreUnavailable`
-        when the medium refuses.
+        Raises `StoreCorrupt` if it is damaged, `ConfigError` if it is in use or too new, `StoreUnavailable` if the
+        disk is full or failing.
         """
-        opening = Opening(path, lambda: random_bytes(HISTORY_BYTES).hex(), connect, migrations, checked_bytes_max)
+        options = OpenOptions(path, lambda: random_bytes(HISTORY_BYTES).hex(), connect, migrations, checked_bytes_max)
         thread = ThreadPoolExecutor(1, thread_name_prefix="forged-store")
-        opened = thread.submit(_guarded, path, Database.open, opening)
+        opened = thread.submit(_guarded, path, Database.open, options)
         try:
             database = await asyncio.wrap_future(opened)
         except BaseException:
@@ -98,8 +99,8 @@ class SqliteStore:
             check(transaction)
         committed = self._job(self._path, self._database.commit, batch)
         committed.add_done_callback(self._publish)
-        decision = await asyncio.shield(committed)
-        return decision.conflicts
+        outcome = await asyncio.shield(committed)
+        return outcome.conflicts
 
     def watch(self, prefix: str, after: int) -> AsyncIterator[Change]:
         self._require_open()
@@ -107,10 +108,10 @@ class SqliteStore:
         return self._log.watch(prefix, after)
 
     async def backup(self, path: Path) -> None:
-        """Make a durable copy of one revision at `path`, replacing what is there; commits go on meanwhile.
+        """Write a durable copy of one revision to `path`, replacing a file there; commits continue meanwhile.
 
-        The copy is a store with a history of its own. It is written beside `path` and renamed, so that `path` is never
-        half a backup; a process that is killed leaves that other file, `path` with a suffix.
+        The copy gets a new history name. It is written to `path` with a suffix and renamed when complete; a killed
+        process leaves the file with the suffix.
         """
         backup = Backup(self._database, path)
         try:
@@ -126,7 +127,7 @@ class SqliteStore:
     async def close(self) -> None:
         if self._closing is None:
             self._closing = self._job(self._path, self._database.close)
-            self._closing.add_done_callback(self._end)
+            self._closing.add_done_callback(self._closed)
         await asyncio.shield(self._closing)
 
     def _job(self, path: Path, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
@@ -137,13 +138,13 @@ class SqliteStore:
         if self._closing is not None:
             raise closed()
 
-    def _publish(self, committed: asyncio.Future[Decision]) -> None:
+    def _publish(self, committed: asyncio.Future[BatchOutcome]) -> None:
         if not committed.cancelled() and committed.exception() is None:
-            decision = committed.result()
-            self._revision = decision.revision
-            self._log.append(decision.applied)
+            outcome = committed.result()
+            self._revision = outcome.revision
+            self._log.append(outcome.applied)
 
-    def _end(self, _: asyncio.Future[None]) -> None:
+    def _closed(self, _: asyncio.Future[None]) -> None:
         self._log.close()
         self._thread.shutdown(wait=False)
 

@@ -1,8 +1,9 @@
-"""What the store asks of SQLite, and what becomes of SQLite's errors.
+"""The part of DB-API that the store uses, and the translation of SQLite's errors.
 
-Law: only this much of DB-API is used, so that a test can put another binding underneath. A connection makes no file,
-waits for no lock, and begins no transaction by itself. Its errors, and the system's, become errors of forged here and
-nowhere else.
+Invariants:
+- Only the `Connection` protocol is used, so that a test can substitute another binding.
+- A connection creates no file, waits for no lock, and begins no transaction implicitly.
+- SQLite and OS errors are translated to `ForgedError` here only.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ Connect: TypeAlias = Callable[[Path], Connection]
 
 
 def connect(path: Path) -> Connection:
-    """A connection of the standard library to an existing file."""
+    """Connect to an existing file with the standard library."""
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=0)
 
 
 def single(connection: Connection, sql: str, *parameters: object) -> Any:
-    """The value that a statement with one row and one column yields."""
+    """Execute a statement with one row and one column and return the value."""
     [(value,)] = connection.execute(sql, parameters)
     return value
 
 
 @contextmanager
 def transaction(connection: Connection) -> Iterator[None]:
-    """All of the block becomes durable, or none of it."""
+    """Run the block in a transaction."""
     if connection.in_transaction:  # an earlier ROLLBACK failed
         connection.execute("ROLLBACK")
     connection.execute("BEGIN IMMEDIATE")
@@ -73,10 +74,10 @@ def transaction(connection: Connection) -> Iterator[None]:
 
 
 def _undo(connection: Connection) -> None:
-    """Roll back, and make sure that what failed stays undone.
+    """Roll back, and make sure that the failed transaction cannot reappear.
 
-    SQLite may have rolled back by itself. And when only the sync of a COMMIT failed, the whole transaction may stand in
-    the log, where it would be found after a crash, although it was reported as failed: another one is written over it.
+    SQLite may have rolled back by itself. If only the sync of a COMMIT failed, the transaction may be complete in the
+    write-ahead log, where recovery after a crash would find it: another transaction is written over it.
     """
     with suppress(sqlite3.Error):
         if connection.in_transaction:
@@ -84,15 +85,15 @@ def _undo(connection: Connection) -> None:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
 
 
-def forsake(connection: Connection) -> None:
-    """Close and leave the files alone: the interrupt keeps SQLite from moving its log into the database."""
+def close_without_checkpoint(connection: Connection) -> None:
+    """Close without changing the files: the interrupt prevents the checkpoint of the write-ahead log."""
     connection.interrupt()
     connection.close()
 
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the system raise about the file at `path` into errors of forged."""
+    """Translate SQLite and OS errors about the file at `path` to `ForgedError`."""
     try:
         yield
     except sqlite3.Error as error:
@@ -102,11 +103,11 @@ def translated(path: Path) -> Iterator[None]:
 
 
 def corrupt(path: Path, what: str) -> StoreCorrupt:
-    """The error that names a damaged store."""
+    """The error of a damaged store."""
     return StoreCorrupt(
         "store_corrupt",
-        f"{path} is not a sound store: {what}",
-        f"move the directory {path.parent} away and restore a backup, that file alone, into a new one",
+        f"the store {path} is damaged: {what}",
+        f"move the directory {path.parent} away and restore a backup (that file only) into a new directory",
     )
 
 
@@ -118,7 +119,7 @@ _CODES_OF_SQLITE = {
     sqlite3.SQLITE_PROTOCOL: "store_locked",
     sqlite3.SQLITE_CORRUPT: "store_corrupt",
     sqlite3.SQLITE_NOTADB: "store_corrupt",
-    sqlite3.SQLITE_ERROR: "store_corrupt",  # the statements are fixed, so it is the schema that is not ours
+    sqlite3.SQLITE_ERROR: "store_corrupt",  # the statements are fixed, so the schema is wrong
 }
 _CODES_OF_SYSTEM = {
     errno.ENOSPC: "store_full",
@@ -128,14 +129,14 @@ _CODES_OF_SYSTEM = {
     errno.EPERM: "store_readonly",
 }
 _UNAVAILABLE = {
-    "store_full": ("there is no space left", "free some space; no restart is needed"),
-    "store_readonly": ("it cannot be written", "make the file and its directory writable"),
-    "store_failed": ("the medium failed", "look at the system's log and at the disk"),
+    "store_full": ("no space left", "free some space; no restart is needed"),
+    "store_readonly": ("not writable", "make the file and its directory writable"),
+    "store_failed": ("I/O failed", "check the system log and the disk"),
 }
 
 
 def _code_of_sqlite(error: sqlite3.Error) -> str:
-    # The one error without a code is that a text is not UTF-8.
+    # The only error without a code: text that is not UTF-8.
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     return _CODES_OF_SQLITE.get(primary, "store_failed")
 
@@ -144,8 +145,10 @@ def _of_code(code: str, path: Path, error: Exception) -> ForgedError:
     if code == "store_corrupt":
         return corrupt(path, str(error))
     if code == "store_locked":
-        return ConfigError(code, f"{path} is in use already ({error})", "stop who uses it, or take another directory")
+        return ConfigError(code, f"{path} is in use ({error})", "stop the other process, or use another data directory")
     if code == "store_failed" and any(each.exists() and not os.access(each, os.W_OK) for each in (path, path.parent)):
-        code = "store_readonly"  # SQLite tells no errno, so a medium that became read-only shows as a failed write
+        code = (
+            "store_readonly"  # SQLite reports no errno, so a file system that became read-only shows as a failed write
+        )
     what, fix = _UNAVAILABLE[code]
     return StoreUnavailable(code, f"{path}: {what} ({error})", fix)

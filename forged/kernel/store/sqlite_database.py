@@ -1,11 +1,12 @@
-"""The database behind `SqliteStore`: synchronous, and used by one thread.
+"""The SQLite database of `SqliteStore`: synchronous, used by one thread.
 
-Law: between two calls no transaction is open and no row is half read, so every call sees what is committed. The
-exclusive lock is taken at opening and kept; therefore the revision in memory is the one on the medium. It also spares
-the -shm file: the index of the log lives in this process.
+Invariants:
+- Between calls no transaction is open and no cursor is active, so every call sees the committed state.
+- The exclusive lock is held from open to close, so the revision in memory equals the one on disk. It also avoids the
+  -shm file.
 
-A commit is one transaction and one sync of the log. After every `LOG_PAGES` pages SQLite moves the log into the
-database, within the commit that got there, and begins it anew: to overwrite a file needs no change of its length.
+A commit is one transaction and one sync of the write-ahead log. After `LOG_PAGES` pages SQLite checkpoints within that
+commit and overwrites the log from its start, which avoids changes of the file length.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from forged.kernel.store.batch import Decision, Write, decide, expected_keys
+from forged.kernel.store.batch import BatchOutcome, Write, decide, expected_keys
 from forged.kernel.store.keys import prefix_end
 from forged.kernel.store.port import Entry, Transaction
-from forged.kernel.store.sqlite_connection import Connection, corrupt, forsake, single, transaction
-from forged.kernel.store.sqlite_file import Opening, alone_in, ensure
+from forged.kernel.store.sqlite_connection import Connection, close_without_checkpoint, corrupt, single, transaction
+from forged.kernel.store.sqlite_file import OpenOptions, ensure, locked_directory
 from forged.kernel.store.sqlite_schema import examine, migrate, newest_version
 
 LOG_PAGES = 1000
 LOG_KEPT_BYTES_MAX = 64 << 20
-"""A log that a huge batch made longer than this is cut back when it begins anew."""
+"""A longer write-ahead log, left by a huge batch, is truncated at the next checkpoint."""
 
 _SETTINGS = (
     "PRAGMA synchronous = FULL",
@@ -41,40 +42,40 @@ _DELETE = "DELETE FROM kv WHERE key = ?"
 _ADVANCE = "UPDATE meta SET value = ? WHERE name = 'revision'"
 
 
-class Follower(Protocol):
-    """Somebody who copies this database while it changes."""
+class CommitObserver(Protocol):
+    """Observes commits: a backup under way."""
 
-    def follow(self, decision: Decision) -> None:
-        """See what has been committed; never raises."""
+    def committed(self, outcome: BatchOutcome) -> None:
+        """Called after each commit; must not raise."""
         ...
 
     def abandon(self) -> None:
-        """Stop, for the database closes."""
+        """Stop: the database closes."""
         ...
 
 
 class Database:
-    """An open database. Everything here runs on the thread that opened it."""
+    """An open database; use it on the thread that opened it."""
 
-    def __init__(self, opening: Opening, connection: Connection) -> None:
-        self.opening = opening
+    def __init__(self, options: OpenOptions, connection: Connection) -> None:
+        self.options = options
         self.connection = connection
-        self.followers: list[Follower] = []
+        self.observers: list[CommitObserver] = []
         meta = dict(connection.execute("SELECT name, value FROM meta"))
         self.history: str = meta["history"]
         self.revision: int = meta["revision"]
 
     @classmethod
-    def open(cls, opening: Opening) -> Database:
-        """Make, examine and migrate the file; one that the examination refuses is not altered."""
-        # SQLite keeps its log beside the file, not beside a link to it.
-        opening = replace(opening, path=opening.path.resolve())
-        with alone_in(opening.path.parent):
-            ensure(opening)
-            connection = _examined(opening)
+    def open(cls, options: OpenOptions) -> Database:
+        """Create, examine and migrate the file. A file that fails the examination is not altered."""
+        # SQLite puts its log beside the file, not beside a link to it.
+        options = replace(options, path=options.path.resolve())
+        with locked_directory(options.path.parent):
+            ensure(options)
+            connection = _examined(options)
             try:
-                _set_up(connection, opening)
-                return cls(opening, connection)
+                _set_up(connection, options)
+                return cls(options, connection)
             except BaseException:
                 connection.close()
                 raise
@@ -85,31 +86,31 @@ class Database:
         return Entry(*rows[0]) if rows else None
 
     def list(self, prefix: str, after: str, limit: int) -> Sequence[Entry]:
-        """The first entries under a prefix and behind a key."""
+        """The first entries under a prefix and after a key."""
         bounds = (max(prefix, after), after, prefix_end(prefix), limit)
         return [Entry(*row) for row in self.connection.execute(_LIST, bounds)]
 
-    def commit(self, batch: Sequence[Transaction]) -> Decision:
-        """Decide on the batch and make what applies durable."""
+    def commit(self, batch: Sequence[Transaction]) -> BatchOutcome:
+        """Decide on the batch and make the applied transactions durable."""
         found = {row[0]: row[1] for key in expected_keys(batch) for row in self.connection.execute(_REVISION, (key,))}
-        decision = decide(batch, self.revision, found)
-        if decision.applied:
+        outcome = decide(batch, self.revision, found)
+        if outcome.applied:
             with transaction(self.connection):
-                write(self.connection, decision.writes.values(), decision.revision)
-            self.revision = decision.revision
-            for follower in self.followers:
-                follower.follow(decision)
-        return decision
+                write(self.connection, outcome.writes.values(), outcome.revision)
+            self.revision = outcome.revision
+            for observer in self.observers:
+                observer.committed(outcome)
+        return outcome
 
     def close(self) -> None:
-        """Let go of the file; SQLite moves its log into the database first."""
-        for follower in tuple(self.followers):
-            follower.abandon()
+        """Close the file after a checkpoint."""
+        for observer in tuple(self.observers):
+            observer.abandon()
         self.connection.close()
 
 
 def write(connection: Connection, writes: Iterable[Write], revision: int) -> None:
-    """Write one value, or the absence of one, per key; so puts and deletes need no order between them."""
+    """Apply one write per key, so the order of puts and deletes does not matter."""
     puts: list[Write] = []
     deletes: list[tuple[str]] = []
     for each in writes:
@@ -122,27 +123,27 @@ def write(connection: Connection, writes: Iterable[Write], revision: int) -> Non
     connection.execute(_ADVANCE, (revision,))
 
 
-def _examined(opening: Opening) -> Connection:
-    path = opening.path
+def _examined(options: OpenOptions) -> Connection:
+    path = options.path
     if not path.is_file():
         raise corrupt(path, "it is not a file")
     if path.stat().st_size == 0:
-        raise corrupt(path, "it is empty")  # to SQLite that would be a new database
-    connection = opening.connect(path)
+        raise corrupt(path, "it is empty")  # SQLite would treat it as a new database
+    connection = options.connect(path)
     try:
         single(connection, "PRAGMA locking_mode = EXCLUSIVE")
-        examine(connection, path, newest_version(opening.migrations), opening.checked_bytes_max)
+        examine(connection, path, newest_version(options.migrations), options.checked_bytes_max)
     except BaseException:
-        forsake(connection)
+        close_without_checkpoint(connection)
         raise
     return connection
 
 
-def _set_up(connection: Connection, opening: Opening) -> None:
+def _set_up(connection: Connection, options: OpenOptions) -> None:
     with transaction(connection):
-        pass  # where nothing can be written, that is found now
+        pass  # an empty transaction fails now if the file is not writable
     mode = single(connection, "PRAGMA journal_mode = WAL")
     assert mode == "wal", mode
     for setting in _SETTINGS:
         connection.execute(setting).close()
-    migrate(connection, opening.migrations)
+    migrate(connection, options.migrations)

@@ -1,7 +1,8 @@
-"""The file of a store: how it comes to be at its path.
+"""Creation of a store's file.
 
-Law: at the path there is nothing or a whole store, whose directory entry is durable before anything is written to it.
-Every file is made beside its path and renamed.
+Invariants:
+- At the path there is no file or a complete store, whose directory entry is durable before the first commit.
+- Every file is created under a temporary name in the same directory and renamed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ NEW_SUFFIX = ".new"
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """How a store's file is opened."""
+class OpenOptions:
+    """The parameters for options a store's file."""
 
     path: Path
     new_history: Callable[[], str]
@@ -33,8 +34,8 @@ class Opening:
 
 
 @contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
-    """One after the other opens stores in a directory: at once, two would make two files, or lock each other out."""
+def locked_directory(directory: Path) -> Iterator[None]:
+    """Hold the lock for opening stores in a directory, so that two processes do not create it at once."""
     if not directory.is_dir():
         raise ConfigError("store_directory_missing", f"{directory} is not a directory", "create it")
     descriptor = os.open(directory, os.O_DIRECTORY)
@@ -42,26 +43,26 @@ def alone_in(directory: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # not by closing alone: a forked child may share the descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit, because a forked child may share the descriptor
         os.close(descriptor)
 
 
-def ensure(opening: Opening) -> None:
-    """Make an empty store unless there is a file; what is at the path stays there from now on."""
-    if not opening.path.exists():
-        _create(opening)
-    # Also for a file that was there: whoever made it may have died before this.
-    _sync(opening.path.parent)
+def ensure(options: OpenOptions) -> None:
+    """Create an empty store unless there is a file, and make the directory entry durable."""
+    if not options.path.exists():
+        _create(options)
+    # Also for an existing file: the process that created it may have been killed before this.
+    _sync(options.path.parent)
 
 
-def start(new: Path, opening: Opening, history: str) -> Connection:
-    """A connection to an empty store in a new file, fast and not durable: for filling, before `put_in_place`."""
+def create_file(new: Path, options: OpenOptions, history: str) -> Connection:
+    """Create a file with an empty store and connect to it without durability, to fill it before `put_in_place`."""
     os.close(os.open(new, os.O_CREAT | os.O_EXCL, 0o600))
-    connection = opening.connect(new)
+    connection = options.connect(new)
     try:
         connection.execute("PRAGMA journal_mode = OFF").close()
         connection.execute("PRAGMA synchronous = OFF").close()
-        build(connection, history, opening.migrations)
+        build(connection, history, options.migrations)
     except BaseException:
         connection.close()
         new.unlink()
@@ -70,7 +71,7 @@ def start(new: Path, opening: Opening, history: str) -> Connection:
 
 
 def put_in_place(new: Path, path: Path) -> None:
-    """Make a finished file durable under its name. It must not be open: closing it here would drop SQLite's locks."""
+    """Sync a finished file and rename it. It must not be open in SQLite: closing it here would drop SQLite's locks."""
     try:
         _sync(new)
         new.replace(path)
@@ -80,17 +81,17 @@ def put_in_place(new: Path, path: Path) -> None:
     _sync(path.parent)
 
 
-def _create(opening: Opening) -> None:
-    path = opening.path
+def _create(options: OpenOptions) -> None:
+    path = options.path
     _refuse_orphans(path)
     new = path.with_name(path.name + NEW_SUFFIX)
-    new.unlink(missing_ok=True)  # left by a creation that was cut short
-    start(new, opening, opening.new_history()).close()
+    new.unlink(missing_ok=True)  # left by an interrupted creation
+    create_file(new, options, options.new_history()).close()
     put_in_place(new, path)
 
 
 def _refuse_orphans(path: Path) -> None:
-    """SQLite would play the log of a lost database into the new one."""
+    """Refuse a log without its database: SQLite would apply it to the new one."""
     for suffix in JOURNAL_SUFFIXES:
         if (orphan := path.with_name(path.name + suffix)).exists():
             raise corrupt(path, f"it is missing, while {orphan.name} is there")

@@ -1,10 +1,11 @@
-"""The tables of a store, how to know a sound one, and how to bring an older one up to date.
+"""The tables of a store: creation, examination and migration.
 
-Law: what is examined is not altered. A store that is damaged or newer is refused; an older one is migrated, one version
-after the other, in one transaction. New stores are made at version 1 and migrated like any other.
+Invariants:
+- The examination alters nothing. A damaged or newer store is refused.
+- An older store is migrated version by version in one transaction. New stores are created at version 1 and migrated.
 
-`kv` has a rowid: with values of some 300 bytes and a database beyond the cache that was up to twice as fast to write as
-WITHOUT ROWID, because new rows go to the end and only small index pages are scattered. Scans are slower, at 700,000/s.
+`kv` has a rowid: with values of about 300 bytes and a database larger than the cache, writes were up to twice as fast
+as WITHOUT ROWID, because new rows are appended and only small index pages are scattered. Scans are slower (700,000/s).
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from forged.errors import ConfigError
 from forged.kernel.store.sqlite_connection import APPLICATION_ID, Connection, corrupt, single, transaction
 
 CHECKED_BYTES_MAX = 512 << 20
-"""Up to this size every page is looked at when a store is opened. Above it, only what opening reads is: header, length,
-schema and meta; other damage is `StoreCorrupt` at the first read that meets it."""
+"""Up to this size every page is checked when a store is opened. Above it, only header, length, schema and meta are;
+other damage raises `StoreCorrupt` at the first read of the page."""
 
 HISTORY_BYTES = 16
 
 Migration: TypeAlias = Callable[[Connection], None]
 MIGRATIONS: Mapping[int, Migration] = {}
-"""For each version above 1, how to make it of the one before."""
+"""For each version above 1, the migration from the version before."""
 
-# The check is for the examination: a flipped bit can make a blob a text.
+# The constraint is checked by the examination: a flipped bit can turn a blob into text.
 _TABLES = (
     "CREATE TABLE kv (key TEXT PRIMARY KEY NOT NULL, value BLOB NOT NULL, revision INTEGER NOT NULL,"
     " CHECK (typeof(key) = 'text' AND typeof(value) = 'blob' AND typeof(revision) = 'integer'))",
@@ -35,7 +36,7 @@ _TABLES = (
 
 
 def build(connection: Connection, history: str, migrations: Mapping[int, Migration]) -> None:
-    """Make the tables of an empty store."""
+    """Create the tables of an empty store."""
     with transaction(connection):
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         for table in _TABLES:
@@ -47,7 +48,7 @@ def build(connection: Connection, history: str, migrations: Mapping[int, Migrati
 
 
 def migrate(connection: Connection, migrations: Mapping[int, Migration]) -> None:
-    """Bring an examined store to the newest version."""
+    """Migrate an examined store to the newest version."""
     version, newest = single(connection, "PRAGMA user_version"), newest_version(migrations)
     if version == newest:
         return
@@ -59,12 +60,12 @@ def migrate(connection: Connection, migrations: Mapping[int, Migration]) -> None
 
 
 def newest_version(migrations: Mapping[int, Migration]) -> int:
-    """The version that a table of migrations leads to."""
+    """The newest version that the migrations reach."""
     return max(migrations, default=1)
 
 
 def examine(connection: Connection, path: Path, newest: int, checked_bytes_max: int) -> None:
-    """Raise `StoreCorrupt` for what no store of ours looks like, `ConfigError` for one that is too new."""
+    """Raise `StoreCorrupt` for a damaged store, `ConfigError` for a newer version."""
     _examine_identity(connection, path, newest)
     _examine_length(connection, path)
     if path.stat().st_size <= checked_bytes_max:
@@ -75,9 +76,9 @@ def examine(connection: Connection, path: Path, newest: int, checked_bytes_max: 
 def _examine_identity(connection: Connection, path: Path, newest: int) -> None:
     application = single(connection, "PRAGMA application_id")
     if application != APPLICATION_ID:
-        raise corrupt(path, f"its application id is {application:#x} and not {APPLICATION_ID:#x}")
+        raise corrupt(path, f"its application id is {application:#x}, must be {APPLICATION_ID:#x}")
     if (encoding := single(connection, "PRAGMA encoding")) != "UTF-8":
-        raise corrupt(path, f"its text encoding is {encoding} and not UTF-8")
+        raise corrupt(path, f"its text encoding is {encoding}, must be UTF-8")
     version = single(connection, "PRAGMA user_version")
     if version > newest:
         raise ConfigError(
@@ -90,17 +91,17 @@ def _examine_identity(connection: Connection, path: Path, newest: int) -> None:
 
 
 def _examine_length(connection: Connection, path: Path) -> None:
-    """SQLite rounds a cut page up and reads zeros, which inside a long value nothing would notice."""
+    """Detect a truncated file: SQLite would read the missing part of a page as zeros."""
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size > 0:
-        return  # pages may legitimately stand in the log alone
+        return  # pages may be in the log only
     wanted = single(connection, "PRAGMA page_count") * single(connection, "PRAGMA page_size")
     if (found := path.stat().st_size) < wanted:
-        raise corrupt(path, f"it was cut off: {found} bytes of {wanted}")
+        raise corrupt(path, f"it is truncated: {found} bytes of {wanted}")
 
 
 def _examine_pages(connection: Connection, path: Path) -> None:
-    # `quick_check` does less, and passes an index whose entries lead nowhere.
+    # `quick_check` would pass an index whose entries point to missing rows.
     found = single(connection, "PRAGMA integrity_check(1)")
     if found != "ok":
         raise corrupt(path, " ".join(found.split()))

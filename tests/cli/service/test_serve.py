@@ -125,7 +125,7 @@ class TestRefusingToStart:
         database.write_bytes(b"no database" * 1000)
         code, complaint = start()
         assert code == 2
-        assert f"{database} is not a sound store" in complaint
+        assert f"the store {database} is damaged" in complaint
         assert "restore a backup" in complaint
         assert database.read_bytes() == b"no database" * 1000
 

@@ -299,7 +299,9 @@ async def test_a_delivery_that_is_cancelled_from_within_is_a_failure_and_not_the
         receiver.does = lambda _: None
         await delivered(receiver)
         assert receiver.ids[-1:] == additions(kernel)
-        assert [fact.reason for fact in kernel.facts(HandlerFailed)] == ["raised CancelledError without being cancelled"]
+        assert [fact.reason for fact in kernel.facts(HandlerFailed)] == [
+            "raised CancelledError without being cancelled"
+        ]
 
 
 @on_virtual_time

@@ -21,7 +21,7 @@ from forged.kernel.store.port import Entry, StoreCorrupt, StoreUnavailable, Tran
 from forged.kernel.store.sqlite import SqliteStore
 from forged.kernel.store.sqlite_connection import connect
 from forged.kernel.store.sqlite_database import LOG_PAGES
-from forged.kernel.store.sqlite_file import Opening, ensure
+from forged.kernel.store.sqlite_file import OpenOptions, ensure
 from tests.kernel.store.disk import Disk, Medium, Operation, connect_through
 from tests.sweeps import WHOLE
 
@@ -79,7 +79,7 @@ async def record(disk: Disk, directory: Path, synchronous: str = "FULL", failing
     """
     path = directory / "store.db"
     replaced = FREQUENT_CHECKPOINTS | {"PRAGMA synchronous = FULL": f"PRAGMA synchronous = {synchronous}"}
-    ensure(Opening(path, lambda: "a history", connect, {}, 1 << 30))
+    ensure(OpenOptions(path, lambda: "a history", connect, {}, 1 << 30))
     run = Run({path.name: path.read_bytes()}, disk.operations, {0: []})
     random, revision = Random(1), 0
     batches: list[Sequence[Transaction]] = []
