@@ -49,20 +49,27 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong in an input: where it is, what was found there, and what would be right.
+    """One invalid input value; it reads `KEY must be WANTED, got VALUE`, or as `text` says where that does not fit.
 
-    `line` is where in a file the key is written; `place` says where it is when that is no line.
+    `line` is the key's line in a file; `place` says where the key was set when that is not a file.
     """
 
     key: str
     value: object
-    wanted: str
+    wanted: str = ""
     line: int | None = None
     place: str = ""
+    text: str = ""
+
+    @classmethod
+    def unknown(cls, key: str, value: object, known: Iterable[str], nearest: str | None) -> Problem:
+        """A key that is none of the known ones; `nearest` is the one that the caller may have meant."""
+        hint = f"did you mean `{nearest}`?" if nearest else f"the known keys are {', '.join(known)}"
+        return cls(key, value, text=f"unknown key `{_legible(key)}`; {hint}")
 
     def __str__(self) -> str:
         place = self.place if self.line is None else f"line {self.line}"
-        text = f"{_legible(self.key)} = {_in_brief(self.value)}: {self.wanted}"
+        text = self.text or f"{_legible(self.key)} must be {self.wanted}, got {_in_brief(self.value)}"
         return f"{place}: {text}" if place else text
 
 

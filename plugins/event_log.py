@@ -76,20 +76,22 @@ def what_is_wrong_with(path: Path) -> str:
     try:
         return _what_is_wrong_with(path)
     except OSError as error:
-        return f"a path that can be looked at: {error.strerror}"
+        return f"an accessible path: {error.strerror}"
 
 
 def _what_is_wrong_with(path: Path) -> str:
     if not path.is_absolute():
-        return "a path from the root on: the daemon's directory may be any"
+        return "an absolute path, because the daemon may run in any directory"
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        return "a file, and no link to one"
+        return "a regular file, not a link"
     if path.exists():
         return "" if os.access(path, os.R_OK | os.W_OK) else "a file that the daemon can read and write"
     directory = next(one for one in path.parents if one.exists())
     if not directory.is_dir():
-        return f"in a directory; {directory} is none"
-    return "" if os.access(directory, os.W_OK | os.X_OK) else f"in a directory that can be made in {directory}"
+        return f"in a directory, and {directory} is not one"
+    return (
+        "" if os.access(directory, os.W_OK | os.X_OK) else f"below a directory writable by the daemon, not {directory}"
+    )
 
 
 class Mark(NamedTuple):

@@ -459,11 +459,17 @@ def _access(name: str, settings: Settings) -> Access:
     try:
         import aiohttp  # noqa: F401 - here rather than at the first delivery, for which nobody waits with patience
     except ImportError:
-        problems.append(("url", settings.url, "posted to with aiohttp: pip install aiohttp"))
+        problems.append(("url", settings.url, "posted to with aiohttp, which is missing: pip install aiohttp"))
     try:
         secret = _read_secret(settings.secret_file)
     except (OSError, ValueError) as error:
-        problems.append(("secret_file", settings.secret_file, _reason(error)))
+        problems.append(
+            (
+                "secret_file",
+                settings.secret_file,
+                f"a readable file: {_reason(error)}" if isinstance(error, OSError) else str(error),
+            )
+        )
     try:
         if not settings.url.startswith("http://") or settings.ca_file:
             tls = ssl.create_default_context(cafile=settings.ca_file or None)
@@ -485,9 +491,11 @@ def _read_secret(path: str) -> bytes:
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError("a file with the secret in it")
+            raise ValueError("a file with the secret")
         if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ValueError(f"a file for its owner alone (mode {stat.S_IMODE(found.st_mode):04o}): chmod go= {path}")
+            raise ValueError(
+                f"readable by its owner only, with mode 0600 (now {stat.S_IMODE(found.st_mode):04o}): chmod go= {path}"
+            )
         secret = file.read(SECRET_BYTES_MAX + 1).strip()
     if not secret:
         raise ValueError("a file that is not empty: openssl rand -hex 32")
@@ -509,7 +517,7 @@ def _url_problems(key: str, url: str, *, plain: bool) -> Iterator[tuple[str, str
     if parts.username is not None or parts.password is not None or parts.fragment:
         yield key, f"{parts.scheme}://...@{parts.hostname}", "a URL without a password, a user or a #fragment"
     if parts.scheme == "http" and not plain and not _is_loopback(parts.hostname or ""):
-        yield key, f"http://{parts.hostname}", "https://..., or plain_http = true where everybody may read along"
+        yield key, f"http://{parts.hostname}", "https://..., unless plain_http = true allows unencrypted requests"
 
 
 def _is_loopback(host: str) -> bool:

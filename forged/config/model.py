@@ -106,7 +106,10 @@ def find_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
 def _problems_of(key: str, value: Any) -> Iterator[Problem]:
     known = [setting.name for setting in fields(Config)]
     if key not in known:
-        yield Problem(key, HIDDEN if names_secret(key) else shown(value), _known_key(key, known))
+        nearest = get_close_matches(key.replace("-", "_").lower(), known, 1)
+        yield Problem.unknown(
+            key, HIDDEN if names_secret(key) else shown(value), known, nearest[0] if nearest else None
+        )
         return
     default = getattr(DEFAULTS, key)
     if not _same_kind(value, default):
@@ -121,11 +124,6 @@ def _problems_of(key: str, value: Any) -> Iterator[Problem]:
         yield Problem(key, value, "a text without zero bytes")
     else:
         yield from _meaning(key, value)
-
-
-def _known_key(key: str, known: list[str]) -> str:
-    nearest = get_close_matches(key.replace("-", "_").lower(), known, 1)
-    return f"a known key; the nearest is {nearest[0]}" if nearest else f"one of the known keys: {', '.join(known)}"
 
 
 def _same_kind(value: Any, default: Any) -> bool:
@@ -209,14 +207,14 @@ def _plugin_problems(plugins: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _misplaced(key: str) -> str:
     """What happens to those who add a line at the end of the file."""
-    return "; a setting of the daemon stands above the first [table]" if key in Config.__slots__ else ""
+    return " (settings of the daemon stand above the first [table])" if key in Config.__slots__ else ""
 
 
 def _unfit(path: str, value: Any, depth: int) -> Iterator[Problem]:
     """What of a plugin's settings cannot be compared with what they were, or be shown to anybody."""
     if isinstance(value, (Mapping, list, tuple)):
         if not depth:
-            yield Problem(path, "...", f"tables and lists that are nested {DEPTH_MAX} deep at most")
+            yield Problem(path, "...", f"nested at most {DEPTH_MAX} levels deep")
             return
         inner = value.items() if isinstance(value, Mapping) else (("", one) for one in value)
         for key, one in inner:
@@ -245,4 +243,4 @@ def _tls_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("listen", address, "tcp://host:port, unless tls_certificate and tls_key are set")
     http = values.get("http")
     if isinstance(http, str) and http.startswith("tls://"):
-        yield Problem("http", http, "host:port or tcp://host:port: it is served as plain HTTP only")
+        yield Problem("http", http, "host:port or tcp://host:port, because it is plain HTTP")

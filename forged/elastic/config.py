@@ -234,7 +234,7 @@ def find_slips(settings: Mapping[str, SettingValue]) -> Iterator[Problem]:
     for key in sorted(settings.keys() - RULES.keys()):
         meant = next((name for name in RULES if _is_near(_stem(key), _stem(name))), None)
         if meant is not None:
-            yield Problem(key, settings[key], f"do you mean {meant}?")
+            yield Problem.unknown(key, settings[key], RULES, meant)
 
 
 def _stem(key: str) -> str:

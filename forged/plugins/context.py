@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from inspect import iscoroutinefunction
 from math import inf
 from pathlib import Path
@@ -192,15 +193,16 @@ class PluginContext:
         values: dict[str, Any] = {}
         for key, value in self.config.items():
             if key not in known:
-                problems.append(self._problem(key, value, f"one of the known keys: {', '.join(known)}"))
+                nearest = get_close_matches(key, known, 1)
+                problems.append(Problem.unknown(self._key(key), value, known, nearest[0] if nearest else None))
                 continue
             try:
                 values[key] = msgspec.convert(value, known[key].type)
             except msgspec.ValidationError as error:
-                problems.append(self._problem(key, value, str(error)))
+                problems.append(Problem(self._key(key), value, text=f"{self._key(key)}: {error}"))
         for key, one in known.items():
             if one.required and key not in self.config:
-                problems.append(self._problem(key, None, "set; it has no default"))
+                problems.append(Problem(self._key(key), None, text=f"{self._key(key)} must be set; it has no default"))
         if problems:
             raise ConfigError("plugin_settings_invalid", f"the settings of {self.name} are not valid", "", problems)
         return kind(**values)
@@ -375,8 +377,8 @@ class PluginContext:
         if self._registered:
             raise RuntimeError(f"{self.name} may register only while it is asked to")
 
-    def _problem(self, key: str, value: object, wanted: str) -> Problem:
-        return Problem(f"plugins.{self.name}.{key}", value, wanted)
+    def _key(self, key: str) -> str:
+        return f"plugins.{self.name}.{key}"
 
 
 def _facts(types: type[Fact] | Iterable[type[Fact]]) -> frozenset[type[Fact]]:

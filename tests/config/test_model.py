@@ -11,7 +11,7 @@ from forged.config.redaction import DEPTH_MAX, HIDDEN
 
 def found(**values: Any) -> list[tuple[str, str]]:
     """The keys that are wrong, and what would be right."""
-    return [(problem.key, problem.wanted) for problem in find_problems(values)]
+    return [(problem.key, problem.text or problem.wanted) for problem in find_problems(values)]
 
 
 def keys(**values: Any) -> list[str]:
@@ -141,7 +141,7 @@ def test_a_value_is_told_what_is_wanted(key: str, value: Any, wanted: str) -> No
     ],
 )
 def test_a_mistyped_key_is_told_the_nearest(key: str, nearest: str) -> None:
-    assert found(**{key: "x"}) == [(key, f"a known key; the nearest is {nearest}")]
+    assert found(**{key: "x"}) == [(key, f"unknown key `{key}`; did you mean `{nearest}`?")]
 
 
 def test_a_key_like_no_other_is_told_all_there_are() -> None:
@@ -174,7 +174,7 @@ def test_a_tls_setting_without_its_other_half_is_a_mistake(settings: dict[str, A
 
 def test_http_with_tls_is_refused_because_it_would_be_served_without() -> None:
     [(_, wanted)] = found(tls_certificate="c", tls_key="k", http="tls://127.0.0.1:1")
-    assert wanted == "host:port or tcp://host:port: it is served as plain HTTP only"
+    assert wanted == "host:port or tcp://host:port, because it is plain HTTP"
 
 
 @pytest.mark.parametrize("role", ["none", "boss", "", 5, ["viewer"], {}])
@@ -187,7 +187,7 @@ def test_a_certificate_has_a_role_that_lets_somebody_in(role: object) -> None:
 def test_a_setting_below_a_table_is_told_where_it_belongs(table: str) -> None:
     [(key, wanted), *_] = found(**{table: {"log_level": "debug"}})
     assert key == f"{table}.log_level"
-    assert wanted.endswith("; a setting of the daemon stands above the first [table]")
+    assert wanted.endswith(" (settings of the daemon stand above the first [table])")
 
 
 # Plugins.
@@ -239,7 +239,7 @@ def test_settings_that_are_nested_too_deep_are_refused(wrap: Any) -> None:
         deep = wrap(deep)
     [(key, wanted)] = found(plugins={"p": {"x": deep}})
     assert key.startswith("plugins.p.x")
-    assert f"{DEPTH_MAX} deep" in wanted
+    assert f"{DEPTH_MAX} levels deep" in wanted
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_settings_that_are_nested_too_deep_are_refused(wrap: Any) -> None:
 def test_no_problem_tells_a_secret(values: dict[str, Any]) -> None:
     [problem] = find_problems(values)
     assert "hush" not in str(problem)
-    assert HIDDEN in str(problem)
+    assert HIDDEN in repr(problem.value)
 
 
 def test_a_secret_number_is_not_told_either() -> None:

@@ -407,20 +407,20 @@ def test_what_is_no_file_is_refused(refused: Callable[..., str], path: Path, mak
     path.parent.mkdir()
     make(path)
     reason = refused()
-    assert "plugins.event_log.path = " in reason
-    assert "no link to one" in reason
+    assert "plugins.event_log.path must be " in reason
+    assert "a regular file, not a link" in reason
 
 
 @pytest.mark.parametrize(
     "given", [{"path": "log/events.jsonl"}, {"files_max": 1}, {"bytes_max": 10}, {"fsync": "yes"}, {"colour": "red"}]
 )
 def test_a_setting_that_is_of_no_use_is_refused_by_its_key(refused: Callable[..., str], given: dict[str, Any]) -> None:
-    assert f"plugins.event_log.{next(iter(given))} = " in refused(**given)
+    assert f"plugins.event_log.{next(iter(given))}" in refused(**given)
 
 
 def test_a_file_below_a_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "is none" in refused(path=str(tmp_path / "file" / "events.jsonl"))
+    assert "is not one" in refused(path=str(tmp_path / "file" / "events.jsonl"))
 
 
 def test_to_be_asked_whether_the_settings_will_do_leaves_nothing_behind(
@@ -462,7 +462,7 @@ async def test_a_directory_that_cannot_be_written_is_refused_and_waited_for_late
         remount(disk, "ro")
         expected = await house.say(Blob(0))
         assert "Read-only file system" in await house.stalled()
-        assert "in a directory that can be made in" in await asyncio.to_thread(refused, path=str(path))
+        assert "writable by the daemon" in await asyncio.to_thread(refused, path=str(path))
         remount(disk, "rw")
         await house.caught_up()
     assert ids(path) == expected

@@ -109,9 +109,9 @@ def test_what_is_no_rate_is_refused(base: Any) -> None:
 
 @pytest.mark.parametrize("world", [0, -1, True, 2.0, "2", None, WORLD_SIZE_MAX + 1, *HUGE])
 def test_what_is_no_number_of_workers_is_refused(world: Any) -> None:
-    with pytest.raises(RequestRefused, match="base_world = "):
+    with pytest.raises(RequestRefused, match="base_world must be "):
         adapt_learning_rate(0.1, world, 2, AdaptationStrategy.LINEAR)
-    with pytest.raises(RequestRefused, match=r"^world = "):
+    with pytest.raises(RequestRefused, match=r"^world must be "):
         adapt_learning_rate(0.1, 2, world, AdaptationStrategy.LINEAR)
 
 

@@ -59,4 +59,4 @@ def _problems(plugin: Plugin, config: Config) -> Iterator[Problem]:
         yield from plugin.problems
     else:
         key = f"plugins.{plugin.name}" if plugin.name in config.plugins else "plugin_dir"
-        yield Problem(key, plugin.origin, plugin.reason or "")
+        yield Problem(key, plugin.origin, text=f"{key}: {plugin.origin} was refused: {plugin.reason}")

@@ -51,8 +51,8 @@ class RequestTable:
         """Register the handler of a request type."""
         other = self.routes.get(request)
         if other is not None:
-            wanted = f"exactly one handler; {other.owner} has registered one, so wrap or replace it"
-            self._problems.append(Problem(request.__name__, owner, wanted))
+            text = f"{owner} serves {request.__name__}, which {other.owner} serves already; wrap or replace it"
+            self._problems.append(Problem(request.__name__, owner, text=text))
             return
         self.routes[request] = Route(request, owner, handler)
 
@@ -60,8 +60,8 @@ class RequestTable:
         """Register a handler that replaces the built-in one; at most one replacement per type."""
         other = self._replacements.get(request)
         if other is not None:
-            wanted = f"at most one replacement; {other.owner} has registered one"
-            self._problems.append(Problem(request.__name__, owner, wanted))
+            text = f"{owner} replaces the handler of {request.__name__}, which {other.owner} replaces already"
+            self._problems.append(Problem(request.__name__, owner, text=text))
             return
         self._replacements[request] = Route(request, owner, handler)
 
@@ -77,18 +77,19 @@ class RequestTable:
         """Complete the routes, or raise one `ConfigError` with all problems."""
         for request in expected:
             if request not in self.routes:
-                self._problems.append(Problem(request.__name__, None, "exactly one handler; there is none"))
+                self._problems.append(Problem(request.__name__, None, text=f"{request.__name__} has no handler"))
         for request, route in self._replacements.items():
             if request in self.routes:
                 self.routes[request] = route
             else:
-                wanted = "an existing handler to replace; there is none, so use serve"
-                self._problems.append(Problem(request.__name__, route.owner, wanted))
+                text = f"{route.owner} replaces the handler of {request.__name__}, which has none; use serve"
+                self._problems.append(Problem(request.__name__, route.owner, text=text))
         for owner, request, wrapper in self._wrappers:
             if request in self.routes:
                 self.routes[request].wrappers.append((owner, wrapper))
             else:
-                self._problems.append(Problem(request.__name__, owner, "an existing handler to wrap; there is none"))
+                text = f"{owner} wraps the handler of {request.__name__}, which has none"
+                self._problems.append(Problem(request.__name__, owner, text=text))
         if self._problems:
             raise ConfigError(
                 "requests_unsettled",

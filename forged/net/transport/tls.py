@@ -159,7 +159,7 @@ def client_context(
         problems += _identity_problems(context, certificate, key, CLIENT_SETTINGS)
     elif certificate is not None or key is not None:
         missing = CLIENT_SETTINGS.key if key is None else CLIENT_SETTINGS.certificate
-        problems.append(Problem(missing, None, "certificate and key are set together or not at all"))
+        problems.append(Problem(missing, None, "set, because certificate and key belong together"))
     _refuse(problems)
     return context
 
@@ -209,10 +209,10 @@ def _identity_problems(
         context.load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            return [Problem(settings.key, str(key), f"must be the key of the certificate {certificate}")]
+            return [Problem(settings.key, str(key), f"the key of the certificate {certificate}")]
         return [
-            Problem(settings.certificate, str(certificate), "must be a certificate chain in PEM"),
-            Problem(settings.key, str(key), "must be its private key in PEM, without a passphrase"),
+            Problem(settings.certificate, str(certificate), "a certificate chain in PEM"),
+            Problem(settings.key, str(key), "its private key in PEM, without a passphrase"),
         ]
     return []
 
@@ -223,7 +223,7 @@ def _authority_problems(context: ssl.SSLContext, path: str | Path, setting: str)
     try:
         context.load_verify_locations(path)
     except ssl.SSLError:
-        return [Problem(setting, str(path), "must hold the authority's certificates in PEM")]
+        return [Problem(setting, str(path), "a file with the authority's certificates in PEM")]
     return []
 
 
@@ -231,7 +231,7 @@ def _file_problems(path: str | Path, setting: str, label: str) -> list[Problem]:
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        return [Problem(setting, str(path), f"cannot be read: {error.strerror}")]
+        return [Problem(setting, str(path), text=f"cannot read {setting} {str(path)!r}: {error.strerror}")]
     if f"{label}-----".encode() not in text:
-        return [Problem(setting, str(path), f"must hold a {label.lower()} in PEM")]
+        return [Problem(setting, str(path), f"a file with a {label.lower()} in PEM")]
     return []

@@ -774,7 +774,9 @@ class TestARealDaemon:
         for line in ("jobs create new", "jobs change run"):
             code, _, err = ctl(f"{line} min_workers=0 max_workers=foo stall_timeout=5 mine=1")
             assert code == 3
-            assert all(key in err for key in ("min_workers = 0: ", "max_workers = 'foo': ", "mean stall_timeout_ms?"))
+            assert all(
+                key in err for key in ("min_workers must be ", "max_workers must be ", "mean `stall_timeout_ms`?")
+            )
 
     @pytest.mark.parametrize("line", ["jobs pause nojob", "jobs rescale nojob", "plan --job nojob --workers 2"])
     def test_a_job_that_is_not_there_is_said_not_to_be_there(self, ctl: Ctl, line: str) -> None:

@@ -92,6 +92,6 @@ def test_any_finite_number_above_0_can_be_a_workers_own_weight(weight: float) ->
 
 @pytest.mark.parametrize("weight", [0, 0.0, -0.0, -1, float("nan"), float("inf"), True, "1", b"1", None, 10**400, 1j])
 def test_what_cannot_be_a_workers_own_weight_is_refused_by_its_name(weight: Any) -> None:
-    with pytest.raises(RequestRefused, match=r"weight = .*: a finite number above 0") as caught:
+    with pytest.raises(RequestRefused, match=r"weight must be a finite number above 0, got ") as caught:
         check_weight(weight)
     assert caught.value.code == "weight_invalid"

@@ -116,5 +116,5 @@ def test_a_type_that_is_served_without_being_expected_is_settled_too() -> None:
 def test_the_error_names_who_was_there_first(register: Callable[[RequestTable], None]) -> None:
     table = RequestTable()
     register(table)
-    with pytest.raises(ConfigError, match=r"one (handler; one|replacement; two) has registered one"):
+    with pytest.raises(ConfigError, match=r"which (one serves|two replaces) already"):
         table.seal([])
