@@ -13,10 +13,10 @@ import threading
 from typing import Any
 
 import numpy as np
-import zstandard
 
 from forged.checkpoint.errors import CheckpointException, corrupted
 from forged.checkpoint.format.boxes import CHUNK_BYTES_MAX
+from forged.checkpoint.format.zstd import FrameError, new_codec
 from forged.checkpoint.model import CompressionLevel
 
 PACKED_BYTES_MIN = 2_048
@@ -32,12 +32,9 @@ REST = 15
 """So many of its chunks are stored as they are until it is tried again."""
 JOINED_AT_ONCE = 1 << 16
 WIDTH_MAX = 8
-WINDOW_BYTES_MAX = 2 * CHUNK_BYTES_MAX
-"""A frame that wants more memory for itself is not one of ours."""
+FRAME_MAGIC = b"\x28\xb5\x2f\xfd"
 _SEARCHES = {CompressionLevel.BALANCED: 3, CompressionLevel.MAXIMUM: 12}
 """At which level of zstd repetitions are looked for, besides."""
-_COUNTING = {"strategy": zstandard.STRATEGY_FAST, "hash_log": 6, "min_match": 7}
-"""What makes zstd see but the repetitions that nobody could overlook."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -68,10 +65,9 @@ def unpack_into(data: memoryview, itemsize: int, room: memoryview) -> None:
     try:
         for plane in planes:
             end = at + _frame_bytes(data[at:], count)
-            if _own.decompressor.stream_reader(data[at:end]).readinto(plane) != count:
-                raise _unreadable("a frame is short")
+            _own.codec.decompress_into(data[at:end], plane)
             at = end
-    except zstandard.ZstdError as error:
+    except FrameError as error:
         raise _unreadable(str(error)) from None
     if at != len(data):
         raise _unreadable("something follows its last frame")
@@ -103,8 +99,7 @@ class _Own(threading.local):
     """What every thread has for itself: contexts of zstd serve one at a time, and memory that was touched is quick."""
 
     def __init__(self) -> None:
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
-        self._compressors: dict[int | None, zstandard.ZstdCompressor] = {}
+        self.codec = new_codec()
         self._scratch: Bytes = np.empty(0, np.uint8)
 
     def planes(self, width: int, count: int) -> Bytes:
@@ -116,18 +111,6 @@ class _Own(threading.local):
             self._scratch = np.empty(size, np.uint8)
         return self._scratch[:size].reshape(width, count)
 
-    def compressor(self, search: int | None) -> zstandard.ZstdCompressor:
-        """One that looks for repetitions at that level of zstd, or for hardly any."""
-        if search not in self._compressors:
-            self._compressors[search] = (
-                zstandard.ZstdCompressor(level=search)
-                if search is not None
-                else zstandard.ZstdCompressor(
-                    compression_params=zstandard.ZstdCompressionParameters.from_level(1, **_COUNTING)
-                )
-            )
-        return self._compressors[search]
-
 
 _own = _Own()
 
@@ -135,14 +118,14 @@ _own = _Own()
 def _smallest(plane: Bytes, search: int | None, *, whole_too: bool) -> bytes:
     """The frame of a plane; repetitions are looked for where a sample has some, or, with `whole_too`, everywhere."""
     data = plane.data
-    counted = _own.compressor(None).compress(data)
+    counted = _own.codec.compress(data, None)
     if search is None:
         return counted
     if not whole_too and plane.size > SAMPLE_BYTES_MIN:
         sample = data[: max(SAMPLE_BYTES_MIN, plane.size // SAMPLE_PART)]
-        if len(_own.compressor(search).compress(sample)) >= len(_own.compressor(None).compress(sample)):
+        if len(_own.codec.compress(sample, search)) >= len(_own.codec.compress(sample, None)):
             return counted
-    return min(counted, _own.compressor(search).compress(data), key=len)
+    return min(counted, _own.codec.compress(data, search), key=len)
 
 
 def _split(data: Bytes, width: int) -> Bytes:
@@ -175,13 +158,7 @@ def _join(planes: Bytes, into: Bytes) -> None:
 
 def _frame_bytes(data: memoryview, content: int) -> int:
     """How long the frame is with which the data begins; refuses any that does not hold so many bytes."""
-    try:
-        parameters = zstandard.get_frame_parameters(data)
-        at = zstandard.frame_header_size(data)
-    except zstandard.ZstdError as error:
-        raise _unreadable(str(error)) from None
-    if parameters.content_size != content or parameters.has_checksum or parameters.dict_id:
-        raise _unreadable("a frame is not of the size that it has to be")
+    at = _header_bytes(data, content)
     is_last = False
     while not is_last:
         block = int.from_bytes(data[at : at + 3], "little")
@@ -190,6 +167,23 @@ def _frame_bytes(data: memoryview, content: int) -> int:
         if at > len(data):
             raise _unreadable("a frame is cut off")
     return at
+
+
+def _header_bytes(data: memoryview, content: int) -> int:
+    """How long the header of a frame is (RFC 8878, 3.1.1.1); refuses options that `pack` does not use."""
+    if len(data) < len(FRAME_MAGIC) + 1 or data[: len(FRAME_MAGIC)] != FRAME_MAGIC:
+        raise _unreadable("a frame does not begin as one")
+    descriptor = data[len(FRAME_MAGIC)]
+    size_flag, is_single_segment = descriptor >> 6, descriptor >> 5 & 1
+    if descriptor & 0b1_1111:
+        raise _unreadable("a frame has a checksum, a dictionary or a reserved bit")
+    start = len(FRAME_MAGIC) + 1 + (0 if is_single_segment else 1)
+    size_bytes = 1 << size_flag if size_flag or is_single_segment else 0
+    end = start + size_bytes
+    said = int.from_bytes(data[start:end], "little") + (256 if size_bytes == 2 else 0)
+    if not size_bytes or end > len(data) or said != content:
+        raise _unreadable("a frame is not of the size that it has to be")
+    return end
 
 
 def _unreadable(why: str) -> CheckpointException:
