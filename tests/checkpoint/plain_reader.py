@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from forged.checkpoint.format.compression import unpack_into
+from forged.checkpoint.format.compression import decompress_into
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Manifest, Part, Piece, digests_of, pieces
 from forged.checkpoint.format.tree import unflatten
@@ -58,7 +58,7 @@ def _bytes_of(piece: Piece, part: Part, data: bytes, at: int, itemsize: int) -> 
         raw = bytearray(data[at : at + abs(stored)])
         if part.stored is not None and stored > 0:
             raw = bytearray(length)
-            unpack_into(memoryview(data)[at : at + stored], itemsize, memoryview(raw))
+            decompress_into(memoryview(data)[at : at + stored], itemsize, memoryview(raw))
         assert len(raw) == length
         assert xxhash.xxh3_128_digest(raw) == digests[16 * chunk : 16 * chunk + 16]
         chunks.append(bytes(raw))

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from forged.checkpoint.format.boxes import Box, chunks, grid_of, whole
-from forged.checkpoint.format.compression import pack
+from forged.checkpoint.format.compression import compress
 from forged.checkpoint.format.dtypes import name_of
 from forged.checkpoint.format.manifest import Manifest, Part, Tensors, deduplicate_boxes, encode
 from forged.checkpoint.format.safetensors import Entry, encode_header
@@ -97,7 +97,7 @@ def _write_part(
         for chunk in chunks(leaf.box, grid_of(leaf.global_shape, leaf.array.itemsize)):
             where: Any = (*chunk.within(leaf.box), ...)
             plain = leaf.array[where].tobytes()
-            packed = pack(memoryview(plain), leaf.array.itemsize, level) if is_packed else None
+            packed = compress(memoryview(plain), leaf.array.itemsize, level) if is_packed else None
             digests.append(xxhash.xxh3_128_digest(plain))
             stored.append(-len(plain) if packed is None else len(packed))
             data.append(plain if packed is None else packed)

@@ -1,8 +1,9 @@
-"""Boxes: the parts of a global array, and the chunks that they consist of.
+"""Boxes, the parts of a global array, and chunks, the cells of a grid that they consist of.
 
-Law: chunks are cells of a grid that depends on the global array alone, whoever holds which part of it, so that the same
-bytes are the same chunk after any resharding. What a box has of a cell lies in one piece in the box's own C order, and
-the cells of a box follow each other there.
+Invariants:
+- The grid depends only on the shape and element size of the global array, so the same bytes form the same chunk after
+  any resharding.
+- A box's part of a cell is contiguous in the box's C order, and the cells of a box follow each other there.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from typing import NamedTuple
 
 CHUNK_BYTES_MIN = 1 << 17
 CHUNK_BYTES_MAX = 4 << 20
-CHUNKS_WANTED = 64
-"""Of a large array there are at least so many, so that little is read in vain for a part of it."""
+CHUNKS_PER_ARRAY = 64
+"""Large arrays have at least so many chunks, so that reading a part reads little more than the part."""
 
 Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """A part of a global array: from `offset` on, `shape` along each axis."""
+    """A part of a global array: `shape` elements along each axis, starting at `offset`."""
 
     offset: Shape
     shape: Shape
 
     @property
     def volume(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def covers(self, other: Box) -> bool:
-        """Whether all of the other lies in this one."""
+        """Whether the other box lies within this one."""
         return all(
             mine <= its and its + size <= mine + room
             for mine, room, its, size in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where it lies in an array that holds `outer`."""
+        """The index of this box in an array that holds the box `outer`."""
         return tuple(
             slice(mine - its, mine - its + size)
             for mine, size, its in zip(self.offset, self.shape, outer.offset, strict=True)
@@ -47,12 +48,12 @@ class Box(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of an array."""
+    """The box of an entire array."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None where that has no element. Boxes without axes share their one element."""
+    """The common box; None if it has no elements. Boxes without axes share their one element."""
     offset, shape = [], []
     for a_from, a_size, b_from, b_size in zip(a.offset, a.shape, b.offset, b.shape, strict=True):
         start, end = max(a_from, b_from), min(a_from + a_size, b_from + b_size)
@@ -64,13 +65,13 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def chunk_bytes(nbytes: int) -> int:
-    """About how large the chunks of an array of so many bytes are: a power of two."""
-    wanted = nbytes // CHUNKS_WANTED
+    """The approximate chunk size for an array of `nbytes`, a power of two."""
+    wanted = nbytes // CHUNKS_PER_ARRAY
     return min(max(CHUNK_BYTES_MIN, 1 << max(0, wanted.bit_length() - 1)), CHUNK_BYTES_MAX)
 
 
 class Grid(NamedTuple):
-    """How a global array is cut: one index along each axis before `axis`, `step` along it, all of the others."""
+    """How an array is cut into cells: one index on each axis before `axis`, `step` on it, all on the axes after it."""
 
     axis: int
     step: int
@@ -91,7 +92,7 @@ def grid_of(shape: Shape, itemsize: int) -> Grid:
 
 
 def chunk_lengths(box: Box, grid: Grid, itemsize: int) -> list[int]:
-    """How many bytes each chunk of a box has, in order; none of a box without elements."""
+    """The bytes of each chunk of a box, in order; empty for a box without elements."""
     if not box.volume:
         return []
     if not box.shape:
@@ -102,7 +103,7 @@ def chunk_lengths(box: Box, grid: Grid, itemsize: int) -> list[int]:
 
 
 def chunk_count(box: Box, grid: Grid) -> int:
-    """How many chunks a box has; told without a look at any of them."""
+    """The number of chunks of a box, computed without listing them."""
     if not box.shape or not box.volume:
         return int(box.volume > 0)
     start, step = box.offset[grid.axis], grid.step
@@ -111,7 +112,7 @@ def chunk_count(box: Box, grid: Grid) -> int:
 
 
 def chunks(box: Box, grid: Grid) -> Iterator[Box]:
-    """The chunks of a box, in the order of its bytes."""
+    """The chunks of a box, in byte order."""
     if not box.volume:
         return
     if not box.shape:
@@ -128,7 +129,7 @@ def chunks(box: Box, grid: Grid) -> Iterator[Box]:
 
 
 def chunks_within(box: Box, grid: Grid, wanted: Box) -> Iterator[tuple[int, Box]]:
-    """The chunks of a box that have something of what is wanted, with their numbers."""
+    """The chunks of a box that overlap `wanted`, with their numbers."""
     if grid.axis or not box.shape:
         for number, chunk in enumerate(chunks(box, grid)):
             if intersection(chunk, wanted) is not None:

@@ -1,10 +1,13 @@
-"""Compression: the first bytes of all elements together, then their second ones, and so on, each of these a zstd frame.
+"""Chunk compression: the bytes of all elements are split into planes, and each plane is one zstd frame.
 
-Law: what was packed comes back to the last bit, or an error does; never more is written than there is room for. What
-would hardly get smaller is left as it is.
+Plane 0 holds the first byte of every element, plane 1 the second byte, and so on. The mantissas of trained weights are
+noise, their exponents are not: entropy coding of the exponent planes is most of the gain, and searching for repetitions
+there costs time and sometimes space.
 
-Of a trained number the mantissa is noise, and the exponent is not. Where the exponents of many numbers stand together,
-coding each by how often it occurs is most of what can be had; to look for repetitions costs time there, and even space.
+Invariants:
+- Decompression returns exactly the compressed bytes, or raises an error.
+- Decompression never writes outside the given memory.
+- Data that hardly gets smaller is left uncompressed.
 """
 
 from __future__ import annotations
@@ -19,91 +22,92 @@ from forged.checkpoint.format.boxes import CHUNK_BYTES_MAX
 from forged.checkpoint.format.zstd import FrameError, new_codec
 from forged.checkpoint.model import CompressionLevel
 
-PACKED_BYTES_MIN = 2_048
-"""Less is not worth the trouble."""
-SPARED_MIN = 0.03
-"""What is spared of a chunk has to be this part of it."""
+COMPRESSED_BYTES_MIN = 2_048
+"""Smaller chunks stay uncompressed."""
+SAVING_MIN = 0.03
+"""The least part of a chunk that compression must save."""
 SAMPLE_BYTES_MIN = 1 << 13
 SAMPLE_PART = 8
-"""One in so many bytes of a plane is looked at to see whether there are repetitions."""
-TRIES = 3
-"""So often in a row nothing is gained before a tensor is left alone."""
-REST = 15
-"""So many of its chunks are stored as they are until it is tried again."""
-JOINED_AT_ONCE = 1 << 16
+"""One in so many bytes of a plane is sampled for repetitions."""
+FAILURES_BEFORE_BACKOFF = 3
+"""After so many incompressible chunks in a row, chunks of the tensor are skipped."""
+CHUNKS_SKIPPED = 15
+"""So many chunks are stored uncompressed before the next try."""
+ELEMENTS_JOINED_AT_ONCE = 1 << 16
 WIDTH_MAX = 8
 FRAME_MAGIC = b"\x28\xb5\x2f\xfd"
-_SEARCHES = {CompressionLevel.BALANCED: 3, CompressionLevel.MAXIMUM: 12}
-"""At which level of zstd repetitions are looked for, besides."""
+_SEARCH_LEVELS = {CompressionLevel.BALANCED: 3, CompressionLevel.MAXIMUM: 12}
+"""The zstd level at which repetitions are searched as well."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def pack(data: memoryview, itemsize: int, level: CompressionLevel) -> bytes | None:
-    """Fewer bytes that say the same; None where they would not be so much fewer."""
+def compress(data: memoryview, itemsize: int, level: CompressionLevel) -> bytes | None:
+    """The compressed bytes; None if they would not be at least `SAVING_MIN` smaller."""
     if level is CompressionLevel.NONE or not itemsize or len(data) % itemsize:
         return None
-    if not PACKED_BYTES_MIN <= len(data) <= CHUNK_BYTES_MAX:
-        # More has only an element that is so large itself: nobody is to unpack that for a few bytes.
+    if not COMPRESSED_BYTES_MIN <= len(data) <= CHUNK_BYTES_MAX:
+        # Only a single element can be larger than a chunk; compressing it is not worth the memory to decompress it.
         return None
     planes = _split(np.frombuffer(data, np.uint8), width_of(itemsize))
-    search = _SEARCHES.get(level)
+    search = _SEARCH_LEVELS.get(level)
     whole_too = level is CompressionLevel.MAXIMUM
     frames = [_smallest(plane, search, whole_too=whole_too) for plane in planes]
-    if sum(map(len, frames)) > len(data) * (1 - SPARED_MIN):
+    if sum(map(len, frames)) > len(data) * (1 - SAVING_MIN):
         return None
     return b"".join(frames)
 
 
-def unpack_into(data: memoryview, itemsize: int, room: memoryview) -> None:
-    """Fill the room with what was packed; an error if that is not as much, to the byte."""
+def decompress_into(data: memoryview, itemsize: int, out: memoryview) -> None:
+    """Fill `out` with the decompressed bytes; raise if they are not exactly as many."""
     width = width_of(itemsize)
-    if len(room) % width or not len(room):
-        raise _unreadable("it is not for so much room")
-    count, at = len(room) // width, 0
-    planes = _own.planes(width, count)
+    if len(out) % width or not len(out):
+        raise _unreadable(f"it does not decompress to {len(out)} bytes")
+    count, at = len(out) // width, 0
+    planes = _thread_local.planes(width, count)
     try:
         for plane in planes:
             end = at + _frame_bytes(data[at:], count)
-            _own.codec.decompress_into(data[at:end], plane)
+            _thread_local.codec.decompress_into(data[at:end], plane)
             at = end
     except FrameError as error:
         raise _unreadable(str(error)) from None
     if at != len(data):
-        raise _unreadable("something follows its last frame")
-    _join(planes, np.frombuffer(room, np.uint8))
+        raise _unreadable("data follow the last frame")
+    _join(planes, np.frombuffer(out, np.uint8))
 
 
 def width_of(itemsize: int) -> int:
-    """In how many planes the bytes of such elements are split; strings and complex numbers consist of smaller ones."""
+    """The number of planes for an element size; strings and complex numbers consist of smaller numbers."""
     return min(itemsize & -itemsize, WIDTH_MAX) or 1
 
 
 class CompressionBackoff:
-    """Leaves a tensor alone for a while whose chunks do not get smaller. For one tensor, and one thread."""
+    """Skips compression of a tensor for a while after several chunks did not get smaller. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._in_vain = 0
-        """How many chunks in a row are stored as they are, whether it was tried or not."""
+        self._failures = 0
+        """Chunks in a row that were stored uncompressed, tried or skipped."""
 
     def should_try(self) -> bool:
-        """Whether to try the next chunk."""
-        return self._in_vain < TRIES or (self._in_vain - TRIES) % (REST + 1) == REST
+        """Whether to compress the next chunk."""
+        skipped = self._failures - FAILURES_BEFORE_BACKOFF
+        return skipped < 0 or skipped % (CHUNKS_SKIPPED + 1) == CHUNKS_SKIPPED
 
     def record(self, got_smaller: bool) -> None:
-        """What became of the next chunk."""
-        self._in_vain = 0 if got_smaller else self._in_vain + 1
+        """Record the outcome for the next chunk."""
+        self._failures = 0 if got_smaller else self._failures + 1
 
 
-class _Own(threading.local):
-    """What every thread has for itself: contexts of zstd serve one at a time, and memory that was touched is quick."""
+class _ThreadLocal(threading.local):
+    """A thread's codec, which is not thread-safe, and its scratch memory, which is faster when reused."""
 
     def __init__(self) -> None:
         self.codec = new_codec()
         self._scratch: Bytes = np.empty(0, np.uint8)
 
     def planes(self, width: int, count: int) -> Bytes:
-        """Room for planes; the next call gives the same."""
+        """Scratch memory for planes; each call returns the same memory."""
         size = width * count
         if size > CHUNK_BYTES_MAX:
             return np.empty((width, count), np.uint8)
@@ -112,28 +116,28 @@ class _Own(threading.local):
         return self._scratch[:size].reshape(width, count)
 
 
-_own = _Own()
+_thread_local = _ThreadLocal()
 
 
 def _smallest(plane: Bytes, search: int | None, *, whole_too: bool) -> bytes:
-    """The frame of a plane; repetitions are looked for where a sample has some, or, with `whole_too`, everywhere."""
+    """The smaller frame of a plane; repetitions are searched if a sample has some or if `whole_too`."""
     data = plane.data
-    counted = _own.codec.compress(data, None)
+    counted = _thread_local.codec.compress(data, None)
     if search is None:
         return counted
     if not whole_too and plane.size > SAMPLE_BYTES_MIN:
         sample = data[: max(SAMPLE_BYTES_MIN, plane.size // SAMPLE_PART)]
-        if len(_own.codec.compress(sample, search)) >= len(_own.codec.compress(sample, None)):
+        if len(_thread_local.codec.compress(sample, search)) >= len(_thread_local.codec.compress(sample, None)):
             return counted
-    return min(counted, _own.codec.compress(data, search), key=len)
+    return min(counted, _thread_local.codec.compress(data, search), key=len)
 
 
 def _split(data: Bytes, width: int) -> Bytes:
-    """The planes of some elements, one in each row."""
+    """Split elements into planes, one per row."""
     if width == 1:
         return data.reshape(1, -1)
     elements = data.view(f"<u{width}")
-    planes = _own.planes(width, elements.size)
+    planes = _thread_local.planes(width, elements.size)
     np.copyto(planes[0], elements, casting="unsafe")
     for number in range(1, width):
         shift = elements.dtype.type(8 * number)
@@ -142,22 +146,22 @@ def _split(data: Bytes, width: int) -> Bytes:
 
 
 def _join(planes: Bytes, into: Bytes) -> None:
-    """Put elements together again; as many at a time as stay in the cache."""
+    """Join planes into elements, in portions that stay in the CPU cache."""
     width = len(planes)
     if width == 1:
         into[:] = planes[0]
         return
     elements = into.view(f"<u{width}")
-    for start in range(0, elements.size, JOINED_AT_ONCE):
-        some = elements[start : start + JOINED_AT_ONCE]
-        some[:] = planes[-1, start : start + JOINED_AT_ONCE]
+    for start in range(0, elements.size, ELEMENTS_JOINED_AT_ONCE):
+        some = elements[start : start + ELEMENTS_JOINED_AT_ONCE]
+        some[:] = planes[-1, start : start + ELEMENTS_JOINED_AT_ONCE]
         for plane in planes[-2::-1]:
             np.left_shift(some, 8, out=some)
-            np.bitwise_or(some, plane[start : start + JOINED_AT_ONCE], out=some)
+            np.bitwise_or(some, plane[start : start + ELEMENTS_JOINED_AT_ONCE], out=some)
 
 
 def _frame_bytes(data: memoryview, content: int) -> int:
-    """How long the frame is with which the data begins; refuses any that does not hold so many bytes."""
+    """The length of the first frame; refuses a frame whose content is not `content` bytes."""
     at = _header_bytes(data, content)
     is_last = False
     while not is_last:
@@ -165,14 +169,14 @@ def _frame_bytes(data: memoryview, content: int) -> int:
         is_last, is_run = bool(block & 1), block >> 1 & 3 == 1
         at += 3 + (1 if is_run else block >> 3)
         if at > len(data):
-            raise _unreadable("a frame is cut off")
+            raise _unreadable("a frame is truncated")
     return at
 
 
 def _header_bytes(data: memoryview, content: int) -> int:
-    """How long the header of a frame is (RFC 8878, 3.1.1.1); refuses options that `pack` does not use."""
+    """The length of a frame header (RFC 8878, 3.1.1.1); refuses options that `compress` does not use."""
     if len(data) < len(FRAME_MAGIC) + 1 or data[: len(FRAME_MAGIC)] != FRAME_MAGIC:
-        raise _unreadable("a frame does not begin as one")
+        raise _unreadable("a frame lacks the zstd magic number")
     descriptor = data[len(FRAME_MAGIC)]
     size_flag, is_single_segment = descriptor >> 6, descriptor >> 5 & 1
     if descriptor & 0b1_1111:
@@ -180,9 +184,9 @@ def _header_bytes(data: memoryview, content: int) -> int:
     start = len(FRAME_MAGIC) + 1 + (0 if is_single_segment else 1)
     size_bytes = 1 << size_flag if size_flag or is_single_segment else 0
     end = start + size_bytes
-    said = int.from_bytes(data[start:end], "little") + (256 if size_bytes == 2 else 0)
-    if not size_bytes or end > len(data) or said != content:
-        raise _unreadable("a frame is not of the size that it has to be")
+    declared = int.from_bytes(data[start:end], "little") + (256 if size_bytes == 2 else 0)
+    if not size_bytes or end > len(data) or declared != content:
+        raise _unreadable(f"a frame does not declare {content} bytes of content")
     return end
 
 

@@ -1,8 +1,10 @@
-"""Whole tensors in files as Hugging Face's tools expect them: which one is where, under which name, and what tells it.
+"""The layout `consolidated`: whole tensors in files as Hugging Face's tools expect them.
 
-Law: every tensor is in exactly one file, whole, and no two have one name in one section. What is the model's bears the
-name that it has in the model; the files of the same tensors are the same, whoever works them out. No two saves give a
-file one name: what leads other tools to the files of a model is its index, which bears the name that they look for.
+Invariants:
+- Every tensor is in exactly one file, and tensor names are unique within a section.
+- Model tensors have the names that they have in the model.
+- The division into files depends only on the tensors, so all ranks compute the same.
+- File names of different saves differ; only the index has the fixed name that other tools look for.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from forged.checkpoint.format.tree import unescape_key
 MODEL = "model"
 OPTIMIZER = "optimizer"
 STATE = "state"
-"""The section of all that is neither."""
+"""The section of tensors that belong neither to the model nor to the optimizer."""
 WHOLE = "whole"
-"""That of a single file, where what is not the model's keeps the name of its section."""
+"""The section of a single file, where tensors outside the model keep their section's name."""
 _SECTIONS_DROPPED = {MODEL: MODEL, WHOLE: MODEL, OPTIMIZER: OPTIMIZER}
-"""Which first key is no part of the names in a section."""
+"""By section, the first key that is left out of tensor names."""
 FILE_BYTES_MAX = 5_000_000_000
 FILE_METADATA = {"format": "pt", "by": "forged"}
-"""Without a format that it knows, `transformers` opens no file."""
+"""`transformers` refuses files without a format that it knows."""
 INDEX_SUFFIX = ".safetensors.index.json"
 
 
@@ -37,24 +39,24 @@ class File(NamedTuple):
     """A file of whole tensors."""
 
     name: str
-    """Without the prefix."""
+    """The file name without the prefix."""
     section: str
     tensors: list[int]
     names: list[str]
-    """What each is called in the file."""
+    """The tensors' names in the file."""
     size: int
-    """How many bytes they have."""
+    """The bytes of the tensors."""
 
 
 def files_of(tensors: Tensors, save_id: str, *, is_packed: bool, file_bytes_max: int = FILE_BYTES_MAX) -> list[File]:
-    """All files: a section has as many as it takes for none to be larger than that, unless one tensor is."""
+    """All files. A section is divided so that no file is larger than `file_bytes_max`, unless one tensor is."""
     if file_bytes_max < 1:
-        raise invalid(f"file_bytes_max = {file_bytes_max}", "give a number of bytes above 0")
+        raise invalid(f"file_bytes_max must be > 0, got {file_bytes_max}", "give a number of bytes above 0")
     ending = "packed" if is_packed else "safetensors"
     found: list[File] = []
     for section, numbers in _sections(tensors).items():
         names = dict(zip(numbers, names_of(tensors, numbers, section), strict=True))
-        groups = list(_filled(tensors, numbers, file_bytes_max))
+        groups = list(_grouped_by_size(tensors, numbers, file_bytes_max))
         for place, (some, size) in enumerate(groups, 1):
             of = f"-{place:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
             name = f"{save_id}.{section}{of}.{ending}"
@@ -69,7 +71,7 @@ def single_file_of(tensors: Tensors, name: str) -> File:
 
 
 def indexes_of(files: Iterable[File]) -> dict[str, bytes]:
-    """The documents that tell which tensor is where, by name; of the model, and of sections that have several files."""
+    """By name, the index files: of the model, and of sections with several files."""
     sections: dict[str, list[File]] = {}
     for file in files:
         sections.setdefault(file.section, []).append(file)
@@ -81,7 +83,7 @@ def indexes_of(files: Iterable[File]) -> dict[str, bytes]:
 
 
 def names_of(tensors: Tensors, numbers: Iterable[int], section: str) -> list[str]:
-    """What tensors are called outside: as in the model, with dots; unique."""
+    """The tensors' names in files: keys joined by dots, made unique."""
     taken: set[str] = set()
     found = []
     for number in numbers:
@@ -94,7 +96,7 @@ def names_of(tensors: Tensors, numbers: Iterable[int], section: str) -> list[str
 
 
 def _sections(tensors: Tensors) -> dict[str, list[int]]:
-    """Which tensors belong together."""
+    """The tensors of each section."""
     heads = [name.partition("/")[0] for name in tensors.names]
     has_model = any(head == MODEL for number, head in enumerate(heads) if number not in tensors.ranks)
     found: dict[str, list[int]] = {}
@@ -114,7 +116,7 @@ def _rank_section(rank: int) -> str:
 
 
 def _plain_name(name: str, section: str) -> str:
-    """The keys that lead to a tensor, as they are, with dots between them."""
+    """The keys that lead to a tensor, unescaped, joined by dots."""
     own = name.removeprefix(f"{_SECTIONS_DROPPED[section]}/") if section in _SECTIONS_DROPPED else name
     return ".".join(map(_plain_key, own.split("/"))) or "_"
 
@@ -123,8 +125,8 @@ def _plain_key(part: str) -> str:
     return part[1:] if part.startswith("#") else unescape_key(part)
 
 
-def _filled(tensors: Tensors, numbers: list[int], file_bytes_max: int) -> Iterator[tuple[list[int], int]]:
-    """One file after the other, filled in the order of the tensors; with how many bytes each has."""
+def _grouped_by_size(tensors: Tensors, numbers: list[int], file_bytes_max: int) -> Iterator[tuple[list[int], int]]:
+    """The tensors of each file, in order, with their bytes."""
     sizes = _sizes(tensors)
     some: list[int] = []
     size = 0
@@ -144,8 +146,8 @@ def _sizes(tensors: Tensors) -> list[int]:
 
 
 def _index(files: list[File]) -> bytes:
-    said = {
+    index = {
         "metadata": {"total_size": sum(file.size for file in files)},
         "weight_map": {name: file.name for file in files for name in file.names},
     }
-    return msgspec.json.format(msgspec.json.encode(said), indent=2) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"

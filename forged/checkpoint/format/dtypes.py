@@ -1,7 +1,9 @@
 """The element types that a checkpoint can hold, by name.
 
-Law: a type has one name in every manifest, numpy's own, and comes back as it went in, whatever the order of its bytes.
-Types that the `safetensors` format lacks are bytes to it, and the manifest knows what they are. Objects are refused.
+Invariants:
+- A type has one name in all manifests, numpy's own, and loads as the same type with the same byte order.
+- Types that the safetensors format lacks are stored as bytes there; the manifest names the type.
+- Object arrays are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""What the format calls those that it has; little-endian ones alone."""
+"""The names in the safetensors format, which has little-endian types only."""
 RAW = "U8"
 EXTENDED = frozenset(
     {
@@ -66,8 +68,8 @@ def name_of(dtype: np.dtype) -> str:
         return dtype.name
     if not _can_be_saved(dtype):
         raise invalid(
-            f"arrays of {dtype} cannot be saved",
-            "use numbers, booleans, or strings of a fixed length; give the fields of a structured array one by one",
+            f"arrays of type {dtype} cannot be saved",
+            "use numbers, booleans or fixed-length strings; save the fields of a structured array separately",
             code="checkpoint_dtype_unsupported",
         )
     if dtype.kind in "biufc" and dtype.isnative and dtype.str[1:] == np.dtype(dtype.name).str[1:]:
@@ -77,22 +79,22 @@ def name_of(dtype: np.dtype) -> str:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: str) -> np.dtype:
-    """The type of that name; a name that no checkpoint has is refused."""
+    """The type of that name; refuses a name that no manifest has."""
     if name in EXTENDED:
         return np.dtype(_extended(name))
     dtype = _plain(name) if len(name) <= NAME_CHARS_MAX else None
     if dtype is None or not _can_be_saved(dtype) or name != name_of(dtype):
         raise CheckpointException(
-            f"there is no element type {name[:NAME_CHARS_MAX]!r}",
+            f"unknown element type {name[:NAME_CHARS_MAX]!r}",
             type=ExceptionType.INCOMPATIBLE_VERSION,
             code="checkpoint_dtype_unknown",
-            fix="load it with the version of forged that has saved it",
+            fix="load it with the version of forged that saved it",
         )
     return dtype
 
 
 def safetensors_name(name: str) -> str | None:
-    """What the safetensors format calls the type; None where it has no such type."""
+    """The type's name in the safetensors format; None if the format lacks it."""
     return SAFETENSORS.get(name)
 
 
@@ -101,7 +103,7 @@ def _can_be_saved(dtype: np.dtype) -> bool:
 
 
 def _plain(name: str) -> np.dtype | None:
-    """Numpy's own type of that name; numpy would parse much more than names."""
+    """Numpy's type of that name. Checked first, because numpy parses more than names."""
     if not _NAME.fullmatch(name):
         return None
     try:
@@ -115,7 +117,7 @@ def _extended(name: str) -> DTypeLike:
         import ml_dtypes
     except ImportError:
         raise CheckpointException(
-            f"arrays of {name} need the package ml_dtypes",
+            f"arrays of type {name} need the package ml_dtypes",
             type=ExceptionType.INCOMPATIBLE_VERSION,
             code="checkpoint_dtype_missing",
             fix="pip install ml_dtypes",

@@ -1,8 +1,9 @@
-"""What a checkpoint says of itself: the document that is written last.
+"""The manifest: the document that describes a checkpoint, written last.
 
-Law: a document is taken whole or not at all: its last line is the checksum of all before it, every number in it is
-checked against what it counts, and what it makes a reader allocate is bounded by its own size. Files are named
-relative to the storage and lie under the checkpoint's own prefix.
+Invariants:
+- A manifest is accepted as a whole or not at all: its last member is the checksum of everything before it.
+- Every number is checked against what it counts, and memory allocated for a manifest is bounded by its size.
+- File names are relative to the storage and lie under the checkpoint's prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupt
 from forged.checkpoint.format.boxes import CHUNK_BYTES_MAX, Box, Shape, chunk_count, chunk_lengths, grid_of, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.states import States
-from forged.checkpoint.format.tree import NAME_CHARS_MAX, Node, Place, frame_content, tensor_numbers
+from forged.checkpoint.format.tree import NAME_CHARS_MAX, Node, OpenPlace, frame_content, tensor_numbers
 from forged.checkpoint.model import AXES_MAX, CheckpointFormat, CompressionLevel, check_prefix
 
 SUFFIX = ".metadata.json"
@@ -36,60 +37,60 @@ SIZE_MAX = 1 << 60
 CREATED_AT_MAX = 253_402_300_799.0
 """The last second of the year 9999."""
 HEADER_BYTES_MAX = 100_000_000
-"""The safetensors library's own limit."""
+"""The limit of the `safetensors` library."""
 _TAIL = b',"checksum":"%s"}\n'
 _WHOLE = -1
 
 BoxText = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape."""
+"""Offset and shape of a box."""
 
 
 class Fence(msgspec.Struct, frozen=True):
-    """Under which leader and generation of a job it was saved."""
+    """The leader's term and the job's generation under which the checkpoint was saved."""
 
     term: int = 0
     generation: int = 0
 
 
 class Tensors(msgspec.Struct, frozen=True):
-    """All arrays of the checkpoint, by column."""
+    """All tensors of the checkpoint, by column."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
     ranks: dict[int, int] = {}
-    """Of the private ones, whose they are."""
+    """The rank of each per-rank tensor."""
     splits: list[dict[int, BoxText]] = []
-    """The ways in which arrays were given in parts: what each rank had, by rank."""
+    """The distinct divisions of sharded tensors: by rank, the box that it had."""
     split_of: dict[int, int] = {}
-    """In which of these ways, of the arrays that were given in parts."""
+    """By sharded tensor, the number of its division."""
 
 
 class Part(msgspec.Struct, frozen=True, dict=True):
-    """A file: pieces of tensors one behind the other, without anything between them."""
+    """A file of pieces, stored without gaps."""
 
     file: str
     rank: int
-    """Who has written it."""
+    """The rank that wrote the file."""
     size: int
     data_offset: int
     """Where the first piece begins."""
     tensors: list[int]
-    """Of which tensor each piece is."""
+    """By piece, the number of its tensor."""
     boxes: list[BoxText]
-    """What some pieces are of their tensors, those that are alike once."""
+    """The distinct boxes of partial pieces."""
     box_of: list[int]
-    """Which of them each piece is, -1 for the whole tensor; empty if all are whole."""
+    """By piece, the number of its box, -1 for a whole tensor; empty if all are whole."""
     digests: str
-    """The xxh3-128 of every chunk as it is in memory, in order, all in base64."""
+    """The xxh3-128 of each uncompressed chunk, in order, in base64."""
     header: str
-    """The digest of what stands before the first piece."""
+    """The digest of the bytes before the first piece."""
     stored: list[int] | None = None
-    """How many bytes each chunk has in the file, where it is compressed; negative where it is not after all."""
+    """By chunk, its bytes in the file of a compressed part; negative if this chunk is stored uncompressed."""
 
     @cached_property
     def partial_boxes(self) -> dict[int, Box]:
-        """What of their tensors the pieces are that are not whole, by piece."""
+        """By piece, its box, where that is not the whole tensor."""
         boxes = [Box(*box) for box in self.boxes]
         return {place: boxes[number] for place, number in enumerate(self.box_of) if number != _WHOLE}
 
@@ -108,9 +109,9 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     layout: CheckpointFormat = CheckpointFormat.MULTI_SHARD
     compression: CompressionLevel = CompressionLevel.NONE
     save_id: str = ""
-    """What tells it from any other save of that name."""
+    """Tells this save from others of the same prefix."""
     extra_files: dict[str, int] = {}
-    """Files that are there for other tools, and their sizes."""
+    """Files for other tools, with their sizes."""
     job: str = ""
     step: int | None = None
     fence: Fence | None = None
@@ -118,12 +119,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def size_bytes(self) -> int:
-        """How much lies in its files."""
+        """The total size of its files."""
         return sum(part.size for part in self.parts) + sum(self.extra_files.values())
 
     @property
     def path(self) -> str:
-        """The name of the document."""
+        """The manifest's file name."""
         return self.prefix + SUFFIX
 
     def tree(self, rank: int) -> Node:
@@ -132,7 +133,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A box of a tensor in a file."""
+    """A box of a tensor in a part."""
 
     part: int
     tensor: int
@@ -140,9 +141,9 @@ class Piece(msgspec.Struct, frozen=True):
     first_chunk: int
     """The number of its first chunk in the part."""
     lengths: list[int]
-    """The bytes of its chunks, in memory."""
+    """The uncompressed bytes of its chunks."""
     offset: int
-    """Where it begins, counted from the part's first piece, if nothing is compressed."""
+    """Its offset after the part's first piece if nothing were compressed."""
 
 
 def pieces(manifest: Manifest, number: int) -> Iterator[Piece]:
@@ -161,18 +162,18 @@ def pieces(manifest: Manifest, number: int) -> Iterator[Piece]:
 
 
 def _measured(box: Box, shape: Shape, dtype: str) -> tuple[Box, list[int], int]:
-    """A box of a tensor, the lengths of its chunks, and their sum."""
+    """The box of a piece, the lengths of its chunks and their sum."""
     itemsize = dtype_of(dtype).itemsize
     return box, chunk_lengths(box, grid_of(shape, itemsize), itemsize), box.volume * itemsize
 
 
-def deduplicate_boxes(cut: Mapping[int, BoxText], pieces: int) -> tuple[list[BoxText], list[int]]:
-    """What a part says of which boxes so many pieces are; `cut` are those that are not whole, by piece."""
-    if not cut:
+def deduplicate_boxes(partial: Mapping[int, BoxText], pieces: int) -> tuple[list[BoxText], list[int]]:
+    """The members `boxes` and `box_of` of a part; `partial` are its partial boxes by piece."""
+    if not partial:
         return [], []
     numbers: dict[BoxText, int] = {}
     box_of = [_WHOLE] * pieces
-    for place, box in cut.items():
+    for place, box in partial.items():
         box_of[place] = numbers.setdefault(box, len(numbers))
     return list(numbers), box_of
 
@@ -183,23 +184,23 @@ def digests_of(part: Part) -> bytes:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The document with its checksum; refuses one that is larger than any that is read."""
+    """The manifest as bytes with its checksum; refuses one above `MANIFEST_BYTES_MAX`."""
     body = msgspec.json.encode(manifest)[:-1]
     if len(body) >= MANIFEST_BYTES_MAX - len(_TAIL % (b"0" * 32)):
         raise invalid(
-            f"the manifest of {manifest.prefix} would have {len(body)} bytes, more than {MANIFEST_BYTES_MAX}",
+            f"the manifest of {manifest.prefix} has {len(body)} bytes; limit {MANIFEST_BYTES_MAX}",
             "use fewer arrays, or shorter keys",
         )
     return body + _TAIL % xxhash.xxh3_128_hexdigest(body).encode()
 
 
 def decode(data: bytes, path: str) -> Manifest:
-    """The document that these bytes are; refuses any that is not whole, sound, and of a version that is known."""
+    """Decode and check a manifest; refuses an incomplete, corrupt or unknown one."""
     tail = len(_TAIL % (b"0" * 32))
     body = data[:-tail]
     if len(data) <= tail or data[-tail:] != _TAIL % xxhash.xxh3_128_hexdigest(body).encode():
         raise corrupted(
-            f"{path} is not what was written: its checksum differs",
+            f"{path} is corrupt: its checksum differs",
             path,
             "use another checkpoint",
             code="checkpoint_manifest_corrupt",
@@ -218,7 +219,7 @@ def decode(data: bytes, path: str) -> Manifest:
 
 
 def _seen_from_elsewhere(manifest: Manifest, path: str) -> Manifest:
-    """The document, read where the names of the storage begin further within, or out, than where it was written."""
+    """The manifest with names relative to a storage root above or below the one that it was written under."""
     prefix = check_prefix(path.removesuffix(SUFFIX).removesuffix(TOMBSTONE))
     if not f"/{manifest.prefix}".endswith(f"/{prefix}") and not f"/{prefix}".endswith(f"/{manifest.prefix}"):
         raise _malformed(path, f"it is that of {manifest.prefix}")
@@ -238,17 +239,17 @@ class _Version(msgspec.Struct):
 
 def _check_version(data: bytes, path: str) -> None:
     try:
-        said = msgspec.json.decode(data, type=_Version)
+        version = msgspec.json.decode(data, type=_Version)
     except (msgspec.MsgspecError, RecursionError):
-        raise _malformed(path, "it is no JSON") from None
-    if said.format != FORMAT:
-        raise _malformed(path, "it is none of forged")
-    if said.version.split(".")[0] != VERSION.split(".")[0]:
+        raise _malformed(path, "it is not JSON") from None
+    if version.format != FORMAT:
+        raise _malformed(path, f"its format is not {FORMAT}")
+    if version.version.split(".")[0] != VERSION.split(".")[0]:
         raise CheckpointException(
-            f"{path} has version {said.version[:20]}, and this is {VERSION}",
+            f"{path} has version {version.version[:20]}, and this is {VERSION}",
             path,
             ExceptionType.INCOMPATIBLE_VERSION,
-            fix="load it with the version of forged that has saved it",
+            fix="load it with the version of forged that saved it",
         )
 
 
@@ -266,53 +267,55 @@ def _check(manifest: Manifest) -> None:
             lengths = chain.from_iterable(piece.lengths for piece in pieces(manifest, number))
             _require(all(map(_is_stored, part.stored, lengths)), "parts.stored")
     files = [part.file for part in manifest.parts] + [*manifest.extra_files]
-    _require(len(set(files)) == len(files), "parts: a file is named twice")
+    _require(len(set(files)) == len(files), "parts: a duplicate file")
     _check_states(manifest)
 
 
 def _check_states(manifest: Manifest) -> None:
     states = manifest.states
-    _require(len(states.frame_of_rank) == len(states.own) == manifest.world_size, "states: not one of each rank")
+    _require(len(states.frame_of_rank) == len(states.own) == manifest.world_size, "states: not one per rank")
     _require(_are_all(states.frame_of_rank, len(states.frames)), "states.frame_of_rank")
     places = [_check_frame(frame, manifest.tensors) for frame in states.frames]
     owner = manifest.tensors.ranks.get
     for rank, own in enumerate(states.own):
         open_places = places[states.frame_of_rank[rank]]
-        _require(len(own) == len(open_places), "states.own: not as many as there are places for")
+        _require(len(own) == len(open_places), "states.own: not one per open place")
         for node, place in zip(own, open_places, strict=True):
             is_its = (owner(number) == rank for number in tensor_numbers(node, place.depth + 1))
-            _require(all(is_its), "states.own: a tensor that is not the rank's")
+            _require(all(is_its), "states.own: a tensor of another rank")
 
 
-def _check_frame(frame: Node, tensors: Tensors) -> list[Place]:
+def _check_frame(frame: Node, tensors: Tensors) -> list[OpenPlace]:
     numbers, places = frame_content(frame)
-    _require(_all_within(numbers, len(tensors.names)), "states.frames: a tensor that is not there")
-    _require(tensors.ranks.keys().isdisjoint(numbers), "states.frames: a tensor that is a rank's own")
-    _require([place.number for place in places] == list(range(len(places))), "states.frames: the places' numbers")
+    _require(_all_within(numbers, len(tensors.names)), "states.frames: an unknown tensor")
+    _require(tensors.ranks.keys().isdisjoint(numbers), "states.frames: a per-rank tensor")
+    _require(
+        [place.number for place in places] == list(range(len(places))), "states.frames: the numbers of the open places"
+    )
     return places
 
 
 class _Sizes(NamedTuple):
-    """Of the tensors."""
+    """Sizes of the tensors."""
 
     kinds: list[tuple[Shape, str]]
-    """Those that there are."""
+    """The distinct pairs of shape and type."""
     kind_of: list[int]
-    """By tensor."""
+    """By tensor, the number of its pair."""
     of_wholes: list[tuple[int, int]]
-    """By kind, how many bytes and how many chunks one has."""
+    """By pair, the bytes and the number of chunks of a whole tensor."""
 
 
 def _check_tensors(manifest: Manifest) -> _Sizes:
     tensors = manifest.tensors
     count = len(tensors.names)
-    _require(len(tensors.dtypes) == len(tensors.shapes) == count, "tensors: the columns differ")
+    _require(len(tensors.dtypes) == len(tensors.shapes) == count, "tensors: columns of different lengths")
     _require(max(map(len, tensors.names), default=0) <= NAME_CHARS_MAX, "tensors.names")
     _require(_all_within([*tensors.ranks], count), "tensors.ranks")
     _require(_all_within([*tensors.ranks.values()], manifest.world_size), "tensors.ranks")
     _check_splits(tensors, manifest.world_size)
     owners = map(tensors.ranks.get, range(count))
-    _require(len(set(zip(tensors.names, owners, strict=True))) == count, "tensors: a name stands twice")
+    _require(len(set(zip(tensors.names, owners, strict=True))) == count, "tensors: a duplicate name")
     numbers: dict[tuple[Shape, str], int] = {}
     kind_of = [numbers.setdefault(kind, len(numbers)) for kind in zip(tensors.shapes, tensors.dtypes, strict=True)]
     return _Sizes(list(numbers), kind_of, [_sizes_of(*kind) for kind in numbers])
@@ -329,7 +332,7 @@ def _check_splits(tensors: Tensors, world_size: int) -> None:
 
 
 def _bounds_of(split: Mapping[int, BoxText]) -> Box:
-    """The smallest box that begins where arrays do and has all of them in it."""
+    """The smallest box at the origin that covers all boxes of a division."""
     axes = {len(side) for box in split.values() for side in box}
     _require(len(axes) == 1 and min(chain((0,), *chain(*split.values()))) >= 0, "tensors.splits")
     ends = [map(int.__add__, *box) for box in split.values()]
@@ -339,11 +342,11 @@ def _bounds_of(split: Mapping[int, BoxText]) -> Box:
 def _check_box(box: Box, shape: Shape, what: str) -> None:
     _require(len(box.offset) == len(box.shape) == len(shape), what)
     _require(min((*box.offset, *box.shape), default=0) >= 0, what)
-    _require(whole(shape).covers(box), f"{what}: one lies outside its tensor")
+    _require(whole(shape).covers(box), f"{what}: a box outside its tensor")
 
 
 def _sizes_of(shape: Shape, dtype: str) -> tuple[int, int]:
-    """How many bytes and how many chunks a tensor has."""
+    """The bytes and the number of chunks of a tensor."""
     itemsize = dtype_of(dtype).itemsize
     _require(len(shape) <= AXES_MAX and min(shape, default=0) >= 0, "tensors.shapes")
     _require(math.prod(max(1, size) for size in shape) * max(1, itemsize) <= SIZE_MAX, "tensors.shapes")
@@ -355,7 +358,7 @@ def _check_part(manifest: Manifest, part: Part, sizes: _Sizes) -> None:
     _require(0 <= part.rank < manifest.world_size, "parts.rank")
     _require(0 <= part.data_offset <= min(part.size, HEADER_BYTES_MAX + 8) and part.size <= SIZE_MAX, "parts.size")
     _require(_all_within(part.tensors, len(manifest.tensors.names)), "parts.tensors")
-    _require(len(part.box_of) in {0, len(part.tensors)}, "parts.box_of: not one of each piece")
+    _require(len(part.box_of) in {0, len(part.tensors)}, "parts.box_of: not one per piece")
     _require(_are_all({*part.box_of} - {_WHOLE}, len(part.boxes)), "parts.box_of")
     size = chunks = 0
     kinds = map(sizes.kind_of.__getitem__, part.tensors)
@@ -366,34 +369,34 @@ def _check_part(manifest: Manifest, part: Part, sizes: _Sizes) -> None:
 
 
 def _sizes_in(box: Box, shape: Shape, dtype: str) -> tuple[int, int]:
-    """How many bytes and how many chunks a box of a tensor has."""
+    """The bytes and the number of chunks of a box of a tensor."""
     _check_box(box, shape, "parts.boxes")
     itemsize = dtype_of(dtype).itemsize
     return box.volume * itemsize, chunk_count(box, grid_of(shape, itemsize))
 
 
 def _check_chunks(part: Part, size: int, chunks: int) -> None:
-    """`size` and `chunks` are what the pieces have."""
-    _require(len(digests_of(part)) == chunks * DIGEST_BYTES, "parts.digests: not one for each chunk")
+    """Check the chunk lists of a part whose pieces have `size` bytes and `chunks` chunks."""
+    _require(len(digests_of(part)) == chunks * DIGEST_BYTES, "parts.digests: not one per chunk")
     _require(len(base64.b64decode(part.header, validate=True)) == DIGEST_BYTES, "parts.header")
     if part.stored is not None:
         _require(len(part.stored) == chunks, "parts.stored")
         size = sum(map(abs, part.stored))
-    _require(part.data_offset + size == part.size, "parts.size: it is not that of the pieces")
+    _require(part.data_offset + size == part.size, "parts.size: not the size of the pieces")
 
 
 def _is_stored(stored: int, length: int) -> bool:
-    """Whether a chunk of that length can have become so many bytes."""
+    """Whether a chunk of that length can take so many bytes in the file."""
     return 0 < stored < length <= CHUNK_BYTES_MAX or stored == -length
 
 
 def _all_within(numbers: Sequence[int], count: int) -> bool:
-    """Whether all numbers are those of things of which there are so many."""
+    """Whether all numbers are valid indexes of `count` things."""
     return not numbers or (min(numbers) >= 0 and max(numbers) < count)
 
 
 def _are_all(numbers: Iterable[int], count: int) -> bool:
-    """Whether the numbers are those of so many things, and none of these is left out."""
+    """Whether the numbers are exactly those of `count` things."""
     return {*numbers} == set(range(count))
 
 
@@ -410,7 +413,7 @@ def _require(holds: bool, what: str) -> None:
 
 def _malformed(path: str, why: str) -> CheckpointException:
     return corrupted(
-        f"{path} is no manifest that can be read: {why[:200]}",
+        f"{path} is not a valid manifest: {why[:200]}",
         path,
         "use another checkpoint",
         code="checkpoint_manifest_malformed",

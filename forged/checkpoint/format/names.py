@@ -1,7 +1,8 @@
-"""The names of files in a storage.
+"""File names in a storage.
 
-Law: a name leads nowhere but into its storage, whatever the storage is, and means the same file in all of them. Parts
-that begin with a dot are the storages' own.
+Invariants:
+- A name never refers to a file outside its storage, and means the same file in every kind of storage.
+- Name parts that begin with a dot are reserved for the storages.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from forged.checkpoint.errors import CheckpointException, invalid
 
 NAME_CHARS_MAX = 1_000
 PART_BYTES_MAX = 255
-"""What file systems take."""
+"""The limit of file systems."""
 
 
 def check_name(name: str) -> str:
-    """A file's name; one that is none is refused."""
+    """Return a file name; refuse an invalid one."""
     if not name or len(name) > NAME_CHARS_MAX or not all(map(_is_part, name.split("/"))):
         raise _refused(name)
     return name
 
 
 def check_name_prefix(start: str) -> str:
-    """What names begin with: nothing, or whole parts and the beginning of one more."""
+    """Return the beginning of file names: empty, or whole parts and the beginning of one more."""
     *parts, last = start.split("/")
     if len(start) > NAME_CHARS_MAX or not all(map(_is_part, parts)) or not (_is_part(last) or not last):
         raise _refused(start)
@@ -40,7 +41,7 @@ def _is_part(part: str) -> bool:
 
 def _refused(name: str) -> CheckpointException:
     return invalid(
-        f"{name[:80]!r} is no name of a file in a storage",
-        "use relative names with / between parts, none of which is empty or begins with a dot",
+        f"{name[:80]!r} is not a valid file name in a storage",
+        "use a relative name with / between parts that are not empty and do not begin with a dot",
         code="checkpoint_name_invalid",
     )

@@ -1,7 +1,9 @@
-"""The safetensors format: a header that says what follows, and the arrays without anything between them.
+"""The safetensors format: a header that describes the arrays, followed by the arrays.
 
-Law: what this writes, the `safetensors` library opens; what it reads is checked in every number before anything is
-allocated for it. The arrays of a file fill it: none shares a byte with another one, and no byte belongs to none.
+Invariants:
+- The `safetensors` library opens every file written here.
+- Every number that is read is checked before memory is allocated for it.
+- The arrays fill the file: they do not overlap, and every byte belongs to one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ PAGE = 4096
 PLACE_BYTES = 8
 METADATA = "__metadata__"
 HEADER_BYTES_MAX = 100_000_000
-"""The library's own limit."""
+"""The limit of the `safetensors` library."""
 SIZE_MAX = 1 << 60
 _KNOWN = {there: name for name, there in SAFETENSORS.items()} | {
     "C64": "complex64",
@@ -33,7 +35,7 @@ _KNOWN = {there: name for name, there in SAFETENSORS.items()} | {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
-"""What a manifest calls the types of the format; others have some that not every version of the library knows."""
+"""The manifest's names for the format's types, including some that not every version of the library knows."""
 _FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"')
 
 
@@ -42,70 +44,70 @@ class Entry(NamedTuple):
 
     name: str
     dtype: str
-    """As a manifest calls it."""
+    """The manifest's name of the type."""
     shape: Shape
     nbytes: int
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """The header of a file."""
 
     entries: list[Entry]
-    """In the order in which they lie there."""
+    """In file order."""
     starts: list[int]
-    """Where each begins in the file."""
+    """By entry, its offset in the file."""
     metadata: dict[str, str]
     data_offset: int
-    """Where the first begins."""
+    """The offset of the first array."""
 
 
 def encode_header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
-    """What stands before the arrays, which lie in this order; it ends at the end of a page."""
-    said: dict[str, object] = {METADATA: metadata} if metadata else {}
+    """The header for arrays in this order, padded to a whole number of pages."""
+    described: dict[str, object] = {METADATA: metadata} if metadata else {}
     offset = 0
     for name, dtype, shape, nbytes in entries:
         known = safetensors_name(dtype)
-        said[unique_name(name, said)] = {
+        described[unique_name(name, described)] = {
             "dtype": known or RAW,
             "shape": shape if known else (nbytes,),
             "data_offsets": (offset, offset + nbytes),
         }
         offset += nbytes
-    text = msgspec.json.encode(said)
-    room = math.ceil((PLACE_BYTES + len(text)) / PAGE) * PAGE - PLACE_BYTES
-    if room > HEADER_BYTES_MAX:
+    text = msgspec.json.encode(described)
+    padded = math.ceil((PLACE_BYTES + len(text)) / PAGE) * PAGE - PLACE_BYTES
+    if padded > HEADER_BYTES_MAX:
         raise invalid(
-            f"the names and shapes of the arrays of one file take {len(text)} bytes, more than {HEADER_BYTES_MAX}",
+            f"a file's header has at most {HEADER_BYTES_MAX} bytes; names and shapes of its arrays take {len(text)}",
             "use fewer arrays, or shorter keys",
         )
-    return room.to_bytes(PLACE_BYTES, "little") + text.ljust(room)
+    return padded.to_bytes(PLACE_BYTES, "little") + text.ljust(padded)
 
 
 def read_header(reader: Reader, file: str) -> Header:
-    """What a file says of itself; refuses what is not so. Reads no more than the header."""
+    """Read and check the header of a file; reads nothing else."""
     if reader.size < PLACE_BYTES:
         _refuse(file, "it is too short")
     place = bytearray(PLACE_BYTES)
     reader.read_into(0, memoryview(place))
     length = int.from_bytes(place, "little")
     if length > min(HEADER_BYTES_MAX, reader.size - PLACE_BYTES):
-        _refuse(file, f"its header is said to have {length} bytes")
+        _refuse(file, f"it declares a header of {length} bytes")
     text = bytearray(length)
     reader.read_into(PLACE_BYTES, memoryview(text))
     return parse_header(bytes(text), reader.size - PLACE_BYTES - length, file)
 
 
 def parse_header(text: bytes, data_bytes: int, file: str) -> Header:
-    """What is said by a header behind which so many bytes follow."""
-    metadata, names, said = _decoded(text, file)
+    """Check a header that `data_bytes` bytes follow."""
+    metadata, names, described = _decoded(text, file)
     data_offset = PLACE_BYTES + len(text)
-    order = sorted(range(len(said)), key=lambda number: said[number].data_offsets)
+    order = sorted(range(len(described)), key=lambda number: described[number].data_offsets)
     entries, starts, at = [], [], 0
     for number in order:
-        start, end = said[number].data_offsets
+        start, end = described[number].data_offsets
         if start != at:
-            _refuse(file, f"{names[number][:80]!r} does not begin where the one before it ends")
-        entries.append(_entry(names[number], said[number], file))
+            _refuse(file, f"{names[number][:80]!r} does not begin where the previous array ends")
+        entries.append(_entry(names[number], described[number], file))
         starts.append(data_offset + start)
         at = end
     if at != data_bytes:
@@ -113,62 +115,62 @@ def parse_header(text: bytes, data_bytes: int, file: str) -> Header:
     return Header(entries, starts, metadata, data_offset)
 
 
-class _Said(msgspec.Struct, forbid_unknown_fields=True):
-    """What a header says of an array."""
+class _ArrayHeader(msgspec.Struct, forbid_unknown_fields=True):
+    """The header's description of one array."""
 
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
 
 
-def _decoded(text: bytes, file: str) -> tuple[dict[str, str], list[str], list[_Said]]:
-    """The metadata, the names, and what is said of each."""
+def _decoded(text: bytes, file: str) -> tuple[dict[str, str], list[str], list[_ArrayHeader]]:
+    """The metadata, the names and the description of each array."""
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(METADATA, b"{}"), type=dict[str, str])
-        said = msgspec.json.decode(b"[%s]" % b",".join(map(bytes, raw.values())), type=list[_Said])
+        described = msgspec.json.decode(b"[%s]" % b",".join(map(bytes, raw.values())), type=list[_ArrayHeader])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        _refuse(file, f"its header is none: {error!s:.100}")
-    _require_names_once(text, len(said), file)
-    return metadata, list(raw), said
+        _refuse(file, f"its header is malformed: {error!s:.100}")
+    _require_names_once(text, len(described), file)
+    return metadata, list(raw), described
 
 
 def _require_names_once(text: bytes, count: int, file: str) -> None:
-    """Refuse a header that says something twice, because readers differ in what they take of it."""
+    """Refuse a header with duplicate keys, because readers differ in which value they take."""
     if b"\\u" not in text and all(text.count(field) == count for field in _FIELDS):
         return
 
     def once(pairs: list[tuple[str, Any]]) -> None:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
-            _refuse(file, "its header says something twice")
+            _refuse(file, "its header has a duplicate key")
 
     json.loads(text, object_pairs_hook=once)
 
 
-def _entry(name: str, said: _Said, file: str) -> Entry:
-    start, end = said.data_offsets
-    dtype = _KNOWN.get(said.dtype)
+def _entry(name: str, described: _ArrayHeader, file: str) -> Entry:
+    start, end = described.data_offsets
+    dtype = _KNOWN.get(described.dtype)
     if dtype is None:
         raise CheckpointException(
-            f"{file}: {name[:80]!r} is of the type {said.dtype[:20]!r}, which is not known here",
+            f"{file}: {name[:80]!r} is of the type {described.dtype[:20]!r}, which is unknown",
             file,
             ExceptionType.INCOMPATIBLE_VERSION,
             code="checkpoint_dtype_unknown",
-            fix="convert it to a type of whole bytes with the tool that has written it",
+            fix="convert it to a type of whole bytes with the tool that wrote it",
         )
-    if len(said.shape) > AXES_MAX or min(said.shape, default=0) < 0 or not 0 <= start <= end:
-        _refuse(file, f"{name[:80]!r} has no possible shape or place")
+    if len(described.shape) > AXES_MAX or min(described.shape, default=0) < 0 or not 0 <= start <= end:
+        _refuse(file, f"{name[:80]!r} has an invalid shape or offset")
     itemsize = dtype_of(dtype).itemsize
-    if math.prod(max(1, size) for size in said.shape) * itemsize > SIZE_MAX:
-        _refuse(file, f"{name[:80]!r} is too large to be true")
-    if math.prod(said.shape) * itemsize != end - start:
-        _refuse(file, f"{name[:80]!r} has {end - start} bytes, which are not those of its shape")
-    return Entry(name, dtype, tuple(said.shape), end - start)
+    if math.prod(max(1, size) for size in described.shape) * itemsize > SIZE_MAX:
+        _refuse(file, f"{name[:80]!r} has more than {SIZE_MAX} bytes")
+    if math.prod(described.shape) * itemsize != end - start:
+        _refuse(file, f"{name[:80]!r} has {end - start} bytes, which does not match its shape")
+    return Entry(name, dtype, tuple(described.shape), end - start)
 
 
 def unique_name(name: str, taken: Container[str]) -> str:
-    """A name that no other array in the file has, nor its metadata."""
+    """The name, changed if it is taken or reserved."""
     found, number = name, 2
     while found in taken or found == METADATA:
         found, number = f"{name} ({number})", number + 1
@@ -177,7 +179,7 @@ def unique_name(name: str, taken: Container[str]) -> str:
 
 def _refuse(file: str, why: str) -> NoReturn:
     raise corrupted(
-        f"{file} is no safetensors file that can be read: {why}",
+        f"{file} is not a valid safetensors file: {why}",
         file,
         "use another copy",
         code="checkpoint_header_malformed",

@@ -1,8 +1,9 @@
-"""A state taken apart into named arrays and the tree that they hang in, and put together again.
+"""State trees: a state is flattened into named arrays and a tree of everything else, and rebuilt from them.
 
-Law: what comes back is what went in: the same keys, of the same types, in the same order, the same dicts, lists and
-tuples, and the same values, to the last bit. A name belongs to one place in the tree. Nothing is ever executed to build
-a value.
+Invariants:
+- The rebuilt state equals the saved one bit for bit: keys, their types and order, containers, values.
+- A name belongs to one place in the tree.
+- No code is executed to build a value.
 """
 
 from __future__ import annotations
@@ -23,105 +24,107 @@ from forged.checkpoint.model import AXES_MAX, PerRank, ShardedArray
 DEPTH_MAX = 100
 NAME_CHARS_MAX = 1_000
 INTEGER_MAX = 1 << 53
-"""Beyond it, readers of JSON may take an integer for another one."""
+"""JSON readers may change integers beyond it."""
 INTEGER_DIGITS_MAX = 4_000
 
 Node = Any
-"""A tree as it is written: an int for a tensor, else a dict with one key that says what it is."""
+"""A node of the tree as it is written: an int for a tensor, else a dict whose one key is the node's kind."""
 OWN = "o"
-"""Stands, in a frame alone, before the number of something that every rank has for itself."""
+"""The kind of an open place in a frame; its value is the place's number."""
 
 
 class Leaf(NamedTuple):
-    """An array of the state, under its name."""
+    """An array of the state."""
 
     name: str
     array: np.ndarray[Any, Any]
     global_shape: Shape
     is_per_rank: bool
-    """Whether it is the rank's own, and no copy of others'."""
+    """Whether it belongs to this rank only (`PerRank`) rather than being a copy that ranks share."""
     sharded_box: Box | None
-    """Which part of the whole it is, where it was given as a part."""
+    """The box of the global array that it holds, if it was given as a `ShardedArray`."""
 
     @property
     def box(self) -> Box:
-        """Where it lies in the whole."""
+        """The box of the global array that it holds."""
         return whole(self.global_shape) if self.sharded_box is None else self.sharded_box
 
 
 @dataclass(frozen=True, slots=True)
 class LeafType:
-    """How to save and give back arrays that are not numpy's."""
+    """How arrays of another library are saved and restored."""
 
     accepts: Callable[[Any], bool]
     to_array: Callable[[Any], np.ndarray[Any, Any] | ShardedArray]
-    """The array itself where that is possible, so that it can be loaded into."""
+    """Should return the array itself rather than a copy, so that it can be loaded into."""
     from_array: Callable[[np.ndarray[Any, Any] | ShardedArray, Any], Any]
-    """The value again; the second argument is the one that the state has in its place, or None."""
+    """The value for a loaded array; the second argument is the value that the given state has there, or None."""
 
 
 def flatten(state: Any, leaf_types: Sequence[LeafType] = ()) -> tuple[Node, list[Leaf]]:
-    """The tree of a state, and its arrays in the order in which the tree numbers them."""
+    """The tree of a state, and its arrays in the order of their numbers in the tree."""
     flattening = _Flattening(tuple(leaf_types))
     return flattening.node(state, "", 0, is_per_rank=False), flattening.leaves
 
 
 def unflatten(node: Node, tensor: Callable[[int], Any]) -> Any:
-    """The state that a tree stands for; `tensor` gives the arrays."""
+    """The state of a tree; `tensor` gives the array for a number."""
     return _build(node, tensor, 0, None)
 
 
 def tensor_numbers(node: Node, depth: int = 0) -> Iterator[int]:
-    """The numbers of the arrays in a tree, in its order; `depth` is how deep it hangs in another one."""
+    """The numbers of the arrays in a tree, in order; `depth` is the tree's depth within another one."""
     found: list[int] = []
     _build(node, found.append, depth, None)
     return iter(found)
 
 
-class Place(NamedTuple):
-    """Where in a frame something is left open."""
+class OpenPlace(NamedTuple):
+    """A place in a frame for a per-rank value."""
 
     number: int
     depth: int
 
 
-def frame_content(frame: Node) -> tuple[list[int], list[Place]]:
-    """The numbers of the arrays in a frame, and its open places, both in its order."""
+def frame_content(frame: Node) -> tuple[list[int], list[OpenPlace]]:
+    """The numbers of the arrays in a frame, and its open places, each in order."""
     numbers: list[int] = []
-    places: list[Place] = []
-    _build(frame, numbers.append, 0, lambda number, depth: places.append(Place(number, depth)))
+    places: list[OpenPlace] = []
+    _build(frame, numbers.append, 0, lambda number, depth: places.append(OpenPlace(number, depth)))
     return numbers, places
 
 
-def map_leaves(node: Node, put: Callable[[Node], Node]) -> Node:
-    """The same dicts, lists and tuples, with what `put` makes of all that is in them."""
+def map_leaves(node: Node, convert: Callable[[Node], Node]) -> Node:
+    """The same containers, with `convert` applied to everything in them."""
     if type(node) is int:
-        return put(node)
+        return convert(node)
     ((kind, value),) = node.items()
     match kind:
         case "d":
-            return {"d": {key: put(one) if type(one) is int else map_leaves(one, put) for key, one in value.items()}}
+            return {
+                "d": {key: convert(one) if type(one) is int else map_leaves(one, convert) for key, one in value.items()}
+            }
         case "m":
-            return {"m": [[key, map_leaves(one, put)] for key, one in value]}
+            return {"m": [[key, map_leaves(one, convert)] for key, one in value]}
         case "l" | "t":
-            return {kind: [map_leaves(one, put) for one in value]}
+            return {kind: [map_leaves(one, convert) for one in value]}
         case _:
-            return put(node)
+            return convert(node)
 
 
 def renumber_tensors(node: Node, numbers: Sequence[int]) -> Node:
     """The same tree with other numbers for its arrays."""
 
-    def put(one: Node) -> Node:
+    def convert(one: Node) -> Node:
         if type(one) is int:
             return numbers[one]
-        return {"p": map_leaves(one["p"], put)} if "p" in one else one
+        return {"p": map_leaves(one["p"], convert)} if "p" in one else one
 
-    return map_leaves(node, put)
+    return map_leaves(node, convert)
 
 
 def value_nodes(node: Node, name: str = "") -> Iterator[tuple[str, Node]]:
-    """What in a tree is neither an array nor a container, under its name."""
+    """By name, the nodes that are neither arrays nor containers."""
     if type(node) is int:
         return
     ((kind, value),) = node.items()
@@ -136,20 +139,20 @@ def value_nodes(node: Node, name: str = "") -> Iterator[tuple[str, Node]]:
 
 
 class _Flattening:
-    """The walk through one state."""
+    """The flattening of one state."""
 
     def __init__(self, leaf_types: tuple[LeafType, ...]) -> None:
         self.leaves: list[Leaf] = []
         self._leaf_types = leaf_types
 
     def node(self, value: Any, path: str, depth: int, *, is_per_rank: bool) -> Node:
-        """What stands for a value."""
+        """The node for a value."""
         if isinstance(value, np.ndarray):
             return self._array(value, path, is_per_rank)
         if isinstance(value, Mapping | list | tuple | PerRank):
             if depth == DEPTH_MAX:
                 raise invalid(
-                    f"the state is nested more than {DEPTH_MAX} deep at {_shown(path)}", "does it contain itself?"
+                    f"the state is nested more than {DEPTH_MAX} deep at {_path_shown(path)}", "does it contain itself?"
                 )
             return self._container(value, path, depth + 1, is_per_rank=is_per_rank)
         if isinstance(value, ShardedArray):
@@ -185,7 +188,7 @@ class _Flattening:
                 items.append([key, self.node(one, lead + escape_key(key), depth, is_per_rank=is_per_rank)])
             else:
                 raise invalid(
-                    f"the state has the key {key!r:.100} at {_shown(path)}", "use strings, or integers below 2**53"
+                    f"the state has the key {key!r:.100} at {_path_shown(path)}", "use strings, or integers below 2**53"
                 )
         return {"m": items}
 
@@ -195,36 +198,38 @@ class _Flattening:
     def _sharded(self, value: ShardedArray, path: str, is_per_rank: bool) -> Node:
         for leaf_type in self._leaf_types:
             if leaf_type.accepts(value.local):
-                made = leaf_type.to_array(value.local)
-                if isinstance(made, np.ndarray):
-                    value = ShardedArray(made, value.global_shape, value.offset)
+                converted = leaf_type.to_array(value.local)
+                if isinstance(converted, np.ndarray):
+                    value = ShardedArray(converted, value.global_shape, value.offset)
         if not isinstance(value.local, np.ndarray):
-            raise invalid(f"{_shown(path)} is a ShardedArray of {type(value.local).__name__}", "give it a numpy array")
+            raise invalid(
+                f"{_path_shown(path)} is a ShardedArray of {type(value.local).__name__}", "give a numpy array"
+            )
         return self._leaf(value.local, value.global_shape, path, is_per_rank, value.box)
 
     def _leaf(self, array: np.ndarray[Any, Any], shape: Shape, path: str, is_per_rank: bool, part: Box | None) -> Node:
         try:
             name_of(array.dtype)
         except CheckpointException as error:
-            raise invalid(f"{_shown(path)}: {error.message}", error.fix, code=error.code) from None
+            raise invalid(f"{_path_shown(path)}: {error.message}", error.fix, code=error.code) from None
         if len(shape) > AXES_MAX:
-            raise invalid(f"{_shown(path)} has {len(shape)} axes", f"give it at most {AXES_MAX}")
+            raise invalid(f"{_path_shown(path)} has {len(shape)} axes", f"give it at most {AXES_MAX}")
         if len(path) > NAME_CHARS_MAX:
             raise invalid(f"the name {path[:100]}... has {len(path)} characters", f"use at most {NAME_CHARS_MAX}")
         if type(array) is not np.ndarray:
-            array = _bare(array, path)
+            array = _plain_array(array, path)
         self.leaves.append(Leaf(path, array, shape, is_per_rank, part))
         return len(self.leaves) - 1
 
 
 def child_name(path: str, key: int | str) -> str:
-    """The name of what is under a key, or at a place in a list."""
+    """The name of the value under a key, or at a position in a list."""
     part = f"#{key}" if isinstance(key, int) else escape_key(key)
     return f"{path}/{part}" if path else part
 
 
 def escape_key(key: str) -> str:
-    """A key as a part of a name: no two keys are the same part, and none reaches over a `/`."""
+    """A key as a part of a name: unique per key, without `/`."""
     if not key:
         return "~3"
     if not key.isascii():
@@ -235,7 +240,7 @@ def escape_key(key: str) -> str:
 
 
 def unescape_key(part: str) -> str:
-    """The key that a part of a name stands for."""
+    """The key for a part of a name."""
     if part == "~3":
         return ""
     if part.startswith("~2"):
@@ -243,31 +248,31 @@ def unescape_key(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
 
 
-def _bare(array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, Any]:
-    """An array of some class of numpy's or others' as what it holds."""
+def _plain_array(array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, Any]:
+    """A subclass of ndarray as a plain one."""
     if isinstance(array, np.ma.MaskedArray):
-        raise invalid(f"{_shown(path)} is a masked array", "save its data and its mask, one by one")
+        raise invalid(f"{_path_shown(path)} is a masked array", "save its data and its mask separately")
     return array.view(np.ndarray)
 
 
 def _require_text(text: str, what: str) -> None:
-    """Refuse what no file can hold."""
+    """Refuse text that UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise invalid(f"{what} is {text!r:.100}, which is no text", "save it as bytes") from None
+        raise invalid(f"{what} is {text!r:.100}, which UTF-8 cannot encode", "save it as bytes") from None
 
 
-def _shown(path: str) -> str:
+def _path_shown(path: str) -> str:
     return path[:NAME_CHARS_MAX] or "the top"
 
 
 def _plain(value: Any, path: str) -> Node:
-    """What stands for a value that is no array."""
+    """The node for a value that is not an array."""
     match value:
         case str() if type(value) is str:
             if not value.isascii():
-                _require_text(value, _shown(path))
+                _require_text(value, _path_shown(path))
             return {"v": value}
         case None | bool():
             return {"v": value}
@@ -283,7 +288,7 @@ def _plain(value: Any, path: str) -> Node:
             return {"n": [name_of(value.dtype), base64.b64encode(value.tobytes()[: value.itemsize]).decode()]}
         case _:
             raise invalid(
-                f"{_shown(path)} is a {type(value).__name__}, which cannot be saved",
+                f"{_path_shown(path)} is a {type(value).__name__}, which cannot be saved",
                 "use dicts, lists, tuples, numpy arrays and scalars, numbers, strings, bytes and None, or a leaf type",
                 code="checkpoint_value_unsupported",
             )
@@ -291,16 +296,16 @@ def _plain(value: Any, path: str) -> Node:
 
 def _digits(value: int, path: str) -> str:
     if value.bit_length() > INTEGER_DIGITS_MAX * 3:
-        raise invalid(f"{_shown(path)} is an integer of {value.bit_length()} bits", "save it as bytes")
+        raise invalid(f"{_path_shown(path)} is an integer of {value.bit_length()} bits", "save it as bytes")
     return hex(value)
 
 
-Own = Callable[[int, int], Any]
-"""Gives what stands in an open place, by its number and how deep it is."""
+FillPlace = Callable[[int, int], Any]
+"""Gives the value for an open place, by its number and depth."""
 
 
-def _build(node: Node, tensor: Callable[[int], Any], depth: int, own: Own | None) -> Any:
-    """`own` makes it a frame, in which there are open places and nothing of ranks' own."""
+def _build(node: Node, tensor: Callable[[int], Any], depth: int, fill_place: FillPlace | None) -> Any:
+    """Build a tree; with `fill_place` a frame, which has open places and no per-rank values."""
     if type(node) is int:
         return tensor(node)
     if type(node) is not dict or len(node) != 1 or depth > DEPTH_MAX + 1:
@@ -308,17 +313,17 @@ def _build(node: Node, tensor: Callable[[int], Any], depth: int, own: Own | None
     ((kind, value),) = node.items()
     match kind, value:
         case "d", dict():
-            return {key: _build(inner, tensor, depth + 1, own) for key, inner in value.items()}
+            return {key: _build(inner, tensor, depth + 1, fill_place) for key, inner in value.items()}
         case "m", list():
-            return {key: _build(inner, tensor, depth + 1, own) for key, inner in map(_pair, value)}
+            return {key: _build(inner, tensor, depth + 1, fill_place) for key, inner in map(_pair, value)}
         case "l", list():
-            return [_build(inner, tensor, depth + 1, own) for inner in value]
+            return [_build(inner, tensor, depth + 1, fill_place) for inner in value]
         case "t", list():
-            return tuple(_build(inner, tensor, depth + 1, own) for inner in value)
-        case "p", _ if own is None:
-            return _build(value, tensor, depth + 1, own)
-        case "o", int() if own is not None and type(value) is int:
-            return own(value, depth)
+            return tuple(_build(inner, tensor, depth + 1, fill_place) for inner in value)
+        case "p", _ if fill_place is None:
+            return _build(value, tensor, depth + 1, fill_place)
+        case "o", int() if fill_place is not None and type(value) is int:
+            return fill_place(value, depth)
         case _:
             return _value(kind, value, node)
 
@@ -332,7 +337,7 @@ def _pair(item: Any) -> tuple[int | str, Node]:
 
 
 def _value(kind: str, value: Any, node: Node) -> Any:
-    """The plain value that stands there."""
+    """The value of a plain node."""
     try:
         match kind, value:
             case "v", None | bool() | str() | int():
@@ -354,9 +359,9 @@ def _value(kind: str, value: Any, node: Node) -> Any:
 
 
 def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
-    """A scalar of numpy's. Out of an array a text would come without the zeros at its end."""
+    """A numpy scalar. Indexing an array would strip the trailing zeros of strings."""
     if len(data) != dtype.itemsize:
-        raise ValueError("it is not as long as its type")
+        raise ValueError("wrong length for its type")
     match dtype.kind:
         case "S":
             return np.bytes_(data)
@@ -369,4 +374,4 @@ def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
 
 
 def _malformed(node: Any) -> Exception:
-    return corrupted(f"the tree of the state has {node!r:.80} in it", "", code="checkpoint_manifest_malformed")
+    return corrupted(f"the state tree has an invalid node: {node!r:.80}", "", code="checkpoint_manifest_malformed")

@@ -21,7 +21,7 @@ import xxhash
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted
 from forged.checkpoint.format.boxes import Box, Shape, whole
-from forged.checkpoint.format.compression import unpack_into
+from forged.checkpoint.format.compression import decompress_into
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.loading.read_plan import (
     GAP_BYTES_MAX,
@@ -386,7 +386,7 @@ def decompress_chunk(layout: PartLayout, chunk: int, data: memoryview, out: memo
     """Decompress a chunk of a compressed part into `out`; return whether that succeeded."""
     if layout.is_compressed(chunk):
         try:
-            unpack_into(data, layout.itemsize(chunk), out)
+            decompress_into(data, layout.itemsize(chunk), out)
         except CheckpointException:
             return False
         return True

@@ -15,7 +15,7 @@ from itertools import accumulate, chain, pairwise
 import xxhash
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.format.compression import CompressionBackoff, pack
+from forged.checkpoint.format.compression import CompressionBackoff, compress
 from forged.checkpoint.format.manifest import DIGEST_BYTES, Part, deduplicate_boxes
 from forged.checkpoint.format.tree import Leaf
 from forged.checkpoint.model import CompressionLevel
@@ -147,7 +147,7 @@ class Packed:
         for number in stretch:
             self._halt.check()
             raw = self._raw(number)
-            small = pack(raw, self._itemsize(number), self._level) if backoff.should_try() else None
+            small = compress(raw, self._itemsize(number), self._level) if backoff.should_try() else None
             backoff.record(small is not None)
             if self._keeps:
                 self._chunks[number] = bytes(raw) if small is None else small
@@ -164,7 +164,7 @@ class Packed:
         raw = self._raw(number)
         if self.stored[number] < 0:
             return raw
-        small = pack(raw, self._itemsize(number), self._level)
+        small = compress(raw, self._itemsize(number), self._level)
         if small is None or len(small) != self.stored[number]:
             raise CheckpointException(
                 "arrays have changed while they were written",

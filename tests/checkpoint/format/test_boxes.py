@@ -34,7 +34,7 @@ SMALLEST = st.sampled_from([1, 8, 64, CHUNK_BYTES_MIN])
 
 @contextmanager
 def chunks_from(smallest: int) -> Iterator[None]:
-    """Chunks so small that small arrays have many."""
+    """Use tiny chunks, so that small arrays have many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(boxes, "CHUNK_BYTES_MIN", smallest)
         yield
@@ -53,7 +53,7 @@ def places(box: Box) -> set[tuple[int, ...]]:
 
 
 @given(st.data(), SHAPES)
-def test_the_intersection_has_what_both_have(data: st.DataObject, shape: Shape) -> None:
+def test_the_intersection_contains_the_common_elements(data: st.DataObject, shape: Shape) -> None:
     a, b = data.draw(within(shape)), data.draw(within(shape))
     found = intersection(a, b)
     assert (places(found) if found else set()) == places(a) & places(b)
@@ -62,7 +62,7 @@ def test_the_intersection_has_what_both_have(data: st.DataObject, shape: Shape) 
 
 
 @given(st.data(), SHAPES)
-def test_a_box_is_found_in_an_array_that_has_it(data: st.DataObject, shape: Shape) -> None:
+def test_within_gives_the_index_of_a_box(data: st.DataObject, shape: Shape) -> None:
     outer = data.draw(within(shape))
     inner = data.draw(within(outer.shape))
     inner = Box(tuple(a + b for a, b in zip(outer.offset, inner.offset, strict=True)), inner.shape)
@@ -72,7 +72,7 @@ def test_a_box_is_found_in_an_array_that_has_it(data: st.DataObject, shape: Shap
 
 
 @given(st.data(), SHAPES, ITEMSIZES, SMALLEST)
-def test_chunks_are_the_bytes_of_a_box_one_behind_the_other(
+def test_chunks_follow_each_other_in_the_bytes_of_a_box(
     data: st.DataObject, shape: Shape, itemsize: int, smallest: int
 ) -> None:
     box = data.draw(within(shape))
@@ -88,10 +88,8 @@ def test_chunks_are_the_bytes_of_a_box_one_behind_the_other(
 
 
 @given(st.data(), SHAPES, ITEMSIZES, SMALLEST)
-def test_chunks_of_two_boxes_are_cut_at_the_same_places(
-    data: st.DataObject, shape: Shape, itemsize: int, smallest: int
-) -> None:
-    """What both have as a whole, along the axes that are not cut, is the same chunk in both, or parts of one."""
+def test_two_boxes_are_cut_at_the_same_places(data: st.DataObject, shape: Shape, itemsize: int, smallest: int) -> None:
+    """Where both boxes have all of the uncut axes, their common elements lie in the same cells."""
     with chunks_from(smallest):
         grid = grid_of(shape, itemsize)
     cells = list(chunks(whole(shape), grid))
@@ -103,7 +101,7 @@ def test_chunks_of_two_boxes_are_cut_at_the_same_places(
 
 
 @given(st.data(), SHAPES, ITEMSIZES, SMALLEST)
-def test_the_chunks_that_have_something_of_a_part_are_found_with_their_numbers(
+def test_chunks_within_gives_overlapping_chunks_with_their_numbers(
     data: st.DataObject, shape: Shape, itemsize: int, smallest: int
 ) -> None:
     box, wanted = data.draw(within(shape)), data.draw(within(shape))
@@ -114,7 +112,7 @@ def test_the_chunks_that_have_something_of_a_part_are_found_with_their_numbers(
 
 
 @given(st.lists(st.integers(1, 1 << 20), max_size=4).map(tuple), ITEMSIZES)
-def test_no_chunk_is_larger_than_it_may_be(shape: Shape, itemsize: int) -> None:
+def test_no_chunk_exceeds_the_limit(shape: Shape, itemsize: int) -> None:
     grid = grid_of(shape, itemsize)
     if shape:
         row = math.prod(shape[grid.axis + 1 :]) * itemsize
@@ -153,10 +151,10 @@ def test_larger_arrays_have_larger_chunks(nbytes: int, expected: int) -> None:
         ((5,), CHUNK_BYTES_MAX * 2, Grid(0, 1)),
     ],
 )
-def test_how_arrays_are_cut(shape: Shape, itemsize: int, grid: Grid) -> None:
+def test_grid_of_examples(shape: Shape, itemsize: int, grid: Grid) -> None:
     assert grid_of(shape, itemsize) == grid
 
 
-def test_the_chunks_of_a_tensor_beyond_all_memory_are_counted_without_a_walk() -> None:
+def test_chunks_of_a_huge_tensor_are_counted_without_listing() -> None:
     shape = (1 << 20, 1 << 20, 1 << 20)
     assert chunk_count(whole(shape), grid_of(shape, 1)) == 1 << 38

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.boxes import CHUNK_BYTES_MAX
 from forged.checkpoint.format.compression import (
-    PACKED_BYTES_MIN,
-    REST,
-    SPARED_MIN,
-    TRIES,
+    CHUNKS_SKIPPED,
+    COMPRESSED_BYTES_MIN,
+    FAILURES_BEFORE_BACKOFF,
+    SAVING_MIN,
     CompressionBackoff,
-    pack,
-    unpack_into,
+    compress,
+    decompress_into,
     width_of,
 )
 from forged.checkpoint.model import CompressionLevel
 
 LEVELS = [CompressionLevel.FAST, CompressionLevel.BALANCED, CompressionLevel.MAXIMUM]
-WIDE = 8 * PACKED_BYTES_MIN
+WIDE = 8 * COMPRESSED_BYTES_MIN
 GUARD = 0xA5
 
 
@@ -36,19 +36,19 @@ def seen(array: np.ndarray[Any, Any]) -> memoryview:
 
 
 def unpacked(packed: bytes, itemsize: int, size: int) -> bytes:
-    """What comes back, with a look at what lies around it."""
-    room = bytearray([GUARD]) * (size + 32)
-    unpack_into(memoryview(packed), itemsize, memoryview(room)[16 : size + 16])
-    assert room[:16] == room[size + 16 :] == bytearray([GUARD]) * 16
-    return bytes(room[16 : size + 16])
+    """The decompressed bytes; fails if memory around them was written."""
+    out = bytearray([GUARD]) * (size + 32)
+    decompress_into(memoryview(packed), itemsize, memoryview(out)[16 : size + 16])
+    assert out[:16] == out[size + 16 :] == bytearray([GUARD]) * 16
+    return bytes(out[16 : size + 16])
 
 
 def refused(packed: bytes, itemsize: int, size: int) -> CheckpointException:
-    """The error that reading it raises; nothing is written beside the room."""
-    room = bytearray([GUARD]) * (size + 32)
+    """The error that decompression raises; fails if memory around the output was written."""
+    out = bytearray([GUARD]) * (size + 32)
     with pytest.raises(CheckpointException) as caught:
-        unpack_into(memoryview(packed), itemsize, memoryview(room)[16 : size + 16])
-    assert room[:16] == room[size + 16 :] == bytearray([GUARD]) * 16
+        decompress_into(memoryview(packed), itemsize, memoryview(out)[16 : size + 16])
+    assert out[:16] == out[size + 16 :] == bytearray([GUARD]) * 16
     assert caught.value.type is ExceptionType.CORRUPTED_CHECKPOINT
     return caught.value
 
@@ -79,12 +79,12 @@ ARRAYS = {
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ARRAYS)
-def test_what_was_packed_comes_back_to_the_last_bit(name: str, level: CompressionLevel) -> None:
+def test_decompression_gives_the_compressed_bytes(name: str, level: CompressionLevel) -> None:
     array = ARRAYS[name]
     data = seen(array)
-    packed = pack(data, array.itemsize, level)
+    packed = compress(data, array.itemsize, level)
     assert packed is not None
-    assert len(packed) <= len(data) * (1 - SPARED_MIN)
+    assert len(packed) <= len(data) * (1 - SAVING_MIN)
     assert unpacked(packed, array.itemsize, len(data)) == bytes(data)
 
 
@@ -95,52 +95,52 @@ def test_what_was_packed_comes_back_to_the_last_bit(name: str, level: Compressio
     st.integers(1, 300),
     st.sampled_from(LEVELS),
 )
-def test_any_bytes_come_back(seed: bytes, itemsize: int, count: int, level: CompressionLevel) -> None:
+def test_any_bytes_survive_compression(seed: bytes, itemsize: int, count: int, level: CompressionLevel) -> None:
     data = (seed * (itemsize * count * 64 // len(seed) + 1))[: itemsize * count * 64]
-    packed = pack(memoryview(data), itemsize, level)
+    packed = compress(memoryview(data), itemsize, level)
     assert packed is None or unpacked(packed, itemsize, len(data)) == data
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_noise_is_left_as_it_is(level: CompressionLevel) -> None:
+def test_noise_stays_uncompressed(level: CompressionLevel) -> None:
     noise = np.random.default_rng(2).integers(0, 256, WIDE * 4, np.uint8)
-    assert pack(seen(noise), 4, level) is None
+    assert compress(seen(noise), 4, level) is None
 
 
-def test_nothing_is_packed_at_level_none_nor_where_it_is_little() -> None:
+def test_level_none_and_small_chunks_stay_uncompressed() -> None:
     zeros = memoryview(bytes(WIDE))
-    assert pack(zeros, 4, CompressionLevel.NONE) is None
-    assert pack(zeros[: PACKED_BYTES_MIN - 4], 4, CompressionLevel.MAXIMUM) is None
-    assert pack(zeros[:0], 4, CompressionLevel.FAST) is None
-    assert pack(zeros[:0], 0, CompressionLevel.FAST) is None
+    assert compress(zeros, 4, CompressionLevel.NONE) is None
+    assert compress(zeros[: COMPRESSED_BYTES_MIN - 4], 4, CompressionLevel.MAXIMUM) is None
+    assert compress(zeros[:0], 4, CompressionLevel.FAST) is None
+    assert compress(zeros[:0], 0, CompressionLevel.FAST) is None
 
 
-def test_an_element_that_is_larger_than_any_chunk_is_left_as_it_is() -> None:
-    assert pack(memoryview(bytes(CHUNK_BYTES_MAX)), CHUNK_BYTES_MAX, CompressionLevel.FAST) is not None
-    assert pack(memoryview(bytes(CHUNK_BYTES_MAX + 1)), CHUNK_BYTES_MAX + 1, CompressionLevel.FAST) is None
+def test_an_element_larger_than_a_chunk_stays_uncompressed() -> None:
+    assert compress(memoryview(bytes(CHUNK_BYTES_MAX)), CHUNK_BYTES_MAX, CompressionLevel.FAST) is not None
+    assert compress(memoryview(bytes(CHUNK_BYTES_MAX + 1)), CHUNK_BYTES_MAX + 1, CompressionLevel.FAST) is None
 
 
-def test_what_is_no_row_of_elements_is_left_as_it_is() -> None:
-    assert pack(memoryview(bytes(WIDE + 1)), 4, CompressionLevel.FAST) is None
+def test_bytes_that_are_no_whole_elements_stay_uncompressed() -> None:
+    assert compress(memoryview(bytes(WIDE + 1)), 4, CompressionLevel.FAST) is None
 
 
-def test_read_only_memory_that_begins_anywhere_is_packed() -> None:
+def test_unaligned_read_only_memory_is_compressed() -> None:
     data = bytes(3) + weights(np.float32).tobytes()
-    packed = pack(memoryview(data)[3:], 4, CompressionLevel.FAST)
+    packed = compress(memoryview(data)[3:], 4, CompressionLevel.FAST)
     assert packed is not None
     assert unpacked(packed, 4, len(data) - 3) == data[3:]
 
 
-def test_a_higher_level_never_makes_more_of_it() -> None:
+def test_a_higher_level_is_never_larger() -> None:
     for array in ARRAYS.values():
-        sizes = [len(pack(seen(array), array.itemsize, level) or b"") for level in LEVELS]
+        sizes = [len(compress(seen(array), array.itemsize, level) or b"") for level in LEVELS]
         assert sizes[0] >= sizes[2]
         assert sizes[0] >= sizes[1]
 
 
-def test_any_tool_that_reads_zstd_reads_the_planes() -> None:
+def test_a_plain_zstd_reader_reads_the_planes() -> None:
     array = weights(np.float32)
-    packed = pack(seen(array), 4, CompressionLevel.FAST)
+    packed = compress(seen(array), 4, CompressionLevel.FAST)
     assert packed is not None
     with zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True) as reader:
         planes = np.frombuffer(reader.read(), np.uint8).reshape(4, -1)
@@ -150,44 +150,44 @@ def test_any_tool_that_reads_zstd_reads_the_planes() -> None:
 @pytest.mark.parametrize(
     ("itemsize", "width"), [(1, 1), (2, 2), (4, 4), (8, 8), (16, 8), (7, 1), (12, 4), (40, 8), (0, 1)]
 )
-def test_elements_are_split_into_as_many_planes_as_their_numbers_have_bytes(itemsize: int, width: int) -> None:
+def test_number_of_planes_by_element_size(itemsize: int, width: int) -> None:
     assert width_of(itemsize) == width
 
 
 def small() -> tuple[bytes, int]:
-    array = np.arange(PACKED_BYTES_MIN, dtype=np.float32)
-    packed = pack(seen(array), 4, CompressionLevel.FAST)
+    array = np.arange(COMPRESSED_BYTES_MIN, dtype=np.float32)
+    packed = compress(seen(array), 4, CompressionLevel.FAST)
     assert packed is not None
     return packed, array.nbytes
 
 
-def test_every_cut_is_noticed() -> None:
+def test_every_truncation_is_refused() -> None:
     packed, size = small()
     for length in range(0, len(packed), 7):
         refused(packed[:length], 4, size)
 
 
 @pytest.mark.parametrize("more", [b"\0", b"garbage", zstandard.compress(b""), zstandard.compress(b"more")])
-def test_what_follows_the_last_frame_is_refused(more: bytes) -> None:
+def test_data_after_the_last_frame_are_refused(more: bytes) -> None:
     packed, size = small()
     refused(packed + more, 4, size)
 
 
-@pytest.mark.parametrize("room", [0, 4, 8188, 8196, 8190, 1 << 20])
-def test_room_of_another_size_is_refused(room: int) -> None:
+@pytest.mark.parametrize("out", [0, 4, 8188, 8196, 8190, 1 << 20])
+def test_an_output_of_another_size_is_refused(out: int) -> None:
     packed, size = small()
-    assert room != size
-    refused(packed, 4, room)
+    assert out != size
+    refused(packed, 4, out)
 
 
-def test_a_frame_that_swells_is_refused_before_it_does() -> None:
+def test_a_frame_with_larger_content_is_refused_before_decompression() -> None:
     bomb = zstandard.compress(bytes(1 << 28))
     assert len(bomb) < 1 << 20
     refused(bomb, 1, 4096)
 
 
-def test_a_frame_that_says_less_than_it_has_is_refused() -> None:
-    """The size in the header is changed to that of the room; the blocks hold more."""
+def test_a_frame_that_declares_too_little_content_is_refused() -> None:
+    """The content size in the header is lowered; the blocks hold more."""
     frame = bytearray(zstandard.ZstdCompressor(level=1).compress(np.arange(2048, dtype=np.uint16).tobytes()))
     place = frame.index((4096 - 256).to_bytes(2, "little"))
     frame[place : place + 2] = (2048 - 256).to_bytes(2, "little")
@@ -206,7 +206,7 @@ def test_a_frame_that_says_less_than_it_has_is_refused() -> None:
         ),
     ],
 )
-def test_frames_that_pack_does_not_make_come_back_right_or_are_refused(compressor: zstandard.ZstdCompressor) -> None:
+def test_frames_with_other_options_decompress_correctly_or_are_refused(compressor: zstandard.ZstdCompressor) -> None:
     data = b"a dictionary that nobody has " * 100
     with suppress(CheckpointException):
         assert unpacked(compressor.compress(data), 1, len(data)) == data
@@ -214,7 +214,7 @@ def test_frames_that_pack_does_not_make_come_back_right_or_are_refused(compresso
 
 @settings(max_examples=300)
 @given(st.data())
-def test_flipped_bits_end_in_an_error_or_in_as_many_other_bytes(data: st.DataObject) -> None:
+def test_flipped_bits_give_an_error_or_as_many_bytes(data: st.DataObject) -> None:
     packed, size = small()
     damaged = bytearray(packed)
     damaged[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -227,13 +227,13 @@ def test_garbage_is_refused(garbage: bytes, itemsize: int) -> None:
     refused(garbage, itemsize, 4096)
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_threads_compress_independently() -> None:
     failures: list[str] = []
 
     def work(seed: int) -> None:
         for number in range(20):
             array = np.random.default_rng(seed * 100 + number).standard_normal(WIDE).astype(np.float32)
-            packed = pack(seen(array), 4, CompressionLevel.FAST)
+            packed = compress(seen(array), 4, CompressionLevel.FAST)
             if packed is None or unpacked(packed, 4, array.nbytes) != array.tobytes():
                 failures.append(f"{seed}/{number}")
 
@@ -246,7 +246,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def tried(backoff: CompressionBackoff, chunks: int) -> list[bool]:
-    """Of how many chunks that do not get smaller each is tried."""
+    """Which of several incompressible chunks are tried."""
     found = []
     for _ in range(chunks):
         found.append(backoff.should_try())
@@ -254,21 +254,22 @@ def tried(backoff: CompressionBackoff, chunks: int) -> list[bool]:
     return found
 
 
-def test_a_tensor_of_noise_is_left_alone_and_tried_again_now_and_then() -> None:
-    rest = [False] * REST + [True]
-    assert tried(CompressionBackoff(), TRIES + 2 * (REST + 1) + 1) == [True] * TRIES + rest + rest + [False]
+def test_an_incompressible_tensor_is_retried_at_intervals() -> None:
+    skipped = [False] * CHUNKS_SKIPPED + [True]
+    expected = [True] * FAILURES_BEFORE_BACKOFF + skipped + skipped + [False]
+    assert tried(CompressionBackoff(), len(expected)) == expected
 
 
-def test_what_gets_smaller_once_is_tried_anew() -> None:
+def test_one_success_ends_the_backoff() -> None:
     backoff = CompressionBackoff()
-    tried(backoff, TRIES + REST)
+    tried(backoff, FAILURES_BEFORE_BACKOFF + CHUNKS_SKIPPED)
     assert backoff.should_try()
     backoff.record(True)
-    assert tried(backoff, TRIES + 1) == [True] * TRIES + [False]
+    assert tried(backoff, FAILURES_BEFORE_BACKOFF + 1) == [True] * FAILURES_BEFORE_BACKOFF + [False]
 
 
-def test_what_gets_smaller_is_tried_every_time() -> None:
+def test_a_compressible_tensor_is_always_tried() -> None:
     backoff = CompressionBackoff()
-    for _ in range(3 * TRIES):
-        assert tried(backoff, TRIES - 1) == [True] * (TRIES - 1)
+    for _ in range(3 * FAILURES_BEFORE_BACKOFF):
+        assert tried(backoff, FAILURES_BEFORE_BACKOFF - 1) == [True] * (FAILURES_BEFORE_BACKOFF - 1)
         backoff.record(True)

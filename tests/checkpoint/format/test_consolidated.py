@@ -14,11 +14,11 @@ SAVE_ID = "0a1b2c3d"
 
 
 def tensors_of(*names: str, count: int = 4, ranks: dict[int, int] | None = None) -> Tensors:
-    """Tensors of so many bytes each."""
+    """Tensors with these names, of `count` bytes each."""
     return Tensors(list(names), ["uint8"] * len(names), [(count,)] * len(names), ranks or {})
 
 
-def test_a_model_is_in_one_file_under_the_names_that_it_has_in_the_model() -> None:
+def test_a_model_is_one_file_with_its_own_names() -> None:
     (file,) = files_of(
         tensors_of("model/encoder/weight", "model/layers.0.bias", "model/blocks/#3/w"), SAVE_ID, is_packed=False
     )
@@ -27,7 +27,7 @@ def test_a_model_is_in_one_file_under_the_names_that_it_has_in_the_model() -> No
     assert [*indexes_of([file])] == ["model.safetensors.index.json"]
 
 
-def test_what_is_of_the_optimizer_of_ranks_and_of_neither_is_in_files_of_its_own() -> None:
+def test_optimizer_rank_and_other_tensors_have_separate_files() -> None:
     tensors = tensors_of("model/w", "optimizer/m/w", "step", "rng/state", "rng/state", ranks={3: 0, 4: 1})
     found = {file.name: (file.tensors, file.names) for file in files_of(tensors, SAVE_ID, is_packed=False)}
     assert found == {
@@ -39,17 +39,17 @@ def test_what_is_of_the_optimizer_of_ranks_and_of_neither_is_in_files_of_its_own
     }
 
 
-def test_a_state_without_a_model_is_one() -> None:
+def test_a_state_without_a_model_section_is_the_model() -> None:
     (file,) = files_of(tensors_of("encoder/weight", "head"), SAVE_ID, is_packed=False)
     assert (file.name, file.names) == (f"{SAVE_ID}.model.safetensors", ["encoder.weight", "head"])
 
 
-def test_a_model_that_is_one_array_has_a_name() -> None:
+def test_a_model_of_one_array_has_a_name() -> None:
     (file,) = files_of(tensors_of("model"), SAVE_ID, is_packed=False)
     assert file.names == ["model"]
 
 
-def test_large_models_are_in_several_files_and_an_index_tells_which() -> None:
+def test_large_models_have_several_files_and_an_index() -> None:
     tensors = tensors_of("model/a", "model/b", "model/c", "optimizer/a")
     files = files_of(tensors, SAVE_ID, is_packed=False, file_bytes_max=8)
     assert [(file.name, file.tensors, file.size) for file in files] == [
@@ -69,12 +69,12 @@ def test_large_models_are_in_several_files_and_an_index_tells_which() -> None:
     }
 
 
-def test_a_tensor_larger_than_a_file_may_be_has_one_for_itself() -> None:
+def test_a_tensor_above_the_limit_has_its_own_file() -> None:
     files = files_of(tensors_of("model/a", "model/b", "model/c"), SAVE_ID, is_packed=False, file_bytes_max=3)
     assert [file.tensors for file in files] == [[0], [1], [2]]
 
 
-def test_compressed_files_have_no_index_because_nobody_else_reads_them() -> None:
+def test_compressed_files_have_no_index() -> None:
     files = files_of(tensors_of("model/a", "model/b"), SAVE_ID, is_packed=True, file_bytes_max=4)
     assert [file.name for file in files] == [
         f"{SAVE_ID}.model-00001-of-00002.packed",
@@ -83,27 +83,27 @@ def test_compressed_files_have_no_index_because_nobody_else_reads_them() -> None
     assert indexes_of(files) == {}
 
 
-def test_no_tensors_are_no_files() -> None:
+def test_no_tensors_give_no_files() -> None:
     assert files_of(tensors_of(), SAVE_ID, is_packed=False) == []
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_that_nothing_fits_in_is_refused(limit: int) -> None:
+def test_a_limit_below_one_byte_is_refused(limit: int) -> None:
     with pytest.raises(CheckpointException):
         files_of(tensors_of("x"), SAVE_ID, is_packed=False, file_bytes_max=limit)
 
 
-def test_names_that_become_alike_are_told_apart() -> None:
+def test_equal_names_are_made_unique() -> None:
     tensors = tensors_of("model/a/b", "model/a.b", "model/a~1b", "model/a/#0", "model/a/~20", "model/~01")
     assert names_of(tensors, range(6), "model") == ["a.b", "a.b (2)", "a/b", "a.0", "a.#0", "~1"]
 
 
-def test_no_tensor_is_called_what_the_metadata_are() -> None:
-    """The file itself would call it something else, and the index would not know."""
+def test_the_metadata_key_is_no_tensor_name() -> None:
+    """Otherwise the file would rename the tensor, and the index would name it wrongly."""
     assert names_of(tensors_of("model/__metadata__"), [0], "model") == ["__metadata__ (2)"]
 
 
-def test_a_single_file_has_all_and_says_whose_the_private_ones_are() -> None:
+def test_a_single_file_has_all_tensors_and_names_the_rank_of_per_rank_ones() -> None:
     tensors = tensors_of("model/w", "optimizer/w", "rng/x", "rng/x", "state/w", ranks={2: 0, 3: 1})
     file = single_file_of(tensors, "one.safetensors")
     assert file.tensors == [0, 1, 2, 3, 4]
@@ -121,9 +121,7 @@ KEYS = st.lists(
     st.integers(1, 40),
     st.data(),
 )
-def test_every_tensor_is_in_one_file_and_has_a_name_of_its_own(
-    names: list[str], limit: int, data: st.DataObject
-) -> None:
+def test_every_tensor_is_in_one_file_under_a_unique_name(names: list[str], limit: int, data: st.DataObject) -> None:
     ranks = {number: data.draw(st.integers(0, 2)) for number in range(len(names)) if data.draw(st.booleans())}
     tensors = tensors_of(*names, ranks=ranks)
     files = files_of(tensors, SAVE_ID, is_packed=False, file_bytes_max=limit)

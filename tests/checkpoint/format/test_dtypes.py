@@ -19,7 +19,7 @@ SWAPPED = [">f4", ">i8", ">c16", ">U3", ">M8[ms]", ">f2"]
 
 
 @pytest.mark.parametrize("dtype", [*PLAIN, *map(np.dtype, OTHERS), *map(np.dtype, SWAPPED)])
-def test_a_type_comes_back_by_its_name(dtype: np.dtype[Any]) -> None:
+def test_a_type_is_found_by_its_name(dtype: np.dtype[Any]) -> None:
     again = dtype_of(name_of(dtype))
     assert again == dtype
     assert again.str == dtype.str
@@ -27,7 +27,7 @@ def test_a_type_comes_back_by_its_name(dtype: np.dtype[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EXTENDED))
-def test_the_types_of_ml_dtypes_have_their_names(name: str) -> None:
+def test_ml_dtypes_types_have_their_names(name: str) -> None:
     dtype = np.dtype(getattr(ml_dtypes, name))
     assert name_of(dtype) == name
     assert dtype_of(name) == dtype
@@ -35,19 +35,19 @@ def test_the_types_of_ml_dtypes_have_their_names(name: str) -> None:
     assert np.frombuffer(array.tobytes(), dtype_of(name)).tobytes() == array.tobytes()
 
 
-def test_other_orders_of_bytes_are_other_types() -> None:
+def test_byte_orders_are_distinct_types() -> None:
     assert name_of(np.dtype("<f4")) == name_of(np.dtype("=f4")) == "float32"
     assert name_of(np.dtype(">f4")) == ">f4"
 
 
-def test_types_of_one_layout_have_one_name() -> None:
+def test_aliases_have_one_name() -> None:
     assert {name_of(np.dtype(code)) for code in (np.int64, "l", "q", "i8")} == {"int64"}
 
 
 @pytest.mark.parametrize(
     "dtype", [np.dtype(object), np.dtype([("a", "f4")]), np.dtype(("f4", (3,))), np.dtype([("a", object)])]
 )
-def test_what_cannot_be_saved_is_refused_with_a_fix(dtype: np.dtype[Any]) -> None:
+def test_an_unsupported_type_is_refused_with_a_fix(dtype: np.dtype[Any]) -> None:
     with pytest.raises(CheckpointException) as caught:
         name_of(dtype)
     assert caught.value.code == "checkpoint_dtype_unsupported"
@@ -86,7 +86,7 @@ def test_what_cannot_be_saved_is_refused_with_a_fix(dtype: np.dtype[Any]) -> Non
         "__doc__",
     ],
 )
-def test_a_name_that_no_manifest_has_is_refused(name: str) -> None:
+def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(CheckpointException) as caught:
         dtype_of(name)
     assert caught.value.type is ExceptionType.INCOMPATIBLE_VERSION
@@ -94,7 +94,7 @@ def test_a_name_that_no_manifest_has_is_refused(name: str) -> None:
 
 
 @given(st.text("()[]{},:'fiuSUVMmOab0189 <>=|TsDn.*-\\\0é", max_size=12))
-def test_whatever_stands_there_is_a_name_or_refused(name: str) -> None:
+def test_any_text_is_a_name_or_refused(name: str) -> None:
     try:
         dtype = dtype_of(name)
     except CheckpointException:
@@ -103,12 +103,12 @@ def test_whatever_stands_there_is_a_name_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [",>O4s", "9a", "a5"])
-def test_what_numpy_would_have_to_parse_is_refused(name: str) -> None:
+def test_names_that_numpy_would_parse_are_refused(name: str) -> None:
     with pytest.raises(CheckpointException):
         dtype_of(name)
 
 
-def test_the_format_knows_what_it_knows() -> None:
+def test_safetensors_names_of_examples() -> None:
     for name, there in SAFETENSORS.items():
         assert safetensors_name(name) == there
         assert dtype_of(name).str[0] != ">"
@@ -116,7 +116,7 @@ def test_the_format_knows_what_it_knows() -> None:
     assert safetensors_name("complex128") is None
 
 
-def test_without_ml_dtypes_only_its_types_are_missing() -> None:
+def test_without_ml_dtypes_only_its_types_are_refused() -> None:
     script = (
         "import sys; sys.modules['ml_dtypes'] = None\n"
         "from forged.checkpoint.format.dtypes import dtype_of\n"

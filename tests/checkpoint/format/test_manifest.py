@@ -54,12 +54,12 @@ def states() -> list[Any]:
 
 
 def sound(level: CompressionLevel = CompressionLevel.NONE) -> Manifest:
-    """A manifest that somebody has written."""
+    """A manifest in encoded form."""
     return write_checkpoint(MemoryStorage(), "a", states(), level=level)
 
 
 def tree_of(manifest: Manifest) -> Any:
-    """The document as plain values."""
+    """The manifest as plain values."""
     return msgspec.json.decode(encode(manifest))
 
 
@@ -72,14 +72,14 @@ def refused(data: bytes, path: str = PATH) -> CheckpointException:
 
 
 def written(document: Any) -> bytes:
-    """Any document with a checksum that is right."""
+    """Any document with a correct checksum."""
     body = document if isinstance(document, bytes) else msgspec.json.encode(document)
     assert body.endswith(b"}")
     return body[:-1] + b',"checksum":"%s"}\n' % xxhash.xxh3_128_hexdigest(body[:-1]).encode()
 
 
 def changed(change: Callable[[Any], object], level: CompressionLevel = CompressionLevel.NONE) -> bytes:
-    """The document of somebody who has changed something in it and knows how checksums are made."""
+    """The manifest after a change, with a correct checksum."""
     document = tree_of(sound(level))
     del document["checksum"]
     change(document)
@@ -87,7 +87,7 @@ def changed(change: Callable[[Any], object], level: CompressionLevel = Compressi
 
 
 @pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
-def test_a_document_comes_back_as_it_was_written(level: CompressionLevel) -> None:
+def test_decode_gives_the_encoded_manifest(level: CompressionLevel) -> None:
     manifest = msgspec.structs.replace(
         sound(level),
         job="j",
@@ -99,7 +99,7 @@ def test_a_document_comes_back_as_it_was_written(level: CompressionLevel) -> Non
     assert decode(encode(manifest), PATH) == manifest
 
 
-def test_every_bit_that_is_flipped_is_noticed() -> None:
+def test_every_flipped_bit_is_refused() -> None:
     data = encode(sound())
     for place in range(len(data)):
         for bit in range(8):
@@ -108,7 +108,7 @@ def test_every_bit_that_is_flipped_is_noticed() -> None:
             assert refused(bytes(damaged)).code == "checkpoint_manifest_corrupt"
 
 
-def test_a_document_that_is_cut_off_or_goes_on_is_refused() -> None:
+def test_truncated_or_extended_data_are_refused() -> None:
     data = encode(sound())
     for length in range(len(data)):
         assert refused(data[:length]).code == "checkpoint_manifest_corrupt"
@@ -117,21 +117,21 @@ def test_a_document_that_is_cut_off_or_goes_on_is_refused() -> None:
     assert refused(bytes(len(data))).code == "checkpoint_manifest_corrupt"
 
 
-def test_it_is_that_of_another_checkpoint() -> None:
+def test_a_manifest_under_another_prefix_is_refused() -> None:
     data = encode(sound())
     refused(data, "b.metadata.json")
     refused(data, "aa.metadata.json")
     assert decode(data, f"a{TOMBSTONE}").prefix == "a"
 
 
-def test_a_version_that_is_not_known_is_told_as_such() -> None:
+def test_an_unknown_version_is_reported_as_such() -> None:
     error = refused(changed(lambda said: said.update(version="2.0")))
     assert error.type is ExceptionType.INCOMPATIBLE_VERSION
     decode(changed(lambda said: said.update(version="1.7", something_new=[1])), PATH)
 
 
 def set_to(*way: Any) -> Callable[[Any], object]:
-    """A change: the last of these in the place that the others lead to."""
+    """A change: put the last argument at the path of the other arguments."""
     *keys, last, value = way
 
     def change(document: Any) -> None:
@@ -158,7 +158,7 @@ def deep(depth: int) -> Any:
 
 
 def own_in(document: Any) -> int:
-    """A tensor that is a rank's own."""
+    """The number of a per-rank tensor of rank 0."""
     return int(next(iter(document["tensors"]["ranks"])))
 
 
@@ -204,7 +204,7 @@ HOSTILE: dict[str, Callable[[Any], object]] = {
     "what ranks had with other axes": set_to("tensors", "splits", 0, {"0": [[0, 0], [1, 1]], "1": [[0], [1]]}),
     "what a rank had with one axis that begins nowhere": set_to("tensors", "splits", 0, {"0": [[0, 0], [1]]}),
     "what a rank had beyond integers": set_to("tensors", "splits", 0, {"0": [[1 << 70, 0], [1, 1]]}),
-    "what nobody had": set_to("tensors", "splits", 0, {}),
+    "a split without ranks": set_to("tensors", "splits", 0, {}),
     "what a rank had that is not there": set_to("tensors", "splits", 0, "2", [[0, 0], [1, 1]]),
     "a split of no tensor": set_to("tensors", "split_of", "99", 0),
     "a split of a tensor before the first": set_to("tensors", "split_of", "-1", 0),
@@ -277,14 +277,14 @@ HOSTILE: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_document_is_refused_that_has(what: str) -> None:
+def test_a_manifest_with_this_fault_is_refused(what: str) -> None:
     error = refused(changed(HOSTILE[what]))
     assert error.type is ExceptionType.CORRUPTED_CHECKPOINT
     assert error.code == "checkpoint_manifest_malformed"
 
 
 @pytest.mark.parametrize("depth", range(DEPTH_MAX - 4, DEPTH_MAX + 3))
-def test_a_ranks_own_is_as_deep_as_can_be_built_where_it_hangs_or_refused(depth: int) -> None:
+def test_per_rank_values_too_deep_for_their_place_are_refused(depth: int) -> None:
     node: Any = {"v": None}
     for _ in range(depth):
         node = {"l": [node]}
@@ -295,7 +295,7 @@ def test_a_ranks_own_is_as_deep_as_can_be_built_where_it_hangs_or_refused(depth:
         refused(data)
 
 
-def test_many_ranks_with_one_frame_are_no_more_than_what_is_their_own() -> None:
+def test_many_ranks_with_one_frame_take_little_memory() -> None:
     ranks, names = 200, 500
     frame = {"d": {**{f"tensor-{number}": number for number in range(names)}, "rng": {"o": 0}}}
     tensors = Tensors([f"tensor-{n}" for n in range(names)], ["uint8"] * names, [(0,)] * names)
@@ -312,7 +312,7 @@ def test_many_ranks_with_one_frame_are_no_more_than_what_is_their_own() -> None:
 
 
 @pytest.mark.parametrize("stored", [0, 1 << 40, "longer", "positive"])
-def test_a_chunk_that_is_not_as_long_as_it_can_be_is_refused(stored: Any) -> None:
+def test_an_impossible_stored_length_is_refused(stored: Any) -> None:
     def change(document: Any) -> None:
         part = document["parts"][0]
         before = part["stored"][0]
@@ -335,13 +335,13 @@ def test_a_chunk_that_is_not_as_long_as_it_can_be_is_refused(stored: Any) -> Non
         b'{"a":1}' * 2,
     ],
 )
-def test_what_is_no_document_is_refused(body: bytes) -> None:
+def test_data_that_are_no_manifest_are_refused(body: bytes) -> None:
     refused(written(body))
 
 
 @settings(max_examples=200)
 @given(st.data())
-def test_whatever_is_changed_ends_in_a_document_or_in_an_error_of_ours(data: st.DataObject) -> None:
+def test_any_change_gives_a_manifest_or_a_typed_error(data: st.DataObject) -> None:
     document = tree_of(sound(data.draw(st.sampled_from(list(CompressionLevel)[:2]))))
     del document["checksum"]
     node: Any = document
@@ -364,8 +364,8 @@ def test_whatever_is_changed_ends_in_a_document_or_in_an_error_of_ours(data: st.
         list(pieces(manifest, number))
 
 
-def test_elements_that_are_larger_than_any_chunk_are_not_compressed() -> None:
-    """A few bytes would be unpacked to as many as somebody claims."""
+def test_a_compressed_element_larger_than_a_chunk_is_refused() -> None:
+    """A few bytes could claim to decompress to any size."""
 
     def one_of(itemsize: int) -> bytes:
         document = tree_of(sound())
@@ -392,8 +392,8 @@ def test_elements_that_are_larger_than_any_chunk_are_not_compressed() -> None:
     assert "parts.stored" in refused(one_of(CHUNK_BYTES_MAX + 1)).message
 
 
-def test_a_small_document_makes_nobody_take_much_memory() -> None:
-    """Of tensors of 2**50 bytes each, and pieces that claim to be them."""
+def test_a_small_manifest_of_huge_tensors_takes_little_memory() -> None:
+    """The tensors have 2**50 bytes each, and pieces claim to hold them."""
     count = 500
     document = tree_of(sound())
     del document["checksum"]
@@ -427,7 +427,7 @@ def test_a_small_document_makes_nobody_take_much_memory() -> None:
 
 
 def second_half(shape: tuple[int, ...]) -> tuple[Shape, Shape]:
-    """What lies behind the middle along every axis."""
+    """The box after the middle of every axis."""
     return tuple(size // 2 for size in shape), tuple(size - size // 2 for size in shape)
 
 
@@ -437,7 +437,7 @@ def second_half(shape: tuple[int, ...]) -> tuple[Shape, Shape]:
     ),
     st.data(),
 )
-def test_pieces_lie_one_behind_the_other(kinds: list[tuple[list[int], str]], data: st.DataObject) -> None:
+def test_pieces_follow_each_other(kinds: list[tuple[list[int], str]], data: st.DataObject) -> None:
     shapes = [tuple(shape) for shape, _ in kinds]
     tensors = Tensors([str(number) for number in range(len(kinds))], [dtype for _, dtype in kinds], shapes)
     order = data.draw(st.permutations(range(len(kinds))))
@@ -458,13 +458,13 @@ def test_pieces_lie_one_behind_the_other(kinds: list[tuple[list[int], str]], dat
     assert len(digests_of(manifest.parts[0])) == DIGEST_BYTES * sum(map(len, lengths))
 
 
-def test_boxes_that_are_alike_are_told_of_once() -> None:
+def test_equal_boxes_are_stored_once() -> None:
     one, other = ((0, 0), (1, 2)), ((1, 0), (1, 2))
     assert deduplicate_boxes({1: one, 2: other, 4: one}, 5) == ([one, other], [-1, 0, 1, -1, 0])
     assert deduplicate_boxes({}, 5) == ([], [])
 
 
-def test_what_is_read_within_a_folder_names_its_files_from_there() -> None:
+def test_file_names_are_relative_to_an_inner_folder() -> None:
     manifest = write_checkpoint(MemoryStorage(), "run/b/a", states())
     found = decode(encode(manifest), "b/a.metadata.json")
     assert found.prefix == "b/a"
@@ -474,7 +474,7 @@ def test_what_is_read_within_a_folder_names_its_files_from_there() -> None:
 
 
 @pytest.mark.parametrize("ending", [".metadata.json", ".deleted.json"])
-def test_what_is_read_from_further_out_names_its_files_from_there(ending: str) -> None:
+def test_file_names_are_relative_to_an_outer_folder(ending: str) -> None:
     manifest = write_checkpoint(MemoryStorage(), "b/a", states())
     found = decode(encode(manifest), f"run/x/b/a{ending}")
     assert found.prefix == "run/x/b/a"
@@ -484,6 +484,6 @@ def test_what_is_read_from_further_out_names_its_files_from_there(ending: str) -
     refused(encode(manifest), f"run/a{ending}")
 
 
-def test_names_of_a_checkpoint_may_be_as_long_as_they_can_be() -> None:
+def test_a_prefix_of_the_longest_length_is_valid() -> None:
     manifest = write_checkpoint(MemoryStorage(), "p" * 200, states())
     assert decode(encode(manifest), manifest.path) == manifest

@@ -28,7 +28,7 @@ FILE = "a.safetensors"
 
 
 class Bytes:
-    """A file in memory, which counts what is read of it."""
+    """A file in memory that counts the bytes read."""
 
     def __init__(self, data: bytes, size: int | None = None) -> None:
         self._data = data
@@ -50,7 +50,7 @@ def written(arrays: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str] | 
 
 
 def said(header: object, data: bytes = b"", *, text: bytes | None = None) -> Header:
-    """What is made of a header that says this."""
+    """The result of parsing this header."""
     text = json.dumps(header).encode() if text is None else text
     return read_header(Bytes(len(text).to_bytes(PLACE_BYTES, "little") + text + data), FILE)
 
@@ -70,7 +70,7 @@ NUMPYS = [name for name in SAFETENSORS if name not in EXTENDED]
 
 
 @pytest.mark.parametrize("name", NUMPYS)
-def test_the_library_opens_what_was_written(name: str) -> None:
+def test_the_library_opens_written_files(name: str) -> None:
     arrays = {
         "matrix": (np.arange(6) % 2).astype(dtype_of(name)).reshape(2, 3),
         "empty": np.empty((0, 4), dtype_of(name)),
@@ -92,7 +92,7 @@ def test_the_library_knows_the_types_that_numpy_lacks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*sorted(EXTENDED - SAFETENSORS.keys()), ">f4", "<U3", "|S5", "complex128", "<M8[s]"])
-def test_types_that_the_format_lacks_are_bytes(name: str) -> None:
+def test_types_that_the_format_lacks_are_stored_as_bytes(name: str) -> None:
     array = np.zeros((2, 3), dtype_of(name))
     data = encode_header([Entry("x", name, array.shape, array.nbytes)], {}) + array.tobytes()
     found = safetensors.numpy.load(data)["x"]
@@ -106,7 +106,7 @@ def test_arrays_begin_at_a_page() -> None:
         assert parse_header(header[PLACE_BYTES:], 4 * count, FILE).data_offset == len(header)
 
 
-def test_a_header_that_the_library_would_not_take_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_above_the_library_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forged.checkpoint.format.safetensors.HEADER_BYTES_MAX", PAGE - PLACE_BYTES)
     entries = [Entry(f"name {number}", "float32", (1,), 4) for number in range(80)]
     assert len(encode_header(entries[:40], {})) == PAGE
@@ -115,7 +115,7 @@ def test_a_header_that_the_library_would_not_take_is_not_made(monkeypatch: pytes
     assert caught.value.type is ExceptionType.VALIDATION_FAILED
 
 
-def test_names_that_collide_are_told_apart() -> None:
+def test_colliding_names_are_made_unique() -> None:
     entries = [Entry(name, "uint8", (1,), 1) for name in ("x", "x", "x (2)", "x", METADATA)]
     found = safetensors.numpy.load(encode_header(entries, {}) + bytes(range(5)))
     assert {name: int(array[0]) for name, array in found.items()} == {
@@ -135,7 +135,7 @@ def test_names_that_collide_are_told_apart() -> None:
     ),
     st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
 )
-def test_what_was_written_is_read_again(arrays: dict[str, tuple[str, list[int]]], metadata: dict[str, str]) -> None:
+def test_written_headers_are_read_back(arrays: dict[str, tuple[str, list[int]]], metadata: dict[str, str]) -> None:
     made = {name: np.zeros(shape, dtype_of(dtype)) for name, (dtype, shape) in arrays.items()}
     data = written(made, metadata)
     header = read_header(Bytes(data), FILE)
@@ -150,7 +150,7 @@ def test_what_was_written_is_read_again(arrays: dict[str, tuple[str, list[int]]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "complex64"])
-def test_what_the_library_writes_is_read(dtype: str) -> None:
+def test_files_of_the_library_are_read(dtype: str) -> None:
     arrays = {"b": np.ones((3, 2), dtype), "a": np.zeros(5, dtype)}
     data = safetensors.numpy.save(arrays, {"who": "me"})
     header = read_header(Bytes(data), FILE)
@@ -175,7 +175,7 @@ def test_a_file_that_is_too_short_for_its_header_is_refused(data: bytes) -> None
     assert file.read <= PLACE_BYTES
 
 
-def test_no_memory_is_taken_for_a_header_of_more_than_the_limit() -> None:
+def test_a_declared_header_above_the_limit_takes_no_memory() -> None:
     file = Bytes((HEADER_BYTES_MAX + 1).to_bytes(8, "little"), 1 << 40)
     with pytest.raises(CheckpointException):
         read_header(file, FILE)
@@ -210,12 +210,12 @@ HOSTILE: dict[str, tuple[Any, bytes]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_header_is_refused_that_says(what: str) -> None:
+def test_a_header_with_this_fault_is_refused(what: str) -> None:
     header, data = HOSTILE[what]
     assert refused(header, data).code == "checkpoint_header_malformed"
 
 
-def test_a_type_that_is_not_known_is_named() -> None:
+def test_an_unknown_type_is_named() -> None:
     error = refused({"x": one("F6_E2M3")}, bytes(8))
     assert error.code == "checkpoint_dtype_unknown"
     assert "F6_E2M3" in error.message
@@ -235,7 +235,7 @@ ONE = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
         f'{{"__metadata__":{{}},"__metadata__":{{}},"x":{ONE},"x":{ONE}}}',
     ],
 )
-def test_what_is_said_twice_is_refused(text: str) -> None:
+def test_duplicate_keys_are_refused(text: str) -> None:
     refused(None, bytes(8), text=text.encode())
 
 
@@ -249,12 +249,12 @@ def test_names_that_look_like_fields_are_names() -> None:
     "text",
     [b"", b"{", b'{"x":', b"\xff\xfe", b'{"\xff":{}}', b"[" * 100_000, b'{"x":' * 100_000, b'{"x":' + b"[" * 100_000],
 )
-def test_what_is_no_json_is_refused(text: bytes) -> None:
+def test_invalid_json_is_refused(text: bytes) -> None:
     refused(None, text=text)
 
 
 @given(st.data())
-def test_a_flipped_bit_never_ends_in_anything_but_a_header_or_an_error(data: st.DataObject) -> None:
+def test_a_flipped_bit_gives_a_header_or_a_typed_error(data: st.DataObject) -> None:
     whole = bytearray(written({"weight": np.zeros((2, 3), np.float32), "bias": np.zeros(3, np.int64)}, {"a": "b"}))
     whole[data.draw(st.integers(0, 300))] ^= 1 << data.draw(st.integers(0, 7))
     try:

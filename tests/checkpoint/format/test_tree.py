@@ -53,7 +53,7 @@ STATES = st.recursive(
 
 
 def written(node: Any) -> Any:
-    """A tree as it comes out of a document."""
+    """A tree after encoding and decoding."""
     return msgspec.json.decode(msgspec.json.encode(node))
 
 
@@ -63,12 +63,12 @@ def there_and_back(state: Any) -> Any:
 
 
 @given(STATES)
-def test_what_comes_back_is_what_went_in(state: Any) -> None:
+def test_flatten_and_unflatten_give_the_same_state(state: Any) -> None:
     require_same(there_and_back(state), state)
 
 
 @given(STATES)
-def test_a_name_belongs_to_one_place(state: Any) -> None:
+def test_names_are_unique(state: Any) -> None:
     node, leaves = flatten(state)
     names = [leaf.name for leaf in leaves]
     assert len(set(names)) == len(names)
@@ -76,7 +76,7 @@ def test_a_name_belongs_to_one_place(state: Any) -> None:
 
 
 @given(STATES)
-def test_numbers_are_changed_and_nothing_else(state: Any) -> None:
+def test_renumbering_changes_only_numbers(state: Any) -> None:
     node, leaves = flatten(state)
     numbers = [100 + number for number in range(len(leaves))]
     changed = renumber_tensors(node, numbers)
@@ -84,7 +84,7 @@ def test_numbers_are_changed_and_nothing_else(state: Any) -> None:
     require_same(unflatten(changed, lambda number: leaves[number - 100].array), state)
 
 
-def test_values_have_the_names_that_arrays_would_have_there() -> None:
+def test_values_are_named_like_arrays() -> None:
     own = PerRank({"s": (None,)})
     tree, _ = flatten({"a/b": [1, np.zeros(1)], "own": own, 7: {"f": 0.5}})
     assert list(value_nodes(tree)) == [
@@ -96,14 +96,14 @@ def test_values_have_the_names_that_arrays_would_have_there() -> None:
 
 
 @given(st.text(max_size=8), st.text(max_size=8))
-def test_a_key_comes_back_from_its_part_of_a_name(key: str, other: str) -> None:
+def test_escaping_a_key_is_reversible_and_unique(key: str, other: str) -> None:
     assert unescape_key(escape_key(key)) == key
     assert "/" not in escape_key(key)
     assert (escape_key(key) == escape_key(other)) == (key == other)
     assert not escape_key(key).startswith("#")
 
 
-def test_names_show_the_way_to_an_array() -> None:
+def test_names_are_paths() -> None:
     a = np.zeros(1)
     state = {"model": {"layers.0": {"w": a}, 7: a, "#7": a, "a/b": a, "": a}, "list": [a, (a, a)]}
     names = [leaf.name for leaf in flatten(state)[1]]
@@ -121,17 +121,17 @@ def test_names_show_the_way_to_an_array() -> None:
     assert child_name("", "a/b") == "a~1b"
 
 
-def test_one_array_alone_is_a_state() -> None:
+def test_a_single_array_is_a_state() -> None:
     array = np.arange(3)
     node, (leaf,) = flatten(array)
     assert (node, leaf.name, leaf.array) == (0, "", array) or leaf.array is array
 
 
-def test_a_mapping_of_any_kind_comes_back_as_a_dict() -> None:
+def test_any_mapping_becomes_a_dict() -> None:
     assert there_and_back(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
 
 
-def test_parts_and_what_is_of_one_rank_are_told_apart_from_copies() -> None:
+def test_leaves_record_sharding_and_per_rank() -> None:
     array = np.zeros((2, 3))
     state = {"part": ShardedArray(array, (6, 3), (2, 0)), "own": PerRank({"x": array, "y": [array]}), "copy": array}
     _, leaves = flatten(state)
@@ -144,7 +144,7 @@ def test_parts_and_what_is_of_one_rank_are_told_apart_from_copies() -> None:
 
 
 class Tensor:
-    """Somebody else's array."""
+    """An array of another library."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -153,7 +153,7 @@ class Tensor:
 LEAF_TYPE = LeafType(lambda value: isinstance(value, Tensor), lambda value: value.array, lambda array, _: Tensor(array))
 
 
-def test_arrays_of_other_libraries_are_saved_as_arrays() -> None:
+def test_leaf_types_are_saved_as_arrays() -> None:
     array = np.arange(4)
     state = {"w": Tensor(array), "part": ShardedArray(np.zeros(1), (1,), (0,))}
     object.__setattr__(state["part"], "local", Tensor(np.zeros(1)))
@@ -177,12 +177,12 @@ def nested(depth: int) -> Any:
     return state
 
 
-def test_a_state_may_be_nested_so_deep_and_no_deeper() -> None:
+def test_nesting_beyond_the_limit_is_refused() -> None:
     require_same(there_and_back(deep := nested(DEPTH_MAX)), deep)
     refused(nested(DEPTH_MAX + 1))
 
 
-def test_an_integer_of_more_than_some_thousand_digits_is_refused() -> None:
+def test_a_huge_integer_is_refused() -> None:
     assert "100001 bits" in refused(1 << 100_000).message
     require_same(there_and_back(-(1 << 10_000)), -(1 << 10_000))
 
@@ -213,7 +213,7 @@ def test_a_state_that_contains_itself_is_refused() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_come_back_as_it_was_is_refused(value: Any) -> None:
+def test_values_that_cannot_be_restored_are_refused(value: Any) -> None:
     assert "place" in refused({"place": value}).message or isinstance(value, dict)
 
 
@@ -256,7 +256,7 @@ def test_what_cannot_come_back_as_it_was_is_refused(value: Any) -> None:
         {"pickle": "gASVDwA="},
     ],
 )
-def test_a_tree_that_nobody_has_made_is_refused(node: Any) -> None:
+def test_a_malformed_tree_is_refused(node: Any) -> None:
     with pytest.raises(CheckpointException) as caught:
         unflatten({"l": [node]}, lambda number: number)
     assert caught.value.type in {ExceptionType.CORRUPTED_CHECKPOINT, ExceptionType.INCOMPATIBLE_VERSION}
@@ -283,18 +283,18 @@ def test_a_tree_that_is_too_deep_is_refused(kind: str) -> None:
         np.str_("\udc80"),
     ],
 )
-def test_texts_of_numpy_come_back_whole_also_empty_ones_and_such_with_zeros_at_their_end(text: np.generic) -> None:
+def test_numpy_strings_keep_trailing_zeros(text: np.generic) -> None:
     found = there_and_back({"a": text})["a"]
     assert type(found) is type(text)
     assert (found.itemsize, bytes(found.tobytes())) == (text.itemsize, bytes(text.tobytes()))
 
 
-def test_a_scalar_that_is_not_as_long_as_its_type_is_refused() -> None:
+def test_a_scalar_of_another_length_than_its_type_is_refused() -> None:
     for data in ("", "AAAA", "AAAAAAAA"):
         with pytest.raises(CheckpointException) as refused:
             unflatten({"n": ["float32", data]}, lambda number: None)
         assert refused.value.code == "checkpoint_manifest_malformed"
 
 
-def test_types_of_ml_dtypes_are_scalars_too() -> None:
+def test_ml_dtypes_scalars_are_restored() -> None:
     require_same(there_and_back([ml_dtypes.bfloat16(1.5)]), [ml_dtypes.bfloat16(1.5)])

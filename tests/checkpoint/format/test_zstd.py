@@ -78,13 +78,13 @@ def test_frame_with_a_large_window_is_refused(name: str) -> None:
 
 def test_codec_of_the_interpreter_is_used_without_zstandard(monkeypatch: pytest.MonkeyPatch) -> None:
     data = memoryview(np.random.default_rng(1).standard_normal(SIZE).astype(np.float32).tobytes())
-    packed = compression.pack(data, 4, CompressionLevel.FAST)
+    packed = compression.compress(data, 4, CompressionLevel.FAST)
     monkeypatch.setattr(zstd, "ZSTANDARD", None)
     codec = zstd.new_codec()
     assert isinstance(codec, InterpreterCodec)
-    monkeypatch.setattr(compression._own, "codec", codec)
-    assert compression.pack(data, 4, CompressionLevel.FAST) == packed
+    monkeypatch.setattr(compression._thread_local, "codec", codec)
+    assert compression.compress(data, 4, CompressionLevel.FAST) == packed
     room = bytearray(len(data))
     assert packed is not None
-    compression.unpack_into(memoryview(packed), 4, memoryview(room))
+    compression.decompress_into(memoryview(packed), 4, memoryview(room))
     assert room == data

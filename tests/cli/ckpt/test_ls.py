@@ -67,7 +67,7 @@ def test_a_manifest_that_cannot_be_read_is_told_with_the_reason_and_fails(shelf:
     said = shelf.run("ls")
     assert said.code == 1
     assert "good" in said.lines[1]
-    assert said.lines[-1] == "bad cannot be read: bad.metadata.json is not what was written: its checksum differs"
+    assert said.lines[-1] == "bad cannot be read: bad.metadata.json is corrupt: its checksum differs"
     told = shelf.told("ls", code=1)
     assert [(row["prefix"], row["code"]) for row in told["broken"]] == [("bad", "checkpoint_manifest_corrupt")]
 

@@ -99,7 +99,7 @@ def test_a_manifest_that_is_damaged_is_the_finding(shelf: Shelf) -> None:
     shelf.damage(shelf.manifest("a"), 10)
     said = shelf.run("verify checkpoints/a")
     assert said.code == 1
-    assert said.lines == ["a is invalid", "  error: a.metadata.json is not what was written: its checksum differs"]
+    assert said.lines == ["a is invalid", "  error: a.metadata.json is corrupt: its checksum differs"]
 
 
 def test_one_that_is_given_no_time_is_unavailable(shelf: Shelf) -> None:
