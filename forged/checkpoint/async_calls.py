@@ -15,18 +15,18 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from forged.checkpoint.errors import storage_error
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 
 T = TypeVar("T")
 
-LOOK_S = 0.05
+POLL_S = 0.05
 """How often a thread that waits looks whether it is to stop."""
-FAREWELL_S = 5.0
+JOIN_S = 5.0
 CLEANUPS_S = 5.0
 """How long the end of the process waits for cleanups."""
 
 
-class Calls:
+class AsyncCalls:
     """A loop in a thread, for calls from any other."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Calls:
         self._cleanups: set[Future[None]] = set()
 
     def begin(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
-        """Have it called on the loop; `finish` tells what came of it."""
+        """Have it called on the loop; `wait_or_cancel` tells what came of it."""
         loop = self._running_loop()
         return asyncio.run_coroutine_threadsafe(_awaited(call), loop)
 
@@ -53,9 +53,9 @@ class Calls:
         """Wait until all cleanups have ended, or the time is over."""
         wait(list(self._cleanups), timeout_s)
 
-    def make(self, call: Callable[[], Awaitable[T]], halt: Halt | None = None) -> T:
+    def make(self, call: Callable[[], Awaitable[T]], token: CancelToken | None = None) -> T:
         """Have it called, and wait for it."""
-        return finish(self.begin(call), halt)
+        return wait_or_cancel(self.begin(call), token)
 
     def end(self) -> None:
         """Wait for cleanups, cancel all other calls, and end the thread."""
@@ -66,7 +66,7 @@ class Calls:
             return
         self.wait_for_cleanups(CLEANUPS_S)
         loop.call_soon_threadsafe(stop.set)
-        thread.join(FAREWELL_S)
+        thread.join(JOIN_S)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -96,22 +96,22 @@ class Calls:
         await self._stop.wait()
 
 
-def watch(future: Future[T], halt: Halt | None = None) -> T:
+def wait_for(future: Future[T], token: CancelToken | None = None) -> T:
     """Wait for a call as long as the halt lets us."""
     while True:
-        if halt is not None:
-            halt.check()
+        if token is not None:
+            token.check()
         try:
-            return future.result(None if halt is None else LOOK_S)
+            return future.result(None if token is None else POLL_S)
         except TimeoutError:
-            if halt is None or future.done():
+            if token is None or future.done():
                 raise
 
 
-def finish(future: Future[T], halt: Halt | None = None) -> T:
+def wait_or_cancel(future: Future[T], token: CancelToken | None = None) -> T:
     """Wait for a call; give it up when it is time."""
     try:
-        return watch(future, halt)
+        return wait_for(future, token)
     except BaseException:
         future.cancel()
         raise
@@ -121,6 +121,6 @@ async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
     return await call()
 
 
-CALLS = Calls()
+ASYNC_CALLS = AsyncCalls()
 """Those of this process."""
-atexit.register(CALLS.end)
+atexit.register(ASYNC_CALLS.end)

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import anyio
 
 from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint, require_same_save
-from forged.checkpoint.coordinators import Ranks, adapted, in_thread
+from forged.checkpoint.coordinators import RankGroup, as_coordinator, run_in_thread
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.loading.loader import load_state
@@ -30,7 +30,7 @@ from forged.checkpoint.model import (
     LoadOptions,
     SaveOptions,
 )
-from forged.checkpoint.ports import Halt, Storage, bounded
+from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.saving.background import SaveHandle
 from forged.checkpoint.saving.pipeline import save_state
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
@@ -111,10 +111,10 @@ def save(
     options = SaveOptions(prefix, format, compression_level, custom_metadata=custom_metadata or {}, timeout=timeout)
 
     async def all_of_it() -> str:
-        halt = Halt(timeout)
-        together = Ranks(adapted(ranks), halt, ExceptionType.SAVE_FAILED)
+        token = CancelToken(timeout)
+        together = RankGroup(as_coordinator(ranks), token, ExceptionType.SAVE_FAILED)
         together.prefix = prefix
-        return await save_state(storage, together, state, options, halt, leaf_types)
+        return await save_state(storage, together, state, options, token, leaf_types)
 
     return run(all_of_it)
 
@@ -137,17 +137,17 @@ def load(
     options = LoadOptions(prefix, only=only, strict_mode=strict, timeout=timeout)
 
     async def all_of_it() -> Any:
-        halt = Halt(timeout)
-        together = Ranks(adapted(ranks), halt, ExceptionType.LOAD_FAILED)
+        token = CancelToken(timeout)
+        together = RankGroup(as_coordinator(ranks), token, ExceptionType.LOAD_FAILED)
         together.prefix = prefix
-        return await load_together(together, halt)
+        return await load_together(together, token)
 
-    async def load_together(together: Ranks, halt: Halt) -> Any:
+    async def load_together(together: RankGroup, token: CancelToken) -> Any:
         found: list[Any] = []
 
         async def read() -> bytes:
-            manifest = await in_thread(lambda: read_manifest(bounded(storage, halt), prefix), halt)
-            loaded = await in_thread(
+            manifest = await run_in_thread(lambda: read_manifest(bounded(storage, token), prefix), token)
+            loaded = await run_in_thread(
                 lambda: load_state(
                     storage,
                     manifest,
@@ -155,10 +155,10 @@ def load(
                     rank=together.rank,
                     world_size=together.world_size,
                     options=options,
-                    halt=halt,
+                    token=token,
                     leaf_types=leaf_types,
                 ),
-                halt,
+                token,
             )
             found.append(loaded.state)
             return manifest.save_id.encode()

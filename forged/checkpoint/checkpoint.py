@@ -19,7 +19,7 @@ import numpy as np
 from anyio import to_thread
 
 from forged.checkpoint import rng
-from forged.checkpoint.coordinators import Ranks, adapted, in_thread
+from forged.checkpoint.coordinators import RankGroup, as_coordinator, run_in_thread
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.manifest import Fence, Manifest
 from forged.checkpoint.format.tree import INTEGER_MAX, LeafType
@@ -34,10 +34,10 @@ from forged.checkpoint.model import (
     check_prefix,
     check_timeout,
 )
-from forged.checkpoint.ports import Halt, Storage, bounded
-from forged.checkpoint.saving.background import Background, SaveHandle
-from forged.checkpoint.saving.pipeline import About, Saving, Work, World
-from forged.checkpoint.saving.staging import Staging
+from forged.checkpoint.ports import CancelToken, Storage, bounded
+from forged.checkpoint.saving.background import BackgroundSaver, SaveHandle
+from forged.checkpoint.saving.pipeline import RankSave, RunInfo, SaveContext, Saver
+from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import create_storage
@@ -98,7 +98,7 @@ class DistributedCheckpoint:
         *,
         default_timeout: float = DEFAULT_TIMEOUT_S,
         leaf_types: Sequence[LeafType] = (),
-        generators: rng.Registered | None = None,
+        generators: rng.Generators | None = None,
         wall: Callable[[], float] = time.time,
         draw: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -116,30 +116,30 @@ class DistributedCheckpoint:
         self._faults = fault_handler or FaultToleranceHandler(self.storage)
         self._storage = self._faults.guard(self.storage)
         self._validator = validator or CheckpointValidator(self._storage)
-        self._coordinator = adapted(coordinator)
+        self._coordinator = as_coordinator(coordinator)
         check_timeout(default_timeout, "default_timeout")
         self._timeout_s = default_timeout
         self._leaf_types = tuple(leaf_types)
-        self._generators: rng.Registered = dict(generators or {})
+        self._generators: rng.Generators = dict(generators or {})
         self._log = logger
-        self._staging = Staging()
-        self._saving = Saving(World(self._storage, wall, draw, self._leaf_types, logger))
-        self._background: Background | None = None
+        self._staging = StagingMemory()
+        self._saving = Saver(SaveContext(self._storage, wall, draw, self._leaf_types, logger))
+        self._background: BackgroundSaver | None = None
 
     # Saving.
 
     async def save(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> str:
         """Save; returns the prefix when the checkpoint is there and durable."""
         options = options or SaveOptions()
-        halt, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, options.checkpoint_prefix)
+        token, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, options.checkpoint_prefix)
 
         async def state() -> dict[str, Any]:
             if self._background is not None:
-                await self._background.quiet(halt)
+                await self._background.quiet(token)
             return self._state(model, optimizer, options)
 
         work = await self._saving.agree(ranks, state, options)
-        prefix = await self._saving.finish(ranks, work, self._about(), halt)
+        prefix = await self._saving.finish(ranks, work, self._about(), token)
         self._log.info("a checkpoint was saved", prefix=prefix, rank=ranks.rank, size=work.image.size)
         return prefix
 
@@ -150,20 +150,20 @@ class DistributedCheckpoint:
     async def save_async(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> SaveHandle:
         """Copy the state, and save it while training goes on."""
         options = options or SaveOptions()
-        halt, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, options.checkpoint_prefix)
+        token, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, options.checkpoint_prefix)
         background = self._in_background()
         has_slot, work = False, None
 
         async def state() -> dict[str, Any]:
             nonlocal has_slot
-            await background.take_slot(options.when_busy, halt)
+            await background.take_slot(options.when_busy, token)
             has_slot = True
             return self._state(model, optimizer, options)
 
         try:
             work = await self._saving.agree(ranks, state, options)
             await self._saving.stage(ranks, work, self._staging)
-            return background.begin(work, self._about(), halt)
+            return background.begin(work, self._about(), token)
         except BaseException:
             if work is not None:
                 self._unstage(work)
@@ -174,7 +174,7 @@ class DistributedCheckpoint:
     async def prepare(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> None:
         """Have the memory ready that the first `save_async` of this state copies it into."""
         options = replace(options or SaveOptions(), checkpoint_prefix=None)
-        halt, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, None)
+        token, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, None)
 
         async def state() -> dict[str, Any]:
             return self._state(model, optimizer, options)
@@ -182,7 +182,7 @@ class DistributedCheckpoint:
         work = await self._saving.agree(ranks, state, options)
 
         async def touch() -> bytes:
-            await in_thread(partial(self._staging.prepare, work.image.size, halt), halt)
+            await run_in_thread(partial(self._staging.prepare, work.image.size, token), token)
             return b""
 
         await ranks.decide(touch, _agreed)
@@ -199,12 +199,14 @@ class DistributedCheckpoint:
                 "checkpoint_prefix is missing", "say which checkpoint to load", code="checkpoint_prefix_missing"
             )
         prefix = check_prefix(options.checkpoint_prefix)
-        halt, ranks = self._begin(options.timeout, ExceptionType.LOAD_FAILED, prefix)
+        token, ranks = self._begin(options.timeout, ExceptionType.LOAD_FAILED, prefix)
         found: list[tuple[Manifest, Loaded]] = []
 
         async def read() -> bytes:
             self._raise_failure()
-            found.append(await in_thread(partial(self._load, prefix, model, optimizer, options, ranks, halt), halt))
+            found.append(
+                await run_in_thread(partial(self._load, prefix, model, optimizer, options, ranks, token), token)
+            )
             return found[0][0].save_id.encode()
 
         async def hand_over() -> bytes:
@@ -227,12 +229,12 @@ class DistributedCheckpoint:
             repaired=loaded.repaired,
         )
 
-    def _manifest(self, prefix: str, options: LoadOptions, halt: Halt) -> Manifest:
+    def _manifest(self, prefix: str, options: LoadOptions, token: CancelToken) -> Manifest:
         """What is to be loaded. Where there is none, reading it says why, and how to mend it; a walk only that."""
-        result = None if options.skip_validation else self._validator.before_load(prefix, halt)
+        result = None if options.skip_validation else self._validator.before_load(prefix, token)
         manifest = None if result is None else result.manifest
         if manifest is None:
-            manifest = listing.read_manifest(bounded(self._storage, halt), prefix)
+            manifest = listing.read_manifest(bounded(self._storage, token), prefix)
         if result is not None:
             result.require_valid(prefix)
             if result.has_warnings:
@@ -240,9 +242,9 @@ class DistributedCheckpoint:
         return manifest
 
     def _load(
-        self, prefix: str, model: Any, optimizer: Any, options: LoadOptions, ranks: Ranks, halt: Halt
+        self, prefix: str, model: Any, optimizer: Any, options: LoadOptions, ranks: RankGroup, token: CancelToken
     ) -> tuple[Manifest, Loaded]:
-        manifest = self._manifest(prefix, options, halt)
+        manifest = self._manifest(prefix, options, token)
         into: dict[str, Any] = {}
         if model is not None:
             into[MODEL] = _state_of(model, MODEL)
@@ -256,7 +258,7 @@ class DistributedCheckpoint:
             rank=ranks.rank,
             world_size=ranks.world_size,
             options=options,
-            halt=halt,
+            token=token,
             leaf_types=self._leaf_types,
             sections=sections,
         )
@@ -277,24 +279,24 @@ class DistributedCheckpoint:
         self._raise_failure()
 
         def infos() -> list[CheckpointInfo]:
-            storage = bounded(self._storage, Halt(self._timeout_s))
+            storage = bounded(self._storage, CancelToken(self._timeout_s))
             known = (manifest for _, manifest in listing.manifests(storage))
             found = [listing.info_of(manifest) for manifest in known if isinstance(manifest, Manifest)]
             return sorted(found, key=lambda info: (info.timestamp, info.prefix))
 
-        return await in_thread(infos, Halt(self._timeout_s))
+        return await run_in_thread(infos, CancelToken(self._timeout_s))
 
     async def delete_checkpoint(self, checkpoint_prefix: str) -> None:
         """Have a checkpoint no more."""
         prefix = check_prefix(checkpoint_prefix)
-        halt, ranks = self._begin(None, ExceptionType.STORAGE_ERROR, prefix)
+        token, ranks = self._begin(None, ExceptionType.STORAGE_ERROR, prefix)
 
         async def come() -> bytes:
             self._raise_failure()
             return b""
 
         async def delete(said: list[bytes]) -> bytes:
-            await in_thread(partial(listing.delete, bounded(self._storage, halt), prefix), halt)
+            await run_in_thread(partial(listing.delete, bounded(self._storage, token), prefix), token)
             return b""
 
         await ranks.decide(come, delete)
@@ -330,22 +332,22 @@ class DistributedCheckpoint:
             state[RNG] = rng.capture(self._generators)
         return state
 
-    def _begin(self, timeout: float | None, kind: ExceptionType, prefix: str | None) -> tuple[Halt, Ranks]:
-        halt = Halt(self._timeout_s if timeout is None else timeout)
-        ranks = Ranks(self._coordinator, halt, kind)
+    def _begin(self, timeout: float | None, kind: ExceptionType, prefix: str | None) -> tuple[CancelToken, RankGroup]:
+        token = CancelToken(self._timeout_s if timeout is None else timeout)
+        ranks = RankGroup(self._coordinator, token, kind)
         ranks.prefix = prefix or ""
-        return halt, ranks
+        return token, ranks
 
-    def _about(self) -> About:
+    def _about(self) -> RunInfo:
         """What is known of the run."""
         said = self._coordinator
         job, generation = getattr(said, "job", ""), _count(getattr(said, "generation", None))
         fence = None if generation is None else Fence(_count(getattr(said, "term", 0)) or 0, generation)
-        return About(job if isinstance(job, str) else "", _count(getattr(said, "step", None)), fence)
+        return RunInfo(job if isinstance(job, str) else "", _count(getattr(said, "step", None)), fence)
 
-    def _in_background(self) -> Background:
+    def _in_background(self) -> BackgroundSaver:
         if self._background is None:
-            self._background = Background(self._saving, self._storage, self._unstage, self._members, self._log)
+            self._background = BackgroundSaver(self._saving, self._storage, self._unstage, self._members, self._log)
         return self._background
 
     def _members(self) -> tuple[str, ...]:
@@ -356,7 +358,7 @@ class DistributedCheckpoint:
         topology = getattr(self._coordinator, "current_topology", None)
         return tuple(map(str, getattr(topology, "workers", ())))
 
-    def _unstage(self, work: Work) -> None:
+    def _unstage(self, work: RankSave) -> None:
         staged, work.staged = work.staged, None
         if staged is not None:
             self._staging.unstage(staged)
@@ -393,7 +395,7 @@ def _state_of(given: Any, name: str) -> Any:
     )
 
 
-def _raise_all(background: Background) -> None:
+def _raise_all(background: BackgroundSaver) -> None:
     """Raise what went wrong in the first save of which nobody was told; it tells of the others."""
     failure = background.failure()
     if failure is not None:

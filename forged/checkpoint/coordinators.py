@@ -16,12 +16,12 @@ import msgspec
 from anyio import to_thread
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
-from forged.checkpoint.ports import Coordinator, Halt
+from forged.checkpoint.ports import CancelToken, Coordinator
 from forged.errors import ForgedError, describe
 
 T = TypeVar("T")
 
-STUCK_S = 2.0
+RETURN_GRACE_S = 2.0
 """So much later than it should, a call that blocks has given up, or it never will."""
 
 
@@ -41,7 +41,7 @@ class SingleProcess:
         return value
 
 
-class Blocking:
+class BlockingCoordinator:
     """Ranks whose calls block, such as those of `forged.join`."""
 
     def __init__(self, ranks: Any) -> None:
@@ -70,7 +70,7 @@ class Blocking:
         return getattr(self._ranks, name)
 
 
-def adapted(ranks: Any) -> Coordinator:
+def as_coordinator(ranks: Any) -> Coordinator:
     """A coordinator whose calls can be awaited, whatever it was; None stands for one process."""
     if ranks is None:
         return SingleProcess()
@@ -83,18 +83,18 @@ def adapted(ranks: Any) -> Coordinator:
     if inspect.iscoroutinefunction(ranks.gather):
         coordinator: Coordinator = ranks
         return coordinator
-    return Blocking(ranks)
+    return BlockingCoordinator(ranks)
 
 
-class Undecided(CheckpointException):
+class OutcomeUnknown(CheckpointException):
     """Nobody here knows what has become of it: the others did not come in time, or the storage does not answer."""
 
 
-class Stuck(CheckpointException):
+class StorageUnresponsive(CheckpointException):
     """A call that blocks did not come back, and may still do what it was to do."""
 
 
-class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+class RankFailure(msgspec.Struct, frozen=True, tag="failure"):
     """What went wrong at a rank."""
 
     message: str
@@ -108,10 +108,10 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
     """Those that the message names already."""
 
     @classmethod
-    def of(cls, error: BaseException) -> Trouble:
+    def of(cls, error: BaseException) -> RankFailure:
         """What can be told of an error."""
         if isinstance(error, CheckpointException):
-            is_undecided = isinstance(error, Undecided)
+            is_undecided = isinstance(error, OutcomeUnknown)
             return cls(error.message, error.type, error.code, error.fix, error.retryable, is_undecided, error.ranks)
         if isinstance(error, ForgedError):
             return cls(error.message, ExceptionType.UNKNOWN, error.code, error.fix, error.retryable)
@@ -125,29 +125,29 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
         if rank is not None and rank not in ranks:
             message, ranks = f"rank {rank}: {message}", (rank, *ranks)
         its = kind if self.sort is ExceptionType.UNKNOWN else self.sort
-        sort = Undecided if self.is_undecided else CheckpointException
+        sort = OutcomeUnknown if self.is_undecided else CheckpointException
         return sort(message, prefix, its, code=self.code, fix=self.fix, retryable=self.retryable, ranks=ranks)
 
 
-class Said(msgspec.Struct, frozen=True, tag="said"):
+class RankValue(msgspec.Struct, frozen=True, tag="value"):
     """What a rank has to say, where nothing went wrong."""
 
     data: bytes = b""
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Said | Trouble).decode
-_decode_answer = msgspec.msgpack.Decoder(tuple[int, Said | Trouble]).decode
+_decode = msgspec.msgpack.Decoder(RankValue | RankFailure).decode
+_decode_answer = msgspec.msgpack.Decoder(tuple[int, RankValue | RankFailure]).decode
 """Whose outcome it is, and the outcome."""
 
 
-class Ranks:
+class RankGroup:
     """The others, during one operation."""
 
-    def __init__(self, coordinator: Coordinator, halt: Halt, kind: ExceptionType) -> None:
+    def __init__(self, coordinator: Coordinator, token: CancelToken, kind: ExceptionType) -> None:
         self.rank = coordinator.rank
         self.world_size = coordinator.world_size
-        self.halt = halt
+        self.token = token
         self.prefix = ""
         self._coordinator = coordinator
         self._kind = kind
@@ -176,35 +176,35 @@ class Ranks:
             fault, verdict = _decode_answer(told)
         except (msgspec.MsgspecError, TypeError) as error:
             raise self._undecided(f"the root says what nobody understands: {error}", self._kind) from error
-        if isinstance(verdict, Trouble):
+        if isinstance(verdict, RankFailure):
             raise self._error(verdict, fault) from (instead if fault == self.rank else None)
         return verdict.data
 
-    def _error(self, trouble: Trouble, rank: int) -> CheckpointException:
+    def _error(self, trouble: RankFailure, rank: int) -> CheckpointException:
         """What is raised here for what went wrong at a rank."""
         return trouble.error(self.prefix, self._kind, None if self.is_alone else rank)
 
     async def _decided(
         self, gathered: list[bytes], decide: Callable[[list[bytes]], Awaitable[bytes]]
-    ) -> tuple[int, Said | Trouble]:
+    ) -> tuple[int, RankValue | RankFailure]:
         outcomes = [_understood(one) for one in gathered]
         for rank, outcome in enumerate(outcomes):
-            if isinstance(outcome, Trouble):
+            if isinstance(outcome, RankFailure):
                 return rank, outcome
-        verdict, _ = await _outcome(decide([one.data for one in outcomes if isinstance(one, Said)]))
+        verdict, _ = await _outcome(decide([one.data for one in outcomes if isinstance(one, RankValue)]))
         return self.rank, verdict
 
     async def _within_time(self, call: Any) -> Any:
         # A little longer than the operation itself may take: whose time was over still has to tell the others.
-        remaining_s = self.halt.remaining_s()
+        remaining_s = self.token.remaining_s()
         try:
-            with anyio.move_on_after(None if remaining_s is None else remaining_s + STUCK_S):
+            with anyio.move_on_after(None if remaining_s is None else remaining_s + RETURN_GRACE_S):
                 return self._there(await call)
         except ForgedError:
             raise
         except Exception as error:
             raise self._undecided(f"the ranks were parted: {describe(error)}", self._kind) from error
-        raise self._undecided(f"the other ranks did not come within {self.halt.timeout_s} s", ExceptionType.TIMEOUT)
+        raise self._undecided(f"the other ranks did not come within {self.token.timeout_s} s", ExceptionType.TIMEOUT)
 
     def _there(self, answer: Any) -> Any:
         """What all have said; scripts that go on over a broken step are given back what they gave."""
@@ -213,17 +213,19 @@ class Ranks:
             raise self._undecided("the ranks were parted", self._kind)
         return answer
 
-    def _undecided(self, message: str, kind: ExceptionType) -> Undecided:
-        return Undecided(message, self.prefix, kind, fix="look at the ranks that hang, or give it a larger timeout")
+    def _undecided(self, message: str, kind: ExceptionType) -> OutcomeUnknown:
+        return OutcomeUnknown(
+            message, self.prefix, kind, fix="look at the ranks that hang, or give it a larger timeout"
+        )
 
 
-def _understood(said: Any) -> Said | Trouble:
+def _understood(said: Any) -> RankValue | RankFailure:
     """What a rank says, or that this cannot be understood."""
     try:
-        found: Said | Trouble = _decode(said)
+        found: RankValue | RankFailure = _decode(said)
         return found
     except (msgspec.MsgspecError, TypeError) as error:
-        return Trouble(
+        return RankFailure(
             f"it says what nobody understands: {error}",
             ExceptionType.UNKNOWN,
             "checkpoint_ranks_differ",
@@ -231,15 +233,15 @@ def _understood(said: Any) -> Said | Trouble:
         )
 
 
-async def _outcome(act: Awaitable[bytes]) -> tuple[Said | Trouble, Exception | None]:
+async def _outcome(act: Awaitable[bytes]) -> tuple[RankValue | RankFailure, Exception | None]:
     """What somebody has to say, or what went wrong instead."""
     try:
-        return Said(await act), None
+        return RankValue(await act), None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks have to learn of it
-        return Trouble.of(error), error
+        return RankFailure.of(error), error
 
 
-async def in_thread(act: Callable[[], T], halt: Halt) -> T:
+async def run_in_thread(act: Callable[[], T], token: CancelToken) -> T:
     """Run what blocks in a thread, for as long as the operation may take.
 
     Who is cancelled stops it, and waits until it has stopped. What does not come back from the system is left alone.
@@ -249,23 +251,23 @@ async def in_thread(act: Callable[[], T], halt: Halt) -> T:
     def run() -> T:
         began.set()
         try:
-            halt.check()
+            token.check()
             return act()
         finally:
             ended.set()
 
-    remaining_s = halt.remaining_s()
+    remaining_s = token.remaining_s()
     try:
-        with anyio.move_on_after(None if remaining_s is None else remaining_s + STUCK_S):
+        with anyio.move_on_after(None if remaining_s is None else remaining_s + RETURN_GRACE_S):
             return await to_thread.run_sync(run, abandon_on_cancel=True)
-        raise Stuck(
-            f"the storage does not answer, and {halt.timeout_s} s are over",
+        raise StorageUnresponsive(
+            f"the storage does not answer, and {token.timeout_s} s are over",
             type=ExceptionType.TIMEOUT,
             fix="see whether the storage is there, or give it a larger timeout",
         )
     except anyio.get_cancelled_exc_class():
-        halt.cancel()
+        token.cancel()
         if began.is_set():
             with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(ended.wait, STUCK_S)
+                await to_thread.run_sync(ended.wait, RETURN_GRACE_S)
         raise

@@ -1,8 +1,9 @@
-"""What the engine needs of the world: a storage, the other ranks, and a way to be stopped.
+"""The ports of the checkpoint engine: storage, coordinator, byte sources and readers, and the cancel token.
 
-Law: storages are called from threads and block; they know names and bytes, and nothing of checkpoints. What `write` and
-`publish` have returned from, and `settle` has covered, outlives a power cut. Ranks are called from the event loop, all
-of them in the same order.
+Invariants:
+- Storages are called from threads and may block. They know names and bytes, and nothing of checkpoints.
+- A file that `publish` has returned for, or that `write` and then `sync_names` have returned for, survives a power cut.
+- A coordinator is called from the event loop, by all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any, Protocol, runtime_checkable
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 
 BLOCK_BYTES = 8 << 20
-"""So much is written, and read, at a time."""
+"""The unit in which files are written and read."""
 
 
-class Halt:
-    """Tells the threads of one operation when to stop: it was cancelled, or its time is over."""
+class CancelToken:
+    """Cancellation and deadline of one operation, shared by its threads."""
 
     def __init__(self, timeout_s: float | None = None, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s = timeout_s
@@ -31,75 +32,71 @@ class Halt:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Stop it."""
         self._cancelled.set()
 
-    def hurry(self, seconds: float) -> None:
-        """Let it take no longer than that from now on."""
+    def shorten(self, seconds: float) -> None:
+        """Move the deadline to `seconds` from now, unless it is earlier already."""
         ends_at = self._monotonic() + seconds
         if self._ends_at is None or ends_at < self._ends_at:
             self.timeout_s, self._ends_at = seconds, ends_at
 
-    def later(self, seconds: float) -> Halt:
-        """One that is cancelled with this one, and has so much more time."""
+    def extended(self, seconds: float) -> CancelToken:
+        """A token that is cancelled together with this one and has a deadline `seconds` later."""
         other = copy(self)
         if other.timeout_s is not None and other._ends_at is not None:
             other.timeout_s, other._ends_at = other.timeout_s + seconds, other._ends_at + seconds
         return other
 
     def remaining_s(self) -> float | None:
-        """How long it may still take; None for as long as it likes."""
+        """Seconds until the deadline; None without a deadline."""
         return None if self._ends_at is None else max(0.0, self._ends_at - self._monotonic())
 
     def check(self) -> None:
-        """Raise if it is to stop. Called between any two blocks."""
+        """Raise if the operation was cancelled or its deadline has passed. Threads call it between two blocks."""
         if self._cancelled.is_set():
-            raise CheckpointException("it was cancelled", type=ExceptionType.UNKNOWN, code="checkpoint_cancelled")
+            raise CheckpointException(
+                "the operation was cancelled", type=ExceptionType.UNKNOWN, code="checkpoint_cancelled"
+            )
         if self._ends_at is not None and self._monotonic() >= self._ends_at:
             raise CheckpointException(
-                f"it was not done within {self.timeout_s:g} s",
+                f"the operation did not finish within {self.timeout_s:g} s",
                 type=ExceptionType.TIMEOUT,
-                fix="give it a larger timeout, or find out what is slow",
+                fix="set a larger timeout, or find out which rank or storage is slow",
             )
 
     def wait(self, seconds: float) -> None:
-        """Pause, and raise as soon as it is to stop."""
+        """Sleep; raise as soon as the operation is cancelled or its deadline passes."""
         remaining = self.remaining_s()
         self._cancelled.wait(seconds if remaining is None else min(seconds, remaining))
         self.check()
 
 
 class Source(Protocol):
-    """Bytes that are to be written; asked for by several threads, any part once or more often."""
+    """The bytes of a file that is written. Several threads ask for blocks; a block may be asked for again."""
 
     @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
+    def size(self) -> int: ...
 
     def block(self, offset: int, room: memoryview) -> memoryview:
-        """Those from `offset` on, as many as there is room for: put there, or where they lie anyhow.
+        """The block at `offset`: either copied into `room`, or a view of memory of the source that begins at a page.
 
-        `offset` is a multiple of `BLOCK_BYTES` and `room` is that large; the last block is shorter. Where the bytes lie
-        anyhow, they begin at a page.
+        `offset` is a multiple of `BLOCK_BYTES` and `room` is that large; the last block is shorter.
         """
         ...
 
 
 class Reader(Protocol):
-    """A file that is read; by several threads."""
+    """A file that is read, by several threads."""
 
     @property
-    def size(self) -> int:
-        """How many bytes it has."""
-        ...
+    def size(self) -> int: ...
 
     def read_into(self, offset: int, room: memoryview) -> None:
-        """Fill the room with the bytes from `offset` on; an error if there are not so many."""
+        """Fill `room` with the bytes from `offset` on; an error if the file has fewer."""
         ...
 
     def mapped(self) -> memoryview | None:
-        """The file as memory, read-only; None where that cannot be."""
+        """The file as read-only memory; None where the storage cannot map files."""
         ...
 
 
@@ -110,66 +107,66 @@ class Entry:
     name: str
     size: int
     modified_at: float
-    """By the wall clock."""
+    """Wall-clock seconds."""
 
 
 class Storage(Protocol):
-    """Where checkpoints lie. Names are relative, with `/` between their parts, and checked."""
+    """Files under relative names with `/` between their components. Implementations check the names."""
 
     @property
     def url(self) -> str:
-        """What a person would call it."""
+        """The storage's name in messages."""
         ...
 
-    def write(self, name: str, source: Source, halt: Halt) -> None:
-        """A new file, whose bytes are durable then; its name is when `settle` was called. An error if there is one."""
+    def write(self, name: str, source: Source, token: CancelToken) -> None:
+        """Create a file with durable bytes; its name is durable after `sync_names`. An error if the name is taken."""
         ...
 
-    def settle(self, names: Collection[str]) -> None:
+    def sync_names(self, names: Collection[str]) -> None:
         """Make the names of new files durable."""
         ...
 
     def publish(self, name: str, data: bytes) -> None:
-        """A new small file, whole or not there at all, and durable; refused if there is one: `checkpoint_exists`."""
+        """Create a small file atomically and durably; `checkpoint_exists` if the name is taken."""
         ...
 
     def open(self, name: str) -> AbstractContextManager[Reader]:
-        """Read a file; `checkpoint_file_missing` if there is none."""
+        """Open a file for reading; `checkpoint_file_missing` if there is none."""
         ...
 
     def read(self, name: str, bytes_max: int) -> bytes:
-        """A small file; `checkpoint_file_missing`, or `checkpoint_file_large`."""
+        """Read a small file; `checkpoint_file_missing`, or `checkpoint_file_large`."""
         ...
 
     def entries(self, under: str = "") -> Iterator[Entry]:
-        """The files whose names begin so, in any order."""
+        """The files whose names begin with `under`, in any order."""
         ...
 
     def move(self, name: str, to: str) -> None:
-        """Give a small file another name, durably; what stood there is replaced. It may be done again after a crash."""
+        """Rename a small file durably and replace what has that name. Repeating it after a crash is safe."""
         ...
 
     def delete(self, names: Collection[str]) -> None:
-        """Have these no more, durably; who is not there is no error. Directories that are empty then go, too."""
+        """Delete durably; ignore missing files. Directories that become empty are removed, too."""
         ...
 
     def free_bytes(self) -> int | None:
-        """How much can still be written; None where nobody knows."""
+        """Free space; None where the storage cannot tell."""
         ...
 
 
 @runtime_checkable
-class Remote(Storage, Protocol):
-    """A storage that waits for somebody else, and can be told how long."""
+class RemoteStorage(Storage, Protocol):
+    """A storage whose requests can be cancelled."""
 
-    def bounded(self, halt: Halt) -> Storage:
-        """The same storage, whose requests end when the halt says so."""
+    def bounded(self, token: CancelToken) -> Storage:
+        """The same storage with requests that end when the token is cancelled or its deadline passes."""
         ...
 
 
-def bounded(storage: Storage, halt: Halt) -> Storage:
-    """The storage as one operation uses it: nothing that it waits for outlasts the halt."""
-    return storage.bounded(halt) if isinstance(storage, Remote) else storage
+def bounded(storage: Storage, token: CancelToken) -> Storage:
+    """The storage for one operation: the requests of a remote one end with the token."""
+    return storage.bounded(token) if isinstance(storage, RemoteStorage) else storage
 
 
 @runtime_checkable
@@ -183,13 +180,13 @@ class Coordinator(Protocol):
     def world_size(self) -> int: ...
 
     async def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         ...
 
     async def gather(self, value: Any, root: int = 0) -> list[Any] | None:
-        """What every rank has given, by rank, at the root; None elsewhere. Values are bytes."""
+        """At the root the values of all ranks, by rank; None at the other ranks. Values are bytes."""
         ...
 
     async def broadcast(self, value: Any, root: int = 0) -> Any:
-        """What the root has given."""
+        """The root's value, at every rank."""
         ...

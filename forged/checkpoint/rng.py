@@ -33,10 +33,10 @@ class Generator(Protocol):
         ...
 
 
-Registered = Mapping[str, Generator | np.random.Generator | random.Random]
+Generators = Mapping[str, Generator | np.random.Generator | random.Random]
 
 
-def capture(registered: Registered) -> PerRank:
+def capture(registered: Generators) -> PerRank:
     """What all generators of this process would draw."""
     state: dict[str, Any] = {PYTHON: _of_python(random.getstate()), NUMPY: _of_numpy(np.random.get_state())}
     if registered:
@@ -44,7 +44,7 @@ def capture(registered: Registered) -> PerRank:
     return PerRank(state)
 
 
-def restore(state: Any, registered: Registered) -> None:
+def restore(state: Any, registered: Generators) -> None:
     """Let the generators draw what they would have drawn. Those of which nothing is known stay as they are."""
     try:
         if PYTHON in state:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def threads_for(processors: int) -> int:
 THREADS = threads_for(len(os.sched_getaffinity(0)))
 
 
-def run_all(act: Callable[[T], object], items: Iterable[T], halt: Halt, threads: int = THREADS) -> None:
+def run_all(act: Callable[[T], object], items: Iterable[T], token: CancelToken, threads: int = THREADS) -> None:
     """Call `act` for every item; several at a time, begun in their order. The caller's thread is one of them."""
     source, lock, failures = iter(items), threading.Lock(), list[BaseException]()
 
@@ -38,7 +38,7 @@ def run_all(act: Callable[[T], object], items: Iterable[T], halt: Halt, threads:
             for item in _taken(source, lock):
                 if failures:
                     return
-                halt.check()
+                token.check()
                 act(item)
         except BaseException as error:  # noqa: BLE001 - it is raised where all of them have ended
             failures.append(error)
@@ -73,7 +73,7 @@ class _Other:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="checkpoint-crew")
+        self._thread = threading.Thread(target=self._run, name="checkpoint-pool")
         self._thread.start()
 
     def see_the_end(self, failures: list[BaseException]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.checkpoint.weed import Weed
+from tests.checkpoint.s3_server import S3Server
 
 
 @pytest.fixture(scope="session")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """An S3 server; each test makes its own buckets there."""
-    with Weed(tmp_path_factory.mktemp("weed")) as server:
+    with S3Server(tmp_path_factory.mktemp("weed")) as server:
         yield server

@@ -36,7 +36,7 @@ def small_chunks(chunk_bytes: int, block_bytes: int, small_bytes: int) -> Iterat
         patch.object(boxes, "CHUNK_BYTES_MAX", 4 * chunk_bytes),
         patch.object(image, "CHUNK_BYTES_MIN", chunk_bytes),
         patch.object(image, "SMALL_BYTES", small_bytes),
-        patch.object(plan, "UNCUT_BYTES_MAX", chunk_bytes),
+        patch.object(plan, "UNSPLIT_BYTES_MAX", chunk_bytes),
         patch.object(read_plan, "READ_BYTES_MAX", block_bytes),
         patch.object(fetching, "READ_BYTES_MAX", block_bytes),
         patch.object(read_plan, "SMALL_BYTES_MAX", small_bytes),

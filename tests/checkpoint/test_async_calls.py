@@ -10,16 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from forged.checkpoint.async_calls import Calls, finish, watch
+from forged.checkpoint.async_calls import AsyncCalls, wait_for, wait_or_cancel
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 
 WAITS_S = 30.0
 
 
 @pytest.fixture
-def calls() -> Iterator[Calls]:
-    made = Calls()
+def calls() -> Iterator[AsyncCalls]:
+    made = AsyncCalls()
     yield made
     made.end()
 
@@ -44,72 +44,72 @@ async def answer() -> int:
     return 42
 
 
-def test_a_call_returns_what_was_awaited(calls: Calls) -> None:
-    assert finish(calls.begin(answer)) == 42
-    assert finish(calls.begin(answer), Halt()) == 42
+def test_a_call_returns_what_was_awaited(calls: AsyncCalls) -> None:
+    assert wait_or_cancel(calls.begin(answer)) == 42
+    assert wait_or_cancel(calls.begin(answer), CancelToken()) == 42
 
 
-def test_a_call_raises_what_was_raised(calls: Calls) -> None:
+def test_a_call_raises_what_was_raised(calls: AsyncCalls) -> None:
     async def fail() -> None:
         raise TimeoutError("mine")
 
-    for halt in (None, Halt()):
+    for token in (None, CancelToken()):
         with pytest.raises(TimeoutError, match="mine"):
-            finish(calls.begin(fail), halt)
+            wait_or_cancel(calls.begin(fail), token)
 
 
-def test_all_calls_run_on_one_loop_and_at_the_same_time(calls: Calls) -> None:
+def test_all_calls_run_on_one_loop_and_at_the_same_time(calls: AsyncCalls) -> None:
     async def loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
     endless = Endless()
     waiting = calls.begin(endless)
-    assert finish(calls.begin(loop)) is finish(calls.begin(loop))
+    assert wait_or_cancel(calls.begin(loop)) is wait_or_cancel(calls.begin(loop))
     waiting.cancel()
     assert endless.given_up.wait(WAITS_S)
 
 
-def test_a_call_is_given_up_when_its_halt_is_cancelled(calls: Calls) -> None:
-    endless, halt = Endless(), Halt()
+def test_a_call_is_given_up_when_its_halt_is_cancelled(calls: AsyncCalls) -> None:
+    endless, token = Endless(), CancelToken()
     future = calls.begin(endless)
 
     def cancel() -> None:
         endless.began.wait(WAITS_S)
-        halt.cancel()
+        token.cancel()
 
     threading.Thread(target=cancel).start()
     with pytest.raises(CheckpointException) as caught:
-        finish(future, halt)
+        wait_or_cancel(future, token)
     assert caught.value.code == "checkpoint_cancelled"
     assert endless.given_up.wait(WAITS_S)
 
 
-def test_a_call_is_given_up_when_its_time_is_over(calls: Calls) -> None:
+def test_a_call_is_given_up_when_its_time_is_over(calls: AsyncCalls) -> None:
     endless = Endless()
     future = calls.begin(endless)
     assert endless.began.wait(WAITS_S)
     with pytest.raises(CheckpointException) as caught:
-        finish(future, Halt(1.0, iter([0.0, 0.5, 2.0]).__next__))
+        wait_or_cancel(future, CancelToken(1.0, iter([0.0, 0.5, 2.0]).__next__))
     assert caught.value.type is ExceptionType.TIMEOUT
     assert endless.given_up.wait(WAITS_S)
 
 
-def test_a_call_that_is_only_watched_goes_on(calls: Calls) -> None:
+def test_a_call_that_is_only_watched_goes_on(calls: AsyncCalls) -> None:
     go = threading.Event()
 
     async def wait() -> int:
         await asyncio.to_thread(go.wait)
         return 42
 
-    future, halt = calls.begin(wait), Halt()
-    halt.cancel()
+    future, token = calls.begin(wait), CancelToken()
+    token.cancel()
     with pytest.raises(CheckpointException):
-        watch(future, halt)
+        wait_for(future, token)
     go.set()
     assert future.result(WAITS_S) == 42
 
 
-def test_the_end_gives_up_what_is_under_way_and_ends_the_thread(calls: Calls) -> None:
+def test_the_end_gives_up_what_is_under_way_and_ends_the_thread(calls: AsyncCalls) -> None:
     endless, before = Endless(), threading.active_count()
     calls.begin(endless)
     assert endless.began.wait(WAITS_S)
@@ -118,7 +118,7 @@ def test_the_end_gives_up_what_is_under_way_and_ends_the_thread(calls: Calls) ->
     assert threading.active_count() == before
 
 
-def test_the_end_waits_for_cleanups(calls: Calls) -> None:
+def test_the_end_waits_for_cleanups(calls: AsyncCalls) -> None:
     began, go = threading.Event(), threading.Event()
 
     async def clean_up() -> None:
@@ -135,12 +135,12 @@ def test_the_end_waits_for_cleanups(calls: Calls) -> None:
     assert not future.cancelled()
 
 
-def test_after_the_end_calls_begin_anew(calls: Calls) -> None:
+def test_after_the_end_calls_begin_anew(calls: AsyncCalls) -> None:
     calls.end()
-    assert finish(calls.begin(answer)) == 42
+    assert wait_or_cancel(calls.begin(answer)) == 42
     calls.end()
     calls.end()
-    assert finish(calls.begin(answer)) == 42
+    assert wait_or_cancel(calls.begin(answer)) == 42
 
 
 FORKED = """
@@ -174,8 +174,8 @@ def test_a_forked_child_is_told_that_it_cannot_go_on(before: str, said: str) -> 
 
 def test_a_process_ends_while_a_call_is_under_way() -> None:
     program = (
-        "import asyncio; from forged.checkpoint.async_calls import CALLS; "
-        "CALLS.begin(asyncio.Event().wait); print('end')"
+        "import asyncio; from forged.checkpoint.async_calls import ASYNC_CALLS; "
+        "ASYNC_CALLS.begin(asyncio.Event().wait); print('end')"
     )
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=WAITS_S

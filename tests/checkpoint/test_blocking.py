@@ -28,8 +28,8 @@ from forged.checkpoint import (
     ShardedArray,
 )
 from forged.checkpoint.storage.local import LocalStorage
+from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.shelves import MemoryStorage
 from tests.checkpoint.test_coordinators import Threads
 
 ENDS_WITHIN_S = 10.0

@@ -37,12 +37,12 @@ from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE, Fence
 from forged.checkpoint.ports import Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.faulty import Fault, Faulty, broken, on
-from tests.checkpoint.group import Member, group
+from tests.checkpoint.faulty_storage import Fault, FaultyStorage, broken, on
+from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.rank_group import SimulatedRanks
 from tests.checkpoint.test_rng import unchanged
-from tests.checkpoint.together import Together
+from tests.checkpoint.unreliable_ranks import UnreliableRank, group
 
 __all__ = ["unchanged"]
 
@@ -68,7 +68,7 @@ class Model:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for much longer than the operation may take."""
-    monkeypatch.setattr(coordinators, "STUCK_S", 0.2)
+    monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.2)
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ async def test_a_bad_file_of_which_there_is_a_copy_does_no_harm(
 ) -> None:
     """What was found before the load does not refuse what the load can mend."""
 
-    async def save(one: Member) -> str:
+    async def save(one: UnreliableRank) -> str:
         options = SaveOptions("a", copies=2, include_rng_state=False)
         return await checkpoint(storage, one).save({"w": np.arange(1 << 16)}, options=options)
 
@@ -332,7 +332,7 @@ async def test_what_a_checker_finds_refuses_the_load_though_a_bad_file_does_not(
     class Never:
         name = "never"
 
-        def check(self, manifest: Any, storage: Any, halt: Any) -> list[Finding]:
+        def check(self, manifest: Any, storage: Any, token: Any) -> list[Finding]:
             return [Finding("not today", "never")]
 
     await checkpoint(storage).save({"w": np.arange(3)}, options=SaveOptions("a"))
@@ -417,7 +417,7 @@ async def test_what_is_deleted_is_gone_and_its_name_free(storage: MemoryStorage)
 
 
 async def test_a_deletion_that_was_interrupted_can_be_finished(storage: MemoryStorage) -> None:
-    faulty = Faulty(storage)
+    faulty = FaultyStorage(storage)
     one = checkpoint(faulty)
     await one.save(Model(), options=SaveOptions("a"))
     faulty._fault = on("delete")
@@ -453,7 +453,7 @@ async def test_a_storage_that_hangs_holds_nobody_for_ever(storage: MemoryStorage
     await checkpoint(storage).save(Model(), options=SaveOptions("a"))
     names, act = CALLS[call]
     release = threading.Event()
-    one = checkpoint(Faulty(storage, holding(*names, release=release)), default_timeout=0.1)
+    one = checkpoint(FaultyStorage(storage, holding(*names, release=release)), default_timeout=0.1)
     try:
         with pytest.raises(CheckpointException) as caught:
             await asyncio.wait_for(act(one), 30)
@@ -467,14 +467,14 @@ async def test_what_passes_is_tried_again_within_the_time_that_there_is(storage:
 
     def fault(number: int, what: str, done: bool) -> None:
         if (
-            what in {"free_bytes", "publish", "settle"}
+            what in {"free_bytes", "publish", "sync_names"}
             and not done
             and faulty.calls.count(what) < 3
             and what != "free_bytes"
         ):
             raise broken(retryable=True)
 
-    faulty = Faulty(storage, fault)
+    faulty = FaultyStorage(storage, fault)
     handler = FaultToleranceHandler(faulty, RetryPolicy(attempts=3, delay_s=0.001), sleep=pauses.append)
     one = DistributedCheckpoint(None, faulty, handler)
     assert await one.save(Model(), options=SaveOptions("a")) == "a"
@@ -483,7 +483,7 @@ async def test_what_passes_is_tried_again_within_the_time_that_there_is(storage:
 
 
 async def test_what_does_not_pass_is_raised(storage: MemoryStorage) -> None:
-    faulty = Faulty(storage, on("write", error=lambda: broken(retryable=True)))
+    faulty = FaultyStorage(storage, on("write", error=lambda: broken(retryable=True)))
     one = DistributedCheckpoint(None, faulty, FaultToleranceHandler(faulty, RetryPolicy(attempts=3, delay_s=0.001)))
     with pytest.raises(CheckpointException, match="broken"):
         await one.save(Model(), options=SaveOptions("a"))
@@ -507,9 +507,9 @@ def columns(rank: int, size: int, value: np.ndarray[Any, Any] = WHOLE) -> Sharde
 
 
 async def ranks(
-    size: int, storage: Storage, act: Callable[[DistributedCheckpoint, Member], Awaitable[Any]]
+    size: int, storage: Storage, act: Callable[[DistributedCheckpoint, UnreliableRank], Awaitable[Any]]
 ) -> list[Any]:
-    async def member(one: Member) -> Any:
+    async def member(one: UnreliableRank) -> Any:
         return await act(checkpoint(storage, one), one)
 
     return await asyncio.wait_for(group(size, member), 60)
@@ -520,10 +520,10 @@ async def ranks(
 async def test_what_n_ranks_have_saved_m_ranks_load(
     storage: MemoryStorage, before: int, then: int, layout: Callable[..., ShardedArray]
 ) -> None:
-    async def save(one: DistributedCheckpoint, member: Member) -> str:
+    async def save(one: DistributedCheckpoint, member: UnreliableRank) -> str:
         return await one.save({"w": rows(member.rank, before), "c": WHOLE}, options=SaveOptions("a"))
 
-    async def load(one: DistributedCheckpoint, member: Member) -> Any:
+    async def load(one: DistributedCheckpoint, member: UnreliableRank) -> Any:
         mine: dict[str, Any] = {"w": layout(member.rank, then, np.zeros_like(WHOLE)), "c": np.zeros_like(WHOLE)}
         result = await one.load(mine, options=LoadOptions("a", load_rng_state=False))
         assert same(np.asarray(mine["w"].local), np.asarray(layout(member.rank, then).local))
@@ -538,7 +538,7 @@ async def test_each_rank_draws_what_it_would_have_drawn(storage: MemoryStorage) 
     """Though all ranks of this test are in one process: each has a generator of its own."""
     mine = [np.random.default_rng(rank) for rank in range(3)]
 
-    async def member(one: Member) -> tuple[float, float]:
+    async def member(one: UnreliableRank) -> tuple[float, float]:
         ckpt = checkpoint(storage, one, generators={"data": mine[one.rank]})
         await ckpt.save({}, options=SaveOptions("a"))
         wanted = mine[one.rank].random()
@@ -551,7 +551,7 @@ async def test_each_rank_draws_what_it_would_have_drawn(storage: MemoryStorage) 
 
 
 async def test_one_rank_deletes_and_all_are_told(storage: MemoryStorage) -> None:
-    async def act(one: DistributedCheckpoint, member: Member) -> Any:
+    async def act(one: DistributedCheckpoint, member: UnreliableRank) -> Any:
         await one.save({"w": rows(member.rank, 3)}, options=SaveOptions("a"))
         await one.delete_checkpoint("a")
         with pytest.raises(CheckpointException) as caught:
@@ -563,7 +563,7 @@ async def test_one_rank_deletes_and_all_are_told(storage: MemoryStorage) -> None
 
 
 async def test_a_rank_that_cannot_load_is_told_of_at_all(storage: MemoryStorage) -> None:
-    async def act(one: DistributedCheckpoint, member: Member) -> Any:
+    async def act(one: DistributedCheckpoint, member: UnreliableRank) -> Any:
         await one.save({"w": np.ones(4)}, options=SaveOptions("a"))
         mine = {"w": np.zeros(5 if member.rank == 2 else 4)}
         with pytest.raises(CheckpointException) as caught:
@@ -579,7 +579,7 @@ async def test_ranks_that_find_different_saves_under_one_name_do_not_go_on_with_
     for number, storage in enumerate(storages):
         await checkpoint(storage).save({"w": np.full(4, number)}, options=SaveOptions("a", include_rng_state=False))
 
-    async def member(one: Member) -> Any:
+    async def member(one: UnreliableRank) -> Any:
         with pytest.raises(CheckpointException) as caught:
             await checkpoint(storages[one.rank], one).load(options=LoadOptions("a"))
         return caught.value.code, caught.value.checkpoint_path, caught.value.retryable
@@ -588,10 +588,10 @@ async def test_ranks_that_find_different_saves_under_one_name_do_not_go_on_with_
 
 
 async def test_what_is_known_of_the_run_is_written_down(storage: MemoryStorage) -> None:
-    class Worker(Member):
+    class Worker(UnreliableRank):
         generation, step, job = 7, 41, "run"
 
-    await checkpoint(storage, Worker(Together(1), 0, {})).save({}, options=SaveOptions("a"))
+    await checkpoint(storage, Worker(SimulatedRanks(1), 0, {})).save({}, options=SaveOptions("a"))
     manifest = listing.read_manifest(storage, "a")
     assert (manifest.job, manifest.step) == ("run", 41)
     assert manifest.fence is not None
@@ -602,10 +602,10 @@ async def test_what_is_known_of_the_run_is_written_down(storage: MemoryStorage) 
 async def test_what_is_no_number_is_not_written_down_as_one(storage: MemoryStorage, said: Any) -> None:
     """A coordinator is somebody's own code, and the checkpoint is to be read afterwards."""
 
-    class Worker(Member):
+    class Worker(UnreliableRank):
         generation, step, term, job = 7, said, said, said
 
-    one = checkpoint(storage, Worker(Together(1), 0, {}))
+    one = checkpoint(storage, Worker(SimulatedRanks(1), 0, {}))
     await one.save({"w": np.arange(3)}, options=SaveOptions("a"))
     manifest = listing.read_manifest(storage, "a")
     assert (manifest.step, manifest.fence) == (None, Fence(0, 7))
@@ -613,10 +613,10 @@ async def test_what_is_no_number_is_not_written_down_as_one(storage: MemoryStora
 
 
 async def test_the_term_is_written_down_where_it_is_known(storage: MemoryStorage) -> None:
-    class Worker(Member):
+    class Worker(UnreliableRank):
         generation, step, term = np.int64(7), np.int32(41), 3
 
-    await checkpoint(storage, Worker(Together(1), 0, {})).save({}, options=SaveOptions("a"))
+    await checkpoint(storage, Worker(SimulatedRanks(1), 0, {})).save({}, options=SaveOptions("a"))
     manifest = listing.read_manifest(storage, "a")
     assert (manifest.step, manifest.fence) == (41, Fence(3, 7))
 

@@ -13,20 +13,20 @@ import pytest
 
 from forged.checkpoint import coordinators
 from forged.checkpoint.coordinators import (
-    Blocking,
-    Ranks,
+    BlockingCoordinator,
+    OutcomeUnknown,
+    RankFailure,
+    RankGroup,
     SingleProcess,
-    Stuck,
-    Trouble,
-    Undecided,
-    adapted,
-    in_thread,
+    StorageUnresponsive,
+    as_coordinator,
+    run_in_thread,
 )
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import Coordinator, Halt
+from forged.checkpoint.ports import CancelToken, Coordinator
 from forged.errors import ForgedError, RequestRefused
 from forged.worker.errors import StepAborted
-from tests.checkpoint.group import Member, after, die, fail, group, hang, say
+from tests.checkpoint.unreliable_ranks import UnreliableRank, after_event, answer_with, die, fail, group, hang
 
 SOON_S = 0.2
 
@@ -34,14 +34,14 @@ SOON_S = 0.2
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for much longer than the operation may take."""
-    monkeypatch.setattr(coordinators, "STUCK_S", 0.1)
+    monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.1)
 
 
 def deciding(
     mine: Callable[[int], Awaitable[bytes]], decide: Callable[[list[bytes]], Awaitable[bytes]], timeout_s: float = 60
 ) -> Callable[[Coordinator], Awaitable[bytes]]:
     async def act(member: Coordinator) -> bytes:
-        ranks = Ranks(member, Halt(timeout_s), ExceptionType.SAVE_FAILED)
+        ranks = RankGroup(member, CancelToken(timeout_s), ExceptionType.SAVE_FAILED)
         ranks.prefix = "run/1"
         return await ranks.decide(lambda: mine(member.rank), decide)
 
@@ -87,7 +87,7 @@ async def test_what_goes_wrong_at_one_rank_is_raised_at_all(faulty: int) -> None
     for error in found:
         assert (error.message, error.checkpoint_path, error.type) == (f"rank {faulty}: no room", "run/1", told.type)
         assert (error.code, error.fix, error.retryable) == ("full", "make some", True)
-        assert not isinstance(error, Undecided)
+        assert not isinstance(error, OutcomeUnknown)
     assert [error.__cause__ is told for error in found] == [rank == faulty for rank in range(4)]
 
 
@@ -141,7 +141,7 @@ async def test_nobody_is_named_where_there_is_one_rank() -> None:
 async def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_operation_may_take(faulty: int, call: int) -> None:
     outcomes = await asyncio.wait_for(group(3, deciding(number, joined, SOON_S), {faulty: {call: hang}}), 20)
     for error in errors(outcomes):
-        assert isinstance(error, Undecided)
+        assert isinstance(error, OutcomeUnknown)
         assert (error.type, error.checkpoint_path) == (ExceptionType.TIMEOUT, "run/1")
 
 
@@ -155,7 +155,7 @@ async def test_a_rank_that_dies_is_not_waited_for_for_ever(faulty: int) -> None:
 async def test_a_rank_that_comes_late_is_waited_for() -> None:
     come = asyncio.Event()
     asyncio.get_running_loop().call_later(0.01, come.set)
-    assert await group(2, deciding(number, joined), {1: {1: after(come)}}) == [b"0 1"] * 2
+    assert await group(2, deciding(number, joined), {1: {1: after_event(come)}}) == [b"0 1"] * 2
 
 
 async def test_whose_time_is_over_still_tells_the_others() -> None:
@@ -163,22 +163,22 @@ async def test_whose_time_is_over_still_tells_the_others() -> None:
 
     async def mine(rank: int) -> bytes:
         if rank == 1:
-            Halt(1.0, monotonic=iter([0.0, 9.0, 9.0]).__next__).check()
+            CancelToken(1.0, monotonic=iter([0.0, 9.0, 9.0]).__next__).check()
         return b""
 
-    async def act(member: Member) -> bytes:
-        halt = Halt(1.0, monotonic=iter([0.0, *[9.0] * 9]).__next__)
-        return await Ranks(member, halt, ExceptionType.SAVE_FAILED).decide(lambda: mine(member.rank), joined)
+    async def act(member: UnreliableRank) -> bytes:
+        token = CancelToken(1.0, monotonic=iter([0.0, *[9.0] * 9]).__next__)
+        return await RankGroup(member, token, ExceptionType.SAVE_FAILED).decide(lambda: mine(member.rank), joined)
 
     for error in errors(await group(2, act)):
-        assert not isinstance(error, Undecided)
-        assert error.message.startswith("rank 1: it was not done within 1 s")
+        assert not isinstance(error, OutcomeUnknown)
+        assert error.message.startswith("rank 1: the operation did not finish within 1 s")
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("gone"), TimeoutError(), RuntimeError("closed")])
 async def test_calls_that_fail_leave_it_undecided(error: Exception) -> None:
     outcomes = await group(2, deciding(number, joined, SOON_S), {0: {1: fail(error)}})
-    assert all(isinstance(one, Undecided) for one in outcomes)
+    assert all(isinstance(one, OutcomeUnknown) for one in outcomes)
     assert outcomes[0].__cause__ is error  # type: ignore[union-attr]
 
 
@@ -192,50 +192,52 @@ async def test_a_step_that_is_aborted_is_told_as_such() -> None:
 async def test_what_a_script_is_given_instead_of_a_broken_step_is_not_taken_for_an_answer(call: int) -> None:
     """Outside `with step:` a worker's gather gives back the own value alone, and its broadcast what was put in."""
 
-    class Parted(Member):
+    class Parted(UnreliableRank):
         async def gather(self, value: Any, root: int = 0) -> list[Any] | None:
             return [value] if call == 1 else await super().gather(value, root)
 
         async def broadcast(self, value: Any, root: int = 0) -> Any:
             return value
 
-    async def act(member: Member) -> bytes:
+    async def act(member: UnreliableRank) -> bytes:
         parted = Parted(member._together, member.rank, {})
         return await deciding(number, joined)(parted)
 
     outcomes = await group(3, act)
-    assert all(isinstance(one, Undecided) for one in outcomes[1:])
-    assert isinstance(outcomes[0], Undecided) if call == 1 else outcomes[0] == b"0 1 2"
+    assert all(isinstance(one, OutcomeUnknown) for one in outcomes[1:])
+    assert isinstance(outcomes[0], OutcomeUnknown) if call == 1 else outcomes[0] == b"0 1 2"
 
 
 @pytest.mark.parametrize("other", [b"", b"\xc1", b"\x00garbage", b"\x93\x01", None])
 async def test_a_rank_that_says_something_else_is_an_error_at_all(other: bytes | None) -> None:
-    outcomes = await asyncio.wait_for(group(3, deciding(number, joined, SOON_S), {2: {1: say(other)}}), 20)
+    outcomes = await asyncio.wait_for(group(3, deciding(number, joined, SOON_S), {2: {1: answer_with(other)}}), 20)
     assert {(error.code, error.message[:7]) for error in errors(outcomes)} == {("checkpoint_ranks_differ", "rank 2:")}
 
 
 async def test_a_root_that_says_something_else_is_an_error() -> None:
-    outcomes = await asyncio.wait_for(group(2, deciding(number, joined, SOON_S), {0: {2: say(b"\xc1")}}), 20)
-    assert all(isinstance(one, Undecided) for one in outcomes), outcomes
+    outcomes = await asyncio.wait_for(group(2, deciding(number, joined, SOON_S), {0: {2: answer_with(b"\xc1")}}), 20)
+    assert all(isinstance(one, OutcomeUnknown) for one in outcomes), outcomes
 
 
 def test_what_is_undecided_stays_so_on_its_way() -> None:
-    error = Trouble.of(Undecided("nobody knows")).error("run/1", ExceptionType.SAVE_FAILED, 0)
-    assert isinstance(error, Undecided)
-    assert not isinstance(Trouble.of(CheckpointException("no")).error("", ExceptionType.SAVE_FAILED, 0), Undecided)
+    error = RankFailure.of(OutcomeUnknown("nobody knows")).error("run/1", ExceptionType.SAVE_FAILED, 0)
+    assert isinstance(error, OutcomeUnknown)
+    assert not isinstance(
+        RankFailure.of(CheckpointException("no")).error("", ExceptionType.SAVE_FAILED, 0), OutcomeUnknown
+    )
 
 
 # Who coordinates.
 
 
 def test_none_is_one_process() -> None:
-    assert isinstance(adapted(None), SingleProcess)
+    assert isinstance(as_coordinator(None), SingleProcess)
 
 
 @pytest.mark.parametrize("no_coordinator", [3, "ranks", SimpleNamespace(barrier=print, gather=print, broadcast=None)])
 def test_what_cannot_bring_ranks_together_is_refused(no_coordinator: Any) -> None:
     with pytest.raises(CheckpointException, match=f"is a {type(no_coordinator).__name__}, which has no .*broadcast"):
-        adapted(no_coordinator)
+        as_coordinator(no_coordinator)
 
 
 async def test_one_process_waits_for_nobody() -> None:
@@ -287,14 +289,14 @@ class Threads:
 
 async def test_ranks_whose_calls_block_decide_like_others() -> None:
     threads = Threads(3)
-    acts = [deciding(number, joined)(adapted(threads.rank(rank))) for rank in range(3)]
+    acts = [deciding(number, joined)(as_coordinator(threads.rank(rank))) for rank in range(3)]
     assert await asyncio.gather(*acts) == [b"0 1 2"] * 3
-    await asyncio.gather(*(adapted(threads.rank(rank)).barrier() for rank in range(3)))
+    await asyncio.gather(*(as_coordinator(threads.rank(rank)).barrier() for rank in range(3)))
 
 
 def test_a_blocking_coordinator_tells_what_else_it_knows() -> None:
-    coordinator = adapted(Threads(2).rank(1))
-    assert isinstance(coordinator, Blocking)
+    coordinator = as_coordinator(Threads(2).rank(1))
+    assert isinstance(coordinator, BlockingCoordinator)
     assert (coordinator.rank, coordinator.world_size, coordinator.generation) == (1, 2, 7)
     assert not hasattr(coordinator, "nothing_of_the_kind")
 
@@ -309,8 +311,8 @@ async def test_a_call_that_blocks_for_ever_is_given_up() -> None:
             released.wait(60)
 
     try:
-        with pytest.raises(Undecided):
-            await asyncio.wait_for(deciding(number, joined, SOON_S)(adapted(Hanging())), 20)
+        with pytest.raises(OutcomeUnknown):
+            await asyncio.wait_for(deciding(number, joined, SOON_S)(as_coordinator(Hanging())), 20)
     finally:
         released.set()
 
@@ -319,39 +321,39 @@ async def test_a_call_that_blocks_for_ever_is_given_up() -> None:
 
 
 async def test_what_a_thread_returns_or_raises_is_returned_or_raised() -> None:
-    assert await in_thread(lambda: 5, Halt(60)) == 5
+    assert await run_in_thread(lambda: 5, CancelToken(60)) == 5
     with pytest.raises(TimeoutError, match="its own"):
-        await in_thread(lambda: (_ for _ in ()).throw(TimeoutError("its own")), Halt(60))
+        await run_in_thread(lambda: (_ for _ in ()).throw(TimeoutError("its own")), CancelToken(60))
 
 
 async def test_a_thread_that_heeds_the_halt_ends_with_its_error() -> None:
-    halt = Halt(0.05)
-    with pytest.raises(CheckpointException, match="not done within") as caught:
-        await in_thread(lambda: halt.wait(60), halt)
-    assert not isinstance(caught.value, Stuck)
+    token = CancelToken(0.05)
+    with pytest.raises(CheckpointException, match="not finish within") as caught:
+        await run_in_thread(lambda: token.wait(60), token)
+    assert not isinstance(caught.value, StorageUnresponsive)
 
 
 async def test_a_thread_that_does_not_come_back_is_left_alone_and_told_of() -> None:
     released = threading.Event()
     try:
-        with pytest.raises(Stuck) as caught:
-            await asyncio.wait_for(in_thread(lambda: released.wait(60), Halt(0.05)), 20)
+        with pytest.raises(StorageUnresponsive) as caught:
+            await asyncio.wait_for(run_in_thread(lambda: released.wait(60), CancelToken(0.05)), 20)
         assert caught.value.type is ExceptionType.TIMEOUT
     finally:
         released.set()
 
 
 async def test_who_is_cancelled_waits_until_its_thread_has_stopped() -> None:
-    halt, began, ended = Halt(), threading.Event(), threading.Event()
+    token, began, ended = CancelToken(), threading.Event(), threading.Event()
 
     def work() -> None:
         began.set()
         try:
-            halt.wait(60)
+            token.wait(60)
         finally:
             ended.set()
 
-    task = asyncio.create_task(in_thread(work, halt))
+    task = asyncio.create_task(run_in_thread(work, token))
     await anyio.to_thread.run_sync(began.wait)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -360,11 +362,11 @@ async def test_who_is_cancelled_waits_until_its_thread_has_stopped() -> None:
 
 
 async def test_nothing_is_begun_after_it_was_cancelled() -> None:
-    halt = Halt()
-    halt.cancel()
+    token = CancelToken()
+    token.cancel()
     with pytest.raises(CheckpointException, match="cancelled"):
-        await in_thread(lambda: pytest.fail("it ran"), halt)
+        await run_in_thread(lambda: pytest.fail("it ran"), token)
 
 
 def test_errors_that_are_not_of_checkpoints_keep_their_code() -> None:
-    assert Trouble.of(ForgedError("a_code", "a message")).code == "a_code"
+    assert RankFailure.of(ForgedError("a_code", "a message")).code == "a_code"

@@ -11,33 +11,33 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.disk import Image
-from tests.checkpoint.history import Finder
-from tests.checkpoint.trials import (
+from tests.checkpoint.crash_trials import (
     CONVERT,
     DELETE,
     SAVE,
-    Deed,
-    World,
+    Action,
+    Group,
     after_clearing,
     after_kills,
     before,
     lives_and_power_cuts,
     operations,
 )
+from tests.checkpoint.memory_files import Image
+from tests.checkpoint.save_history import Finder
 from tests.sweeps import WHOLE, share
 
 CONSOLIDATED = (("format", "consolidated"),)
 WORLDS = [
-    World(),
-    World(2),
-    World(2, in_background=True),
-    World(2, options=CONSOLIDATED),
-    World(lacking=("unnamed",)),
-    World(lacking=("unnamed", "link", "direct", "reserve")),
-    World(3, options=(("format", "single_file"), ("compression_level", "fast"))),
+    Group(),
+    Group(2),
+    Group(2, in_background=True),
+    Group(2, options=CONSOLIDATED),
+    Group(lacking=("unnamed",)),
+    Group(lacking=("unnamed", "link", "direct", "reserve")),
+    Group(3, options=(("format", "single_file"), ("compression_level", "fast"))),
 ]
-DONE = [(world, deed) for world in WORLDS[:5] for deed in (SAVE, DELETE)] + [(World(), CONVERT)]
+DONE = [(world, deed) for world in WORLDS[:5] for deed in (SAVE, DELETE)] + [(Group(), CONVERT)]
 TORN, DISTINCT_MIN = (600, 20_000) if WHOLE else (200, 10_000)
 CLEARED_EVERY = 40
 TURNS = 2
@@ -56,7 +56,7 @@ def test_a_power_cut_at_any_moment_takes_nothing_and_leaves_nothing_half_there()
 
 
 @pytest.mark.parametrize(("world", "deed"), DONE, ids=str)
-def test_what_is_done_again_after_a_kill_outlives_a_power_cut_too(world: World, deed: Deed) -> None:
+def test_what_is_done_again_after_a_kill_outlives_a_power_cut_too(world: Group, deed: Action) -> None:
     """The dead process may have done what another one then finds done, and never made it durable."""
     image = before(world)
     moments = share(len(operations(world, image, deed)), DONE.index((world, deed)), TURNS)

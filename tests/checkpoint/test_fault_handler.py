@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import Halt, Reader, Remote, Storage
+from forged.checkpoint.ports import CancelToken, Reader, RemoteStorage, Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.retry import RetryPolicy
-from tests.checkpoint.faulty import Fault, Faulty, broken
-from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.faulty_storage import Fault, FaultyStorage, broken
+from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.sources import Given
 
-NEVER = Halt()
+NEVER = CancelToken()
 
 
 def passing() -> BaseException:
@@ -50,7 +50,7 @@ def opened(storage: Storage) -> int:
 
 
 ACTS: dict[str, Callable[[Storage], Any]] = {
-    "settle": lambda storage: storage.settle(["there"]),
+    "sync_names": lambda storage: storage.sync_names(["there"]),
     "publish": lambda storage: storage.publish("new", b"data"),
     "open": lambda storage: opened(storage),
     "free_bytes": lambda storage: storage.free_bytes(),
@@ -70,7 +70,7 @@ def memory() -> MemoryStorage:
 
 @pytest.mark.parametrize("act", ACTS)
 def test_every_operation_is_tried_again_with_pauses(memory: MemoryStorage, act: str) -> None:
-    faulty = Faulty(memory, first(2))
+    faulty = FaultyStorage(memory, first(2))
     storage, pauses = patient(faulty, delay_s=1.0, exponential=True, jitter=0.5)
     ACTS[act](storage)
     assert faulty.calls.count(act) == 3
@@ -79,7 +79,7 @@ def test_every_operation_is_tried_again_with_pauses(memory: MemoryStorage, act: 
 
 @pytest.mark.parametrize("act", ACTS)
 def test_what_goes_on_failing_is_raised_in_the_end(memory: MemoryStorage, act: str) -> None:
-    faulty = Faulty(memory, first(9))
+    faulty = FaultyStorage(memory, first(9))
     storage, pauses = patient(faulty)
     with pytest.raises(CheckpointException, match="broken"):
         ACTS[act](storage)
@@ -88,7 +88,7 @@ def test_what_goes_on_failing_is_raised_in_the_end(memory: MemoryStorage, act: s
 
 @pytest.mark.parametrize("act", ACTS)
 def test_what_does_not_pass_is_raised_at_once(memory: MemoryStorage, act: str) -> None:
-    faulty = Faulty(memory, first(9, error=broken))
+    faulty = FaultyStorage(memory, first(9, error=broken))
     storage, pauses = patient(faulty)
     with pytest.raises(CheckpointException, match="broken"):
         ACTS[act](storage)
@@ -96,7 +96,7 @@ def test_what_does_not_pass_is_raised_at_once(memory: MemoryStorage, act: str) -
 
 
 def test_foreign_errors_are_not_tried_again(memory: MemoryStorage) -> None:
-    storage, pauses = patient(Faulty(memory, first(9, error=lambda: OSError(5, "io"))))
+    storage, pauses = patient(FaultyStorage(memory, first(9, error=lambda: OSError(5, "io"))))
     with pytest.raises(OSError, match="io"):
         storage.read("there", 10)
     assert pauses == []
@@ -123,44 +123,44 @@ def test_what_fails_only_when_it_is_entered_is_tried_again_and_what_is_read_then
 
 
 def test_a_write_is_tried_again_from_its_beginning(memory: MemoryStorage) -> None:
-    halt = Halt(1000.0, monotonic=lambda: 0.0)
-    storage, _ = patient(Faulty(memory, first(2)), delay_s=0.001)
-    storage.write("new", Given(b"bytes"), halt)
+    token = CancelToken(1000.0, monotonic=lambda: 0.0)
+    storage, _ = patient(FaultyStorage(memory, first(2)), delay_s=0.001)
+    storage.write("new", Given(b"bytes"), token)
     assert memory.files["new"] == b"bytes"
 
 
 def test_a_halt_ends_the_trying(memory: MemoryStorage) -> None:
     times = iter([0.0, *[0.4] * 2, *[2.0] * 20])
-    storage, _ = patient(Faulty(memory, first(99)), None, delay_s=0.001)
+    storage, _ = patient(FaultyStorage(memory, first(99)), None, delay_s=0.001)
     with pytest.raises(CheckpointException) as caught:
-        storage.write("new", Given(b"bytes"), Halt(1.0, monotonic=lambda: next(times)))
+        storage.write("new", Given(b"bytes"), CancelToken(1.0, monotonic=lambda: next(times)))
     assert caught.value.type is ExceptionType.TIMEOUT
 
 
 def test_a_storage_that_is_bounded_stops_all_its_operations(memory: MemoryStorage) -> None:
-    storage, _ = patient(Faulty(memory, first(99)), None, delay_s=0.001)
-    stopped = Halt()
+    storage, _ = patient(FaultyStorage(memory, first(99)), None, delay_s=0.001)
+    stopped = CancelToken()
     stopped.cancel()
-    assert isinstance(storage, Remote)
+    assert isinstance(storage, RemoteStorage)
     with pytest.raises(CheckpointException, match="cancelled"):
         storage.bounded(stopped).read("there", 10)
 
 
 def test_a_document_that_got_through_is_not_taken_for_another_ones(memory: MemoryStorage) -> None:
-    faulty = Faulty(memory, first(1, after=True))
+    faulty = FaultyStorage(memory, first(1, after=True))
     storage, _ = patient(faulty)
     storage.publish("new", b"data")
     assert memory.files["new"] == b"data"
-    assert faulty.calls == ["publish", "publish", "read", "settle"]
+    assert faulty.calls == ["publish", "publish", "read", "sync_names"]
 
 
 def test_a_document_of_somebody_else_is_left_alone(memory: MemoryStorage) -> None:
-    storage, _ = patient(Faulty(memory))
+    storage, _ = patient(FaultyStorage(memory))
     with pytest.raises(CheckpointException) as caught:
         storage.publish("there", b"data")
     assert caught.value.code == "checkpoint_exists"
     memory.files["new"] = b"other"
-    storage, _ = patient(Faulty(memory, first(1)))
+    storage, _ = patient(FaultyStorage(memory, first(1)))
     with pytest.raises(CheckpointException) as caught:
         storage.publish("new", b"data")
     assert (caught.value.code, memory.files["new"]) == ("checkpoint_exists", b"other")

@@ -20,8 +20,8 @@ import forged
 from forged.checkpoint.ports import Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.history import Expectation, clear_away, load_all, same
-from tests.checkpoint.victims import saved_state
+from tests.checkpoint.save_history import Expectation, clear_away, load_all, same
+from tests.checkpoint.savers_to_kill import saved_state
 
 KILLS = int(os.environ.get("FORGED_KILLS", "100"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
@@ -65,7 +65,7 @@ class Victims:
 
 @pytest.fixture
 def victims() -> Iterator[Victims]:
-    command = [sys.executable, "-m", "tests.checkpoint.victims"]
+    command = [sys.executable, "-m", "tests.checkpoint.savers_to_kill"]
     with subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -20,22 +20,22 @@ from forged.checkpoint.format.tree import _Flattening
 from forged.checkpoint.loading.fetching import _Fetching
 from forged.checkpoint.model import PerRank
 from forged.checkpoint.ports import Storage
-from forged.checkpoint.saving.pipeline import Saving
+from forged.checkpoint.saving.pipeline import Saver
 from forged.checkpoint.storage import direct_write, listing, local
 from forged.checkpoint.storage.direct_write import write_whole
 from forged.checkpoint.storage.files import UNNAMED, Files, directory_of
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.disk import ROOT
-from tests.checkpoint.trials import (
+from tests.checkpoint.crash_trials import (
     DELETE,
     SAVE,
-    World,
+    Group,
     after_damage,
     after_kills,
     after_refusals,
     before,
     lives_and_power_cuts,
 )
+from tests.checkpoint.memory_files import ROOT
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Trial = Callable[[], Iterator[str]]
@@ -49,19 +49,19 @@ class Mutant(NamedTuple):
 
 
 def power_cuts(size: int = 1) -> Trial:
-    return lambda: lives_and_power_cuts(World(size))
+    return lambda: lives_and_power_cuts(Group(size))
 
 
 def refusals(number: int, lasting: Any) -> Trial:
-    return lambda: after_refusals(World(), before(World()), SAVE, number, lasting)
+    return lambda: after_refusals(Group(), before(Group()), SAVE, number, lasting)
 
 
 def kills(deed: Any) -> Trial:
-    return lambda: after_kills(World(), before(World()), deed)
+    return lambda: after_kills(Group(), before(Group()), deed)
 
 
 def damage() -> Trial:
-    return lambda: after_damage(World())
+    return lambda: after_damage(Group())
 
 
 TRIALS = {
@@ -83,7 +83,7 @@ def parts_are_not_synced(patch: pytest.MonkeyPatch) -> None:
     def hasty(act: Any, *args: Any) -> Any:
         return None if _is_sync(act) else act(*args)
 
-    patch.setattr(direct_write, "patiently", hasty)
+    patch.setattr(direct_write, "retry_interrupted", hasty)
     patch.setattr(local, "write_whole", _write_and_sync)
 
 
@@ -94,7 +94,7 @@ def manifests_are_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_is_settled(patch: pytest.MonkeyPatch) -> None:
     """Names of parts are not made to last before the manifest is published."""
-    patch.setattr(LocalStorage, "settle", lambda self, names: None)
+    patch.setattr(LocalStorage, "sync_names", lambda self, names: None)
 
 
 def directories_above_are_not_synced(patch: pytest.MonkeyPatch) -> None:
@@ -151,12 +151,12 @@ def only_own_deletions_are_synced(patch: pytest.MonkeyPatch) -> None:
 
 def tombstones_of_others_are_trusted(patch: pytest.MonkeyPatch) -> None:
     """A tombstone that is found is taken to be durable."""
-    settle = LocalStorage.settle
+    sync_names = LocalStorage.sync_names
 
     def trusting(self: LocalStorage, names: Collection[str]) -> None:
-        settle(self, [name for name in names if not name.endswith(TOMBSTONE)])
+        sync_names(self, [name for name in names if not name.endswith(TOMBSTONE)])
 
-    patch.setattr(LocalStorage, "settle", trusting)
+    patch.setattr(LocalStorage, "sync_names", trusting)
 
 
 def failed_syncs_are_tried_again(patch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def failed_syncs_are_tried_again(patch: pytest.MonkeyPatch) -> None:
         except OSError:
             return act(*args)
 
-    patch.setattr(direct_write, "patiently", stubborn)
+    patch.setattr(direct_write, "retry_interrupted", stubborn)
 
 
 def failed_syncs_are_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def failed_syncs_are_forgotten(patch: pytest.MonkeyPatch) -> None:
             if not _is_sync(act):
                 raise
 
-    patch.setattr(direct_write, "patiently", forgetful)
+    patch.setattr(direct_write, "retry_interrupted", forgetful)
 
 
 def failed_syncs_of_directories_are_tried_again(patch: pytest.MonkeyPatch) -> None:
@@ -216,14 +216,14 @@ def manifests_are_named_before_they_are_whole(patch: pytest.MonkeyPatch) -> None
 def manifests_are_published_before_parts_are_settled(patch: pytest.MonkeyPatch) -> None:
     """The names of the parts are made to last after the manifest's."""
     unsettled: list[str] = []
-    settle, publish = LocalStorage.settle, LocalStorage.publish
+    sync_names, publish = LocalStorage.sync_names, LocalStorage.publish
 
     def later(self: LocalStorage, name: str, data: bytes) -> None:
         publish(self, name, data)
-        settle(self, unsettled)
+        sync_names(self, unsettled)
         unsettled.clear()
 
-    patch.setattr(LocalStorage, "settle", lambda self, names: unsettled.extend(names))
+    patch.setattr(LocalStorage, "sync_names", lambda self, names: unsettled.extend(names))
     patch.setattr(LocalStorage, "publish", later)
 
 
@@ -239,7 +239,7 @@ def files_are_deleted_before_the_tombstone_stands(patch: pytest.MonkeyPatch) -> 
 
 def parts_are_deleted_while_the_manifest_may_stand(patch: pytest.MonkeyPatch) -> None:
     """A manifest whose publication has failed is not taken back."""
-    patch.setattr(Saving, "_stands_after", lambda self, *args: False)
+    patch.setattr(Saver, "_stands_after", lambda self, *args: False)
 
 
 # What is left behind, mixed up or not looked at.
@@ -247,7 +247,7 @@ def parts_are_deleted_while_the_manifest_may_stand(patch: pytest.MonkeyPatch) ->
 
 def saves_that_fail_are_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
     """A save fails, and its files stay."""
-    patch.setattr(Saving, "roll_back", lambda self, work: None)
+    patch.setattr(Saver, "roll_back", lambda self, work: None)
 
 
 def random_states_are_taken_for_copies(patch: pytest.MonkeyPatch) -> None:

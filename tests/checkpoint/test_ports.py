@@ -7,8 +7,8 @@ import math
 import pytest
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import Coordinator, Halt, Remote, Storage, bounded
-from tests.checkpoint.shelves import MemoryStorage
+from forged.checkpoint.ports import CancelToken, Coordinator, RemoteStorage, Storage, bounded
+from tests.checkpoint.memory_storage import MemoryStorage
 
 
 class Clock:
@@ -19,9 +19,9 @@ class Clock:
         return self.now
 
 
-def is_over(halt: Halt) -> bool:
+def is_over(token: CancelToken) -> bool:
     try:
-        halt.check()
+        token.check()
     except CheckpointException:
         return True
     return False
@@ -29,34 +29,34 @@ def is_over(halt: Halt) -> bool:
 
 def test_it_is_over_when_its_time_is() -> None:
     clock = Clock()
-    halt = Halt(5.0, clock)
-    assert (is_over(halt), halt.remaining_s()) == (False, 5.0)
+    token = CancelToken(5.0, clock)
+    assert (is_over(token), token.remaining_s()) == (False, 5.0)
     clock.now += 4.9
-    assert not is_over(halt)
+    assert not is_over(token)
     clock.now += 1.0
-    assert halt.remaining_s() == 0.0
-    with pytest.raises(CheckpointException, match="not done within 5 s") as caught:
-        halt.check()
+    assert token.remaining_s() == 0.0
+    with pytest.raises(CheckpointException, match="not finish within 5 s") as caught:
+        token.check()
     assert caught.value.type is ExceptionType.TIMEOUT
 
 
 @pytest.mark.parametrize("timeout_s", [None, math.inf])
 def test_it_may_have_no_end(timeout_s: float | None) -> None:
     clock = Clock()
-    halt = Halt(timeout_s, clock)
+    token = CancelToken(timeout_s, clock)
     clock.now += 1e9
-    assert not is_over(halt)
-    assert halt.remaining_s() in {None, math.inf}
+    assert not is_over(token)
+    assert token.remaining_s() in {None, math.inf}
 
 
 def test_it_is_over_when_it_is_cancelled_and_says_so() -> None:
-    halt = Halt(None)
-    halt.cancel()
+    token = CancelToken(None)
+    token.cancel()
     with pytest.raises(CheckpointException) as caught:
-        halt.check()
+        token.check()
     assert caught.value.code == "checkpoint_cancelled"
     with pytest.raises(CheckpointException):
-        halt.wait(1000.0)
+        token.wait(1000.0)
 
 
 @pytest.mark.parametrize(
@@ -64,49 +64,49 @@ def test_it_is_over_when_it_is_cancelled_and_says_so() -> None:
 )
 def test_it_can_be_hurried_and_not_slowed_down(timeout_s: float | None, hurry_s: float, ends_after_s: float) -> None:
     clock = Clock()
-    halt = Halt(timeout_s, clock)
-    halt.hurry(hurry_s)
-    assert halt.remaining_s() == ends_after_s
+    token = CancelToken(timeout_s, clock)
+    token.shorten(hurry_s)
+    assert token.remaining_s() == ends_after_s
 
 
 def test_hurrying_it_again_gives_it_no_more_time() -> None:
     clock = Clock()
-    halt = Halt(50.0, clock)
-    halt.hurry(5.0)
+    token = CancelToken(50.0, clock)
+    token.shorten(5.0)
     clock.now += 4.0
-    halt.hurry(5.0)
-    assert halt.remaining_s() == 1.0
+    token.shorten(5.0)
+    assert token.remaining_s() == 1.0
 
 
 def test_a_later_one_has_more_time_and_is_cancelled_with_it() -> None:
     clock = Clock()
-    halt = Halt(5.0, clock)
-    later = halt.later(2.0)
+    token = CancelToken(5.0, clock)
+    later = token.extended(2.0)
     clock.now += 6.0
-    assert (is_over(halt), is_over(later), later.remaining_s(), later.timeout_s) == (True, False, 1.0, 7.0)
-    halt.cancel()
+    assert (is_over(token), is_over(later), later.remaining_s(), later.timeout_s) == (True, False, 1.0, 7.0)
+    token.cancel()
     assert is_over(later)
-    assert Halt(None).later(2.0).remaining_s() is None
+    assert CancelToken(None).extended(2.0).remaining_s() is None
 
 
 def test_hurrying_a_later_one_leaves_the_first_as_it_is() -> None:
     clock = Clock()
-    halt = Halt(50.0, clock)
-    halt.later(5.0).hurry(1.0)
-    assert halt.remaining_s() == 50.0
+    token = CancelToken(50.0, clock)
+    token.extended(5.0).shorten(1.0)
+    assert token.remaining_s() == 50.0
 
 
 def test_waiting_ends_with_the_time_that_there_is() -> None:
     times = iter([0.0, 4.0, 6.0, 6.0])
-    with pytest.raises(CheckpointException, match="not done within"):
-        Halt(4.001, lambda: next(times)).wait(1000.0)
+    with pytest.raises(CheckpointException, match="not finish within"):
+        CancelToken(4.001, lambda: next(times)).wait(1000.0)
 
 
 def test_a_storage_that_waits_for_nobody_is_used_as_it_is() -> None:
     storage = MemoryStorage()
-    kept: Storage = bounded(storage, Halt(1.0))
+    kept: Storage = bounded(storage, CancelToken(1.0))
     assert kept is storage
-    assert not isinstance(storage, Remote)
+    assert not isinstance(storage, RemoteStorage)
 
 
 def test_whatever_has_the_five_of_them_is_a_coordinator() -> None:

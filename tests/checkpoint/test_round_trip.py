@@ -14,8 +14,8 @@ from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, LoadOptions, SaveOptions, ShardedArray
 from forged.checkpoint.verification.validator import CheckpointValidator
 from tests.checkpoint.layouts import DTYPES, SHAPES, Array, array_of, bits, part_of, partitions, small_chunks, strided
-from tests.checkpoint.shelves import MemoryStorage
-from tests.checkpoint.together import Rank, all_ranks
+from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.rank_group import SimulatedRank, all_ranks
 
 
 @st.composite
@@ -60,11 +60,11 @@ class TestRoundTrip:
         ways = draw(st.integers(0, 3)), draw(st.integers(0, 3))
         storage = MemoryStorage()
 
-        async def save(rank: Rank) -> None:
+        async def save(rank: SimulatedRank) -> None:
             async with DistributedCheckpoint(rank, storage) as checkpoint:
                 await checkpoint.save(state_of(arrays, saved, rank.rank, ways[0]), None, options)
 
-        async def load(rank: Rank) -> dict[str, Any]:
+        async def load(rank: SimulatedRank) -> dict[str, Any]:
             into = state_of(arrays, wanted, rank.rank, ways[1])
             for one in into.values():
                 room = one.local if isinstance(one, ShardedArray) else one

@@ -25,14 +25,14 @@ from forged.checkpoint import (
     StorageOptions,
     create_checkpoint,
 )
-from tests.checkpoint.middleman import Middleman
-from tests.checkpoint.weed import Weed
+from tests.checkpoint.s3_server import S3Server
+from tests.checkpoint.tcp_proxy import TcpProxy
 
 SOON_S = 1.0
 
 
 @pytest.fixture
-def bucket(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> str:
+def bucket(weed: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty one, where the environment leads to its server."""
     for key, value in weed.environment().items():
         monkeypatch.setenv(key, value)
@@ -45,7 +45,7 @@ def model(seed: int = 0, rows: int = 3_000_000) -> dict[str, Any]:
     return {"w": random.random((rows, 2), np.float32), "b": np.arange(7), "step": seed}
 
 
-def names(weed: Weed, bucket: str) -> list[str]:
+def names(weed: S3Server, bucket: str) -> list[str]:
     return sorted(entry.name for entry in weed.storage(bucket).entries())
 
 
@@ -53,12 +53,12 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
 
 
-def opened(weed: Weed, bucket: str, **settings: str) -> BlockingCheckpoint:
+def opened(weed: S3Server, bucket: str, **settings: str) -> BlockingCheckpoint:
     storage = StorageOptions("s3", {**weed.settings(bucket), "prefix": "run", **settings})
     return BlockingCheckpoint(create_checkpoint(None, CheckpointOptions(storage, RetryPolicy(attempts=1))))
 
 
-def test_a_state_comes_back_from_a_url(weed: Weed, bucket: str) -> None:
+def test_a_state_comes_back_from_a_url(weed: S3Server, bucket: str) -> None:
     state = model()
     where = f"s3://{bucket}/run/step-1"
     forged.checkpoint.save(where, state)
@@ -85,7 +85,7 @@ def test_arrays_are_filled_from_a_bucket(bucket: str) -> None:
     assert np.array_equal(w, state["w"])
 
 
-def test_a_run_saves_lists_and_deletes_in_a_bucket(weed: Weed, bucket: str) -> None:
+def test_a_run_saves_lists_and_deletes_in_a_bucket(weed: S3Server, bucket: str) -> None:
     with opened(weed, bucket) as checkpoints:
         for step in range(3):
             checkpoints.save(model(step), options=SaveOptions(f"step-{step}"))
@@ -99,7 +99,7 @@ def test_a_run_saves_lists_and_deletes_in_a_bucket(weed: Weed, bucket: str) -> N
     assert names(weed, bucket) == []
 
 
-def test_saves_in_the_background_reach_a_bucket(weed: Weed, bucket: str) -> None:
+def test_saves_in_the_background_reach_a_bucket(weed: S3Server, bucket: str) -> None:
     with opened(weed, bucket) as checkpoints:
         handles = [checkpoints.save_async(model(step), options=SaveOptions(f"step-{step}")) for step in range(3)]
         assert [handle.result() for handle in handles] == ["step-0", "step-1", "step-2"]
@@ -107,7 +107,7 @@ def test_saves_in_the_background_reach_a_bucket(weed: Weed, bucket: str) -> None
             assert same(checkpoints.load(options=LoadOptions(f"step-{step}")).model_state, model(step))
 
 
-async def test_saves_of_an_event_loop_reach_a_bucket(weed: Weed, bucket: str) -> None:
+async def test_saves_of_an_event_loop_reach_a_bucket(weed: S3Server, bucket: str) -> None:
     async with create_checkpoint(None, CheckpointOptions(StorageOptions("s3", weed.settings(bucket)))) as checkpoint:
         handle = await checkpoint.save_async(model(), options=SaveOptions("step-1"))
         assert await handle.committed() == "step-1"
@@ -117,7 +117,7 @@ async def test_saves_of_an_event_loop_reach_a_bucket(weed: Weed, bucket: str) ->
     assert names(weed, bucket) == []
 
 
-def test_of_two_who_save_under_one_name_one_is_there(weed: Weed, bucket: str) -> None:
+def test_of_two_who_save_under_one_name_one_is_there(weed: S3Server, bucket: str) -> None:
     def save(seed: int) -> str:
         try:
             return forged.checkpoint.save(f"s3://{bucket}/step-1", model(seed))
@@ -131,7 +131,7 @@ def test_of_two_who_save_under_one_name_one_is_there(weed: Weed, bucket: str) ->
     assert len(names(weed, bucket)) == 2
 
 
-def test_a_deletion_that_stopped_between_copy_and_delete_is_one(weed: Weed, bucket: str) -> None:
+def test_a_deletion_that_stopped_between_copy_and_delete_is_one(weed: S3Server, bucket: str) -> None:
     where = f"s3://{bucket}/step-1"
     forged.checkpoint.save(where, model())
     weed.store(bucket).copy("step-1.metadata.json", "step-1.deleted.json")
@@ -145,8 +145,8 @@ def test_a_deletion_that_stopped_between_copy_and_delete_is_one(weed: Weed, buck
     assert names(weed, bucket) == []
 
 
-def test_a_save_to_a_silent_server_ends_in_time(weed: Weed, bucket: str) -> None:
-    with Middleman(weed.ports["s3.port"]) as middleman, opened(weed, bucket, endpoint=middleman.endpoint) as silent:
+def test_a_save_to_a_silent_server_ends_in_time(weed: S3Server, bucket: str) -> None:
+    with TcpProxy(weed.ports["s3.port"]) as middleman, opened(weed, bucket, endpoint=middleman.endpoint) as silent:
         middleman.stall()
         with pytest.raises(CheckpointException) as caught:
             silent.save(model(), options=SaveOptions("step-1", timeout=SOON_S))
@@ -161,17 +161,17 @@ SILENT: dict[str, Callable[[BlockingCheckpoint], object]] = {
 
 
 @pytest.mark.parametrize("act", SILENT)
-def test_a_load_from_a_silent_server_ends_in_time(weed: Weed, bucket: str, act: str) -> None:
+def test_a_load_from_a_silent_server_ends_in_time(weed: S3Server, bucket: str, act: str) -> None:
     with opened(weed, bucket) as checkpoints:
         checkpoints.save(model(), options=SaveOptions("step-1"))
-    with Middleman(weed.ports["s3.port"]) as middleman, opened(weed, bucket, endpoint=middleman.endpoint) as silent:
+    with TcpProxy(weed.ports["s3.port"]) as middleman, opened(weed, bucket, endpoint=middleman.endpoint) as silent:
         middleman.stall()
         with pytest.raises(CheckpointException) as caught:
             SILENT[act](silent)
     assert caught.value.type is ExceptionType.TIMEOUT
 
 
-def test_wrong_credentials_are_told_by_every_call(weed: Weed, bucket: str) -> None:
+def test_wrong_credentials_are_told_by_every_call(weed: S3Server, bucket: str) -> None:
     with opened(weed, bucket, secret_access_key="a-wrong-one") as denied:
         acts: list[Callable[[], object]] = [
             partial(denied.save, {"w": np.zeros(3)}),

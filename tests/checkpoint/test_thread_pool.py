@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.thread_pool import run_all, threads_for
 
-NEVER = Halt()
+NEVER = CancelToken()
 PATIENCE_S = 30.0
 
 
@@ -82,7 +82,7 @@ def test_the_first_error_stops_all_and_is_raised_when_nobody_works_any_more(thre
     with pytest.raises(ValueError, match="1" if threads == 2 else "0"):
         run_all(act, range(1000), NEVER, threads)
     assert len(done) < 999
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-crew"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-pool"]
 
 
 def test_a_list_that_fails_is_an_error_like_any_other() -> None:
@@ -95,23 +95,23 @@ def test_a_list_that_fails_is_an_error_like_any_other() -> None:
 
 
 def test_a_halt_stops_all_between_two_items() -> None:
-    halt, done = Halt(), list[int]()
+    token, done = CancelToken(), list[int]()
 
     def act(item: int) -> None:
         done.append(item)
         if item == 5:
-            halt.cancel()
+            token.cancel()
 
     with pytest.raises(CheckpointException, match="cancelled"):
-        run_all(act, range(100), halt, 1)
+        run_all(act, range(100), token, 1)
     assert done == [0, 1, 2, 3, 4, 5]
 
 
 def test_who_is_interrupted_while_waiting_still_waits_for_the_others() -> None:
     script = """
 import os, signal, threading
-from forged.checkpoint.thread_pool import work_off
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.thread_pool import run_all
+from forged.checkpoint.ports import CancelToken
 
 ended = []
 waits = threading.Event()
@@ -128,7 +128,7 @@ def act(item):
 try:
     while not ended:
         waits.clear()
-        work_off(act, range(2), Halt(), 2)
+        run_all(act, range(2), CancelToken(), 2)
 except KeyboardInterrupt:
     print("interrupted", len(ended))
 """
@@ -139,13 +139,13 @@ except KeyboardInterrupt:
 def test_it_works_while_the_interpreter_is_ending() -> None:
     script = """
 import threading
-from forged.checkpoint.thread_pool import work_off
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.thread_pool import run_all
+from forged.checkpoint.ports import CancelToken
 
 def late():
     threading.main_thread().join()
     done = []
-    work_off(done.append, range(5), Halt(), 2)
+    run_all(done.append, range(5), CancelToken(), 2)
     print(sorted(done))
 
 threading.Thread(target=late).start()

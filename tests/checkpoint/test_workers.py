@@ -14,13 +14,13 @@ import pytest
 import forged.checkpoint
 from forged.checkpoint import BlockingCheckpoint, DistributedCheckpoint, LoadOptions, SaveOptions, ShardedArray
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.ports import Halt, Source
+from forged.checkpoint.ports import CancelToken, Source
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.worker.blocking import Training
 from forged.worker.errors import StepAborted
+from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.shelves import MemoryStorage
 from tests.client.conftest import runner, threaded_daemon
 from tests.client.daemon_runner import DaemonRunner
 from tests.client.threaded_daemon import ThreadedDaemon
@@ -136,11 +136,11 @@ async def test_a_worker_that_is_lost_while_all_write_aborts_the_step_and_the_sav
     loop, writing, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
     class Stalled(MemoryStorage):
-        def write(self, name: str, source: Source, halt: Halt) -> None:
+        def write(self, name: str, source: Source, token: CancelToken) -> None:
             if ".00001-of-00003" in name:
                 loop.call_soon_threadsafe(writing.set)
                 release.wait(30)
-            super().write(name, source, halt)
+            super().write(name, source, token)
 
     storage = Stalled()
     crew.start(*NAMES)

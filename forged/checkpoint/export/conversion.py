@@ -27,18 +27,18 @@ from forged.checkpoint.format.manifest import SUFFIX, Manifest, Part, Tensors, d
 from forged.checkpoint.format.names import check_name
 from forged.checkpoint.format.states import States
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, RepairedChunk
-from forged.checkpoint.ports import Halt, Source, Storage, bounded
+from forged.checkpoint.ports import CancelToken, Source, Storage, bounded
 from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.assembly import Array, Assembly, Origin, Saved
+from forged.checkpoint.saving.assembly import Array, Assembly, SavedTensors, TensorSource
 from forged.checkpoint.saving.consolidation import (
     NamedShare,
-    planned,
-    show_indexes,
+    planned_files,
+    publish_indexes,
     withdraw_indexes,
     write_indexes,
     write_share,
 )
-from forged.checkpoint.saving.image import lay_out
+from forged.checkpoint.saving.image import layout_of
 from forged.checkpoint.saving.plan import Share
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.locations import root_at, storage_at
@@ -76,26 +76,26 @@ class How:
     draw: Callable[[int], bytes] = os.urandom
 
 
-def convert(source: Where, target: Where, how: How | None = None, halt: Halt | None = None) -> Converted:
+def convert(source: Where, target: Where, how: How | None = None, token: CancelToken | None = None) -> Converted:
     """Make `target` of `source`.
 
     Both are paths or URLs: of a checkpoint, of a `.safetensors` file or an `.npz` archive. A source may be the index of
     several safetensors files, or the directory that has it, too.
     """
-    how, halt = how or How(), halt or Halt()
+    how, token = how or How(), token or CancelToken()
     ending = _ending_of(target)
     if ending and how.compression is not CompressionLevel.NONE:
         raise invalid(f"{os.fspath(target)} cannot be compressed", "compress checkpoints alone")
-    with _opened(source, halt, how.wall) as opened:
+    with _opened(source, token, how.wall) as opened:
         if ending:
-            return _write_foreign(opened, target, ending, how, halt)
-        return _write_checkpoint(opened, target, how, halt)
+            return _write_foreign(opened, target, ending, how, token)
+        return _write_checkpoint(opened, target, how, token)
 
 
 class _Opened(NamedTuple):
     """Something that can be converted."""
 
-    origin: Origin
+    origin: TensorSource
     manifest: Manifest
     """That of the checkpoint, or what would be that of the arrays of a foreign file."""
     is_checkpoint: bool
@@ -103,7 +103,7 @@ class _Opened(NamedTuple):
     @property
     def repaired(self) -> tuple[RepairedChunk, ...]:
         """What was read elsewhere."""
-        return tuple(self.origin.repaired) if isinstance(self.origin, Saved) else ()
+        return tuple(self.origin.repaired) if isinstance(self.origin, SavedTensors) else ()
 
     def watched(self, how: How, shares: Sequence[Share]) -> _Watched:
         """Where the arrays come from, for somebody who takes these."""
@@ -111,19 +111,19 @@ class _Opened(NamedTuple):
 
 
 @contextmanager
-def _opened(source: Where, halt: Halt, wall: Callable[[], float]) -> Iterator[_Opened]:
+def _opened(source: Where, token: CancelToken, wall: Callable[[], float]) -> Iterator[_Opened]:
     text = os.fspath(source)
     if not text.endswith((SAFETENSORS, NPZ, INDEX)):
         storage, prefix = storage_at(source)
-        storage = bounded(storage, halt)
-        if listing.is_there(storage, prefix):
+        storage = bounded(storage, token)
+        if listing.checkpoint_exists(storage, prefix):
             manifest = listing.read_manifest(storage, prefix)
-            yield _Opened(Saved(storage, manifest, halt), manifest, is_checkpoint=True)
+            yield _Opened(SavedTensors(storage, manifest, token), manifest, is_checkpoint=True)
             return
-        text = _model_in(text, bounded(root_at(source), halt), listing.missing(storage, prefix))
+        text = _model_in(text, bounded(root_at(source), token), listing.missing_checkpoint(storage, prefix))
     storage, file = _located(text)
     opening = opened_index if file.endswith(INDEX) else opened_npz if file.endswith(NPZ) else opened_safetensors
-    with opening(bounded(storage, halt), file, halt) as foreign:
+    with opening(bounded(storage, token), file, token) as foreign:
         yield _Opened(foreign, _manifest_of(foreign, wall), is_checkpoint=False)
 
 
@@ -158,9 +158,9 @@ def _ending_of(target: Where) -> str:
 # To a checkpoint.
 
 
-def _write_checkpoint(opened: _Opened, target: Where, how: How, halt: Halt) -> Converted:
+def _write_checkpoint(opened: _Opened, target: Where, how: How, token: CancelToken) -> Converted:
     patient, prefix = storage_at(target)
-    storage = bounded(patient, halt)
+    storage = bounded(patient, token)
     listing.require_free(storage, prefix)
     source = opened.manifest
     layout = how.format or source.layout
@@ -169,13 +169,13 @@ def _write_checkpoint(opened: _Opened, target: Where, how: How, halt: Halt) -> C
     if layout is CheckpointFormat.MULTI_SHARD:
         shares = _shares(opened, prefix, save_id, how)
     else:
-        files = planned(source.tensors, prefix, save_id, layout, how.compression, how.file_bytes_max)
+        files = planned_files(source.tensors, prefix, save_id, layout, how.compression, how.file_bytes_max)
         shares = [NamedShare(f"{prefix}/{file.name}", 0, Share(file.tensors, {}), file.names) for file in files]
     origin = opened.watched(how, [share.share for share in shares])
     written: list[Part] = []
     data = b""
     try:
-        written.extend(write_share(storage, share, origin, how.compression, halt) for share in shares)
+        written.extend(write_share(storage, share, origin, how.compression, token) for share in shares)
         extra = write_indexes(storage, prefix, save_id, files)
         manifest = msgspec.structs.replace(
             source,
@@ -187,12 +187,12 @@ def _write_checkpoint(opened: _Opened, target: Where, how: How, halt: Halt) -> C
             extra_files=extra,
         )
         data = encode(manifest)
-        halt.check()
+        token.check()
         storage.publish(decode(data, manifest.path).path, data)
-        show_indexes(storage, prefix, save_id, files)
+        publish_indexes(storage, prefix, save_id, files)
     except BaseException as error:
         # Also when the time is over.
-        patient = bounded(patient, Halt(UNDONE_WITHIN_S))
+        patient = bounded(patient, CancelToken(UNDONE_WITHIN_S))
         _take_back(patient, prefix, data, error)
         patient.delete([part.file for part in written])
         withdraw_indexes(patient, prefix, save_id, files)
@@ -218,27 +218,27 @@ def _take_back(storage: Storage, prefix: str, data: bytes, error: BaseException)
     """Have no manifest; it may stand although it was not told so."""
     path = prefix + SUFFIX
     has_failed_to_tell = data and not (isinstance(error, CheckpointException) and error.code == EXISTS)
-    if has_failed_to_tell and listing.is_there(storage, prefix) and storage.read(path, len(data)) == data:
+    if has_failed_to_tell and listing.checkpoint_exists(storage, prefix) and storage.read(path, len(data)) == data:
         storage.delete([path])
 
 
 # To a file of another tool.
 
 
-def _write_foreign(opened: _Opened, target: Where, ending: str, how: How, halt: Halt) -> Converted:
+def _write_foreign(opened: _Opened, target: Where, ending: str, how: How, token: CancelToken) -> Converted:
     storage, name = _located(target)
-    storage = bounded(storage, halt)
+    storage = bounded(storage, token)
     tensors = opened.manifest.tensors
     everything = Share(list(range(len(tensors.names))), {})
     source: Source
     if ending == NPZ:
         origin = opened.watched(how, [everything, everything])
-        source = Archive(origin, _names_of_their_own(opened.manifest), halt)
+        source = Archive(origin, _names_of_their_own(opened.manifest), token)
     else:
         origin = opened.watched(how, [everything])
         names = single_file_of(tensors, name).names
-        source = Assembly(lay_out(tensors, everything, FILE_METADATA, names), everything, origin)
-    parts.write_whole(storage, name, source, halt)
+        source = Assembly(layout_of(tensors, everything, FILE_METADATA, names), everything, origin)
+    parts.write_durably(storage, name, source, token)
     origin.finish()
     values = opened.manifest.states.values()
     left_out = tuple(sorted({value.name for value in values if value.node != {"v": None}}))
@@ -262,7 +262,7 @@ def _bytes_of(tensors: Tensors, share: Share) -> int:
 class _Watched:
     """An origin, with somebody who is told how much was taken from it."""
 
-    def __init__(self, origin: Origin, tell: Tell | None, total: int) -> None:
+    def __init__(self, origin: TensorSource, tell: Tell | None, total: int) -> None:
         self._origin = origin
         self._tell = tell
         self._total = total

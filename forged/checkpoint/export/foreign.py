@@ -23,7 +23,7 @@ from forged.checkpoint.format.safetensors import Header, read_header
 from forged.checkpoint.format.tree import DEPTH_MAX, NAME_CHARS_MAX, Node, escape_key, unescape_key
 from forged.checkpoint.loading.fetching import bytes_of
 from forged.checkpoint.loading.read_plan import offset_in
-from forged.checkpoint.ports import Halt, Reader, Storage
+from forged.checkpoint.ports import CancelToken, Reader, Storage
 
 INDEX_BYTES_MAX = 100_000_000
 SAFETENSORS = ".safetensors"
@@ -45,15 +45,15 @@ class Place(NamedTuple):
 class Foreign:
     """Arrays that lie in files; an `assembly.Origin`."""
 
-    def __init__(self, tensors: Tensors, places: Sequence[Place], tree: Node, halt: Halt) -> None:
+    def __init__(self, tensors: Tensors, places: Sequence[Place], tree: Node, token: CancelToken) -> None:
         self.tensors = tensors
         self.tree = tree
         self._places = places
-        self._halt = halt
+        self._token = token
 
     def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]) -> None:
         for want, tensor in enumerate(wanted):
-            self._halt.check()
+            self._token.check()
             outer = whole(self.tensors.shapes[tensor])
             at = offset_in(outer, boxes.get(want, outer))
             assert at is not None, "chunks of a whole array lie together"
@@ -64,28 +64,28 @@ class Foreign:
 
 
 @contextmanager
-def opened_safetensors(storage: Storage, file: str, halt: Halt) -> Iterator[Foreign]:
+def opened_safetensors(storage: Storage, file: str, token: CancelToken) -> Iterator[Foreign]:
     """The arrays of one file, under the names that they have there."""
     with storage.open(file) as reader:
         header = read_header(reader, file)
-        yield _of_safetensors([(reader, header)], None, file, halt)
+        yield _of_safetensors([(reader, header)], None, file, token)
 
 
 @contextmanager
-def opened_index(storage: Storage, file: str, halt: Halt) -> Iterator[Foreign]:
+def opened_index(storage: Storage, file: str, token: CancelToken) -> Iterator[Foreign]:
     """The arrays of all files that an index names."""
     files = _files_of(storage.read(file, INDEX_BYTES_MAX), file)
     folder = file.rpartition("/")[0]
     with ExitStack() as stack:
         found = []
         for name in sorted(set(files.values())):
-            halt.check()
+            token.check()
             path = check_name(f"{folder}/{name}" if folder else name)
             reader = stack.enter_context(storage.open(path))
             header = read_header(reader, path)
             _require_named(header, name, files, file)
             found.append((reader, header))
-        yield _of_safetensors(found, files, file, halt)
+        yield _of_safetensors(found, files, file, token)
 
 
 class _Index(msgspec.Struct):
@@ -113,7 +113,7 @@ def _require_named(header: Header, name: str, files: Mapping[str, str], file: st
 
 
 def _of_safetensors(
-    found: Sequence[tuple[Reader, Header]], files: Mapping[str, str] | None, file: str, halt: Halt
+    found: Sequence[tuple[Reader, Header]], files: Mapping[str, str] | None, file: str, token: CancelToken
 ) -> Foreign:
     names: list[str] = []
     tensors = Tensors([], [], [])
@@ -127,7 +127,7 @@ def _of_safetensors(
             places.append(Place(reader, start))
     check_names(tensors.names, file)
     tree = {"d": {MODEL: {"d": {name: number for number, name in enumerate(names)}}}}
-    return Foreign(tensors, places, tree, halt)
+    return Foreign(tensors, places, tree, token)
 
 
 def check_names(names: Sequence[str], file: str) -> None:

@@ -25,9 +25,9 @@ from forged.checkpoint.format.boxes import Shape
 from forged.checkpoint.format.dtypes import EXTENDED, dtype_of, name_of
 from forged.checkpoint.format.manifest import SIZE_MAX, Tensors
 from forged.checkpoint.model import AXES_MAX
-from forged.checkpoint.ports import BLOCK_BYTES, Halt, Reader, Storage
-from forged.checkpoint.saving.assembly import Assembly, Origin
-from forged.checkpoint.saving.image import lay_out
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Reader, Storage
+from forged.checkpoint.saving.assembly import Assembly, TensorSource
+from forged.checkpoint.saving.image import layout_of
 from forged.checkpoint.saving.plan import Share
 
 ENDING = ".npy"
@@ -48,11 +48,11 @@ class Archive:
     They are read twice, because what stands before an array in an archive has its checksum in it.
     """
 
-    def __init__(self, origin: Origin, names: Sequence[str], halt: Halt) -> None:
+    def __init__(self, origin: TensorSource, names: Sequence[str], token: CancelToken) -> None:
         """`names` are those of the arrays in the archive."""
         tensors = origin.tensors
         share = Share(list(range(len(tensors.names))), {})
-        layout = lay_out(tensors, share, {})
+        layout = layout_of(tensors, share, {})
         before = len(layout.header)
         self._arrays = Assembly(
             replace(layout, header=b"", starts=[start - before for start in layout.starts]), share, origin
@@ -60,7 +60,7 @@ class Archive:
         drawing = _Drawing()
         with zipfile.ZipFile(drawing, "w", allowZip64=True) as archive:
             for number, name in enumerate(names):
-                halt.check()
+                token.check()
                 _draw(archive, drawing, self._arrays, tensors.dtypes[number], number, name)
         self._segments = drawing.segments
         self._starts = drawing.starts
@@ -173,18 +173,18 @@ class _Drawing(io.RawIOBase):
 
 
 @contextmanager
-def opened_npz(storage: Storage, file: str, halt: Halt) -> Iterator[Foreign]:
+def opened_npz(storage: Storage, file: str, token: CancelToken) -> Iterator[Foreign]:
     """The arrays of an archive, under the names that they have there."""
     with ExitStack() as stack:
         reader = stack.enter_context(storage.open(file))
         try:
             archive = stack.enter_context(zipfile.ZipFile(_Seekable(reader)))
-            found = [_found(archive, about, reader, stack, halt) for about in archive.infolist()]
+            found = [_found(archive, about, reader, stack, token) for about in archive.infolist()]
         except _BROKEN as error:
             raise refused(file, f"{error!s:.100}") from None
         tensors = Tensors([one.name for one in found], [one.dtype for one in found], [one.shape for one in found])
         check_names(tensors.names, file)
-        yield Foreign(tensors, [one.place for one in found], tree_of(tensors.names), halt)
+        yield Foreign(tensors, [one.place for one in found], tree_of(tensors.names), token)
 
 
 _BROKEN = (
@@ -209,7 +209,9 @@ class _Found(NamedTuple):
     place: Place
 
 
-def _found(archive: zipfile.ZipFile, about: zipfile.ZipInfo, reader: Reader, stack: ExitStack, halt: Halt) -> _Found:
+def _found(
+    archive: zipfile.ZipFile, about: zipfile.ZipInfo, reader: Reader, stack: ExitStack, token: CancelToken
+) -> _Found:
     with archive.open(about) as member:
         shape, is_fortran, dtype = _npy_header(member)
         header = member.tell()
@@ -219,10 +221,10 @@ def _found(archive: zipfile.ZipFile, about: zipfile.ZipInfo, reader: Reader, sta
         if size > SIZE_MAX or header + size != about.file_size:
             raise ValueError(f"{name[:80]!r} has not as many bytes as its shape")
         if about.compress_type == zipfile.ZIP_STORED and not is_fortran:
-            _read_to_end(member, None, halt)
+            _read_to_end(member, None, token)
             return _Found(name, named, shape, Place(reader, _data_offset(reader, about) + header))
         spool = _spool(stack)
-        _read_to_end(member, spool, halt)
+        _read_to_end(member, spool, token)
     if is_fortran and size:
         spool = _in_c_order(spool, shape, dtype, stack)
     return _Found(name, named, shape, Place(_Spooled(spool, size), 0))
@@ -253,10 +255,10 @@ def _named(about: zipfile.ZipInfo, dtype: np.dtype[Any]) -> str:
     return name_of(dtype)
 
 
-def _read_to_end(member: IO[bytes], into: IO[bytes] | None, halt: Halt) -> None:
+def _read_to_end(member: IO[bytes], into: IO[bytes] | None, token: CancelToken) -> None:
     """Read what is left, whose checksum is verified thereby; keep it, if there is somewhere to."""
     while data := member.read(BLOCK_BYTES):
-        halt.check()
+        token.check()
         if into is not None:
             _keep(into, data)
 

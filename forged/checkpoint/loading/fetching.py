@@ -36,7 +36,7 @@ from forged.checkpoint.loading.read_plan import (
     plan,
 )
 from forged.checkpoint.model import RepairedChunk
-from forged.checkpoint.ports import Halt, Reader, Storage
+from forged.checkpoint.ports import CancelToken, Reader, Storage
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 SINGLE_THREAD_BYTES_MAX = 16 << 20
@@ -86,7 +86,7 @@ def fetch(
     storage: Storage,
     index: Index,
     wanted: Sequence[int],
-    halt: Halt,
+    token: CancelToken,
     *,
     boxes: Mapping[int, Box] | None = None,
     into: Mapping[int, Array] | None = None,
@@ -107,7 +107,7 @@ def fetch(
     jobs = fetching.jobs(reads)
     is_small = fetching.bytes_read <= SINGLE_THREAD_BYTES_MAX and len(jobs) <= SINGLE_THREAD_READS_MAX
     with fetching:
-        run_all(fetching.run, jobs, halt, 1 if is_small else threads)
+        run_all(fetching.run, jobs, token, 1 if is_small else threads)
     return Fetched(fetching.targets.all_arrays(), fetching.repaired, fetching.bytes_read, reads.bytes_needed)
 
 

@@ -25,7 +25,7 @@ from forged.checkpoint.format.tree import unflatten
 from forged.checkpoint.loading.fetching import Array, fetch, is_storage_failure, verify_chunks
 from forged.checkpoint.loading.read_plan import Index, PieceId, blocks_of
 from forged.checkpoint.loading.repair import CopyRepairer
-from forged.checkpoint.ports import Halt, Storage, bounded
+from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 
@@ -55,17 +55,17 @@ class CheckpointView(Mapping[str, Array]):
         manifest: Manifest,
         *,
         rank: int = 0,
-        halt: Callable[[], Halt] = Halt,
+        token: Callable[[], CancelToken] = CancelToken,
         other_manifests: Callable[[], Iterator[Manifest]] | None = None,
         threads: int = THREADS,
     ) -> None:
-        """`halt` is called once per tensor; `other_manifests` gives checkpoints to search for healthy copies."""
+        """`token` is called once per tensor; `other_manifests` gives checkpoints to search for healthy copies."""
         if not 0 <= rank < manifest.world_size:
             raise invalid(f"rank must be from 0 to {manifest.world_size - 1}, got {rank}", "give a rank that saved it")
         self.manifest = manifest
         self._storage = storage
         self._rank = rank
-        self._halt = halt
+        self._token = token
         self._other_manifests = other_manifests
         self._threads = threads
         self._index = Index(manifest)
@@ -144,7 +144,7 @@ class CheckpointView(Mapping[str, Array]):
                 return None
             if piece_id not in self._verified:
                 blocks = blocks_of(layout.memory_offsets, first, end)
-                run_all(partial(verify_chunks, self._index, layout, file), blocks, self._halt(), self._threads)
+                run_all(partial(verify_chunks, self._index, layout, file), blocks, self._token(), self._threads)
                 self._verified.add(piece_id)
         except CheckpointException as error:
             if not is_storage_failure(error):
@@ -163,14 +163,14 @@ class CheckpointView(Mapping[str, Array]):
         return self._files[part]
 
     def _fetch(self, number: int, boxes: dict[int, Box]) -> Array:
-        halt = self._halt()
-        storage = bounded(self._storage, halt)
-        repairer = CopyRepairer(storage, self._index, halt, self._other_manifests)
+        token = self._token()
+        storage = bounded(self._storage, token)
+        repairer = CopyRepairer(storage, self._index, token, self._other_manifests)
         return fetch(
             storage,
             self._index,
             [number],
-            halt,
+            token,
             boxes=boxes,
             repairer=repairer,
             rank=self._rank,

@@ -35,7 +35,7 @@ from forged.checkpoint.loading.resharding import (
     tree_for,
 )
 from forged.checkpoint.model import LoadOptions, RepairedChunk, ReshardingStrategy, ShardedArray
-from forged.checkpoint.ports import Halt, Storage, bounded
+from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.storage.listing import read_manifest
 
 OPTIMIZER = "optimizer"
@@ -67,7 +67,7 @@ def load_state(
     rank: int = 0,
     world_size: int = 1,
     options: LoadOptions | None = None,
-    halt: Halt | None = None,
+    token: CancelToken | None = None,
     leaf_types: Sequence[LeafType] = (),
     sections: Collection[str] | None = None,
     other_manifests: Callable[[], Iterator[Manifest]] | None = None,
@@ -81,9 +81,9 @@ def load_state(
     load = _Load(manifest, rank, world_size, options or LoadOptions(), tuple(leaf_types))
     build_state = load.plan(into, sections)
     load.require_match()
-    halt = halt or Halt()
-    storage = bounded(storage, halt)
-    fetched = load.fetch(storage, halt, CopyRepairer(storage, load.index, halt, other_manifests), threads)
+    token = token or CancelToken()
+    storage = bounded(storage, token)
+    fetched = load.fetch(storage, token, CopyRepairer(storage, load.index, token, other_manifests), threads)
     state = build_state(fetched.arrays)
     return Loaded(
         resolve_pending(state) if load.has_pending else state,
@@ -253,7 +253,7 @@ class _Load:
             fix="give a state like the saved one, or load what fits (strict_mode=False, or strict=False)",
         )
 
-    def fetch(self, storage: Storage, halt: Halt, repairer: CopyRepairer, threads: int) -> Fetched:
+    def fetch(self, storage: Storage, token: CancelToken, repairer: CopyRepairer, threads: int) -> Fetched:
         """Read and verify all targets."""
         overlapping = _overlapping(self.into)
         into = {target: array for target, array in self.into.items() if target not in overlapping}
@@ -262,7 +262,7 @@ class _Load:
                 storage,
                 self.index,
                 self.tensors,
-                halt,
+                token,
                 boxes=self.boxes,
                 into=into,
                 repairer=repairer,

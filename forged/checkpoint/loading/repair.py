@@ -22,7 +22,7 @@ from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, SUFFIX, TOMBST
 from forged.checkpoint.loading.fetching import bytes_of, fetch
 from forged.checkpoint.loading.read_plan import Index, PartLayout, PieceId
 from forged.checkpoint.model import RepairedChunk
-from forged.checkpoint.ports import Halt, Storage
+from forged.checkpoint.ports import CancelToken, Storage
 
 MANIFESTS_SEARCHED_MAX = 32
 
@@ -48,29 +48,29 @@ class CopyRepairer:
         self,
         storage: Storage,
         index: Index,
-        halt: Halt,
+        token: CancelToken,
         other_manifests: Callable[[], Iterator[Manifest]] | None = None,
     ) -> None:
         """`other_manifests` gives other checkpoints, newest first; default: those in the storage."""
         self._storage = storage
         self._index = index
-        self._halt = halt
+        self._token = token
         self._other_manifests = other_manifests or partial(manifests_newest_first, storage, index.manifest.prefix)
         self._lock = threading.Lock()
         self._indexes: list[Index] | None = None
 
     def repair(self, layout: PartLayout, chunk: int, out: memoryview, cause: CheckpointException) -> RepairedChunk:
         """Fill `out` from a healthy copy; raise `cause` if there is none."""
-        self._halt.check()
+        self._token.check()
         box, digest = layout.chunk_box(chunk), layout.digest(chunk)
         try:
             for index, piece_id in self._candidates(layout, chunk, box):
-                self._halt.check()
+                self._token.check()
                 tensor = index.layout(piece_id[0]).part.tensors[piece_id[1]]
                 if self._copy_from(index, tensor, box, piece_id, digest, out):
                     return self._repaired_chunk(layout, chunk, index, piece_id)
         except CheckpointException:
-            self._halt.check()
+            self._token.check()
         raise cause
 
     def _candidates(self, layout: PartLayout, chunk: int, box: Box) -> Iterator[tuple[Index, PieceId]]:
@@ -109,10 +109,10 @@ class CopyRepairer:
         """Read a candidate into `out`; return whether its digest matches."""
         try:
             found = fetch(
-                self._storage, index, [tensor], self._halt, boxes={0: box}, only_piece=piece_id, threads=1
+                self._storage, index, [tensor], self._token, boxes={0: box}, only_piece=piece_id, threads=1
             ).arrays[0]
         except CheckpointException:
-            self._halt.check()
+            self._token.check()
             return False
         data = bytes_of(np.ascontiguousarray(found))
         if xxhash.xxh3_128_digest(data) != digest:

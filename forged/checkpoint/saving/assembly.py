@@ -24,10 +24,10 @@ from forged.checkpoint.loading.fetching import fetch
 from forged.checkpoint.loading.read_plan import Index
 from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.model import RepairedChunk
-from forged.checkpoint.ports import BLOCK_BYTES, Halt, Storage
-from forged.checkpoint.saving.image import Image, Layout, blank_digests
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Storage
+from forged.checkpoint.saving.image import ArrayImage, Layout, blank_digests
 from forged.checkpoint.saving.plan import Share
-from forged.checkpoint.saving.staging import Staged
+from forged.checkpoint.saving.staging import StagedPart
 from forged.checkpoint.thread_pool import THREADS
 
 BLOCKS_KEPT_MAX = 2 * THREADS
@@ -37,7 +37,7 @@ Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Origin(Protocol):
+class TensorSource(Protocol):
     """Where tensors come from; asked by several threads."""
 
     @property
@@ -50,16 +50,16 @@ class Origin(Protocol):
         ...
 
 
-class Saved:
+class SavedTensors:
     """The tensors of a checkpoint, or of parts of which no manifest says anything yet."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, halt: Halt) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest, token: CancelToken) -> None:
         self.repaired: list[RepairedChunk] = []
         """Where a healthy copy was read in the place of a bad chunk."""
         self._storage = storage
         self._index = Index(manifest)
-        self._halt = halt
-        self._repairer = CopyRepairer(storage, self._index, halt)
+        self._token = token
+        self._repairer = CopyRepairer(storage, self._index, token)
 
     @property
     def tensors(self) -> Tensors:
@@ -70,7 +70,7 @@ class Saved:
             self._storage,
             self._index,
             wanted,
-            self._halt,
+            self._token,
             boxes=boxes,
             into=rooms,
             repairer=self._repairer,
@@ -79,10 +79,10 @@ class Saved:
         self.repaired += fetched.repaired
 
 
-class Held:
+class MemoryTensors:
     """The tensors that one rank is about to save, all of them whole: in its arrays, or staged."""
 
-    def __init__(self, tensors: Tensors, image: Image, staged: Staged | None) -> None:
+    def __init__(self, tensors: Tensors, image: ArrayImage, staged: StagedPart | None) -> None:
         self._tensors = tensors
         self._arrays = image.arrays if staged is None else list(_staged(tensors, image.layout, staged.view()))
 
@@ -128,7 +128,7 @@ class _Chunks(NamedTuple):
 class Assembly:
     """A part over an origin; a `ports.Source`, and what an image is to those who write."""
 
-    def __init__(self, layout: Layout, share: Share, origin: Origin) -> None:
+    def __init__(self, layout: Layout, share: Share, origin: TensorSource) -> None:
         self.layout = layout
         self.digests = blank_digests(layout)
         self._origin = origin

@@ -21,19 +21,19 @@ import anyio
 from anyio import to_thread
 from msgspec.structs import replace
 
-from forged.checkpoint.coordinators import Trouble, Undecided
+from forged.checkpoint.coordinators import OutcomeUnknown, RankFailure
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Part
 from forged.checkpoint.model import WhenBusy
-from forged.checkpoint.ports import Halt, Storage
-from forged.checkpoint.saving.pipeline import About, Saving, Work
-from forged.checkpoint.saving.receipts import VERDICT_S, Notes, Patience
+from forged.checkpoint.ports import CancelToken, Storage
+from forged.checkpoint.saving.pipeline import RankSave, RunInfo, Saver
+from forged.checkpoint.saving.receipts import OUTCOME_GRACE_S, RankWaiter, ReceiptExchange
 from forged.errors import describe
 from forged.log import SILENT, Log
 
-UNDER_WAY_MAX = 2
+SAVES_MAX = 2
 """One is written and one staged."""
-LOOK_S = 0.01
+POLL_S = 0.01
 """How often who waits for a save before his own looks whether he is to stop."""
 
 
@@ -44,7 +44,7 @@ class SaveHandle:
     prefix: str
     _durable: Future[None] = field(default_factory=Future)
     _committed: Future[str] = field(default_factory=Future)
-    halt: Halt = field(default_factory=Halt)
+    token: CancelToken = field(default_factory=CancelToken)
     _told: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class SaveHandle:
 
     def cancel(self) -> None:
         """Give it up, unless it is there already."""
-        self.halt.cancel()
+        self.token.cancel()
 
     def failure(self) -> BaseException | None:
         """What went wrong, if it has ended so and nobody was told."""
@@ -139,14 +139,14 @@ def _tell(prefix: str, committed: Future[str], told: threading.Event, pid: int) 
             print(f"forged: the checkpoint {prefix} was not saved: {reason}", file=sys.stderr, flush=True)
 
 
-class Background:
+class BackgroundSaver:
     """Writes saves one after the other, each in a thread of its own, which the end of the interpreter waits for."""
 
     def __init__(
         self,
-        saving: Saving,
+        saving: Saver,
         storage: Storage,
-        release: Callable[[Work], None],
+        release: Callable[[RankSave], None],
         members: Callable[[], Collection[str]] = tuple,
         log: Log = SILENT,
     ) -> None:
@@ -156,11 +156,11 @@ class Background:
         self._release = release
         self._members = members
         self._log = log
-        self._slots = threading.Semaphore(UNDER_WAY_MAX)
+        self._slots = threading.Semaphore(SAVES_MAX)
         self._writers: list[threading.Thread] = []
         self._handles: list[SaveHandle] = []
 
-    async def take_slot(self, when_busy: WhenBusy, halt: Halt) -> None:
+    async def take_slot(self, when_busy: WhenBusy, token: CancelToken) -> None:
         """Be one of those that may be under way; `free_slot` gives it back if nothing comes of it."""
         while not self._slots.acquire(blocking=False):
             if when_busy is WhenBusy.REFUSE:
@@ -171,24 +171,24 @@ class Background:
                     fix="save less often, or use when_busy = wait",
                     retryable=True,
                 )
-            halt.check()
-            await anyio.sleep(LOOK_S)
+            token.check()
+            await anyio.sleep(POLL_S)
 
     def free_slot(self) -> None:
         """Nothing came of a save."""
         self._slots.release()
 
-    async def quiet(self, halt: Halt) -> None:
+    async def quiet(self, token: CancelToken) -> None:
         """Wait until nothing is under way."""
         while not all(handle.is_over for handle in self._handles):
-            halt.check()
-            await anyio.sleep(LOOK_S)
+            token.check()
+            await anyio.sleep(POLL_S)
 
-    def begin(self, work: Work, about: About, halt: Halt) -> SaveHandle:
+    def begin(self, work: RankSave, about: RunInfo, token: CancelToken) -> SaveHandle:
         """Write a staged save in the background."""
-        handle = SaveHandle(work.terms.prefix, halt=halt)
-        patience = Patience(halt, self._members, 0.0 if work.is_root else VERDICT_S)
-        notes = Notes(self._storage, work, patience)
+        handle = SaveHandle(work.terms.prefix, token=token)
+        patience = RankWaiter(token, self._members, 0.0 if work.is_root else OUTCOME_GRACE_S)
+        notes = ReceiptExchange(self._storage, work, patience)
         earlier = [one for one in self._writers if one.is_alive()]
         thread = threading.Thread(
             target=self._run, args=(earlier, handle, work, about, notes), name="checkpoint-save", daemon=False
@@ -208,13 +208,18 @@ class Background:
             writer.join()
 
     def _run(
-        self, earlier: Sequence[threading.Thread], handle: SaveHandle, work: Work, about: About, notes: Notes
+        self,
+        earlier: Sequence[threading.Thread],
+        handle: SaveHandle,
+        work: RankSave,
+        about: RunInfo,
+        notes: ReceiptExchange,
     ) -> None:
         error: BaseException | None = None
         try:
             self._write(earlier, handle, work, about, notes)
         except BaseException as raised:  # noqa: BLE001 - it is raised to whoever asks
-            error = Trouble.of(raised).error(handle.prefix, ExceptionType.SAVE_FAILED, None)
+            error = RankFailure.of(raised).error(handle.prefix, ExceptionType.SAVE_FAILED, None)
             error.__cause__ = raised
             self._log.error("a checkpoint was not saved", prefix=handle.prefix, why=str(error))
         try:
@@ -224,38 +229,43 @@ class Background:
             self._slots.release()
 
     def _write(
-        self, earlier: Sequence[threading.Thread], handle: SaveHandle, work: Work, about: About, notes: Notes
+        self,
+        earlier: Sequence[threading.Thread],
+        handle: SaveHandle,
+        work: RankSave,
+        about: RunInfo,
+        notes: ReceiptExchange,
     ) -> None:
         try:
-            _wait_for(earlier, handle.halt)
-            part = self._saving.write(work, handle.halt)
+            _wait_for(earlier, handle.token)
+            part = self._saving.write(work, handle.token)
         except BaseException as error:
             self._give_up(work, notes, error)
             raise
         handle.durable_now()
         if work.is_root:
-            self._publish(work, part, about, notes, handle.halt)
+            self._publish(work, part, about, notes, handle.token)
         else:
             self._hand_in(work, part, notes)
 
-    def _publish(self, work: Work, own: Part, about: About, notes: Notes, halt: Halt) -> None:
+    def _publish(self, work: RankSave, own: Part, about: RunInfo, notes: ReceiptExchange, token: CancelToken) -> None:
         try:
             written = [own, *notes.collect()]
-            halt.check()
-            self._saving.publish(work, written, about, halt)
+            token.check()
+            self._saving.publish(work, written, about, token)
         except BaseException as error:
             self._give_up(work, notes, error)
             raise
         self._discard(notes)
 
-    def _hand_in(self, work: Work, part: Part, notes: Notes) -> None:
+    def _hand_in(self, work: RankSave, part: Part, notes: ReceiptExchange) -> None:
         """Say what was written, and wait until the root has published, or has given up."""
         try:
             notes.hand_in(part)
             trouble = notes.verdict()
         except Exception as error:
             # The root may publish all the same, or has.
-            unknown = replace(Trouble.of(error), is_undecided=True)
+            unknown = replace(RankFailure.of(error), is_undecided=True)
             raise unknown.error(work.terms.prefix, ExceptionType.SAVE_FAILED, None) from error
         if trouble is not None:
             if not trouble.is_undecided:
@@ -263,30 +273,30 @@ class Background:
             self._discard(notes)
             raise trouble.error(work.terms.prefix, ExceptionType.SAVE_FAILED, None)
 
-    def _give_up(self, work: Work, notes: Notes, error: BaseException) -> None:
+    def _give_up(self, work: RankSave, notes: ReceiptExchange, error: BaseException) -> None:
         """Nothing will be published: delete what was written so far, and let the other ranks know."""
-        if not isinstance(error, Undecided):
+        if not isinstance(error, OutcomeUnknown):
             self._saving.roll_back(work)
         try:
             if work.is_root:
-                notes.refuse(Trouble.of(error))
+                notes.refuse(RankFailure.of(error))
             else:
-                notes.hand_in(Trouble.of(error))
+                notes.hand_in(RankFailure.of(error))
                 notes.verdict()
             self._discard(notes)
         except CheckpointException as why:
             self._log.warning("the other ranks were not told of a save that failed", why=str(why))
 
-    def _discard(self, notes: Notes) -> None:
+    def _discard(self, notes: ReceiptExchange) -> None:
         try:
             notes.discard()
         except CheckpointException as error:
             self._log.warning("notes of a save are left", why=str(error))
 
 
-def _wait_for(earlier: Sequence[threading.Thread], halt: Halt) -> None:
+def _wait_for(earlier: Sequence[threading.Thread], token: CancelToken) -> None:
     """Wait for the saves before this one: of two, the later may have given up while the other is being written."""
     for one in earlier:
         while one.is_alive():
-            one.join(LOOK_S)
-            halt.check()
+            one.join(POLL_S)
+            token.check()

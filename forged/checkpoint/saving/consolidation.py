@@ -21,10 +21,10 @@ from forged.checkpoint.format.consolidated import (
 )
 from forged.checkpoint.format.manifest import Manifest, Part, Tensors
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
-from forged.checkpoint.ports import Halt, Storage
+from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.assembly import Assembly, Origin, Saved
-from forged.checkpoint.saving.image import lay_out
+from forged.checkpoint.saving.assembly import Assembly, SavedTensors, TensorSource
+from forged.checkpoint.saving.image import layout_of
 from forged.checkpoint.saving.plan import Share
 from forged.checkpoint.storage import listing
 
@@ -32,7 +32,7 @@ KEPT_BYTES_MAX = 1 << 30
 """A larger file is compressed twice rather than kept in memory."""
 
 
-def planned(
+def planned_files(
     tensors: Tensors,
     prefix: str,
     save_id: str,
@@ -70,16 +70,16 @@ def consolidate(
     files: Sequence[File],
     level: CompressionLevel,
     rank: int,
-    halt: Halt,
+    token: CancelToken,
 ) -> list[Part]:
     """Make files from the parts that `source` names, under its prefix; durable when it returns.
 
     `source` need not be published. Blocks are read, verified, hashed and written one after the other.
     """
-    origin = Saved(storage, source, halt)
+    origin = SavedTensors(storage, source, token)
     written: list[Part] = []
     try:
-        written.extend(write_file(storage, source.prefix, file, origin, level, rank, halt) for file in files)
+        written.extend(write_file(storage, source.prefix, file, origin, level, rank, token) for file in files)
     except BaseException:
         storage.delete([part.file for part in written])
         raise
@@ -98,26 +98,34 @@ class NamedShare(NamedTuple):
 
 
 def write_file(
-    storage: Storage, prefix: str, file: File, origin: Origin, level: CompressionLevel, rank: int, halt: Halt
+    storage: Storage,
+    prefix: str,
+    file: File,
+    origin: TensorSource,
+    level: CompressionLevel,
+    rank: int,
+    token: CancelToken,
 ) -> Part:
     """Make one file of whole tensors; durable when it returns."""
     named = NamedShare(f"{prefix}/{file.name}", rank, Share(file.tensors, {}), file.names)
-    return write_share(storage, named, origin, level, halt)
+    return write_share(storage, named, origin, level, token)
 
 
-def write_share(storage: Storage, named: NamedShare, origin: Origin, level: CompressionLevel, halt: Halt) -> Part:
+def write_share(
+    storage: Storage, named: NamedShare, origin: TensorSource, level: CompressionLevel, token: CancelToken
+) -> Part:
     """Make one file; durable when it returns."""
     file, rank, share, names = named
     metadata = parts.FILE_METADATA if names is None else FILE_METADATA
-    assembly = Assembly(lay_out(origin.tensors, share, metadata, names), share, origin)
+    assembly = Assembly(layout_of(origin.tensors, share, metadata, names), share, origin)
     if level is CompressionLevel.NONE:
-        return parts.write(storage, file, rank, share, assembly, assembly, halt)
-    packed = parts.Packed(assembly, None, level, halt, keeps=assembly.size <= KEPT_BYTES_MAX)
-    return parts.write_packed(storage, file, rank, share, packed, halt)
+        return parts.write_uncompressed(storage, file, rank, share, assembly, assembly, token)
+    packed = parts.CompressedPart(assembly, None, level, token, keeps=assembly.size <= KEPT_BYTES_MAX)
+    return parts.write_compressed(storage, file, rank, share, packed, token)
 
 
 def write_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> dict[str, int]:
-    """Write the documents that tell other tools which tensor is where, for `show_indexes`.
+    """Write the documents that tell other tools which tensor is where, for `publish_indexes`.
 
     Returned is what they are going to be called, with their sizes, for the manifest.
     """
@@ -133,7 +141,7 @@ def write_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[F
     return {shown: len(data) for (_, shown), data in documents.items()}
 
 
-def show_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> None:
+def publish_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> None:
     """Put the indexes where other tools look for them; what another save has left there is replaced.
 
     Only of a save whose manifest stands, so that no other one is at it.
@@ -147,13 +155,13 @@ def withdraw_indexes(storage: Storage, prefix: str, save_id: str, files: Sequenc
     doomed = []
     for name, data in indexes_of(files).items():
         own, shown = _index_names(prefix, save_id, name)
-        doomed += [own, shown] if listing.holds(storage, shown, data) else [own]
+        doomed += [own, shown] if listing.has_content(storage, shown, data) else [own]
     storage.delete(doomed)
 
 
 def _require_ours(storage: Storage, shown: str) -> None:
     """Refuse to replace an index that no save has put there."""
-    if not listing.is_replaceable(storage, shown):
+    if not listing.is_replaceable_index(storage, shown):
         raise CheckpointException(
             f"{shown} in {storage.url} is the index of a model from elsewhere",
             shown,

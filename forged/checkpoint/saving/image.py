@@ -78,7 +78,7 @@ class Layout:
         return [self.starts[place + 1] - self.starts[place]] * count
 
 
-def lay_out(tensors: Tensors, share: Share, metadata: dict[str, str], names: Sequence[str] | None = None) -> Layout:
+def layout_of(tensors: Tensors, share: Share, metadata: dict[str, str], names: Sequence[str] | None = None) -> Layout:
     """How a share lies in its file; `names` is what its pieces are called there, if not as in the manifest."""
     entries, boxes, itemsizes, sizes, counts = [], [], [], [], []
     grids: dict[int, Grid] = {}
@@ -114,7 +114,7 @@ def _entry_name(tensors: Tensors, number: int, box: Box, shape: Shape) -> str:
     return f"{name}[{ends}]"
 
 
-class Imaged(Protocol):
+class PartImage(Protocol):
     """Whatever gives the bytes of a part."""
 
     layout: Layout
@@ -131,7 +131,7 @@ class Imaged(Protocol):
         ...
 
 
-class Image:
+class ArrayImage:
     """A part over the arrays of the caller; a `ports.Source`."""
 
     def __init__(self, layout: Layout, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
@@ -288,7 +288,7 @@ def blocks(size: int) -> range:
     return range(0, size, BLOCK_BYTES)
 
 
-def cut_out(array: np.ndarray[Any, Any], held: Box, wanted: Box) -> np.ndarray[Any, Any]:
+def slice_of(array: np.ndarray[Any, Any], held: Box, wanted: Box) -> np.ndarray[Any, Any]:
     """The part of a rank's array that it writes."""
     if held == wanted:
         return array

@@ -19,39 +19,41 @@ from forged.checkpoint.format.compression import CompressionBackoff, compress
 from forged.checkpoint.format.manifest import DIGEST_BYTES, Part, deduplicate_boxes
 from forged.checkpoint.format.tree import Leaf
 from forged.checkpoint.model import CompressionLevel
-from forged.checkpoint.ports import Halt, Source, Storage
-from forged.checkpoint.saving.image import Image, Imaged, Layout, cut_out, lay_out
+from forged.checkpoint.ports import CancelToken, Source, Storage
+from forged.checkpoint.saving.image import ArrayImage, Layout, PartImage, layout_of, slice_of
 from forged.checkpoint.saving.plan import Plan, Share
-from forged.checkpoint.saving.staging import Staged
+from forged.checkpoint.saving.staging import StagedPart
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 FILE_METADATA = {"format": "np", "by": "forged"}
 """What readers of safetensors files look for."""
-STRETCH_BYTES = 64 << 20
+RUN_BYTES = 64 << 20
 """So much of a piece is compressed by one thread, which learns whether that pays."""
 
 
-def image_of(plan: Plan, rank: int, leaves: Sequence[Leaf], layout: Layout | None = None) -> Image:
+def image_of(plan: Plan, rank: int, leaves: Sequence[Leaf], layout: Layout | None = None) -> ArrayImage:
     """What a rank writes, as the file that it will be."""
     share = plan.shares[rank]
-    layout = layout or lay_out(plan.tensors, share, FILE_METADATA)
+    layout = layout or layout_of(plan.tensors, share, FILE_METADATA)
     if len(share.tensors) == len(leaves) and not share.boxes and plan.numbers[rank] == share.tensors:
-        return Image(layout, [leaf.array for leaf in leaves])
+        return ArrayImage(layout, [leaf.array for leaf in leaves])
     own = dict(zip(plan.numbers[rank], leaves, strict=True))
     arrays = []
     for place, number in enumerate(share.tensors):
         leaf = own[number]
-        arrays.append(cut_out(leaf.array, leaf.box, share.box(place, leaf.global_shape)))
-    return Image(layout, arrays)
+        arrays.append(slice_of(leaf.array, leaf.box, share.box(place, leaf.global_shape)))
+    return ArrayImage(layout, arrays)
 
 
-def write(storage: Storage, file: str, rank: int, share: Share, image: Imaged, source: Source, halt: Halt) -> Part:
+def write_uncompressed(
+    storage: Storage, file: str, rank: int, share: Share, image: PartImage, source: Source, token: CancelToken
+) -> Part:
     """Write a part as it lies in memory; `source` is the image, or what was staged of it."""
-    write_whole(storage, file, source, halt)
+    write_durably(storage, file, source, token)
     return part_of(file, rank, share, image)
 
 
-def part_of(file: str, rank: int, share: Share, image: Imaged) -> Part:
+def part_of(file: str, rank: int, share: Share, image: PartImage) -> Part:
     """What the manifest says of a part."""
     header = image.layout.header
     boxes, box_of = deduplicate_boxes(share.boxes, len(share.tensors))
@@ -68,14 +70,16 @@ def part_of(file: str, rank: int, share: Share, image: Imaged) -> Part:
     )
 
 
-def nothing_of(file: str, rank: int) -> Part:
+def empty_part(file: str, rank: int) -> Part:
     """What a rank says that has nothing to write: there is no such file, and the manifest names none."""
     return Part(file, rank, 0, 0, [], [], [], "", "")
 
 
-def write_packed(storage: Storage, file: str, rank: int, share: Share, packed: Packed, halt: Halt) -> Part:
+def write_compressed(
+    storage: Storage, file: str, rank: int, share: Share, packed: CompressedPart, token: CancelToken
+) -> Part:
     """Write a part compressed: chunk behind chunk, without a header."""
-    write_whole(storage, file, packed, halt)
+    write_durably(storage, file, packed, token)
     boxes, box_of = deduplicate_boxes(share.boxes, len(share.tensors))
     return Part(
         file=file,
@@ -91,7 +95,7 @@ def write_packed(storage: Storage, file: str, rank: int, share: Share, packed: P
     )
 
 
-class Packed:
+class CompressedPart:
     """A part compressed; a `ports.Source`.
 
     A storage wants to know how large a file will be. So all of it is compressed first, and kept; or, where that would
@@ -99,7 +103,13 @@ class Packed:
     """
 
     def __init__(
-        self, image: Imaged, staged: Staged | None, level: CompressionLevel, halt: Halt, *, keeps: bool = True
+        self,
+        image: PartImage,
+        staged: StagedPart | None,
+        level: CompressionLevel,
+        token: CancelToken,
+        *,
+        keeps: bool = True,
     ) -> None:
         layout = image.layout
         self.digests = bytearray(DIGEST_BYTES * layout.chunks)
@@ -107,13 +117,13 @@ class Packed:
         self._level = level
         self._image = image
         self._staged = None if staged is None else staged.view()
-        self._halt = halt
+        self._token = token
         self._keeps = keeps
         self._lengths = list(chain.from_iterable(map(layout.lengths_of, range(len(layout.boxes)))))
         self._memory = list(accumulate(self._lengths, initial=0))
         self._chunks: dict[int, bytes | memoryview] = {}
         """All of them; or those that reach over the end of a block, until the next one is asked for."""
-        run_all(self._pack, self._stretches(), halt, THREADS)
+        run_all(self._pack, self._stretches(), token, THREADS)
         self._starts = list(accumulate(map(abs, self.stored), initial=0))
 
     @property
@@ -137,7 +147,7 @@ class Packed:
         """The chunks, in runs for one thread each; none has chunks of several pieces."""
         for first, end in pairwise(self._image.layout.first_chunks):
             while first < end:
-                stop = min(end, max(first + 1, bisect_right(self._memory, self._memory[first] + STRETCH_BYTES) - 1))
+                stop = min(end, max(first + 1, bisect_right(self._memory, self._memory[first] + RUN_BYTES) - 1))
                 yield range(first, stop)
                 first = stop
 
@@ -145,7 +155,7 @@ class Packed:
         """Compress some chunks of a piece, as long as that pays."""
         backoff = CompressionBackoff()
         for number in stretch:
-            self._halt.check()
+            self._token.check()
             raw = self._raw(number)
             small = compress(raw, self._itemsize(number), self._level) if backoff.should_try() else None
             backoff.record(small is not None)
@@ -191,19 +201,19 @@ class Packed:
         return self._staged[start : start + length]
 
 
-def write_whole(storage: Storage, file: str, source: Source, halt: Halt) -> None:
+def write_durably(storage: Storage, file: str, source: Source, token: CancelToken) -> None:
     """Write a file, whose bytes and whose name are durable then; if that cannot be, there is none."""
-    require_room(storage, file, source.size)
-    storage.write(file, source, halt)
+    require_free_space(storage, file, source.size)
+    storage.write(file, source, token)
     try:
-        storage.settle([file])
+        storage.sync_names([file])
     except BaseException:
         with suppress(CheckpointException):
             storage.delete([file])
         raise
 
 
-def require_room(storage: Storage, file: str, size: int) -> None:
+def require_free_space(storage: Storage, file: str, size: int) -> None:
     """Refuse to begin what cannot be ended."""
     free = storage.free_bytes()
     if free is not None and free < size:

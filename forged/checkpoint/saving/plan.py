@@ -22,7 +22,7 @@ from forged.checkpoint.format.dtypes import dtype_of, name_of
 from forged.checkpoint.format.manifest import BoxText, Tensors
 from forged.checkpoint.format.tree import Leaf
 
-UNCUT_BYTES_MAX = 1 << 20
+UNSPLIT_BYTES_MAX = 1 << 20
 """Less is not cut among ranks."""
 CELLS_MAX = 1 << 24
 
@@ -186,7 +186,7 @@ def _spread(table: _Table, boxes: list[tuple[int, Box, int]], ranks: int) -> Ite
     for number, box, size in boxes:
         first = at * ranks // total if total else 0
         last = max(first, (at + size - 1) * ranks // total) if size else first
-        if first == last or size <= UNCUT_BYTES_MAX or not box.shape:
+        if first == last or size <= UNSPLIT_BYTES_MAX or not box.shape:
             yield (at + size // 2) * ranks // total if size else 0, number, box
         else:
             grid = grid_of(tuple(table.tensors.shapes[number]), dtype_of(table.tensors.dtypes[number]).itemsize)

@@ -12,21 +12,21 @@ from itertools import islice
 
 import msgspec
 
-from forged.checkpoint.coordinators import Trouble
+from forged.checkpoint.coordinators import RankFailure
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Part
-from forged.checkpoint.ports import Halt, Storage
-from forged.checkpoint.saving.pipeline import Work
+from forged.checkpoint.ports import CancelToken, Storage
+from forged.checkpoint.saving.pipeline import RankSave
 from forged.checkpoint.storage import listing
 
 ROOT = 0
 POLL_S = 0.01
 POLL_MAX_S = 1.0
-NOTE_BYTES_MAX = 1 << 30
+RECEIPT_BYTES_MAX = 1 << 30
 GONE_S = 2.0
 """How long a rank that is gone is still waited for: what it has to say may be there already."""
-GONE_TOLD_MAX = 10
-VERDICT_S = 5.0
+GONE_NAMED_MAX = 10
+OUTCOME_GRACE_S = 5.0
 """So much longer than the root the others wait, because it still has to tell them when its time is over."""
 
 
@@ -36,16 +36,16 @@ class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
     part: Part
 
 
-_handed_in: msgspec.json.Decoder[Receipt | Trouble] = msgspec.json.Decoder(Receipt | Trouble)
-_refusal: msgspec.json.Decoder[Trouble] = msgspec.json.Decoder(Trouble)
+_handed_in: msgspec.json.Decoder[Receipt | RankFailure] = msgspec.json.Decoder(Receipt | RankFailure)
+_refusal: msgspec.json.Decoder[RankFailure] = msgspec.json.Decoder(RankFailure)
 
 
-class Patience:
+class RankWaiter:
     """How a save waits for other ranks: less and less often, and not for long for those that are gone."""
 
-    def __init__(self, halt: Halt, members: Callable[[], Collection[str]], grace_s: float = 0.0) -> None:
+    def __init__(self, token: CancelToken, members: Callable[[], Collection[str]], grace_s: float = 0.0) -> None:
         """`members` are the names of the ranks that there are now, by rank, where they have some."""
-        self.halt = halt.later(grace_s)
+        self.token = token.extended(grace_s)
         self._members = members
         self._began_with = tuple(members())
         self._pause_s = POLL_S
@@ -54,9 +54,9 @@ class Patience:
         """Pause: these ranks have not said yet what they have to say."""
         gone = self._gone(ranks)
         if gone:
-            self.halt.hurry(GONE_S)
+            self.token.shorten(GONE_S)
         try:
-            self.halt.wait(self._pause_s)
+            self.token.wait(self._pause_s)
         except CheckpointException as error:
             if not gone or error.type is not ExceptionType.TIMEOUT:
                 raise
@@ -82,8 +82,8 @@ class Patience:
 
 def _gone_before(gone: Mapping[int, str]) -> CheckpointException:
     """Ranks are gone, and have not said what became of their part."""
-    told = dict(islice(gone.items(), GONE_TOLD_MAX))
-    more = f" and {len(gone) - GONE_TOLD_MAX} more" if len(gone) > GONE_TOLD_MAX else ""
+    told = dict(islice(gone.items(), GONE_NAMED_MAX))
+    more = f" and {len(gone) - GONE_NAMED_MAX} more" if len(gone) > GONE_NAMED_MAX else ""
     verb = "is" if len(gone) == 1 else "are"
     return CheckpointException(
         f"{', '.join(told.values())}{more} {verb} gone, and had not finished the save",
@@ -95,15 +95,15 @@ def _gone_before(gone: Mapping[int, str]) -> CheckpointException:
     )
 
 
-class Notes:
+class ReceiptExchange:
     """Those of one save, as one rank sees them."""
 
-    def __init__(self, storage: Storage, work: Work, patience: Patience) -> None:
+    def __init__(self, storage: Storage, work: RankSave, patience: RankWaiter) -> None:
         self._storage = storage
         self._work = work
         self._patience = patience
 
-    def hand_in(self, said: Part | Trouble) -> None:
+    def hand_in(self, said: Part | RankFailure) -> None:
         """Tell the root what this rank has written, or why it could not."""
         note = Receipt(said) if isinstance(said, Part) else said
         self._storage.publish(self._receipt(self._work.rank), msgspec.json.encode(note))
@@ -122,7 +122,7 @@ class Notes:
                 self._patience.wait(missing)
         return [found[rank] for rank in others]
 
-    def verdict(self) -> Trouble | None:
+    def verdict(self) -> RankFailure | None:
         """Elsewhere: wait until the root has published, or says what went wrong."""
         while True:
             if (said := self._find(self._notice(self._work.rank))) is not None:
@@ -131,7 +131,7 @@ class Notes:
                 return None
             self._patience.wait([ROOT])
 
-    def refuse(self, trouble: Trouble) -> None:
+    def refuse(self, trouble: RankFailure) -> None:
         """Tell the others that there will be no such checkpoint."""
         for rank in range(1, self._work.world_size):
             self._storage.publish(self._notice(rank), msgspec.json.encode(trouble))
@@ -151,7 +151,7 @@ class Notes:
             name = self._receipt(rank)
             if name in there and (data := self._find(name)) is not None:
                 said = _handed_in.decode(data)
-                if isinstance(said, Trouble):
+                if isinstance(said, RankFailure):
                     raise said.error(self._work.terms.prefix, ExceptionType.SAVE_FAILED, rank)
                 found[rank] = said.part
         return found
@@ -159,7 +159,7 @@ class Notes:
     def _stands(self) -> bool:
         """Whether this very save has been published."""
         terms = self._work.terms
-        if not listing.is_there(self._storage, terms.prefix):
+        if not listing.checkpoint_exists(self._storage, terms.prefix):
             return False
         try:
             return listing.read_manifest(self._storage, terms.prefix).save_id == terms.save_id
@@ -170,7 +170,7 @@ class Notes:
 
     def _find(self, name: str) -> bytes | None:
         try:
-            return self._storage.read(name, NOTE_BYTES_MAX)
+            return self._storage.read(name, RECEIPT_BYTES_MAX)
         except CheckpointException as error:
             if error.code != listing.MISSING:
                 raise

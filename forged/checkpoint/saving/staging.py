@@ -12,14 +12,14 @@ import threading
 import numpy as np
 
 from forged.checkpoint.large_pages import new_memory
-from forged.checkpoint.ports import BLOCK_BYTES, Halt
-from forged.checkpoint.saving.image import Image, blocks
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
+from forged.checkpoint.saving.image import ArrayImage, blocks
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 MEMORIES_MAX = 2
 
 
-class Staged:
+class StagedPart:
     """A part in memory, as it will be in the file; a `ports.Source`."""
 
     def __init__(self, memory: mmap.mmap, size: int) -> None:
@@ -40,7 +40,7 @@ class Staged:
         self._view.release()
 
 
-class Staging:
+class StagingMemory:
     """The memories of one process that saves."""
 
     def __init__(self, threads: int = THREADS) -> None:
@@ -49,31 +49,31 @@ class Staging:
         self._free: list[mmap.mmap] = []
         self._in_use = 0
 
-    def prepare(self, size: int, halt: Halt) -> None:
+    def prepare(self, size: int, token: CancelToken) -> None:
         """Have memory for so many bytes ready, unless all that there may be is in use."""
         with self._lock:
             is_exhausted = self._in_use == MEMORIES_MAX
         if not is_exhausted:
-            self._give_back(self._take(size, halt))
+            self._give_back(self._take(size, token))
 
-    def stage(self, image: Image, halt: Halt) -> Staged:
+    def stage(self, image: ArrayImage, token: CancelToken) -> StagedPart:
         """Copy a part; its arrays may change afterwards."""
-        memory = self._take(image.size, halt)
+        memory = self._take(image.size, token)
         view = memoryview(memory)
 
         def copy(offset: int) -> None:
             image.block(offset, view[offset : offset + BLOCK_BYTES])
 
         try:
-            run_all(copy, blocks(image.size), halt, self._threads)
+            run_all(copy, blocks(image.size), token, self._threads)
         except BaseException:
             view.release()
             self._give_back(memory)
             raise
         view.release()
-        return Staged(memory, image.size)
+        return StagedPart(memory, image.size)
 
-    def unstage(self, staged: Staged) -> None:
+    def unstage(self, staged: StagedPart) -> None:
         """The part is written: its memory serves the next one."""
         staged.close()
         self._give_back(staged.memory)
@@ -83,7 +83,7 @@ class Staging:
         with self._lock:
             self._free.clear()
 
-    def _take(self, size: int, halt: Halt) -> mmap.mmap:
+    def _take(self, size: int, token: CancelToken) -> mmap.mmap:
         with self._lock:
             fitting = [memory for memory in self._free if len(memory) >= size]
             if fitting:
@@ -93,18 +93,18 @@ class Staging:
                 return found
             # They go when nobody looks at them any more; who has failed to write may still.
             self._free.clear()
-        made = self._new(size, halt)
+        made = self._new(size, token)
         with self._lock:
             self._in_use += 1
         return made
 
-    def _new(self, size: int, halt: Halt) -> mmap.mmap:
+    def _new(self, size: int, token: CancelToken) -> mmap.mmap:
         memory = new_memory(size)
 
         def touch(offset: int) -> None:
             np.frombuffer(memory, np.uint8)[offset : offset + BLOCK_BYTES : mmap.PAGESIZE] = 0
 
-        run_all(touch, blocks(len(memory)), halt, self._threads)
+        run_all(touch, blocks(len(memory)), token, self._threads)
         return memory
 
     def _give_back(self, memory: mmap.mmap) -> None:

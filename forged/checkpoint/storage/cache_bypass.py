@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from forged.checkpoint.storage.direct_write import NOT_SUPPORTED, Rooms, copy_bytes, patiently
+from forged.checkpoint.storage.direct_write import NOT_SUPPORTED, BlockBuffers, copy_bytes, retry_interrupted
 from forged.checkpoint.storage.files import READ, Files
 from forged.file_sync import PAGE
 
@@ -20,10 +20,10 @@ PIECE_BYTES = 2 << 20
 """What is read past the cache at once: it is still in the processor's own cache when it is copied from there."""
 
 
-class Draining:
+class FileReader:
     """One file that is read, by several threads."""
 
-    def __init__(self, files: Files, fd: int, path: str, rooms: Rooms) -> None:
+    def __init__(self, files: Files, fd: int, path: str, rooms: BlockBuffers) -> None:
         self.size = files.size(fd)
         self._files = files
         self._fd = fd
@@ -46,7 +46,7 @@ class Draining:
         if self._is_direct and len(room) >= READ_BYTES_MIN and self._is_cold(offset, len(room)):
             done = self._read_past_cache(offset, room)
         while done < len(room):
-            count = patiently(self._files.read, self._fd, room[done:], offset + done)
+            count = retry_interrupted(self._files.read, self._fd, room[done:], offset + done)
             if count == 0:
                 break
             done += count
@@ -83,7 +83,7 @@ class Draining:
                 start = (offset + done) // PAGE * PAGE
                 length = min(PIECE_BYTES, -(-(offset + len(room) - start) // PAGE) * PAGE)
                 try:
-                    count = patiently(self._files.read, self._direct_fd, pages[:length], start)
+                    count = retry_interrupted(self._files.read, self._direct_fd, pages[:length], start)
                 except OSError as error:
                     if error.errno not in NOT_SUPPORTED:
                         raise

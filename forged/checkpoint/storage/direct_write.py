@@ -16,14 +16,14 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from forged.checkpoint.large_pages import new_memory
-from forged.checkpoint.ports import BLOCK_BYTES, Halt, Source
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Source
 from forged.checkpoint.storage.files import Files
 from forged.checkpoint.thread_pool import run_all
 from forged.file_sync import PAGE
 
 BLOCKS_CACHED_MAX = 8
 """So many blocks may wait in the page cache, where it is used, before one more is written."""
-ROOMS_PER_WRITE = 2
+BUFFERS_PER_WRITE = 2
 """One is filled while another one is written, so that the disk never waits."""
 INTERRUPTIONS_MAX = 100
 NOTHING_TAKEN_MAX = 10
@@ -33,7 +33,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Rooms:
+class BlockBuffers:
     """Memory for blocks, which is kept: the first touch of new memory costs more than writing it."""
 
     def __init__(self, kept_max: int) -> None:
@@ -55,10 +55,10 @@ class Rooms:
                     self._free.append(room)
 
 
-class Filling:
+class FileWriter:
     """One file on its way to the disk."""
 
-    def __init__(self, files: Files, fd: int, source: Source, rooms: Rooms) -> None:
+    def __init__(self, files: Files, fd: int, source: Source, rooms: BlockBuffers) -> None:
         self._files = files
         self._fd = fd
         self._source = source
@@ -72,14 +72,14 @@ class Filling:
         if not size:
             return
         try:
-            patiently(self._files.reserve, self._fd, -(-size // PAGE) * PAGE if self._is_padded else size)
+            retry_interrupted(self._files.reserve, self._fd, -(-size // PAGE) * PAGE if self._is_padded else size)
         except OSError as error:
             if error.errno not in NOT_SUPPORTED:
                 raise
             if free < size:
                 raise OSError(errno.ENOSPC, "there is too little room") from None
 
-    def run(self, halt: Halt, writes: int) -> None:
+    def run(self, token: CancelToken, writes: int) -> None:
         """Write it all, so many blocks at a time, while the next ones are taken from the source."""
         blocks = range(0, self._source.size, BLOCK_BYTES)
         taking, writing = threading.Semaphore(writes), threading.Semaphore(writes)
@@ -91,11 +91,11 @@ class Filling:
                 with writing:
                     self._put(block, offset, room)
 
-        run_all(put, blocks, halt, min(writes * ROOMS_PER_WRITE, len(blocks)) if writes > 1 else 1)
-        halt.check()
+        run_all(put, blocks, token, min(writes * BUFFERS_PER_WRITE, len(blocks)) if writes > 1 else 1)
+        token.check()
         if self._is_padded:
             self._files.truncate(self._fd, self._source.size)
-        patiently(self._files.sync, self._fd)
+        retry_interrupted(self._files.sync, self._fd)
 
     def _bypasses_cache(self) -> bool:
         try:
@@ -154,10 +154,10 @@ class Filling:
 def write_whole(files: Files, fd: int, data: memoryview) -> None:
     """A small file at once, durably."""
     _write_all(files, fd, data, 0, 1)
-    patiently(files.sync, fd)
+    retry_interrupted(files.sync, fd)
 
 
-def patiently(act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def retry_interrupted(act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Do it again when a signal has interrupted it."""
     for _ in range(INTERRUPTIONS_MAX):
         with suppress(InterruptedError):
@@ -174,7 +174,7 @@ def _write_all(files: Files, fd: int, data: memoryview, offset: int, step: int) 
     """Write all of it, going on behind the last whole step when less was taken."""
     done = idle = 0
     while done < len(data):
-        taken = patiently(files.write, fd, data[done:], offset + done) // step * step
+        taken = retry_interrupted(files.write, fd, data[done:], offset + done) // step * step
         idle = 0 if taken else idle + 1
         if idle > NOTHING_TAKEN_MAX:
             raise OSError(errno.EIO, "the file system takes nothing more")

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.ports import Entry, Halt, Reader, Source, Storage, bounded
+from forged.checkpoint.ports import CancelToken, Entry, Reader, Source, Storage, bounded
 from forged.checkpoint.storage import listing
 from forged.retry import RetryPolicy
 
@@ -38,9 +38,9 @@ class FaultToleranceHandler:
 
     def guard(self, storage: Storage) -> Storage:
         """The storage, with every operation tried again that may pass."""
-        return Patient(storage, self)
+        return RetryingStorage(storage, self)
 
-    def execute_with_retry(self, act: Callable[[], T], halt: Halt | None = None) -> T:
+    def execute_with_retry(self, act: Callable[[], T], token: CancelToken | None = None) -> T:
         """Do something; again, if it fails in a way that may pass."""
         for pause_s in self.policy.delays(self._random):
             try:
@@ -48,37 +48,37 @@ class FaultToleranceHandler:
             except CheckpointException as error:
                 if not error.retryable:
                     raise
-            if halt is None:
+            if token is None:
                 self._sleep(pause_s)
             else:
-                halt.wait(pause_s)
+                token.wait(pause_s)
         return act()
 
     def rollback(self, prefix: str) -> list[str]:
         """Delete what a save that came to nothing has left; returns the names. What is there stays."""
-        return listing.clear(self._storage, prefix)
+        return listing.delete_unfinished(self._storage, prefix)
 
 
-class Patient:
+class RetryingStorage:
     """A storage whose passing failures are waited out; a `ports.Storage`."""
 
-    def __init__(self, storage: Storage, faults: FaultToleranceHandler, halt: Halt | None = None) -> None:
+    def __init__(self, storage: Storage, faults: FaultToleranceHandler, token: CancelToken | None = None) -> None:
         self._storage = storage
         self._faults = faults
-        self._again = partial(faults.execute_with_retry, halt=halt)
+        self._again = partial(faults.execute_with_retry, token=token)
 
     @property
     def url(self) -> str:
         return self._storage.url
 
-    def bounded(self, halt: Halt) -> Storage:
-        return Patient(bounded(self._storage, halt), self._faults, halt)
+    def bounded(self, token: CancelToken) -> Storage:
+        return RetryingStorage(bounded(self._storage, token), self._faults, token)
 
-    def write(self, name: str, source: Source, halt: Halt) -> None:
-        self._faults.execute_with_retry(lambda: self._storage.write(name, source, halt), halt)
+    def write(self, name: str, source: Source, token: CancelToken) -> None:
+        self._faults.execute_with_retry(lambda: self._storage.write(name, source, token), token)
 
-    def settle(self, names: Collection[str]) -> None:
-        self._again(lambda: self._storage.settle(names))
+    def sync_names(self, names: Collection[str]) -> None:
+        self._again(lambda: self._storage.sync_names(names))
 
     def publish(self, name: str, data: bytes) -> None:
         is_first = True
@@ -89,9 +89,9 @@ class Patient:
                 self._storage.publish(name, data)
             except CheckpointException as error:
                 # The try before this one may have got through all the same.
-                if is_first or error.code != "checkpoint_exists" or not listing.holds(self._storage, name, data):
+                if is_first or error.code != "checkpoint_exists" or not listing.has_content(self._storage, name, data):
                     raise
-                self._storage.settle([name])
+                self._storage.sync_names([name])
             finally:
                 is_first = False
 

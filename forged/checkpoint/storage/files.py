@@ -23,7 +23,7 @@ UNNAMED = os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC
 MODE = 0o666
 
 
-class Found(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """What lies in a directory."""
 
     name: str
@@ -127,7 +127,7 @@ class Files(Protocol):
         """One that is empty."""
         ...
 
-    def scan(self, path: str) -> list[Found]:
+    def scan(self, path: str) -> list[DirectoryEntry]:
         """The files and directories in one; links and whatever else there may be are left out."""
         ...
 
@@ -222,7 +222,7 @@ class SystemFiles:
     def remove_directory(self, path: str) -> None:
         Path(path).rmdir()
 
-    def scan(self, path: str) -> list[Found]:
+    def scan(self, path: str) -> list[DirectoryEntry]:
         with os.scandir(path) as entries:
             return [found for entry in entries if (found := _looked_at(entry)) is not None]
 
@@ -234,7 +234,7 @@ class SystemFiles:
         return status.f_bavail * status.f_frsize
 
 
-def _looked_at(entry: os.DirEntry[str]) -> Found | None:
+def _looked_at(entry: os.DirEntry[str]) -> DirectoryEntry | None:
     """What an entry is; nothing if it is neither file nor directory, or has gone meanwhile."""
     try:
         status = entry.stat(follow_symlinks=False)
@@ -243,7 +243,7 @@ def _looked_at(entry: os.DirEntry[str]) -> Found | None:
     is_directory = stat.S_ISDIR(status.st_mode)
     if not is_directory and not stat.S_ISREG(status.st_mode):
         return None
-    return Found(entry.name, is_directory, status.st_size, status.st_mtime)
+    return DirectoryEntry(entry.name, is_directory, status.st_size, status.st_mtime)
 
 
 def directory_of(path: str) -> str:

@@ -52,13 +52,13 @@ def read_manifest(storage: Storage, prefix: str) -> Manifest:
     except CheckpointException as error:
         if error.code != MISSING:
             raise
-        raise missing(storage, prefix) from None
+        raise missing_checkpoint(storage, prefix) from None
     if _is_there(storage, prefix + TOMBSTONE):
-        raise missing(storage, prefix)
+        raise missing_checkpoint(storage, prefix)
     return decode(data, path)
 
 
-def missing(storage: Storage, prefix: str) -> CheckpointException:
+def missing_checkpoint(storage: Storage, prefix: str) -> CheckpointException:
     """There is no such checkpoint."""
     return CheckpointException(
         f"there is no checkpoint {prefix} in {storage.url}",
@@ -69,12 +69,12 @@ def missing(storage: Storage, prefix: str) -> CheckpointException:
     )
 
 
-def is_there(storage: Storage, prefix: str) -> bool:
+def checkpoint_exists(storage: Storage, prefix: str) -> bool:
     """Whether there is such a checkpoint."""
     return _is_there(storage, prefix + SUFFIX) and not _is_there(storage, prefix + TOMBSTONE)
 
 
-def is_half_deleted(storage: Storage, prefix: str) -> bool:
+def is_being_deleted(storage: Storage, prefix: str) -> bool:
     """Whether somebody has begun to delete it."""
     return _is_there(storage, prefix + TOMBSTONE)
 
@@ -118,27 +118,27 @@ def delete(storage: Storage, prefix: str) -> None:
     path, tombstone = check_prefix(prefix) + SUFFIX, prefix + TOMBSTONE
     is_known = _is_there(storage, path)
     if not is_known and not _is_there(storage, tombstone):
-        raise missing(storage, prefix)
+        raise missing_checkpoint(storage, prefix)
     try:
         if is_known:
             storage.move(path, tombstone)
-        bury(storage, prefix)
+        finish_deletion(storage, prefix)
     except CheckpointException as error:
         # Somebody else has deleted it at the same time.
         if error.code != MISSING:
             raise
 
 
-def bury(storage: Storage, prefix: str) -> None:
+def finish_deletion(storage: Storage, prefix: str) -> None:
     """Delete what a tombstone stands for, and then the tombstone."""
     path, tombstone = prefix + SUFFIX, prefix + TOMBSTONE
     said = storage.read(tombstone, MANIFEST_BYTES_MAX)
     # Who put it there may have died before it was durable, and the manifest would be back without what it names.
-    storage.settle([tombstone])
+    storage.sync_names([tombstone])
     try:
         manifest = decode(said, tombstone)
         # Besides what it names, what its save has left under names that no other save gives.
-        own = [entry.name for entry in remains(storage, prefix) if _is_of_save(entry.name, manifest)]
+        own = [entry.name for entry in save_files(storage, prefix) if _is_of_save(entry.name, manifest)]
         for name, size in manifest.extra_files.items():
             # What a later save has put in its place is not to go; so it goes as soon as it was looked at.
             if _leads_to(storage, name, size, manifest):
@@ -148,7 +148,7 @@ def bury(storage: Storage, prefix: str) -> None:
         if error.type not in {ExceptionType.CORRUPTED_CHECKPOINT, ExceptionType.INCOMPATIBLE_VERSION}:
             raise
         # It does not say what its files are; what lies under its name is of no use to anybody.
-        storage.delete([entry.name for entry in remains(storage, prefix)])
+        storage.delete([entry.name for entry in save_files(storage, prefix)])
     if _is_there(storage, path) and storage.read(path, MANIFEST_BYTES_MAX) == said:
         # A storage that moves by copying was interrupted in between.
         storage.delete([path])
@@ -168,7 +168,7 @@ def _leads_to(storage: Storage, name: str, size: int, manifest: Manifest) -> boo
     return said is not None and any(b'"%s"' % part.file.rpartition("/")[2].encode() in said for part in manifest.parts)
 
 
-def is_replaceable(storage: Storage, index: str) -> bool:
+def is_replaceable_index(storage: Storage, index: str) -> bool:
     """Whether there is no such index, or one of files that a save has made."""
     for _ in range(LOOKS):
         said = _small(storage, index, MANIFEST_BYTES_MAX)
@@ -180,11 +180,11 @@ def is_replaceable(storage: Storage, index: str) -> bool:
     return False
 
 
-def clear(storage: Storage, prefix: str) -> list[str]:
+def delete_unfinished(storage: Storage, prefix: str) -> list[str]:
     """Delete what saves that came to nothing have left under a prefix. There must be none under way."""
-    if is_there(storage, prefix):
+    if checkpoint_exists(storage, prefix):
         return []
-    names = [entry.name for entry in remains(storage, prefix)]
+    names = [entry.name for entry in save_files(storage, prefix)]
     storage.delete(names)
     return names
 
@@ -216,13 +216,13 @@ def tombstones(storage: Storage) -> list[str]:
     return sorted(entry.name.removesuffix(TOMBSTONE) for entry in storage.entries() if entry.name.endswith(TOMBSTONE))
 
 
-def remains(storage: Storage, prefix: str) -> list[Entry]:
+def save_files(storage: Storage, prefix: str) -> list[Entry]:
     """The files that saves have made under a prefix, whatever became of them."""
     lead = f"{prefix}/"
     return [entry for entry in storage.entries(lead) if _OURS.fullmatch(entry.name.removeprefix(lead))]
 
 
-def unfinished(storage: Storage) -> dict[str, list[Entry]]:
+def unfinished_saves(storage: Storage) -> dict[str, list[Entry]]:
     """The files of saves that have come to nothing, or are still under way, by prefix."""
     names = {entry.name: entry for entry in storage.entries()}
     found: dict[str, list[Entry]] = {}
@@ -233,12 +233,12 @@ def unfinished(storage: Storage) -> dict[str, list[Entry]]:
     return dict(sorted(found.items()))
 
 
-def name_after(now: float, draw: Callable[[int], bytes]) -> str:
+def default_prefix(now: float, draw: Callable[[int], bytes]) -> str:
     """A name that nobody else gives: the time, and something drawn."""
     return f"checkpoint_{datetime.fromtimestamp(now, UTC):%Y%m%d_%H%M%S}_{draw(SAVE_ID_BYTES).hex()}"
 
 
-def holds(storage: Storage, name: str, data: bytes) -> bool:
+def has_content(storage: Storage, name: str, data: bytes) -> bool:
     """Whether a small file is there with just these bytes."""
     return _small(storage, name, len(data)) == data
 

@@ -1,9 +1,12 @@
 """A directory as a storage.
 
-Law: what `write` and `publish` have made and `settle` has covered outlives a power cut, what `delete` has removed stays
-away, and what failed leaves nothing behind that it could still remove. A published file has no name before it is whole
-and durable. A sync that has failed is not tried again: what it was to make durable is made anew, or is not durable. No
-name and no symbolic link leads out of the directory.
+Invariants:
+- A file that `publish` has returned for, or `write` and then `sync_names`, survives a power cut; a deleted file stays
+  deleted.
+- A failed operation removes what it created, as far as the system lets it.
+- A published file gets its name when its bytes are whole and durable.
+- A failed directory sync is not repeated: a second one may succeed without having written what the first one lost.
+- No name and no symbolic link leads out of the directory.
 """
 
 from __future__ import annotations
@@ -18,11 +21,17 @@ from pathlib import Path
 
 from forged.checkpoint.errors import CheckpointException, storage_error
 from forged.checkpoint.format.names import check_name, check_name_prefix
-from forged.checkpoint.ports import Entry, Halt, Source
-from forged.checkpoint.storage.cache_bypass import Draining
-from forged.checkpoint.storage.direct_write import ROOMS_PER_WRITE, Filling, Rooms, patiently, write_whole
-from forged.checkpoint.storage.files import CREATE, READ, UNNAMED, Files, Found, SystemFiles, directory_of
-from forged.checkpoint.storage.os_errors import SyncFailed, disk_full, file_large, file_short, told_of
+from forged.checkpoint.ports import CancelToken, Entry, Source
+from forged.checkpoint.storage.cache_bypass import FileReader
+from forged.checkpoint.storage.direct_write import (
+    BUFFERS_PER_WRITE,
+    BlockBuffers,
+    FileWriter,
+    retry_interrupted,
+    write_whole,
+)
+from forged.checkpoint.storage.files import CREATE, READ, UNNAMED, DirectoryEntry, Files, SystemFiles, directory_of
+from forged.checkpoint.storage.os_errors import SyncFailed, disk_full, errors_translated, file_large, file_short
 from forged.checkpoint.thread_pool import THREADS
 
 OPENINGS_MAX = 10
@@ -41,7 +50,7 @@ NOT_BEGUN = frozenset({errno.ENOENT, errno.EMFILE, errno.ENFILE})
 class LocalReader:
     """A file that is read."""
 
-    def __init__(self, files: Files, fd: int, draining: Draining, name: str, url: str) -> None:
+    def __init__(self, files: Files, fd: int, draining: FileReader, name: str, url: str) -> None:
         self._files = files
         self._fd = fd
         self._draining = draining
@@ -51,14 +60,14 @@ class LocalReader:
 
     def read_into(self, offset: int, room: memoryview) -> None:
         """Fill the room with the bytes from `offset` on."""
-        with told_of(self._name, self._url):
+        with errors_translated(self._name, self._url):
             count = self._draining.read(offset, room)
         if count < len(room):
             raise file_short(self._name, offset + len(room), offset + count)
 
     def mapped(self) -> memoryview | None:
         """The file as memory. Whoever truncates it kills those who look there (SIGBUS)."""
-        with told_of(self._name, self._url):
+        with errors_translated(self._name, self._url):
             return self._files.map(self._fd, self.size)
 
 
@@ -75,37 +84,37 @@ class LocalStorage:
     ) -> None:
         self._files = files or SystemFiles()
         absolute = str(Path(path).absolute())
-        with told_of("", absolute):
+        with errors_translated("", absolute):
             self._root = self._files.resolve(absolute)
         self._threads = threads
         self._wall = wall
-        self._rooms = Rooms(threads * ROOMS_PER_WRITE)
+        self._rooms = BlockBuffers(threads * BUFFERS_PER_WRITE)
 
     @property
     def url(self) -> str:
         """The directory."""
         return self._root
 
-    def write(self, name: str, source: Source, halt: Halt) -> None:
+    def write(self, name: str, source: Source, token: CancelToken) -> None:
         """A new file, whose bytes are durable then."""
-        with told_of(name, self.url):
+        with errors_translated(name, self.url):
             path = self._place(name)
             free = self._free_bytes()
             fd = self._open_new(path, CREATE)
             try:
-                self._fill(fd, name, source, halt, free)
+                self._fill(fd, name, source, token, free)
             except BaseException:
                 self._take_back(path)
                 raise
 
-    def settle(self, names: Collection[str]) -> None:
+    def sync_names(self, names: Collection[str]) -> None:
         """Make the names of new files durable, and those of the directories that lead to them."""
-        with told_of(next(iter(names), ""), self.url):
+        with errors_translated(next(iter(names), ""), self.url):
             self._sync_up({directory_of(self._place(name)) for name in names})
 
     def publish(self, name: str, data: bytes) -> None:
         """A new small file, durable when this returns. When it fails the file may be there: `delete` it then."""
-        with told_of(name, self.url):
+        with errors_translated(name, self.url):
             path = self._place(name)
             if not self._publish_unnamed(path, memoryview(data)):
                 self._publish_hidden(path, memoryview(data))
@@ -115,11 +124,11 @@ class LocalStorage:
     def open(self, name: str) -> Iterator[LocalReader]:
         """Read a file."""
         with ExitStack() as stack:
-            with told_of(name, self.url):
+            with errors_translated(name, self.url):
                 path = self._within(self._place(name))
                 fd = self._files.open(path, READ)
                 stack.callback(self._let_go, fd)
-                draining = Draining(self._files, fd, path, self._rooms)
+                draining = FileReader(self._files, fd, path, self._rooms)
                 stack.callback(draining.close)
             yield LocalReader(self._files, fd, draining, name, self.url)
 
@@ -146,7 +155,7 @@ class LocalStorage:
 
     def move(self, name: str, to: str) -> None:
         """Give a small file another name, durably; if that was done already, see that it is durable."""
-        with told_of(name, self.url):
+        with errors_translated(name, self.url):
             path, target = self._place(name), self._place(to)
             self._rename(path, target)
             self._sync_up({directory_of(target)})
@@ -159,7 +168,7 @@ class LocalStorage:
         touched: dict[str, str] = {}
         for name in names:
             try:
-                with told_of(name, self.url):
+                with errors_translated(name, self.url):
                     path = self._place(name)
                     touched[directory_of(path)] = name
                     with suppress(FileNotFoundError):
@@ -168,7 +177,7 @@ class LocalStorage:
                 failures.append(error)
         for directory in sorted(touched, key=len, reverse=True):
             try:
-                with told_of(touched[directory], self.url):
+                with errors_translated(touched[directory], self.url):
                     # Also where nothing was removed: who died before us may have removed it, and not synced.
                     self._sync_nearest(self._prune(directory))
             except CheckpointException as error:
@@ -178,7 +187,7 @@ class LocalStorage:
 
     def free_bytes(self) -> int | None:
         """How much can still be written."""
-        with told_of("", self.url):
+        with errors_translated("", self.url):
             return self._free_bytes()
 
     # Where names lead.
@@ -209,7 +218,7 @@ class LocalStorage:
             directory = directory_of(directory)
         yield self._root
 
-    def _walk(self, start: str, under: str) -> Iterator[tuple[str, Found]]:
+    def _walk(self, start: str, under: str) -> Iterator[tuple[str, DirectoryEntry]]:
         """All files below a directory whose names begin so."""
         waiting = [start]
         while waiting:
@@ -223,8 +232,8 @@ class LocalStorage:
                 else:
                     yield name, found
 
-    def _look_into(self, lead: str) -> list[Found]:
-        with told_of(lead, self.url):
+    def _look_into(self, lead: str) -> list[DirectoryEntry]:
+        with errors_translated(lead, self.url):
             try:
                 return self._files.scan(self._within(f"{self._root}/{lead}".rstrip("/")))
             except (FileNotFoundError, NotADirectoryError):
@@ -278,16 +287,16 @@ class LocalStorage:
                         self._files.remove_directory(path)
                     raise
 
-    def _fill(self, fd: int, name: str, source: Source, halt: Halt, free: int) -> None:
+    def _fill(self, fd: int, name: str, source: Source, token: CancelToken, free: int) -> None:
         try:
-            filling = Filling(self._files, fd, source, self._rooms)
+            filling = FileWriter(self._files, fd, source, self._rooms)
             try:
                 filling.reserve(free)
             except OSError as error:
                 if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                     raise
                 raise disk_full(name, self.url, source.size, free) from error
-            filling.run(halt, self._threads)
+            filling.run(token, self._threads)
         finally:
             self._files.close(fd)
 
@@ -395,7 +404,7 @@ class LocalStorage:
 
     def _sync_directory(self, path: str) -> None:
         try:
-            patiently(self._files.sync_directory, path)
+            retry_interrupted(self._files.sync_directory, path)
         except OSError as error:
             # A file system that syncs no directories keeps their names by itself.
             if error.errno == errno.EINVAL:

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from forged.checkpoint.async_calls import CALLS, finish, watch
+from forged.checkpoint.async_calls import ASYNC_CALLS, wait_for, wait_or_cancel
 from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
 from forged.checkpoint.format.names import check_name, check_name_prefix
-from forged.checkpoint.ports import BLOCK_BYTES, Entry, Halt, Reader, Source
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Entry, Reader, Source
 from forged.checkpoint.storage.object_errors import translated
 from forged.checkpoint.storage.os_errors import file_large, file_short
 
@@ -50,11 +50,11 @@ def part_bytes(size: int) -> int:
     return max(1, -(-size // (PARTS_MAX * BLOCK_BYTES))) * BLOCK_BYTES
 
 
-class Asking(NamedTuple):
+class Requests(NamedTuple):
     """How requests are made and waited for."""
 
     url: str
-    halt: Halt | None
+    token: CancelToken | None
 
     def ask(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
         """What comes of a request."""
@@ -62,12 +62,12 @@ class Asking(NamedTuple):
 
     def begin(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
         """Make a request."""
-        return CALLS.begin(call)
+        return ASYNC_CALLS.begin(call)
 
     def answer(self, name: str, asked: Future[T], *, gives_up: bool = True) -> T:
         """Wait for a request that was made."""
         try:
-            return (finish if gives_up else watch)(asked, self.halt)
+            return (wait_or_cancel if gives_up else wait_for)(asked, self.token)
         except CheckpointException:
             raise
         except Exception as error:  # noqa: BLE001 - where foreign errors are translated
@@ -77,25 +77,25 @@ class Asking(NamedTuple):
 class ObjectStorage:
     """A bucket, or a folder of one."""
 
-    def __init__(self, store: ObjectStore, url: str, halt: Halt | None = None) -> None:
+    def __init__(self, store: ObjectStore, url: str, token: CancelToken | None = None) -> None:
         self._store = store
-        self._asking = Asking(url, halt)
+        self._asking = Requests(url, token)
 
     @property
     def url(self) -> str:
         return self._asking.url
 
-    def bounded(self, halt: Halt) -> ObjectStorage:
+    def bounded(self, token: CancelToken) -> ObjectStorage:
         """The same storage, whose requests end when the halt says so."""
-        return ObjectStorage(self._store, self.url, halt)
+        return ObjectStorage(self._store, self.url, token)
 
-    def write(self, name: str, source: Source, halt: Halt) -> None:
+    def write(self, name: str, source: Source, token: CancelToken) -> None:
         check_name(name)
-        storage = self.bounded(halt)
+        storage = self.bounded(token)
         mark, is_small = _new_mark(), source.size <= BLOCK_BYTES
-        data = b"".join(map(bytes, _blocks(name, source, halt))) if is_small else b""
+        data = b"".join(map(bytes, _blocks(name, source, token))) if is_small else b""
         # What was asked for and given up may yet be done, when nobody looks any more.
-        halt.check()
+        token.check()
         try:
             storage._create(name, data, mark)
         except CheckpointException as error:
@@ -103,9 +103,9 @@ class ObjectStorage:
                 storage._take_back(name, mark)
             raise
         if not is_small:
-            storage._upload(name, source, halt, mark)
+            storage._upload(name, source, token, mark)
 
-    def settle(self, names: Collection[str]) -> None:
+    def sync_names(self, names: Collection[str]) -> None:
         """Nothing is left to do: a name lasts as its bytes do."""
 
     def publish(self, name: str, data: bytes) -> None:
@@ -184,7 +184,7 @@ class ObjectStorage:
             return None
         return found.attributes.get(MARK)
 
-    def _upload(self, name: str, source: Source, halt: Halt, mark: str) -> None:
+    def _upload(self, name: str, source: Source, token: CancelToken, mark: str) -> None:
         """Replace the reservation of a name by the file, in parts.
 
         A part that reaches the store after its upload was aborted may stay there for ever, and an upload whose creation
@@ -200,7 +200,7 @@ class ObjectStorage:
         )
         last: Future[Any] | None = None
         try:
-            for block in _blocks(name, source, halt):
+            for block in _blocks(name, source, token):
                 last = self._asking.begin(partial(upload.write, block))
                 self._asking.answer(name, last, gives_up=False)
             last = self._asking.begin(upload.close)
@@ -220,7 +220,7 @@ class ObjectStorage:
                 await self._store.delete_async([name])
 
         with suppress(Exception):
-            CALLS.begin_cleanup(take_back).result(TAKING_BACK_S)
+            ASYNC_CALLS.begin_cleanup(take_back).result(TAKING_BACK_S)
 
     def _delete_each(self, paths: list[str]) -> None:
         for path in paths:
@@ -234,7 +234,7 @@ class ObjectStorage:
 class ObjectReader:
     """A file of an object store."""
 
-    def __init__(self, store: ObjectStore, asking: Asking, name: str, size: int) -> None:
+    def __init__(self, store: ObjectStore, asking: Requests, name: str, size: int) -> None:
         self._store = store
         self._asking = asking
         self._name = name
@@ -273,10 +273,10 @@ class ObjectReader:
         place[:] = data
 
 
-def _blocks(name: str, source: Source, halt: Halt) -> Iterator[memoryview]:
+def _blocks(name: str, source: Source, token: CancelToken) -> Iterator[memoryview]:
     """The bytes of a file, each block in memory of its own: a request may look there even when it was given up."""
     for offset in range(0, source.size, BLOCK_BYTES):
-        halt.check()
+        token.check()
         length = min(BLOCK_BYTES, source.size - offset)
         room = memoryview(bytearray(length))
         block = source.block(offset, room)

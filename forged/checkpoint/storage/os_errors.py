@@ -14,7 +14,7 @@ from typing import NamedTuple
 from forged.checkpoint.errors import CheckpointException, corrupted, storage_error
 
 
-class Meaning(NamedTuple):
+class ErrorMeaning(NamedTuple):
     """What a number stands for."""
 
     code: str
@@ -22,25 +22,25 @@ class Meaning(NamedTuple):
     retryable: bool = False
 
 
-_FULL = Meaning("checkpoint_disk_full", "make room, for example with `forgectl ckpt rm`")
-_DENIED = Meaning("checkpoint_storage_denied", "see whose the directory is, and who runs this")
-_OBSTRUCTED = Meaning("checkpoint_storage_obstructed", "move away what lies there")
-_SCARCE = Meaning("checkpoint_storage_busy", "raise the limit of open files (ulimit -n)", retryable=True)
-_PASSING = Meaning("checkpoint_storage_busy", "try again", retryable=True)
-_BROKEN = Meaning("checkpoint_storage_io", "see the kernel's log for what the disk says", retryable=True)
-_LARGE = Meaning("checkpoint_storage_limit", "use a file system that takes files of this size (and see ulimit -f)")
-_OTHER = Meaning("checkpoint_storage_failed", "see whether the file system is well")
+_FULL = ErrorMeaning("checkpoint_disk_full", "make room, for example with `forgectl ckpt rm`")
+_DENIED = ErrorMeaning("checkpoint_storage_denied", "see whose the directory is, and who runs this")
+_OBSTRUCTED = ErrorMeaning("checkpoint_storage_obstructed", "move away what lies there")
+_SCARCE = ErrorMeaning("checkpoint_storage_busy", "raise the limit of open files (ulimit -n)", retryable=True)
+_PASSING = ErrorMeaning("checkpoint_storage_busy", "try again", retryable=True)
+_BROKEN = ErrorMeaning("checkpoint_storage_io", "see the kernel's log for what the disk says", retryable=True)
+_LARGE = ErrorMeaning("checkpoint_storage_limit", "use a file system that takes files of this size (and see ulimit -f)")
+_OTHER = ErrorMeaning("checkpoint_storage_failed", "see whether the file system is well")
 
 MEANINGS = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
-    errno.EROFS: Meaning("checkpoint_storage_read_only", "mount it for writing, or use another directory"),
+    errno.EROFS: ErrorMeaning("checkpoint_storage_read_only", "mount it for writing, or use another directory"),
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
     errno.EIO: _BROKEN,
-    errno.ENAMETOOLONG: Meaning("checkpoint_name_long", "use a shorter name"),
-    errno.ENOENT: Meaning("checkpoint_file_missing", "see what there is with `forgectl ckpt ls`"),
-    errno.EEXIST: Meaning("checkpoint_exists", "choose another name"),
+    errno.ENAMETOOLONG: ErrorMeaning("checkpoint_name_long", "use a shorter name"),
+    errno.ENOENT: ErrorMeaning("checkpoint_file_missing", "see what there is with `forgectl ckpt ls`"),
+    errno.EEXIST: ErrorMeaning("checkpoint_exists", "choose another name"),
     errno.ENOTDIR: _OBSTRUCTED,
     errno.EISDIR: _OBSTRUCTED,
     errno.ELOOP: _OBSTRUCTED,
@@ -73,7 +73,7 @@ def translated(error: OSError, name: str, url: str) -> CheckpointException:
 
 
 @contextmanager
-def told_of(name: str, url: str) -> Iterator[None]:
+def errors_translated(name: str, url: str) -> Iterator[None]:
     """What the operating system refuses meanwhile concerns this file."""
     try:
         yield

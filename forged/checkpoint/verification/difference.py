@@ -20,7 +20,7 @@ from forged.checkpoint.format.dtypes import EXTENDED, dtype_of
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.fetching import fetch
 from forged.checkpoint.loading.read_plan import Index
-from forged.checkpoint.ports import Halt, Storage
+from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.thread_pool import run_all
 
 Array = np.ndarray[Any, Any]
@@ -85,13 +85,13 @@ class Side:
 
 
 def differences(
-    a: Side, b: Side, halt: Halt, wanted: Callable[[str], bool] = lambda name: True
+    a: Side, b: Side, token: CancelToken, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Difference]:
     """All tensors of both whose names are wanted: those of the first in its order, then those of the second alone."""
-    comparing = _Comparing(a, b, halt)
+    comparing = _Comparing(a, b, token)
     there, here = _numbers(b.manifest, wanted), _numbers(a.manifest, wanted)
     for (name, rank), number in here.items():
-        halt.check()
+        token.check()
         its = _described(a.manifest, number)
         if (name, rank) not in there:
             yield Difference(name, rank, Kind.ONLY_IN_A, its, None)
@@ -111,10 +111,10 @@ def differences(
 class _Comparing:
     """Two checkpoints that are being compared."""
 
-    def __init__(self, a: Side, b: Side, halt: Halt) -> None:
+    def __init__(self, a: Side, b: Side, token: CancelToken) -> None:
         self._a = a.storage, Index(a.manifest)
         self._b = b.storage, Index(b.manifest)
-        self._halt = halt
+        self._token = token
 
     def compare(self, tensor: int, other: int) -> Amount:
         """Two tensors of the same shape and type."""
@@ -132,11 +132,11 @@ class _Comparing:
         def compare(box: Box) -> None:
             tally.add(self._read(self._a, tensor, box), self._read(self._b, other, box))
 
-        run_all(compare, cells, self._halt)
+        run_all(compare, cells, self._token)
         return tally.amount()
 
     def _read(self, side: tuple[Storage, Index], tensor: int, box: Box) -> Array:
-        return fetch(*side, [tensor], self._halt, boxes={0: box}, threads=1).arrays[0].reshape(-1)
+        return fetch(*side, [tensor], self._token, boxes={0: box}, threads=1).arrays[0].reshape(-1)
 
 
 class _Tally:

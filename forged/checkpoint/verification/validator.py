@@ -33,7 +33,7 @@ from forged.checkpoint.loading.fetching import (
 )
 from forged.checkpoint.loading.read_plan import Index, PartLayout, blocks_of, plan
 from forged.checkpoint.model import check_timeout
-from forged.checkpoint.ports import Halt, Reader, Storage, bounded
+from forged.checkpoint.ports import CancelToken, Reader, Storage, bounded
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.thread_pool import THREADS, run_all
 from forged.errors import describe
@@ -135,7 +135,7 @@ class IntegrityChecker(Protocol):
         """What it checks."""
         ...
 
-    def check(self, manifest: Manifest, storage: Storage, halt: Halt) -> Iterable[Finding]:
+    def check(self, manifest: Manifest, storage: Storage, token: CancelToken) -> Iterable[Finding]:
         """What it finds."""
         ...
 
@@ -160,22 +160,22 @@ class CheckpointValidator:
         self._threads = threads
 
     def validate_checkpoint(
-        self, prefix: str, halt: Halt | None = None, *, deep: bool = True, progress: Progress | None = None
+        self, prefix: str, token: CancelToken | None = None, *, deep: bool = True, progress: Progress | None = None
     ) -> ValidationResult:
         """Check a checkpoint; with `deep`, every byte of it."""
-        halt = halt or Halt()
-        storage = bounded(self._storage, halt)
+        token = token or CancelToken()
+        storage = bounded(self._storage, token)
         try:
             manifest = read_manifest(storage, prefix)
         except CheckpointException as error:
-            halt.check()
+            token.check()
             if error.retryable or error.type is ExceptionType.VALIDATION_FAILED:
                 raise
             is_other = error.type is ExceptionType.INCOMPATIBLE_VERSION
             kind = error.type if is_other else ExceptionType.VALIDATION_FAILED
             found = Finding(error.message, error.code, file=prefix + SUFFIX, type=kind)
             return ValidationResult(prefix, (), (ValidationResult("manifest", (found,)),))
-        validation = _Validation(storage, manifest, halt)
+        validation = _Validation(storage, manifest, token)
         results = [ValidationResult("manifest", tuple(_of_manifest(manifest))), validation.files(deep=deep)]
         if deep:
             results.append(validation.chunks(progress, self._threads))
@@ -183,9 +183,9 @@ class CheckpointValidator:
         checked = sum(one.bytes_checked for one in results)
         return ValidationResult(prefix, (), tuple(results), checked, manifest)
 
-    def before_load(self, prefix: str, halt: Halt | None = None) -> ValidationResult:
+    def before_load(self, prefix: str, token: CancelToken | None = None) -> ValidationResult:
         """Check what a load does not verify anyhow: what is wrong with files is a warning, as it may be mended."""
-        result = self.validate_checkpoint(prefix, halt, deep=False)
+        result = self.validate_checkpoint(prefix, token, deep=False)
         own, others = result.sub_results[:2], result.sub_results[2:]
         return replace(result, sub_results=(*map(_warned, own), *others))
 
@@ -200,22 +200,22 @@ def _warned(result: ValidationResult) -> ValidationResult:
 class _Validation:
     """One check of one checkpoint."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, halt: Halt) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest, token: CancelToken) -> None:
         self._storage = storage
         self._manifest = manifest
-        self._halt = halt
+        self._token = token
 
     def files(self, *, deep: bool) -> ValidationResult:
         """Whether all files are there, of the right size, with the right header."""
         findings: list[Finding] = []
         for number, part in enumerate(self._manifest.parts):
-            self._halt.check()
+            self._token.check()
             findings += self._file(number, part, deep=deep)
         for file, size in self._manifest.extra_files.items():
-            self._halt.check()
+            self._token.check()
             findings += self._extra_file(file, size)
         # What was not read because it was to stop is no finding.
-        self._halt.check()
+        self._token.check()
         return ValidationResult(FILES, tuple(findings))
 
     def _file(self, number: int, part: Part, *, deep: bool) -> Iterator[Finding]:
@@ -244,7 +244,7 @@ class _Validation:
             plan(index, range(len(self._manifest.tensors.names)), {})
         except CheckpointException as error:
             return ValidationResult("chunks", (Finding(error.message, error.code),))
-        walk = _Walk(self._storage, index, self._halt, progress)
+        walk = _Walk(self._storage, index, self._token, progress)
         for number in range(len(self._manifest.parts)):
             walk.part(number, threads)
         return ValidationResult(
@@ -253,11 +253,11 @@ class _Validation:
 
     def by(self, checker: IntegrityChecker) -> ValidationResult:
         """What somebody else's checker says; that it fails is a finding, too."""
-        self._halt.check()
+        self._token.check()
         try:
-            return ValidationResult(checker.name, tuple(checker.check(self._manifest, self._storage, self._halt)))
+            return ValidationResult(checker.name, tuple(checker.check(self._manifest, self._storage, self._token)))
         except Exception as error:  # noqa: BLE001 - a checker is somebody else's code
-            self._halt.check()
+            self._token.check()
             return ValidationResult(
                 checker.name, (Finding(f"it has failed: {describe(error)}", "checkpoint_checker_failed"),)
             )
@@ -266,13 +266,13 @@ class _Validation:
 class _Walk:
     """Through all chunks of a checkpoint."""
 
-    def __init__(self, storage: Storage, index: Index, halt: Halt, progress: Progress | None) -> None:
+    def __init__(self, storage: Storage, index: Index, token: CancelToken, progress: Progress | None) -> None:
         self.found: list[tuple[int, int, Finding]] = []
         """What was found, with the numbers of the part and of the chunk."""
         self.done = 0
         self._storage = storage
         self._index = index
-        self._halt = halt
+        self._token = token
         self._progress = progress
         self._total = sum(part.size - part.data_offset for part in index.manifest.parts)
         self._lock = threading.Lock()
@@ -284,7 +284,7 @@ class _Walk:
         blocks = [*blocks_of(layout.memory_offsets, 0, layout.chunks)]
         try:
             with self._storage.open(layout.part.file) as reader:
-                run_all(partial(self._block, layout, reader), blocks, self._halt, threads if len(blocks) > 1 else 1)
+                run_all(partial(self._block, layout, reader), blocks, self._token, threads if len(blocks) > 1 else 1)
         except CheckpointException as error:
             if not is_storage_failure(error):
                 raise
@@ -316,7 +316,7 @@ class _Walk:
     def _one_by_one(self, layout: PartLayout, reader: Reader, first: int, chunks: list[memoryview]) -> None:
         """Find those that cannot be read."""
         for number, chunk in enumerate(chunks, first):
-            self._halt.check()
+            self._token.check()
             try:
                 reader.read_into(layout.file_offsets[number], chunk)
             except CheckpointException as error:
@@ -439,4 +439,4 @@ def verify(
 
     check_timeout(timeout)
     storage, prefix = storage_at(where)
-    return CheckpointValidator(storage).validate_checkpoint(prefix, Halt(timeout), progress=progress)
+    return CheckpointValidator(storage).validate_checkpoint(prefix, CancelToken(timeout), progress=progress)

@@ -22,7 +22,7 @@ from forged.checkpoint.format.dtypes import EXTENDED
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.fetching import bytes_of
 from forged.checkpoint.loading.lazy_view import CheckpointView, TensorInfo
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.cli.ckpt.interruptible import acting
 from forged.cli.ckpt.progress_bar import Bar
 from forged.cli.ckpt.show import shape_in_words
@@ -49,17 +49,17 @@ Array = np.ndarray[Any, Any]
 
 
 @acting
-def show_tensor(options: Options, halt: Halt) -> int:
+def show_tensor(options: Options, token: CancelToken) -> int:
     """Look at one."""
     _require_new(options)
-    storage, manifest = named(options.where, halt)
+    storage, manifest = named(options.where, token)
     if (options.tensor, options.rank) in (values := plain_values(manifest)) and options.out is None:
         value = sayable(values[options.tensor, options.rank])
         said = {"name": options.tensor, "rank": options.rank, "value": value}
         answer(options, said, lambda: print(tables.field("", value)))
         return EXIT_OK
     rank = _owner(manifest, options.tensor, options.rank)
-    with CheckpointView(storage, manifest, rank=rank or 0, halt=lambda: halt) as view:
+    with CheckpointView(storage, manifest, rank=rank or 0, token=lambda: token) as view:
         info = view.info(options.tensor)
         row = {
             "name": info.name,

@@ -10,7 +10,7 @@ from typing import Any
 
 from forged.checkpoint.export.conversion import Converted, How, convert
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.cli.ckpt.interruptible import acting
 from forged.cli.ckpt.progress_bar import Bar
 from forged.cli.forgectl import tables
@@ -20,7 +20,7 @@ from forged.cli.process import EXIT_OK
 
 
 @acting
-def convert_one(options: Options, halt: Halt) -> int:
+def convert_one(options: Options, token: CancelToken) -> int:
     """Make a target of a source."""
     started_at = time.monotonic()
     with Bar(options) as bar:
@@ -29,7 +29,7 @@ def convert_one(options: Options, halt: Halt) -> int:
             CompressionLevel(options.compression),
             tell=bar,
         )
-        converted = convert(options.source, options.target, how, halt)
+        converted = convert(options.source, options.target, how, token)
     took_s = time.monotonic() - started_at
     answer(options, _as_json(options, converted, took_s), lambda: _show(options, converted, took_s))
     return EXIT_OK

@@ -16,7 +16,7 @@ import numpy as np
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Manifest
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.verification.difference import Difference, Kind, Side, differences
 from forged.cli.ckpt.interruptible import acting
 from forged.cli.ckpt.progress_bar import Bar
@@ -45,14 +45,14 @@ Wanted = Callable[[str], bool]
 
 
 @acting
-def show_differences(options: Options, halt: Halt) -> int:
+def show_differences(options: Options, token: CancelToken) -> int:
     """Compare two."""
-    a, b = Side(*named(options.a, halt)), Side(*named(options.b, halt))
+    a, b = Side(*named(options.a, token)), Side(*named(options.b, token))
     wanted = _wanted(options.tensors, a.manifest, b.manifest)
     tensors: list[Row] = []
     with Bar(options) as bar:
         done, total = 0, sum(_bytes_of(side.manifest, wanted) for side in (a, b))
-        for one in differences(a, b, halt, wanted):
+        for one in differences(a, b, token, wanted):
             tensors.append(_tensor(one))
             if options.json:
                 print_json(tensors[-1])

@@ -16,20 +16,20 @@ from functools import wraps
 from types import FrameType
 from typing import NoReturn
 
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.cli.ckpt.errors import told
 from forged.cli.forgectl.parser import Act, Options
 from forged.cli.process import stop_remarking
 
 
-def acting(act: Callable[[Options, Halt], int]) -> Act:
+def acting(act: Callable[[Options, CancelToken], int]) -> Act:
     """The command that does this."""
 
     @wraps(act)
     def acted(options: Options) -> int:
-        halt = Halt(options.timeout)
-        with _forsaking(), _interruptible(halt), told():
-            return act(options, halt)
+        token = CancelToken(options.timeout)
+        with _forsaking(), _interruptible(token), told():
+            return act(options, token)
 
     return acted
 
@@ -47,12 +47,12 @@ def _forsaking() -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(halt: Halt) -> Iterator[None]:
+def _interruptible(token: CancelToken) -> Iterator[None]:
     """An interrupt stops other threads, too, which Python tells nothing of it."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         # In a thread of its own: the lock that it takes may be held by what was interrupted.
-        start_new_thread(halt.cancel, ())
+        start_new_thread(token.cancel, ())
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)

@@ -13,7 +13,7 @@ from typing import Any
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.model import is_prefix
-from forged.checkpoint.ports import Entry, Halt, Storage
+from forged.checkpoint.ports import CancelToken, Entry, Storage
 from forged.checkpoint.storage import listing
 from forged.cli.ckpt.interruptible import acting
 from forged.cli.ckpt.target import folder
@@ -30,11 +30,11 @@ Row = dict[str, Any]
 
 
 @acting
-def show_list(options: Options, halt: Halt) -> int:
+def show_list(options: Options, token: CancelToken) -> int:
     """All checkpoints of a folder, the newest last."""
-    storage = folder(options.where, halt)
+    storage = folder(options.where, token)
     checkpoints, broken = _checkpoints(storage)
-    unfinished = [leftover(prefix, entries) for prefix, entries in listing.unfinished(storage).items()]
+    unfinished = [leftover(prefix, entries) for prefix, entries in listing.unfinished_saves(storage).items()]
     half_deleted = [{"prefix": prefix} for prefix in listing.tombstones(storage)]
     whole = {
         "url": storage.url,

@@ -15,7 +15,7 @@ from typing import Any
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.model import is_prefix
-from forged.checkpoint.ports import Halt, Storage
+from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.storage import listing
 from forged.cli.ckpt.interruptible import acting
 from forged.cli.ckpt.ls import leftover, leftover_in_words
@@ -50,13 +50,13 @@ class _Doomed:
 
 
 @acting
-def remove(options: Options, halt: Halt) -> int:
+def remove(options: Options, token: CancelToken) -> int:
     """Remove what is named."""
     spared: Sequence[str] = ()
     if options.unfinished:
-        storage, doomed, spared = _leftovers(options.where, halt)
+        storage, doomed, spared = _leftovers(options.where, token)
     else:
-        storage, prefix = place(options.where, halt)
+        storage, prefix = place(options.where, token)
         doomed = [_checkpoint(storage, prefix)]
     if not _is_meant(options, doomed):
         print("nothing was deleted")
@@ -84,11 +84,11 @@ def _conclude(options: Options, storage: Storage, doomed: Sequence[_Doomed], spa
 
 def _checkpoint(storage: Storage, prefix: str) -> _Doomed:
     """A checkpoint, or what is left of one."""
-    if listing.is_there(storage, prefix):
+    if listing.checkpoint_exists(storage, prefix):
         return _whole(storage, prefix)
-    if listing.is_half_deleted(storage, prefix):
+    if listing.is_being_deleted(storage, prefix):
         return _half_deleted(storage, prefix)
-    entries = listing.remains(storage, prefix)
+    entries = listing.save_files(storage, prefix)
     if entries:
         said = leftover_in_words(leftover(prefix, entries), time.time())
         raise RequestRefused(
@@ -96,7 +96,7 @@ def _checkpoint(storage: Storage, prefix: str) -> _Doomed:
             f"{prefix} has no manifest ({said}): a save is under way there, or one came to nothing",
             "--unfinished deletes it all the same",
         )
-    raise listing.missing(storage, prefix)
+    raise listing.missing_checkpoint(storage, prefix)
 
 
 def _whole(storage: Storage, prefix: str) -> _Doomed:
@@ -105,7 +105,7 @@ def _whole(storage: Storage, prefix: str) -> _Doomed:
     except CheckpointException as error:
         if error.type not in UNREADABLE:
             raise
-        entries = listing.remains(storage, prefix)
+        entries = listing.save_files(storage, prefix)
         files, size, why = len(entries), sum(entry.size for entry in entries), ", whose manifest cannot be read"
     else:
         files, size, why = len(listing.files_of(manifest)), manifest.size_bytes, ""
@@ -115,20 +115,20 @@ def _whole(storage: Storage, prefix: str) -> _Doomed:
 
 
 def _half_deleted(storage: Storage, prefix: str) -> _Doomed:
-    entries = listing.remains(storage, prefix)
+    entries = listing.save_files(storage, prefix)
     return _Doomed(prefix, HALF_DELETED, len(entries), sum(entry.size for entry in entries), "")
 
 
-def _leftovers(where: str, halt: Halt) -> tuple[Storage, list[_Doomed], list[str]]:
+def _leftovers(where: str, token: CancelToken) -> tuple[Storage, list[_Doomed], list[str]]:
     """What is left of the save that is named, or else of all in the folder; and what is left alone there."""
-    found = _named(where, halt)
+    found = _named(where, token)
     if found is not None:
         return (*found, [])
-    storage, now = folder(where, halt), time.time()
+    storage, now = folder(where, token), time.time()
     tombstones = listing.tombstones(storage)
     doomed = [_half_deleted(storage, prefix) for prefix in filter(is_prefix, tombstones)]
     spared = [prefix for prefix in tombstones if not is_prefix(prefix)]
-    for prefix, entries in listing.unfinished(storage).items():
+    for prefix, entries in listing.unfinished_saves(storage).items():
         row = leftover(prefix, entries)
         if row["of_a_save"] and now - row["written_at"] > QUIET_S:
             doomed.append(_unfinished(storage, row, now))
@@ -137,21 +137,21 @@ def _leftovers(where: str, halt: Halt) -> tuple[Storage, list[_Doomed], list[str
     return storage, doomed, spared
 
 
-def _named(where: str, halt: Halt) -> tuple[Storage, list[_Doomed]] | None:
+def _named(where: str, token: CancelToken) -> tuple[Storage, list[_Doomed]] | None:
     """What is left of the one that is named; None where the name is not that of one."""
     try:
-        storage, prefix = place(where, halt)
+        storage, prefix = place(where, token)
     except CheckpointException as error:
         if error.type is not ExceptionType.VALIDATION_FAILED:
             raise
         return None
-    if listing.is_there(storage, prefix):
+    if listing.checkpoint_exists(storage, prefix):
         raise RequestRefused(
             "checkpoint_finished", f"{prefix} in {storage.url} is a checkpoint", "without --unfinished it is deleted"
         )
-    if listing.is_half_deleted(storage, prefix):
+    if listing.is_being_deleted(storage, prefix):
         return storage, [_half_deleted(storage, prefix)]
-    entries = listing.remains(storage, prefix)
+    entries = listing.save_files(storage, prefix)
     return (storage, [_unfinished(storage, leftover(prefix, entries), time.time())]) if entries else None
 
 
@@ -179,7 +179,7 @@ def _is_meant(options: Options, doomed: Sequence[_Doomed]) -> bool:
 
 def _remove(storage: Storage, one: _Doomed) -> None:
     if one.what == UNFINISHED:
-        listing.clear(storage, one.prefix)
+        listing.delete_unfinished(storage, one.prefix)
     else:
         listing.delete(storage, one.prefix)
 

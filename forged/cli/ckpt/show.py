@@ -16,7 +16,7 @@ import numpy as np
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Manifest
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.cli.ckpt.interruptible import acting
 from forged.cli.ckpt.ls import about
 from forged.cli.ckpt.target import named
@@ -36,9 +36,9 @@ Row = dict[str, Any]
 
 
 @acting
-def show_one(options: Options, halt: Halt) -> int:
+def show_one(options: Options, token: CancelToken) -> int:
     """What it is, and what is in it."""
-    storage, manifest = named(options.where, halt)
+    storage, manifest = named(options.where, token)
     tensors = chosen(_tensors(manifest), options.tensors, manifest.prefix)
     whole = about(manifest) | {
         "url": storage.url,

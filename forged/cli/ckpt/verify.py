@@ -11,7 +11,7 @@ from typing import Any
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import SUFFIX
-from forged.checkpoint.ports import Halt, Storage
+from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.verification.validator import FINDINGS_MAX, CheckpointValidator, Finding, ValidationResult
 from forged.cli.ckpt.interruptible import acting
@@ -26,12 +26,12 @@ MISSING = "checkpoint_missing"
 
 
 @acting
-def verify(options: Options, halt: Halt) -> int:
+def verify(options: Options, token: CancelToken) -> int:
     """Check one checkpoint, or all of a folder."""
     if not options.all:
-        return EXIT_OK if _verify(options, *place(options.where, halt), halt) else EXIT_FAILED
-    storage = folder(options.where, halt)
-    verdicts = [_verify(options, storage, prefix, halt) for prefix in _those_in(storage)]
+        return EXIT_OK if _verify(options, *place(options.where, token), token) else EXIT_FAILED
+    storage = folder(options.where, token)
+    verdicts = [_verify(options, storage, prefix, token) for prefix in _those_in(storage)]
     return EXIT_OK if all(verdicts) else EXIT_FAILED
 
 
@@ -47,21 +47,21 @@ def _those_in(storage: Storage) -> list[str]:
     return found
 
 
-def _verify(options: Options, storage: Storage, prefix: str, halt: Halt) -> bool:
+def _verify(options: Options, storage: Storage, prefix: str, token: CancelToken) -> bool:
     """Check a checkpoint and tell what was found."""
     started_at = time.monotonic()
     with Bar(options, prefix) as bar:
-        result = _validated(storage, prefix, halt, bar)
+        result = _validated(storage, prefix, token, bar)
     took_s = time.monotonic() - started_at
     if any(finding.code == MISSING for finding in result.errors):
-        raise listing.missing(storage, prefix)
+        raise listing.missing_checkpoint(storage, prefix)
     answer(options, _as_json(result, took_s), lambda: _show(result, took_s))
     return result.is_valid
 
 
-def _validated(storage: Storage, prefix: str, halt: Halt, bar: Bar) -> ValidationResult:
+def _validated(storage: Storage, prefix: str, token: CancelToken, bar: Bar) -> ValidationResult:
     try:
-        return CheckpointValidator(storage).validate_checkpoint(prefix, halt, progress=bar)
+        return CheckpointValidator(storage).validate_checkpoint(prefix, token, progress=bar)
     except CheckpointException as error:
         if error.retryable or error.type is not ExceptionType.VALIDATION_FAILED:
             raise

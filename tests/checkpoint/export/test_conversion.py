@@ -19,14 +19,14 @@ from forged.checkpoint.export.conversion import How, convert
 from forged.checkpoint.format.manifest import SUFFIX, Manifest
 from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, ShardedArray
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.checkpoint.storage.locations import storage_at
-from tests.checkpoint.faulty import broken
+from tests.checkpoint.faulty_storage import broken
+from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.plain_writer import write_checkpoint
 from tests.checkpoint.sameness import require_same
-from tests.checkpoint.shelves import MemoryStorage
-from tests.checkpoint.writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 ROWS = 900
@@ -234,7 +234,7 @@ def test_what_is_not_durable_is_taken_back(target: str, tmp_path: Path, monkeypa
     def fail(self: LocalStorage, names: Collection[str]) -> None:
         raise broken()
 
-    monkeypatch.setattr(LocalStorage, "settle", fail)
+    monkeypatch.setattr(LocalStorage, "sync_names", fail)
     assert error_of(lambda: convert(tmp_path / "from", tmp_path / target)).code == "broken"
     assert files_in(tmp_path) == before
 
@@ -282,9 +282,9 @@ def test_a_healthy_copy_is_taken_and_told(tmp_path: Path) -> None:
 def test_a_halt_stops_it_and_leaves_nothing(target: str, tmp_path: Path) -> None:
     saved(tmp_path)
     before = files_in(tmp_path)
-    halt = Halt()
-    how = How(CheckpointFormat.CONSOLIDATED, tell=lambda done, total: halt.cancel())
-    error = error_of(lambda: convert(tmp_path / "from", tmp_path / target, how, halt))
+    token = CancelToken()
+    how = How(CheckpointFormat.CONSOLIDATED, tell=lambda done, total: token.cancel())
+    error = error_of(lambda: convert(tmp_path / "from", tmp_path / target, how, token))
     assert error.code == "checkpoint_cancelled"
     assert files_in(tmp_path) == before
 
@@ -292,29 +292,29 @@ def test_a_halt_stops_it_and_leaves_nothing(target: str, tmp_path: Path) -> None
 class Heeding(MemoryStorage):
     """A storage that does nothing any more when the halt says so."""
 
-    halt = Halt()
+    token = CancelToken()
 
-    def bounded(self, halt: Halt) -> Heeding:
+    def bounded(self, token: CancelToken) -> Heeding:
         other = copy(self)
-        other.halt = halt
+        other.token = token
         return other
 
     def delete(self, names: Collection[str]) -> None:
-        self.halt.check()
+        self.token.check()
         super().delete(names)
 
 
 def test_what_was_written_is_deleted_although_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
-    target, halt = Heeding(), Halt()
+    target, token = Heeding(), CancelToken()
 
     def tell(done: int, total: int) -> None:
         if target.files:
-            halt.cancel()
+            token.cancel()
 
     monkeypatch.setattr(conversion, "storage_at", lambda where: (target, "b") if where == "to" else storage_at(where))
     how = How(CheckpointFormat.CONSOLIDATED, file_bytes_max=1, tell=tell)
-    assert error_of(lambda: convert(tmp_path / "from", "to", how, halt)).code == "checkpoint_cancelled"
+    assert error_of(lambda: convert(tmp_path / "from", "to", how, token)).code == "checkpoint_cancelled"
     assert target.files == {}
 
 

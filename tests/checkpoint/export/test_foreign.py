@@ -13,8 +13,8 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.export.foreign import opened_index, opened_safetensors, tree_of
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.tree import DEPTH_MAX, flatten, unflatten
-from forged.checkpoint.ports import Halt
-from tests.checkpoint.shelves import MemoryStorage
+from forged.checkpoint.ports import CancelToken
+from tests.checkpoint.memory_storage import MemoryStorage
 
 
 def built(names: list[str]) -> Any:
@@ -96,7 +96,7 @@ def storage_of(index: Any, **files: dict[str, np.ndarray[Any, Any]]) -> MemorySt
 
 
 def opened(storage: MemoryStorage) -> list[str]:
-    with opened_index(storage, "hf/model.safetensors.index.json", Halt()) as foreign:
+    with opened_index(storage, "hf/model.safetensors.index.json", CancelToken()) as foreign:
         return foreign.tensors.names
 
 
@@ -105,7 +105,7 @@ A, B = np.zeros(3), np.ones(4)
 
 def test_all_arrays_of_all_files_are_there() -> None:
     storage = storage_of({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}, a={"x": A}, b={"y": B})
-    with opened_index(storage, "hf/model.safetensors.index.json", Halt()) as foreign:
+    with opened_index(storage, "hf/model.safetensors.index.json", CancelToken()) as foreign:
         assert foreign.tensors.names == ["model/x", "model/y"]
         all_of_it, part = np.zeros(4), np.zeros(2)
         foreign.fetch([1, 1], {1: Box((1,), (2,))}, {0: all_of_it, 1: part})
@@ -149,5 +149,5 @@ def test_two_files_that_have_one_array_are_refused() -> None:
 def test_a_name_that_no_manifest_takes_is_refused() -> None:
     storage = MemoryStorage()
     storage.publish("x.safetensors", safetensors.numpy.save({"x" * 2000: A}))
-    with pytest.raises(CheckpointException), opened_safetensors(storage, "x.safetensors", Halt()):
+    with pytest.raises(CheckpointException), opened_safetensors(storage, "x.safetensors", CancelToken()):
         pass

@@ -16,10 +16,10 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.export import npz
 from forged.checkpoint.export.npz import Archive, opened_npz
 from forged.checkpoint.format.dtypes import dtype_of
-from forged.checkpoint.ports import Halt
-from forged.checkpoint.saving.assembly import Saved
-from tests.checkpoint.shelves import MemoryStorage
-from tests.checkpoint.writer import write_checkpoint
+from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.saving.assembly import SavedTensors
+from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.plain_writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +28,9 @@ def archive_of(*arrays: Array) -> Archive:
     """An archive of a checkpoint's arrays, called 0, 1 and so on."""
     storage = MemoryStorage()
     manifest = write_checkpoint(storage, "a", [list(arrays)])
-    return Archive(Saved(storage, manifest, Halt()), [str(number) for number in range(len(arrays))], Halt())
+    return Archive(
+        SavedTensors(storage, manifest, CancelToken()), [str(number) for number in range(len(arrays))], CancelToken()
+    )
 
 
 def bytes_of(archive: Archive, room_bytes: int = 1 << 23) -> bytes:
@@ -43,7 +45,7 @@ def read(data: bytes) -> dict[str, Array]:
     """All arrays of an archive."""
     storage = MemoryStorage()
     storage.publish("x.npz", data)
-    with opened_npz(storage, "x.npz", Halt()) as foreign:
+    with opened_npz(storage, "x.npz", CancelToken()) as foreign:
         tensors = foreign.tensors
         rooms = {
             number: np.empty(shape, dtype_of(dtype))
@@ -181,7 +183,7 @@ def test_what_swells_takes_no_memory() -> None:
     storage.publish("x.npz", data)
     tracemalloc.start()
     try:
-        with opened_npz(storage, "x.npz", Halt()):
+        with opened_npz(storage, "x.npz", CancelToken()):
             assert tracemalloc.get_traced_memory()[1] < 40 << 20
     finally:
         tracemalloc.stop()

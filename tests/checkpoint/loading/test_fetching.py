@@ -16,10 +16,10 @@ from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.fetching import BufferPool, bytes_of, fetch
 from forged.checkpoint.loading.read_plan import READ_BYTES_MAX, Index
 from forged.checkpoint.model import CompressionLevel
-from forged.checkpoint.ports import Halt, Reader
+from forged.checkpoint.ports import CancelToken, Reader
 from tests.checkpoint.layouts import DTYPES, array_of, bits, small_chunks
-from tests.checkpoint.shelves import MemoryReader, MemoryStorage
-from tests.checkpoint.writer import write_checkpoint
+from tests.checkpoint.memory_storage import MemoryReader, MemoryStorage
+from tests.checkpoint.plain_writer import write_checkpoint
 
 
 class WatchedStorage(MemoryStorage):
@@ -44,7 +44,7 @@ class WatchedStorage(MemoryStorage):
 
 
 def fetch_all(storage: MemoryStorage, manifest: Manifest, **how: Any) -> list[Any]:
-    return fetch(storage, Index(manifest), range(len(manifest.tensors.names)), Halt(), **how).arrays
+    return fetch(storage, Index(manifest), range(len(manifest.tensors.names)), CancelToken(), **how).arrays
 
 
 class TestReads:
@@ -85,7 +85,7 @@ class TestReads:
     def test_the_bytes_that_were_read_are_counted(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(300_000), "s": np.arange(3)}])
-        fetched = fetch(storage, Index(manifest), [0], Halt())
+        fetched = fetch(storage, Index(manifest), [0], CancelToken())
         assert fetched.bytes_read == fetched.bytes_needed == storage.bytes_read == 2_400_000
 
 
@@ -162,7 +162,7 @@ class TestFailure:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [[np.full(4, number) for number in range(3)]])
         storage.damage(manifest.parts[0].file, manifest.parts[0].data_offset + 33)
-        fetched = fetch(storage, Index(manifest), [0, 2], Halt())
+        fetched = fetch(storage, Index(manifest), [0, 2], CancelToken())
         assert [array.tolist() for array in fetched.arrays] == [[0] * 4, [2] * 4]
         assert fetched.bytes_read == 96
 
@@ -205,6 +205,6 @@ def test_partial_and_whole_chunks_of_one_file_are_read_together() -> None:
         index = Index(manifest)
         for first in range(0, 60, 7):
             box = index.layout(0).piece_box(0)._replace(offset=(first, 0), shape=(31, 10))
-            fetched = fetch(storage, index, [0, 1], Halt(), boxes={0: box})
+            fetched = fetch(storage, index, [0, 1], CancelToken(), boxes={0: box})
             assert bits(fetched.arrays[0]) == bits(full[first : first + 31])
             assert fetched.arrays[1].tolist() == [0, 1, 2]

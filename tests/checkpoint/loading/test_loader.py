@@ -26,11 +26,11 @@ from forged.checkpoint.model import (
     SaveOptions,
     ShardedArray,
 )
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.storage import listing
 from tests.checkpoint.layouts import DTYPES, SHAPES, array_of, bits, part_of, partitions, small_chunks, strided
-from tests.checkpoint.shelves import MemoryStorage
-from tests.checkpoint.writer import write_checkpoint
+from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.plain_writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 THOROUGH = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -526,10 +526,10 @@ class TestFailure:
     def test_a_halt_stops_the_load(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(100_000)}])
-        halt = Halt()
-        halt.cancel()
+        token = CancelToken()
+        token.cancel()
         with pytest.raises(CheckpointException) as caught:
-            load_state(storage, manifest, halt=halt)
+            load_state(storage, manifest, token=token)
         assert caught.value.code == "checkpoint_cancelled"
 
     def test_a_rank_outside_the_world_is_refused(self) -> None:

@@ -17,12 +17,12 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.boxes import CHUNK_BYTES_MIN, Box, chunks, grid_of, whole
 from forged.checkpoint.format.manifest import Manifest, Tensors
 from forged.checkpoint.model import CompressionLevel, ShardedArray
-from forged.checkpoint.ports import Halt
-from forged.checkpoint.saving.assembly import Assembly, Saved
-from forged.checkpoint.saving.image import Layout, lay_out
+from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.saving.assembly import Assembly, SavedTensors
+from forged.checkpoint.saving.image import Layout, layout_of
 from forged.checkpoint.saving.plan import Share
-from tests.checkpoint.shelves import MemoryStorage
-from tests.checkpoint.writer import write_checkpoint
+from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.plain_writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 DTYPES = [
@@ -51,8 +51,8 @@ def assembly_of(
 ) -> tuple[Assembly, Share, Layout]:
     """All tensors of a checkpoint, one behind the other."""
     share = share or Share(list(range(len(manifest.tensors.names))), {})
-    layout = lay_out(manifest.tensors, share, {})
-    return Assembly(layout, share, Saved(storage, manifest, Halt())), share, layout
+    layout = layout_of(manifest.tensors, share, {})
+    return Assembly(layout, share, SavedTensors(storage, manifest, CancelToken())), share, layout
 
 
 def made(assembly: Assembly, room_bytes: int, order: Sequence[int] | None = None) -> bytes:
@@ -217,7 +217,7 @@ class Stubborn:
 
 def test_who_waits_for_a_chunk_that_cannot_be_had_is_told_and_may_ask_again() -> None:
     tensors = Tensors(["w"], ["uint8"], [(CHUNK_BYTES_MIN,)])
-    layout = lay_out(tensors, share := Share([0], {}), {})
+    layout = layout_of(tensors, share := Share([0], {}), {})
     waits = threading.Event()
     origin = Stubborn(tensors, waits)
     assembly = Assembly(layout, share, origin)
@@ -263,7 +263,7 @@ def test_a_block_that_could_not_be_made_is_made_when_it_is_asked_for_again() -> 
     tensors = Tensors(["w"], ["uint8"], [(100,)])
     waits = threading.Event()
     waits.set()
-    assembly = Assembly(lay_out(tensors, share := Share([0], {}), {}), share, Stubborn(tensors, waits))
+    assembly = Assembly(layout_of(tensors, share := Share([0], {}), {}), share, Stubborn(tensors, waits))
     with pytest.raises(CheckpointException):
         assembly.chunk(0, 0, 100)
     assert bytes(assembly.chunk(0, 0, 100).data) == bytes([7]) * 100

@@ -18,7 +18,7 @@ import pytest
 
 from forged.checkpoint import coordinators
 from forged.checkpoint.checkpoint import DistributedCheckpoint
-from forged.checkpoint.coordinators import Undecided
+from forged.checkpoint.coordinators import OutcomeUnknown
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import SUFFIX
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, LoadOptions, SaveOptions, ShardedArray, WhenBusy
@@ -30,10 +30,10 @@ from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.local import LocalStorage
 from forged.elastic.model import WorkerId
 from forged.retry import RetryPolicy
-from tests.checkpoint.faulty import Faulty, at, broken, on
-from tests.checkpoint.group import Member, Trouble, fail, group, hang
+from tests.checkpoint.faulty_storage import FaultyStorage, at, broken, on
+from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.unreliable_ranks import Trouble, UnreliableRank, fail, group, hang
 
 ONCE = RetryPolicy(attempts=1)
 PATIENCE_S = 30.0
@@ -42,8 +42,8 @@ PATIENCE_S = 30.0
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for much longer than the operation may take."""
-    monkeypatch.setattr(coordinators, "STUCK_S", 0.2)
-    monkeypatch.setattr(background, "VERDICT_S", 0.5)
+    monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.2)
+    monkeypatch.setattr(background, "OUTCOME_GRACE_S", 0.5)
     monkeypatch.setattr(receipts, "POLL_MAX_S", 0.05)
 
 
@@ -70,7 +70,7 @@ def checkpoint(storage: Storage, coordinator: Any = None, **settings: Any) -> Di
 async def held(*names: str) -> AsyncIterator[tuple[MemoryStorage, Gate, DistributedCheckpoint]]:
     """One process whose storage waits at some operations; all goes on when the block ends."""
     storage, gate = MemoryStorage(), Gate(*names)
-    one = checkpoint(Faulty(storage, gate))
+    one = checkpoint(FaultyStorage(storage, gate))
     try:
         yield storage, gate, one
     finally:
@@ -127,18 +127,18 @@ async def test_durable_comes_before_committed() -> None:
         await handle.durable()
         await reached(gate)
         assert (handle.is_durable, handle.is_committed) == (True, False)
-        assert not listing.is_there(storage, "a")
+        assert not listing.checkpoint_exists(storage, "a")
 
 
 async def test_saves_are_written_one_after_the_other_in_their_order() -> None:
     storage = MemoryStorage()
-    watched, published = Faulty(storage), list[str]()
+    watched, published = FaultyStorage(storage), list[str]()
 
     def watching(number: int, what: str, done: bool) -> None:
         if what == "publish" and done:
             published.extend(prefix for prefix in listing.prefixes(storage) if prefix not in published)
 
-    one = checkpoint(Faulty(watched, watching))
+    one = checkpoint(FaultyStorage(watched, watching))
     for number in range(6):
         await one.save_async(state(number), options=named(f"c{9 - number}"))
     await one.close()
@@ -241,7 +241,7 @@ async def test_every_format_can_be_saved_in_the_background(layout: CheckpointFor
 
 async def test_a_failure_is_raised_at_the_next_call_and_only_once() -> None:
     storage = MemoryStorage()
-    faulty = Faulty(storage, on("write"))
+    faulty = FaultyStorage(storage, on("write"))
     one = checkpoint(faulty)
     await one.save_async(state(1), options=named("a"))
     await asyncio.to_thread(one._background.close)  # type: ignore[union-attr]
@@ -268,7 +268,7 @@ CALLS: dict[str, Callable[[DistributedCheckpoint], Awaitable[Any]]] = {
 @pytest.mark.parametrize("call", CALLS)
 async def test_whatever_call_is_next_raises_it(call: str) -> None:
     storage = MemoryStorage()
-    faulty = Faulty(storage)
+    faulty = FaultyStorage(storage)
     one = checkpoint(faulty)
     await one.save(state(0), options=named("before"))
     faulty._fault = on("write")
@@ -283,7 +283,7 @@ async def test_whatever_call_is_next_raises_it(call: str) -> None:
 
 async def test_who_has_asked_for_the_save_itself_was_told() -> None:
     storage = MemoryStorage()
-    one = checkpoint(Faulty(storage, on("write")))
+    one = checkpoint(FaultyStorage(storage, on("write")))
     handle = await one.save_async(state(1), options=named("a"))
     for ask in (handle.committed, handle.durable, handle.committed):
         with pytest.raises(CheckpointException, match="broken"):
@@ -303,7 +303,7 @@ async def test_close_tells_of_all_that_failed() -> None:
         gate(number, what, done)
         on("write")(number, what, done)
 
-    one = checkpoint(Faulty(storage, fault))
+    one = checkpoint(FaultyStorage(storage, fault))
     for prefix in ("a", "b"):
         await one.save_async(state(1), options=named(prefix))
     gate.open.set()
@@ -316,7 +316,7 @@ async def test_close_tells_of_all_that_failed() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("foreign"), MemoryError(), KeyboardInterrupt(), OSError(5, "io")])
 async def test_foreign_errors_arrive_as_errors_of_this_checkpoint(error: BaseException) -> None:
-    one = checkpoint(Faulty(MemoryStorage(), on("write", error=lambda: error)))
+    one = checkpoint(FaultyStorage(MemoryStorage(), on("write", error=lambda: error)))
     handle = await one.save_async(state(1), options=named("a"))
     with pytest.raises(CheckpointException) as caught:
         await handle.committed()
@@ -325,11 +325,11 @@ async def test_foreign_errors_arrive_as_errors_of_this_checkpoint(error: BaseExc
     await one.close()
 
 
-@pytest.mark.parametrize("names", [("write",), ("settle",), ("publish",)])
+@pytest.mark.parametrize("names", [("write",), ("sync_names",), ("publish",)])
 @pytest.mark.parametrize("after", [False, True])
 async def test_a_save_that_fails_leaves_nothing(names: tuple[str, ...], after: bool) -> None:
     storage = MemoryStorage()
-    one = checkpoint(Faulty(storage, on(*names, after=after)))
+    one = checkpoint(FaultyStorage(storage, on(*names, after=after)))
     handle = await one.save_async(state(1), options=named("a"))
     with pytest.raises(CheckpointException):
         await handle.committed()
@@ -344,9 +344,9 @@ async def test_a_manifest_that_cannot_be_taken_back_leaves_what_it_names() -> No
         if what in {"publish", "delete"} and done == (what == "publish"):
             raise broken()
 
-    one = checkpoint(Faulty(storage, fault))
+    one = checkpoint(FaultyStorage(storage, fault))
     handle = await one.save_async(state(1), options=named("a"))
-    with pytest.raises(Undecided):
+    with pytest.raises(OutcomeUnknown):
         await handle.committed()
     await one.close()
     assert same(state_of(storage, "a"), {"model": state(1)})
@@ -354,7 +354,7 @@ async def test_a_manifest_that_cannot_be_taken_back_leaves_what_it_names() -> No
 
 async def test_the_place_of_a_save_that_failed_is_free() -> None:
     storage = MemoryStorage()
-    faulty = Faulty(storage)
+    faulty = FaultyStorage(storage)
     one = checkpoint(faulty)
     for number in range(5):
         faulty._fault = on("write")
@@ -421,7 +421,7 @@ async def test_time_runs_out_for_a_save_that_waits_for_the_one_before_it() -> No
         await one.save_async(state(1), options=named("a"))
         await reached(gate)
         second = await one.save_async(state(2), options=named("b"))
-        second.halt.hurry(0.01)
+        second.token.shorten(0.01)
         with pytest.raises(CheckpointException) as caught:
             await second.committed()
         assert caught.value.type is ExceptionType.TIMEOUT
@@ -477,7 +477,7 @@ async def in_group(
     storages: Callable[[int], Storage],
     troubles: dict[int, dict[int, Trouble]] | None = None,
 ) -> list[Any]:
-    async def member(one: Member) -> Any:
+    async def member(one: UnreliableRank) -> Any:
         mine = checkpoint(storages(one.rank), one)
         try:
             return await act(mine, one.rank)
@@ -512,10 +512,10 @@ async def test_ranks_save_in_the_background_without_meeting_again(size: int) -> 
 
 
 @pytest.mark.parametrize("faulty", [0, 1, 3])
-@pytest.mark.parametrize("names", [("write",), ("settle",)])
+@pytest.mark.parametrize("names", [("write",), ("sync_names",)])
 async def test_what_fails_at_one_rank_is_raised_at_all_at_their_next_call(faulty: int, names: tuple[str, ...]) -> None:
     storage = MemoryStorage()
-    storages = {rank: Faulty(storage, on(*names) if rank == faulty else on()) for rank in range(4)}
+    storages = {rank: FaultyStorage(storage, on(*names) if rank == faulty else on()) for rank in range(4)}
 
     async def act(one: DistributedCheckpoint, rank: int) -> list[Any]:
         first = await told(await one.save_async(part_of(rank, 4, 1), options=named("a")))
@@ -526,7 +526,7 @@ async def test_what_fails_at_one_rank_is_raised_at_all_at_their_next_call(faulty
     outcomes = await in_group(4, act, storages.__getitem__)
     for first, second, third in outcomes:
         assert isinstance(first, CheckpointException)
-        assert not isinstance(first, Undecided)
+        assert not isinstance(first, OutcomeUnknown)
         assert (first.code, first.checkpoint_path) == ("broken", "a")
         assert isinstance(second, str | CheckpointException)
         assert third == "c"
@@ -535,7 +535,7 @@ async def test_what_fails_at_one_rank_is_raised_at_all_at_their_next_call(faulty
 
 async def test_nobody_asks_and_all_ranks_raise_it_at_their_next_call() -> None:
     storage = MemoryStorage()
-    storages = {rank: Faulty(storage, on("write") if rank == 1 else on()) for rank in range(3)}
+    storages = {rank: FaultyStorage(storage, on("write") if rank == 1 else on()) for rank in range(3)}
 
     async def act(one: DistributedCheckpoint, rank: int) -> Any:
         handle = await one.save_async(part_of(rank, 3, 1), options=named("a"))
@@ -553,7 +553,7 @@ async def test_nobody_asks_and_all_ranks_raise_it_at_their_next_call() -> None:
 
 async def test_a_rank_whose_places_are_taken_refuses_for_all() -> None:
     storage, gate = MemoryStorage(), Gate("write")
-    storages: dict[int, Storage] = {0: storage, 1: Faulty(storage, gate)}
+    storages: dict[int, Storage] = {0: storage, 1: FaultyStorage(storage, gate)}
 
     async def act(one: DistributedCheckpoint, rank: int) -> Any:
         handles = [await one.save_async(part_of(rank, 2, n), options=named(f"c{n}")) for n in range(2)]
@@ -591,7 +591,7 @@ async def test_a_rank_that_dies_while_writing_is_not_waited_for_for_ever(faulty:
     """It leaves neither a receipt nor a verdict."""
     storage, gate = MemoryStorage(), Gate("write")
     storages: dict[int, Storage] = dict.fromkeys(range(3), storage)
-    storages[faulty] = Faulty(storage, gate)
+    storages[faulty] = FaultyStorage(storage, gate)
 
     async def act(one: DistributedCheckpoint, rank: int) -> Any:
         handle = await one.save_async(part_of(rank, 3, 1), options=named("a", timeout=1.0))
@@ -605,8 +605,8 @@ async def test_a_rank_that_dies_while_writing_is_not_waited_for_for_ever(faulty:
     outcomes = await in_group(3, act, storages.__getitem__)
     outcomes.pop(faulty)
     assert all(isinstance(one, CheckpointException) and one.type is ExceptionType.TIMEOUT for one in outcomes)
-    assert not listing.is_there(storage, "a")
-    listing.clear(storage, "a")
+    assert not listing.checkpoint_exists(storage, "a")
+    listing.delete_unfinished(storage, "a")
     assert storage.files == {}
 
 
@@ -620,8 +620,8 @@ async def test_a_rank_that_is_lost_while_all_stage_is_noticed(call: int) -> None
     for trouble in (hang, fail(ConnectionResetError())):
         outcomes = await in_group(3, act, lambda rank: storage, {1: {call: trouble}})
         assert all(isinstance(one, CheckpointException) for one in outcomes), outcomes
-        assert not listing.is_there(storage, "a")
-        listing.clear(storage, "a")
+        assert not listing.checkpoint_exists(storage, "a")
+        listing.delete_unfinished(storage, "a")
 
 
 def workers(*names: str) -> SimpleNamespace:
@@ -635,9 +635,9 @@ async def test_a_rank_that_is_known_to_be_gone_is_not_waited_for_as_long_as_the_
 ) -> None:
     monkeypatch.setattr(receipts, "GONE_S", 0.1)
     storage, gate = MemoryStorage(), Gate("write")
-    storages: dict[int, Storage] = {0: storage, 1: Faulty(storage, gate), 2: storage}
+    storages: dict[int, Storage] = {0: storage, 1: FaultyStorage(storage, gate), 2: storage}
 
-    async def member(one: Member) -> Any:
+    async def member(one: UnreliableRank) -> Any:
         worker: Any = one
         worker.current_topology = workers(*"abc")
         mine = checkpoint(storages[one.rank], worker)
@@ -660,14 +660,14 @@ async def test_a_rank_that_is_known_to_be_gone_is_not_waited_for_as_long_as_the_
         )
         assert outcome.message.startswith("rank 1 (b@host:1) is gone")
         assert outcome.ranks == (1,)
-    assert not listing.is_there(storage, "a")
+    assert not listing.checkpoint_exists(storage, "a")
 
 
 async def test_ranks_that_join_meanwhile_take_no_time_from_those_that_save() -> None:
     storage, gate = MemoryStorage(), Gate("write")
-    storages: dict[int, Storage] = {0: storage, 1: Faulty(storage, gate)}
+    storages: dict[int, Storage] = {0: storage, 1: FaultyStorage(storage, gate)}
 
-    async def member(one: Member) -> Any:
+    async def member(one: UnreliableRank) -> Any:
         worker: Any = one
         worker.current_topology = workers(*"ab")
         mine = checkpoint(storages[one.rank], worker)
@@ -682,7 +682,7 @@ async def test_ranks_that_join_meanwhile_take_no_time_from_those_that_save() -> 
 async def test_another_save_of_that_name_is_not_taken_for_this_one() -> None:
     """It is published while this one is being written, and this one has come to nothing."""
     storage, gate = MemoryStorage(), Gate("write")
-    storages: dict[int, Storage] = {0: Faulty(storage, gate), 1: storage}
+    storages: dict[int, Storage] = {0: FaultyStorage(storage, gate), 1: storage}
 
     async def act(one: DistributedCheckpoint, rank: int) -> Any:
         handle = await one.save_async(part_of(rank, 2, 1), options=named("a"))
@@ -703,14 +703,14 @@ async def test_a_root_that_cannot_say_what_became_of_it_has_nobody_delete_anythi
     storage = MemoryStorage()
 
     def fault(number: int, what: str, done: bool) -> None:
-        if what == "delete" or (what == "publish" and done and listing.is_there(storage, "a")):
+        if what == "delete" or (what == "publish" and done and listing.checkpoint_exists(storage, "a")):
             raise broken()
 
     async def act(one: DistributedCheckpoint, rank: int) -> Any:
         return await told(await one.save_async(part_of(rank, 3, 1), options=named("a", timeout=10.0)))
 
-    first, *others = await in_group(3, act, lambda rank: Faulty(storage, fault) if rank == 0 else storage)
-    assert isinstance(first, Undecided)
+    first, *others = await in_group(3, act, lambda rank: FaultyStorage(storage, fault) if rank == 0 else storage)
+    assert isinstance(first, OutcomeUnknown)
     assert all(one == "a" or isinstance(one, CheckpointException) for one in others)
     assert same(state_of(storage, "a"), all_of(3, 1))
 
@@ -739,7 +739,9 @@ async def test_a_storage_may_fail_at_any_step_and_what_is_there_then_is_whole(fa
     """Every save ends, and nobody is told that it is there where it is not."""
     for number in range(14):
         storage = MemoryStorage()
-        storages = {rank: Faulty(storage, at(number, after=after) if rank == faulty else on()) for rank in range(3)}
+        storages = {
+            rank: FaultyStorage(storage, at(number, after=after) if rank == faulty else on()) for rank in range(3)
+        }
 
         async def act(one: DistributedCheckpoint, rank: int) -> Any:
             try:
@@ -751,12 +753,12 @@ async def test_a_storage_may_fail_at_any_step_and_what_is_there_then_is_whole(fa
         outcomes = await in_group(3, act, storages.__getitem__)
         assert all(one == "a" or isinstance(one, CheckpointException) for one in outcomes), outcomes
         if "a" in outcomes:
-            assert listing.is_there(storage, "a")
-        if listing.is_there(storage, "a"):
-            assert all(one == "a" or isinstance(one, Undecided) for one in outcomes), outcomes
+            assert listing.checkpoint_exists(storage, "a")
+        if listing.checkpoint_exists(storage, "a"):
+            assert all(one == "a" or isinstance(one, OutcomeUnknown) for one in outcomes), outcomes
             assert same(state_of(storage, "a"), all_of(3, 1))
         else:
-            listing.clear(storage, "a")
+            listing.delete_unfinished(storage, "a")
             assert storage.files == {}
 
 

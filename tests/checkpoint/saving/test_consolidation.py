@@ -15,18 +15,18 @@ from forged.checkpoint.format.manifest import Manifest, decode, encode
 from forged.checkpoint.loading.fetching import fetch
 from forged.checkpoint.loading.read_plan import Index
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, ShardedArray
-from forged.checkpoint.ports import Halt, Source
+from forged.checkpoint.ports import CancelToken, Source
 from forged.checkpoint.saving.consolidation import (
     consolidate,
-    planned,
+    planned_files,
+    publish_indexes,
     share_of,
-    show_indexes,
     withdraw_indexes,
     write_indexes,
 )
-from tests.checkpoint.faulty import Faulty, broken
-from tests.checkpoint.shelves import MemoryStorage
-from tests.checkpoint.writer import write_checkpoint
+from tests.checkpoint.faulty_storage import FaultyStorage, broken
+from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.plain_writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 SAVE_ID = "0123abcd"
@@ -74,12 +74,12 @@ def made(
     file_bytes_max: int = 1 << 20,
 ) -> Manifest:
     """What the ranks make of their parts together."""
-    files = planned(source.tensors, "a", SAVE_ID, layout, level, file_bytes_max)
+    files = planned_files(source.tensors, "a", SAVE_ID, layout, level, file_bytes_max)
     parts = []
     for rank in range(source.world_size):
-        parts += consolidate(storage, source, share_of(files, rank, source.world_size), level, rank, Halt())
+        parts += consolidate(storage, source, share_of(files, rank, source.world_size), level, rank, CancelToken())
     extra = write_indexes(storage, "a", SAVE_ID, files)
-    show_indexes(storage, "a", SAVE_ID, files)
+    publish_indexes(storage, "a", SAVE_ID, files)
     manifest = msgspec.structs.replace(source, parts=parts, layout=layout, compression=level, extra_files=extra)
     return decode(encode(manifest), manifest.path)
 
@@ -94,7 +94,7 @@ def test_what_ranks_have_made_together_has_every_tensor_as_it_was(
     manifest = made(storage, source, layout, level)
     state = whole_state()
     tensors = manifest.tensors
-    found = fetch(storage, Index(manifest), range(len(tensors.names)), Halt()).arrays
+    found = fetch(storage, Index(manifest), range(len(tensors.names)), CancelToken()).arrays
     for number, name in enumerate(tensors.names):
         expected = np.full(5, tensors.ranks[number]) if number in tensors.ranks else state[name]
         assert (found[number].dtype, found[number].shape) == (expected.dtype, expected.shape)
@@ -151,16 +151,16 @@ def test_an_index_replaces_what_another_save_has_left_and_is_withdrawn_by_whose_
     storage, source = saved(1)
     shown = "a/model.safetensors.index.json"
     mine, others = (
-        planned(source.tensors, "a", save_id, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+        planned_files(source.tensors, "a", save_id, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
         for save_id in (SAVE_ID, "fedcba98")
     )
     before = set(storage.files)
     write_indexes(storage, "a", SAVE_ID, mine)
     assert set(storage.files) - before == {f"a/{SAVE_ID}.model.safetensors.index.json"}
-    show_indexes(storage, "a", SAVE_ID, mine)
+    publish_indexes(storage, "a", SAVE_ID, mine)
     assert set(storage.files) - before == {shown}
     write_indexes(storage, "a", "fedcba98", others)
-    show_indexes(storage, "a", "fedcba98", others)
+    publish_indexes(storage, "a", "fedcba98", others)
     withdraw_indexes(storage, "a", SAVE_ID, mine)
     assert b"fedcba98.model.safetensors" in storage.files[shown]
     withdraw_indexes(storage, "a", "fedcba98", others)
@@ -172,7 +172,7 @@ def test_the_index_of_a_model_that_somebody_has_put_there_is_not_replaced(found:
     storage, source = saved(1)
     storage.files["a/model.safetensors.index.json"] = found
     before = dict(storage.files)
-    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+    files = planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
     with pytest.raises(CheckpointException) as caught:
         write_indexes(storage, "a", SAVE_ID, files)
     assert caught.value.code == "checkpoint_index_foreign"
@@ -182,14 +182,14 @@ def test_the_index_of_a_model_that_somebody_has_put_there_is_not_replaced(found:
 def test_an_index_that_cannot_be_written_leaves_nothing() -> None:
     storage, source = saved(1)
     before = set(storage.files)
-    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+    files = planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
 
     def fault(number: int, what: str, done: bool) -> None:
         if done and what == "publish":
             raise broken()
 
     with pytest.raises(CheckpointException):
-        write_indexes(Faulty(storage, fault), "a", SAVE_ID, files)
+        write_indexes(FaultyStorage(storage, fault), "a", SAVE_ID, files)
     assert set(storage.files) == before
 
 
@@ -209,7 +209,7 @@ def test_every_file_is_made_by_one_rank_and_no_rank_has_much_more_to_do(world_si
 def test_a_layout_of_parts_has_no_files_of_whole_tensors() -> None:
     _, source = saved(1)
     with pytest.raises(CheckpointException):
-        planned(source.tensors, "a", SAVE_ID, CheckpointFormat.MULTI_SHARD, CompressionLevel.NONE)
+        planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.MULTI_SHARD, CompressionLevel.NONE)
 
 
 class Full(MemoryStorage):
@@ -217,11 +217,11 @@ class Full(MemoryStorage):
 
     left = 1
 
-    def write(self, name: str, source: Source, halt: Halt) -> None:
+    def write(self, name: str, source: Source, token: CancelToken) -> None:
         if not self.left:
             raise CheckpointException("it is full", code="checkpoint_disk_full")
         self.left -= 1
-        super().write(name, source, halt)
+        super().write(name, source, token)
 
 
 def test_what_cannot_be_made_whole_leaves_nothing() -> None:
@@ -229,9 +229,9 @@ def test_what_cannot_be_made_whole_leaves_nothing() -> None:
     full = Full()
     full.files = storage.files
     before = set(storage.files)
-    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
+    files = planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
     with pytest.raises(CheckpointException) as caught:
-        consolidate(full, source, files, CompressionLevel.NONE, 0, Halt())
+        consolidate(full, source, files, CompressionLevel.NONE, 0, CancelToken())
     assert caught.value.code == "checkpoint_disk_full"
     assert set(full.files) == before
 
@@ -242,18 +242,18 @@ def test_a_part_that_is_damaged_is_named_and_nothing_is_made_of_it(level: Compre
     before = set(storage.files)
     bad = source.parts[1]
     storage.damage(bad.file, bad.size - 1)
-    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.SINGLE_FILE, level)
+    files = planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.SINGLE_FILE, level)
     with pytest.raises(CheckpointException) as caught:
-        consolidate(storage, source, files, level, 0, Halt())
+        consolidate(storage, source, files, level, 0, CancelToken())
     assert caught.value.checkpoint_path == bad.file
     assert set(storage.files) == before
 
 
 def test_a_halt_stops_it() -> None:
     storage, source = saved(2)
-    halt = Halt()
-    halt.cancel()
-    files = planned(source.tensors, "a", SAVE_ID, CheckpointFormat.SINGLE_FILE, CompressionLevel.NONE)
+    token = CancelToken()
+    token.cancel()
+    files = planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.SINGLE_FILE, CompressionLevel.NONE)
     with pytest.raises(CheckpointException) as caught:
-        consolidate(storage, source, files, CompressionLevel.NONE, 0, halt)
+        consolidate(storage, source, files, CompressionLevel.NONE, 0, token)
     assert caught.value.code == "checkpoint_cancelled"

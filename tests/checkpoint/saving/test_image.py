@@ -16,20 +16,20 @@ from hypothesis.extra import numpy as hnp
 from forged.checkpoint.format.boxes import Box, chunk_lengths, chunks, grid_of, whole
 from forged.checkpoint.format.tree import Leaf, flatten
 from forged.checkpoint.ports import BLOCK_BYTES
-from forged.checkpoint.saving.image import Image, blocks, cut_out, lay_out
+from forged.checkpoint.saving.image import ArrayImage, blocks, layout_of, slice_of
 from forged.checkpoint.saving.parts import FILE_METADATA, image_of
 from forged.checkpoint.saving.plan import Description, plan
 
 Array = np.ndarray[Any, Any]
 
 
-def image(*arrays: Array) -> Image:
+def image(*arrays: Array) -> ArrayImage:
     """What one rank that has these would write."""
     leaves = flatten(list(arrays))[1]
     return image_of(plan([Description.of(leaves)]), 0, leaves)
 
 
-def written(one: Image, backwards: bool = False) -> bytes:
+def written(one: ArrayImage, backwards: bool = False) -> bytes:
     """The file, taken block by block."""
     data = bytearray(one.size)
     for offset in reversed(blocks(one.size)) if backwards else blocks(one.size):
@@ -158,7 +158,7 @@ def test_a_part_of_an_array_has_the_chunks_of_the_whole() -> None:
     others = [Description(["w"], ["float64"], [shape], {0: (box.offset, box.shape)}, []) for box in rest]
     made = plan([description, *others])
     made.shares[0].boxes[0] = wanted
-    one = Image(lay_out(made.tensors, made.shares[0], FILE_METADATA), [cut_out(leaf.array, held, wanted)])
+    one = ArrayImage(layout_of(made.tensors, made.shares[0], FILE_METADATA), [slice_of(leaf.array, held, wanted)])
     raw = np.ascontiguousarray(array[233:634]).tobytes()
     assert written(one) == one.layout.header + raw
     lengths = chunk_lengths(wanted, grid_of(shape, 8), 8)

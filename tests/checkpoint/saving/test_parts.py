@@ -17,15 +17,15 @@ from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import Part, digests_of
 from forged.checkpoint.format.tree import Leaf, flatten
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
-from forged.checkpoint.ports import BLOCK_BYTES, Halt
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
 from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.plan import Description, Plan, plan
-from forged.checkpoint.saving.staging import Staging
+from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.faulty import Faulty, on
-from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.faulty_storage import FaultyStorage, on
+from tests.checkpoint.memory_storage import MemoryStorage
 
-NEVER = Halt()
+NEVER = CancelToken()
 FILE = "a/12345678.00000-of-00001.safetensors"
 
 
@@ -38,11 +38,11 @@ def world(*states: Any) -> tuple[Plan, list[list[Leaf]]]:
 def written(storage: Any, state: Any, level: CompressionLevel = CompressionLevel.NONE, *, staged: bool = False) -> Part:
     made, (leaves,) = world(state)
     image = parts.image_of(made, 0, leaves)
-    source = Staging().stage(image, NEVER) if staged else None
+    source = StagingMemory().stage(image, NEVER) if staged else None
     if level is CompressionLevel.NONE:
-        return parts.write(storage, FILE, 0, made.shares[0], image, source or image, NEVER)
-    packed = parts.Packed(image, source, level, NEVER)
-    return parts.write_packed(storage, FILE, 0, made.shares[0], packed, NEVER)
+        return parts.write_uncompressed(storage, FILE, 0, made.shares[0], image, source or image, NEVER)
+    packed = parts.CompressedPart(image, source, level, NEVER)
+    return parts.write_compressed(storage, FILE, 0, made.shares[0], packed, NEVER)
 
 
 STATE = {"a": np.arange(BLOCK_BYTES // 4, dtype=np.int64), "b": np.zeros((3, 0)), "c": np.array(5), "d": np.ones(9)}
@@ -89,7 +89,7 @@ def test_there_may_be_nothing_to_compress() -> None:
 
 def test_what_is_compressed_can_be_taken_in_any_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     made, (leaves,) = world({"w": np.arange(400_000), "v": np.arange(3)})
-    packed = parts.Packed(parts.image_of(made, 0, leaves), None, CompressionLevel.FAST, NEVER)
+    packed = parts.CompressedPart(parts.image_of(made, 0, leaves), None, CompressionLevel.FAST, NEVER)
     room = memoryview(bytearray(packed.size))
     whole = bytes(packed.block(0, room))
     for step in (1000, 4096, packed.size - 1):
@@ -98,12 +98,12 @@ def test_what_is_compressed_can_be_taken_in_any_blocks(monkeypatch: pytest.Monke
 
 
 def test_what_is_too_much_to_be_kept_is_compressed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "STRETCH_BYTES", 1 << 18)
+    monkeypatch.setattr(parts, "RUN_BYTES", 1 << 18)
     noise = np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)
     made, (leaves,) = world({"w": np.arange(400_000), "none": np.zeros((0, 3)), "noise": noise, "v": np.arange(3)})
     image = parts.image_of(made, 0, leaves)
-    kept = parts.Packed(image, None, CompressionLevel.FAST, NEVER)
-    again = parts.Packed(image, None, CompressionLevel.FAST, NEVER, keeps=False)
+    kept = parts.CompressedPart(image, None, CompressionLevel.FAST, NEVER)
+    again = parts.CompressedPart(image, None, CompressionLevel.FAST, NEVER, keeps=False)
     assert (again.size, again.stored, again.digests) == (kept.size, kept.stored, kept.digests)
     whole = bytes(kept.block(0, memoryview(bytearray(kept.size))))
     for step in (5000, 1 << 18, kept.size):
@@ -115,7 +115,7 @@ def test_what_is_too_much_to_be_kept_is_compressed_again(monkeypatch: pytest.Mon
 def test_arrays_that_change_while_they_are_compressed_again_are_noticed() -> None:
     array = np.arange(40_000)
     made, (leaves,) = world({"w": array})
-    packed = parts.Packed(parts.image_of(made, 0, leaves), None, CompressionLevel.FAST, NEVER, keeps=False)
+    packed = parts.CompressedPart(parts.image_of(made, 0, leaves), None, CompressionLevel.FAST, NEVER, keeps=False)
     array[:] = np.random.default_rng(0).integers(0, 1 << 60, array.size)
     with pytest.raises(CheckpointException) as caught:
         packed.block(0, memoryview(bytearray(packed.size)))
@@ -124,10 +124,10 @@ def test_arrays_that_change_while_they_are_compressed_again_are_noticed() -> Non
 
 def test_a_halt_stops_the_compressing() -> None:
     made, (leaves,) = world({"w": np.arange(4000)})
-    stopped = Halt()
+    stopped = CancelToken()
     stopped.cancel()
     with pytest.raises(CheckpointException, match="cancelled"):
-        parts.Packed(parts.image_of(made, 0, leaves), None, CompressionLevel.FAST, stopped)
+        parts.CompressedPart(parts.image_of(made, 0, leaves), None, CompressionLevel.FAST, stopped)
 
 
 def test_the_parts_of_several_ranks_are_called_after_where_they_lie() -> None:
@@ -154,7 +154,7 @@ def test_a_rank_writes_its_share_of_what_all_have() -> None:
     for rank in range(2):
         image = parts.image_of(made, rank, leaves[rank])
         storage = MemoryStorage()
-        part = parts.write(storage, FILE, rank, made.shares[rank], image, image, NEVER)
+        part = parts.write_uncompressed(storage, FILE, rank, made.shares[rank], image, image, NEVER)
         data.append(storage.files[FILE][part.data_offset :])
     assert pieces[0].shape[0] + pieces[1].shape[0] == 1_000_000
     assert b"".join(data) == copied.tobytes()
@@ -164,7 +164,7 @@ def test_a_rank_writes_its_share_of_what_all_have() -> None:
 def test_a_part_whose_name_is_not_durable_is_not_there(level: CompressionLevel) -> None:
     storage = MemoryStorage()
     with pytest.raises(CheckpointException, match="broken"):
-        written(Faulty(storage, on("settle", after=True)), STATE, level)
+        written(FaultyStorage(storage, on("sync_names", after=True)), STATE, level)
     assert storage.files == {}
 
 
@@ -173,11 +173,11 @@ def test_the_first_error_is_told_though_nothing_can_be_deleted_either() -> None:
     other = CheckpointException("another error", type=ExceptionType.STORAGE_ERROR)
 
     def fault(number: int, what: str, done: bool) -> None:
-        if what in {"settle", "delete"}:
+        if what in {"sync_names", "delete"}:
             raise other if what == "delete" else CheckpointException("the first")
 
     with pytest.raises(CheckpointException, match="the first"):
-        written(Faulty(storage, fault), STATE)
+        written(FaultyStorage(storage, fault), STATE)
 
 
 def test_a_file_that_is_there_is_not_touched() -> None:
@@ -192,7 +192,7 @@ def test_a_file_that_is_there_is_not_touched() -> None:
 def test_the_room_is_looked_at_first(room: int | None, is_enough: bool) -> None:
     storage = MemoryStorage()
     storage.room = room
-    watched = Faulty(storage)
+    watched = FaultyStorage(storage)
     if is_enough:
         written(watched, STATE)
     else:

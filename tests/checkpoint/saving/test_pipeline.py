@@ -14,21 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forged.checkpoint import coordinators
-from forged.checkpoint.coordinators import Ranks, SingleProcess, Undecided
+from forged.checkpoint.coordinators import OutcomeUnknown, RankGroup, SingleProcess
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, SaveOptions, ShardedArray
-from forged.checkpoint.ports import Halt, Source, Storage
+from forged.checkpoint.ports import CancelToken, Source, Storage
 from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.pipeline import About, Saving, World, save_state
+from forged.checkpoint.saving.pipeline import RunInfo, SaveContext, Saver, save_state
 from forged.checkpoint.storage import listing
 from forged.checkpoint.verification.validator import CheckpointValidator
 from forged.log import SILENT
-from tests.checkpoint.faulty import Fault, Faulty, at, broken, on
-from tests.checkpoint.group import Member, Trouble, after, die, fail, group, hang, say
+from tests.checkpoint.faulty_storage import Fault, FaultyStorage, at, broken, on
+from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.unreliable_ranks import Trouble, UnreliableRank, after_event, answer_with, die, fail, group, hang
 
 NAMED = SaveOptions("run/1")
 ROWS = 40_000
@@ -42,7 +42,7 @@ WISH, TERMS, DESCRIPTION, PLAN, LAID, AGREED, PART, VERDICT = range(1, 9)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for much longer than the operation may take."""
-    monkeypatch.setattr(coordinators, "STUCK_S", 0.2)
+    monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.2)
 
 
 def state_at(rank: int, world_size: int) -> dict[str, Any]:
@@ -77,11 +77,11 @@ async def save(
 ) -> list[Any]:
     """Have all ranks save; what each of them returns or raises."""
 
-    async def act(member: Member) -> str:
-        halt = Halt(timeout_s)
-        ranks = Ranks(member, halt, ExceptionType.SAVE_FAILED)
+    async def act(member: UnreliableRank) -> str:
+        token = CancelToken(timeout_s)
+        ranks = RankGroup(member, token, ExceptionType.SAVE_FAILED)
         rank = member.rank
-        return await save_state(storages(rank), ranks, state(rank, world_size), options(rank), halt)
+        return await save_state(storages(rank), ranks, state(rank, world_size), options(rank), token)
 
     return await asyncio.wait_for(group(world_size, act, troubles), 60)
 
@@ -95,10 +95,10 @@ def check_failed(outcomes: list[Any], storage: MemoryStorage) -> list[Checkpoint
     """All have learnt it, and nothing is left; or nobody knows, and what is there is whole."""
     failed = [one for one in outcomes if not isinstance(one, asyncio.CancelledError)]
     assert all(isinstance(one, CheckpointException) for one in failed), failed
-    if listing.is_there(storage, "run/1"):
-        assert all(isinstance(one, Undecided) for one in failed), failed
+    if listing.checkpoint_exists(storage, "run/1"):
+        assert all(isinstance(one, OutcomeUnknown) for one in failed), failed
         check_saved(storage, len(outcomes))
-    elif not any(isinstance(one, Undecided) for one in failed):
+    elif not any(isinstance(one, OutcomeUnknown) for one in failed):
         assert storage.files == {}
     assert all(one.checkpoint_path in {"run/1", ""} for one in failed)
     return failed
@@ -182,7 +182,7 @@ async def test_a_rank_that_has_nothing_to_write_writes_nothing(
 ) -> None:
     """Also where it is the root, whose number is the first."""
     storage = MemoryStorage()
-    watched = Faulty(storage)
+    watched = FaultyStorage(storage)
 
     def state(rank: int, size: int) -> dict[str, Any]:
         return {"own": PerRank(np.arange(4.0) if rank == 1 else None)}
@@ -218,31 +218,31 @@ def test_no_two_arrays_are_taken_for_each_other_whatever_their_keys(keys: list[s
 async def test_without_a_name_it_is_called_after_the_time_and_never_like_another() -> None:
     storage = MemoryStorage()
     drawn = iter([b"abcd", b"1234", b"efgh", b"5678"])
-    world = World(storage, lambda: 86_400.0 * 365, lambda size: next(drawn), (), SILENT)
-    names = [await alone(Saving(world), SaveOptions()) for _ in range(2)]
+    world = SaveContext(storage, lambda: 86_400.0 * 365, lambda size: next(drawn), (), SILENT)
+    names = [await alone(Saver(world), SaveOptions()) for _ in range(2)]
     assert names == ["checkpoint_19710101_000000_61626364", "checkpoint_19710101_000000_65666768"]
     assert listing.prefixes(storage) == names
 
 
-async def alone(one: Saving, options: SaveOptions, state: Any = None, ranks: Any = None) -> str:
+async def alone(one: Saver, options: SaveOptions, state: Any = None, ranks: Any = None) -> str:
     """Save by one rank, as a run does time and again."""
-    halt = Halt(60.0)
-    together = Ranks(ranks or SingleProcess(), halt, ExceptionType.SAVE_FAILED)
+    token = CancelToken(60.0)
+    together = RankGroup(ranks or SingleProcess(), token, ExceptionType.SAVE_FAILED)
 
     async def given() -> Any:
         return {"w": np.arange(5)} if state is None else state
 
-    return await one.finish(together, await one.agree(together, given, options), About(), halt)
+    return await one.finish(together, await one.agree(together, given, options), RunInfo(), token)
 
 
-def world_of(storage: Storage) -> World:
+def world_of(storage: Storage) -> SaveContext:
     drawn = count(1)
-    return World(storage, lambda: 0.0, lambda size: next(drawn).to_bytes(size, "big"), (), SILENT)
+    return SaveContext(storage, lambda: 0.0, lambda size: next(drawn).to_bytes(size, "big"), (), SILENT)
 
 
 async def test_a_run_may_change_what_it_saves() -> None:
     storage = MemoryStorage()
-    one = Saving(world_of(storage))
+    one = Saver(world_of(storage))
     states = [
         {"w": np.arange(5)},
         {"w": np.arange(5) + 1},
@@ -258,10 +258,10 @@ async def test_a_run_may_change_what_it_saves() -> None:
 async def test_a_run_may_go_on_with_its_ranks_in_another_order() -> None:
     """All have the same as before, and each has another share of it."""
     storage = MemoryStorage()
-    savings = [Saving(world_of(storage)) for _ in range(3)]
+    savings = [Saver(world_of(storage)) for _ in range(3)]
     for number, order in enumerate([[0, 1, 2], [0, 1, 2], [2, 0, 1], [1, 2, 0]]):
 
-        async def act(member: Member, order: list[int] = order, number: int = number) -> str:
+        async def act(member: UnreliableRank, order: list[int] = order, number: int = number) -> str:
             copied = np.arange(ROWS * 16, dtype=np.float32).reshape(ROWS, 16) + number
             return await alone(savings[order[member.rank]], SaveOptions(f"run/{number}"), {"w": copied}, member)
 
@@ -272,10 +272,10 @@ async def test_a_run_may_go_on_with_its_ranks_in_another_order() -> None:
 
 async def test_a_run_may_go_on_in_a_smaller_world_and_alone() -> None:
     storage = MemoryStorage()
-    savings = [Saving(world_of(storage)) for _ in range(3)]
+    savings = [Saver(world_of(storage)) for _ in range(3)]
     for number, size in enumerate([3, 1, 2, 1, 3]):
 
-        async def act(member: Member, number: int = number) -> str:
+        async def act(member: UnreliableRank, number: int = number) -> str:
             rows = state_at(member.rank, member.world_size)
             return await alone(savings[member.rank], SaveOptions(f"run/{number}"), rows, member)
 
@@ -285,14 +285,14 @@ async def test_a_run_may_go_on_in_a_smaller_world_and_alone() -> None:
 
 async def test_the_manifest_says_what_is_known_of_the_run() -> None:
     storage = MemoryStorage()
-    one, halt = Saving(world_of(storage)), Halt(60.0)
-    ranks = Ranks(SingleProcess(), halt, ExceptionType.SAVE_FAILED)
+    one, token = Saver(world_of(storage)), CancelToken(60.0)
+    ranks = RankGroup(SingleProcess(), token, ExceptionType.SAVE_FAILED)
 
     async def given() -> Any:
         return {}
 
     work = await one.agree(ranks, given, SaveOptions("run/1", custom_metadata={"why": ["because", 1]}))
-    await one.finish(ranks, work, About("job", 12), halt)
+    await one.finish(ranks, work, RunInfo("job", 12), token)
     manifest = listing.read_manifest(storage, "run/1")
     assert (manifest.job, manifest.step, manifest.custom) == ("job", 12, {"why": ["because", 1]})
     assert manifest.save_id == work.terms.save_id
@@ -311,13 +311,13 @@ async def test_nothing_is_seen_before_all_is_written_and_settled(world_size: int
             if done:
                 calls[rank].append(what)
             if what == "publish" and not done:
-                assert [one[-2:] for one in calls[1:]] == [["write", "settle"]] * (world_size - 1)
+                assert [one[-2:] for one in calls[1:]] == [["write", "sync_names"]] * (world_size - 1)
             assert listing.prefixes(storage) == (["run/1"] if "publish" in calls[0] else [])
             seen.append((what, listing.prefixes(storage)))
 
         return fault
 
-    await save(lambda rank: Faulty(storage, watching(rank)), world_size)
+    await save(lambda rank: FaultyStorage(storage, watching(rank)), world_size)
     assert [what for what, there in seen if there] == ["publish"]
 
 
@@ -325,7 +325,7 @@ async def test_a_name_that_is_taken_is_refused_before_anything_is_written() -> N
     storage = MemoryStorage()
     await save(lambda rank: storage, 2)
     before = dict(storage.files)
-    watched = Faulty(storage)
+    watched = FaultyStorage(storage)
     for error in await save(lambda rank: watched, 2):
         assert (error.code, error.type) == ("checkpoint_exists", ExceptionType.SAVE_FAILED)
     assert storage.files == before
@@ -361,7 +361,7 @@ async def test_of_two_saves_of_one_name_one_wins_and_the_other_leaves_nothing(la
     options = SaveOptions("run/1", layout)
 
     async def one_of_them() -> list[Any]:
-        faulty = Faulty(storage, meeting())
+        faulty = FaultyStorage(storage, meeting())
         return await save(lambda rank: faulty, 1, options=lambda rank: options)
 
     outcomes = await asyncio.gather(one_of_them(), one_of_them())
@@ -377,14 +377,14 @@ async def test_of_two_saves_of_one_name_one_wins_and_the_other_leaves_nothing(la
 
 @pytest.mark.parametrize("faulty", [0, 3])
 @pytest.mark.parametrize("call", range(WISH, VERDICT + 1))
-@pytest.mark.parametrize("trouble", [hang, die, fail(ConnectionResetError("gone")), say(b"\xc1")])
+@pytest.mark.parametrize("trouble", [hang, die, fail(ConnectionResetError("gone")), answer_with(b"\xc1")])
 async def test_a_rank_that_is_lost_at_any_call_is_noticed_by_all(faulty: int, call: int, trouble: Trouble) -> None:
     storage = MemoryStorage()
     outcomes = await save(lambda rank: storage, 4, {faulty: {call: trouble}}, SOON_S)
     if call == VERDICT and faulty:
         # It was published before, and whoever was not told of it knows that he does not know.
         check_saved(storage, 4)
-        assert all(one == "run/1" or isinstance(one, Undecided | asyncio.CancelledError) for one in outcomes)
+        assert all(one == "run/1" or isinstance(one, OutcomeUnknown | asyncio.CancelledError) for one in outcomes)
     elif faulty and call in {TERMS, PLAN, AGREED} and not any(isinstance(one, BaseException) for one in outcomes):
         # What it says there nobody listens to.
         check_saved(storage, 4)
@@ -438,7 +438,7 @@ async def test_a_rank_without_memory_for_what_it_writes_is_told_of_at_all(
 ) -> None:
     """Also where the plan is known already, so that there is nothing to meet for before they write."""
     storage = MemoryStorage()
-    savings = [Saving(world_of(storage)) for _ in range(2)]
+    savings = [Saver(world_of(storage)) for _ in range(2)]
     short_of_memory = threading.Event()
     image_of = parts.image_of
 
@@ -449,7 +449,7 @@ async def test_a_rank_without_memory_for_what_it_writes_is_told_of_at_all(
 
     monkeypatch.setattr(parts, "image_of", made)
 
-    async def act(member: Member, prefix: str) -> str:
+    async def act(member: UnreliableRank, prefix: str) -> str:
         return await alone(savings[member.rank], SaveOptions(prefix), state_at(member.rank, 2), member)
 
     if is_planned:
@@ -484,7 +484,9 @@ async def test_a_storage_may_fail_at_any_step_of_any_rank(
     options = SaveOptions("run/1", layout)
     for number in count():
         storage = MemoryStorage()
-        storages = {rank: Faulty(storage, at(number, after=after_it) if rank == faulty else on()) for rank in range(3)}
+        storages = {
+            rank: FaultyStorage(storage, at(number, after=after_it) if rank == faulty else on()) for rank in range(3)
+        }
         outcomes = await save(storages.__getitem__, 3, options=lambda rank: options)
         if len(storages[faulty].calls) <= number:
             assert number >= 3
@@ -495,7 +497,7 @@ async def test_a_storage_may_fail_at_any_step_of_any_rank(
             assert not any(isinstance(one, str) for one in outcomes), storages[faulty].calls[number]
             if layout is CheckpointFormat.CONSOLIDATED and storages[faulty].calls[number] == "write" and after_it:
                 # Nobody can tell whose that file is, which bears no save's name.
-                assert len(listing.clear(storage, "run/1")) <= 1
+                assert len(listing.delete_unfinished(storage, "run/1")) <= 1
             check_failed(outcomes, storage)
     assert outcomes == ["run/1"] * 3
 
@@ -509,15 +511,15 @@ async def test_where_a_manifest_cannot_be_taken_back_nothing_is_deleted_that_it_
         if what in names and done == (what == "publish"):
             raise broken()
 
-    outcomes = await save(lambda rank: Faulty(storage, fault), 3)
-    assert all(isinstance(one, Undecided) for one in outcomes)
+    outcomes = await save(lambda rank: FaultyStorage(storage, fault), 3)
+    assert all(isinstance(one, OutcomeUnknown) for one in outcomes)
     assert {one.code for one in outcomes} == {"checkpoint_undecided"}
     check_saved(storage, 3)
 
 
 async def test_a_manifest_that_may_not_be_durable_is_taken_back() -> None:
     storage = MemoryStorage()
-    outcomes = await save(lambda rank: Faulty(storage, on("publish", after=True)), 3)
+    outcomes = await save(lambda rank: FaultyStorage(storage, on("publish", after=True)), 3)
     check_failed(outcomes, storage)
     assert storage.files == {}
 
@@ -529,10 +531,10 @@ async def test_a_manifest_that_is_there_already_is_taken_for_what_it_is() -> Non
     def exists() -> BaseException:
         return CheckpointException("it is there", code="checkpoint_exists", type=ExceptionType.STORAGE_ERROR)
 
-    watched = Faulty(storage, on("publish", after=True, error=exists))
+    watched = FaultyStorage(storage, on("publish", after=True, error=exists))
     assert await save(lambda rank: watched, 1) == ["run/1"]
     check_saved(storage, 1)
-    assert watched.calls[-1] == "settle"
+    assert watched.calls[-1] == "sync_names"
 
 
 async def test_a_manifest_that_is_stuck_leaves_all_that_it_names() -> None:
@@ -543,12 +545,12 @@ async def test_a_manifest_that_is_stuck_leaves_all_that_it_names() -> None:
         if what == "publish" and not done:
             release.wait(30)
 
-    stalled = Faulty(storage, stuck)
+    stalled = FaultyStorage(storage, stuck)
     outcomes = await save(lambda rank: stalled if rank == 0 else storage, 3, timeout_s=1.0)
-    assert all(isinstance(one, Undecided) for one in outcomes), outcomes
-    assert not listing.is_there(storage, "run/1")
+    assert all(isinstance(one, OutcomeUnknown) for one in outcomes), outcomes
+    assert not listing.checkpoint_exists(storage, "run/1")
     release.set()
-    await asyncio.to_thread(_until, lambda: listing.is_there(storage, "run/1"))
+    await asyncio.to_thread(_until, lambda: listing.checkpoint_exists(storage, "run/1"))
     check_saved(storage, 3)
 
 
@@ -571,10 +573,12 @@ async def test_a_write_that_hangs_is_told_to_all(faulty: int) -> None:
             release.wait(30)
 
     try:
-        outcomes = await save(lambda rank: Faulty(storage, stuck) if rank == faulty else storage, 3, timeout_s=SOON_S)
+        outcomes = await save(
+            lambda rank: FaultyStorage(storage, stuck) if rank == faulty else storage, 3, timeout_s=SOON_S
+        )
         errors = check_failed(outcomes, storage)
         assert {error.type for error in errors} == {ExceptionType.TIMEOUT}
-        assert not listing.is_there(storage, "run/1")
+        assert not listing.checkpoint_exists(storage, "run/1")
     finally:
         release.set()
 
@@ -583,12 +587,12 @@ async def test_a_write_that_is_slow_is_stopped_at_its_next_block() -> None:
     storage = MemoryStorage()
 
     class Slow(MemoryStorage):
-        def write(self, name: str, source: Source, halt: Halt) -> None:
-            halt.wait(60)
+        def write(self, name: str, source: Source, token: CancelToken) -> None:
+            token.wait(60)
 
     outcomes = await save(lambda rank: Slow() if rank == 1 else storage, 3, timeout_s=1.0)
     for error in check_failed(outcomes, storage):
-        assert not isinstance(error, Undecided)
+        assert not isinstance(error, OutcomeUnknown)
         assert (error.type, error.message[:7]) == (ExceptionType.TIMEOUT, "rank 1:")
     assert storage.files == {}
 
@@ -615,7 +619,7 @@ async def test_a_manifest_that_nobody_would_read_is_not_published(monkeypatch: p
 async def test_too_little_room_is_found_before_anything_is_written() -> None:
     storage = MemoryStorage()
     storage.room = 1000
-    watched = Faulty(storage)
+    watched = FaultyStorage(storage)
     for error in check_failed(await save(lambda rank: watched, 2), storage):
         assert error.code == "checkpoint_disk_full"
     assert "write" not in watched.calls
@@ -626,12 +630,12 @@ async def test_who_is_cancelled_while_writing_leaves_nothing() -> None:
     loop = asyncio.get_running_loop()
 
     class Slow(MemoryStorage):
-        def write(self, name: str, source: Source, halt: Halt) -> None:
+        def write(self, name: str, source: Source, token: CancelToken) -> None:
             loop.call_soon_threadsafe(began.set)
-            halt.wait(60)
+            token.wait(60)
 
     slow = Slow()
-    task = asyncio.create_task(alone(Saving(world_of(slow)), NAMED))
+    task = asyncio.create_task(alone(Saver(world_of(slow)), NAMED))
     await began.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -642,15 +646,15 @@ async def test_who_is_cancelled_while_writing_leaves_nothing() -> None:
 async def test_a_late_rank_is_waited_for_and_all_is_saved() -> None:
     storage, come = MemoryStorage(), asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, come.set)
-    assert await save(lambda rank: storage, 3, {1: {PART: after(come)}}) == ["run/1"] * 3
+    assert await save(lambda rank: storage, 3, {1: {PART: after_event(come)}}) == ["run/1"] * 3
     check_saved(storage, 3)
 
 
 async def test_what_cannot_be_deleted_is_said_and_the_first_error_raised() -> None:
     storage = MemoryStorage()
-    (error,) = await save(lambda rank: Faulty(storage, on("settle", "delete")), 1)
+    (error,) = await save(lambda rank: FaultyStorage(storage, on("sync_names", "delete")), 1)
     assert error.code == "broken"
     left = [*storage.files]
     assert len(left) == 1
-    assert listing.clear(storage, "run/1") == [*left]
+    assert listing.delete_unfinished(storage, "run/1") == [*left]
     assert storage.files == {}

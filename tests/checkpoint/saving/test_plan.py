@@ -17,7 +17,7 @@ from forged.checkpoint.format.boxes import Box, Shape, grid_of, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.tree import flatten
 from forged.checkpoint.model import PerRank, ShardedArray
-from forged.checkpoint.saving.plan import UNCUT_BYTES_MAX, Description, Plan, plan
+from forged.checkpoint.saving.plan import UNSPLIT_BYTES_MAX, Description, Plan, plan
 
 DTYPES = st.sampled_from(["uint8", "float32", "bfloat16", "complex128", "|S5"])
 
@@ -161,7 +161,7 @@ def test_ranks_that_have_the_same_write_equally_much(arrays: list[tuple[str, Sha
     world = [described(*((f"t{n}", dtype, shape, None) for n, (dtype, shape) in enumerate(arrays)))] * ranks
     made = plan(world)
     total = sum(whole(shape).volume * dtype_of(dtype).itemsize for dtype, shape in arrays)
-    unit = UNCUT_BYTES_MAX
+    unit = UNSPLIT_BYTES_MAX
     for dtype, shape in arrays:
         grid, itemsize = grid_of(shape, dtype_of(dtype).itemsize), dtype_of(dtype).itemsize
         row = math.prod(shape[1:]) * itemsize
@@ -275,7 +275,7 @@ def test_what_only_one_rank_has_it_writes() -> None:
 
 
 def test_a_large_value_without_axes_is_not_cut() -> None:
-    huge = described(("s", f"|S{4 * UNCUT_BYTES_MAX}", (), None))
+    huge = described(("s", f"|S{4 * UNSPLIT_BYTES_MAX}", (), None))
     assert [box for _, box in written(plan([huge] * 3), 0)] == [whole(())]
 
 

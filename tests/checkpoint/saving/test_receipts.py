@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from forged.checkpoint.coordinators import Trouble, Undecided
+from forged.checkpoint.coordinators import OutcomeUnknown, RankFailure
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Manifest, Part, Tensors, encode
 from forged.checkpoint.format.states import States
-from forged.checkpoint.ports import Halt
-from forged.checkpoint.saving.pipeline import Terms
-from forged.checkpoint.saving.receipts import GONE_S, POLL_MAX_S, POLL_S, Notes, Patience
+from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.saving.pipeline import Agreement
+from forged.checkpoint.saving.receipts import GONE_S, POLL_MAX_S, POLL_S, RankWaiter, ReceiptExchange
 from forged.checkpoint.storage import listing
-from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.memory_storage import MemoryStorage
 
-TROUBLE = Trouble("no room", ExceptionType.STORAGE_ERROR, "full", "make some")
+TROUBLE = RankFailure("no room", ExceptionType.STORAGE_ERROR, "full", "make some")
 
 
 class Clock:
@@ -29,11 +29,11 @@ class Clock:
         self.pauses: list[float] = []
         self._meanwhile = list(meanwhile)
 
-    def halt(self, timeout_s: float | None = 1000.0) -> Halt:
-        halt = Halt(timeout_s, lambda: self.now)
+    def token(self, timeout_s: float | None = 1000.0) -> CancelToken:
+        token = CancelToken(timeout_s, lambda: self.now)
         event: Any = SimpleNamespace(is_set=lambda: False, wait=self._wait, set=lambda: None)
-        halt._cancelled = event
-        return halt
+        token._cancelled = event
+        return token
 
     def _wait(self, seconds: float) -> None:
         self.pauses.append(seconds)
@@ -42,7 +42,7 @@ class Clock:
             self._meanwhile.pop(0)()
 
 
-def wait_to_the_end(patience: Patience, ranks: Iterable[int] = (1,)) -> None:
+def wait_to_the_end(patience: RankWaiter, ranks: Iterable[int] = (1,)) -> None:
     while True:
         patience.wait(ranks)
 
@@ -51,9 +51,11 @@ def part(rank: int) -> Part:
     return Part(f"run/0a1b2c3d.{rank:05d}-of-00003.safetensors", rank, 0, 0, [], [], [], "", "")
 
 
-def notes(storage: MemoryStorage, rank: int, *meanwhile: Any, save_id: str = "0a1b2c3d") -> Notes:
-    work: Any = SimpleNamespace(rank=rank, world_size=3, is_root=rank == 0, terms=Terms("run", save_id, 0.0, b"", True))
-    return Notes(storage, work, Patience(Clock(*meanwhile).halt(), tuple))
+def notes(storage: MemoryStorage, rank: int, *meanwhile: Any, save_id: str = "0a1b2c3d") -> ReceiptExchange:
+    work: Any = SimpleNamespace(
+        rank=rank, world_size=3, is_root=rank == 0, terms=Agreement("run", save_id, 0.0, b"", True)
+    )
+    return ReceiptExchange(storage, work, RankWaiter(Clock(*meanwhile).token(), tuple))
 
 
 def publish(storage: MemoryStorage, save_id: str = "0a1b2c3d") -> None:
@@ -84,7 +86,7 @@ def test_the_others_wait_for_the_manifest_or_a_refusal() -> None:
 
 def test_what_is_undecided_is_told_as_such() -> None:
     storage = MemoryStorage()
-    notes(storage, 0).refuse(Trouble.of(Undecided("nobody knows")))
+    notes(storage, 0).refuse(RankFailure.of(OutcomeUnknown("nobody knows")))
     said = notes(storage, 1).verdict()
     assert said is not None
     assert said.is_undecided
@@ -114,7 +116,7 @@ def test_who_has_read_a_note_deletes_it() -> None:
     assert sorted(storage.files) == ["run/0a1b2c3d.00002.receipt", "run/0a1b2c3d.00002.refusal"]
     notes(storage, 0).discard()
     assert sorted(storage.files) == ["run/0a1b2c3d.00002.refusal"]
-    assert listing.clear(storage, "run") == ["run/0a1b2c3d.00002.refusal"]
+    assert listing.delete_unfinished(storage, "run") == ["run/0a1b2c3d.00002.refusal"]
 
 
 def test_notes_of_other_saves_are_left_alone() -> None:
@@ -128,7 +130,7 @@ def test_notes_of_other_saves_are_left_alone() -> None:
 
 def test_one_looks_less_and_less_often_and_soon_again_when_something_has_come() -> None:
     clock = Clock()
-    patience = Patience(clock.halt(), tuple)
+    patience = RankWaiter(clock.token(), tuple)
     for _ in range(12):
         patience.wait([1])
     assert clock.pauses[:4] == [POLL_S, 2 * POLL_S, 4 * POLL_S, 8 * POLL_S]
@@ -141,7 +143,7 @@ def test_one_looks_less_and_less_often_and_soon_again_when_something_has_come() 
 @pytest.mark.parametrize(("grace_s", "ends_at"), [(0.0, 10.0), (5.0, 15.0)])
 def test_it_ends_with_the_time_that_there_is_and_some_grace(grace_s: float, ends_at: float) -> None:
     clock = Clock()
-    patience = Patience(clock.halt(10.0), tuple, grace_s)
+    patience = RankWaiter(clock.token(10.0), tuple, grace_s)
     with pytest.raises(CheckpointException) as caught:
         wait_to_the_end(patience)
     assert caught.value.type is ExceptionType.TIMEOUT
@@ -153,7 +155,7 @@ def test_it_ends_with_the_time_that_there_is_and_some_grace(grace_s: float, ends
 )
 def test_it_ends_soon_when_a_rank_is_gone_that_it_waits_for(then: str, is_hurried: bool) -> None:
     clock, members = Clock(), ["abc"]
-    patience = Patience(clock.halt(100.0), lambda: tuple(members[-1]), 5.0)
+    patience = RankWaiter(clock.token(100.0), lambda: tuple(members[-1]), 5.0)
     patience.wait([1])
     members.append(then)
     with pytest.raises(CheckpointException) as caught:
@@ -169,7 +171,7 @@ def test_it_ends_soon_when_a_rank_is_gone_that_it_waits_for(then: str, is_hurrie
 
 def test_of_many_that_are_gone_some_are_named() -> None:
     clock, members = Clock(), [f"w{number}" for number in range(40)]
-    patience = Patience(clock.halt(100.0), lambda: tuple(members), 5.0)
+    patience = RankWaiter(clock.token(100.0), lambda: tuple(members), 5.0)
     del members[5:]
     with pytest.raises(CheckpointException, match=r"rank 5 \(w5\), .*rank 14 \(w14\) and 25 more are gone") as caught:
         wait_to_the_end(patience, range(1, 40))
@@ -179,7 +181,7 @@ def test_of_many_that_are_gone_some_are_named() -> None:
 
 def test_who_has_no_names_is_waited_for_to_the_end() -> None:
     clock = Clock()
-    patience = Patience(clock.halt(50.0), tuple)
+    patience = RankWaiter(clock.token(50.0), tuple)
     with pytest.raises(CheckpointException):
         wait_to_the_end(patience)
     assert clock.now == pytest.approx(50.0)
@@ -187,8 +189,8 @@ def test_who_has_no_names_is_waited_for_to_the_end() -> None:
 
 def test_a_save_that_is_given_up_ends_at_once() -> None:
     for names in ([()], [("a", "b"), ("a",)]):
-        halt, members = Halt(100.0), iter(names)
-        patience = Patience(halt, lambda members=members: next(members, ()), 5.0)  # type: ignore[misc]
-        halt.cancel()
+        token, members = CancelToken(100.0), iter(names)
+        patience = RankWaiter(token, lambda members=members: next(members, ()), 5.0)  # type: ignore[misc]
+        token.cancel()
         with pytest.raises(CheckpointException, match="cancelled"):
             patience.wait([1])

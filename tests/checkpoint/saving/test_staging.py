@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.large_pages import new_memory
-from forged.checkpoint.ports import BLOCK_BYTES, Halt
-from forged.checkpoint.saving.image import Image
-from forged.checkpoint.saving.staging import Staged, Staging
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
+from forged.checkpoint.saving.image import ArrayImage
+from forged.checkpoint.saving.staging import StagedPart, StagingMemory
 from tests.checkpoint.saving.test_image import Array, arrays, digests, image, written
 
-NEVER = Halt()
+NEVER = CancelToken()
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @given(st.lists(arrays(), max_size=4))
 def test_what_is_staged_is_what_would_be_written(some: list[Array]) -> None:
     one, another = image(*some), image(*some)
-    staged = Staging().stage(one, NEVER)
+    staged = StagingMemory().stage(one, NEVER)
     assert staged.view() == written(another)
     assert one.digests == another.digests
 
@@ -48,7 +48,7 @@ def test_what_was_staged_does_not_change_with_its_arrays() -> None:
     array = np.arange(BLOCK_BYTES // 4, dtype=np.int64)
     one = image(array, array[::2], np.zeros(3))
     before, sums = written(one), digests([array, array[::2], np.zeros(3)])
-    staged = Staging().stage(one, NEVER)
+    staged = StagingMemory().stage(one, NEVER)
     array[:] = -1
     room = memoryview(bytearray(BLOCK_BYTES))
     blocks = [
@@ -59,7 +59,7 @@ def test_what_was_staged_does_not_change_with_its_arrays() -> None:
 
 
 def test_blocks_lie_at_a_page_and_are_not_copied() -> None:
-    staged = Staging().stage(image(np.zeros(2 * BLOCK_BYTES, np.uint8)), NEVER)
+    staged = StagingMemory().stage(image(np.zeros(2 * BLOCK_BYTES, np.uint8)), NEVER)
     room = memoryview(bytearray(b"\xaa" * BLOCK_BYTES))
     for offset in range(0, staged.size, BLOCK_BYTES):
         block = np.frombuffer(staged.block(offset, room[: staged.size - offset]), np.uint8)
@@ -68,14 +68,14 @@ def test_blocks_lie_at_a_page_and_are_not_copied() -> None:
 
 
 def test_memory_is_used_again(made: list[int]) -> None:
-    kept, one = Staging(), image(np.zeros(3 << 20, np.uint8))
+    kept, one = StagingMemory(), image(np.zeros(3 << 20, np.uint8))
     for _ in range(5):
         kept.unstage(kept.stage(one, NEVER))
     assert len(made) == 1
 
 
 def test_two_at_once_have_two_and_there_are_no_more(made: list[int]) -> None:
-    kept, one = Staging(), image(np.zeros(3 << 20, np.uint8))
+    kept, one = StagingMemory(), image(np.zeros(3 << 20, np.uint8))
     first = kept.stage(one, NEVER)
     for _ in range(4):
         second = kept.stage(one, NEVER)
@@ -86,7 +86,7 @@ def test_two_at_once_have_two_and_there_are_no_more(made: list[int]) -> None:
 
 
 def test_a_smaller_state_takes_the_memory_of_a_larger_one(made: list[int]) -> None:
-    kept = Staging()
+    kept = StagingMemory()
     kept.unstage(kept.stage(image(np.zeros(9 << 20, np.uint8)), NEVER))
     small = kept.stage(image(np.ones(5)), NEVER)
     assert small.view() == written(image(np.ones(5)))
@@ -94,7 +94,7 @@ def test_a_smaller_state_takes_the_memory_of_a_larger_one(made: list[int]) -> No
 
 
 def test_memory_that_is_too_small_makes_room_for_larger(made: list[int]) -> None:
-    kept = Staging()
+    kept = StagingMemory()
     small = kept.stage(image(np.ones(5)), NEVER)
     memory = weakref.ref(small.memory)
     kept.unstage(small)
@@ -104,14 +104,14 @@ def test_memory_that_is_too_small_makes_room_for_larger(made: list[int]) -> None
 
 
 def test_memory_that_was_prepared_is_what_is_staged_into(made: list[int]) -> None:
-    kept, one = Staging(), image(np.zeros(3 << 20, np.uint8))
+    kept, one = StagingMemory(), image(np.zeros(3 << 20, np.uint8))
     kept.prepare(one.size, NEVER)
     kept.stage(one, NEVER)
     assert len(made) == 1
 
 
 def test_nothing_is_prepared_while_all_that_there_may_be_is_in_use(made: list[int]) -> None:
-    kept, one = Staging(), image(np.zeros(3 << 20, np.uint8))
+    kept, one = StagingMemory(), image(np.zeros(3 << 20, np.uint8))
     both = [kept.stage(one, NEVER) for _ in range(2)]
     kept.prepare(one.size, NEVER)
     assert len(made) == 2
@@ -122,7 +122,7 @@ def test_nothing_is_prepared_while_all_that_there_may_be_is_in_use(made: list[in
 
 def test_whoever_still_looks_at_a_memory_does_not_keep_it_from_being_let_go() -> None:
     """As does the traceback of a write that failed."""
-    kept = Staging()
+    kept = StagingMemory()
     staged = kept.stage(image(np.ones(5)), NEVER)
     looking = staged.block(0, memoryview(bytearray(100)))
     kept.unstage(staged)
@@ -132,7 +132,7 @@ def test_whoever_still_looks_at_a_memory_does_not_keep_it_from_being_let_go() ->
 
 
 def test_a_halt_stops_it_and_gives_the_memory_back(made: list[int]) -> None:
-    kept, one, stopped = Staging(), image(np.zeros(3 * BLOCK_BYTES, np.uint8)), Halt()
+    kept, one, stopped = StagingMemory(), image(np.zeros(3 * BLOCK_BYTES, np.uint8)), CancelToken()
     kept.prepare(one.size, NEVER)
     stopped.cancel()
     with pytest.raises(CheckpointException, match="cancelled"):
@@ -143,19 +143,19 @@ def test_a_halt_stops_it_and_gives_the_memory_back(made: list[int]) -> None:
 
 def test_time_that_is_over_stops_the_touching() -> None:
     with pytest.raises(CheckpointException) as caught:
-        Staging().prepare(3 * BLOCK_BYTES, Halt(1.0, monotonic=iter([0.0, *[5.0] * 20]).__next__))
+        StagingMemory().prepare(3 * BLOCK_BYTES, CancelToken(1.0, monotonic=iter([0.0, *[5.0] * 20]).__next__))
     assert caught.value.type is ExceptionType.TIMEOUT
 
 
 def test_what_cannot_be_copied_gives_the_memory_back(made: list[int]) -> None:
-    class Broken(Image):
+    class Broken(ArrayImage):
         def block(self, offset: int, room: memoryview) -> memoryview:
             raise MemoryError
 
     one = image(np.zeros(3 << 20, np.uint8))
     broken: Any = Broken(one.layout, [np.zeros(3 << 20, np.uint8)])
-    kept = Staging()
+    kept = StagingMemory()
     with pytest.raises(MemoryError):
         kept.stage(broken, NEVER)
-    assert isinstance(kept.stage(one, NEVER), Staged)
+    assert isinstance(kept.stage(one, NEVER), StagedPart)
     assert len(made) == 1

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from forged.checkpoint.ports import BLOCK_BYTES, Halt
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
 from forged.checkpoint.storage import cache_bypass
-from forged.checkpoint.storage.cache_bypass import Draining
-from forged.checkpoint.storage.direct_write import Rooms
+from forged.checkpoint.storage.cache_bypass import FileReader
+from forged.checkpoint.storage.direct_write import BlockBuffers
 from forged.checkpoint.storage.files import READ, Files, SystemFiles
 from forged.checkpoint.thread_pool import run_all
-from tests.checkpoint.disk import EMPTY, ROOT, Image, MemoryFiles
+from tests.checkpoint.faulty_files import Act, failing, with_fault
+from tests.checkpoint.memory_files import EMPTY, ROOT, Image, MemoryFiles
 from tests.checkpoint.sources import PAGE, pattern
-from tests.checkpoint.troubles import Act, failing, troubled
 
 PATH = f"{ROOT}/a"
 
@@ -43,7 +43,7 @@ def cold(data: bytes, lacking: tuple[str, ...] = ()) -> MemoryFiles:
 
 def read(files: Files, offset: int, length: int, path: str = PATH) -> bytes:
     fd = files.open(path, READ)
-    drained = Draining(files, fd, path, Rooms(2))
+    drained = FileReader(files, fd, path, BlockBuffers(2))
     try:
         room = bytearray(length)
         return bytes(room[: drained.read(offset, memoryview(room))])
@@ -60,7 +60,7 @@ def watched(files: MemoryFiles) -> tuple[Files, Counter[str]]:
         asked[name] += 1
         return act()
 
-    return troubled(files, count), asked
+    return with_fault(files, count), asked
 
 
 @pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, 3 * PAGE + 7])
@@ -93,7 +93,7 @@ def test_a_cold_file_goes_past_the_cache_and_a_warm_one_does_not() -> None:
                 seen.append(files._handles[act.args[0]].is_direct)
             return act()
 
-        assert read(troubled(files, look), 0, 4 * PAGE) == pattern(4 * PAGE)
+        assert read(with_fault(files, look), 0, 4 * PAGE) == pattern(4 * PAGE)
         assert seen == [not is_warm]
 
 
@@ -133,7 +133,7 @@ def test_a_file_system_may_say_late_that_it_reads_nothing_past_the_cache() -> No
                 raise OSError(errno.EINVAL, "no")
         return act()
 
-    assert read(troubled(files, trouble), 5, 3 * PAGE) == pattern(4 * PAGE)[5 : 3 * PAGE + 5]
+    assert read(with_fault(files, trouble), 5, 3 * PAGE) == pattern(4 * PAGE)[5 : 3 * PAGE + 5]
     assert files.descriptors == 0
 
 
@@ -147,13 +147,13 @@ def test_short_reads_past_the_cache_are_gone_on_with() -> None:
         fd, room, offset = act.args
         return min(act.func(fd, room, offset), PAGE + 512)
 
-    assert read(troubled(files, trouble), 7, 8 * PAGE) == pattern(9 * PAGE)[7 : 8 * PAGE + 7]
+    assert read(with_fault(files, trouble), 7, 8 * PAGE) == pattern(9 * PAGE)[7 : 8 * PAGE + 7]
 
 
 def test_a_read_that_fails_is_told_and_leaves_nothing_open() -> None:
     files = cold(pattern(4 * PAGE))
     with pytest.raises(OSError, match="Input/output"):
-        read(troubled(files, failing("read", errno.EIO)), 0, PAGE)
+        read(with_fault(files, failing("read", errno.EIO)), 0, PAGE)
     assert files.descriptors == 0
 
 
@@ -184,7 +184,7 @@ def test_a_small_read_does_not_make_a_cold_file_look_warm(real: Callable[[], tup
     path, data = real()
     files = SystemFiles()
     fd = files.open(path, READ)
-    drained = Draining(files, fd, path, Rooms(2))
+    drained = FileReader(files, fd, path, BlockBuffers(2))
     room = memoryview(bytearray(PAGE))
     assert drained.read(0, room) == PAGE
     assert not any(files.is_cached(fd, offset) for offset in range(PAGE, len(data), PAGE))
@@ -196,7 +196,7 @@ def test_where_a_file_has_become_shorter_meanwhile_the_reading_ends(real: Callab
     path, data = real()
     files = SystemFiles()
     fd = files.open(path, READ)
-    drained = Draining(files, fd, path, Rooms(2))
+    drained = FileReader(files, fd, path, BlockBuffers(2))
     os.truncate(path, PAGE + 5)
     room = memoryview(bytearray(len(data)))
     assert drained.read(0, room) == PAGE + 5
@@ -207,14 +207,14 @@ def test_where_a_file_has_become_shorter_meanwhile_the_reading_ends(real: Callab
 
 def test_advice_that_is_refused_is_done_without() -> None:
     files = cold(pattern(4 * PAGE))
-    assert read(troubled(files, failing("read_ahead", errno.EINVAL)), 3, PAGE) == pattern(4 * PAGE)[3 : PAGE + 3]
+    assert read(with_fault(files, failing("read_ahead", errno.EINVAL)), 3, PAGE) == pattern(4 * PAGE)[3 : PAGE + 3]
     assert files.descriptors == 0
 
 
 def test_several_threads_read_one_file(real: Callable[[], tuple[str, bytes]]) -> None:
     path, data = real()
     fd = SystemFiles().open(path, READ)
-    drained = Draining(SystemFiles(), fd, path, Rooms(2))
+    drained = FileReader(SystemFiles(), fd, path, BlockBuffers(2))
     room, threads = memoryview(bytearray(len(data))), set()
 
     def act(offset: int) -> None:
@@ -222,7 +222,7 @@ def test_several_threads_read_one_file(real: Callable[[], tuple[str, bytes]]) ->
         end = min(offset + 1_000_003, len(data))
         assert drained.read(offset, room[offset:end]) == end - offset
 
-    run_all(act, range(0, len(data), 1_000_003), Halt(), 4)
+    run_all(act, range(0, len(data), 1_000_003), CancelToken(), 4)
     drained.close()
     SystemFiles().close(fd)
     assert bytes(room) == data

@@ -13,22 +13,24 @@ import numpy as np
 import pytest
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.ports import BLOCK_BYTES, Halt, Source
-from forged.checkpoint.storage.direct_write import Filling, Rooms, patiently, write_whole
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Source
+from forged.checkpoint.storage.direct_write import BlockBuffers, FileWriter, retry_interrupted, write_whole
 from forged.checkpoint.storage.files import CREATE, READ, Files, SystemFiles
-from tests.checkpoint.disk import ROOT, MemoryFiles
+from tests.checkpoint.faulty_files import Act, failing, taking_at_most, with_fault
+from tests.checkpoint.memory_files import ROOT, MemoryFiles
 from tests.checkpoint.sources import PAGE, SIZES, Given, Lying, pattern
-from tests.checkpoint.troubles import Act, failing, taking_at_most, troubled
 
 WAIT_S = 30.0
 
 
-def filled(files: Files, source: Source, path: str = f"{ROOT}/a", threads: int = 2, rooms: Rooms | None = None) -> None:
+def filled(
+    files: Files, source: Source, path: str = f"{ROOT}/a", threads: int = 2, rooms: BlockBuffers | None = None
+) -> None:
     fd = files.open(path, CREATE)
     try:
-        filling = Filling(files, fd, source, rooms or Rooms(2))
+        filling = FileWriter(files, fd, source, rooms or BlockBuffers(2))
         filling.reserve(1 << 40)
-        filling.run(Halt(), threads)
+        filling.run(CancelToken(), threads)
     finally:
         files.close(fd)
 
@@ -60,7 +62,7 @@ def test_a_real_file_has_what_its_source_has(size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_real_file_has_it_through_the_cache_too(size: int, tmp_path: Path) -> None:
     path, data = tmp_path / "a", pattern(size)
-    filled(troubled(SystemFiles(), failing("bypass_cache", errno.EINVAL)), Given(data), str(path))
+    filled(with_fault(SystemFiles(), failing("bypass_cache", errno.EINVAL)), Given(data), str(path))
     assert path.read_bytes() == data
 
 
@@ -88,7 +90,7 @@ def test_a_file_system_may_say_late_that_it_takes_nothing_past_the_cache() -> No
             raise OSError(errno.EINVAL, "no")
         return act()
 
-    filled(troubled(files, trouble), Given(data))
+    filled(with_fault(files, trouble), Given(data))
     assert content(files) == data
 
 
@@ -96,14 +98,14 @@ def test_a_file_system_may_say_late_that_it_takes_nothing_past_the_cache() -> No
 @pytest.mark.parametrize("count", [PAGE, PAGE + 7, 3 * PAGE + 1])
 def test_a_write_that_takes_less_is_gone_on_with(count: int, lacking: tuple[str, ...]) -> None:
     files, data = MemoryFiles(lacking=lacking), pattern(9 * PAGE + 5)
-    shortened = troubled(files, taking_at_most(count // PAGE * PAGE if not lacking else count))
+    shortened = with_fault(files, taking_at_most(count // PAGE * PAGE if not lacking else count))
     filled(shortened, Given(data))
     assert content(files) == data
 
 
 @pytest.mark.parametrize("lacking", [(), ("direct",)], ids=["direct", "cached"])
 def test_a_write_that_takes_nothing_for_long_is_an_error(lacking: tuple[str, ...]) -> None:
-    files = troubled(MemoryFiles(lacking=lacking), taking_at_most(0))
+    files = with_fault(MemoryFiles(lacking=lacking), taking_at_most(0))
     with pytest.raises(OSError, match="takes nothing more"):
         filled(files, Given(pattern(PAGE)))
 
@@ -111,19 +113,19 @@ def test_a_write_that_takes_nothing_for_long_is_an_error(lacking: tuple[str, ...
 @pytest.mark.parametrize("operation", ["write", "sync", "reserve"])
 def test_a_signal_in_between_does_no_harm(operation: str) -> None:
     files, data = MemoryFiles(), pattern(PAGE + 5)
-    filled(troubled(files, failing(operation, errno.EINTR, times=3)), Given(data))
+    filled(with_fault(files, failing(operation, errno.EINTR, times=3)), Given(data))
     assert content(files) == data
 
 
 def test_signals_without_end_are_an_error() -> None:
     with pytest.raises(InterruptedError):
-        patiently(troubled(MemoryFiles(), failing("sync", errno.EINTR)).sync, 1)
+        retry_interrupted(with_fault(MemoryFiles(), failing("sync", errno.EINTR)).sync, 1)
 
 
 @pytest.mark.parametrize("operation", ["begin_write_back", "drop_cache"])
 def test_what_only_helps_may_be_missing(operation: str) -> None:
     files, data = MemoryFiles(lacking=["direct"]), pattern(10 * BLOCK_BYTES)
-    filled(troubled(files, failing(operation, errno.ENOSYS)), Given(data), threads=1)
+    filled(with_fault(files, failing(operation, errno.ENOSYS)), Given(data), threads=1)
     assert content(files) == data
 
 
@@ -131,7 +133,7 @@ def test_what_only_helps_may_be_missing(operation: str) -> None:
 def test_but_bytes_that_it_tells_are_lost_are_an_error(operation: str) -> None:
     files = MemoryFiles(lacking=["direct"])
     with pytest.raises(OSError, match="Input/output"):
-        filled(troubled(files, failing(operation, errno.EIO)), Given(pattern(10 * BLOCK_BYTES)), threads=1)
+        filled(with_fault(files, failing(operation, errno.EIO)), Given(pattern(10 * BLOCK_BYTES)), threads=1)
 
 
 def test_through_the_cache_no_more_waits_there_than_a_few_blocks() -> None:
@@ -141,7 +143,7 @@ def test_through_the_cache_no_more_waits_there_than_a_few_blocks() -> None:
         asked[name] += 1
         return act()
 
-    filled(troubled(MemoryFiles(lacking=["direct"]), count), Given(pattern(10 * BLOCK_BYTES)), threads=1)
+    filled(with_fault(MemoryFiles(lacking=["direct"]), count), Given(pattern(10 * BLOCK_BYTES)), threads=1)
     assert (asked["begin_write_back"], asked["drop_cache"]) == (10, 2)
 
 
@@ -150,22 +152,22 @@ def test_room_that_is_not_there_is_told_before_anything_is_written(lacking: tupl
     files = MemoryFiles(room=PAGE, lacking=lacking)
     fd = files.open(f"{ROOT}/a", CREATE)
     with pytest.raises(OSError) as caught:
-        Filling(files, fd, Given(pattern(PAGE + 1)), Rooms(1)).reserve(files.free_bytes(ROOT))
+        FileWriter(files, fd, Given(pattern(PAGE + 1)), BlockBuffers(1)).reserve(files.free_bytes(ROOT))
     assert caught.value.errno == errno.ENOSPC
     assert [operation.kind for operation in files.operations] == ["name"]
 
 
 def test_a_halt_stops_it_before_the_next_block() -> None:
-    files, halt = MemoryFiles(), Halt()
+    files, token = MemoryFiles(), CancelToken()
 
     class Halting(Given):
         def block(self, offset: int, room: memoryview) -> memoryview:
-            halt.cancel()
+            token.cancel()
             return super().block(offset, room)
 
     fd = files.open(f"{ROOT}/a", CREATE)
     with pytest.raises(CheckpointException, match="cancelled"):
-        Filling(files, fd, Halting(pattern(3 * BLOCK_BYTES)), Rooms(1)).run(halt, 1)
+        FileWriter(files, fd, Halting(pattern(3 * BLOCK_BYTES)), BlockBuffers(1)).run(token, 1)
     assert [operation.kind for operation in files.operations] == ["name", "write"]
 
 
@@ -198,7 +200,7 @@ def test_blocks_are_taken_while_as_many_as_were_asked_for_are_written() -> None:
 
 
 def test_rooms_are_used_again_and_no_more_are_kept_than_were_asked_for() -> None:
-    rooms = Rooms(1)
+    rooms = BlockBuffers(1)
     with rooms.one() as first, rooms.one() as second:
         assert first is not second
     with rooms.one() as again:
@@ -210,7 +212,7 @@ def test_rooms_are_used_again_and_no_more_are_kept_than_were_asked_for() -> None
 
 
 def test_a_room_begins_at_a_page_and_has_a_block() -> None:
-    with Rooms(1).one() as room:
+    with BlockBuffers(1).one() as room:
         assert len(room) == BLOCK_BYTES
         assert np.frombuffer(room, np.uint8).ctypes.data % PAGE == 0
 

@@ -13,21 +13,18 @@ import pytest
 
 from forged.checkpoint import checkpoint
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.disk import EMPTY, MemoryFiles
-from tests.checkpoint.history import AT, Finder, load_all, same, state
-from tests.checkpoint.test_crash_states import WORLDS
-from tests.checkpoint.trials import (
+from tests.checkpoint.crash_trials import (
     BEFORE,
     CONVERT,
     DELETE,
     SAVE,
     SHORT,
-    Deed,
+    Action,
+    Group,
     Lasting,
-    World,
     after_power_cuts,
     after_refusals,
     after_trouble,
@@ -35,11 +32,14 @@ from tests.checkpoint.trials import (
     failing_from,
     operations,
 )
-from tests.checkpoint.troubles import Act, NthFails, Trouble, troubled
+from tests.checkpoint.faulty_files import Act, NthFails, Trouble, with_fault
+from tests.checkpoint.memory_files import EMPTY, MemoryFiles
+from tests.checkpoint.save_history import AT, Finder, load_all, same, state
+from tests.checkpoint.test_crash_states import WORLDS
 from tests.sweeps import share
 
 FOREGROUND = [world for world in WORLDS[:5] if not world.in_background]
-DONE = [(world, deed) for world in FOREGROUND for deed in (SAVE, DELETE)] + [(World(), CONVERT)]
+DONE = [(world, deed) for world in FOREGROUND for deed in (SAVE, DELETE)] + [(Group(), CONVERT)]
 NUMBERS = {
     "short": SHORT,
     "EIO": errno.EIO,
@@ -57,7 +57,7 @@ PASSING = [errno.EIO, errno.EINTR, errno.ETIMEDOUT]
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
 @pytest.mark.parametrize(("world", "deed"), DONE, ids=str)
 def test_whatever_is_refused_nothing_is_half_there_and_nothing_left_behind(
-    world: World, number: int, lasting: Lasting, deed: Deed
+    world: Group, number: int, lasting: Lasting, deed: Action
 ) -> None:
     image = before(world)
     names = operations(world, image, deed)
@@ -71,14 +71,14 @@ def test_whatever_is_refused_nothing_is_half_there_and_nothing_left_behind(
 
 def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_ever() -> None:
     """The ranks may then hear of each other's trouble too late, or never: it is over when the time is."""
-    world = World(2, in_background=True, timeout_s=0.3)
+    world = Group(2, in_background=True, timeout_s=0.3)
     assert list(islice(after_refusals(world, before(world), SAVE, errno.EIO, "once"), 5)) == []
 
 
 @pytest.mark.parametrize("deed", [SAVE, DELETE], ids=["save", "delete"])
 @pytest.mark.parametrize("number", PASSING, ids=["EIO", "EINTR", "ETIMEDOUT"])
-@pytest.mark.parametrize("world", [World(retries=2), World(2, in_background=True, retries=2)], ids=str)
-def test_what_passes_is_waited_out(world: World, number: int, deed: Deed) -> None:
+@pytest.mark.parametrize("world", [Group(retries=2), Group(2, in_background=True, retries=2)], ids=str)
+def test_what_passes_is_waited_out(world: Group, number: int, deed: Action) -> None:
     image = before(world)
     for first in share(len(operations(world, image, deed)), PASSING.index(number), len(PASSING), first=1):
         is_synced = False
@@ -98,10 +98,10 @@ def test_what_passes_is_waited_out(world: World, number: int, deed: Deed) -> Non
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "used"])
 @pytest.mark.parametrize(
-    "world", [World(retries=2), World(2, retries=2), World(retries=2, lacking=("unnamed",))], ids=str
+    "world", [Group(retries=2), Group(2, retries=2), Group(retries=2, lacking=("unnamed",))], ids=str
 )
 def test_a_save_whose_directories_could_not_be_synced_fails_and_the_next_one_outlives_a_power_cut(
-    world: World, is_new: bool
+    world: Group, is_new: bool
 ) -> None:
     """A second sync may succeed, and tells nothing of what the first one was to write."""
     image = EMPTY if is_new else before(world)
@@ -132,13 +132,13 @@ class Clock:
 
 @pytest.mark.parametrize(("world", "deed"), DONE[:4], ids=str)
 def test_an_operation_that_takes_too_long_ends_it_in_time(
-    world: World, deed: Deed, monkeypatch: pytest.MonkeyPatch
+    world: Group, deed: Action, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = before(world)
     found: list[str] = []
     for first in range(len(operations(world, image, deed))):
         clock = Clock()
-        monkeypatch.setattr(checkpoint, "Halt", partial(Halt, monotonic=clock))
+        monkeypatch.setattr(checkpoint, "CancelToken", partial(CancelToken, monotonic=clock))
 
         def slow(number: int, name: str, act: Act, first: int = first, clock: Clock = clock) -> Any:
             result = act()
@@ -152,14 +152,14 @@ def test_an_operation_that_takes_too_long_ends_it_in_time(
 
 def test_a_save_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, memory = Clock(), MemoryFiles()
-    monkeypatch.setattr(checkpoint, "Halt", partial(Halt, monotonic=clock))
+    monkeypatch.setattr(checkpoint, "CancelToken", partial(CancelToken, monotonic=clock))
 
     def slow(number: int, name: str, act: Act) -> Any:
         clock.now += 1e6 if name == "reserve" else 0
         return act()
 
     with pytest.raises(CheckpointException) as caught:
-        World().history(memory, slow).save("new", 1)
+        Group().history(memory, slow).save("new", 1)
     assert caught.value.type is ExceptionType.TIMEOUT
     assert memory.image.files == {}
 
@@ -167,12 +167,12 @@ def test_a_save_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("lasting", get_args(Lasting))
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
 def test_what_is_loaded_is_right_or_an_error(number: int, lasting: Lasting) -> None:
-    image = before(World(2))
+    image = before(Group(2))
     outcomes: list[bool | str] = []
     wanted = [state(1, rank, 2) for rank in range(2)]
     for first in range(1, 100):
         memory = MemoryFiles(image)
-        storage = LocalStorage(AT, files=troubled(memory, failing_from(first, number, lasting)))
+        storage = LocalStorage(AT, files=with_fault(memory, failing_from(first, number, lasting)))
         try:
             outcomes.append(all(map(same, load_all(storage, "old"), wanted)))
         except CheckpointException as error:
@@ -183,7 +183,7 @@ def test_what_is_loaded_is_right_or_an_error(number: int, lasting: Lasting) -> N
 
 
 def test_a_read_that_gives_less_is_gone_on_with() -> None:
-    memory = MemoryFiles(before(World()))
+    memory = MemoryFiles(before(Group()))
 
     def trouble(number: int, name: str, act: Act) -> Any:
         if name != "read":
@@ -192,14 +192,14 @@ def test_a_read_that_gives_less_is_gone_on_with() -> None:
         fd, room, offset = act.args
         return act.func(fd, room[: max(1, len(room) // 3)], offset)
 
-    [found] = load_all(LocalStorage(AT, files=troubled(memory, trouble)), "old")
+    [found] = load_all(LocalStorage(AT, files=with_fault(memory, trouble)), "old")
     assert same(found, state(1))
 
 
 def test_a_list_that_cannot_be_read_is_an_error_and_not_empty() -> None:
-    memory = MemoryFiles(before(World()))
+    memory = MemoryFiles(before(Group()))
     for first in range(1, 3):
-        storage = LocalStorage(AT, files=troubled(memory, failing_from(first, errno.EIO, "once")))
+        storage = LocalStorage(AT, files=with_fault(memory, failing_from(first, errno.EIO, "once")))
         with pytest.raises(CheckpointException):
             listing.prefixes(storage)
 
@@ -214,7 +214,7 @@ def test_what_one_rank_cannot_write_no_rank_has_saved() -> None:
         return act()
 
     with pytest.raises(CheckpointException) as caught:
-        World(2).history(memory, trouble).save("new", 1)
+        Group(2).history(memory, trouble).save("new", 1)
     assert caught.value.code == "checkpoint_disk_full"
     assert memory.image.files == {}
 

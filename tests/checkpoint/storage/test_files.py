@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from forged.checkpoint.storage.files import CREATE, READ, UNNAMED, Files, SystemFiles, directory_of
-from tests.checkpoint.disk import EMPTY, ROOT, Image, MemoryFiles, Platter
+from tests.checkpoint.memory_files import EMPTY, ROOT, CrashImages, Image, MemoryFiles
 
 PAGE = 4096
 
@@ -285,7 +285,7 @@ def test_memory_is_full_when_it_has_no_room() -> None:
 
 def after_power_cuts(files: MemoryFiles) -> set[tuple[tuple[str, bytes], ...]]:
     """All that may be found now, as files."""
-    platter = Platter(files)
+    platter = CrashImages(files)
     for operation in files.operations:
         platter.follow(operation)
     return {tuple(sorted(image.files.items())) for image in platter.crashes(Random(0), 10_000, torn=50)}

@@ -18,8 +18,8 @@ from forged.checkpoint.model import CheckpointFormat, CompressionLevel
 from forged.checkpoint.ports import Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.verification.validator import CheckpointValidator
-from tests.checkpoint.faulty import Faulty, broken
-from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.faulty_storage import FaultyStorage, broken
+from tests.checkpoint.memory_storage import MemoryStorage
 
 PREFIXES = ("a", "a/1", "a/1/2", "b")
 OF_A1 = ("a/1.", "a/1/")
@@ -68,7 +68,7 @@ def test_what_is_deleted_takes_its_own_files_with_it_and_no_others(storage: Memo
     others = set(storage.files) - below(storage, prefix)
     listing.delete(storage, prefix)
     assert set(storage.files) == others
-    assert not listing.is_there(storage, prefix)
+    assert not listing.checkpoint_exists(storage, prefix)
     with pytest.raises(CheckpointException) as caught:
         listing.delete(storage, prefix)
     assert caught.value.code == "checkpoint_missing"
@@ -86,16 +86,16 @@ def test_a_deletion_that_breaks_off_at_any_moment_is_not_seen_and_can_be_finishe
             if current == at and done == after:
                 raise broken()
 
-        faulty = Faulty(storage, fault)
+        faulty = FaultyStorage(storage, fault)
         with suppress(CheckpointException):
             listing.delete(faulty, "a")
         is_over = len(faulty.calls) <= number
-        if listing.is_there(storage, "a"):
+        if listing.checkpoint_exists(storage, "a"):
             assert storage.files == files
         else:
             with pytest.raises(CheckpointException, match="there is no checkpoint a"):
                 listing.read_manifest(storage, "a")
-        if not is_over and ("a" + TOMBSTONE in storage.files or listing.is_there(storage, "a")):
+        if not is_over and ("a" + TOMBSTONE in storage.files or listing.checkpoint_exists(storage, "a")):
             listing.delete(storage, "a")
         assert {name for name in files if not name.startswith(OF_A1) and name[0] == "a"}.isdisjoint(storage.files)
         assert {name for name in files if name.startswith((*OF_A1, "b"))} <= set(storage.files)
@@ -107,11 +107,11 @@ def test_a_tombstone_hides_a_manifest_that_stands_beside_it(storage: MemoryStora
     """As where a storage moves by copying, and was interrupted."""
     storage.files["a" + TOMBSTONE] = storage.files["a" + SUFFIX]
     assert "a" not in listing.prefixes(storage)
-    assert not listing.is_there(storage, "a")
+    assert not listing.checkpoint_exists(storage, "a")
     assert listing.tombstones(storage) == ["a"]
     with pytest.raises(CheckpointException, match="there is no checkpoint"):
         listing.read_manifest(storage, "a")
-    listing.bury(storage, "a")
+    listing.finish_deletion(storage, "a")
     assert not [name for name in storage.files if name.startswith("a") and not name.startswith(OF_A1)]
 
 
@@ -127,7 +127,7 @@ def test_what_was_saved_under_the_name_since_is_left_alone(storage: MemoryStorag
     old = storage.files.pop("b" + SUFFIX)
     storage.files["a" + TOMBSTONE] = storage.files["a" + SUFFIX]
     storage.files["a" + SUFFIX] = storage.files["a" + SUFFIX] + b" "
-    listing.bury(storage, "a")
+    listing.finish_deletion(storage, "a")
     assert "a" + SUFFIX in storage.files
     storage.files["b" + SUFFIX] = old
 
@@ -153,7 +153,7 @@ def require(storage: MemoryStorage, prefix: str, value: float) -> None:
     assert load(storage.files[f"{prefix}/{file}"])[name].tolist() == [value] * 10
 
 
-@pytest.mark.parametrize("moment", ["move", "read", "settle", "entries", "delete"])
+@pytest.mark.parametrize("moment", ["move", "read", "sync_names", "entries", "delete"])
 def test_a_deletion_that_is_slow_takes_nothing_of_what_is_saved_under_the_name_meanwhile(moment: str) -> None:
     """Another one finishes the deletion, and saves."""
     storage = MemoryStorage()
@@ -169,7 +169,7 @@ def test_a_deletion_that_is_slow_takes_nothing_of_what_is_saved_under_the_name_m
                 listing.delete(storage, "a")
                 put(storage, "a", 2)
 
-    listing.delete(Faulty(storage, meanwhile), "a")
+    listing.delete(FaultyStorage(storage, meanwhile), "a")
     assert left <= 0
     require(storage, "a", 2)
 
@@ -182,16 +182,16 @@ def test_a_deletion_that_is_slow_leaves_the_tombstone_of_another_one_alone() -> 
 
     def meanwhile(number: int, what: str, done: bool) -> None:
         nonlocal has_come
-        if what == "settle" and not has_come:
+        if what == "sync_names" and not has_come:
             has_come = True
             listing.delete(storage, "a")
             put(storage, "a", 2)
             with pytest.raises(CheckpointException):
                 listing.delete(dying(storage, "delete"), "a")
 
-    listing.delete(Faulty(storage, meanwhile), "a")
+    listing.delete(FaultyStorage(storage, meanwhile), "a")
     assert listing.tombstones(storage) == ["a"]
-    listing.bury(storage, "a")
+    listing.finish_deletion(storage, "a")
     assert storage.files == {}
 
 
@@ -202,13 +202,13 @@ def test_a_tombstone_that_another_one_removes_meanwhile_is_gone_for_good(storage
         if what == "entries":
             storage.files.pop("a" + TOMBSTONE, None)
 
-    watched = Faulty(storage, meanwhile)
+    watched = FaultyStorage(storage, meanwhile)
     listing.delete(watched, "a")
     assert watched.calls[-1] == "delete"
     assert not listing.tombstones(storage)
 
 
-def dying(storage: MemoryStorage, moment: str, of: int = 1) -> Faulty:
+def dying(storage: MemoryStorage, moment: str, of: int = 1) -> FaultyStorage:
     """The storage of a process that dies before it does this for so many times."""
     left = of
 
@@ -218,7 +218,7 @@ def dying(storage: MemoryStorage, moment: str, of: int = 1) -> Faulty:
         if left <= 0:
             raise broken()
 
-    return Faulty(storage, fault)
+    return FaultyStorage(storage, fault)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_save_that_was_killed_does_not_keep_its_name(layout: CheckpointFormat,
     storage = MemoryStorage()
     with pytest.raises(CheckpointException):
         put(dying(storage, "publish", published), "a", 1, layout)
-    assert [*listing.unfinished(storage)] == ["a"]
+    assert [*listing.unfinished_saves(storage)] == ["a"]
     put(storage, "a", 2)
     require(storage, "a", 2)
 
@@ -242,7 +242,7 @@ def test_a_save_that_was_killed_does_not_keep_its_name(layout: CheckpointFormat,
 def test_a_checkpoint_whose_save_was_killed_before_its_index_was_shown_goes_as_a_whole() -> None:
     storage = MemoryStorage()
     put(dying(storage, "move"), "a", 1)
-    assert listing.is_there(storage, "a")
+    assert listing.checkpoint_exists(storage, "a")
     require_loaded(storage, "a", 1)
     result = CheckpointValidator(storage).validate_checkpoint("a")
     assert (result.is_valid, len(result.warnings)) == (True, 1)
@@ -260,7 +260,7 @@ def test_an_index_of_another_save_stays_when_one_is_deleted() -> None:
     assert [*storage.files] == [shown]
 
 
-@pytest.mark.parametrize("moment", ["open", "move", "read", "settle"])
+@pytest.mark.parametrize("moment", ["open", "move", "read", "sync_names"])
 def test_two_who_delete_the_same_both_succeed(storage: MemoryStorage, moment: str) -> None:
     is_first = True
 
@@ -270,8 +270,8 @@ def test_two_who_delete_the_same_both_succeed(storage: MemoryStorage, moment: st
             is_first = False
             listing.delete(storage, "a")
 
-    listing.delete(Faulty(storage, meanwhile), "a")
-    assert not listing.is_there(storage, "a")
+    listing.delete(FaultyStorage(storage, meanwhile), "a")
+    assert not listing.checkpoint_exists(storage, "a")
     assert listing.tombstones(storage) == []
 
 
@@ -281,12 +281,12 @@ def test_what_saves_have_left_is_found_and_cleared_away(storage: MemoryStorage) 
     mine = ["b/notes.txt", "b/0123.txt", "a.txt", "b/model.safetensors.bak"]
     for name in mine:
         storage.files[name] = b"somebody's"
-    left = listing.unfinished(storage)
+    left = listing.unfinished_saves(storage)
     assert set(left) == {"a", "b"}
     assert all("txt" not in entry.name for entries in left.values() for entry in entries)
     for prefix, entries in left.items():
-        assert sorted(listing.clear(storage, prefix)) == sorted(entry.name for entry in entries)
-    assert listing.unfinished(storage) == {}
+        assert sorted(listing.delete_unfinished(storage, prefix)) == sorted(entry.name for entry in entries)
+    assert listing.unfinished_saves(storage) == {}
     assert all(name in storage.files for name in mine)
     assert listing.prefixes(storage) == ["a/1", "a/1/2"]
 
@@ -312,13 +312,13 @@ def test_what_saves_have_left_is_found_and_cleared_away(storage: MemoryStorage) 
 def test_every_file_that_a_save_makes_is_known_as_such(name: str) -> None:
     storage = MemoryStorage()
     storage.files[name] = b""
-    assert [entry.name for entry in listing.remains(storage, "p")] == [name]
-    assert [*listing.unfinished(storage)] == ["p"]
+    assert [entry.name for entry in listing.save_files(storage, "p")] == [name]
+    assert [*listing.unfinished_saves(storage)] == ["p"]
 
 
 def test_what_is_there_is_not_cleared_away(storage: MemoryStorage) -> None:
     before = dict(storage.files)
-    assert listing.clear(storage, "a") == []
+    assert listing.delete_unfinished(storage, "a") == []
     assert storage.files == before
 
 
@@ -334,7 +334,13 @@ def test_a_storage_that_fails_is_not_one_that_has_nothing(storage: MemoryStorage
     def fault(number: int, what: str, done: bool) -> None:
         raise broken()
 
-    failing = Faulty(storage, fault)
-    for act in (listing.is_there, listing.read_manifest, listing.require_free, listing.delete, listing.clear):
+    failing = FaultyStorage(storage, fault)
+    for act in (
+        listing.checkpoint_exists,
+        listing.read_manifest,
+        listing.require_free,
+        listing.delete,
+        listing.delete_unfinished,
+    ):
         with pytest.raises(CheckpointException, match="broken"):
             act(failing, "a")

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import BLOCK_BYTES, Halt, Storage
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Storage
 from forged.checkpoint.storage.files import UNNAMED, Files, SystemFiles
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.disk import EMPTY, ROOT, WRITTEN_AT, Image, MemoryFiles
+from tests.checkpoint.faulty_files import Act, NthFails, failing, with_fault
+from tests.checkpoint.memory_files import EMPTY, ROOT, WRITTEN_AT, Image, MemoryFiles
 from tests.checkpoint.sources import PAGE, Failing, Given, pattern
-from tests.checkpoint.troubles import Act, NthFails, failing, troubled
 
 AT = f"{ROOT}/checkpoints"
 
@@ -36,8 +36,8 @@ def files() -> MemoryFiles:
 
 
 def write(storage: Storage, name: str, data: bytes = b"hello") -> None:
-    storage.write(name, Given(data), Halt())
-    storage.settle([name])
+    storage.write(name, Given(data), CancelToken())
+    storage.sync_names([name])
 
 
 def names(storage: Storage, under: str = "") -> set[str]:
@@ -105,15 +105,15 @@ def test_a_source_that_fails_leaves_nothing_behind(storage: LocalStorage) -> Non
 
     before = open_descriptors()
     with pytest.raises(ValueError, match="mine"):
-        storage.write("run/p/a", Failing(pattern(2 * BLOCK_BYTES), BLOCK_BYTES, fail), Halt())
+        storage.write("run/p/a", Failing(pattern(2 * BLOCK_BYTES), BLOCK_BYTES, fail), CancelToken())
     assert names(storage) == {"q/a"}
     assert [path.name for path in Path(storage.url).iterdir()] == ["q"]
     assert open_descriptors() == before
 
 
 def test_a_halt_stops_it_and_leaves_nothing_behind(storage: LocalStorage) -> None:
-    halt = Halt()
-    error = refusal(lambda: storage.write("p/a", Failing(pattern(3 * BLOCK_BYTES), BLOCK_BYTES, halt.cancel), halt))
+    token = CancelToken()
+    error = refusal(lambda: storage.write("p/a", Failing(pattern(3 * BLOCK_BYTES), BLOCK_BYTES, token.cancel), token))
     assert error.code == "checkpoint_cancelled"
     assert list(Path(storage.url).iterdir()) == []
 
@@ -133,8 +133,8 @@ def test_a_disk_without_room_says_how_much_is_missing_before_anything_is_written
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_a_refusal_while_it_is_written_is_typed_and_leaves_nothing_behind(operation: str, code: int) -> None:
     files = MemoryFiles()
-    storage = LocalStorage(AT, files=troubled(files, failing(operation, code)))
-    error = refusal(lambda: storage.write("p/a", Given(pattern(PAGE + 1)), Halt()))
+    storage = LocalStorage(AT, files=with_fault(files, failing(operation, code)))
+    error = refusal(lambda: storage.write("p/a", Given(pattern(PAGE + 1)), CancelToken()))
     assert error.type is ExceptionType.STORAGE_ERROR
     assert files.image.files == {}
     assert f"{AT}/p" not in files.image.directories
@@ -142,7 +142,7 @@ def test_a_refusal_while_it_is_written_is_typed_and_leaves_nothing_behind(operat
 
 
 def test_a_sync_that_failed_is_not_tried_again_on_the_same_file(files: MemoryFiles) -> None:
-    storage = LocalStorage(AT, files=troubled(files, failing("sync", errno.EIO, times=1)))
+    storage = LocalStorage(AT, files=with_fault(files, failing("sync", errno.EIO, times=1)))
     assert refusal(lambda: write(storage, "p/a")).retryable
     assert files.image.files == {}
     write(storage, "p/a")
@@ -153,26 +153,26 @@ def test_a_sync_of_a_directory_that_failed_is_not_tried_again(files: MemoryFiles
     """It may succeed then without having written what the first one was to write."""
     write(LocalStorage(AT, files=files), "p/a")
     for act in (
-        lambda storage: storage.settle(["p/a"]),
+        lambda storage: storage.sync_names(["p/a"]),
         lambda storage: storage.publish("p/b", b"x"),
         lambda storage: storage.move("p/a", "p/c"),
         lambda storage: storage.delete(["p/c"]),
     ):
-        storage = LocalStorage(AT, files=troubled(files, failing("sync_directory", number, times=1)))
+        storage = LocalStorage(AT, files=with_fault(files, failing("sync_directory", number, times=1)))
         assert not refusal(lambda storage=storage, act=act: act(storage)).retryable  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 def test_a_directory_that_could_not_be_opened_to_be_synced_may_be_synced_later(files: MemoryFiles, number: int) -> None:
     write(LocalStorage(AT, files=files), "p/a")
-    storage = LocalStorage(AT, files=troubled(files, failing("sync_directory", number, times=1)))
-    assert refusal(lambda: storage.settle(["p/a"])).retryable
-    storage.settle(["p/a"])
+    storage = LocalStorage(AT, files=with_fault(files, failing("sync_directory", number, times=1)))
+    assert refusal(lambda: storage.sync_names(["p/a"])).retryable
+    storage.sync_names(["p/a"])
 
 
 def test_a_directory_of_the_storages_whose_name_is_not_durable_is_not_left(files: MemoryFiles) -> None:
     """Whoever found it there would not sync the one that it lies in."""
-    storage = LocalStorage(f"{ROOT}/a/b", files=troubled(files, NthFails(1, "sync_directory", errno.EIO)))
+    storage = LocalStorage(f"{ROOT}/a/b", files=with_fault(files, NthFails(1, "sync_directory", errno.EIO)))
     assert not refusal(lambda: write(storage, "p")).retryable
     assert files.image.directories == {"/", ROOT, f"{ROOT}/a"}
     files.operations.clear()
@@ -189,7 +189,7 @@ def test_a_directory_that_others_remove_meanwhile_is_made_again(files: MemoryFil
             files.remove_directory(f"{AT}/p")
         return result
 
-    write(LocalStorage(AT, files=troubled(files, trouble)), "p/a")
+    write(LocalStorage(AT, files=with_fault(files, trouble)), "p/a")
     assert files.image.files == {f"{AT}/p/a": b"hello"}
 
 
@@ -199,7 +199,7 @@ def test_a_directory_that_was_made_for_nothing_goes_again(files: MemoryFiles) ->
             raise OSError(errno.EMFILE, "too many")
         return act()
 
-    storage = LocalStorage(AT, files=troubled(files, trouble))
+    storage = LocalStorage(AT, files=with_fault(files, trouble))
     assert refusal(lambda: write(storage, "run/p/a")).retryable
     assert files.image.directories == {*EMPTY.directories, AT}
 
@@ -220,14 +220,14 @@ def synced(files: MemoryFiles) -> list[str]:
 def test_settling_syncs_every_directory_once_up_to_the_storage(files: MemoryFiles) -> None:
     storage = LocalStorage(AT, files=files)
     for name in ("run/p/a", "run/p/b", "run/q/a"):
-        storage.write(name, Given(b"x"), Halt())
+        storage.write(name, Given(b"x"), CancelToken())
     files.operations.clear()
-    storage.settle(["run/p/a", "run/p/b", "run/q/a"])
+    storage.sync_names(["run/p/a", "run/p/b", "run/q/a"])
     assert synced(files) == [f"{AT}/run/q", f"{AT}/run/p", f"{AT}/run", AT]
 
 
 def test_the_storages_own_directory_is_made_durable_when_it_is_made(files: MemoryFiles) -> None:
-    LocalStorage(f"{ROOT}/a/b", files=files).write("p", Given(b""), Halt())
+    LocalStorage(f"{ROOT}/a/b", files=files).write("p", Given(b""), CancelToken())
     assert synced(files) == [ROOT, f"{ROOT}/a"]
 
 
@@ -242,11 +242,11 @@ def test_a_commit_costs_two_syncs_of_files_and_three_of_directories(files: Memor
 
 
 def test_what_is_settled_must_be_there(storage: LocalStorage) -> None:
-    assert refusal(lambda: storage.settle(["p/a"])).code == "checkpoint_file_missing"
+    assert refusal(lambda: storage.sync_names(["p/a"])).code == "checkpoint_file_missing"
 
 
 def test_a_file_system_that_syncs_no_directories_is_taken_at_its_word(files: MemoryFiles) -> None:
-    storage = LocalStorage(AT, files=troubled(files, failing("sync_directory", errno.EINVAL)))
+    storage = LocalStorage(AT, files=with_fault(files, failing("sync_directory", errno.EINVAL)))
     write(storage, "p/a")
     storage.delete(["p/a"])
     assert names(storage) == set()
@@ -309,7 +309,7 @@ def without_unnamed() -> Files:
             raise OSError(errno.EOPNOTSUPP, "no")
         return act()
 
-    return troubled(SystemFiles(), trouble)
+    return with_fault(SystemFiles(), trouble)
 
 
 @pytest.mark.parametrize("lacking", LACKING)
@@ -318,7 +318,7 @@ def test_a_refusal_while_it_is_published_leaves_nothing_but_perhaps_the_file(
     operation: str, lacking: tuple[str, ...]
 ) -> None:
     files = MemoryFiles(lacking=lacking)
-    storage = LocalStorage(AT, files=troubled(files, failing(operation, errno.EIO)))
+    storage = LocalStorage(AT, files=with_fault(files, failing(operation, errno.EIO)))
     with suppress(CheckpointException):
         storage.publish("p", b"hello")
         assert files.image.files == {f"{AT}/p": b"hello"}
@@ -336,7 +336,7 @@ def test_what_the_dead_have_left_hidden_is_swept_away_when_it_is_old(age_s: floa
 
 def test_what_is_published_counts_though_its_hidden_name_cannot_be_removed() -> None:
     files = MemoryFiles(lacking=["unnamed"])
-    LocalStorage(AT, files=troubled(files, failing("unlink", errno.EIO))).publish("p", b"whole")
+    LocalStorage(AT, files=with_fault(files, failing("unlink", errno.EIO))).publish("p", b"whole")
     assert files.image.files[f"{AT}/p"] == b"whole"
     assert names(LocalStorage(AT, files=files)) == {"p"}
 
@@ -394,13 +394,13 @@ def test_short_and_interrupted_reads_are_gone_on_with(files: MemoryFiles) -> Non
         fd, room, offset = act.args  # type: ignore[attr-defined]
         return files.read(fd, room[:999], offset)
 
-    assert LocalStorage(AT, files=troubled(files, trouble)).read("a", 10_000) == pattern(10_000)
+    assert LocalStorage(AT, files=with_fault(files, trouble)).read("a", 10_000) == pattern(10_000)
 
 
 def test_a_read_that_fails_is_typed(files: MemoryFiles) -> None:
     write(LocalStorage(AT, files=files), "a")
     for operation in ("open", "size", "read"):
-        storage = LocalStorage(AT, files=troubled(files, failing(operation, errno.EIO)))
+        storage = LocalStorage(AT, files=with_fault(files, failing(operation, errno.EIO)))
         error = refusal(lambda storage=storage: storage.read("a", 10))  # type: ignore[misc]
         assert (error.code, error.retryable) == ("checkpoint_storage_io", True)
         assert files.descriptors == 0
@@ -408,7 +408,7 @@ def test_a_read_that_fails_is_typed(files: MemoryFiles) -> None:
 
 def test_what_was_read_was_read_though_the_file_cannot_be_closed(files: MemoryFiles) -> None:
     write(LocalStorage(AT, files=files), "a")
-    assert LocalStorage(AT, files=troubled(files, failing("close", errno.EIO))).read("a", 10) == b"hello"
+    assert LocalStorage(AT, files=with_fault(files, failing("close", errno.EIO))).read("a", 10) == b"hello"
     assert files.descriptors == 0
 
 
@@ -456,14 +456,14 @@ def outside(tmp_path: Path, storage: LocalStorage) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "act",
     [
-        lambda storage: storage.write("out/b", Given(b""), Halt()),
+        lambda storage: storage.write("out/b", Given(b""), CancelToken()),
         lambda storage: storage.publish("out/b", b""),
         lambda storage: storage.read("out/a", 10),
         lambda storage: storage.read("file", 10),
         lambda storage: storage.move("a", "out/b"),
         lambda storage: storage.move("out/a", "b"),
         lambda storage: storage.delete(["out/a"]),
-        lambda storage: storage.settle(["out/a"]),
+        lambda storage: storage.sync_names(["out/a"]),
         lambda storage: list(storage.entries("out/")),
     ],
 )
@@ -491,13 +491,13 @@ def test_a_link_to_what_is_in_the_storage_is_fine(storage: LocalStorage) -> None
 def test_no_name_leads_out(storage: LocalStorage, name: str) -> None:
     write(storage, "a")
     for act in (
-        lambda: storage.write(name, Given(b""), Halt()),
+        lambda: storage.write(name, Given(b""), CancelToken()),
         lambda: storage.publish(name, b""),
         lambda: storage.read(name, 10),
         lambda: storage.move("a", name),
         lambda: storage.move(name, "b"),
         lambda: storage.delete([name]),
-        lambda: storage.settle([name]),
+        lambda: storage.sync_names([name]),
     ):
         assert refusal(act).code == "checkpoint_name_invalid"
     assert names(storage) == {"a"}
@@ -563,14 +563,14 @@ def test_a_directory_that_nobody_may_enter_has_no_files_unless_it_is_the_storage
                 raise PermissionError(errno.EACCES, "no")
             return act()
 
-        return LocalStorage(AT, files=troubled(files, trouble))
+        return LocalStorage(AT, files=with_fault(files, trouble))
 
     assert names(closed(f"{AT}/lost+found")) == {"a"}
     assert refusal(lambda: names(closed(AT))).code == "checkpoint_storage_denied"
 
 
 def test_a_listing_that_fails_is_typed(files: MemoryFiles) -> None:
-    storage = LocalStorage(AT, files=troubled(files, failing("scan", errno.EIO)))
+    storage = LocalStorage(AT, files=with_fault(files, failing("scan", errno.EIO)))
     assert refusal(lambda: names(storage)).code == "checkpoint_storage_io"
 
 
@@ -639,7 +639,7 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(storage: LocalStora
 
 
 def test_a_directory_that_cannot_be_removed_stays(files: MemoryFiles) -> None:
-    storage = LocalStorage(AT, files=troubled(files, failing("remove_directory", errno.EACCES)))
+    storage = LocalStorage(AT, files=with_fault(files, failing("remove_directory", errno.EACCES)))
     write(storage, "p/a")
     storage.delete(["p/a"])
     assert (names(storage), f"{AT}/p" in files.image.directories) == (set(), True)
@@ -648,7 +648,7 @@ def test_a_directory_that_cannot_be_removed_stays(files: MemoryFiles) -> None:
 def test_a_deletion_that_cannot_be_made_durable_is_none(files: MemoryFiles) -> None:
     storage = LocalStorage(AT, files=files)
     write(storage, "a")
-    storage = LocalStorage(AT, files=troubled(files, failing("sync_directory", errno.EIO)))
+    storage = LocalStorage(AT, files=with_fault(files, failing("sync_directory", errno.EIO)))
     assert refusal(lambda: storage.delete(["a"])).code == "checkpoint_storage_io"
 
 
@@ -662,5 +662,5 @@ def test_what_is_free_is_known_before_the_storage_is_there(tmp_path: Path) -> No
 
 
 def test_what_is_free_cannot_be_asked(files: MemoryFiles) -> None:
-    storage = LocalStorage(AT, files=troubled(files, failing("free_bytes", errno.EIO)))
+    storage = LocalStorage(AT, files=with_fault(files, failing("free_bytes", errno.EIO)))
     assert refusal(storage.free_bytes).code == "checkpoint_storage_io"

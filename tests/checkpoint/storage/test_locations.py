@@ -15,7 +15,7 @@ from forged.checkpoint.model import StorageOptions
 from forged.checkpoint.storage.local import LocalStorage
 from forged.checkpoint.storage.locations import OF_EVERY_BUCKET, PROVIDERS, create_storage, root_at, storage_at
 from forged.checkpoint.storage.objects import ObjectStorage
-from tests.checkpoint.weed import Weed
+from tests.checkpoint.s3_server import S3Server
 
 GOOGLE = {
     "service_account_key": '{"private_key": "private_key", "private_key_id": "id", "client_email": "e", '
@@ -198,14 +198,14 @@ def test_settings_are_not_shown() -> None:
     assert "SECRET" not in repr(StorageOptions("s3", {"secret_access_key": "SECRET"}))
 
 
-def test_settings_lead_to_a_server(weed: Weed) -> None:
+def test_settings_lead_to_a_server(weed: S3Server) -> None:
     bucket = weed.bucket()
     options = StorageOptions("s3", {**weed.settings(bucket), "prefix": "runs/7", "timeout_s": "20", "retries": "1"})
     create_storage(options, {}).publish("step-1.metadata.json", b"x")
     assert [entry.name for entry in weed.storage(bucket).entries()] == ["runs/7/step-1.metadata.json"]
 
 
-def test_the_environment_leads_to_a_server(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_leads_to_a_server(weed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in weed.environment().items():
         monkeypatch.setenv(key, value)
     bucket = weed.bucket()

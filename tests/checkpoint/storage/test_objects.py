@@ -6,14 +6,15 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from obstore.store import LocalStore, MemoryStore
 
-from forged.checkpoint.async_calls import CALLS
+from forged.checkpoint.async_calls import ASYNC_CALLS
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import BLOCK_BYTES, Halt, Remote, bounded
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, RemoteStorage, bounded
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.objects import (
     IN_FLIGHT_BYTES_MAX,
@@ -22,10 +23,10 @@ from forged.checkpoint.storage.objects import (
     ObjectStorage,
     part_bytes,
 )
-from tests.checkpoint.middleman import Middleman
-from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.s3_server import S3Server
 from tests.checkpoint.sources import Failing, Given, Lying, pattern
-from tests.checkpoint.weed import Weed
+from tests.checkpoint.tcp_proxy import TcpProxy
 
 WAITS_S = 30.0
 SOON_S = 0.5
@@ -44,7 +45,7 @@ class Counting(Given):
         return super().block(offset, room)
 
 
-def through(weed: Weed, bucket: str, middleman: Middleman, retries: int = 2) -> ObjectStorage:
+def through(weed: S3Server, bucket: str, middleman: TcpProxy, retries: int = 2) -> ObjectStorage:
     return weed.storage(bucket, endpoint=middleman.endpoint, retries=retries)
 
 
@@ -66,29 +67,29 @@ def test_no_file_has_more_parts_than_a_store_takes(size: int) -> None:
     assert part == BLOCK_BYTES or PARTS_MAX * (part - BLOCK_BYTES) < size, "larger than they have to be"
 
 
-def test_a_large_file_goes_and_comes_in_parts_at_the_same_time(weed: Weed) -> None:
+def test_a_large_file_goes_and_comes_in_parts_at_the_same_time(weed: S3Server) -> None:
     bucket, data = weed.bucket(), pattern(LARGE)
-    with Middleman(weed.ports["s3.port"]) as going:
-        through(weed, bucket, going).write("run/part", Lying(data), Halt())
+    with TcpProxy(weed.ports["s3.port"]) as going:
+        through(weed, bucket, going).write("run/part", Lying(data), CancelToken())
         assert going.connections > 1
     assert weed.unfinished_uploads(bucket) == []
-    with Middleman(weed.ports["s3.port"]) as coming, through(weed, bucket, coming).open("run/part") as reader:
+    with TcpProxy(weed.ports["s3.port"]) as coming, through(weed, bucket, coming).open("run/part") as reader:
         room = bytearray(LARGE)
         reader.read_into(0, memoryview(room))
         assert coming.connections > 1
     assert room == data
 
 
-def test_a_range_is_read_and_not_the_file(weed: Weed) -> None:
+def test_a_range_is_read_and_not_the_file(weed: S3Server) -> None:
     storage, data = weed.folder(), pattern(3 * BLOCK_BYTES)
-    storage.write("a", Given(data), Halt())
+    storage.write("a", Given(data), CancelToken())
     with storage.open("a") as reader:
         room = bytearray(1_000)
         reader.read_into(2 * BLOCK_BYTES + 77, memoryview(room))
     assert room == data[2 * BLOCK_BYTES + 77 :][:1_000]
 
 
-def test_a_list_longer_than_a_page_is_whole(weed: Weed) -> None:
+def test_a_list_longer_than_a_page_is_whole(weed: S3Server) -> None:
     storage, count = weed.folder(), 3 * LISTED_AT_ONCE + 1
     wanted = [f"run/step-{number}/a" for number in range(count)]
     with ThreadPoolExecutor(16) as pool:
@@ -108,15 +109,15 @@ def test_a_store_that_takes_it_amiss_when_a_name_is_missing_deletes_the_others(t
 
 
 @pytest.mark.parametrize("at", [0, BLOCK_BYTES, 3 * BLOCK_BYTES])
-def test_parts_that_come_to_nothing_are_not_kept(weed: Weed, at: int) -> None:
+def test_parts_that_come_to_nothing_are_not_kept(weed: S3Server, at: int) -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
     bucket = weed.bucket()
     storage = weed.storage(bucket)
     with pytest.raises(ZeroDivisionError):
-        storage.write("a", Failing(pattern(4 * BLOCK_BYTES), at, fail), Halt())
-    CALLS.wait_for_cleanups(WAITS_S)
+        storage.write("a", Failing(pattern(4 * BLOCK_BYTES), at, fail), CancelToken())
+    ASYNC_CALLS.wait_for_cleanups(WAITS_S)
     assert names(storage) == []
     assert weed.unfinished_uploads(bucket) == []
 
@@ -126,10 +127,10 @@ def ends_upload(requests: list[bytes]) -> bool:
     return any(line.startswith((b"DELETE ", b"POST ")) and b"uploadId=" in line for line in requests)
 
 
-def test_no_upload_is_ended_while_a_part_is_under_way(weed: Weed) -> None:
+def test_no_upload_is_ended_while_a_part_is_under_way(weed: S3Server) -> None:
     """A store may keep for ever a part that arrives after its upload was aborted."""
     bucket = weed.bucket()
-    with Middleman(weed.ports["s3.port"]) as middleman:
+    with TcpProxy(weed.ports["s3.port"]) as middleman:
         middleman.delay_end(b"partNumber=1&")
 
         def fail() -> None:
@@ -138,38 +139,38 @@ def test_no_upload_is_ended_while_a_part_is_under_way(weed: Weed) -> None:
 
         with pytest.raises(ZeroDivisionError):
             through(weed, bucket, middleman).write(
-                "a", Failing(pattern(4 * BLOCK_BYTES), 3 * BLOCK_BYTES, fail), Halt()
+                "a", Failing(pattern(4 * BLOCK_BYTES), 3 * BLOCK_BYTES, fail), CancelToken()
             )
         before = list(middleman.requests)
         middleman.release()
-        CALLS.wait_for_cleanups(WAITS_S)
+        ASYNC_CALLS.wait_for_cleanups(WAITS_S)
     assert not ends_upload(before)
     assert names(weed.storage(bucket)) == []
     assert weed.unfinished_uploads(bucket) == []
 
 
-def test_an_upload_whose_creation_is_under_way_when_a_write_is_cancelled_is_not_kept(weed: Weed) -> None:
-    bucket, halt = weed.bucket(), Halt()
-    with Middleman(weed.ports["s3.port"]) as middleman:
+def test_an_upload_whose_creation_is_under_way_when_a_write_is_cancelled_is_not_kept(weed: S3Server) -> None:
+    bucket, token = weed.bucket(), CancelToken()
+    with TcpProxy(weed.ports["s3.port"]) as middleman:
         middleman.delay_end(b"uploads=")
 
         def cancel() -> None:
             middleman.held_back.wait(WAITS_S)
-            halt.cancel()
+            token.cancel()
 
         thread = threading.Thread(target=cancel)
         thread.start()
-        error = error_of(lambda: through(weed, bucket, middleman).write("a", Given(pattern(2 * BLOCK_BYTES)), halt))
+        error = error_of(lambda: through(weed, bucket, middleman).write("a", Given(pattern(2 * BLOCK_BYTES)), token))
         thread.join()
         assert error.code == "checkpoint_cancelled"
         middleman.release()
-        CALLS.wait_for_cleanups(WAITS_S)
+        ASYNC_CALLS.wait_for_cleanups(WAITS_S)
         assert ends_upload(middleman.requests)
     assert names(weed.storage(bucket)) == []
     assert weed.unfinished_uploads(bucket) == []
 
 
-def test_a_source_of_another_size_than_it_says_is_an_error(weed: Weed) -> None:
+def test_a_source_of_another_size_than_it_says_is_an_error(weed: S3Server) -> None:
     class Short(Given):
         def block(self, offset: int, room: memoryview) -> memoryview:
             return super().block(offset, room)[:-1]
@@ -177,40 +178,41 @@ def test_a_source_of_another_size_than_it_says_is_an_error(weed: Weed) -> None:
     storage = weed.folder()
     for size in (10, 2 * BLOCK_BYTES):
         source = Short(pattern(size))
-        assert error_of(lambda source=source: storage.write("a", source, Halt())).type is ExceptionType.STORAGE_ERROR  # type: ignore[misc]
+        error = error_of(partial(storage.write, "a", source, CancelToken()))
+        assert error.type is ExceptionType.STORAGE_ERROR
     assert names(storage) == []
 
 
-def test_who_publishes_finds_its_own_file_when_the_answer_was_lost(weed: Weed) -> None:
+def test_who_publishes_finds_its_own_file_when_the_answer_was_lost(weed: S3Server) -> None:
     bucket = weed.bucket()
-    with Middleman(weed.ports["s3.port"]) as middleman:
+    with TcpProxy(weed.ports["s3.port"]) as middleman:
         storage = through(weed, bucket, middleman)
         middleman.swallow(b"PUT ")
         storage.publish("a.metadata.json", b"mine")
     assert weed.storage(bucket).read("a.metadata.json", 10) == b"mine"
 
 
-def test_who_finds_anothers_file_when_the_answer_was_lost_is_refused(weed: Weed) -> None:
+def test_who_finds_anothers_file_when_the_answer_was_lost_is_refused(weed: S3Server) -> None:
     bucket = weed.bucket()
     weed.storage(bucket).publish("a.metadata.json", b"another's")
-    with Middleman(weed.ports["s3.port"]) as middleman:
+    with TcpProxy(weed.ports["s3.port"]) as middleman:
         storage = through(weed, bucket, middleman)
         middleman.swallow(b"PUT ")
         assert error_of(lambda: storage.publish("a.metadata.json", b"mine")).code == "checkpoint_exists"
     assert weed.storage(bucket).read("a.metadata.json", 10) == b"another's"
 
 
-def test_reading_goes_on_when_a_connection_is_lost(weed: Weed) -> None:
+def test_reading_goes_on_when_a_connection_is_lost(weed: S3Server) -> None:
     bucket = weed.bucket()
     weed.storage(bucket).publish("a", b"1")
-    with Middleman(weed.ports["s3.port"]) as middleman:
+    with TcpProxy(weed.ports["s3.port"]) as middleman:
         storage = through(weed, bucket, middleman)
         middleman.swallow(b"GET ")
         assert storage.read("a", 10) == b"1"
 
 
 def stalled(
-    weed: Weed, act: Callable[[ObjectStorage, Middleman, Halt], object], *, hangs_up: bool = True
+    weed: S3Server, act: Callable[[ObjectStorage, TcpProxy, CancelToken], object], *, hangs_up: bool = True
 ) -> CheckpointException:
     """What becomes of something at a server that falls silent.
 
@@ -218,18 +220,18 @@ def stalled(
     had not done so within the time, for a reason that is not known.
     """
     bucket = weed.bucket()
-    weed.storage(bucket).write("there", Given(pattern(3 * BLOCK_BYTES)), Halt())
-    with Middleman(weed.ports["s3.port"]) as middleman:
-        halt = Halt(WAITS_S)
-        storage = through(weed, bucket, middleman).bounded(halt)
+    weed.storage(bucket).write("there", Given(pattern(3 * BLOCK_BYTES)), CancelToken())
+    with TcpProxy(weed.ports["s3.port"]) as middleman:
+        token = CancelToken(WAITS_S)
+        storage = through(weed, bucket, middleman).bounded(token)
 
         def cancel() -> None:
             middleman.held_back.wait(WAITS_S)
-            halt.cancel()
+            token.cancel()
 
         thread = threading.Thread(target=cancel)
         thread.start()
-        error = error_of(lambda: act(storage, middleman, halt)).with_traceback(None)
+        error = error_of(lambda: act(storage, middleman, token)).with_traceback(None)
         thread.join()
         # Until nobody holds the frames of the error, a list that was begun is not let go.
         gc.collect()
@@ -237,8 +239,8 @@ def stalled(
     return error
 
 
-def silence(act: Callable[[ObjectStorage], object]) -> Callable[[ObjectStorage, Middleman, Halt], object]:
-    def silenced(storage: ObjectStorage, middleman: Middleman, halt: Halt) -> None:
+def silence(act: Callable[[ObjectStorage], object]) -> Callable[[ObjectStorage, TcpProxy, CancelToken], object]:
+    def silenced(storage: ObjectStorage, middleman: TcpProxy, token: CancelToken) -> None:
         middleman.stall()
         act(storage)
 
@@ -254,16 +256,16 @@ def silence(act: Callable[[ObjectStorage], object]) -> Callable[[ObjectStorage, 
         lambda storage: storage.move("there", "elsewhere"),
         lambda storage: storage.delete(["there"]),
         lambda storage: storage.publish("a", b"x"),
-        lambda storage: storage.write("a", Given(b"x"), storage._asking.halt),
+        lambda storage: storage.write("a", Given(b"x"), storage._asking.token),
     ],
     ids=["read", "open", "list", "move", "delete", "publish", "write"],
 )
-def test_a_request_to_a_silent_server_ends_with_its_halt(weed: Weed, act: Callable[[ObjectStorage], object]) -> None:
+def test_request_to_silent_server_ends_when_cancelled(weed: S3Server, act: Callable[[ObjectStorage], object]) -> None:
     assert stalled(weed, silence(act)).code == "checkpoint_cancelled"
 
 
-def test_a_read_from_a_server_that_falls_silent_ends_with_its_halt(weed: Weed) -> None:
-    def read(storage: ObjectStorage, middleman: Middleman, halt: Halt) -> None:
+def test_a_read_from_a_server_that_falls_silent_ends_with_its_halt(weed: S3Server) -> None:
+    def read(storage: ObjectStorage, middleman: TcpProxy, token: CancelToken) -> None:
         with storage.open("there") as reader:
             middleman.stall()
             reader.read_into(0, memoryview(bytearray(reader.size)))
@@ -271,23 +273,23 @@ def test_a_read_from_a_server_that_falls_silent_ends_with_its_halt(weed: Weed) -
     assert stalled(weed, read).code == "checkpoint_cancelled"
 
 
-def test_an_upload_to_a_server_that_falls_silent_ends_with_its_halt(weed: Weed) -> None:
-    def write(storage: ObjectStorage, middleman: Middleman, halt: Halt) -> None:
-        storage.write("a", Failing(pattern(4 * BLOCK_BYTES), 2 * BLOCK_BYTES, middleman.stall), halt)
+def test_an_upload_to_a_server_that_falls_silent_ends_with_its_halt(weed: S3Server) -> None:
+    def write(storage: ObjectStorage, middleman: TcpProxy, token: CancelToken) -> None:
+        storage.write("a", Failing(pattern(4 * BLOCK_BYTES), 2 * BLOCK_BYTES, middleman.stall), token)
 
     assert stalled(weed, write, hangs_up=False).code == "checkpoint_cancelled"
 
 
-def test_a_silent_server_is_an_error_when_the_time_is_over(weed: Weed) -> None:
-    with Middleman(weed.ports["s3.port"]) as middleman:
+def test_a_silent_server_is_an_error_when_the_time_is_over(weed: S3Server) -> None:
+    with TcpProxy(weed.ports["s3.port"]) as middleman:
         middleman.stall()
         storage = through(weed, weed.bucket(), middleman)
-        error = error_of(lambda: storage.write("a", Given(b"x"), Halt(SOON_S)))
+        error = error_of(lambda: storage.write("a", Given(b"x"), CancelToken(SOON_S)))
     assert error.type is ExceptionType.TIMEOUT
 
 
-def test_what_waits_for_a_slow_server_is_bounded(weed: Weed) -> None:
-    with Middleman(weed.ports["s3.port"]) as middleman:
+def test_what_waits_for_a_slow_server_is_bounded(weed: S3Server) -> None:
+    with TcpProxy(weed.ports["s3.port"]) as middleman:
         storage = through(weed, weed.bucket(), middleman)
 
         class Stalling(Counting):
@@ -296,17 +298,17 @@ def test_what_waits_for_a_slow_server_is_bounded(weed: Weed) -> None:
                 return super().block(offset, room)
 
         source = Stalling(bytes(3 * IN_FLIGHT_BYTES_MAX))
-        assert error_of(lambda: storage.write("a", source, Halt(6 * SOON_S))).type is ExceptionType.TIMEOUT
+        assert error_of(lambda: storage.write("a", source, CancelToken(6 * SOON_S))).type is ExceptionType.TIMEOUT
     assert 1 <= source.blocks <= IN_FLIGHT_BYTES_MAX // BLOCK_BYTES + 2
 
 
 def test_a_server_that_dies_is_an_error_that_may_pass(tmp_path: Path) -> None:
-    with Weed(tmp_path) as own:
+    with S3Server(tmp_path) as own:
         bucket = own.bucket()
         storage = own.storage(bucket)
         storage.publish("step-1.metadata.json", b"kept")
         source = Failing(pattern(6 * BLOCK_BYTES), 3 * BLOCK_BYTES, own.kill)
-        error = error_of(lambda: storage.write("step-2/part", source, Halt()))
+        error = error_of(lambda: storage.write("step-2/part", source, CancelToken()))
         assert (error.code, error.retryable) == ("checkpoint_storage_unreachable", True)
         assert error_of(lambda: storage.read("step-1.metadata.json", 100)).retryable
         assert error_of(lambda: list(storage.entries())).retryable
@@ -314,14 +316,14 @@ def test_a_server_that_dies_is_an_error_that_may_pass(tmp_path: Path) -> None:
         storage = own.storage(bucket)
         assert storage.read("step-1.metadata.json", 100) == b"kept"
         storage.delete(["step-2/part"])
-        storage.write("step-2/part", Given(pattern(6 * BLOCK_BYTES)), Halt())
+        storage.write("step-2/part", Given(pattern(6 * BLOCK_BYTES)), CancelToken())
         with storage.open("step-2/part") as reader:
             assert reader.size == 6 * BLOCK_BYTES
 
 
 ACTS: dict[str, Callable[[ObjectStorage], object]] = {
     "publish": lambda storage: storage.publish("a", b"x"),
-    "write": lambda storage: storage.write("a", Given(pattern(2 * BLOCK_BYTES)), Halt()),
+    "write": lambda storage: storage.write("a", Given(pattern(2 * BLOCK_BYTES)), CancelToken()),
     "read": lambda storage: storage.read("a", 10),
     "list": lambda storage: list(storage.entries("run/")),
     "delete": lambda storage: storage.delete(["a"]),
@@ -329,7 +331,7 @@ ACTS: dict[str, Callable[[ObjectStorage], object]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_wrong_credentials_are_told_without_them(weed: Weed, act: str) -> None:
+def test_wrong_credentials_are_told_without_them(weed: S3Server, act: str) -> None:
     storage = weed.storage(weed.bucket(), secret="a-wrong-secret")
     error = error_of(lambda: ACTS[act](storage))
     assert (error.code, error.retryable) == ("checkpoint_storage_denied", False)
@@ -338,30 +340,30 @@ def test_wrong_credentials_are_told_without_them(weed: Weed, act: str) -> None:
 
 
 @pytest.mark.parametrize("act", ["publish", "write", "read", "list"])
-def test_a_bucket_that_is_not_there_is_told(weed: Weed, act: str) -> None:
+def test_a_bucket_that_is_not_there_is_told(weed: S3Server, act: str) -> None:
     error = error_of(lambda: ACTS[act](weed.storage("no-such-bucket")))
     assert (error.code, error.retryable) == ("checkpoint_bucket_missing", False)
     assert "no-such-bucket" in error.message
 
 
 def test_only_what_waits_for_others_is_bounded() -> None:
-    halt, local, remote = Halt(), MemoryStorage(), ObjectStorage(MemoryStore(), "memory://test")
-    assert bounded(local, halt) is local
-    assert isinstance(remote, Remote)
-    halt.cancel()
-    assert error_of(lambda: bounded(remote, halt).read("a", 1)).code == "checkpoint_cancelled"
+    token, local, remote = CancelToken(), MemoryStorage(), ObjectStorage(MemoryStore(), "memory://test")
+    assert bounded(local, token) is local
+    assert isinstance(remote, RemoteStorage)
+    token.cancel()
+    assert error_of(lambda: bounded(remote, token).read("a", 1)).code == "checkpoint_cancelled"
     assert error_of(lambda: remote.read("a", 1)).code == "checkpoint_file_missing"
 
 
 def test_who_tries_again_stops_when_its_halt_says_so() -> None:
-    remote, halt = ObjectStorage(MemoryStore(), "memory://test"), Halt()
+    remote, token = ObjectStorage(MemoryStore(), "memory://test"), CancelToken()
     patient = FaultToleranceHandler(remote).guard(remote)
-    halt.cancel()
-    assert error_of(lambda: bounded(patient, halt).read("a", 1)).code == "checkpoint_cancelled"
+    token.cancel()
+    assert error_of(lambda: bounded(patient, token).read("a", 1)).code == "checkpoint_cancelled"
     assert error_of(lambda: patient.read("a", 1)).code == "checkpoint_file_missing"
 
 
-def test_a_file_shorter_than_it_was_is_told(weed: Weed) -> None:
+def test_a_file_shorter_than_it_was_is_told(weed: S3Server) -> None:
     storage = weed.folder()
     storage.publish("a", b"0123456789")
     with storage.open("a") as reader:

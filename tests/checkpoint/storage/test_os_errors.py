@@ -10,9 +10,9 @@ from forged.checkpoint.storage.os_errors import (
     MEANINGS,
     SyncFailed,
     disk_full,
+    errors_translated,
     file_large,
     file_short,
-    told_of,
     translated,
 )
 
@@ -37,7 +37,7 @@ from forged.checkpoint.storage.os_errors import (
     ],
 )
 def test_a_refusal_has_a_code_and_says_whether_to_try_again(number: int, code: str, retryable: bool) -> None:
-    with pytest.raises(CheckpointException) as caught, told_of("run/a", "/disk"):
+    with pytest.raises(CheckpointException) as caught, errors_translated("run/a", "/disk"):
         raise OSError(number, "no")
     error = caught.value
     assert (error.code, error.retryable, error.type) == (code, retryable, ExceptionType.STORAGE_ERROR)
@@ -67,7 +67,7 @@ def test_an_error_without_a_number_keeps_its_words() -> None:
 
 
 def test_what_is_no_refusal_of_the_system_passes() -> None:
-    with pytest.raises(ValueError, match="mine"), told_of("a", "/disk"):
+    with pytest.raises(ValueError, match="mine"), errors_translated("a", "/disk"):
         raise ValueError("mine")
 
 

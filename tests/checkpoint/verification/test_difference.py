@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.verification.difference import Amount, Difference, Kind, Side, differences
-from tests.checkpoint.shelves import MemoryStorage
-from tests.checkpoint.writer import write_checkpoint
+from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.plain_writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 NAN, INF = math.nan, math.inf
@@ -33,7 +33,7 @@ def read(one: Side) -> int:
 
 
 def between(a: Side, b: Side) -> dict[str, Difference]:
-    found = list(differences(a, b, Halt()))
+    found = list(differences(a, b, CancelToken()))
     assert len({(one.name, one.rank) for one in found}) == len(found)
     return {one.name if one.rank is None else f"{one.name}@{one.rank}": one for one in found}
 
@@ -185,16 +185,16 @@ def test_what_is_damaged_is_told_and_not_taken_for_a_difference() -> None:
 
 
 def test_a_halt_stops_it() -> None:
-    halt = Halt()
-    halt.cancel()
+    token = CancelToken()
+    token.cancel()
     one = side({"x": np.zeros(10)})
     with pytest.raises(CheckpointException) as caught:
-        list(differences(one, one, halt))
+        list(differences(one, one, token))
     assert caught.value.code == "checkpoint_cancelled"
 
 
 def test_of_names_that_nobody_wants_nothing_is_read_or_told() -> None:
     a, b = side({"w": np.zeros(3), "v": np.zeros(3)}), side({"w": np.ones(3), "u": np.zeros(3)})
-    found = list(differences(a, b, Halt(), {"v", "u"}.__contains__))
+    found = list(differences(a, b, CancelToken(), {"v", "u"}.__contains__))
     assert [(one.name, one.kind) for one in found] == [("v", Kind.ONLY_IN_A), ("u", Kind.ONLY_IN_B)]
     assert read(a) == read(b) == 0

@@ -20,7 +20,7 @@ from forged.checkpoint.format.manifest import Manifest, encode
 from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.loading.read_plan import Index
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
-from forged.checkpoint.ports import Halt, Storage
+from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.verification.validator import (
     FINDINGS_MAX,
     CheckpointValidator,
@@ -30,9 +30,9 @@ from forged.checkpoint.verification.validator import (
     verify,
 )
 from tests.checkpoint.layouts import small_chunks
+from tests.checkpoint.memory_storage import MemoryReader, MemoryStorage
 from tests.checkpoint.plain_reader import same
-from tests.checkpoint.shelves import MemoryReader, MemoryStorage
-from tests.checkpoint.writer import write_checkpoint
+from tests.checkpoint.plain_writer import write_checkpoint
 
 FLIPS = 10_000
 FLIPS_AT_ONCE = 4
@@ -260,7 +260,7 @@ class Small:
 
     name = "small"
 
-    def check(self, manifest: Manifest, storage: Storage, halt: Halt) -> Iterable[Finding]:
+    def check(self, manifest: Manifest, storage: Storage, token: CancelToken) -> Iterable[Finding]:
         if manifest.size_bytes > 1_000:
             yield Finding("it is too large for us", "too_large")
 
@@ -268,7 +268,7 @@ class Small:
 class Broken:
     name = "broken"
 
-    def check(self, manifest: Manifest, storage: Storage, halt: Halt) -> Iterator[Finding]:
+    def check(self, manifest: Manifest, storage: Storage, token: CancelToken) -> Iterator[Finding]:
         raise ZeroDivisionError("oh")
 
 
@@ -336,10 +336,10 @@ class TestTheWorld:
 
     def test_a_halt_stops_it(self) -> None:
         storage, _ = saved()
-        halt = Halt()
-        halt.cancel()
+        token = CancelToken()
+        token.cancel()
         with pytest.raises(CheckpointException) as caught:
-            CheckpointValidator(storage).validate_checkpoint("a", halt)
+            CheckpointValidator(storage).validate_checkpoint("a", token)
         assert caught.value.code == "checkpoint_cancelled"
 
     def test_verify_takes_a_path(self, tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import errno
 import pytest
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted, invalid, storage_error
-from forged.checkpoint.storage.listing import missing
+from forged.checkpoint.storage.listing import missing_checkpoint
 from forged.checkpoint.storage.os_errors import translated as of_system
 from forged.cli.ckpt.errors import told, translated
 from forged.cli.process import complain
-from tests.checkpoint.shelves import MemoryStorage
+from tests.checkpoint.memory_storage import MemoryStorage
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from tests.checkpoint.shelves import MemoryStorage
         (of_system(OSError(errno.ENOSPC, ""), "x", "y"), 2),
         (of_system(OSError(errno.EROFS, ""), "x", "y"), 2),
         (storage_error("x", "x", code="checkpoint_credentials_missing"), 2),
-        (missing(MemoryStorage(), "a"), 3),
+        (missing_checkpoint(MemoryStorage(), "a"), 3),
         (of_system(OSError(errno.EEXIST, ""), "x", "y"), 3),
         (CheckpointException("x", type=ExceptionType.INCOMPATIBLE_VERSION), 3),
         (CheckpointException("x", type=ExceptionType.TIMEOUT), 4),

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from forged.checkpoint.errors import CheckpointException, invalid
-from forged.checkpoint.ports import Halt
+from forged.checkpoint.ports import CancelToken
 from forged.cli.ckpt.interruptible import acting
 from forged.errors import ConfigError, Unavailable
 
@@ -29,10 +29,10 @@ def handling(handler: signal.Handlers | None) -> Iterator[None]:
 
 
 @acting
-def wait_in_a_thread(options: Namespace, halt: Halt) -> int:
+def wait_in_a_thread(options: Namespace, token: CancelToken) -> int:
     def wait() -> None:
         with suppress(CheckpointException):
-            halt.wait(LONG_S)
+            token.wait(LONG_S)
         ended.set()
 
     ended = threading.Event()
@@ -47,9 +47,9 @@ def wait_in_a_thread(options: Namespace, halt: Halt) -> int:
 
 
 @acting
-def wait(options: Namespace, halt: Halt) -> int:
+def wait(options: Namespace, token: CancelToken) -> int:
     signal.raise_signal(signal.SIGINT)
-    halt.wait(options.timeout or LONG_S)
+    token.wait(options.timeout or LONG_S)
     return 0
 
 
@@ -60,9 +60,9 @@ def test_an_interrupt_ends_what_other_threads_wait_for() -> None:
 
 def test_a_thread_that_notices_first_changes_nothing() -> None:
     @acting
-    def act(options: Namespace, halt: Halt) -> int:
-        halt.cancel()
-        halt.check()
+    def act(options: Namespace, token: CancelToken) -> int:
+        token.cancel()
+        token.check()
         return 0
 
     with handling(None), pytest.raises(KeyboardInterrupt):
@@ -83,7 +83,7 @@ def test_interrupts_mean_afterwards_what_they_meant_before() -> None:
 
 def test_what_goes_wrong_is_told_as_any_error() -> None:
     @acting
-    def act(options: Namespace, halt: Halt) -> int:
+    def act(options: Namespace, token: CancelToken) -> int:
         raise invalid("no")
 
     with pytest.raises(ConfigError):

@@ -17,14 +17,14 @@ import pytest
 import forged.checkpoint
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
 from forged.cli.forgectl import ckpt, main
-from tests.checkpoint.weed import Weed
+from tests.checkpoint.s3_server import S3Server
 
 Caught = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
-    with Weed(tmp_path_factory.mktemp("weed")) as server:
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with S3Server(tmp_path_factory.mktemp("weed")) as server:
         yield server
 
 
@@ -93,7 +93,7 @@ def test_whoever_stops_reading_ends_it(tmp_path: Path) -> None:
 
 class TestInABucket:
     @pytest.fixture
-    def url(self, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> str:
+    def url(self, weed: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
         for name, value in weed.environment().items():
             monkeypatch.setenv(name, value)
         return f"s3://{weed.bucket()}/runs"

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from forged.checkpoint.storage.files import CREATE, UNNAMED, Found, directory_of
+from forged.checkpoint.storage.files import CREATE, UNNAMED, DirectoryEntry, directory_of
 
 SECTOR_BYTES = 512
 PAGE = 4096
@@ -260,15 +260,18 @@ class MemoryFiles:
             self._directories.remove(path)
             self.operations.append(Operation("rmdir", path))
 
-    def scan(self, path: str) -> list[Found]:
+    def scan(self, path: str) -> list[DirectoryEntry]:
         with self._lock:
             self._require_directory(path)
             lead = f"{path}/"
             directories = [
-                Found(each.removeprefix(lead), True, 0, WRITTEN_AT) for each in self._directories if each != "/"
+                DirectoryEntry(each.removeprefix(lead), True, 0, WRITTEN_AT)
+                for each in self._directories
+                if each != "/"
             ]
             files = [
-                Found(each.removeprefix(lead), False, len(node.data), WRITTEN_AT) for each, node in self._nodes.items()
+                DirectoryEntry(each.removeprefix(lead), False, len(node.data), WRITTEN_AT)
+                for each, node in self._nodes.items()
             ]
             return [found for found in (*directories, *files) if "/" not in found.name]
 
@@ -331,7 +334,7 @@ class MemoryFiles:
 
 
 @dataclass(slots=True, eq=False)
-class Medium:
+class FileData:
     """A file as the medium has it."""
 
     durable: bytes
@@ -362,17 +365,17 @@ class Medium:
 
 
 @dataclass(slots=True, eq=False)
-class Folder:
+class Directory:
     """A directory as the medium has it: by name, what it stood for at the last sync, and since."""
 
-    slots: dict[str, list[Medium | Folder | None]] = field(default_factory=dict)
+    slots: dict[str, list[FileData | Directory | None]] = field(default_factory=dict)
     doubtful: set[str] = field(default_factory=set)
     """The names that a sync was to make durable that failed."""
 
-    def now(self, name: str) -> Medium | Folder | None:
+    def now(self, name: str) -> FileData | Directory | None:
         return self.slots[name][-1] if name in self.slots else None
 
-    def turn(self, name: str, into: Medium | Folder | None) -> None:
+    def turn(self, name: str, into: FileData | Directory | None) -> None:
         self.slots.setdefault(name, [None]).append(into)
         self.doubtful.discard(name)
 
@@ -388,14 +391,14 @@ class Folder:
         self.doubtful |= {name for name, history in self.slots.items() if len(history) > 1}
 
 
-class Platter:
+class CrashImages:
     """What is durable of some files, and what is not yet, followed through the operations on them."""
 
     def __init__(self, files: MemoryFiles) -> None:
-        self._root = Folder()
-        self._media: dict[Node, Medium] = {}
+        self._root = Directory()
+        self._media: dict[Node, FileData] = {}
         for path in sorted(files.initial_directories - {"/"}):
-            self._folder(directory_of(path)).slots[_base(path)] = [Folder()]
+            self._folder(directory_of(path)).slots[_base(path)] = [Directory()]
         for path, node in files.initial.items():
             self._folder(directory_of(path)).slots[_base(path)] = [self._medium(node)]
 
@@ -410,7 +413,7 @@ class Platter:
             case "failed sync directory":
                 self._folder(path).fail_to_settle()
             case "mkdir":
-                self._folder(directory_of(path)).turn(_base(path), Folder())
+                self._folder(directory_of(path)).turn(_base(path), Directory())
             case "unname" | "rmdir":
                 self._folder(directory_of(path)).turn(_base(path), None)
             case _:
@@ -426,7 +429,7 @@ class Platter:
         if prod(map(len, choices)) > count_max:
             every = (tuple(random.choice(choice) for choice in choices) for _ in range(count_max))
         for chosen in islice(every, count_max):
-            names: dict[Folder, dict[str, Medium | Folder]] = {}
+            names: dict[Directory, dict[str, FileData | Directory]] = {}
             for (folder, name, _), found in zip(slots, chosen, strict=False):
                 if found is not None:
                     names.setdefault(folder, {})[name] = found
@@ -444,39 +447,41 @@ class Platter:
             case _:
                 medium.pending.append(operation)
 
-    def _medium(self, node: Node) -> Medium:
+    def _medium(self, node: Node) -> FileData:
         if node not in self._media:
-            self._media[node] = Medium(node.initial)
+            self._media[node] = FileData(node.initial)
         return self._media[node]
 
-    def _folder(self, path: str) -> Folder:
+    def _folder(self, path: str) -> Directory:
         folder = self._root
         for part in filter(None, path.split("/")):
             found = folder.now(part)
-            assert isinstance(found, Folder)
+            assert isinstance(found, Directory)
             folder = found
         return folder
 
-    def _folders(self) -> list[Folder]:
+    def _folders(self) -> list[Directory]:
         """All that may be found after a power cut."""
         found = [self._root]
         for folder in found:
-            found += [each for history in folder.slots.values() for each in history if isinstance(each, Folder)]
+            found += [each for history in folder.slots.values() for each in history if isinstance(each, Directory)]
         return found
 
-    def _reachable(self) -> list[Medium]:
+    def _reachable(self) -> list[FileData]:
         every = (each for folder in self._folders() for history in folder.slots.values() for each in history)
-        return list(dict.fromkeys(each for each in every if isinstance(each, Medium)))
+        return list(dict.fromkeys(each for each in every if isinstance(each, FileData)))
 
 
-def _image(root: Folder, names: Mapping[Folder, Mapping[str, Medium | Folder]], data: Mapping[Medium, bytes]) -> Image:
+def _image(
+    root: Directory, names: Mapping[Directory, Mapping[str, FileData | Directory]], data: Mapping[FileData, bytes]
+) -> Image:
     files: dict[str, bytes] = {}
     directories = {"/"}
     waiting = [("", root)]
     while waiting:
         lead, folder = waiting.pop()
         for name, found in names.get(folder, {}).items():
-            if isinstance(found, Folder):
+            if isinstance(found, Directory):
                 directories.add(f"{lead}/{name}")
                 waiting.append((f"{lead}/{name}", found))
             else:

@@ -13,7 +13,7 @@ RECEIVED_BYTES_MAX = 1 << 18
 METHODS = (b"DELETE ", b"GET ", b"HEAD ", b"POST ", b"PUT ")
 
 
-class Middleman:
+class TcpProxy:
     """Relays connections to a port of this host."""
 
     def __init__(self, port: int) -> None:

@@ -9,18 +9,18 @@ from functools import partial
 from typing import Any, cast
 
 from forged.checkpoint.storage.files import Files
-from tests.checkpoint.disk import MemoryFiles
+from tests.checkpoint.memory_files import MemoryFiles
 
 Act = Callable[..., Any]
 Trouble = Callable[[int, str, Act], Any]
 """Does what was asked, or what goes wrong instead: given the operation's number, name, and the act itself."""
 
 
-class Dead(OSError):
+class ProcessDied(OSError):
     """Whoever asks is dead: nothing of this was ever asked."""
 
 
-class Troubled:
+class FaultyFiles:
     """Passes on what is asked, one operation at a time, through the trouble."""
 
     def __init__(self, files: Files, trouble: Trouble) -> None:
@@ -37,7 +37,7 @@ class Troubled:
             number, self.count = self.count, self.count + 1
         try:
             return self._trouble(number, name, partial(act, *args, **kwargs))
-        except (InterruptedError, Dead):
+        except (InterruptedError, ProcessDied):
             raise
         except OSError:
             if isinstance(self._files, MemoryFiles):
@@ -48,9 +48,9 @@ class Troubled:
             raise
 
 
-def troubled(files: Files, trouble: Trouble) -> Files:
+def with_fault(files: Files, trouble: Trouble) -> Files:
     """The same files, with a trouble."""
-    return cast("Files", Troubled(files, trouble))
+    return cast("Files", FaultyFiles(files, trouble))
 
 
 def failing(operation: str, code: int, times: int | None = None) -> Trouble:

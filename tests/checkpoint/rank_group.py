@@ -18,7 +18,7 @@ class _Round:
     is_full: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Together:
+class SimulatedRanks:
     """What the ranks share."""
 
     def __init__(self, world_size: int) -> None:
@@ -35,10 +35,10 @@ class Together:
         return meeting.values
 
 
-class Rank:
+class SimulatedRank:
     """One of them; a `ports.Coordinator`."""
 
-    def __init__(self, together: Together, rank: int) -> None:
+    def __init__(self, together: SimulatedRanks, rank: int) -> None:
         self._together = together
         self._calls = 0
         self.rank = rank
@@ -62,7 +62,9 @@ class Rank:
         return await self._together.meet(self._calls, self.rank, value)
 
 
-async def all_ranks(world_size: int, act: Callable[[Rank], Awaitable[T]]) -> list[T | BaseException]:
+async def all_ranks(world_size: int, act: Callable[[SimulatedRank], Awaitable[T]]) -> list[T | BaseException]:
     """Have every rank do it; what each of them returns or raises."""
-    together = Together(world_size)
-    return await asyncio.gather(*(act(Rank(together, rank)) for rank in range(world_size)), return_exceptions=True)
+    together = SimulatedRanks(world_size)
+    return await asyncio.gather(
+        *(act(SimulatedRank(together, rank)) for rank in range(world_size)), return_exceptions=True
+    )

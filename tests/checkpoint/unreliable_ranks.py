@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from tests.checkpoint.together import Rank, Together
+from tests.checkpoint.rank_group import SimulatedRank, SimulatedRanks
 
 T = TypeVar("T")
 
@@ -14,13 +14,13 @@ Trouble = Callable[[Any], Awaitable[Any]]
 """What a rank does at a call instead of just giving its value: returns the one that it gives, if it does."""
 
 
-class Member(Rank):
+class UnreliableRank(SimulatedRank):
     """A rank with which something may go wrong at some of its calls, which are counted from 1.
 
     A decision is two calls: what all say is gathered, and what the root says is broadcast.
     """
 
-    def __init__(self, together: Together, rank: int, troubles: Mapping[int, Trouble]) -> None:
+    def __init__(self, together: SimulatedRanks, rank: int, troubles: Mapping[int, Trouble]) -> None:
         super().__init__(together, rank)
         self._troubles = troubles
 
@@ -31,12 +31,12 @@ class Member(Rank):
 
 async def group(
     world_size: int,
-    act: Callable[[Member], Awaitable[T]],
+    act: Callable[[UnreliableRank], Awaitable[T]],
     troubles: Mapping[int, Mapping[int, Trouble]] | None = None,
 ) -> list[T | BaseException]:
     """Have every rank do it; what each of them returns or raises. `troubles` are by rank, then by call."""
-    together = Together(world_size)
-    members = [Member(together, rank, (troubles or {}).get(rank, {})) for rank in range(world_size)]
+    together = SimulatedRanks(world_size)
+    members = [UnreliableRank(together, rank, (troubles or {}).get(rank, {})) for rank in range(world_size)]
     return await asyncio.gather(*map(act, members), return_exceptions=True)
 
 
@@ -59,7 +59,7 @@ def fail(error: Exception) -> Trouble:
     return trouble
 
 
-def say(other: Any) -> Trouble:
+def answer_with(other: Any) -> Trouble:
     """Say something else."""
 
     async def trouble(value: Any) -> Any:
@@ -68,7 +68,7 @@ def say(other: Any) -> Trouble:
     return trouble
 
 
-def after(event: asyncio.Event) -> Trouble:
+def after_event(event: asyncio.Event) -> Trouble:
     """Come late."""
 
     async def trouble(value: Any) -> Any:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import Entry, Halt, Reader, Source, Storage
+from forged.checkpoint.ports import CancelToken, Entry, Reader, Source, Storage
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ Fault = Callable[[int, str, bool], None]
 """Called with the number of an operation, what it is, and whether it is done; may raise."""
 
 
-class Faulty:
+class FaultyStorage:
     """Another storage, with a fault; a `ports.Storage`."""
 
     def __init__(self, storage: Storage, fault: Fault = lambda number, what, done: None) -> None:
@@ -30,11 +30,11 @@ class Faulty:
     def url(self) -> str:
         return self._storage.url
 
-    def write(self, name: str, source: Source, halt: Halt) -> None:
-        self._do("write", lambda: self._storage.write(name, source, halt))
+    def write(self, name: str, source: Source, token: CancelToken) -> None:
+        self._do("write", lambda: self._storage.write(name, source, token))
 
-    def settle(self, names: Collection[str]) -> None:
-        self._do("settle", lambda: self._storage.settle(names))
+    def sync_names(self, names: Collection[str]) -> None:
+        self._do("sync_names", lambda: self._storage.sync_names(names))
 
     def publish(self, name: str, data: bytes) -> None:
         self._do("publish", lambda: self._storage.publish(name, data))

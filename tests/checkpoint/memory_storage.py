@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted, storage_error
 from forged.checkpoint.format.names import check_name
-from forged.checkpoint.ports import BLOCK_BYTES, Entry, Halt, Reader, Source
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Entry, Reader, Source
 
 
 class MemoryReader:
@@ -77,20 +77,20 @@ class MemoryStorage:
         data[offset] ^= mask
         self.files[name] = bytes(data)
 
-    def write(self, name: str, source: Source, halt: Halt) -> None:
+    def write(self, name: str, source: Source, token: CancelToken) -> None:
         check_name(name)
         self._require_free(name)
         data = bytearray(source.size)
         room = memoryview(bytearray(BLOCK_BYTES))
         for offset in range(0, source.size, BLOCK_BYTES):
-            halt.check()
+            token.check()
             block = source.block(offset, room[: source.size - offset])
             data[offset : offset + len(block)] = block
         if len(data) != source.size:
             raise storage_error(f"{name}: the blocks are not as large as they have to be", name)
         self.publish(name, bytes(data))
 
-    def settle(self, names: Collection[str]) -> None:
+    def sync_names(self, names: Collection[str]) -> None:
         for name in names:
             self._file(name)
 

@@ -39,7 +39,7 @@ PORTS = (
 )
 
 
-class Weed:
+class S3Server:
     """`weed server -s3` in a directory; killed at the end of the block, or with the process that has started it."""
 
     def __init__(self, directory: Path) -> None:

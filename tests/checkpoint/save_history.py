@@ -28,8 +28,8 @@ from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.files import Files
 from forged.checkpoint.storage.local import LocalStorage
 from forged.retry import RetryPolicy
-from tests.checkpoint.disk import ROOT, WRITTEN_AT, Image, MemoryFiles
-from tests.checkpoint.together import Rank, all_ranks
+from tests.checkpoint.memory_files import ROOT, WRITTEN_AT, Image, MemoryFiles
+from tests.checkpoint.rank_group import SimulatedRank, all_ranks
 
 AT = f"{ROOT}/checkpoints"
 HALF = -1
@@ -151,9 +151,9 @@ def same(found: Any, saved: Any) -> bool:
 def clear_away(storage: Storage) -> None:
     """Finish deletions that were interrupted, and delete what is left of saves."""
     for prefix in listing.tombstones(storage):
-        listing.bury(storage, prefix)
-    for prefix in listing.unfinished(storage):
-        listing.clear(storage, prefix)
+        listing.finish_deletion(storage, prefix)
+    for prefix in listing.unfinished_saves(storage):
+        listing.delete_unfinished(storage, prefix)
 
 
 class History:
@@ -219,7 +219,7 @@ class History:
     ) -> None:
         self.memory.mark(f"begin {act} {prefix} {version}")
 
-        async def at_rank(rank: Rank) -> None:
+        async def at_rank(rank: SimulatedRank) -> None:
             faults = FaultToleranceHandler(self.storage, self._retry_policy)
             draw = self._random.randbytes
             async with DistributedCheckpoint(

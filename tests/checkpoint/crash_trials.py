@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.disk import Image, MemoryFiles, Platter
-from tests.checkpoint.history import (
+from tests.checkpoint.faulty_files import Act, ProcessDied, Trouble, with_fault
+from tests.checkpoint.memory_files import CrashImages, Image, MemoryFiles
+from tests.checkpoint.save_history import (
     AT,
     PATIENCE_S,
     Expectation,
@@ -29,7 +30,6 @@ from tests.checkpoint.history import (
     same,
     state,
 )
-from tests.checkpoint.troubles import Act, Dead, Trouble, troubled
 
 STATES_PER_MOMENT_MAX = 400
 CALLS = "checkpoint-calls"
@@ -44,7 +44,7 @@ Lasting: TypeAlias = Literal["once", "kind", "all"]
 """Whether an operation fails, or it and all later ones of its kind, or it and all later ones."""
 
 
-class World(NamedTuple):
+class Group(NamedTuple):
     """How many ranks there are, how they save, and what their file system lacks."""
 
     size: int = 1
@@ -56,7 +56,7 @@ class World(NamedTuple):
 
     def __str__(self) -> str:
         """What differs from the simplest one, for the names of tests."""
-        plain = World()
+        plain = Group()
         told = [f"{name}={mine}" for name, mine, its in zip(self._fields, self, plain, strict=True) if mine != its]
         return ",".join(told) or "alone"
 
@@ -66,7 +66,7 @@ class World(NamedTuple):
 
     def history(self, memory: MemoryFiles, trouble: Trouble | None = None) -> History:
         """What these ranks do on a disk, perhaps in trouble."""
-        files = None if trouble is None else troubled(memory, trouble)
+        files = None if trouble is None else with_fault(memory, trouble)
         return History(
             memory,
             files,
@@ -78,7 +78,7 @@ class World(NamedTuple):
         )
 
 
-class Deed(NamedTuple):
+class Action(NamedTuple):
     """Something that is done on a disk, and done again when it was interrupted."""
 
     name: str
@@ -108,20 +108,20 @@ def _delete_again(history: History) -> None:
         history.delete("old", 1)
 
 
-SAVE = Deed("save", lambda history: history.save("new", 2), _save_again, {"old": 1, "new": 2})
-CONVERT = Deed("convert", lambda history: history.convert("old", "new", 1), _convert_again, {"old": 1, "new": 1})
-DELETE = Deed("delete", lambda history: history.delete("old", 1), _delete_again, {})
+SAVE = Action("save", lambda history: history.save("new", 2), _save_again, {"old": 1, "new": 2})
+CONVERT = Action("convert", lambda history: history.convert("old", "new", 1), _convert_again, {"old": 1, "new": 1})
+DELETE = Action("delete", lambda history: history.delete("old", 1), _delete_again, {})
 BEFORE = {"old": 1}
 
 
-def before(world: World) -> Image:
+def before(world: Group) -> Image:
     """A disk with a checkpoint."""
     memory = world.disk()
     world.history(memory).save("old", 1)
     return memory.image
 
 
-def operations(world: World, image: Image, deed: Deed) -> list[str]:
+def operations(world: Group, image: Image, deed: Action) -> list[str]:
     """The names of the operations that a deed takes."""
     names: dict[int, str] = {}
 
@@ -136,7 +136,7 @@ def operations(world: World, image: Image, deed: Deed) -> list[str]:
 # Power cuts.
 
 
-def lives_and_power_cuts(world: World, **rest: Any) -> Iterator[str]:
+def lives_and_power_cuts(world: Group, **rest: Any) -> Iterator[str]:
     """What is wrong on the disks that a power cut may leave in a long history."""
     memory = world.disk()
     lives(world.history(memory))
@@ -156,7 +156,7 @@ def after_power_cuts(
 
     What was looked at is gathered in `seen`.
     """
-    platter, expected, random = Platter(memory), Expectation(dict(certain or {})), Random(0)
+    platter, expected, random = CrashImages(memory), Expectation(dict(certain or {})), Random(0)
     for operation in memory.operations:
         platter.follow(operation)
         if operation.kind == "mark":
@@ -165,7 +165,7 @@ def after_power_cuts(
 
 
 def _wrong_after_one(
-    platter: Platter,
+    platter: CrashImages,
     finder: Finder,
     expected: Expectation,
     random: Random,
@@ -210,13 +210,13 @@ def dying_at(first: int) -> Trouble:
             return act()
         if name == "close":
             act()
-        raise Dead(errno.EIO, os.strerror(errno.EIO))
+        raise ProcessDied(errno.EIO, os.strerror(errno.EIO))
 
     return trouble
 
 
 def after_refusals(
-    world: World, image: Image, deed: Deed, number: int, lasting: Lasting, *, moments: Collection[int] | None = None
+    world: Group, image: Image, deed: Action, number: int, lasting: Lasting, *, moments: Collection[int] | None = None
 ) -> Iterator[str]:
     """What is wrong when one operation after the other is the one that is refused."""
     for first in moments if moments is not None else range(len(operations(world, image, deed))):
@@ -225,12 +225,12 @@ def after_refusals(
             yield f"{deed.name} in {world}, operation {first} refused with {number} {lasting}: {wrong}"
 
 
-def after_trouble(world: World, image: Image, deed: Deed, trouble: Trouble) -> Iterator[str]:
+def after_trouble(world: Group, image: Image, deed: Action, trouble: Trouble) -> Iterator[str]:
     """What is wrong when this trouble comes in between once."""
     return _after(world, world.disk(image), deed, trouble, is_once=True)
 
 
-def _after(world: World, memory: MemoryFiles, deed: Deed, trouble: Trouble, *, is_once: bool) -> Iterator[str]:
+def _after(world: Group, memory: MemoryFiles, deed: Action, trouble: Trouble, *, is_once: bool) -> Iterator[str]:
     untouched = memory.image.key
     error = _outcome(lambda: deed.act(world.history(memory, trouble)))
     if error is not None and not isinstance(error, CheckpointException):
@@ -242,7 +242,7 @@ def _after(world: World, memory: MemoryFiles, deed: Deed, trouble: Trouble, *, i
     is_decided = isinstance(error, CheckpointException) and error.code != UNDECIDED and not world.in_background
     if is_once and is_decided and deed is not DELETE and memory.image.key != untouched:
         yield f"left behind by {error!r}: {sorted(memory.image.files)}, {sorted(memory.image.directories)}"
-    platter = Platter(memory)
+    platter = CrashImages(memory)
     for operation in memory.operations:
         platter.follow(operation)
     yield from _wrong_after_one(platter, finder, expected, Random(0), None, 30, 2)
@@ -269,7 +269,7 @@ def _shortened(act: Act) -> Any:
 
 
 def after_kills(
-    world: World, image: Image, deed: Deed, *, finder: Finder | None = None, moments: Collection[int] | None = None
+    world: Group, image: Image, deed: Action, *, finder: Finder | None = None, moments: Collection[int] | None = None
 ) -> Iterator[str]:
     """What is wrong when a process dies at one operation after the other, another one does the same again, and then,
     at any moment of that, the power is cut."""
@@ -287,14 +287,14 @@ def after_kills(
         yield from (f"{after}: {wrong}" for wrong in _rest(world, memory, deed, finder))
 
 
-def _rest(world: World, memory: MemoryFiles, deed: Deed, finder: Finder) -> Iterator[str]:
+def _rest(world: Group, memory: MemoryFiles, deed: Action, finder: Finder) -> Iterator[str]:
     """What is there in the end besides what ought to be."""
     if (found := finder.found(memory.image)) != deed.leaves:
         yield f"in the end there is {found}"
     yield from after_clearing(world, memory, finder)
 
 
-def after_clearing(world: World, memory: MemoryFiles, finder: Finder) -> Iterator[str]:
+def after_clearing(world: Group, memory: MemoryFiles, finder: Finder) -> Iterator[str]:
     """What is wrong when everything has been cleared away that is no checkpoint."""
     found = finder.found(memory.image)
     world.history(memory).clear_away()
@@ -319,7 +319,7 @@ class Meeting(NamedTuple):
     """What a power cut then made worse, and what nobody will ever remove."""
 
 
-def meetings(world: World, first: Deed, other: Callable[[History], object]) -> Iterator[Meeting]:
+def meetings(world: Group, first: Action, other: Callable[[History], object]) -> Iterator[Meeting]:
     """Something else is done as a whole, by another process, before one operation of a deed after the other."""
     image = before(world)
     stranger = world._replace(options=(*world.options, ("seed", 1)))
@@ -345,8 +345,8 @@ def meetings(world: World, first: Deed, other: Callable[[History], object]) -> I
         yield Meeting(error, errors[0], found, list(_worse(world, memory, finder, found)))
 
 
-def _worse(world: World, memory: MemoryFiles, finder: Finder, found: dict[str, int]) -> Iterator[str]:
-    platter = Platter(memory)
+def _worse(world: Group, memory: MemoryFiles, finder: Finder, found: dict[str, int]) -> Iterator[str]:
+    platter = CrashImages(memory)
     for operation in memory.operations:
         platter.follow(operation)
     for image in platter.crashes(Random(0), 30, 2):
@@ -359,7 +359,7 @@ def _worse(world: World, memory: MemoryFiles, finder: Finder, found: dict[str, i
 # Damage.
 
 
-def after_damage(world: World, every: int = 97) -> Iterator[str]:
+def after_damage(world: Group, every: int = 97) -> Iterator[str]:
     """What is loaded without an error, and is wrong, when one bit is."""
     image = before(world)
     wanted = [state(1, rank, world.size) for rank in range(world.size)]

@@ -1,4 +1,4 @@
-"""A warm process that forks savers to be killed: `python -m tests.checkpoint.victims`, with orders on its input.
+"""A warm process that forks savers to be killed: `python -m tests.checkpoint.savers_to_kill`, with orders on its input.
 
 An order is the directory of the checkpoints, a seed and the first version to save, one line each. A saver says `born`
 with its process, then what it begins, what it has done and what has failed, as `history.Expectation` notes it; the warm
@@ -23,7 +23,7 @@ from forged.checkpoint.export.conversion import How, convert
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.history import clear_away, load_all, state
+from tests.checkpoint.save_history import clear_away, load_all, state
 
 STDOUT = 1
 PREFIXES = ("a", "b", "run/c", "run/d", "e")
@@ -38,7 +38,7 @@ def saved_state(version: int) -> dict[str, Any]:
     return {**state(version), "bulk": np.full(version % 4 * BULK, version, np.float32)}
 
 
-class Saver:
+class KillableSaver:
     """Saves, converts and deletes, until it is killed."""
 
     def __init__(self, directory: Path, seed: int, version: int) -> None:
@@ -115,7 +115,7 @@ def main() -> None:
         if saver == 0:
             say(f"born {os.getpid()}")
             try:
-                asyncio.run(Saver(Path(directory), int(seed), int(version)).live())
+                asyncio.run(KillableSaver(Path(directory), int(seed), int(version)).live())
             except BaseException:  # noqa: BLE001 - it is told what it was, and that it was no kill
                 traceback.print_exc()
             os._exit(1)
