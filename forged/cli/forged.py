@@ -1,6 +1,6 @@
-"""`forged`: the command that runs the daemon, and sees to what it runs with.
+"""`forged`: the command that runs, checks, installs and demonstrates the daemon.
 
-Law: what a command needs is loaded when it is called.
+Modules are imported when a command needs them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forged.version import VERSION
 
 PROGRAM = "forged"
 FLAGS = ("data_dir", "socket", "listen", "http", "plugin_dir", "log_level", "log_format")
-"""The settings that have a flag."""
+"""The settings that have a command-line flag."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ForgedError as error:
         return complain(PROGRAM, error)
     except BaseExceptionGroup as group:
-        # What goes wrong while the daemon runs comes out of its task groups, wrapped once for each.
+        # An error in the running daemon is wrapped by each of its task groups.
         errors, bugs = group.split(ForgedError)
         if errors is None or bugs is not None:
             raise
@@ -55,7 +55,7 @@ def _leaves(group: BaseExceptionGroup[ForgedError]) -> Iterator[ForgedError]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what is wrong instead of ending the process."""
+    """Raises errors instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise Misuse(self, message)
@@ -66,16 +66,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"forged {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("run", help="run the daemon in the foreground")
-    serve.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML; the flags below override it")
-    serve.add_argument("--data-dir", metavar="DIR", help="where the state is kept")
-    serve.add_argument("--socket", metavar="PATH", help="the Unix socket for forgectl (default: $FORGED_SOCKET)")
-    serve.add_argument("--listen", metavar="HOST:PORT", action="append", help="where workers connect; port 0 means any")
-    serve.add_argument("--http", metavar="HOST:PORT", help="where health and metrics are served; port 0 means any")
-    serve.add_argument("--plugin-dir", metavar="DIR", help="where plugins are")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="configuration in TOML; the flags below override it")
+    serve.add_argument("--data-dir", metavar="DIR", help="directory of the daemon's state")
+    serve.add_argument("--socket", metavar="PATH", help="Unix socket for forgectl (default: $FORGED_SOCKET)")
+    serve.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        action="append",
+        help="address for workers; port 0 chooses a free port; repeatable",
+    )
+    serve.add_argument(
+        "--http", metavar="HOST:PORT", help="address of the health and metrics endpoints; port 0 chooses a free port"
+    )
+    serve.add_argument("--plugin-dir", metavar="DIR", help="directory of plugins")
     serve.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
-    serve.add_argument("--log-format", metavar="FORMAT", help="json, pretty or auto: pretty on a terminal")
+    serve.add_argument("--log-format", metavar="FORMAT", help="json, pretty or auto (pretty on a terminal, else json)")
     serve.set_defaults(act=_run)
-    check = commands.add_parser("check-config", help="say whether a configuration is valid, and all that is not")
+    check = commands.add_parser("check-config", help="validate a configuration and list all errors")
     check.add_argument("config", type=Path, metavar="FILE")
     check.set_defaults(act=_check_config)
     install.add_parser(commands)
@@ -84,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Late, so that the other commands need not wait for it.
+    # Imported here, because it would slow down the other commands.
     from forged.cli.service.serve import Process
 
     Process(options.config, _flags(options)).run()

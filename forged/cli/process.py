@@ -1,7 +1,9 @@
-"""What both commands are as processes: their exit codes, and how they write.
+"""Exit codes and output of the commands `forged` and `forgectl`.
 
-Law: the exit code says which kind of thing went wrong, the same way in both. Whoever reads our output may stop at any
-time; that is no failure. Output that cannot be written is one, and is told where it still can be.
+Invariants:
+- The exit code says which kind of error occurred, with the same codes in both commands.
+- The reader of the output may close it at any time; that is no failure.
+- Output that cannot be written for another reason is a failure, and is reported on standard error.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ _CODES: tuple[tuple[type[ForgedError], int], ...] = (
 
 
 def run(program: str, act: Callable[[], int], *, json: bool = False) -> int:
-    """Act to the end, whatever becomes of the output; returns the exit code."""
-    # Python has no such object for a stream that was closed by whoever started it.
+    """Run a command and handle its errors and output errors; returns the exit code."""
+    # `sys.stdout` is None if the parent process closed the stream.
     if not sys.stdout:
-        closed = ForgedError("output_failed", "standard output is closed; nothing was done", "send it to /dev/null")
+        closed = ForgedError("output_failed", "standard output is closed; nothing was done", "redirect it to /dev/null")
         return complain(program, closed, json=json)
     try:
         return _act(program, act, json=json)
@@ -42,20 +44,20 @@ def run(program: str, act: Callable[[], int], *, json: bool = False) -> int:
         return EXIT_OK
     except OSError as error:
         stop_writing()
-        failure = ForgedError("output_failed", f"the output cannot be written: {error.strerror}")
+        failure = ForgedError("output_failed", f"cannot write the output: {error.strerror}")
         return complain(program, failure, json=json)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
 def complain(program: str, error: ForgedError, *, json: bool = False) -> int:
-    """Say what went wrong, to people or to a program; returns the exit code."""
+    """Print an error to standard error, as text or JSON; returns the exit code."""
     remark(_as_json(error) if json else f"{program}: {error}")
     return next((code for kind, code in _CODES if isinstance(error, kind)), EXIT_FAILED)
 
 
 def say(text: str) -> None:
-    """Say something on standard output; what is being done goes on when nobody hears it."""
+    """Print to standard output; ignore a closed or full output."""
     try:
         print(text, flush=True)
     except OSError:
@@ -63,7 +65,7 @@ def say(text: str) -> None:
 
 
 def remark(text: str) -> None:
-    """Say something on standard error, if anybody can hear it; never with what a terminal would obey."""
+    """Print to standard error without control characters; ignore a closed or full output."""
     if not sys.stderr:
         return
     try:
@@ -73,26 +75,26 @@ def remark(text: str) -> None:
 
 
 def plain(text: str) -> str:
-    """The text without what a terminal would obey."""
+    """The text with control characters escaped."""
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def stop_writing() -> None:
-    """Drop what has not been written, or Python would try once more at exit, and complain."""
+    """Discard further output to standard output; else Python would fail to flush it at exit."""
     _send_nowhere(sys.stdout)
 
 
 def stop_remarking() -> None:
-    """Have nobody hear what is said on standard error from now on."""
+    """Discard further output to standard error."""
     if sys.stderr:
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         _send_nowhere(sys.stderr)
 
 
-def heed_reader() -> None:
-    """Stop, as a write would, when nobody can read what will be written."""
-    with contextlib.suppress(ValueError):  # what a test puts into its place is no file
+def stop_without_reader() -> None:
+    """Raise `BrokenPipeError` if the reader of standard output has closed it."""
+    with contextlib.suppress(ValueError):  # a test may replace the stream with an object without a descriptor
         watch = select.poll()
         watch.register(sys.stdout.fileno(), 0)
         if watch.poll(0):

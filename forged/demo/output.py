@@ -13,9 +13,9 @@ import textwrap
 import time
 from dataclasses import dataclass, field
 
+from forged.cli.forgectl.fact_sentences import in_words
 from forged.cli.forgectl.tables import duration
 from forged.cli.forgectl.tables import fields as texts_of
-from forged.cli.forgectl.workers import in_words
 from forged.kernel.messages import Gap, Record
 
 BOLD, DIM, RED, GREEN, YELLOW, CYAN = "1", "2", "31", "32", "33", "36"

@@ -132,7 +132,7 @@ class TestOutput:
         if "--json" in line:
             assert json.loads(done.stderr)["error"]["code"] == "output_failed"
         else:
-            assert done.stderr == "forgectl: the output cannot be written: No space left on device\n"
+            assert done.stderr == "forgectl: cannot write the output: No space left on device\n"
 
     @pytest.mark.parametrize("line", ["note a hello", "status", "events --follow", "--help", "nonsense"])
     def test_with_its_output_closed_it_does_nothing_and_says_so(
@@ -140,7 +140,7 @@ class TestOutput:
     ) -> None:
         done = shell(f"ctl {line} >&-")
         assert (done.returncode, daemon.asked) == (1, [])
-        assert done.stderr == "forgectl: standard output is closed; nothing was done (send it to /dev/null)\n"
+        assert done.stderr == "forgectl: standard output is closed; nothing was done (redirect it to /dev/null)\n"
 
     @pytest.mark.parametrize(
         ("line", "code"), [("status", 0), ("jobs show a", 3), ("nonsense", 2), ("jobs show a --json", 3)]

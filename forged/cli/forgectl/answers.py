@@ -1,37 +1,54 @@
-"""What a daemon answers, which may be an older or a newer one than this.
+"""The daemon's replies, read so that an older or newer daemon can be used.
 
-Law: a map stays a map and a list a list of maps, whatever else is in them: what is missing is missing, what is unknown
-is handed on. Only what is neither is an error, and it names both versions.
+Missing fields are missing and unknown fields are passed on. Only a reply of the wrong kind, such as a number in place
+of a map, is an error; it names both versions.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from forged.errors import PeerError
+from forged.errors import PeerError, RequestRefused
 from forged.plain_client.connection import Wire, as_event
 from forged.version import VERSION
 
 Row = dict[str, Any]
 
+RANK_NONE = -1
+UNTRAINED = frozenset({"job_untrained", "job_unknown"})
+"""Refusals that mean: no worker has joined the job."""
+UNTOLD = UNTRAINED | {"request_unknown"}
+"""Those, and that the daemon is too old to know the request."""
+_UNKNOWN_AT_0 = frozenset({"learning_rate", "global_batch_size", "state_timestamp"})
+
 
 def one(wire: Wire, method: str, **fields: Any) -> Row:
-    """The map that a request is answered with."""
-    answered = wire.request(method, **fields)
-    if not isinstance(answered, dict):
-        raise _strange(wire, method)
-    return answered
+    """Send a request whose reply is a map."""
+    reply = wire.request(method, **fields)
+    if not isinstance(reply, dict):
+        raise _malformed(wire, method)
+    return reply
+
+
+def one_unless(wire: Wire, codes: frozenset[str], method: str, **fields: Any) -> Row:
+    """Like `one`, but empty if the request is refused with one of these codes."""
+    try:
+        return one(wire, method, **fields)
+    except RequestRefused as refusal:
+        if refusal.code not in codes:
+            raise
+        return {}
 
 
 def several(wire: Wire, method: str, *, field: str, key: str) -> list[Row]:
-    """The list that a request is answered with, bare or in a field; what is no map in it is named by its key."""
+    """Send a request whose reply is a list, or a map with the list in `field`; other entries than maps get `key`."""
     return _rows(wire, method, wire.request(method), field, key)
 
 
 def pages(
     wire: Wire, method: str, *, field: str, key: str, after: str = "", pages_max: int | None = None, **fields: Any
 ) -> list[Row]:
-    """A long list; each page begins behind the last entry of the one before."""
+    """Read a long list page by page; each page starts after the last entry of the previous one."""
     entries: list[Row] = []
     taken = 0
     while True:
@@ -42,54 +59,76 @@ def pages(
         if not page.get("more") or taken == pages_max:
             return entries
         if not isinstance(last, str) or last <= after:
-            raise _strange(wire, method)
+            raise _malformed(wire, method)
         after = last
 
 
+def pages_unless(
+    wire: Wire, codes: frozenset[str], method: str, *, field: str, key: str, after: str = "", **fields: Any
+) -> list[Row]:
+    """Like `pages`, but empty if the request is refused with one of these codes."""
+    try:
+        return pages(wire, method, field=field, key=key, after=after, **fields)
+    except RequestRefused as refusal:
+        if refusal.code not in codes:
+            raise
+        return []
+
+
 def list_in(value: Row, key: str) -> list[Any]:
-    """A list in an answer; an empty one where there is none."""
+    """The list in a field; empty if there is none."""
     listed = value.get(key)
     return listed if isinstance(listed, list) else []
 
 
 def rows_in(value: Row, key: str) -> list[Row]:
-    """A list of maps in an answer, and nothing else that may be in it."""
+    """The maps in a list in a field."""
     return [one for one in list_in(value, key) if isinstance(one, dict)]
 
 
 def count_in(value: Row, key: str) -> int:
-    """A whole number in an answer; 0 where there is none."""
+    """The integer in a field; 0 if there is none."""
     number = value.get(key)
     return number if isinstance(number, int) else 0
 
 
+def rank(value: Any) -> Any:
+    """A rank to show; None for a worker without one."""
+    return None if value == RANK_NONE else value
+
+
+def known(key: str, value: Any) -> Any:
+    """A field's value; None where 0 means that it is unknown."""
+    return None if key in _UNKNOWN_AT_0 and not value else value
+
+
 def story(wire: Wire, fact_id: int) -> list[Row]:
-    """The records around a fact."""
-    told = wire.request("TellStory", fact_id=fact_id)
-    if not isinstance(told, list):
-        raise _strange(wire, "TellStory")
-    return [as_event(record) for record in told]
+    """The causes and consequences of a fact."""
+    reply = wire.request("TellStory", fact_id=fact_id)
+    if not isinstance(reply, list):
+        raise _malformed(wire, "TellStory")
+    return [as_event(record) for record in reply]
 
 
 def backup(wire: Wire) -> tuple[bytes, int]:
-    """The ticket for a copy of the daemon's state, and how large that is."""
-    said = one(wire, "BackUp")
-    ticket, size = said.get("ticket"), said.get("size")
+    """The ticket for a copy of the daemon's state, and its size in bytes."""
+    reply = one(wire, "BackUp")
+    ticket, size = reply.get("ticket"), reply.get("size")
     if not isinstance(ticket, bytes) or not isinstance(size, int) or size < 0:
-        raise _strange(wire, "BackUp")
+        raise _malformed(wire, "BackUp")
     return ticket, size
 
 
-def _rows(wire: Wire, method: str, answered: Any, field: str, key: str) -> list[Row]:
-    listed = answered.get(field) if isinstance(answered, dict) else answered
+def _rows(wire: Wire, method: str, reply: Any, field: str, key: str) -> list[Row]:
+    listed = reply.get(field) if isinstance(reply, dict) else reply
     if not isinstance(listed, list):
-        raise _strange(wire, method)
+        raise _malformed(wire, method)
     return [entry if isinstance(entry, dict) else {key: entry} for entry in listed]
 
 
-def _strange(wire: Wire, method: str) -> PeerError:
+def _malformed(wire: Wire, method: str) -> PeerError:
     return PeerError(
         "answer_strange",
-        f"the daemon ({wire.agent}) answers {method} in a way that forgectl {VERSION} does not know",
+        f"forgectl {VERSION} cannot read the daemon's reply to {method} (daemon: {wire.agent})",
         "install the same version of both",
     )

@@ -1,7 +1,8 @@
-"""Writing a backup, or another file for somebody to keep.
+"""Writing a backup, or another file, atomically.
 
-Law: the file is there whole or not at all, and what was there before stays until then. Nobody but its owner reads a
-backup: it holds all that the daemon knows.
+Invariants:
+- The file exists completely or not at all; until then a previous file stays.
+- Only its owner can read a backup, because it contains the daemon's whole state.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PRIVATE = 0o600
 def write_whole(
     name: str, pieces: Iterable[bytes | memoryview], *, mode: int = PRIVATE, code: str = "backup_failed"
 ) -> None:
-    """Put the pieces into a file of that name, durably."""
+    """Write the pieces to a file, durably."""
     target = Path(name)
     unfinished = target.with_name(f"{target.name}.part")
     try:
@@ -35,10 +36,10 @@ def write_whole(
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise ForgedError(code, f"{name} cannot be written: {error.strerror}", "name another file") from error
+        raise ForgedError(code, f"cannot write {name}: {error.strerror}", "choose another file") from error
 
 
 def _open_new(name: str, flags: int, mode: int) -> int:
-    # One that a killed backup left may have another mode, and may be open elsewhere.
+    # A file left by a killed backup may have another mode, or be open in another process.
     Path(name).unlink(missing_ok=True)
     return os.open(name, flags | os.O_EXCL, mode)

@@ -1,8 +1,7 @@
-"""What may come next on a command line of `forgectl`.
+"""Candidates for the completion of a `forgectl` command line.
 
-Law: it follows from the parsers alone, so that every command can be completed as soon as it exists; a value follows
-from the `metavar` of its argument. A daemon is asked for values, for a moment, and if it does not answer there are
-none.
+They follow from the parsers alone, so every command is completed without further code. The `metavar` of an argument
+says which values it takes; values that the daemon knows are requested with a short timeout.
 """
 
 from __future__ import annotations
@@ -23,45 +22,45 @@ from forged.plain_client.connection import Wire
 
 DAEMON_TIMEOUT_S = 0.3
 PAGES_MAX = 4
-JOBS_ASKED_MAX = 64
-"""Whose workers are offered where no job is named."""
+JOBS_FROM_DAEMON_MAX = 64
+"""Workers of at most this many jobs are offered if no job is named."""
 RECENT_FACTS = 500
-"""The types of facts that are offered are those that have happened lately."""
+"""Fact types are taken from this many latest facts."""
 FILES = frozenset({"FILE", "PATH", "TARGET"})
 
 Candidate = tuple[str, str]
-"""A whole word, and what it means; one that ends with `=` or `/` goes on."""
-Asked = Callable[[Wire, Options, str], Iterable[Candidate]]
+"""A word and its meaning. A word that ends with `=` or `/` can be continued."""
+ValuesFromDaemon = Callable[[Wire, Options, str], Iterable[Candidate]]
 
 
 def print_candidates(parser: Parser, words: Sequence[str]) -> int:
-    """Tell a shell what the last of the words may become, one candidate and its meaning a line."""
+    """Print the candidates for the last word, one per line with its meaning."""
     for text, meaning in candidates(parser, words[1:] if words[:1] == ["--"] else words):
         print(f"{text}\t{meaning}")
     return EXIT_OK
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[Candidate]:
-    """What the last of these words may become."""
-    *behind, begun = words or [""]
+    """The candidates for the last of these words."""
+    *finished, begun = words or [""]
     line = _Line(parser)
-    for word in behind:
+    for word in finished:
         line.take(word)
     return [one for one in line.next(begun) if one[0].startswith(begun) and "".join(one).isprintable()]
 
 
 class _Line:
-    """A command line as far as it is finished."""
+    """The finished words of a command line."""
 
     def __init__(self, parser: Parser) -> None:
         self._options = Options(socket=None, endpoint=None, token=None, timeout=DAEMON_TIMEOUT_S)
         self._waiting: argparse.Action | None = None
-        """An option that stands without its value."""
+        """An option whose value is missing."""
         self._only_positionals = False
         self._enter(parser)
 
     def take(self, word: str) -> None:
-        """A finished word."""
+        """Add a finished word."""
         if self._waiting is not None:
             self._store(self._waiting, word)
             self._waiting = None
@@ -73,13 +72,13 @@ class _Line:
             self._take_positional(word)
 
     def next(self, begun: str) -> Iterable[Candidate]:
-        """What may come next where somebody has begun to write that."""
+        """The candidates for the next word, of which `begun` is already typed."""
         if self._waiting is not None:
             return self._values(self._waiting, begun)
         if self._is_option(begun):
-            name, is_there, value = begun.partition("=")
+            name, has_value, value = begun.partition("=")
             option = self._named.get(name)
-            if is_there and option is not None:
+            if has_value and option is not None:
                 return ((f"{name}={text}", what) for text, what in self._values(option, value))
             return self._names()
         return self._values(self._positionals[0], begun) if self._positionals else ()
@@ -93,11 +92,11 @@ class _Line:
         return word.startswith("-") and not self._only_positionals
 
     def _take_option(self, word: str) -> None:
-        name, is_there, value = word.partition("=")
+        name, has_value, value = word.partition("=")
         option = self._named.get(name)
         if option is None or option.nargs == 0:
             return
-        if is_there:
+        if has_value:
             self._store(option, value)
         else:
             self._waiting = option
@@ -126,27 +125,27 @@ class _Line:
             return ((f"{choice}", "") for choice in action.choices)
         if action.metavar in FILES:
             return _files(begun)
-        if f"{action.metavar}" in _OFFERED:
-            return ((text, "") for text in _OFFERED[f"{action.metavar}"](self._options, begun))
-        asked = _ASKED.get(f"{action.metavar}")
-        return () if asked is None else _ask(asked, self._options, begun)
+        if f"{action.metavar}" in _FROM_FILES:
+            return ((text, "") for text in _FROM_FILES[f"{action.metavar}"](self._options, begun))
+        source = _FROM_DAEMON.get(f"{action.metavar}")
+        return () if source is None else _from_daemon(source, self._options, begun)
 
 
-def _ask(asked: Asked, options: Options, begun: str) -> list[Candidate]:
+def _from_daemon(source: ValuesFromDaemon, options: Options, begun: str) -> list[Candidate]:
     with contextlib.suppress(ForgedError), Connection(options) as wire:
-        return [(f"{text}", f"{what}") for text, what in asked(wire, options, begun) if text]
+        return [(f"{text}", f"{what}") for text, what in source(wire, options, begun) if text]
     return []
 
 
 def _jobs(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
-    # Every name that begins like this is behind what it begins with but its last character.
+    # All names that begin with `begun` sort after `begun` without its last character.
     jobs = answers.pages(wire, "ListJobs", field="jobs", key="name", after=begun[:-1], pages_max=PAGES_MAX)
     return ((job.get("name", ""), "") for job in jobs)
 
 
 def _workers(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
     named = getattr(options, "job", None) or getattr(options, "jobs", None)
-    jobs = [named] if named else [job for job, _ in _jobs(wire, options, "")][:JOBS_ASKED_MAX]
+    jobs = [named] if named else [job for job, _ in _jobs(wire, options, "")][:JOBS_FROM_DAEMON_MAX]
     found = workers.listed(wire, jobs, after=begun[:-1])
     return ((one.get("id", ""), f"{one.get('job', '')}, {one.get('status', '')}") for one in found)
 
@@ -178,7 +177,7 @@ def _commands(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
             yield from ((one.get("name", ""), one.get("help", "")) for one in plugins.commands_of(plugin))
 
 
-_ASKED: Mapping[str, Asked] = {
+_FROM_DAEMON: Mapping[str, ValuesFromDaemon] = {
     "JOB": _jobs, "TOKEN": _tokens, "HANDLER": _handlers, "TYPE": _types, "PLUGIN": _plugins, "COMMAND": _commands,
     "WORKER": _workers,
 }  # fmt: skip
@@ -196,14 +195,14 @@ def _tensors(options: Options, begun: str) -> Iterator[str]:
     return offers.tensors(options.where)
 
 
-_OFFERED: Mapping[str, Callable[[Options, str], Iterable[str]]] = {
+_FROM_FILES: Mapping[str, Callable[[Options, str], Iterable[str]]] = {
     "WHERE": _checkpoints, "A": _checkpoints, "B": _checkpoints, "SOURCE": _sources, "TENSOR": _tensors,
 }  # fmt: skip
 
 
 def _files(begun: str) -> Iterator[Candidate]:
     directory, slash, _ = begun.rpartition("/")
-    where = os.path.expanduser(directory + slash) or "."  # noqa: PTH111 - what is typed stays as it is typed
+    where = os.path.expanduser(directory + slash) or "."  # noqa: PTH111 - the typed path is kept as it is
     with contextlib.suppress(OSError), os.scandir(where) as entries:
         for entry in sorted(entries, key=_name):
             if begun.rpartition("/")[2] or not entry.name.startswith("."):

@@ -1,7 +1,7 @@
-"""Completion in shells: the scripts that they load.
+"""`forgectl completion`: the scripts for completion in shells.
 
-Law: a script only carries words and candidates between its shell and the hidden command "complete", which is given
-all words up to the one that is being written; what fits is decided there, in silence.
+A script passes the words of the command line to the hidden command "complete" and its candidates to the shell. All
+decisions are made there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _forgectl() {
     local line=${COMP_LINE:0:COMP_POINT} breaks=${COMP_WORDBREAKS//[^=:]/} kept="" tilde candidate words
     read -r -a words <<< "$line"
     [[ $line == *[[:space:]] ]] && words+=("")
-    # Bash replaces only what stands behind the last of these characters.
+    # Bash replaces only what follows the last of these characters.
     [[ -n $breaks ]] && kept=${words[-1]%"${words[-1]##*[$breaks]}"}
     COMPREPLY=()
     while IFS= read -r candidate; do
@@ -74,14 +74,14 @@ complete --command forgectl --no-files --arguments '(__forgectl_complete)'
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 LOADING = """\
-to load it for every shell that you start, write into
+to load it in every new shell, add to
   ~/.bashrc                     source <(forgectl completion bash)
-  ~/.zshrc, behind compinit     source <(forgectl completion zsh)
+  ~/.zshrc, after compinit      source <(forgectl completion zsh)
   ~/.config/fish/config.fish    source (forgectl completion fish | psub)"""
 
 
 def fill(script: Parser) -> None:
-    """For which shell."""
+    """Add the arguments."""
     script.set_defaults(act=_print_script)
     script.add_argument("shell", choices=tuple(SCRIPTS))
     script.epilog = LOADING

@@ -1,6 +1,6 @@
-"""`forgectl config`: the daemon's settings as they are, and reading its file anew.
+"""`forgectl config`: the daemon's settings, and the reload of its configuration file.
 
-Law: a setting is shown as it would be written, and whatever has not come into force says what it waits for.
+A setting is shown as it is written in the file; a setting that needs a restart says so.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ COLUMNS = ("key", "value", "default", "note")
 
 
 def fill(config: Parser) -> None:
-    """The settings, and their reload."""
+    """Add the verbs."""
     verbs = verbs_of(config, _show)
-    verb(verbs, "show", _show, "the settings")
-    verb(verbs, "reload", _reload, "have the daemon read its file anew")
+    verb(verbs, "show", _show, "show the settings")
+    verb(verbs, "reload", _reload, "reload the configuration file")
 
 
 def _show(options: Options) -> int:
     with Connection(options) as wire:
-        said = answers.one(wire, "ShowConfig")
-        answer(options, said, lambda: _show_settings(said))
+        view = answers.one(wire, "ShowConfig")
+        answer(options, view, lambda: _print_settings(view))
     return EXIT_OK
 
 
-def _show_settings(said: Row) -> None:
-    print(f"read from {tables.field('', said['source'])}" if said.get("source") else "read from no file")
-    settings = said.get("settings")
+def _print_settings(view: Row) -> None:
+    print(f"configuration file: {tables.field('', view['source'])}" if view.get("source") else "no configuration file")
+    settings = view.get("settings")
     rows = [_row(one) for one in settings if isinstance(one, dict)] if isinstance(settings, list) else []
     tables.table(rows, COLUMNS if any(row["note"] for row in rows) else COLUMNS[:-1], "no settings")
 
@@ -45,7 +45,7 @@ def _row(setting: Row) -> Row:
         "key": key,
         "value": _written(f"{key}", value),
         "default": "" if default == value else _written(f"{key}", default),
-        "note": "" if wanted is None else f"needs restart: {_written(f'{key}', wanted)}",
+        "note": "" if wanted is None else f"after restart: {_written(f'{key}', wanted)}",
     }
 
 
@@ -59,13 +59,13 @@ def _written(key: str, value: Any) -> str:
 
 def _reload(options: Options) -> int:
     with Connection(options) as wire:
-        said = answers.one(wire, "ReloadConfig")
-        answer(options, said, lambda: _show_reloaded(said))
+        outcome = answers.one(wire, "ReloadConfig")
+        answer(options, outcome, lambda: _print_reloaded(outcome))
     return EXIT_OK
 
 
-def _show_reloaded(said: Row) -> None:
-    changed, waiting = said.get("changed"), said.get("needs_restart")
-    print(f"changed: {tables.field('', changed)}" if changed else "nothing has changed")
+def _print_reloaded(outcome: Row) -> None:
+    changed, waiting = outcome.get("changed"), outcome.get("needs_restart")
+    print(f"changed: {tables.field('', changed)}" if changed else "no setting changed")
     if waiting:
         print(f"needs a restart: {tables.field('', waiting)}")

@@ -1,7 +1,6 @@
-"""Where `forgectl` finds its daemon.
+"""The connection of `forgectl` to its daemon.
 
-Law: what the options name comes before what the environment names, and both before the place where a daemon of this
-user would be.
+The address comes from the options, else from the environment, else it is the default socket of this user.
 """
 
 from __future__ import annotations

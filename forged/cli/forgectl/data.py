@@ -1,13 +1,13 @@
-"""`forgectl data`, and what plans and facts have to say about training data.
+"""`forgectl data`: training data, and how other commands describe it.
 
-Law: an audit fails only by what is proven: an epoch behind which another has begun has to be complete, and nothing may
-be used twice. What is not over yet, or was never begun, is told and is no failure.
+An audit fails only on proof: an epoch that a later epoch follows must be complete, and no sample may be used twice. An
+epoch that is still running, or never started, is reported and is no failure.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,15 +17,14 @@ from forged.cli.forgectl.connection import Connection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser, verb, verbs_of
 from forged.cli.process import EXIT_FAILED, EXIT_OK
-from forged.errors import RequestRefused
 from forged.plain_client.connection import Wire
 
-DATALESS = frozenset({"job_without_data"})
-UNTOLD = DATALESS | {"request_unknown"}
-GONE = frozenset({"job_unknown"})
-"""What a job may be between two questions."""
+WITHOUT_DATA = frozenset({"job_without_data"})
+UNTOLD = WITHOUT_DATA | {"request_unknown"}
+REMOVED = frozenset({"job_unknown"})
+"""The job was removed between two requests."""
 EPOCHS_AUDITED_MAX = 1000
-"""The newest, where none is named."""
+"""The newest epochs, if none is named."""
 EPOCH_DIGITS_MAX = 18
 EPOCH_END = 10**EPOCH_DIGITS_MAX
 RANGES_SHOWN_MAX = 8
@@ -38,54 +37,47 @@ WORKER_COLUMNS = ("worker_id", "owned", "copies", "samples")
 
 
 def fill(data: Parser) -> None:
-    """What can be asked about training data."""
+    """Add the verbs."""
     verbs = verbs_of(data, _list)
-    verb(verbs, "ls", _list, "the datasets of all jobs", aliases=["list"])
-    of_job(verb(verbs, "show", _show, "a job's dataset, and what each worker holds of it"))
-    audit = of_job(verb(verbs, "audit", _audit, "prove that each sample was used once, or tell which was not"))
-    audit.add_argument(
-        "--epoch", type=_epoch, metavar="E", help="only this epoch; else all of which something is known"
-    )
+    verb(verbs, "ls", _list, "list the datasets of all jobs", aliases=["list"])
+    of_job(verb(verbs, "show", _show, "show a job's dataset and the shards of each worker"))
+    audit = of_job(verb(verbs, "audit", _audit, "check that each sample of an epoch was used exactly once"))
+    audit.add_argument("--epoch", type=_epoch, metavar="E", help="only this epoch (default: all recorded epochs)")
 
 
 def of_job(parser: Parser) -> Parser:
-    """Has to be told which job is meant."""
-    parser.add_argument("--job", required=True, metavar="JOB", help="whose data")
+    """Add the required `--job`."""
+    parser.add_argument("--job", required=True, metavar="JOB", help="the job")
     return parser
 
 
 def _epoch(text: str) -> int:
     if not text.isdecimal() or len(text) > EPOCH_DIGITS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of an epoch; they count from 0")
+        raise argparse.ArgumentTypeError(f"an epoch must be an integer >= 0, got {text!r}")
     return int(text)
 
 
 def _list(options: Options) -> int:
     with Connection(options) as wire:
         jobs = answers.pages(wire, "ListJobs", field="jobs", key="name")
-        found = [view for job in jobs if (view := _data_of(wire, job.get("name")))]
+        found = [
+            view
+            for job in jobs
+            if (view := answers.one_unless(wire, WITHOUT_DATA | REMOVED, "ShowData", job=job.get("name")))
+        ]
     rows = [one | _row(one.get("dataset")) | {"workers": len(answers.rows_in(one, "workers"))} for one in found]
     answer(options, {"data": found}, lambda: tables.table(rows, LIST_COLUMNS, "no job has a dataset"))
     return EXIT_OK
 
 
-def _data_of(wire: Wire, job: Any) -> Row:
-    try:
-        return answers.one(wire, "ShowData", job=job)
-    except RequestRefused as refusal:
-        if refusal.code not in DATALESS | GONE:
-            raise
-        return {}
-
-
 def _show(options: Options) -> int:
     with Connection(options) as wire:
         view = answers.one(wire, "ShowData", job=options.job)
-    answer(options, view, lambda: _show_view(view))
+    answer(options, view, lambda: _print_view(view))
     return EXIT_OK
 
 
-def _show_view(view: Row) -> None:
+def _print_view(view: Row) -> None:
     lost = count_in(view, "lost")
     left_out = {"workers"}
     if not lost:
@@ -95,57 +87,51 @@ def _show_view(view: Row) -> None:
     whole = {key: value for key, value in view.items() if key not in left_out}
     tables.pairs(whole | {"dataset": dataset_in_words(view.get("dataset"))})
     if lost and (by := answers.list_in(view, "last_held_by")):
-        print(f"the lost shards were {brought_back_by(by)}")
+        print(f"the lost shards were {restart_hint(by)}")
     print()
     workers = answers.rows_in(view, "workers")
     is_weighted = any(worker.get("weight", 1) != 1 for worker in workers)
     columns = (*WORKER_COLUMNS, "weight") if is_weighted else WORKER_COLUMNS
-    tables.table(workers, columns, "nobody holds any of it")
+    tables.table(workers, columns, "no worker holds any shard")
 
 
 def _audit(options: Options) -> int:
     with Connection(options) as wire:
-        asked = answers.one(wire, "AuditData", job=options.job, epoch=options.epoch)
-        span = _span(asked) if options.epoch is None else [asked.get("epoch")]
-        audits = list(_audits(wire, options.job, asked, span[-EPOCHS_AUDITED_MAX:]))
+        first = answers.one(wire, "AuditData", job=options.job, epoch=options.epoch)
+        span = _span(first) if options.epoch is None else [first.get("epoch")]
+        audits = list(_audits(wire, options.job, first, span[-EPOCHS_AUDITED_MAX:]))
     is_right, left_out = not any(map(_is_wrong, audits)), len(span) - len(audits)
     whole = {"job": options.job, "ok": is_right, "epochs_left_out": left_out, "audits": audits}
-    answer(options, whole, lambda: _show_audits(audits, left_out))
+    answer(options, whole, lambda: _print_audits(audits, left_out))
     return EXIT_OK if is_right else EXIT_FAILED
 
 
-# What is asked.
+# Requests.
 
 
-def travelling(wire: Wire, job: str, workers: Sequence[Any], gone: Sequence[Any]) -> Row:
-    """What would have to travel if these were the workers, by rank, and these were gone; nothing of a job without
-    data."""
-    try:
-        # An older daemon knows of nobody who is gone.
-        return answers.one(wire, "PlanData", job=job, workers=workers, **({"gone": gone} if gone else {}))
-    except RequestRefused as refusal:
-        if refusal.code not in UNTOLD:
-            raise
-        return {}
+def planned_transfers(wire: Wire, job: str, workers: Sequence[Any], gone: Sequence[Any]) -> Row:
+    """The transfers to a world of these workers, by rank, if the `gone` workers have failed; empty without data."""
+    # An older daemon does not know the field `gone`.
+    return answers.one_unless(wire, UNTOLD, "PlanData", job=job, workers=workers, **({"gone": gone} if gone else {}))
 
 
-def _audits(wire: Wire, job: str, asked: Row, epochs: Sequence[Any]) -> Iterator[Row]:
-    """What is proven of these epochs, of one of which it was asked already; `over` if another has begun."""
-    newest = max(_known(asked), default=-1)
+def _audits(wire: Wire, job: str, first: Row, epochs: Sequence[Any]) -> Iterator[Row]:
+    """The audits of these epochs, of which `first` is one; `over` if a later epoch has begun."""
+    newest = max(_recorded(first), default=-1)
     for number in epochs:
-        view = asked if number == asked.get("epoch") else answers.one(wire, "AuditData", job=job, epoch=number)
+        view = first if number == first.get("epoch") else answers.one(wire, "AuditData", job=job, epoch=number)
         is_over = isinstance(number, int) and number < newest
         yield {key: value for key, value in view.items() if key != "epochs"} | {"over": is_over}
 
 
-def _span(asked: Row) -> Sequence[Any]:
-    """The epochs to be looked at. One in between of which nothing is known was not used, and is not passed over."""
-    known = _known(asked)
-    return range(min(known), max(known) + 1) if known else [asked.get("epoch")]
+def _span(first: Row) -> Sequence[Any]:
+    """The epochs to audit. An epoch between recorded ones that has no record was not used, and is not skipped."""
+    recorded = _recorded(first)
+    return range(min(recorded), max(recorded) + 1) if recorded else [first.get("epoch")]
 
 
-def _known(asked: Row) -> list[int]:
-    return [one for one in answers.list_in(asked, "epochs") if type(one) is int and 0 <= one < EPOCH_END]
+def _recorded(first: Row) -> list[int]:
+    return [one for one in answers.list_in(first, "epochs") if type(one) is int and 0 <= one < EPOCH_END]
 
 
 def _is_wrong(audit: Row) -> bool:
@@ -153,18 +139,18 @@ def _is_wrong(audit: Row) -> bool:
     return bool(contradicts or (audit["over"] and not audit.get("complete")))
 
 
-# How it looks.
+# Output.
 
 
-def _show_audits(audits: Sequence[Row], left_out: int) -> None:
-    """A line for each epoch, or for several in a row of which the same is to be said."""
+def _print_audits(audits: Sequence[Row], left_out: int) -> None:
+    """Print a line for each epoch, or for consecutive epochs with the same result."""
     if left_out:
-        print(f"{left_out:,} older epoch{'' if left_out == 1 else 's'} not looked at: name one by --epoch")
-    for (said, details), group in groupby(audits, lambda audit: (_finding(audit), tuple(_details(audit)))):
+        print(f"{tables.counted(left_out, 'older epoch')} not audited: choose one with --epoch")
+    for (finding, details), group in groupby(audits, lambda audit: (_finding(audit), tuple(_details(audit)))):
         epochs = [tables.field("", audit.get("epoch")) for audit in group]
         several = len(epochs) > 1
         name = f"epochs {epochs[0]} to {epochs[-1]}" if several else f"epoch {epochs[0]}"
-        print(f"{name}: {said}{' in each' if several else ''}")
+        print(f"{name}: {finding}{' in each' if several else ''}")
         for detail in details:
             print(f"  {detail}")
 
@@ -174,36 +160,36 @@ def _finding(audit: Row) -> str:
     once = max(0, count_in(audit, "used") - count_in(audit, "repeated_total"))
     said = f"{once:,} of {samples:,} samples used once"
     if dropped:
-        said += f", {dropped:,} left out on purpose"
+        said += f", {dropped:,} dropped by configuration"
     if answers.rows_in(audit, "conflicts"):
-        return f"{said}, as far as can be told"
+        return f"{said}, as far as the reports agree"
     if audit.get("complete"):
         return said
-    return f"{said}; {'it is over, and not complete' if audit['over'] else 'it is not over yet'}"
+    return f"{said}; {'the epoch is over and incomplete' if audit['over'] else 'the epoch is still running'}"
 
 
 def _details(audit: Row) -> Iterator[str]:
     if audit.get("forgotten"):
-        yield "the training went back into the middle of it: what was used before that is not known any more"
+        yield "training was restored to the middle of this epoch: its earlier samples are unknown"
     if count_in(audit, "repeated_total"):
         yield f"used more than once: {_positions(audit, 'repeated')}"
     if conflicts := answers.rows_in(audit, "conflicts"):
-        yield f"workers tell differently of what was used, which proves nothing: {_conflicts(conflicts)}"
+        yield f"workers contradict each other, so their reports prove nothing: {_conflicts(conflicts)}"
     if audit["over"] and count_in(audit, "missing_total"):
-        yield f"not known to be used: {_positions(audit, 'missing')}"
+        yield f"not reported as used: {_positions(audit, 'missing')}"
 
 
 def _conflicts(conflicts: Sequence[Row]) -> str:
-    """Who has contradicted others, and of which steps."""
+    """The workers and steps of contradicting reports."""
     shown = ", ".join(
-        f"{tables.field('', one.get('worker_id'))} of step {tables.field('', one.get('step'))}"
+        f"{tables.field('', one.get('worker_id'))} at step {tables.field('', one.get('step'))}"
         for one in conflicts[:RANGES_SHOWN_MAX]
     )
     return shown if len(conflicts) <= RANGES_SHOWN_MAX else f"{shown} and {len(conflicts) - RANGES_SHOWN_MAX:,} more"
 
 
 def _positions(audit: Row, key: str) -> str:
-    """How many places of the epoch's order, and the first of them."""
+    """The number of positions in the epoch's order, and the first ranges of them."""
     ranges = [one for one in answers.list_in(audit, key) if isinstance(one, list) and len(one) == 2]
     shown = ", ".join(
         f"[{tables.field('', start)}, {tables.field('', end)})" for start, end in ranges[:RANGES_SHOWN_MAX]
@@ -212,13 +198,13 @@ def _positions(audit: Row, key: str) -> str:
     return f"{count_in(audit, f'{key}_total'):,} positions: {shown}{more}"
 
 
-def show_travelling(totals: Row) -> None:
-    """What would have to travel, of a job with data."""
+def print_planned_transfers(totals: Row) -> None:
+    """Print the transfers that a plan needs; nothing for a job without data."""
     if not totals:
         return
     print()
     if not count_in(totals, "transfers"):
-        print("no data would have to travel")
+        print("no shard moves")
         return
     tables.pairs(
         {
@@ -231,100 +217,43 @@ def show_travelling(totals: Row) -> None:
 
 
 def dataset_in_words(dataset: Any) -> str:
-    """A dataset as it stands in a sentence; empty where this is none."""
+    """A dataset as part of a sentence; empty for anything else."""
     if not isinstance(dataset, dict):
         return ""
-    copies = count_in(dataset, "replication")
-    further = f"{copies} further {'copy' if copies == 1 else 'copies'} of each" if copies else "no further copies"
+    replicas = count_in(dataset, "replication")
+    replication = f"{tables.counted(replicas, 'replica')} of each" if replicas else "no replicas"
     origin = "with an origin" if dataset.get("has_origin") else "without an origin"
-    samples, shards = count_in(dataset, "samples"), shards_in_words(count_in(dataset, "shards"))
-    return f"{samples:,} samples in {shards}, {further}, {origin}"
+    samples, shards = count_in(dataset, "samples"), tables.counted(count_in(dataset, "shards"), "shard")
+    return f"{samples:,} samples in {shards}, {replication}, {origin}"
 
 
 def totals_in_words(totals: Any) -> str:
-    """What has to travel, as it stands in a sentence; empty where this is none."""
+    """Transfers as part of a sentence; empty for anything else."""
     if not isinstance(totals, dict):
         return ""
     if not count_in(totals, "transfers"):
-        return "no data has to travel"
-    said = f"{shards_in_words(count_in(totals, 'transfers'))} to travel, {_sources(totals)}"
+        return "no shard moves"
+    said = f"{tables.counted(count_in(totals, 'transfers'), 'transfer')}, {_sources(totals)}"
     if size := count_in(totals, "bytes"):
         said += f", {tables.size(size)}"
     estimated_s = totals.get("estimated_s")
-    return f"{said}, in about {tables.field('_s', estimated_s)}" if estimated_s else said
+    return f"{said}, estimated {tables.field('_s', estimated_s)}" if estimated_s else said
 
 
-def brought_back_by(workers: Sequence[Any]) -> str:
-    """Who had lost shards last, and has to be started again for them."""
-    it = "it again with its directory" if len(workers) == 1 else "them again, each with its directory"
-    return f"last with {tables.names(workers)}: start {it}"
-
-
-def shards_in_words(count: int) -> str:
-    """So many shards."""
-    return f"{count:,} shard{'' if count == 1 else 's'}"
+def restart_hint(workers: Sequence[Any]) -> str:
+    """How to bring lost shards back: restart the workers that held them last."""
+    them = "it with its directory" if len(workers) == 1 else "each of them with its directory"
+    return f"last held by {tables.names(workers)}: restart {them}"
 
 
 def _sources(totals: Row) -> str:
     named = (
         ("from_owners", "from owners"),
-        ("from_replicas", "from further copies"),
+        ("from_replicas", "from replicas"),
         ("from_origin", "from the origin"),
     )
-    return (
-        ", ".join(f"{count_in(totals, key):,} {name}" for key, name in named if count_in(totals, key)) or "from nobody"
-    )
+    return ", ".join(f"{count_in(totals, key):,} {name}" for key, name in named if count_in(totals, key)) or "no source"
 
 
 def _row(value: Any) -> Row:
     return value if isinstance(value, dict) else {}
-
-
-# Facts in words.
-
-
-def _count_in_words(count: Any) -> str:
-    return shards_in_words(count) if isinstance(count, int) and count else ""
-
-
-def _brought_back_in_words(workers: Any) -> str:
-    return brought_back_by(workers) if isinstance(workers, list) and workers else ""
-
-
-def _size_in_words(count: Any) -> str:
-    return tables.size(count) if isinstance(count, int) and count > 0 else ""
-
-
-CLAUSES: Mapping[str, tuple[str, ...]] = {
-    "DatasetDefined": ("the workers train with {dataset}",),
-    "TransfersPlanned": ("attempt {attempt}", ": {totals}"),
-    "TransfersCompleted": (
-        "attempt {attempt}: all workers hold their data",
-        ", {transfers} came",
-        ", {bytes}",
-        ", in {took_s}",
-        ", and {estimated_s} were estimated",
-    ),
-    "ShardsLost": (
-        "attempt {attempt}: {count} can be had from nobody any more",
-        ", such as {shards}",
-        " ({reason})",
-        "; {last_held_by}",
-    ),
-    "CopiesDiffer": (
-        "attempt {attempt}: the copies of {count} differ",
-        ", such as {shards}",
-        "; something else than the others have {workers}",
-    ),
-    "CorruptShardFound": ("{worker_id} has a damaged copy of shard {shard}", ", as {found_by} has found"),
-}
-"""As those of `forged.cli.forgectl.workers`."""
-IN_WORDS: Mapping[str, Callable[[Any], str]] = {
-    "dataset": dataset_in_words,
-    "totals": totals_in_words,
-    "transfers": _count_in_words,
-    "count": _count_in_words,
-    "last_held_by": _brought_back_in_words,
-    "bytes": _size_in_words,
-}
-"""Fields of these facts that have words of their own; empty where there is nothing to say."""

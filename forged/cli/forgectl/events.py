@@ -1,18 +1,21 @@
-"""The facts, as `forgectl events` reads them.
+"""`forgectl events` and `forgectl story`: facts.
 
-Law: whoever follows sees every fact once and in order, over any number of daemons at the same place, or the gap where
-one is missing.
+`events --follow` shows each fact once and in order over restarts of the daemon, and a gap where a fact is missing.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.connection import PROGRAM, Connection
-from forged.cli.forgectl.parser import Options
-from forged.cli.process import heed_reader, remark
+from forged.cli.forgectl.output import answer, print_json
+from forged.cli.forgectl.parser import Options, Parser, positional
+from forged.cli.forgectl.values import fact_id
+from forged.cli.process import EXIT_OK, remark, stop_without_reader
 from forged.errors import Unavailable
 from forged.plain_client.connection import Event, Wire
 
@@ -23,8 +26,41 @@ RECONNECT_PAUSE_MAX_S = 3.0
 EARLIEST = -1
 
 
-def past(options: Options) -> Iterator[Event]:
-    """The facts until now."""
+def fill_events(events: Parser) -> None:
+    """Add the arguments of `events`."""
+    events.set_defaults(act=_events)
+    events.add_argument("--follow", "-f", action="store_true", help="wait for new facts, also across daemon restarts")
+    events.add_argument("--since", type=fact_id, metavar="ID", help="only facts with a greater id")
+    events.add_argument("--job", action="append", default=[], metavar="JOB", help="only this job; repeatable")
+    events.add_argument("--type", action="append", default=[], metavar="TYPE", help="only this type; repeatable")
+
+
+def fill_story(story: Parser) -> None:
+    """Add the arguments of `story`."""
+    story.set_defaults(act=_story)
+    positional(story, "id", "ID", type=fact_id)
+
+
+def _events(options: Options) -> int:
+    from forged.cli.forgectl.fact_sentences import in_words
+
+    for event in _follow(options) if options.follow else _past(options):
+        print_json(event) if options.json else tables.event(event, in_words)
+        if options.follow:
+            sys.stdout.flush()
+    return EXIT_OK
+
+
+def _story(options: Options) -> int:
+    from forged.cli.forgectl.fact_sentences import in_words
+
+    with Connection(options) as wire:
+        records = answers.story(wire, options.id)
+        answer(options, {"story": records}, lambda: tables.story(records, options.id, in_words))
+    return EXIT_OK
+
+
+def _past(options: Options) -> Iterator[Event]:
     since = EARLIEST if options.since is None else options.since
     with Connection(options) as wire:
         for _, event in wire.facts(since, options.type, options.job, until=wire.latest):
@@ -32,8 +68,7 @@ def past(options: Options) -> Iterator[Event]:
                 yield event
 
 
-def follow(options: Options) -> Iterator[Event]:
-    """Facts for ever; when the daemon comes back, those behind the last fact that was shown."""
+def _follow(options: Options) -> Iterator[Event]:
     position, history = options.since, ""
 
     def read(wire: Wire) -> Iterator[Event]:
@@ -49,22 +84,22 @@ def follow(options: Options) -> Iterator[Event]:
 
 
 def over_restarts(options: Options, read: Callable[[Wire], Iterator[T]]) -> Iterator[T]:
-    """What is read of one connection after the other, for ever: when the daemon goes, wait for it."""
+    """Yield what `read` yields, without end: reconnect when the daemon stops."""
     pause_s = 0.0
     while True:
         try:
             with Connection(options) as wire:
                 if pause_s > RECONNECT_PAUSE_S:
                     _remark("the daemon is back")
-                wire.while_quiet = heed_reader
+                wire.while_quiet = stop_without_reader
                 pause_s = RECONNECT_PAUSE_S
                 yield from read(wire)
         except Unavailable as error:
             if not pause_s:
-                raise  # there was nobody from the start
+                raise  # no daemon at the start
             if pause_s == RECONNECT_PAUSE_S:
                 _remark(f"{error.message}; waiting for the daemon")
-            heed_reader()
+            stop_without_reader()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, RECONNECT_PAUSE_MAX_S)
 

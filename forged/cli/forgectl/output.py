@@ -1,7 +1,4 @@
-"""How `forgectl` answers.
-
-Law: programs get one JSON object a line, strict JSON whatever the daemon said; people get words.
-"""
+"""Output of `forgectl`: text for people, or one strict JSON object per line for programs."""
 
 from __future__ import annotations
 
@@ -13,23 +10,23 @@ from forged.errors import PeerError
 
 
 def answer(options: Options, value: Any, show: Callable[[], object]) -> None:
-    """The answer, to whoever asked."""
+    """Print a result: as JSON with `--json`, else by `show`."""
     print_json(value) if options.json else show()
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     import json
 
-    def say(value: Any) -> str:
+    def dumps(value: Any) -> str:
         return json.dumps(value, allow_nan=False, default=_text)
 
     try:
-        text = say(value)
+        text = dumps(value)
     except (ValueError, TypeError):
-        text = say(_sayable(value))
+        text = dumps(_representable(value))
     except RecursionError as error:
-        raise PeerError("answer_strange", "what was answered is nested too deeply for JSON") from error
+        raise PeerError("answer_strange", "the reply is nested too deeply for JSON") from error
     print(text)
 
 
@@ -37,10 +34,10 @@ def _text(value: Any) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def _sayable(value: Any) -> Any:
-    """What JSON can say of it: a number that is none, from a plugin's fact, is null; every key is a text."""
+def _representable(value: Any) -> Any:
+    """The value as JSON can represent it: a number that is not finite becomes null, every key a string."""
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else _text(key): _sayable(one) for key, one in value.items()}
+        return {key if isinstance(key, str) else _text(key): _representable(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_sayable(one) for one in value]
+        return [_representable(one) for one in value]
     return value if not isinstance(value, float) or abs(value) < float("inf") else None

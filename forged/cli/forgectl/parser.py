@@ -1,8 +1,9 @@
-"""What commands of `forgectl` are made of.
+"""The parser of `forgectl` commands, on top of argparse.
 
-Law: a command is taken apart into verbs and arguments when it is used, so that nobody waits for the others. Whatever
-is wrong with a command line is a `Misuse`. A `metavar` says what kind of thing is meant, to people and to the
-completion alike.
+Invariants:
+- A command's verbs and arguments are added when the command is used, so that other commands start faster.
+- Every error in a command line is a `Misuse`.
+- The `metavar` of an argument names its kind of value, for the help and for completion.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Fill = Callable[["Parser"], None]
 
 
 class Misuse(Exception):
-    """A command line that means nothing: what is wrong, and how it is written."""
+    """An error in a command line, with the usage."""
 
     def __init__(self, parser: argparse.ArgumentParser, what: str) -> None:
         super().__init__(what)
@@ -34,15 +35,15 @@ class Misuse(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what is wrong instead of ending the process. Takes no abbreviations: a later option would break them."""
+    """Raises errors instead of ending the process. Accepts no abbreviations: a new option would break them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
         self.fill: Fill | None = None
-        """Adds what the command consists of."""
+        """Adds the verbs and arguments."""
 
     def whole(self) -> Parser:
-        """Itself, with everything that the command consists of."""
+        """The parser with all verbs and arguments."""
         fill, self.fill = self.fill, None
         if fill is not None:
             fill(self)
@@ -56,12 +57,12 @@ class Parser(argparse.ArgumentParser):
         raise Misuse(self, message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse would pass over output that cannot be written.
+        # argparse would ignore output errors.
         print(message, end="", file=file)
 
 
 def understood(words: Sequence[str], parse: Callable[[Sequence[str]], Options]) -> Options:
-    """What a command line says; what is wrong with it is told to people with its usage, to programs as any error."""
+    """Parse a command line. Errors are printed with the usage, or raised as `ConfigError` with `--json`."""
     try:
         return parse(words)
     except Misuse as misuse:
@@ -73,30 +74,29 @@ def understood(words: Sequence[str], parse: Callable[[Sequence[str]], Options]) 
 
 @cache
 def everywhere() -> Parser:
-    """What may stand before the command and behind it."""
+    """The options of all commands that use a daemon, before or after the command."""
     parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--socket", metavar="PATH", help="the daemon's Unix socket (default: $FORGED_SOCKET)")
     parser.add_argument("--endpoint", metavar="URL", help="unix:///path, tcp://host:port or tls://host:port")
-    parser.add_argument("--token", metavar="TEXT", help="who you are (default: $FORGED_TOKEN)")
-    waiting = f"seconds to wait for an answer (default: {TIMEOUT_S:g})"
-    return _answered_in_time(parser, waiting)
+    parser.add_argument("--token", metavar="TEXT", help="access token (default: $FORGED_TOKEN)")
+    return _with_timeout(parser, f"seconds to wait for a reply (default: {TIMEOUT_S:g})")
 
 
 @cache
 def without_daemon() -> Parser:
-    """The same for what asks no daemon."""
+    """The options of commands that use no daemon."""
     parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
-    return _answered_in_time(parser, "seconds after which to give up (default: never)")
+    return _with_timeout(parser, "seconds after which to stop (default: no limit)")
 
 
-def _answered_in_time(parser: Parser, waiting: str) -> Parser:
-    parser.add_argument("--timeout", type=seconds, metavar="S", help=waiting)
-    parser.add_argument("--json", action="store_true", help="for programs, errors too")
+def _with_timeout(parser: Parser, text: str) -> Parser:
+    parser.add_argument("--timeout", type=seconds, metavar="S", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON, including errors")
     return parser
 
 
 def command(commands: Any, name: str, text: str, fill: Fill, common: Parser) -> None:
-    """A command, of which only the name is settled yet."""
+    """Add a command; `fill` completes its parser when it is used."""
     parser: Parser = commands.add_parser(name, help=text, description=text, parents=[common])
     parser.fill = fill
 
@@ -104,7 +104,7 @@ def command(commands: Any, name: str, text: str, fill: Fill, common: Parser) -> 
 def verb(
     verbs: Any, name: str, act: Act, text: str, aliases: Sequence[str] = (), common: Parser | None = None
 ) -> Parser:
-    """What can be done with the things that a command is about."""
+    """Add a verb of a command."""
     parents = [common or everywhere()]
     parser: Parser = verbs.add_parser(name, help=text, description=text, aliases=aliases, parents=parents)
     parser.set_defaults(act=act)
@@ -112,11 +112,16 @@ def verb(
 
 
 def verbs_of(parser: Parser, act: Act) -> Any:
-    """Where a command's verbs are added; without one of them, it acts like this."""
+    """Where a command's verbs are added; `act` runs without a verb."""
     parser.set_defaults(act=act)
     return parser.add_subparsers(metavar="VERB")
 
 
 def positional(parser: Parser, name: str, metavar: str, **options: Any) -> None:
-    """An argument without a flag."""
+    """Add a positional argument."""
     parser.add_argument(name, metavar=metavar, **options)
+
+
+def add_reason(parser: Parser) -> None:
+    """Add the optional `--reason`."""
+    parser.add_argument("--reason", metavar="TEXT", help="the reason, recorded with the fact")

@@ -1,8 +1,4 @@
-"""`forgectl plugins`: what was plugged into the daemon, and how it fares.
-
-Law: a plugin is named by its name alone, and what it answers is shown as it comes. A daemon that knows nothing of
-plugins has none that are in trouble.
-"""
+"""`forgectl plugins`: the daemon's plugins."""
 
 from __future__ import annotations
 
@@ -21,25 +17,25 @@ ACTIVE = "active"
 
 
 def fill(plugins: Parser) -> None:
-    """What can be done with plugins."""
+    """Add the verbs."""
     verbs = verbs_of(plugins, _list)
-    verb(verbs, "ls", _list, "all plugins", aliases=["list"])
-    positional(verb(verbs, "show", _show, "one plugin, with its parts and commands"), "plugin", "PLUGIN")
-    positional(verb(verbs, "enable", _enable, "let it work, also after a quarantine"), "plugin", "PLUGIN")
-    positional(verb(verbs, "disable", _disable, "let it work no more"), "plugin", "PLUGIN")
-    use = verb(verbs, "run", _run, "have it do one of its commands")
+    verb(verbs, "ls", _list, "list plugins", aliases=["list"])
+    positional(verb(verbs, "show", _show, "show a plugin with its parts and commands"), "plugin", "PLUGIN")
+    positional(verb(verbs, "enable", _enable, "enable a plugin, also after a quarantine"), "plugin", "PLUGIN")
+    positional(verb(verbs, "disable", _disable, "disable a plugin"), "plugin", "PLUGIN")
+    use = verb(verbs, "run", _run, "run a command of a plugin")
     positional(use, "plugin", "PLUGIN")
     positional(use, "command", "COMMAND")
     positional(use, "settings", "KEY=VALUE", nargs="*")
 
 
 def listed(wire: Wire) -> list[Row]:
-    """Every plugin."""
+    """All plugins."""
     return answers.several(wire, "ListPlugins", field="plugins", key="name")
 
 
 def commands_of(plugin: Row) -> list[Row]:
-    """What it can be told to do; a list of names will do."""
+    """The commands of a plugin; an older daemon sends only their names."""
     commands = plugin.get("commands")
     if not isinstance(commands, list):
         return []
@@ -47,11 +43,11 @@ def commands_of(plugin: Row) -> list[Row]:
 
 
 def inactive(wire: Wire) -> Row:
-    """A line for the status about those that do not work; none when all do."""
+    """The status line of plugins that are not active; empty if all are."""
     try:
         plugins = listed(wire)
     except RequestRefused:
-        return {}  # it has none, or they are not ours to see
+        return {}  # an old daemon without plugins, or a role that may not see them
     idle = [f"{one.get('name')} ({one.get('state')})" for one in plugins if one.get("state", ACTIVE) != ACTIVE]
     return {"inactive plugins": ", ".join(idle)} if idle else {}
 
@@ -68,34 +64,34 @@ def _show(options: Options) -> int:
         plugins = listed(wire)
     found = next((one for one in plugins if one.get("name") == options.plugin), None)
     if found is None:
-        raise RequestRefused("plugin_unknown", f"there is no plugin {options.plugin!r}", "see `forgectl plugins`")
-    answer(options, found, lambda: _show_whole(found))
+        raise RequestRefused("plugin_unknown", f"unknown plugin {options.plugin!r}", "see `forgectl plugins`")
+    answer(options, found, lambda: _print_plugin(found))
     return EXIT_OK
 
 
-def _show_whole(plugin: Row) -> None:
+def _print_plugin(plugin: Row) -> None:
     tables.pairs({key: value for key, value in plugin.items() if key != "commands"})
     if commands := commands_of(plugin):
         print()
-        tables.table(commands, _shown(commands), "")
+        tables.table(commands, _columns(commands), "")
 
 
-def _shown(commands: list[Row]) -> list[str]:
+def _columns(commands: list[Row]) -> list[str]:
     return [key for key in ("name", "arguments", "help") if any(one.get(key) for one in commands)]
 
 
 def _enable(options: Options) -> int:
-    return _switch(options, "EnablePlugin", "is enabled")
+    return _switch(options, "EnablePlugin", "enabled")
 
 
 def _disable(options: Options) -> int:
-    return _switch(options, "DisablePlugin", "is disabled")
+    return _switch(options, "DisablePlugin", "disabled")
 
 
 def _switch(options: Options, method: str, done: str) -> int:
     with Connection(options) as wire:
-        said = answers.one(wire, method, plugin=options.plugin)
-        answer(options, said, lambda: print(f"{options.plugin} {done}"))
+        reply = answers.one(wire, method, plugin=options.plugin)
+        answer(options, reply, lambda: print(f"{done} {options.plugin}"))
     return EXIT_OK
 
 

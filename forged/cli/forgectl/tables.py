@@ -1,9 +1,10 @@
-"""How the daemon's answers look to people.
+"""Text output: tables, fields and facts.
 
-Law: units are in the names of the fields, so they need no other description: `_s` is shown as a duration and `_at` as a
-time of day. A field that the daemon did not send is shown like one that is empty. What comes from elsewhere never
-reaches the terminal as control characters. Colour is only for terminals, and not for those who set NO_COLOR; lines are
-cut, or broken between words, only on a terminal, too.
+Invariants:
+- The name of a field gives its unit: `_s` is shown as a duration and `_at` as a time.
+- A field that the daemon did not send is shown like an empty one.
+- Values from outside never reach the terminal as control characters.
+- Colours, cut cells and wrapped lines are used only on a terminal; NO_COLOR disables colours.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from forged.cli.process import plain
 
 Row = Mapping[str, Any]
 InWords = Callable[[Any, dict[str, Any]], str | None]
-"""Says a fact of some type as a sentence; None where it knows none for it."""
+"""Turns a fact into a sentence; None if there is none for its type."""
 
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 NONE = "-"
@@ -41,29 +42,29 @@ _ADDRESS = frozenset({"id", "hostname", "port"})
 JOB_WIDTH = 8
 TYPE_WIDTH = 20
 HANGING = 10
-"""How far in the further lines of a fact begin."""
+"""Indentation of the wrapped lines of a fact."""
+NOTE_INDENT = 2
 WRAPPED_MIN = 20
-"""With less room behind that, nothing is broken between words."""
+"""Lines are not wrapped if fewer columns than this are left."""
 _WORD = re.compile(r" *[^ ]+")
 _PAINT = re.compile(r"\x1b\[\d+m")
 
 
 def pairs(value: Row) -> None:
-    """One thing, a line for each of its fields."""
+    """Print one entity, a line for each field."""
     labels = [_label(key) for key in value]
     width = max(map(len, labels), default=0)
     for label, (key, one) in zip(labels, value.items(), strict=True):
-        told = paint(field(key, one) or NONE, _colour(key, one))
-        print_wrapped(f"{paint(f'{label:<{width}}', DIM)}  {told}", width + COLUMN_GAP)
+        shown = paint(field(key, one) or NONE, _colour(key, one))
+        print_wrapped(f"{paint(f'{label:<{width}}', DIM)}  {shown}", width + COLUMN_GAP)
 
 
 def table(
     rows: Sequence[Row], columns: Sequence[str], nothing: str, *, yielding: Sequence[str] = (), kept: str = ""
 ) -> None:
-    """Several things, a line for each; numbers to the right. `nothing` is said where there are none.
+    """Print a table, or `nothing` if it has no rows; numbers are right-aligned.
 
-    Where a line does not fit, the `yielding` columns are cut first, and left out, one after the other; what is `kept`
-    is cut last.
+    If a line does not fit, the `yielding` columns are cut or omitted first, in order; the column `kept` is cut last.
     """
     if not rows:
         print(nothing)
@@ -73,7 +74,7 @@ def table(
     widths = {column: max(map(_width, [_label(column), *cells[column]])) for column in columns}
     if sys.stdout.isatty():
         room = shutil.get_terminal_size().columns
-        widths = _yielded(widths, numeric, room, yielding)
+        widths = _shrunk(widths, numeric, room, yielding)
         widths = _fit(widths, numeric | {kept}, room)
         widths = _fit(widths, numeric, room)
     print(paint(_line([(_label(column), "") for column in widths], widths, numeric), BOLD))
@@ -81,8 +82,15 @@ def table(
         print(_line([(cells[column][at], _colour(column, row.get(column))) for column in widths], widths, numeric))
 
 
+def notes(reply: Row) -> None:
+    """Print the notes that a reply carries in `remarks`."""
+    remarks = reply.get("remarks")
+    for remark in remarks if isinstance(remarks, list) else []:
+        print_wrapped(f"note: {field('', remark)}", NOTE_INDENT)
+
+
 def anything(value: Any) -> None:
-    """What a plugin answers: one thing, several, or a word."""
+    """Print the reply of a plugin: a map, a list or a scalar."""
     if isinstance(value, dict) and value:
         pairs({_text(key): one for key, one in value.items()})
     elif isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
@@ -96,23 +104,23 @@ def anything(value: Any) -> None:
 
 
 def event(record: Row, in_words: InWords = lambda kind, fact: None, *, depth: int = 0, mark: str = "") -> None:
-    """A fact or a gap in one line; `depth` is how far it is from the first cause."""
+    """Print a fact or a gap in one line; `depth` is its distance from the first cause."""
     if isinstance(record.get("gap"), dict):
         gap = record["gap"]
         reason = field("", gap.get("reason"))
-        print_wrapped(paint(f"-- facts {gap.get('first')} to {gap.get('last')} are missing: {reason}", YELLOW))
+        print_wrapped(paint(f"-- facts {gap.get('first')} to {gap.get('last')} missing: {reason}", YELLOW))
         return
     number, job, kind, origin = (field("", record.get(key)) or NONE for key in ("id", "job", "type", "origin"))
     place = f"{mark}{number:>{8 - len(mark)}}  {field('at_at', record.get('at'))}  {job:<{JOB_WIDTH}}"
     kind = paint(f"{'  ' * depth}{kind:<{TYPE_WIDTH}}", BOLD)
-    why = f"{origin}, because of {field('', record['cause'])}" if record.get("cause") else origin
+    why = f"{origin}, caused by {field('', record['cause'])}" if record.get("cause") else origin
     fact = record.get("fact")
-    said = in_words(record.get("type"), fact) or fields(fact) if isinstance(fact, dict) else field("", fact)
-    print_wrapped(f"{place}  {kind}  {said}  {paint(f'({why})', DIM)}")
+    text = in_words(record.get("type"), fact) or fields(fact) if isinstance(fact, dict) else field("", fact)
+    print_wrapped(f"{place}  {kind}  {text}  {paint(f'({why})', DIM)}")
 
 
 def story(records: Sequence[Row], marked: int, in_words: InWords = lambda kind, fact: None) -> None:
-    """Facts below what caused them."""
+    """Print facts, each below its cause."""
     depths: dict[str, int] = {}
     for record in records:
         depth = depths[f"{record.get('id')}"] = depths.get(f"{record.get('cause', 0)}", -1) + 1
@@ -120,7 +128,7 @@ def story(records: Sequence[Row], marked: int, in_words: InWords = lambda kind, 
 
 
 def field(key: str, value: Any, depth: int = 0) -> str:
-    """A field's value in the words for its unit; what is nested too deeply to be read is left out."""
+    """A field's value with its unit; deeply nested parts are left out."""
     if value is None or value in ([], {}):
         return NONE
     if isinstance(value, bool):
@@ -139,19 +147,19 @@ def field(key: str, value: Any, depth: int = 0) -> str:
 
 
 def _number(value: float) -> str:
-    """As few digits as tell it from others: sums of decimal fractions end with digits that nobody has put there."""
+    """A number without the rounding noise of float arithmetic."""
     text = f"{value}"
     return f"{value:.{FIGURES_MAX}g}" if isinstance(value, float) and len(text) > FIGURES_MAX + 2 else text
 
 
 def names(values: Sequence[Any]) -> str:
-    """The first of several names, and how many more there are."""
+    """The first names, and the number of further ones."""
     shown = field("", list(values[:NAMES_MAX]))
     return shown if len(values) <= NAMES_MAX else f"{shown} and {len(values) - NAMES_MAX:,} more"
 
 
 def duration(seconds: float) -> str:
-    """About how long, in the unit that people would use."""
+    """A duration, rounded, in a readable unit."""
     if seconds <= 0:
         return NONE
     if not seconds < float("inf"):
@@ -168,7 +176,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """About how many bytes, in the unit that people would use."""
+    """A number of bytes, rounded, in a readable unit."""
     for factor, unit in ((1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB")):
         if count / factor < 999.5:
             return f"{count / factor:.3g} {unit}"
@@ -176,31 +184,30 @@ def size(count: int) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """So many of them."""
+    """A count with its noun: `1 worker`, `2,000 workers`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def rounded(value: float | None) -> float | None:
-    """A figure that nobody reads to its last digit."""
+    """A number rounded to few digits."""
     return None if value is None else float(f"{value:.{FIGURES_READ}g}")
 
 
 def bar(part: float, width: int) -> str:
-    """How much of something is done."""
+    """A progress bar."""
     filled = int(width * min(1.0, max(0.0, part)))
     return f"[{'#' * filled}{'-' * (width - filled)}]"
 
 
 def paint(text: str, colour: str) -> str:
-    """The text in a colour, where there are colours."""
+    """The text in a colour, if colours are enabled."""
     if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
         return text
     return f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def print_wrapped(line: str, indent: int = HANGING) -> None:
-    """A line, which on a terminal becomes several, broken between words, where it does not fit; those below the first
-    begin further in."""
+    """Print a line; on a terminal it is wrapped between words, with `indent` before each further line."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     print(line if columns < WRAPPED_MIN + indent else "".join(_broken(line, columns, " " * indent)))
 
@@ -218,20 +225,20 @@ def _broken(line: str, columns: int, indent: str) -> Iterator[str]:
 
 
 def moment(at: float) -> str:
-    """A wall clock's time here."""
+    """A local time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     except (ValueError, OverflowError, OSError):
-        return f"{at}"  # no time that a calendar knows
+        return f"{at}"  # outside the range of the calendar
 
 
 def fields(value: Row, depth: int = 0) -> str:
-    """What is in it, by name, in one line."""
+    """The fields of a map in one line."""
     return " ".join(f"{plain(_text(key))}={_quoted(_text(key), value[key], depth)}" for key in value)
 
 
 def _address(value: Row) -> str:
-    """A worker as it is written; empty where this is none."""
+    """A worker as `id@hostname:port`; empty for any other map."""
     if value.keys() != _ADDRESS or any(isinstance(one, (dict, list)) for one in value.values()):
         return ""
     return plain(f"{value['id']}@{value['hostname']}:{value['port']}")
@@ -260,8 +267,8 @@ def _cell(text: str, width: int, colour: str, *, to_the_right: bool) -> str:
     return room + paint(text, colour) if to_the_right else paint(text, colour) + room
 
 
-def _yielded(widths: Mapping[str, int], numeric: Collection[str], room: int, yielding: Sequence[str]) -> dict[str, int]:
-    """The widths where these columns give way: cut down to what can still be told apart, or else left out."""
+def _shrunk(widths: Mapping[str, int], numeric: Collection[str], room: int, yielding: Sequence[str]) -> dict[str, int]:
+    """The widths after cutting or omitting the yielding columns."""
     fitting = dict(widths)
     for column in yielding:
         excess = _excess(fitting, room)
@@ -276,8 +283,7 @@ def _yielded(widths: Mapping[str, int], numeric: Collection[str], room: int, yie
 
 
 def _fit(widths: Mapping[str, int], rigid: Collection[str], room: int) -> dict[str, int]:
-    """The widths with which a line fits: the widest of the columns that are not rigid give way, down to what can still
-    be told apart."""
+    """The widths with which a line fits: the widest columns that are not rigid are cut, down to a minimum."""
     text = [column for column in widths if column not in rigid]
     fitting = {column: min(width, room) if column in text else width for column, width in widths.items()}
     while text and _excess(fitting, room) > 0:
@@ -289,7 +295,7 @@ def _fit(widths: Mapping[str, int], rigid: Collection[str], room: int) -> dict[s
 
 
 def _excess(widths: Mapping[str, int], room: int) -> int:
-    """By how much a line is too long."""
+    """The number of columns by which a line is too long."""
     return sum(widths.values()) + COLUMN_GAP * (len(widths) - 1) - room
 
 
@@ -306,7 +312,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _width(text: str) -> int:
-    """How many columns of a terminal it takes."""
+    """The number of terminal columns of a text."""
     if text.isascii():
         return len(text)
     from unicodedata import combining, east_asian_width
@@ -317,7 +323,7 @@ def _width(text: str) -> int:
 def _colour(key: str, value: Any) -> str:
     if key in _STATES:
         return _STATE_COLOURS.get(f"{value}", "")
-    return RED if value and key in ("trouble", "quarantined") else ""
+    return RED if value and key in ("problem", "quarantined") else ""
 
 
 def _is_numeric(column: str, rows: Sequence[Row]) -> bool:

@@ -1,7 +1,4 @@
-"""What people write on the command line, as values.
-
-Law: whatever is written is read as one thing or refused by its name, and never as something near it.
-"""
+"""Values on the command line: parsed exactly, or refused with a message that names them."""
 
 from __future__ import annotations
 
@@ -20,66 +17,66 @@ _NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?
 
 
 def seconds(text: str) -> float:
-    """How long to wait for an answer."""
+    """A timeout in seconds."""
     try:
         waiting = float(text)
     except ValueError:
         waiting = 0.0
     if not 0 < waiting <= TIMEOUT_MAX_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds up to {TIMEOUT_MAX_S:g}")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds in (0, {TIMEOUT_MAX_S:g}], got {text!r}")
     return waiting
 
 
 def lifetime(text: str) -> float:
-    """How long a token lives, in seconds."""
+    """The lifetime of a token in seconds."""
     try:
         waiting = float(text)
     except ValueError:
         waiting = 0.0
     if not 0 < waiting < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds > 0, got {text!r}")
     return waiting
 
 
 def fact_id(text: str) -> int:
-    """A position among the facts."""
+    """The id of a fact; 0 is before the first."""
     if not text.isdecimal() or len(text) > FACT_ID_DIGITS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the id of a fact; 0 is before the first")
+        raise argparse.ArgumentTypeError(f"a fact id must be an integer >= 0, got {text!r}")
     return int(text)
 
 
 def version(text: str) -> int:
-    """Which change of a job's settings is meant."""
+    """The version of a job's settings."""
     if not text.isdecimal() or len(text) > FACT_ID_DIGITS_MAX or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a version; they count from 1")
+        raise argparse.ArgumentTypeError(f"a version must be an integer >= 1, got {text!r}")
     return int(text)
 
 
 def settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Settings by their keys, each given once."""
+    """Settings by key; each key may be given once."""
     given: dict[str, Any] = {}
     for text in texts:
         key, value = setting(text)
         if key in given:
-            raise ConfigError("setting_invalid", f"{key} is given twice", "leave one of them out")
+            raise ConfigError("setting_invalid", f"{key} is given twice", "remove one of them")
         given[key] = value
     return given
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """The key and the value of a setting."""
+    """The key and the value of a `KEY=VALUE`."""
     key, separator, value = text.partition("=")
     if not separator or not key:
-        raise ConfigError("setting_invalid", f"{text!r} is not a setting", "write KEY=VALUE")
+        raise ConfigError("setting_invalid", f"{text!r} is not a setting", "use KEY=VALUE")
     if _NUMBER.fullmatch(value):
         return key, _number(key, value)
     return key, {"true": True, "false": False, "none": None}.get(value.lower(), value)
 
 
 def _number(key: str, text: str) -> int | float:
-    """What is written as JSON writes numbers; `007` and `1_000` are names of something, and stay texts."""
+    """A number in JSON notation; `007` and `1_000` stay strings."""
     if not text.lstrip("-").isdecimal():
         return float(text)
     if len(text) > NUMBER_CHARS_MAX or not INTEGER_MIN <= int(text) <= INTEGER_MAX:
-        raise ConfigError("setting_invalid", f"{key} is a whole number of more than 64 bits", "write a smaller one")
+        raise ConfigError("setting_invalid", f"{key} must fit into 64 bits, got {text}", "use a smaller number")
     return int(text)

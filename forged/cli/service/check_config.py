@@ -1,7 +1,7 @@
-"""`forged check-config`: all that is wrong with a configuration, before a daemon meets it.
+"""`forged check-config`: all errors of a configuration, before a daemon uses it.
 
-Law: what is checked is what a daemon would do with it, up to the point where that would show: certificates are loaded
-and plugins register, in a daemon that never starts and whose directory is thrown away.
+The check does what a daemon does at its start: it loads certificates and registers plugins, in a daemon with a
+temporary directory that is never started.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from forged.plugins.host.plugin import Plugin
 
 
 def check(path: Path) -> None:
-    """Raise `ConfigError` with everything that is wrong."""
+    """Raise `ConfigError` with all errors."""
     settings = Settings(path, {}, os.environ, os.getuid())
     config = settings.load()
     server_tls(config)
     found = [problem for plugin in _refused(config) for problem in _problems(plugin, config)]
     problems = [settings.locate(problem) for problem in found]
     if problems:
-        reason = f"{path} asks for plugins that cannot be had"
-        raise ConfigError("plugins_refused", reason, "mend these, or set enabled = false", problems)
+        reason = f"{path} configures plugins that cannot be loaded"
+        raise ConfigError("plugins_refused", reason, "fix them, or set enabled = false", problems)
 
 
 def _refused(config: Config) -> list[Plugin]:

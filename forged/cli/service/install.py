@@ -1,8 +1,9 @@
-"""`forged install-service`: put the units, the settings and the user of the daemon where systemd finds them.
+"""`forged install-service`: install the systemd units, the configuration and the user of the daemon.
 
-Law: nothing that somebody else wrote is lost. A file appears whole or not at all; running it again changes nothing; a
-unit that was changed by hand stays as it is, and the new one is put next to it; settings are never touched once they
-are there. What would be done can be seen before.
+Invariants:
+- A file appears completely or not at all. A second run changes nothing.
+- A unit that was edited by hand stays; the new one is written next to it. An existing configuration is never changed.
+- `--dry-run` shows what would be done.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from forged.file_sync import sync_directory
 from forged.systemd.unit import hidden, is_untouched, stamped, unprotected, with_command
 
 BOOTED = Path("/run/systemd/system")
-"""It is there when systemd runs this machine."""
+"""Exists if systemd runs this machine."""
 NEXT_TO_IT = ".forged-new"
-"""What is added to the name of a file whose place is taken by one that was changed by hand."""
+"""The suffix of a new file next to one that was edited by hand."""
 CONFIG = "/etc/forged/forged.toml"
 PLUGINS = "/etc/forged/plugins"
 SYSUSERS = "/etc/sysusers.d/forged.conf"
@@ -42,7 +43,7 @@ Options = argparse.Namespace
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """What is to be at a path. One that is stamped is ours and follows our versions; another is the operator's."""
+    """A file to install. A stamped file (`ours`) is replaced by new versions; any other belongs to the operator."""
 
     path: Path
     content: bytes
@@ -50,41 +51,39 @@ class File:
 
     @property
     def aside(self) -> Path:
-        """Where it is put when its place is taken."""
+        """The path next to a file that was edited by hand."""
         return self.path.with_name(self.path.name + NEXT_TO_IT)
 
 
 def add_parser(commands: Any) -> None:
-    """Let the command line know the command."""
-    parser = commands.add_parser("install-service", help="install the systemd units; --dry-run only shows them")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
-    parser.add_argument(
-        "--root", type=Path, default=Path("/"), metavar="DIR", help="the root of another system's files"
-    )
-    parser.add_argument("--exec", metavar="PATH", help="the forged command to start (default: this one)")
+    """Add the command."""
+    parser = commands.add_parser("install-service", help="install the systemd units")
+    parser.add_argument("--dry-run", action="store_true", help="print the files and write nothing")
+    parser.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="root directory of another system")
+    parser.add_argument("--exec", metavar="PATH", help="the forged command that the unit starts (default: this one)")
     parser.add_argument(
         "--unprotect",
         action="store_true",
-        help="start a command in a home or temporary directory all the same: the unit lets the daemon see it",
+        help="allow a command in a home or temporary directory: the unit then lets the daemon see it",
     )
     parser.set_defaults(act=install)
 
 
 def install(options: Options) -> int:
-    """Install the service, or show what that would be; returns the exit code."""
+    """Install the service, or show what would be installed; returns the exit code."""
     root = Path(os.path.abspath(options.root))  # noqa: PTH100 - Path.resolve would follow links
     plan = _plan(root, _unit(options, root))
     if options.dry_run:
-        _show(root, plan)
+        _print_plan(root, plan)
         return EXIT_OK
     _apply(root, plan)
-    _make_known(root)
-    _say_what_is_next(root)
+    _activate(root)
+    _print_next_steps(root)
     return EXIT_OK
 
 
 def decide(found: bytes | None, file: File) -> Outcome:
-    """What happens to a file, given what is there."""
+    """What happens to a file, given the present content."""
     if found is None:
         return "written"
     if found == file.content:
@@ -94,7 +93,7 @@ def decide(found: bytes | None, file: File) -> Outcome:
     return "written" if is_untouched(found) else "aside"
 
 
-# What is to be there.
+# The files.
 
 
 def _plan(root: Path, unit: str) -> list[File]:
@@ -115,19 +114,19 @@ def _read_asset(kind: str, name: str) -> str:
 
 
 def _unit(options: Options, root: Path) -> str:
-    """The service's unit for the command that is to be started."""
+    """The service unit for the configured command."""
     command = options.exec or _this_command()
     if root == Path("/") and not os.access(command, os.X_OK):
-        raise ConfigError("command_missing", f"{command} is not a command", "give --exec the path of forged")
+        raise ConfigError("command_missing", f"{command} is not an executable file", "set --exec to the path of forged")
     unit = with_command(_read_asset("systemd", "forged.service"), command)
     hiding = hidden(_parts(Path(command), its_own=options.exec is None))
     if hiding and not options.unprotect:
         path = next(iter(hiding.values()))
         raise ConfigError(
             "command_hidden",
-            f"the service could not see {path}: the unit keeps it out of home and temporary directories",
-            "install forged elsewhere, as with `python3.11 -m venv /opt/forged`, on a Python that all users can run;"
-            " or add --unprotect",
+            f"the service cannot access {path}: the unit hides home and temporary directories",
+            "install forged elsewhere, such as with `python3.11 -m venv /opt/forged`, on a Python that all users can"
+            " run; or add --unprotect",
         )
     return unprotected(unit, hiding)
 
@@ -139,11 +138,13 @@ def _this_command() -> str:
     for path in (started, beside):
         if path.name == "forged" and path.is_file() and os.access(path, os.X_OK):
             return os.path.abspath(path)  # noqa: PTH100 - a link such as /usr/local/bin/forged is the better name
-    raise ConfigError("command_unknown", "this is not the `forged` command itself", "give --exec the path of forged")
+    raise ConfigError(
+        "command_unknown", "cannot find the path of the `forged` command", "set --exec to the path of forged"
+    )
 
 
 def _parts(command: Path, *, its_own: bool) -> Iterator[Path]:
-    """What has to be seen for the command to start: itself, its interpreter, and the code, links followed."""
+    """The paths that the command needs: itself, its interpreter and its code, also behind symbolic links."""
     own = [Path(sys.executable), BESIDE] if its_own else []
     parts = [command, *_interpreter(command), *own]
     for part in parts:
@@ -152,7 +153,7 @@ def _parts(command: Path, *, its_own: bool) -> Iterator[Path]:
 
 
 def _interpreter(command: Path) -> list[Path]:
-    """What a script names in its first line."""
+    """The interpreter in a script's first line."""
     try:
         with command.open("rb") as file:
             words = file.readline(FIRST_LINE_BYTES_MAX).split()
@@ -161,27 +162,27 @@ def _interpreter(command: Path) -> list[Path]:
     return [Path(os.fsdecode(words[0][2:]))] if words and words[0].startswith(b"#!/") else []
 
 
-# Putting it there.
+# Writing.
 
 
-def _show(root: Path, plan: Sequence[File]) -> None:
+def _print_plan(root: Path, plan: Sequence[File]) -> None:
     for file in plan:
         with _refusals_of(file.path):
             outcome = decide(_found(file.path), file)
         if outcome != "written":
-            print(f"# would leave {file.path}: {_REASONS[outcome]}\n")
+            print(f"# would keep {file.path}: {_REASONS[outcome]}\n")
         if outcome in ("written", "aside"):
             path = file.aside if outcome == "aside" else file.path
             print(f"# would write {path}:\n{file.content.decode()}")
     plugins = _under(root, PLUGINS)
-    print(f"# would {'leave' if plugins.is_dir() else 'make'} the directory {plugins}")
+    print(f"# would {'keep' if plugins.is_dir() else 'create'} the directory {plugins}")
 
 
 def _apply(root: Path, plan: Sequence[File]) -> None:
     for file in plan:
         with _refusals_of(file.path):
             outcome = _put(file)
-        say(f"{file.path}: {_REASONS[outcome]}{f'; the new one is {file.aside}' if outcome == 'aside' else ''}")
+        say(f"{file.path}: {_REASONS[outcome]}{f'; the new version is {file.aside}' if outcome == 'aside' else ''}")
     plugins = _under(root, PLUGINS)
     with _refusals_of(plugins):
         made = _make_directory(plugins)
@@ -202,13 +203,13 @@ def _put(file: File) -> Outcome:
 _REASONS: Mapping[Outcome, str] = {
     "written": "written",
     "unchanged": "unchanged",
-    "kept": "kept, it is yours",
-    "aside": "kept, it was changed by hand",
+    "kept": "kept, because it exists",
+    "aside": "kept, because it was edited",
 }
 
 
 def _found(path: Path) -> bytes | None:
-    """What is there; a link counts as something that was changed by hand, wherever it leads."""
+    """The present content; a symbolic link counts as edited by hand."""
     if path.is_symlink():
         return b""
     try:
@@ -218,7 +219,7 @@ def _found(path: Path) -> bytes | None:
 
 
 def _make_directory(path: Path) -> bool:
-    """Make it, and those above it, open to read; tells whether it was not there."""
+    """Create a directory and its parents, readable for all; returns whether it was missing."""
     if path.is_dir():
         return False
     _make_directory(path.parent)
@@ -243,35 +244,35 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _refusals_of(path: Path) -> Iterator[None]:
-    """What the system refuses is the operator's to mend."""
+    """Raise an error of the system as `ConfigError`."""
     try:
         yield
     except PermissionError as error:
         what = f"{path}: {error.strerror}"
-        raise ConfigError("install_not_permitted", what, "run it as root; --dry-run shows what it would do") from error
+        raise ConfigError("install_not_permitted", what, "run it as root; --dry-run only shows the files") from error
     except OSError as error:
         what = f"{path}: {error.strerror}"
-        raise ConfigError("install_failed", what, "see what is there, and whether there is space") from error
+        raise ConfigError("install_failed", what, "check the path and the free space") from error
 
 
-# And now?
+# Activation.
 
 
 def _commands(root: Path) -> list[tuple[str, ...]]:
-    """What makes systemd take notice."""
+    """The commands after which systemd uses the files."""
     if root != Path("/"):
         return [("systemd-sysusers", f"--root={root}", "forged.conf")]
     return [("systemd-sysusers", SYSUSERS), ("systemctl", "daemon-reload")]
 
 
-def _make_known(root: Path) -> None:
-    """Make the user, and have systemd read the units, where it runs this machine; else say how."""
+def _activate(root: Path) -> None:
+    """Create the user and reload systemd; if systemd does not run here, print the commands."""
     commands = _commands(root)
     if root == Path("/") and BOOTED.is_dir():
         for command in commands:
             _run(command)
         return
-    say("\nTo be run by you, since systemd does not run here:")
+    say("\nsystemd does not run here; run these commands yourself:")
     for command in commands:
         say(f"  {' '.join(command)}")
 
@@ -284,16 +285,16 @@ def _run(command: tuple[str, ...]) -> None:
         raise ForgedError("systemd_failed", f"`{shown}`: {error.strerror}", "run it by hand") from error
     if done.returncode != 0:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ForgedError("systemd_failed", f"`{shown}`: {said}", "mend it and run it by hand")
+        raise ForgedError("systemd_failed", f"`{shown}`: {said}", "fix the problem and run it by hand")
     say(f"{shown}: done")
 
 
-def _say_what_is_next(root: Path) -> None:
+def _print_next_steps(root: Path) -> None:
     where = "" if root == Path("/") else f" --root={root}"
     start = "enable" if where else "enable --now"
     say(
-        f"\nNext:\n"
-        f"  look at {_under(root, CONFIG)}\n"
+        f"\nNext steps:\n"
+        f"  edit {_under(root, CONFIG)}\n"
         f"  systemctl{where} {start} forged.socket forged.service\n"
-        f"  usermod --append --groups forged NAME, for those who may use forgectl (and see unix_other_role)"
+        f"  usermod --append --groups forged NAME, for each user of forgectl (see also unix_other_role)"
     )

@@ -1,8 +1,9 @@
-"""A daemon as a process: what it takes from the system, and what it tells the service manager.
+"""`forged run`: the daemon as a process, with signals, files, sockets and systemd.
 
-Law: this is where the outside world is put together. It knows signals, files, processes and systemd; the daemon does
-not. Whoever started it hears once that it is ready: by the notify socket where there is one, else by a line on
-standard output. All else that it has to say goes to the log, on standard error.
+Invariants:
+- Only this module knows signals, files, processes and systemd; the daemon itself does not.
+- Readiness is reported once: to the notify socket if there is one, else by a line on standard output. Everything else
+  goes to the log on standard error.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ if TYPE_CHECKING:
 
 DATABASE = "forged.sqlite3"
 FILES_BESIDES_CONNECTIONS = 384
-"""Database, sockets, pipes, side connections, visitors over HTTP."""
+"""For the database, sockets, pipes, side connections and HTTP clients."""
 GC_THRESHOLDS = (50_000, 20, 50)
 LOCK = "lock"
 TERMINAL = 0
-"""Standard input, where there is a terminal at all."""
+"""The descriptor of standard input."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(slots=True)
 class FileLimit:
-    """How many files the system lets this process open, and so how many connections it can let in."""
+    """The limit of open files of this process, and so of connections."""
 
     allowed: int = 0
     connections_wanted: int = 0
 
     def fit(self, config: Config) -> Config:
-        """Ask the system for as many open files as connections need; where it gives fewer, fewer are let in."""
+        """Raise the limit to what `connections_max` needs; if the system allows less, lower `connections_max`."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = config.connections_max + FILES_BESIDES_CONNECTIONS
         if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -79,7 +80,7 @@ class FileLimit:
 
 
 class Process:
-    """One daemon, from its settings to its end."""
+    """The process of one daemon."""
 
     def __init__(self, path: Path | None, flags: Mapping[str, Any]) -> None:
         self._notifier = Notifier.from_environment(os.environ)
@@ -97,10 +98,10 @@ class Process:
         self._on_terminal = os.isatty(TERMINAL)
 
     def run(self) -> None:
-        """Serve until a signal says to stop."""
-        # Until there is something to read anew.
+        """Serve until a signal stops the daemon."""
+        # Before the daemon runs there is nothing to reload.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        # Whoever ends the process with SIGABRT, as a watchdog does, is told where it was.
+        # SIGABRT, as from a watchdog, prints the stacks.
         with contextlib.suppress(ValueError, OSError):
             faulthandler.enable()
         try:
@@ -114,12 +115,12 @@ class Process:
         async with anyio.create_task_group() as tasks:
             async with Daemon.running(self._config, self._ports()) as daemon:
                 _collect_seldom()
-                tasks.start_soon(self._reload_when_told, reload, stop, daemon)
+                tasks.start_soon(self._reload_on_signal, reload, stop, daemon)
                 self._look_after(daemon, tasks)
-                await self._tell_ready(daemon)
+                await self._report_ready(daemon)
                 await stop.wait()
-                self._tell_stopping(daemon)
-            # Until here, so that a long farewell is not taken for a death.
+                self._report_stopping(daemon)
+            # The watchdog is fed until here, so that a long shutdown does not count as a hang.
             tasks.cancel_scope.cancel()
         self._logs.log.info("the daemon has stopped")
 
@@ -127,7 +128,7 @@ class Process:
         config = self._config
 
         async def open_store() -> SqliteStore:
-            # Nobody watches the store from inside the daemon, so it need not remember changes.
+            # The daemon does not watch its own store, so the store need not remember changes.
             return await SqliteStore.open(Path(config.data_dir) / DATABASE, changes_max=0)
 
         source = str(self._settings.path) if self._settings.path else None
@@ -148,36 +149,38 @@ class Process:
     # Settings.
 
     def _adapt(self, config: Config) -> Config:
-        """What this process makes of settings: it has only so many files, and some sockets were passed to it."""
+        """Adapt settings to the process: its limit of open files and the sockets passed to it."""
         return activated(self._files.fit(config), SystemNetwork(), self._inherited)[0]
 
     async def _reload(self) -> Config:
-        """The settings as they are now; certificates are read anew, too."""
+        """Read the settings and the certificates again."""
         wanted = await anyio.to_thread.run_sync(self._settings.reload)
-        # Files of another name wait for a restart, as their settings do, and the old ones may be gone by now.
+        # A changed file name waits for a restart, like its setting, and the old file may be gone.
         if self._tls is not None and _tls_files(wanted) == _tls_files(self._config):
             _renew(self._tls, *_tls_files(wanted))
-        self._tell_of_fewer_connections(wanted)
+        self._warn_of_fewer_connections(wanted)
         return wanted
 
     def _applied(self, config: Config) -> None:
         self._logs.set_level(config.log_level)
 
-    async def _reload_when_told(self, told: asyncio.Event, stop: asyncio.Event, daemon: Daemon) -> None:
+    async def _reload_on_signal(self, requested: asyncio.Event, stop: asyncio.Event, daemon: Daemon) -> None:
         while True:
-            await told.wait()
-            told.clear()
+            await requested.wait()
+            requested.clear()
             if stop.is_set():
-                # What is stopping needs no new settings.
                 return
             if self._on_terminal and not os.isatty(TERMINAL):
-                # Nobody means a reload who closes the terminal.
+                # The SIGHUP came from closing the terminal, not from a reload.
                 stop.set()
                 return
             self._notifier.reloading(time.monotonic_ns() // 1000)
             outcome = await daemon.settings.reload("SIGHUP")
             if not daemon.ledger.writable_now:
-                self._logs.log.warning("settings were read anew, which cannot be put on record", outcome=repr(outcome))
+                self._logs.log.warning(
+                    "settings were reloaded; the reload cannot be recorded because the store fails",
+                    outcome=repr(outcome),
+                )
             self._notifier.ready(await self._status(daemon))
 
     # The service manager.
@@ -190,39 +193,39 @@ class Process:
             probe = BusProbe(daemon.bus, self._feeding_s)
             tasks.start_soon(feed, self._notifier, self._feeding_s, probe, self._logs.log)
 
-    async def _tell_ready(self, daemon: Daemon) -> None:
+    async def _report_ready(self, daemon: Daemon) -> None:
         addresses = [f"unix://{self._config.socket}", *daemon.listening]
-        self._tell_of_fewer_connections(self._config)
+        self._warn_of_fewer_connections(self._config)
         if self._notifier.active:
             self._notifier.ready(await self._status(daemon))
             self._logs.log.info("the daemon is ready", addresses=addresses, data_dir=self._config.data_dir)
         else:
             say(f"forged {VERSION} is ready on {', '.join(addresses)}; data in {self._config.data_dir}")
 
-    def _tell_of_fewer_connections(self, config: Config) -> None:
+    def _warn_of_fewer_connections(self, config: Config) -> None:
         if config.connections_max < self._files.connections_wanted:
             self._logs.log.warning(
-                "fewer connections are let in than was wanted",
+                "the limit of open files lowers connections_max",
                 connections=config.connections_max,
                 wanted=self._files.connections_wanted,
                 open_files=self._files.allowed,
             )
 
-    def _tell_stopping(self, daemon: Daemon) -> None:
+    def _report_stopping(self, daemon: Daemon) -> None:
         self._notifier.stopping("stopping", within_s=daemon.config.drain_timeout_s + 2 * STOP_BEYOND_DRAIN_S)
-        self._logs.log.info("the daemon is stopping; a second signal ends it at once")
+        self._logs.log.info("the daemon is stopping; a second signal kills it")
 
     async def _status(self, daemon: Daemon) -> str:
         return await look(partial(daemon.bus.ask, ReadStatus()))
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The daemon's, in which the many who say one word each are heard together."""
+    """The daemon's event loop, which handles many small messages per turn."""
     return asyncio.SelectorEventLoop(ModeratingSelector(time.monotonic))
 
 
 def server_tls(config: Config) -> ssl.SSLContext | None:
-    """What clients are shown on `tls://`; None where nothing is set."""
+    """The TLS context for `tls://`; None without a configured certificate."""
     if not config.tls_certificate:
         return None
     from forged.net.transport.tls import server_context
@@ -242,20 +245,20 @@ def _tls_files(config: Config) -> tuple[str, str, str | None]:
 
 @contextlib.contextmanager
 def exclusive(data_dir: Path) -> Iterator[None]:
-    """Make the data directory, and keep every other daemon out of it."""
+    """Create the data directory and lock it against other daemons."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigError(
-            "data_dir_unusable", f"data_dir {data_dir}: {reason}", "give --data-dir a directory to write to"
+            "data_dir_unusable", f"data_dir {data_dir}: {reason}", "set --data-dir to a writable directory"
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(
-            "data_dir_in_use", f"another daemon uses {data_dir}", "stop it, or give this one another --data-dir"
+            "data_dir_in_use", f"another daemon uses {data_dir}", "stop that daemon, or set another --data-dir"
         ) from error
     try:
         yield
@@ -264,14 +267,14 @@ def exclusive(data_dir: Path) -> Iterator[None]:
 
 
 def _collect_seldom() -> None:
-    """What was loaded stays, and requests leave no cycles behind: looking for them often is time for nothing."""
+    """Collect garbage less often: loaded modules stay, and requests leave no cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _stop_signal() -> asyncio.Event:
-    """Set by the first signal to stop; a second one ends the process, which loses nothing that was acknowledged."""
+    """Set by the first stop signal; the second kills the process, which loses nothing acknowledged."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -287,7 +290,7 @@ def _stop_signal() -> asyncio.Event:
 
 
 def _reload_signal() -> asyncio.Event:
-    """Set by each SIGHUP; several at once are one."""
-    told = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, told.set)
-    return told
+    """Set by each SIGHUP."""
+    requested = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, requested.set)
+    return requested

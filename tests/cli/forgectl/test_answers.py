@@ -40,7 +40,7 @@ def test_what_is_no_answer_is_an_error_that_names_both_versions(
     with scripted_daemon(tmp_path, dict.fromkeys(EVERY_COMMAND.values(), body), agent="forged/9.9.9") as daemon:
         code, out, err = daemon.run(line, capsys)
     assert (code, out) == (1, "")
-    assert "the daemon (forged/9.9.9) answers" in err
+    assert "(daemon: forged/9.9.9)" in err
 
 
 @pytest.mark.parametrize("line", EVERY_COMMAND)

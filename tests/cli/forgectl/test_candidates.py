@@ -67,7 +67,7 @@ class TestWithoutADaemon:
 
     def test_commands_and_options_say_what_they_are_for(self) -> None:
         assert dict(candidates.candidates(main._parser(), ["story"])) == {
-            "story": "why a fact happened, and what followed"
+            "story": "show the causes and consequences of a fact"
         }
 
     def test_files_are_completed_as_they_are_typed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ class TestWithADaemon:
 def test_the_hidden_command_prints_words_and_their_meanings(capsys: Caught) -> None:
     assert main.main(["complete", "--", "plugins", "ena"]) == 0
     assert main.main(["complete", "plugins", "ena"]) == 0
-    assert capsys.readouterr().out == "enable\tlet it work, also after a quarantine\n" * 2
+    assert capsys.readouterr().out == "enable\tenable a plugin, also after a quarantine\n" * 2
 
 
 def test_the_hidden_command_is_not_advertised() -> None:

@@ -42,19 +42,19 @@ def test_settings_are_shown_as_they_are_written(tmp_path: Path, capsys: Caught) 
     with scripted_daemon(tmp_path, {"ShowConfig": SHOWN}) as daemon:
         code, out, _ = daemon.run("config", capsys)
     assert code == 0
-    assert out.startswith("read from /etc/forged/forged.toml\n")
+    assert out.startswith("configuration file: /etc/forged/forged.toml\n")
     assert table(out) == [
         ["drain_timeout_s", "10.0", "", ""],
         ["listen", "tcp://a:1, tcp://b:2", "tcp://127.0.0.1:7433", ""],
         ["socket_mode", "0o660", "0o600", ""],
-        ["http", '""', "127.0.0.1:1", "needs restart: 127.0.0.1:80"],
+        ["http", '""', "127.0.0.1:1", "after restart: 127.0.0.1:80"],
         ["fast", "true", "false", ""],
     ]
 
 
 def test_where_nothing_waits_for_a_restart_there_is_no_column_for_it(tmp_path: Path, capsys: Caught) -> None:
     with scripted_daemon(tmp_path, {"ShowConfig": {"source": None, "settings": [setting("a", 1, 1)]}}) as daemon:
-        assert daemon.run("config show", capsys)[1] == "read from no file\nkey  value  default\na    1\n"
+        assert daemon.run("config show", capsys)[1] == "no configuration file\nkey  value  default\na    1\n"
 
 
 def test_programs_are_told_what_the_daemon_says(tmp_path: Path, capsys: Caught) -> None:
@@ -75,7 +75,7 @@ def test_a_daemon_of_another_version_may_leave_out_and_add(tmp_path: Path, capsy
     ("said", "shown"),
     [
         ({"changed": ["a", "b"], "needs_restart": ["c"]}, "changed: a, b\nneeds a restart: c\n"),
-        ({"changed": [], "needs_restart": []}, "nothing has changed\n"),
+        ({"changed": [], "needs_restart": []}, "no setting changed\n"),
     ],
 )
 def test_a_reload_says_what_became_of_it(tmp_path: Path, capsys: Caught, said: Any, shown: str) -> None:

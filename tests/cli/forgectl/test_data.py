@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forged.cli.forgectl import candidates, data, main, workers
+from forged.cli.forgectl import candidates, data, fact_sentences, main
 from tests.cli.scripted_daemon import UNKNOWN, Refusal, ScriptedDaemon, scripted_daemon
 from tests.client.simulated_workers import train_with_data
 from tests.client.threaded_daemon import ThreadedDaemon
@@ -71,7 +71,7 @@ class TestShow:
     ) -> None:
         answers["ShowData"] = VIEW | {"lost": 2, "lost_shards": [3, 4], "last_held_by": ["w3"]}
         lines = daemon.run("data show --job run", capsys)[1].splitlines()
-        assert "the lost shards were last with w3: start it again with its directory" in lines
+        assert "the lost shards were last held by w3: restart it with its directory" in lines
         assert [line.split() for line in lines if line.startswith("lost")][:2] == [
             ["lost", "2"],
             ["lost_shards", "3,", "4"],
@@ -82,7 +82,7 @@ class TestShow:
     def test_the_dataset_stands_above_what_each_worker_holds(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.run("data show --job run", capsys)[1].splitlines() == [
             "job         run",
-            "dataset     1,000 samples in 40 shards, 1 further copy of each, with an origin",
+            "dataset     1,000 samples in 40 shards, 1 replica of each, with an origin",
             "generation  5",
             "",
             "worker_id  owned  copies  samples",
@@ -174,7 +174,7 @@ class TestAudit:
             0,
             [
                 "epochs 0 to 1: 1,000 of 1,000 samples used once in each",
-                "epoch 2: 490 of 1,000 samples used once; it is not over yet",
+                "epoch 2: 490 of 1,000 samples used once; the epoch is still running",
             ],
             "",
         )
@@ -185,17 +185,17 @@ class TestAudit:
 
     def test_what_was_left_out_on_purpose_is_told(self, tmp_path: Path, capsys: Caught) -> None:
         said = self.run(tmp_path, capsys, audited(1, used=990, dropped=10), flags="--epoch 1")
-        assert said == (0, ["epoch 1: 990 of 1,000 samples used once, 10 left out on purpose"], "")
+        assert said == (0, ["epoch 1: 990 of 1,000 samples used once, 10 dropped by configuration"], "")
 
     def test_one_of_which_workers_tell_differently_fails_and_names_them(self, tmp_path: Path, capsys: Caught) -> None:
         conflicts = [{"step": 8 + number, "worker_id": "b"} for number in range(10)]
         unclear = audited(2, complete=False, conflicts=conflicts)
         code, lines, err = self.run(tmp_path, capsys, unclear, flags="--epoch 2")
         assert (code, err) == (1, "")
-        named = ", ".join(f"b of step {step}" for step in range(8, 16))
+        named = ", ".join(f"b at step {step}" for step in range(8, 16))
         assert lines == [
-            "epoch 2: 1,000 of 1,000 samples used once, as far as can be told",
-            f"  workers tell differently of what was used, which proves nothing: {named} and 2 more",
+            "epoch 2: 1,000 of 1,000 samples used once, as far as the reports agree",
+            f"  workers contradict each other, so their reports prove nothing: {named} and 2 more",
         ]
 
     def test_one_that_is_over_and_lacks_samples_fails_and_names_them(self, tmp_path: Path, capsys: Caught) -> None:
@@ -203,8 +203,8 @@ class TestAudit:
         code, lines, err = self.run(tmp_path, capsys, short, flags="--epoch 0")
         assert (code, err) == (1, "")
         assert lines == [
-            "epoch 0: 950 of 1,000 samples used once; it is over, and not complete",
-            "  not known to be used: 50 positions: [100, 140), [200, 210)",
+            "epoch 0: 950 of 1,000 samples used once; the epoch is over and incomplete",
+            "  not reported as used: 50 positions: [100, 140), [200, 210)",
         ]
 
     def test_one_in_the_middle_of_which_nothing_is_known_is_not_passed_over(
@@ -213,14 +213,14 @@ class TestAudit:
         nothing = audited(1, used=0, complete=False, missing_total=1000, missing=[[0, 1000]], epochs=[0, 2])
         code, lines, _ = self.run(tmp_path, capsys, BEGUN | {"epochs": [0, 2]}, audited(0), nothing)
         assert code == 1
-        assert lines[1] == "epoch 1: 0 of 1,000 samples used once; it is over, and not complete"
+        assert lines[1] == "epoch 1: 0 of 1,000 samples used once; the epoch is over and incomplete"
 
     def test_what_was_used_twice_fails_before_the_epoch_is_over(self, tmp_path: Path, capsys: Caught) -> None:
         twice = BEGUN | {"repeated_total": 10, "repeated": [[0, 10]]}
         code, lines, _ = self.run(tmp_path, capsys, twice, flags="--epoch 2")
         assert code == 1
         assert lines == [
-            "epoch 2: 480 of 1,000 samples used once; it is not over yet",
+            "epoch 2: 480 of 1,000 samples used once; the epoch is still running",
             "  used more than once: 10 positions: [0, 10)",
         ]
 
@@ -228,7 +228,7 @@ class TestAudit:
         forgotten = audited(0, used=0, complete=False, missing_total=1000, missing=[[0, 1000]], forgotten=True)
         code, lines, _ = self.run(tmp_path, capsys, forgotten, flags="--epoch 0")
         assert code == 1
-        assert "went back into the middle of it" in lines[1]
+        assert "restored to the middle of this epoch" in lines[1]
 
     def test_of_many_ranges_the_first_are_shown(self, tmp_path: Path, capsys: Caught) -> None:
         ranges = [[at, at + 1] for at in range(0, 40, 2)]
@@ -239,7 +239,7 @@ class TestAudit:
     def test_an_epoch_that_was_not_begun_is_no_failure(self, tmp_path: Path, capsys: Caught) -> None:
         nothing = audited(9, used=0, complete=False, missing_total=1000, missing=[[0, 1000]])
         said = self.run(tmp_path, capsys, nothing, flags="--epoch 9")
-        assert said == (0, ["epoch 9: 0 of 1,000 samples used once; it is not over yet"], "")
+        assert said == (0, ["epoch 9: 0 of 1,000 samples used once; the epoch is still running"], "")
 
     def test_programs_are_told_each_epoch_with_whether_it_is_over(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, Daemon(BEGUN, audited(0), audited(1))) as daemon:
@@ -259,7 +259,7 @@ class TestAudit:
     ) -> None:
         monkeypatch.setattr(data, "EPOCHS_AUDITED_MAX", 2)
         lines = self.run(tmp_path, capsys, BEGUN, audited(1))[1]
-        assert lines[0] == "1 older epoch not looked at: name one by --epoch"
+        assert lines[0] == "1 older epoch not audited: choose one with --epoch"
         assert [line.partition(":")[0] for line in lines[1:]] == ["epoch 1", "epoch 2"]
 
     def test_a_job_of_which_nothing_was_told_is_refused(self, tmp_path: Path, capsys: Caught) -> None:
@@ -279,7 +279,7 @@ class TestAudit:
         with pytest.raises(SystemExit) as left:
             main.main(["data", "audit", "--job", "run", f"--epoch={epoch}"])
         assert left.value.code == 2
-        assert "is not the number of an epoch" in capsys.readouterr().err
+        assert "an epoch must be an integer >= 0" in capsys.readouterr().err
 
 
 class TestPlan:
@@ -299,7 +299,7 @@ class TestPlan:
         assert daemon.run("plan --job run --workers 2", capsys)[1].splitlines()[-5:] == [
             "",
             "shards     12",
-            "transfers  24 (20 from owners, 4 from further copies)",
+            "transfers  24 (20 from owners, 4 from replicas)",
             "bytes      480 kB",
             "estimated  9.6 ms",
         ]
@@ -321,7 +321,7 @@ class TestPlan:
     def test_nothing_to_travel_is_told(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": dict.fromkeys(TOTALS, 0)}
         said = daemon.run("plan --job run --workers 2", capsys)[1]
-        assert said.endswith("\n\nno data would have to travel\n")
+        assert said.endswith("\n\nno shard moves\n")
 
     @pytest.mark.parametrize("answer", [DATALESS, UNKNOWN])
     def test_of_a_job_without_data_the_plan_is_as_before(
@@ -345,23 +345,23 @@ class TestFactsInWords:
             (
                 "DatasetDefined",
                 {"dataset": DATASET | {"replication": 0, "has_origin": False}},
-                "the workers train with 1,000 samples in 40 shards, no further copies, without an origin",
+                "the workers train with 1,000 samples in 40 shards, no replicas, without an origin",
             ),
             (
                 "TransfersPlanned",
                 {"attempt": 2, "totals": TOTALS},
-                "attempt 2: 24 shards to travel, 20 from owners, 4 from further copies, 480 kB, in about 9.6 ms",
+                "attempt 2: 24 transfers, 20 from owners, 4 from replicas, 480 kB, estimated 9.6 ms",
             ),
             (
                 "TransfersPlanned",
                 {"attempt": 1, "totals": {"transfers": 1, "from_origin": 1, "bytes": 0, "estimated_s": None}},
-                "attempt 1: 1 shard to travel, 1 from the origin",
+                "attempt 1: 1 transfer, 1 from the origin",
             ),
-            ("TransfersPlanned", {"attempt": 5, "totals": {"transfers": 0}}, "attempt 5: no data has to travel"),
+            ("TransfersPlanned", {"attempt": 5, "totals": {"transfers": 0}}, "attempt 5: no shard moves"),
             (
                 "TransfersCompleted",
                 {"attempt": 2, "transfers": 24, "bytes": 480_000, "took_s": 0.036, "estimated_s": 0.0096},
-                "attempt 2: all workers hold their data, 24 shards came, 480 kB, in 36 ms, and 9.6 ms were estimated",
+                "attempt 2: all workers hold their data, 24 shards transferred, 480 kB, in 36 ms (estimated 9.6 ms)",
             ),
             (
                 "TransfersCompleted",
@@ -371,28 +371,28 @@ class TestFactsInWords:
             (
                 "ShardsLost",
                 {"attempt": 2, "count": 30, "shards": list(range(20))},
-                "attempt 2: 30 shards can be had from nobody any more, such as 0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
+                "attempt 2: no worker has 30 shards, such as 0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
             ),
             (
                 "ShardsLost",
                 {"attempt": 2, "count": 2, "shards": [3, 4], "last_held_by": ["w3", "w4"]},
-                "attempt 2: 2 shards can be had from nobody any more, such as 3, 4; "
-                "last with w3, w4: start them again, each with its directory",
+                "attempt 2: no worker has 2 shards, such as 3, 4; "
+                "last held by w3, w4: restart each of them with its directory",
             ),
             (
                 "CopiesDiffer",
                 {"attempt": 2, "count": 1, "shards": [3], "workers": ["w1"]},
-                "attempt 2: the copies of 1 shard differ, such as 3; something else than the others have w1",
+                "attempt 2: the copies of 1 shard differ, such as 3; the different copies are on w1",
             ),
             (
                 "CorruptShardFound",
                 {"worker_id": "w0", "shard": 7, "found_by": "w1"},
-                "w0 has a damaged copy of shard 7, as w1 has found",
+                "w0 has a corrupt copy of shard 7, found by w1",
             ),
         ],
     )
     def test_they_are_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
-        assert workers.in_words(kind, fact) == said
+        assert fact_sentences.in_words(kind, fact) == said
 
 
 @pytest.mark.parametrize("typed", [["data", "show", "--job", ""], ["data", "audit", "--job", "r"]])
@@ -417,12 +417,14 @@ class TestARealDaemon:
     def test_all_that_is_asked_is_answered(self, ctl: Callable[[str], tuple[int, str]]) -> None:
         assert ctl("data audit --job run") == (
             0,
-            "epoch 0: 100 of 100 samples used once\nepoch 1: 50 of 100 samples used once; it is not over yet\n",
+            "epoch 0: 100 of 100 samples used once\nepoch 1: 50 of 100 samples used once; the epoch is still running\n",
         )
         shown = ctl("data show --job run")[1]
-        assert "100 samples in 5 shards, no further copies, with an origin" in shown
+        assert "100 samples in 5 shards, no replicas, with an origin" in shown
         assert shown.splitlines()[-1].split() == ["w0", "5", "0", "100"]
-        assert ctl("transfers --job run")[1].startswith("attempt 1: all workers hold their data; 5 shards came, 800 B")
+        assert ctl("transfers --job run")[1].startswith(
+            "attempt 1: all workers hold their data; 5 shards transferred, 800 B"
+        )
         assert ctl("plan --job run --workers 2")[0] == 3, "the job is over"
-        assert "5 shards to travel, 5 from the origin" in ctl("events")[1]
+        assert "5 transfers, 5 from the origin" in ctl("events")[1]
         assert ctl("data")[1].splitlines()[1].split()[:3] == ["run", "100", "5"]

@@ -85,13 +85,13 @@ class TestShow:
     def test_one_that_is_not_there_is_refused(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         code, out, err = daemon.run("plugins show nobody", capsys)
         assert (code, out) == (3, "")
-        assert "there is no plugin 'nobody'" in err
+        assert "unknown plugin 'nobody'" in err
 
 
 class TestSwitch:
     @pytest.mark.parametrize(("verb", "method"), [("enable", "EnablePlugin"), ("disable", "DisablePlugin")])
     def test_it_is_asked_for_by_name(self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str) -> None:
-        assert daemon.run(f"plugins {verb} webhook", capsys) == (0, f"webhook is {verb}d\n", "")
+        assert daemon.run(f"plugins {verb} webhook", capsys) == (0, f"{verb}d webhook\n", "")
         assert daemon.asked == [(method, {"plugin": "webhook"})]
         assert daemon.told(f"plugins {verb} webhook", capsys) == {}
 

@@ -134,7 +134,7 @@ class TestLayout:
         lines = capsys.readouterr().out.splitlines()
         assert [line.index("NoteAdded") - lines[0].index("NoteAdded") for line in lines] == [0, 2, 4, 2]
         assert [line[0] for line in lines] == [" ", ">", " ", " "]
-        assert lines[1].endswith("(a test, because of 1)")
+        assert lines[1].endswith("(a test, caused by 1)")
 
     def test_what_was_not_sent_is_shown_as_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
         tables.table([{"name": "a"}, {"handled": 7, "later": 1}], ("name", "handled", "created_at"), "none")
@@ -208,7 +208,7 @@ class TestTerminal:
         first, *others = re.sub(r"\x1b\[\d*m", "", painted).splitlines()
         assert first.endswith("NoteAdded")
         assert all(len(line) <= 60 and line.startswith(" " * tables.HANGING) for line in others)
-        assert " ".join(" ".join(others).split()) == f'text="{"no route to host " * 6}日本語" (a test, because of 3)'
+        assert " ".join(" ".join(others).split()) == f'text="{"no route to host " * 6}日本語" (a test, caused by 3)'
 
     def test_what_is_said_of_one_thing_is_broken_between_words(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -248,7 +248,7 @@ class TestTerminal:
             ("state", "disabled", "33"),
             ("state", "quarantined", "31"),
             ("state", "refused", "31"),
-            ("trouble", "disk full", "31"),
+            ("problem", "disk full", "31"),
             ("quarantined", True, "31"),
         ],
     )
@@ -261,7 +261,7 @@ class TestTerminal:
         assert f"\x1b[{colour}m{cell}\x1b[0m" in capsys.readouterr().out.splitlines()[1]
 
     @pytest.mark.parametrize(
-        ("key", "value"), [("state", "news"), ("state", None), ("state", []), ("trouble", None), ("quarantined", False)]
+        ("key", "value"), [("state", "news"), ("state", None), ("state", []), ("problem", None), ("quarantined", False)]
     )
     def test_what_is_well_or_unknown_has_none(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str, value: Any
@@ -288,7 +288,7 @@ class TestTerminal:
 
     def test_there_is_none_in_a_pipe(self, capsys: pytest.CaptureFixture[str]) -> None:
         tables.event({"gap": {"first": 1, "last": 2, "reason": "gone"}})
-        assert capsys.readouterr().out == "-- facts 1 to 2 are missing: gone\n"
+        assert capsys.readouterr().out == "-- facts 1 to 2 missing: gone\n"
 
 
 @pytest.mark.parametrize(

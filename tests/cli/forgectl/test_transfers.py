@@ -53,7 +53,7 @@ class Life(dict[str, Any]):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "LOOK_INTERVAL_S", 0)
+    monkeypatch.setattr(transfers, "POLL_INTERVAL_S", 0)
     monkeypatch.setattr(events, "RECONNECT_PAUSE_S", 0.001)
 
 
@@ -87,7 +87,7 @@ class TestOnce:
         code, out, err = daemon.run("transfers --job run", capsys)
         assert (code, err) == (0, "")
         assert out.splitlines() == [
-            "attempt 3: 13 of 26 shards, 260 kB, 5.2 MB/s, after 50 ms of about 100 ms",
+            "attempt 3: 13 of 26 shards, 260 kB, 5.2 MB/s, after 50 ms of an estimated 100 ms",
             "  a  [########################]        7/7    140 kB",
             "  e  [#######-----------------]       6/19    120 kB",
         ]
@@ -95,31 +95,31 @@ class TestOnce:
     def test_what_workers_need_is_not_told_before_it_is_known(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, Life(GATHERING)) as daemon:
             said = daemon.run("transfers --job run", capsys)[1]
-        assert said == "attempt 3: waits for e to say what they hold\n"
+        assert said == "attempt 3: waiting for e to report the shards they hold\n"
 
     def test_that_it_is_being_planned_is_told_and_not_that_nothing_travels(
         self, tmp_path: Path, capsys: Caught
     ) -> None:
         with scripted_daemon(tmp_path, Life(GATHERING | {"waiting_for": [], "planned": False})) as daemon:
-            said = "attempt 3: all have said what they hold; what has to travel is being planned\n"
+            said = "attempt 3: planning transfers\n"
             assert daemon.run("transfers --job run", capsys) == (0, said, "")
 
     def test_shards_that_nobody_has_are_named(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, Life(LOST)) as daemon:
             said = daemon.run("transfers --job run", capsys)[1]
-        assert said == "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does\n"
+        assert said == "attempt 3: no worker has 3 shards, such as 0, 4, 7; waiting for one that has\n"
 
     def test_what_is_lost_is_told_with_who_can_bring_it_back(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, Life(LOST | {"last_held_by": ["w3"]})) as daemon:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == (
-            "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does; "
-            "last with w3: start it again with its directory\n"
+            "attempt 3: no worker has 3 shards, such as 0, 4, 7; waiting for one that has; "
+            "last held by w3: restart it with its directory\n"
         )
 
     def test_nothing_is_waited_for_in_a_job_that_was_given_up(self, tmp_path: Path, capsys: Caught) -> None:
         for view, said in (
-            (LOST, "attempt 3: nobody has 3 shards, such as 0, 4, 7; the job was aborted\n"),
+            (LOST, "attempt 3: no worker has 3 shards, such as 0, 4, 7; the job was aborted\n"),
             (GATHERING, "attempt 3: the job was aborted\n"),
         ):
             with scripted_daemon(tmp_path, Life(view | {"aborted": True, "running": False})) as daemon:
@@ -129,7 +129,7 @@ class TestOnce:
         job = {"name": "run", "settings": {}}
         training = {"phase": "rescaling", "state": {}, "rescale": {"attempt": 3}}
         for view, said in (
-            (LOST, "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for"),
+            (LOST, "attempt 3: no worker has 3 shards, such as 0, 4, 7; waiting for"),
             (OVER, ""),
             (NONE_YET, ""),
         ):
@@ -138,8 +138,8 @@ class TestOnce:
             with scripted_daemon(tmp_path, life) as daemon:
                 code, out, _ = daemon.run("jobs show run", capsys)
                 assert code == 0
-                assert out.partition("its data: ")[2].startswith(said)
-                assert bool(said) == ("its data" in out)
+                assert out.partition("\ntransfers: ")[2].startswith(said)
+                assert bool(said) == ("\ntransfers: " in out)
                 moving = {"transfers": view} if said else {}
                 assert daemon.told("jobs show run", capsys) == job | {"training": training} | moving
 
@@ -150,7 +150,7 @@ class TestOnce:
         life = Life(GATHERING, GATHERING)
         life |= {"ShowJob": {"name": "run"}, "ShowCluster": training}
         with scripted_daemon(tmp_path, life) as daemon:
-            assert "its data" not in daemon.run("jobs show run", capsys)[1]
+            assert "\ntransfers: " not in daemon.run("jobs show run", capsys)[1]
 
     def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.told("transfers --job run", capsys) == RUNNING
@@ -188,10 +188,10 @@ class TestFollow:
         later = [view | {"elapsed_s": 9.0} for view in (GATHERING, LOST, RUNNING, OVER)]
         views = (GATHERING, later[0], LOST, later[1], RUNNING, later[2], OVER, later[3])
         assert followed(tmp_path, capsys, NONE_YET, *views) == [
-            "attempt 3: waits for e to say what they hold",
-            "attempt 3: nobody has 3 shards, such as 0, 4, 7; waits for a worker that does",
-            "attempt 3: 13 of 26 shards, 260 kB, 5.2 MB/s, after 50 ms of about 100 ms: a 7/7, e 6/19",
-            "attempt 3: all workers hold their data; 26 shards came, 520 kB, in 90 ms; 100 ms were estimated",
+            "attempt 3: waiting for e to report the shards they hold",
+            "attempt 3: no worker has 3 shards, such as 0, 4, 7; waiting for one that has",
+            "attempt 3: 13 of 26 shards, 260 kB, 5.2 MB/s, after 50 ms of an estimated 100 ms: a 7/7, e 6/19",
+            "attempt 3: all workers hold their data; 26 shards transferred, 520 kB, in 90 ms; estimated 100 ms",
         ]
 
     def test_programs_are_told_a_line_for_each(self, tmp_path: Path, capsys: Caught) -> None:
@@ -205,9 +205,9 @@ class TestFollow:
     def test_who_needs_nothing_is_left_out_of_a_line_and_told_in_a_block(self, tmp_path: Path, capsys: Caught) -> None:
         view = RUNNING | {"workers": [A | {"done": 0, "transfers": 0, "bytes": 0}, E]}
         (line,) = followed(tmp_path, capsys, view)
-        assert line.endswith("of about 100 ms: e 6/19")
+        assert line.endswith("of an estimated 100 ms: e 6/19")
         with scripted_daemon(tmp_path, Life(view)) as daemon:
-            assert daemon.run("transfers --job run", capsys)[1].splitlines()[1] == "  a  has all that it needs"
+            assert daemon.run("transfers --job run", capsys)[1].splitlines()[1] == "  a  has all its shards"
 
     def test_many_workers_are_counted(self, tmp_path: Path, capsys: Caught) -> None:
         many = RUNNING | {"workers": [E | {"worker_id": f"w{number}"} for number in range(1000)]}

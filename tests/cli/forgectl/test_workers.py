@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forged.cli.forgectl import candidates, main, tables, workers
+from forged.cli.forgectl import candidates, fact_sentences, jobs, main, tables
 from forged.client import BlockingClient
 from forged.data import messages as about_data
 from forged.elastic import messages
@@ -31,7 +31,7 @@ W0 = {
 }  # fmt: skip
 W1 = W0 | {"id": "w1", "rank": -1, "status": "joining", "last_heartbeat_age_s": None, "address": "node1:4000"}
 PAUSING = {
-    "attempt": 4, "fork_server": "pausing", "for_s": 1.5, "waiting_for": ["w1", "w2"], "added": [], "removed": ["w3"],
+    "attempt": 4, "stage": "pausing", "for_s": 1.5, "waiting_for": ["w1", "w2"], "added": [], "removed": ["w3"],
     "reason": "w3 failed: dead",
 }  # fmt: skip
 RESCALING = {
@@ -98,7 +98,7 @@ class TestList:
     )
     def test_it_is_a_table(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
         header, *rows = daemon.run(line, capsys)[1].splitlines()
-        assert header.split() == ["job", "id", "rank", "status", "step", "gen", "heard", "address"]
+        assert header.split() == ["job", "id", "rank", "status", "step", "gen", "heartbeat", "address"]
         assert [row.split() for row in rows] == [
             ["run", "w0", "0", "active", "120", "3", "400", "ms", "node0:4000"],
             ["run", "w1", "-", "joining", "120", "3", "-", "node1:4000"],
@@ -128,10 +128,10 @@ class TestList:
     def test_trouble_has_a_column_where_there_is_some(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
-        assert "trouble" not in daemon.run("workers", capsys)[1]
+        assert "problem" not in daemon.run("workers", capsys)[1]
         answers["ListWorkers"] = {"workers": [W0 | {"stalled": True, "connected": False}, W1], "more": False}
         header, first, second = daemon.run("workers", capsys)[1].splitlines()
-        assert header.endswith("trouble")
+        assert header.endswith("problem")
         assert first.endswith("  stalled, no connection")
         assert second.endswith("node1:4000")
 
@@ -184,8 +184,8 @@ class TestOneWorker:
     @pytest.mark.parametrize(
         ("verb", "method", "said"),
         [
-            ("drain", "DrainWorker", "w0 of run is to finish its step and go\n"),
-            ("evict", "EvictWorker", "w0 of run counts as dead\n"),
+            ("drain", "DrainWorker", "draining w0 (job run) after its current step\n"),
+            ("evict", "EvictWorker", "evicted w0 (job run)\n"),
         ],
     )
     def test_the_job_is_found_by_the_worker(
@@ -207,7 +207,7 @@ class TestOneWorker:
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["DrainWorker"] = {"remarks": ["training will stand still"]}
-        said = "w0 of run is to finish its step and go\nnote: training will stand still\n"
+        said = "draining w0 (job run) after its current step\nnote: training will stand still\n"
         assert daemon.run("workers drain w0", capsys) == (0, said, "")
         told = {"job": "run", "id": "w0", "remarks": ["training will stand still"]}
         assert daemon.told("workers drain w0", capsys) == told
@@ -218,7 +218,7 @@ class TestOneWorker:
         answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
         code, out, err = daemon.run("workers evict w0", capsys)
         assert (code, out) == (3, "")
-        assert "several jobs have a worker 'w0': run, two (name one by --job)" in err
+        assert "several jobs have a worker 'w0': run, two (choose one with --job)" in err
         assert "EvictWorker" not in {method for method, _ in daemon.asked}
 
     @pytest.mark.parametrize("answer", [ABSENT, UNTRAINED])
@@ -255,20 +255,20 @@ class TestJobs:
     @pytest.mark.parametrize(
         ("verb", "reply", "said"),
         [
-            ("pause", {}, "training is to rest behind its step"),
-            ("pause", {"changed": False, "reason": "night"}, "it was paused already: night"),
-            ("resume", {"changed": True}, "training goes on"),
+            ("pause", {}, "training pauses after the current step"),
+            ("pause", {"changed": False, "reason": "night"}, "training was already paused: night"),
+            ("resume", {"changed": True}, "training resumes"),
             (
                 "resume",
                 {"changed": True, "stall_report": "1 worker waits"},
-                "it is not paused any more; 1 worker waits",
+                "training is no longer paused; 1 worker waits",
             ),
-            ("resume", {"changed": False, "stall_report": ""}, "it was not paused"),
-            ("resume", {"changed": False, "stall_report": "1 worker waits"}, "it was not paused; 1 worker waits"),
-            ("abort", {}, "training is given up, and its workers end; how far it was stays on record"),
-            ("abort", {"changed": False, "reason": "enough"}, "it was aborted already: enough"),
-            ("rescale", {}, "a new world is to be agreed on; `forgectl jobs watch` follows it"),
-            ("rescale", {"changed": False, "stall_report": "1 worker waits"}, "nothing begins yet; 1 worker waits"),
+            ("resume", {"changed": False, "stall_report": ""}, "training was not paused"),
+            ("resume", {"changed": False, "stall_report": "1 worker waits"}, "training was not paused; 1 worker waits"),
+            ("abort", {}, "training is aborted and its workers end; its history is kept"),
+            ("abort", {"changed": False, "reason": "enough"}, "training was already aborted: enough"),
+            ("rescale", {}, "a rescale starts; follow it with `forgectl jobs watch`"),
+            ("rescale", {"changed": False, "stall_report": "1 worker waits"}, "no rescale starts now; 1 worker waits"),
         ],
     )
     def test_who_steers_is_told_what_came_of_it(
@@ -297,7 +297,7 @@ class TestJobs:
         answers["ShowCluster"] = RESCALING
         _, _, rescale = daemon.run("jobs show run", capsys)[1].split("\n\n")
         assert rescale.splitlines()[:5] == [
-            "a rescale is under way:",
+            "rescale in progress:",
             "attempt      4",
             "stage        pausing",
             "for          1.5 s",
@@ -387,13 +387,13 @@ class Script(dict[str, Any]):
 class TestWatch:
     @pytest.fixture(autouse=True)
     def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(workers, "WATCH_INTERVAL_S", 0)
+        monkeypatch.setattr(jobs, "WATCH_INTERVAL_S", 0)
 
     LIFE = (
         RESCALING,
         RESCALING | {"rescale": PAUSING | {"for_s": 1.7}},
         RESCALING | {"rescale": PAUSING | {"waiting_for": ["w2"]}},
-        RESCALING | {"rescale": PAUSING | {"fork_server": "synchronising", "waiting_for": []}},
+        RESCALING | {"rescale": PAUSING | {"stage": "synchronising", "waiting_for": []}},
         RESCALING | {"rescale": None},
         RUNNING,
     )
@@ -403,9 +403,9 @@ class TestWatch:
             code, out, err = daemon.run("jobs watch run", capsys)
         assert (code, err) == (0, "")
         assert out.splitlines() == [
-            "attempt 4, pausing: waits for w1, w2 (w3 failed: dead)",
-            "attempt 4, pausing: waits for w2 (w3 failed: dead)",
-            "attempt 4, synchronising: waits for nobody (w3 failed: dead)",
+            "attempt 4: pausing, waiting for w1, w2 (w3 failed: dead)",
+            "attempt 4: pausing, waiting for w2 (w3 failed: dead)",
+            "attempt 4: synchronising (w3 failed: dead)",
             "rescaling: between two attempts",
             "running: generation 4, 1 worker, step 120 (w3 failed: dead)",
         ]
@@ -428,7 +428,7 @@ class TestWatch:
         ]
         with scripted_daemon(tmp_path, Script(ShowCluster=life)) as daemon:
             assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
-                "attempt 4, pausing: waits for w1, w2 (w3 failed: dead)",
+                "attempt 4: pausing, waiting for w1, w2 (w3 failed: dead)",
                 "rescaling: between two attempts; attempt 5 begins when w1 is back",
                 "running: generation 4, 1 worker, step 120; paused: night",
             ]
@@ -437,7 +437,7 @@ class TestWatch:
         many = RESCALING | {"rescale": PAUSING | {"waiting_for": [f"w{number}" for number in range(1000)]}}
         with scripted_daemon(tmp_path, Script(ShowCluster=[many, RUNNING])) as daemon:
             first = daemon.run("jobs watch run", capsys)[1].splitlines()[0]
-        assert first.startswith("attempt 4, pausing: waits for w0, w1, w2, w3, w4, w5, w6, w7 and 992 more (")
+        assert first.startswith("attempt 4: pausing, waiting for w0, w1, w2, w3, w4, w5, w6, w7 and 992 more (")
 
 
 class TestPlan:
@@ -504,7 +504,7 @@ class TestPlan:
         with pytest.raises(SystemExit) as left:
             main.main(["plan", "--job", "run", f"--workers={size}"])
         assert left.value.code == 2
-        assert "is not a number of workers" in capsys.readouterr().err
+        assert "the number of workers must be an integer >= 1" in capsys.readouterr().err
 
 
 ABOUT_TRAINING = (messages.__name__, about_data.__name__)
@@ -531,124 +531,129 @@ class TestFactsInWords:
     @pytest.mark.parametrize(
         ("kind", "fact", "said"),
         [
-            ("WorkerJoined", {"worker": {"id": "w0", "hostname": "::1", "port": 4}}, "w0@::1:4 waits for a rank"),
-            ("WorkerReturned", {"worker_id": "w0", "after_s": 1.2}, "w0 is back after 1.2 s"),
-            ("WorkerReturned", {"worker_id": "w0", "after_s": 0.0}, "w0 is back"),
+            (
+                "WorkerJoined",
+                {"worker": {"id": "w0", "hostname": "::1", "port": 4}},
+                "w0@::1:4 joined and waits for a rank",
+            ),
+            ("WorkerReturned", {"worker_id": "w0", "after_s": 1.2}, "w0 reconnected after 1.2 s"),
+            ("WorkerReturned", {"worker_id": "w0", "after_s": 0.0}, "w0 reconnected"),
             ("WorkerLeft", {"worker_id": "w0", "reason": "done"}, "w0 left: done"),
-            ("WorkerFailed", {"worker_id": "w0", "rank": 0, "reason": "dead"}, "w0 failed with rank 0: dead"),
+            ("WorkerFailed", {"worker_id": "w0", "rank": 0, "reason": "dead"}, "w0 failed (rank 0): dead"),
             ("WorkerFailed", {"worker_id": "w0", "rank": -1, "reason": "dead"}, "w0 failed: dead"),
-            ("RescaleStarted", STARTED, "attempt 2 at a world of 1 worker (scale down), without w1: w1 failed: dead"),
+            ("RescaleStarted", STARTED, "attempt 2 to rescale to 1 worker (scale down), removing w1: w1 failed: dead"),
             (
                 "RescaleStarted",
                 STARTED | {"in_background": True},
-                "attempt 2 at a world of 1 worker (scale down) while training goes on, without w1: w1 failed: dead",
+                "attempt 2 to rescale to 1 worker (scale down) in the background, removing w1: w1 failed: dead",
             ),
             (
                 "RescaleStarted",
                 STARTED | {"in_background": False},
-                "attempt 2 at a world of 1 worker (scale down), without w1: w1 failed: dead",
+                "attempt 2 to rescale to 1 worker (scale down), removing w1: w1 failed: dead",
             ),
             (
                 "RescaleStarted",
                 STARTED | {"world_size": 2, "removed": [f"w{number}" for number in range(10)]},
-                "attempt 2 at a world of 2 workers (scale down), "
-                "without w0, w1, w2, w3, w4, w5, w6, w7 and 2 more: w1 failed: dead",
+                "attempt 2 to rescale to 2 workers (scale down), "
+                "removing w0, w1, w2, w3, w4, w5, w6, w7 and 2 more: w1 failed: dead",
             ),
             (
                 "RescaleStarted",
                 STARTED | {"type": "replace", "added": ["w9"]},
-                "attempt 2 at a world of 1 worker (replace), with w9, without w1: w1 failed: dead",
+                "attempt 2 to rescale to 1 worker (replace), adding w9, removing w1: w1 failed: dead",
             ),
             (
                 "RescaleStarted",
                 STARTED | {"type": "replace", "removed": [], "reason": "an operator's wish"},
-                "attempt 2 at a world of 1 worker: an operator's wish",
+                "attempt 2 to rescale to 1 worker: an operator's wish",
             ),
             (
                 "ProgressLost",
                 {"steps": 1200, "step": 0, "reason": "nobody who had them is left"},
-                "what was committed beyond step 0 is lost, which is 1200 steps: nobody who had them is left",
+                "the steps committed after step 0 are lost (1200 steps): nobody who had them is left",
             ),
             (
                 "RescaleSynchronising",
                 {"attempt": 2, "source": {"id": "w0", "hostname": "h", "port": 4}, "step": 7, "behind": 0},
-                "attempt 2: all have stopped behind step 7",
+                "attempt 2: all workers have stopped after step 7",
             ),
             (
                 "RescaleSynchronising",
                 {"attempt": 2, "source": {"id": "w0", "hostname": "h", "port": 4}, "step": 0, "behind": 2},
-                "attempt 2: all have stopped behind step 0; w0@h:4 gives its state to 2 workers",
+                "attempt 2: all workers have stopped after step 0; w0@h:4 sends its state to 2 workers",
             ),
             (
                 "RescaleCompleted",
                 COMPLETED,
-                "attempt 2 succeeded after 12 ms: a world of 4 workers, with w9, without w1, goes on behind step 5 "
+                "attempt 2 committed after 12 ms: 4 workers (added w9) (removed w1), training resumes after step 5 "
                 "of epoch 0, learning rate 0.1, batch 64: w1 failed: dead",
             ),
             (
                 "RescaleCompleted",
                 COMPLETED | {"delta": {"pieces": 7}, "learning_rate": 0.0, "global_batch_size": 0, "added": []},
-                "attempt 2 succeeded after 12 ms, without w1, goes on behind step 5 of epoch 0: w1 failed: dead",
+                "attempt 2 committed after 12 ms (removed w1), training resumes after step 5 of epoch 0: "
+                "w1 failed: dead",
             ),
             (
                 "RescaleCompleted",
                 COMPLETED | {"step": None, "epoch": None},
-                "attempt 2 succeeded after 12 ms: a world of 4 workers, with w9, without w1, learning rate 0.1, "
+                "attempt 2 committed after 12 ms: 4 workers (added w9) (removed w1), learning rate 0.1, "
                 "batch 64: w1 failed: dead",
             ),
             (
                 "WorkerLost",
                 {"worker_id": "w0", "reason": "its connection is gone", "grace_s": 15.0},
-                "w0 is out of reach: its connection is gone; it has 15 s to come back",
+                "w0 is lost: its connection is gone; it has 15 s to reconnect",
             ),
             (
                 "WorkerLost",
                 {"worker_id": "w0", "reason": "its pulse lives", "grace_s": None},
-                "w0 is out of reach: its pulse lives",
+                "w0 is lost: its pulse lives",
             ),
-            ("JobWaiting", {"workers": 1, "needed": 2}, "training waits: 1 worker left, 2 needed"),
-            ("JobAborted", {"reason": "enough", "step": 0}, "training is given up behind step 0: enough"),
+            ("JobWaiting", {"workers": 1, "needed": 2}, "training waits: 1 worker available, 2 required"),
+            ("JobAborted", {"reason": "enough", "step": 0}, "training is aborted after step 0: enough"),
         ],
     )
     def test_they_are_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
-        assert workers.in_words(kind, fact) == said
+        assert fact_sentences.in_words(kind, fact) == said
 
     def test_every_fact_about_training_has_one_and_no_other(self) -> None:
-        assert workers._CLAUSES.keys() == {
+        assert fact_sentences._CLAUSES.keys() == {
             name for name, kind in FACTS.items() if kind.__module__ in ABOUT_TRAINING and kind is not Fact
         }
 
-    @pytest.mark.parametrize("kind", workers._CLAUSES)
+    @pytest.mark.parametrize("kind", fact_sentences._CLAUSES)
     def test_every_field_of_a_fact_is_in_its_sentence(self, kind: str) -> None:
-        named = {name for clause in workers._CLAUSES[kind] for name in re.findall(r"\{(\w+)\}", clause)}
-        assert set(FACTS[kind].__struct_fields__) - named <= workers._FOLLOWS
+        named = {name for clause in fact_sentences._CLAUSES[kind] for name in re.findall(r"\{(\w+)\}", clause)}
+        assert set(FACTS[kind].__struct_fields__) - named <= fact_sentences._FOLLOWS
 
     def test_what_a_newer_daemon_says_besides_stands_behind_it(self) -> None:
-        said = workers.in_words("WorkerLeft", {"worker_id": "w0", "reason": "done", "mood": "good", "for_s": 60})
+        said = fact_sentences.in_words("WorkerLeft", {"worker_id": "w0", "reason": "done", "mood": "good", "for_s": 60})
         assert said == "w0 left: done mood=good for_s=1m00s"
 
-    @pytest.mark.parametrize("kind", [*workers._CLAUSES, "NoteAdded", None, 7, []])
+    @pytest.mark.parametrize("kind", [*fact_sentences._CLAUSES, "NoteAdded", None, 7, []])
     @pytest.mark.parametrize("fact", [{}, {"mood": "good"}])
     def test_what_is_told_as_nobody_knows_it_is_no_sentence(self, kind: Any, fact: dict[str, Any]) -> None:
-        said = workers.in_words(kind, fact)
+        said = fact_sentences.in_words(kind, fact)
         assert said is None or kind in ("JobPaused", "JobResumed", "JobCompleted", "JobAborted")
 
-    @pytest.mark.parametrize("kind", workers._CLAUSES)
+    @pytest.mark.parametrize("kind", fact_sentences._CLAUSES)
     @pytest.mark.parametrize("value", [None, 7, -1, 0.5, True, "", "x", b"x", [], [[1], {}], {"pieces": [[1, 2], [3]]}])
     def test_a_field_may_be_anything(self, kind: str, value: Any) -> None:
         fact = dict.fromkeys(FACTS[kind].__struct_fields__, value)
-        assert isinstance(workers.in_words(kind, fact), str | None)
+        assert isinstance(fact_sentences.in_words(kind, fact), str | None)
 
     def test_what_others_wrote_cannot_command_the_terminal(self) -> None:
-        said = workers.in_words("WorkerLeft", {"worker_id": "w0", "reason": "\x1b[2J\n{worker_id}"})
+        said = fact_sentences.in_words("WorkerLeft", {"worker_id": "w0", "reason": "\x1b[2J\n{worker_id}"})
         assert said == r"w0 left: \x1b[2J\n{worker_id}"
 
     def test_they_stand_in_events_and_in_stories(self, capsys: Caught) -> None:
         record = {"id": 7, "at": 0.0, "type": "JobCompleted", "job": "a", "origin": "x", "fact": {"step": 9}}
-        tables.event(record, workers.in_words)
-        tables.story([record], 7, workers.in_words)
+        tables.event(record, fact_sentences.in_words)
+        tables.story([record], 7, fact_sentences.in_words)
         first, second = capsys.readouterr().out.splitlines()
-        assert first.endswith("JobCompleted          training is done behind step 9  (x)")
+        assert first.endswith("JobCompleted          training is complete after step 9  (x)")
         assert second.endswith(first.partition("7")[2])
 
     def test_a_worker_stands_anywhere_as_it_is_written(self) -> None:
@@ -729,15 +734,15 @@ class TestARealDaemon:
         assert ctl("workers evict w1")[0] == 0
         assert ctl("workers show w1 --job run")[0] == 3
         events = ctl("events")[1]
-        assert "w0 is to finish its step and go: upgrade" in events
-        assert "w1 failed with rank 1: evicted: an operator's wish" in events
+        assert "draining w0 after its current step: upgrade" in events
+        assert "w1 failed (rank 1): evicted: an operator's wish" in events
 
     def test_a_rescale_is_asked_for_and_seen(self, ctl: Ctl) -> None:
         assert ctl("jobs rescale run --reason 'a test'")[0] == 0
         training = json.loads(ctl("jobs show run --json")[1])["training"]
         assert (training["phase"], training["rescale"]["waiting_for"]) == ("rescaling", ["w0", "w1"])
         assert "waiting_for  w0, w1" in ctl("jobs show run")[1]
-        assert "attempt 2 at a world of 2 workers: a test" in ctl("events")[1]
+        assert "attempt 2 to rescale to 2 workers: a test" in ctl("events")[1]
         assert ctl("jobs abort run")[0] == 0
         assert ctl("jobs watch run")[1].startswith("aborted: generation 1")
 

@@ -90,6 +90,11 @@ class TestDecide:
         assert (decide(found, self.ours), decide(found, self.theirs)) == (unit, settings)
 
 
+def versions(root: Path) -> dict[Path, tuple[int, int]]:
+    """The inode and the time of the last change of each file."""
+    return {path: (path.stat().st_ino, path.stat().st_ctime_ns) for path in root.rglob("*")}
+
+
 class TestInstalling:
     def test_puts_everything_in_its_place_whatever_the_umask(self, root: Path) -> None:
         with umask(0o077):
@@ -113,10 +118,10 @@ class TestInstalling:
 
     def test_again_changes_nothing_and_says_so(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(root)
-        before = {path: path.stat() for path in root.rglob("*")}
+        before = versions(root)
         capsys.readouterr()
         assert run(root) == 0
-        assert {path: path.stat() for path in root.rglob("*")} == before
+        assert versions(root) == before
         said = capsys.readouterr().out
         assert all(f"{root / name}: unchanged\n" in said for name in (*FILES, PLUGINS))
 
@@ -138,7 +143,7 @@ class TestInstalling:
         assert (root / SERVICE).read_bytes() == mine
         assert b"/opt/other/bin/forged" in aside.read_bytes()
         said = capsys.readouterr().out
-        assert f"{root / SERVICE}: kept, it was changed by hand; the new one is {aside}\n" in said
+        assert f"{root / SERVICE}: kept, because it was edited; the new version is {aside}\n" in said
         aside.replace(root / SERVICE)
         run(root)
         assert not aside.exists()
@@ -149,7 +154,7 @@ class TestInstalling:
         run(root)
         assert (root / CONFIG).read_text() == "# mine"
         assert sorted(tree(root)) == sorted(FILES)
-        assert "forged.toml: kept, it is yours\n" in capsys.readouterr().out
+        assert "forged.toml: kept, because it exists\n" in capsys.readouterr().out
 
     def test_a_masked_unit_stays_masked(self, root: Path) -> None:
         (root / SERVICE).parent.mkdir(parents=True)
@@ -227,7 +232,7 @@ class TestADryRun:
         run(root)
         for name in FILES:
             assert f"# would write {root / name}:\n{(root / name).read_text()}" in said
-        assert f"# would make the directory {root / PLUGINS}\n" in said
+        assert f"# would create the directory {root / PLUGINS}\n" in said
 
     def test_shows_what_would_be_left(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(root)
@@ -238,11 +243,11 @@ class TestADryRun:
         run(root, "--dry-run")
         assert tree(root) == before
         said = capsys.readouterr().out
-        assert f"# would leave {root / SOCKET}: unchanged\n" in said
-        assert f"# would leave {root / CONFIG}: kept, it is yours\n" in said
-        assert f"# would leave {root / SERVICE}: kept, it was changed by hand\n" in said
+        assert f"# would keep {root / SOCKET}: unchanged\n" in said
+        assert f"# would keep {root / CONFIG}: kept, because it exists\n" in said
+        assert f"# would keep {root / SERVICE}: kept, because it was edited\n" in said
         assert f"# would write {root / SERVICE}{NEXT_TO_IT}:\n" in said
-        assert f"# would leave the directory {root / PLUGINS}\n" in said
+        assert f"# would keep the directory {root / PLUGINS}\n" in said
 
 
 class TestTheCommand:
@@ -336,7 +341,7 @@ class TestMakingItKnown:
     def test_makes_the_user_and_has_the_units_read(self, commands: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for name in ("systemd-sysusers", "systemctl"):
             self.answer(commands, name, "exit 0")
-        install._make_known(Path("/"))
+        install._activate(Path("/"))
         log = (commands / "log").read_text()
         assert log == "systemd-sysusers /etc/sysusers.d/forged.conf\nsystemctl daemon-reload\n"
         assert "systemctl daemon-reload: done\n" in capsys.readouterr().out
@@ -344,20 +349,20 @@ class TestMakingItKnown:
     def test_says_what_went_wrong(self, commands: Path) -> None:
         self.answer(commands, "systemd-sysusers", "echo no such luck >&2; exit 1")
         with pytest.raises(ForgedError, match="no such luck") as raised:
-            install._make_known(Path("/"))
+            install._activate(Path("/"))
         assert raised.value.code == "systemd_failed"
         assert "systemctl" not in (commands / "log").read_text()
 
     def test_says_that_a_tool_is_missing(self, commands: Path) -> None:
         with pytest.raises(ForgedError, match="No such file") as raised:
-            install._make_known(Path("/"))
+            install._activate(Path("/"))
         assert raised.value.code == "systemd_failed"
 
     def test_leaves_it_to_the_operator_where_systemd_does_not_run(
         self, commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(install, "BOOTED", commands / "none")
-        install._make_known(Path("/"))
+        install._activate(Path("/"))
         said = capsys.readouterr().out
         assert "  systemd-sysusers /etc/sysusers.d/forged.conf\n  systemctl daemon-reload\n" in said
         assert not (commands / "log").exists()

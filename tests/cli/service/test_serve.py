@@ -110,7 +110,7 @@ class TestRefusingToStart:
         code, complaint = start(data_dir="/proc/forged")
         assert code == 2
         assert "/proc/forged" in complaint
-        assert "give --data-dir a directory to write to" in complaint
+        assert "set --data-dir to a writable directory" in complaint
 
     @pytest.mark.skipif(os.getuid() == 0, reason="nothing is forbidden to root")
     def test_on_a_data_directory_that_is_not_ours(self, start: Start, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ class TestRunning:
             resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (600, 600))
             (tmp_path / "forged.toml").write_text("connections_max = 1000\n")
             daemon.process.send_signal(signal.SIGHUP)
-            told = daemon.wait_for("fewer connections are let in than was wanted", wanted=1000, open_files=600)
+            told = daemon.wait_for("the limit of open files lowers connections_max", wanted=1000, open_files=600)
             assert told["connections"] == 600 - serve.FILES_BESIDES_CONNECTIONS
             reloaded = daemon.wait_for("fact", type="ConfigReloaded")
             assert reloaded["fact"]["changed"] == ["connections_max"]
@@ -236,7 +236,7 @@ class TestRunning:
     def test_what_is_stopping_reads_no_settings_anew(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path, log_facts_per_s_max=100_000) as daemon, blocking_reader(daemon):
             daemon.process.terminate()
-            daemon.wait_for("the daemon is stopping; a second signal ends it at once")
+            daemon.wait_for("the daemon is stopping; a second signal kills it")
             assert daemon.end(signal.SIGHUP) == (0, "", "")
         assert [line["type"] for line in daemon.log if line["event"] == "fact"][-1] == "DaemonStopping"
 
@@ -260,7 +260,7 @@ class TestRunning:
     def test_a_second_signal_ends_it_at_once(self, tmp_path: Path, name: signal.Signals) -> None:
         with DaemonProcess(tmp_path, drain_timeout_s=3600) as daemon, blocking_reader(daemon):
             daemon.process.send_signal(signal.SIGTERM)
-            daemon.wait_for("the daemon is stopping; a second signal ends it at once")
+            daemon.wait_for("the daemon is stopping; a second signal kills it")
             assert daemon.end(name) == (-name, "", "")
         with DaemonProcess(tmp_path) as daemon, daemon.client() as client:
             assert [job.name for job in client.jobs()] == ["a"]
