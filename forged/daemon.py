@@ -124,10 +124,10 @@ class Daemon:
         self.jobs = JobService(self.bus, clock, JobBook(), training)
         self.tokens = TokenService(self.bus, clock, _policy(config, ports.uid), self._check_rights)
         self.status = StatusService(self.bus, self.journal, self._read_status)
-        self.booth = TicketRegistry(clock, ports.token_bytes)
-        self.sides = SideConnections(self.booth)
+        self.tickets = TicketRegistry(clock, ports.token_bytes)
+        self.sides = SideConnections(self.tickets)
         copy = store.backup if isinstance(store, BackedUp) else None
-        self.backup = BackupService(self.bus, self.booth, copy, Path(config.data_dir))
+        self.backup = BackupService(self.bus, self.tickets, copy, Path(config.data_dir))
         self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
         self.data = DataService(self.bus, clock, ports.compute, ports.log)
         self.ledger.register(self.jobs)
@@ -149,8 +149,8 @@ class Daemon:
             side_connection=self.sides.accept,
             log=ports.log,
         )
-        self.server.on_arrival.append(self.elastic.arrived)
-        self.server.on_departure.append(self.elastic.departed)
+        self.server.on_client_connected.append(self.elastic.arrived)
+        self.server.on_client_gone.append(self.elastic.departed)
         self.plugins = PluginHost(
             self.bus,
             clock,
@@ -246,14 +246,14 @@ class Daemon:
         self.ledger.append(Decision(None, (fact,)), origin="start")
 
     async def _stop(self) -> None:
-        await self.server.close_doors()
+        await self.server.stop_listening()
         self.server.stop_admitting()
         with anyio.move_on_after(self.config.drain_timeout_s):
             await self.bus.drain()
         await self.plugins.stop()
         with anyio.move_on_after(FAREWELL_S / 2):
             await self._put_on_record()
-        await self.server.say_goodbye(FAREWELL_S / 2)
+        await self.server.close_sessions(FAREWELL_S / 2)
 
     async def _put_on_record(self) -> None:
         """Store how far everything came, and that it ended in good order."""

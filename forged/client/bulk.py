@@ -25,27 +25,27 @@ class BulkMethods(DaemonMethods):
 
     async def fetch_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
         """Receive what a ticket is for into an open file, from `offset` on."""
-        await self._use(ticket, side_connection.want_file(fd, ticket.size), offset)
+        await self._use(ticket, side_connection.file_receiver(fd, ticket.size), offset)
 
     async def fetch_bytes(self, ticket: Ticket) -> bytearray:
         """Receive what a ticket is for into memory."""
         data = bytearray(ticket.size)
-        await self._use(ticket, side_connection.want_buffer(memoryview(data)))
+        await self._use(ticket, side_connection.buffer_receiver(memoryview(data)))
         return data
 
     async def fetch_descriptors(self, ticket: Ticket) -> list[int]:
         """Receive file descriptors, over a Unix socket; they are the caller's to close."""
         taken: list[int] = []
-        await self._use(ticket, side_connection.want_descriptors(ticket.size, taken))
+        await self._use(ticket, side_connection.descriptor_receiver(ticket.size, taken))
         return taken
 
     async def deliver_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
         """Send the bytes of an open file that a ticket asks for, from `offset` on."""
-        await self._use(ticket, side_connection.offer_file(fd, ticket.size), offset)
+        await self._use(ticket, side_connection.file_sender(fd, ticket.size), offset)
 
     async def deliver_bytes(self, ticket: Ticket, view: memoryview) -> None:
         """Send the bytes that a ticket asks for from memory."""
-        await self._use(ticket, side_connection.offer_buffer(view))
+        await self._use(ticket, side_connection.buffer_sender(view))
 
     async def backup(self, path: str | os.PathLike[str]) -> int:
         """Fetch a consistent copy of the daemon's state, to be used as a data directory's database; returns its size.
@@ -68,6 +68,6 @@ class BulkMethods(DaemonMethods):
         await anyio.to_thread.run_sync(sync_directory, target.parent)
         return ticket.size
 
-    async def _use(self, ticket: Ticket, offer: side_connection.Offer, offset: int = 0) -> None:
+    async def _use(self, ticket: Ticket, offer: side_connection.BulkTransfer, offset: int = 0) -> None:
         """Present the ticket, and move the bytes that it is for."""
         raise NotImplementedError

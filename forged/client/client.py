@@ -165,8 +165,8 @@ class ForgedClient(BulkMethods):
                 self._let_one_in()
 
     def signal(self, signal: Signal) -> None:
-        """Tell the daemon something that need not arrive; without a connection, or on a clogged one, it does not."""
-        if self._link is not None and not self._link.clogged:
+        """Send a signal; dropped without a connection or while the daemon does not read."""
+        if self._link is not None and not self._link.write_paused:
             self._link.send(SignalMessage(type(signal).__name__, msgspec.Raw(encode(signal))))
 
     def facts(
@@ -209,11 +209,11 @@ class ForgedClient(BulkMethods):
 
     # Side connections.
 
-    async def _use(self, ticket: Ticket, offer: side_connection.Offer, offset: int = 0) -> None:
+    async def _use(self, ticket: Ticket, offer: side_connection.BulkTransfer, offset: int = 0) -> None:
         link = self._link
         if link is None:
             raise Unavailable("connection_lost", "there is no daemon to open a side connection to", "ask again")
-        await side_connection.use(
+        await side_connection.transfer_with_ticket(
             self._network, self._clock, self._limits, link.address, self._client, ticket, offer, offset
         )
 

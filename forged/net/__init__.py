@@ -1,1 +1,1 @@
-"""How bytes travel: frames, messages, connections, and the networks that carry them."""
+"""Networking: the wire protocol, transports, bulk transfers, sessions and the server."""

@@ -1,9 +1,10 @@
-"""The daemon's doors and everybody who came in.
+"""The server: listens, keeps the client sessions, and schedules their streams.
 
-Law: a connection costs what its limits say and no more; one too many is told so and let go, but a few on the Unix
-socket are let in beyond the limit, so that an operator can look at what fills it. Facts are sent on to those who stream
-them in turns, so that one with much to catch up does not keep the others waiting; and so are requests let in when the
-bus is free again. An idle connection costs a look once a second.
+Invariants:
+- Beyond `connections_max` a connection is refused with `too_many_connections`; `UNIX_RESERVE` more are allowed on the
+  Unix socket, so that an operator can always connect.
+- Sessions send facts in turn, and resume requests in turn after congestion, so that no session delays the others.
+- An idle connection costs one check per second.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from forged.kernel.journal import Journal
 from forged.kernel.messages import Record
 from forged.log import SILENT, Log
 from forged.net.protocol.messages import Bye, Hello
-from forged.net.session import Session, SessionHost
+from forged.net.session import Session
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.port import Address, Listener, Network, Peer
 from forged.rate_limit import RateLimit
@@ -31,19 +32,19 @@ CONNECTIONS_MAX = 4096
 UNIX_RESERVE = 16
 SWEEP_INTERVAL_S = 1.0
 CLEAR_INTERVAL_S = 0.01
-COMPLAINTS_PER_S_MAX = 10.0
-"""How many peers that were sent away are told of one by one; anybody can cause them."""
+DISCONNECTS_LOGGED_PER_S_MAX = 10.0
+"""The maximum rate of log lines about disconnected peers, which any peer can cause."""
 
 SideConnection = Callable[[Session, Hello], None]
 
 
-def no_side_connections(session: Session, hello: Hello) -> None:
-    """What a server does with a ticket when it has not given any."""
-    raise PeerError("ticket_unknown", "the ticket was not given here, was used, or is too old", "ask for a new one")
+def refuse_side_connection(session: Session, hello: Hello) -> None:
+    """Refuse a ticket; for servers without side connections."""
+    raise PeerError("ticket_unknown", "the ticket is unknown, used or expired", "request a new ticket")
 
 
 class Server:
-    """Listens, keeps the sessions, and sends facts on."""
+    """Listens and keeps the sessions; implements `SessionHost`."""
 
     def __init__(
         self,
@@ -56,79 +57,63 @@ class Server:
         identify: Callable[[Peer, str | None], Principal],
         limits: ConnectionLimits | None = None,
         connections_max: int = CONNECTIONS_MAX,
-        side_connection: SideConnection = no_side_connections,
+        side_connection: SideConnection = refuse_side_connection,
         log: Log = SILENT,
     ) -> None:
         self.sessions: dict[Session, None] = {}
         self.stopping = False
-        """Nobody is let in any more, and nothing new is begun."""
-        self.on_arrival: list[Callable[[bytes], None]] = []
-        """Called with the id of a client that has said hello."""
-        self.on_departure: list[Callable[[bytes], None]] = []
-        """Called with the id of a client whose last connection is gone."""
+        """Whether new connections and new requests are refused."""
+        self.on_client_connected: list[Callable[[bytes], None]] = []
+        """Called with the client id of every accepted hello."""
+        self.on_client_gone: list[Callable[[bytes], None]] = []
+        """Called with the client id when a client's latest session has ended."""
+        self.bus = bus
+        self.journal = journal
+        self.clock = clock
+        self.history = history
+        self.limits = limits or ConnectionLimits()
+        self.log = log
+        self.identify = identify
+        self.side_connection = side_connection
+        self.streaming: dict[Session, None] = {}
+        self.disconnect_log = RateLimit(DISCONNECTS_LOGGED_PER_S_MAX, DISCONNECTS_LOGGED_PER_S_MAX, clock.monotonic())
         self._network = network
-        self._bus = bus
-        self._clock = clock
-        self._log = log
-        self._complaints = RateLimit(COMPLAINTS_PER_S_MAX, COMPLAINTS_PER_S_MAX, clock.monotonic())
         self._connections_max = connections_max
         self._listeners: list[Listener] = []
-        self._arriving: dict[Session, None] = {}
-        """Those whose connections do not stand yet."""
+        self._handshaking: dict[Session, None] = {}
+        """Sessions whose transport is not connected yet."""
         self._by_client: dict[bytes, Session] = {}
-        self._streaming: dict[Session, None] = {}
         self._due: dict[Session, None] = {}
         self._held: dict[Session, None] = {}
         self._release_scheduled = False
-        self._someone_left = asyncio.Event()
-        self._house = SessionHost(
-            bus=bus,
-            journal=journal,
-            clock=clock,
-            history=history,
-            identify=identify,
-            limits=limits or ConnectionLimits(),
-            side_connection=side_connection,
-            admit=self._admit,
-            greeted=self._greeted,
-            left=self._left,
-            streaming=self._streaming,
-            pump_soon=self._pump_soon,
-            resume_when_clear=self._hold,
-            log=log,
-            complaints=self._complaints,
-        )
+        self._session_ended = asyncio.Event()
         bus.on_publish.append(self._published)
 
     @property
     def addresses(self) -> list[Address]:
-        """Where it listens."""
+        """The addresses at which it listens."""
         return [listener.address for listener in self._listeners]
 
-    def session_of(self, client: bytes) -> Session | None:
-        """The present session of a client, by the id it said in its hello; the latest one if it has several."""
-        return self._by_client.get(client)
-
     async def listen(self, address: Address) -> Address:
-        """Open a door; returns where it really is."""
-        listener = await self._network.listen(address, self._enter)
+        """Listen at an address; returns the actual one."""
+        listener = await self._network.listen(address, self._new_session)
         self._listeners.append(listener)
         return listener.address
 
     async def run(self) -> None:
-        """Look after the sessions for ever."""
+        """Check the sessions once per second until cancelled."""
         while True:
             await anyio.sleep(SWEEP_INTERVAL_S)
-            now = self._clock.monotonic()
+            now = self.clock.monotonic()
             for session in list(self.sessions):
                 session.sweep(now)
-            if left_out := self._complaints.count(now):
-                self._log.warning("more peers were sent away", times=left_out)
+            if suppressed := self.disconnect_log.count(now):
+                self.log.warning("more peers were disconnected", times=suppressed)
 
     def set_limits(self, limits: ConnectionLimits, connections_max: int) -> None:
-        """Judge by these from now on; the size of frames was agreed on with those who are here already."""
+        """Apply new limits. Existing sessions keep their frame size, which was part of their welcome."""
         self._connections_max = connections_max
-        self._house = replace(self._house, limits=limits)
+        self.limits = limits
         if self.stopping:
             return
         for session in list(self.sessions):
@@ -136,26 +121,26 @@ class Server:
             session.work()
 
     def check_rights(self) -> None:
-        """Let go of those whose rights have ended."""
+        """Disconnect sessions whose rights have ended."""
         for session in list(self.sessions):
             if session.greeted and not session.closing:
                 session.check_rights()
 
-    async def close_doors(self) -> None:
-        """Let nobody in any more."""
+    async def stop_listening(self) -> None:
+        """Stop accepting connections."""
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             await listener.close()
 
     def stop_admitting(self) -> None:
-        """Read no more from anybody; what was begun is answered still."""
+        """Read no further requests; requests in flight are answered."""
         self.stopping = True
         for session in list(self.sessions):
             session.limits = replace(session.limits, in_flight_max=0)
             session.work()
 
-    async def say_goodbye(self, deadline_s: float) -> None:
-        """Let everybody go in good order, those who take too long without ceremony."""
+    async def close_sessions(self, deadline_s: float) -> None:
+        """Send a bye to all sessions and close them; abort those that are open after `deadline_s`."""
         self.stopping = True
         for session in list(self.sessions):
             session.pump()
@@ -163,47 +148,47 @@ class Server:
             session.close(Unavailable("stopping", "the daemon is stopping", "reconnect"))
         with anyio.move_on_after(deadline_s):
             while self.sessions:
-                self._someone_left.clear()
-                await self._someone_left.wait()
+                self._session_ended.clear()
+                await self._session_ended.wait()
         for session in list(self.sessions):
             session.abort()
 
-    def _enter(self) -> Session:
-        session = Session(self._house, self._network.peer)
-        self.sessions[session] = self._arriving[session] = None
+    def _new_session(self) -> Session:
+        session = Session(self, self._network.peer)
+        self.sessions[session] = self._handshaking[session] = None
         return session
 
-    def _admit(self, session: Session) -> None:
-        """Refuse one too many; it is among the sessions already."""
-        self._arriving.pop(session, None)
+    def admit(self, session: Session) -> None:
+        """Refuse the session if it exceeds the limit; it is in `sessions` already."""
+        self._handshaking.pop(session, None)
         if self.stopping:
-            # It was accepted while the doors were being closed.
+            # It was accepted while the listeners were being closed.
             raise Unavailable("stopping", "the daemon is stopping", "reconnect")
-        assert session.peer is not None, "it is known once the connection stands"
+        assert session.peer is not None, "it is known once the transport is connected"
         room = self._connections_max + (UNIX_RESERVE if session.peer.scheme == "unix" else 0)
-        # Who is in the middle of a TLS handshake takes up no room yet, or silent strangers could lock out everybody.
-        if len(self.sessions) - len(self._arriving) > room:
-            raise Unavailable("too_many_connections", "the daemon has all the connections it may have", "try later")
+        # TLS handshakes in progress do not count, or silent peers could use up all connections.
+        if len(self.sessions) - len(self._handshaking) > room:
+            raise Unavailable("too_many_connections", f"the daemon has {room} connections, the maximum", "retry later")
 
-    def _greeted(self, session: Session) -> None:
+    def greeted(self, session: Session) -> None:
         self._by_client[session.client] = session
-        for hook in self.on_arrival:
+        for hook in self.on_client_connected:
             hook(session.client)
 
-    def _left(self, session: Session) -> None:
+    def left(self, session: Session) -> None:
         self.sessions.pop(session, None)
-        self._arriving.pop(session, None)
-        self._streaming.pop(session, None)
+        self._handshaking.pop(session, None)
+        self.streaming.pop(session, None)
         self._due.pop(session, None)
         self._held.pop(session, None)
         if self._by_client.get(session.client) is session:
             del self._by_client[session.client]
-            # Who is sent away by a daemon that stops is not lost.
-            for hook in () if self.stopping else self.on_departure:
+            # A session that is closed because the daemon stops does not count as lost.
+            for hook in () if self.stopping else self.on_client_gone:
                 hook(session.client)
-        self._someone_left.set()
+        self._session_ended.set()
 
-    def _hold(self, session: Session) -> None:
+    def resume_when_clear(self, session: Session) -> None:
         self._held[session] = None
         self._release_soon()
 
@@ -215,8 +200,8 @@ class Server:
     def _release(self) -> None:
         self._release_scheduled = False
         for session in list(self._held):
-            if self._bus.congested:
-                # Who was not served stays in front of those who were and want more.
+            if self.bus.congested:
+                # Sessions that were not served stay ahead of served ones that want more.
                 self._release_soon()
                 return
             del self._held[session]
@@ -224,9 +209,9 @@ class Server:
 
     def _published(self, records: Sequence[Record]) -> None:
         if records:
-            self._pump_soon(self._streaming)
+            self.pump_soon(self.streaming)
 
-    def _pump_soon(self, sessions: Iterable[Session]) -> None:
+    def pump_soon(self, sessions: Iterable[Session]) -> None:
         idle = not self._due
         self._due.update(dict.fromkeys(sessions))
         if idle and self._due:
@@ -236,4 +221,4 @@ class Server:
         due, self._due = self._due, {}
         more = [session for session in due if session.pump()]
         if more:
-            self._pump_soon(more)
+            self.pump_soon(more)

@@ -1,17 +1,17 @@
-"""The daemon's end of a connection: hello, requests, streams, signals.
+"""The daemon's side of a client connection: hello, requests, fact streams, signals.
 
-Law: nothing is heard before the hello is accepted, and what a hello may cost is bounded. A request is decoded into its
-type or refused by field; its answer is sent when it is durable, in whatever order answers come, and is not even encoded
-while the client does not read. Rights are looked up again about once a second, so a token that was revoked or has
-expired ends the connection.
+Invariants:
+- Before the hello is accepted only a hello is processed, within small limits.
+- A request is decoded to its type or refused with the invalid field. Its reply is sent when it is durable, in any
+  order, and is not encoded while the client does not read.
+- The client's rights are checked again about once per second: a revoked or expired token ends the connection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -57,49 +57,64 @@ R = TypeVar("R")
 TIMEOUT_MAX_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class SessionHost:
-    """What every session of a daemon needs to know of it."""
+class SessionHost(Protocol):
+    """What a session needs of its server."""
 
     bus: Bus
     journal: Journal
     clock: Clock
     history: str
-    identify: Callable[[Peer, str | None], Principal]
     limits: ConnectionLimits
-    side_connection: Callable[[Session, Hello], None]
-    admit: Callable[[Session], None]
-    """Raises `Unavailable` when there is no room."""
-    greeted: Callable[[Session], None]
-    left: Callable[[Session], None]
-    streaming: dict[Session, None]
-    """Those who have streams."""
-    pump_soon: Callable[[Iterable[Session]], None]
-    resume_when_clear: Callable[[Session], None]
     log: Log
-    complaints: RateLimit
-    """Keeps those who are sent away from filling the log."""
+    identify: Callable[[Peer, str | None], Principal]
+    """Returns the principal of a peer and token, or raises."""
+    side_connection: Callable[[Session, Hello], None]
+    """Takes over a connection whose hello has a ticket."""
+    streaming: dict[Session, None]
+    """The sessions that have streams."""
+    disconnect_log: RateLimit
+    """Limits the log lines about disconnected peers."""
+
+    def admit(self, session: Session) -> None:
+        """Raise `Unavailable` if there is no room for another connection."""
+        ...
+
+    def greeted(self, session: Session) -> None:
+        """The session's hello was accepted."""
+        ...
+
+    def left(self, session: Session) -> None:
+        """The session has ended."""
+        ...
+
+    def pump_soon(self, sessions: Iterable[Session]) -> None:
+        """Send the streams of these sessions in the next turn of the loop."""
+        ...
+
+    def resume_when_clear(self, session: Session) -> None:
+        """Let the session process requests again when the bus is not congested."""
+        ...
 
 
 class Session(Connection):
-    """One client, from its hello to its end."""
+    """One client connection, from its hello to its end."""
 
-    def __init__(self, house: SessionHost, peer_of: Callable[[Any], Peer]) -> None:
-        super().__init__(house.clock, house.limits)
-        self.house = house
+    def __init__(self, host: SessionHost, peer_of: Callable[[Any], Peer]) -> None:
+        super().__init__(host.clock, host.limits)
+        self.host = host
         self.peer: Peer | None = None
         self.principal: Principal | None = None
         self.client = b""
-        self.calls = OutgoingCalls(house.clock)
+        self.calls = OutgoingCalls(host.clock)
         self.in_flight = 0
-        self._log = house.log
+        self._log = host.log
         self._peer_of = peer_of
         self._token: str | None = None
         self._origin = ""
         self._signalling: Call | None = None
-        self._streams = OutgoingStreams(house.journal)
+        self._streams = OutgoingStreams(host.journal)
         self._answers: list[tuple[int, Pending]] = []
-        """What is answered and waits until the client reads; it counts as in flight."""
+        """Replies that wait until the client reads; they count as in flight."""
 
     @property
     def greeted(self) -> bool:
@@ -107,14 +122,19 @@ class Session(Connection):
         return self.principal is not None
 
     async def request(self, request: Request[R], timeout_s: float = TIMEOUT_S, *, fence: Fence | None = None) -> R:
-        """Ask the client, which may answer, refuse, or say nothing until the time is up.
+        """Send a request to the client and wait for its reply.
 
-        It is asked once, on this connection: when that is lost, `Unavailable` tells that nobody knows what was done.
+        The request is sent once, on this connection; if the connection is lost, `Unavailable` is raised and the outcome
+        is unknown.
         """
         if not self.greeted or self.closing or self.lost:
-            raise Unavailable("connection_lost", "this client is not connected", "ask when it is back")
+            raise Unavailable("connection_lost", "this client is not connected", "retry when it has reconnected")
         if len(self.calls) >= self.limits.in_flight_max:
-            raise Unavailable("client_busy", f"{len(self.calls)} requests wait for this client", "ask later")
+            raise Unavailable(
+                "client_busy",
+                f"{len(self.calls)} requests wait for this client; limit {self.limits.in_flight_max}",
+                "retry later",
+            )
         number, answer = self.calls.open(request, timeout_s, fence)
         self.send(self.calls.message(number))
         try:
@@ -125,13 +145,13 @@ class Session(Connection):
         return reply
 
     def pump(self) -> bool:
-        """Send what has come up for the streams, by turns; tells whether there is more to send at once."""
-        if self.clogged or self.closing:
+        """Send pending facts of the streams in turn; returns whether more can be sent at once."""
+        if self.write_paused or self.closing:
             return False
         for messages in self._streams.turn():
             for message in messages:
                 self.send(message)
-            if self.clogged or self.closing:
+            if self.write_paused or self.closing:
                 return False
         return self._streams.due
 
@@ -140,18 +160,18 @@ class Session(Connection):
     def opened(self) -> None:
         assert self._transport is not None
         self.peer = self._peer_of(self._transport)
-        self._log = self.house.log.bind(peer=self.peer.address, door=self.peer.scheme)
-        self._log.debug("a connection was opened")
+        self._log = self.host.log.bind(peer=self.peer.address, door=self.peer.scheme)
+        self._log.debug("connection opened")
         try:
-            self.house.admit(self)
+            self.host.admit(self)
         except Unavailable as error:
             self.fail(error)
 
     def admits(self) -> bool:
-        if self.clogged or self.in_flight >= self.limits.in_flight_max:
+        if self.write_paused or self.in_flight >= self.limits.in_flight_max:
             return False
-        if self.house.bus.congested and self.greeted:
-            self.house.resume_when_clear(self)
+        if self.host.bus.congested and self.greeted:
+            self.host.resume_when_clear(self)
             return False
         return True
 
@@ -163,45 +183,45 @@ class Session(Connection):
         else:
             act = _ACTS.get(type(message))
             if act is None:
-                raise PeerError("message_unexpected", f"{type(message).__name__} is not for a daemon to receive")
+                raise PeerError("message_unexpected", f"a daemon does not accept the message {type(message).__name__}")
             act(self, message)
 
-    def unclogged(self) -> None:
+    def write_resumed(self) -> None:
         answers, self._answers = self._answers, []
         for index, (number, pending) in enumerate(answers):
-            if self.clogged:
+            if self.write_paused:
                 self._answers = answers[index:]
                 break
             self.in_flight -= 1
             self._send_outcome(number, pending)
-        self.house.pump_soon([self])
+        self.host.pump_soon([self])
 
     def sweep(self, now: float) -> None:
         if not self.greeted and not self.closing and now - self._opened_at > self.limits.hello_timeout_s:
-            self.fail(PeerError("hello_late", f"no hello within {self.limits.hello_timeout_s} s", "say hello first"))
+            self.fail(PeerError("hello_late", f"no hello within {self.limits.hello_timeout_s} s", "send a hello first"))
         elif self.greeted and not self.closing and self._token is not None:
             self.check_rights()
         super().sweep(now)
 
     def check_rights(self) -> None:
-        """Close unless who is at the other end still has the rights it came with."""
+        """Close the connection unless the client still has a principal."""
         assert self.peer is not None
         try:
-            self.principal = self.house.identify(self.peer, self._token)
+            self.principal = self.host.identify(self.peer, self._token)
         except ForgedError as error:
             self.fail(error)
 
     def fail(self, error: ForgedError) -> None:
-        if not (self.closing or self.lost) and self.house.complaints.admits(self._clock.monotonic()):
-            self._log.warning("a peer was sent away", code=error.code, why=error.message)
+        if not (self.closing or self.lost) and self.host.disconnect_log.admits(self._clock.monotonic()):
+            self._log.warning("a peer was disconnected", code=error.code, why=error.message)
         super().fail(error)
 
     def ended(self, error: ForgedError) -> None:
-        self._log.debug("a connection has ended", code=error.code, why=error.message)
+        self._log.debug("connection ended", code=error.code, why=error.message)
         self._streams.clear()
         self._answers.clear()
         self.calls.fail_all(error)
-        self.house.left(self)
+        self.host.left(self)
 
     # Messages.
 
@@ -212,33 +232,33 @@ class Session(Connection):
             spoken = f"{VERSION_MIN} to {VERSION_MAX}"
             theirs = f"{hello.version_min} to {hello.version_max}"
             fix = "upgrade the older of the two"
-            raise PeerError("version_mismatch", f"this end speaks versions {spoken}, the other {theirs}", fix)
+            raise PeerError("version_mismatch", f"this end supports protocol versions {spoken}, the peer {theirs}", fix)
         if len(hello.client) != CLIENT_ID_BYTES:
-            raise PeerError("client_invalid", f"a client's id has {CLIENT_ID_BYTES} bytes, not {len(hello.client)}")
+            raise PeerError("client_invalid", f"a client id must have {CLIENT_ID_BYTES} bytes, got {len(hello.client)}")
         if hello.ticket is not None:
-            self.house.side_connection(self, hello)
+            self.host.side_connection(self, hello)
             return
         assert self.peer is not None
-        self.principal = self.house.identify(self.peer, hello.token)
+        self.principal = self.host.identify(self.peer, hello.token)
         self._token = hello.token
         self.client = hello.client
         self._origin = f"{self.principal.name} at {self.peer.address}"
         self._log = self._log.bind(client=self.client.hex(), principal=self.principal.name)
         self.established()
-        self.house.greeted(self)
+        self.host.greeted(self)
         self.send(self.welcome(min(hello.version_max, VERSION_MAX)))
 
     def welcome(self, version: int, size: int = 0) -> Welcome:
-        """What holds on this connection."""
-        house, principal = self.house, self.principal
+        """The welcome message with the parameters of this connection."""
+        host, principal = self.host, self.principal
         return Welcome(
             version=version,
             agent=f"forged/{VERSION}",
             principal=principal.name if principal else "",
             role=principal.role if principal else "",
-            history=house.history,
-            latest=house.journal.last,
-            term=house.bus.ledger.term,
+            history=host.history,
+            latest=host.journal.last,
+            term=host.bus.ledger.term,
             frame_bytes_max=self.limits.frame_bytes_max,
             in_flight_max=self.limits.in_flight_max,
             size=size,
@@ -246,7 +266,7 @@ class Session(Connection):
 
     def _request(self, message: RequestMessage) -> None:
         number, body = message.number, message.body
-        self.house.bus.ledger.replies.note(self.client, message.acknowledged, number, message.waiting)
+        self.host.bus.ledger.replies.note(self.client, message.acknowledged, number, message.waiting)
         assert self.principal is not None
         try:
             request = _decode_request(message.method, body)
@@ -263,7 +283,7 @@ class Session(Connection):
             timeout_s=TIMEOUT_MAX_S if message.timeout_s is None else min(message.timeout_s, TIMEOUT_MAX_S),
             fence=message.fence,
         )
-        pending = self.house.bus.submit(request, call)
+        pending = self.host.bus.submit(request, call)
         if pending.done:
             self._send_outcome(number, pending)
         else:
@@ -271,7 +291,7 @@ class Session(Connection):
             pending.when_done(partial(self._answer_later, number))
 
     def _answer_later(self, number: int, pending: Pending) -> None:
-        if self.clogged and not self.lost:
+        if self.write_paused and not self.lost:
             self._answers.append((number, pending))
             return
         self.in_flight -= 1
@@ -290,33 +310,33 @@ class Session(Connection):
         except RequestRefused as error:
             self.send(failure(number, error))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            # A plugin's handler may answer anything, and others wait behind this answer.
-            reason = f"its answer cannot be sent: {type(error).__name__}: {error}"
-            self.send(failure(number, ForgedError("handler_broken", reason, "report it as a bug")))
+            # A plugin's handler may return anything; this must not affect other replies.
+            reason = f"the reply cannot be encoded: {type(error).__name__}: {error}"
+            self.send(failure(number, ForgedError("handler_broken", reason, "report this bug")))
 
     def _subscribe(self, message: Subscribe) -> None:
         assert self.principal is not None
         try:
             for job in message.jobs:
                 authorise(self.principal, Role.VIEWER, job)
-            self._streams.open(message, self.house.history, self.principal.jobs)
+            self._streams.open(message, self.host.history, self.principal.jobs)
         except RequestRefused as error:
             self.send(ending(message.stream, error))
             return
-        self.house.streaming[self] = None
-        self.house.pump_soon([self])
+        self.host.streaming[self] = None
+        self.host.pump_soon([self])
 
     def _credit(self, message: Credit) -> None:
         self._streams.grant(message.stream, message.facts)
-        self.house.pump_soon([self])
+        self.host.pump_soon([self])
 
     def _unsubscribe(self, message: Unsubscribe) -> None:
         self._streams.close(message.stream)
         if not self._streams:
-            self.house.streaming.pop(self, None)
+            self.host.streaming.pop(self, None)
 
     def _cancel(self, message: Cancel) -> None:
-        self.house.bus.dispatcher.cancel(self.client, message.number)
+        self.host.bus.dispatcher.cancel(self.client, message.number)
 
     def _signal(self, message: SignalMessage) -> None:
         cls = SIGNALS.get(message.name)
@@ -326,17 +346,17 @@ class Session(Connection):
             signal = decode_body(message.body, cls)
         except msgspec.ValidationError as error:
             raise PeerError("signal_invalid", f"{message.name}: {error}") from error
-        # As for requests: with `ANY_JOB` its handler looks at the sender's jobs itself.
+        # As for requests: with `ANY_JOB` the handler checks the sender's jobs.
         if cls.job_field != ANY_JOB and not self.principal.may(cls.needs, signal.about):
             return
         call = self._signalling
         if call is None or call.principal is not self.principal:
-            # The same for all signals, of which many come and which cost little besides.
+            # One call object for all signals: they are frequent and otherwise cheap.
             call = self._signalling = Call(self.principal, self._origin, client=self.client)
-        self.house.bus.signal(signal, call)
+        self.host.bus.signal(signal, call)
 
     def _bye(self, message: Bye) -> None:
-        self.house.bus.ledger.replies.acknowledge(self.client, message.acknowledged)
+        self.host.bus.ledger.replies.acknowledge(self.client, message.acknowledged)
         self.close()
 
     def _outcome(self, message: Reply | Failure) -> None:
@@ -346,7 +366,11 @@ class Session(Connection):
 def _decode_request(method: str, body: msgspec.Raw) -> Any:
     cls = REQUESTS.get(method)
     if cls is None:
-        raise RequestRefused("request_unknown", f"nobody here answers {method[:80]!r}", "compare versions of both ends")
+        raise RequestRefused(
+            "request_unknown",
+            f"this daemon has no handler for request {method[:80]!r}",
+            "compare the versions of both ends",
+        )
     try:
         return decode_body(body, cls)
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -1,8 +1,10 @@
-"""Tickets for side connections, and the daemon's end of those.
+"""Tickets for side connections, and the daemon's end of side connections.
 
-Law: a ticket is a secret that is good once and not for long. What it was for is let go of when it was used, when it has
-expired, and when the daemon stops. Only so many side connections are open at once; one too many is refused, and its
-ticket stays good. Whatever goes wrong with one of them ends that one.
+Invariants:
+- A ticket is a secret that is valid once, for at most `TICKET_TTL_S`.
+- Its transfer is closed after use, after expiry, and when the daemon stops.
+- At most `connections_max` side connections are open; beyond that a hello is refused and its ticket stays valid.
+- An error of one side connection ends only that connection.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from forged.errors import ForgedError, PeerError, Unavailable
 from forged.kernel.messages import Ticket
 from forged.net.bulk import movers
 from forged.net.bulk.detach import detach
-from forged.net.bulk.side_connection import Offer, move_when_told
+from forged.net.bulk.side_connection import BulkTransfer, move_after_go
 from forged.net.protocol.messages import VERSION_MAX, Hello
 from forged.net.session import Session
 
@@ -31,105 +33,107 @@ SIDE_CONNECTIONS_MAX = 64
 
 
 class TicketRegistry:
-    """The tickets that were given and not yet used."""
+    """The issued tickets that have not been used."""
 
     def __init__(self, clock: Clock, token_bytes: Callable[[int], bytes], *, tickets_max: int = TICKETS_MAX) -> None:
         self._clock = clock
         self._token_bytes = token_bytes
         self._tickets_max = tickets_max
-        self._offers: dict[bytes, tuple[float, Offer]] = {}
+        self._transfers: dict[bytes, tuple[float, BulkTransfer]] = {}
 
     def __len__(self) -> int:
-        return len(self._offers)
+        return len(self._transfers)
 
-    def issue(self, offer: Offer, ttl_s: float = TICKET_TTL_S) -> Ticket:
-        """A ticket for this offer."""
+    def issue(self, transfer: BulkTransfer, ttl_s: float = TICKET_TTL_S) -> Ticket:
+        """Issue a ticket for this transfer."""
         self.expire()
-        if len(self._offers) >= self._tickets_max:
-            _let_go(offer)
-            raise Unavailable("tickets_full", f"{len(self._offers)} tickets wait to be used", "try again later")
-        ticket = self._token_bytes(TICKET_BYTES)
-        self._offers[ticket] = (self._clock.monotonic() + ttl_s, offer)
-        return Ticket(ticket, offer.size)
-
-    def redeem(self, ticket: bytes, offset: int) -> Offer:
-        """What the ticket is for; it is good no more."""
-        self.expire()
-        _, offer = self._offers.pop(ticket, (0.0, None))
-        if offer is None:
-            raise PeerError(
-                "ticket_unknown", "the ticket was not given here, was used, or is too old", "ask for a new one"
+        if len(self._transfers) >= self._tickets_max:
+            _close(transfer)
+            raise Unavailable(
+                "tickets_full", f"{len(self._transfers)} tickets are unused; limit {self._tickets_max}", "retry later"
             )
-        if not 0 <= offset <= offer.size:
-            _let_go(offer)
-            raise PeerError("offset_invalid", f"offset {offset} is outside 0..{offer.size}", "ask for a new ticket")
-        return offer
+        ticket = self._token_bytes(TICKET_BYTES)
+        self._transfers[ticket] = (self._clock.monotonic() + ttl_s, transfer)
+        return Ticket(ticket, transfer.size)
+
+    def redeem(self, ticket: bytes, offset: int) -> BulkTransfer:
+        """The transfer of a ticket, which is invalid afterwards."""
+        self.expire()
+        _, transfer = self._transfers.pop(ticket, (0.0, None))
+        if transfer is None:
+            raise PeerError("ticket_unknown", "the ticket is unknown, used or expired", "request a new ticket")
+        if not 0 <= offset <= transfer.size:
+            _close(transfer)
+            raise PeerError(
+                "offset_invalid", f"offset must be 0..{transfer.size}, got {offset}", "request a new ticket"
+            )
+        return transfer
 
     def expire(self) -> None:
-        """Let go of what nobody came for."""
+        """Drop expired tickets and close their transfers."""
         now = self._clock.monotonic()
-        for ticket in [ticket for ticket, (until, _) in self._offers.items() if until <= now]:
-            _let_go(self._offers.pop(ticket)[1])
+        for ticket in [ticket for ticket, (until, _) in self._transfers.items() if until <= now]:
+            _close(self._transfers.pop(ticket)[1])
 
     def close(self) -> None:
-        """Let go of everything."""
-        for _, offer in self._offers.values():
-            _let_go(offer)
-        self._offers.clear()
+        """Drop all tickets and close their transfers."""
+        for _, transfer in self._transfers.values():
+            _close(transfer)
+        self._transfers.clear()
 
 
 class SideConnections:
-    """The daemon's end: takes over the connections that came with a ticket."""
+    """The daemon's end: serves the connections that were opened with a ticket."""
 
-    def __init__(self, booth: TicketRegistry, *, connections_max: int = SIDE_CONNECTIONS_MAX) -> None:
-        self._booth = booth
+    def __init__(self, tickets: TicketRegistry, *, connections_max: int = SIDE_CONNECTIONS_MAX) -> None:
+        self._tickets = tickets
         self.connections_max = connections_max
         self.open_count = 0
         self._tasks: TaskGroup | None = None
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Move bytes for ever."""
+        """Serve side connections until cancelled."""
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 task_status.started()
                 while True:
                     await anyio.sleep(EXPIRY_INTERVAL_S)
-                    self._booth.expire()
+                    self._tickets.expire()
         finally:
-            self._booth.close()
+            self._tickets.close()
 
     def accept(self, session: Session, hello: Hello) -> None:
-        """Take over the connection of a hello with a ticket."""
-        assert self._tasks is not None, "side connections run before the doors open"
+        """Serve the connection of a hello with a ticket."""
+        assert self._tasks is not None, "side connections run before the server listens"
         assert hello.ticket is not None
         if self.open_count >= self.connections_max:
-            reason = f"{self.open_count} side connections are open, and no more may be"
-            raise Unavailable("too_many_connections", reason, "come again later with the same ticket")
-        offer = self._booth.redeem(hello.ticket, hello.offset)
-        session.send(session.welcome(min(hello.version_max, VERSION_MAX), offer.size))
+            reason = f"{self.open_count} side connections are open; limit {self.connections_max}"
+            raise Unavailable("too_many_connections", reason, "retry later with the same ticket")
+        transfer = self._tickets.redeem(hello.ticket, hello.offset)
+        session.send(session.welcome(min(hello.version_max, VERSION_MAX), transfer.size))
         self.open_count += 1
-        self._tasks.start_soon(self._fulfil, offer, hello.offset, session.hand_over())
+        self._tasks.start_soon(self._fulfil, transfer, hello.offset, session.hand_over())
 
-    async def _fulfil(self, offer: Offer, offset: int, transport: asyncio.Transport) -> None:
+    async def _fulfil(self, transfer: BulkTransfer, offset: int, transport: asyncio.Transport) -> None:
         try:
             sock = await detach(transport)
             with sock:
-                await movers.run(partial(move_when_told, offer, offset), sock)
+                await movers.run(partial(move_after_go, transfer, offset), sock)
         except ForgedError:
-            return  # the other end has a name for it, and the ticket is gone: who wants the rest asks again
-        except Exception as error:  # noqa: BLE001 - our mistake over one side connection must not reach the others
-            _report("a side connection was not survived", error)
+            return  # the peer sees the error, and requests a new ticket for the rest
+        except Exception as error:  # noqa: BLE001 - a bug in one side connection must not end the daemon
+            _report("a side connection raised an unexpected error", error)
         finally:
             self.open_count -= 1
-            _let_go(offer)
+            _close(transfer)
 
 
-def _let_go(offer: Offer) -> None:
+def _close(transfer: BulkTransfer) -> None:
     try:
-        offer.close()
-    except Exception as error:  # noqa: BLE001 - what an offer holds is its maker's, and not worth the daemon
-        _report("an offer could not be let go of", error)
+        transfer.close()
+    except Exception as error:  # noqa: BLE001 - an error of `close` must not end the daemon
+        _report("a bulk transfer could not be closed", error)
 
 
 def _report(what: str, error: Exception) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from forged.errors import RequestRefused, Unavailable
 from forged.kernel.bus import Bus
 from forged.kernel.messages import Call, Ticket
-from forged.net.bulk.side_connection import Offer, offer_file
+from forged.net.bulk.side_connection import BulkTransfer, file_sender
 from forged.net.tickets import TicketRegistry
 from forged.status.model import BackUp
 
@@ -27,8 +27,8 @@ Copy = Callable[[Path], Awaitable[None]]
 class BackupService:
     """Copies the store and offers the copy."""
 
-    def __init__(self, bus: Bus, booth: TicketRegistry, copy: Copy | None, directory: Path) -> None:
-        self._booth = booth
+    def __init__(self, bus: Bus, tickets: TicketRegistry, copy: Copy | None, directory: Path) -> None:
+        self._tickets = tickets
         self._copy = copy
         self._path = directory / NAME
         self._busy = False
@@ -51,12 +51,12 @@ class BackupService:
         self._busy = True
         try:
             await self._copy(self._path)
-            return self._booth.issue(self._offered())
+            return self._tickets.issue(self._transfer())
         finally:
             self._busy = False
 
-    def _offered(self) -> Offer:
+    def _transfer(self) -> BulkTransfer:
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         # The name goes at once: what is open can still be read, and whatever happens next leaves nothing behind.
         self._path.unlink()
-        return offer_file(fd, os.fstat(fd).st_size)
+        return file_sender(fd, os.fstat(fd).st_size)

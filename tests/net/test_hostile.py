@@ -289,11 +289,11 @@ async def test_a_subscriber_that_never_reads_costs_a_bounded_amount_and_is_told_
             await writer.request(1, "CreateJob", job="a")
             await reader.send(SUBSCRIBE, 1, None, "", [], [], 65_536)
             assert (await reader.receive())[0] == FACTS
-            session = next(iter(here.daemon.server._streaming))
+            session = next(iter(here.daemon.server.streaming))
             reader.stop_reading()
             for number in range(2, 2000):
                 await writer.request(number, "AddNote", job="a", text="x" * 4000)
-            assert session.clogged
+            assert session.write_paused
             assert session._transport is not None
             assert session._transport.get_write_buffer_size() < 2 << 20
             await here.serves_others()
@@ -322,7 +322,7 @@ async def test_a_client_that_never_reads_its_replies_is_not_read_either(here: Re
         (session,) = here.daemon.server.sessions
         for number in range(2, 2002):
             client.write(frame([REQUEST, number, 1, "ShowJob", {"job": "a"}]))
-        await until(lambda: session.clogged)
+        await until(lambda: session.write_paused)
         await here.serves_others()
         assert session._transport is not None
         assert session._transport.get_write_buffer_size() < 3 << 20

@@ -17,7 +17,7 @@ from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Call, Request
 from forged.kernel.pending import Pending
 from forged.kernel.store.memory import MemoryStore
-from forged.net.server import UNIX_RESERVE
+from forged.net.server import UNIX_RESERVE, Server
 from forged.net.session import Session
 from forged.net.transport.port import Address
 from forged.net.transport.sockets import SystemNetwork
@@ -64,6 +64,11 @@ async def here(tmp_path: Path) -> AsyncIterator[ManualDaemon]:
 
 def client_id(number: int) -> bytes:
     return number.to_bytes(16, "big")
+
+
+def session_of(server: Server, client: bytes) -> Session | None:
+    """The client's latest session."""
+    return server._by_client.get(client)
 
 
 def subscribe(client: ManualClient, stream: int = 1, since: int | None = -1) -> None:
@@ -141,10 +146,10 @@ async def test_a_session_that_has_left_is_held_nowhere(here: ManualDaemon) -> No
     await client.lost()
     server = here.server
     assert not server.sessions
-    assert not server._arriving
-    assert not server._streaming
+    assert not server._handshaking
+    assert not server.streaming
     assert not server._due
-    assert server.session_of(client_id(1)) is None
+    assert session_of(server, client_id(1)) is None
 
 
 async def test_an_idle_connection_costs_little_memory(here: ManualDaemon) -> None:
@@ -165,27 +170,27 @@ async def test_an_idle_connection_costs_little_memory(here: ManualDaemon) -> Non
 
 async def test_a_session_is_found_by_its_client_s_id(here: ManualDaemon) -> None:
     client = await here.greeted(client=client_id(7))
-    session = here.server.session_of(client_id(7))
+    session = session_of(here.server, client_id(7))
     assert session is not None
     assert session.client == client_id(7)
-    assert here.server.session_of(client_id(8)) is None
+    assert session_of(here.server, client_id(8)) is None
     client.send(BYE, 0)
     await client.lost()
-    assert here.server.session_of(client_id(7)) is None
+    assert session_of(here.server, client_id(7)) is None
 
 
 async def test_the_latest_session_of_a_client_is_the_one_that_is_found(here: ManualDaemon) -> None:
     old = await here.greeted(client=client_id(7))
-    before = here.server.session_of(client_id(7))
+    before = session_of(here.server, client_id(7))
     new = await here.greeted(client=client_id(7))
-    after = here.server.session_of(client_id(7))
+    after = session_of(here.server, client_id(7))
     assert after is not before
     old.transport.abort()
     await old.lost()
-    assert here.server.session_of(client_id(7)) is after
+    assert session_of(here.server, client_id(7)) is after
     new.transport.abort()
     await new.lost()
-    assert here.server.session_of(client_id(7)) is None
+    assert session_of(here.server, client_id(7)) is None
 
 
 # Facts, by turns.
@@ -264,7 +269,7 @@ async def test_when_the_bus_is_free_again_those_who_waited_longest_are_first(
 
 async def test_at_the_end_everybody_is_told_goodbye_and_why(here: ManualDaemon) -> None:
     clients = [await here.greeted(client=client_id(number)) for number in range(3)]
-    await here.server.say_goodbye(1.0)
+    await here.server.close_sessions(1.0)
     for client in clients:
         assert (await client.next(BYE))[1:] == [0, "the daemon is stopping"]
         assert client.transport.gone
@@ -272,7 +277,7 @@ async def test_at_the_end_everybody_is_told_goodbye_and_why(here: ManualDaemon) 
 
 
 async def test_one_who_was_accepted_too_late_is_told_so(here: ManualDaemon) -> None:
-    await here.server.say_goodbye(1.0)
+    await here.server.close_sessions(1.0)
     late = here.client()
     assert (await late.next(FAILURE))[3] == "stopping"
     await late.lost()
@@ -282,7 +287,7 @@ async def test_one_who_was_accepted_too_late_is_told_so(here: ManualDaemon) -> N
 async def test_the_last_facts_leave_before_the_goodbye(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client)
-    await here.server.say_goodbye(1.0)
+    await here.server.close_sessions(1.0)
     kinds = [message[0] for message in client.heard()]
     assert kinds == [FACTS, FACTS, BYE]
 
@@ -291,7 +296,7 @@ async def test_one_who_does_not_take_the_goodbye_is_cut_off(here: ManualDaemon) 
     client = await here.greeted()
     client.transport.clog()
     client.request(1, "PingDaemon")
-    await here.server.say_goodbye(0.01)
+    await here.server.close_sessions(0.01)
     assert client.transport.aborted
     await client.lost()
 
@@ -322,7 +327,7 @@ async def test_one_who_has_not_said_hello_is_not_greeted_any_more(here: ManualDa
     client = here.client()
     here.server.stop_admitting()
     assert not client.transport.reading
-    await here.server.say_goodbye(1.0)
+    await here.server.close_sessions(1.0)
     assert client.transport.gone
     late = here.client()
     assert (await late.next(FAILURE))[3] == "stopping"
@@ -337,7 +342,7 @@ Answer = Callable[[EchoWord], Any]
 async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
     def extend(made: Daemon) -> None:
         async def ask_back(request: AskBack, call: Call) -> str:
-            session = made.server.session_of(call.client)
+            session = session_of(made.server, call.client)
             if session is None:
                 raise Unavailable("client_gone", "the caller is gone")
             return await session.request(EchoWord(request.word), 5.0)
@@ -394,7 +399,7 @@ async def test_where_it_listens_is_told_with_the_port_that_it_got(daemon: Daemon
 async def test_behind_closed_doors_those_inside_are_served(daemon: Daemon) -> None:
     (endpoint,) = daemon.listening
     async with ForgedClient(endpoint) as client:
-        await daemon.server.close_doors()
+        await daemon.server.stop_listening()
         assert daemon.server.addresses == []
         await client.ping()
         with pytest.raises(Unavailable):

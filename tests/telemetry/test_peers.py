@@ -10,7 +10,7 @@ import pytest
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.kernel.store.memory import MemoryStore
-from forged.net.server import COMPLAINTS_PER_S_MAX, SWEEP_INTERVAL_S
+from forged.net.server import DISCONNECTS_LOGGED_PER_S_MAX, SWEEP_INTERVAL_S
 from tests.kernel_fixture import on_virtual_time
 from tests.net.manual_daemon import (
     BYE,
@@ -46,12 +46,12 @@ async def test_a_connection_is_told_at_both_its_ends_with_who_it_was() -> None:
         client = await here.greeted()
         client.send(BYE, 0)
         await client.lost()
-        [opened], [ended] = log.of("a connection was opened"), log.of("a connection has ended")
+        [opened], [ended] = log.of("connection opened"), log.of("connection ended")
     assert opened == {"peer": OPERATOR.address, "door": "unix"}
     assert ended["client"] == CLIENT.hex()
     assert ended["principal"] == "unix:0"
-    assert log.levels("a connection was opened") == log.levels("a connection has ended") == {"debug"}
-    assert log.of("a peer was sent away") == []
+    assert log.levels("connection opened") == log.levels("connection ended") == {"debug"}
+    assert log.of("a peer was disconnected") == []
 
 
 def speak_another_protocol(client: ManualClient) -> None:
@@ -78,12 +78,12 @@ def test_who_is_sent_away_is_told_with_the_reason(misbehave: Callable[[ManualCli
             await client.lost()
 
     meet()
-    [told] = log.of("a peer was sent away")
+    [told] = log.of("a peer was disconnected")
     assert told["peer"] == WORKER.address
     assert told["code"]
     assert told["why"]
-    assert log.levels("a peer was sent away") == {"warning"}
-    assert log.of("a connection has ended")[0]["code"] == told["code"]
+    assert log.levels("a peer was disconnected") == {"warning"}
+    assert log.of("connection ended")[0]["code"] == told["code"]
 
 
 @on_virtual_time
@@ -93,7 +93,7 @@ async def test_who_breaks_the_protocol_after_the_hello_is_told_by_name() -> None
         client = await here.greeted()
         client.send(HELLO, 1, 1, CLIENT, "again", None)
         await client.lost()
-        [told] = log.of("a peer was sent away")
+        [told] = log.of("a peer was disconnected")
     assert told["code"] == "message_unexpected"
     assert told["client"] == CLIENT.hex()
 
@@ -106,7 +106,7 @@ async def test_many_who_are_sent_away_do_not_fill_the_log_and_are_counted() -> N
             client = here.client(STRANGER)
             client.hello()
             await client.lost()
-        assert len(log.of("a peer was sent away")) == COMPLAINTS_PER_S_MAX
+        assert len(log.of("a peer was disconnected")) == DISCONNECTS_LOGGED_PER_S_MAX
         here.clock.now += 10 * SWEEP_INTERVAL_S
-        await until(lambda: bool(log.of("more peers were sent away")))
-        assert log.of("more peers were sent away") == [{"times": 90}]
+        await until(lambda: bool(log.of("more peers were disconnected")))
+        assert log.of("more peers were disconnected") == [{"times": 90}]

@@ -144,7 +144,7 @@ async def test_an_expired_certificate_is_refused_from_either_side_and_told_so(ce
     theirs = await refusal(expired(certificates), identity(certificates))
     assert "its certificate is not accepted: certificate has expired" in theirs.message
     ours = await refusal(identity(certificates), expired(certificates))
-    assert "it holds our certificate to be expired" in ours.message
+    assert "it reports that our certificate has expired" in ours.message
 
 
 async def test_a_certificate_for_another_host_is_refused(certificates: Certificates) -> None:

@@ -1,1 +1,1 @@
-"""Side connections: bulk bytes and file descriptors outside the event loop."""
+"""Side connections: move bulk bytes and file descriptors outside of the event loop."""

@@ -1,16 +1,16 @@
-"""File descriptors handed from one process to another over a connected Unix stream socket.
+"""Pass file descriptors to another process over a connected Unix stream socket.
 
-Law: whoever holds a descriptor knows it. Received ones are closed on exec from their first moment, and a receive that
-fails has closed whatever had arrived; the sender's stay the sender's. After a failure or a cancellation the connection
-is of no more use.
+Invariants:
+- Received descriptors are close-on-exec from the start. A failed receive closes the descriptors that had arrived. The
+  sender's descriptors stay open.
+- After a failure or a cancellation the connection must not be used.
 
-A receive that does not ask for descriptors silently closes those that travel with its bytes. So they travel on a byte
-of their own, behind a header of fixed length that tells how many they are. The header is read to the byte, which
-stops before them; so must be whatever was read on this socket before.
+A `recv` without ancillary data silently closes descriptors that arrive with its bytes. So descriptors travel with a
+marker byte of their own, after a header of fixed length with their number. The header, and everything before it, must
+be read exactly to the byte.
 
-Neither `socket.recv_fds` nor anyio's `receive_fds` will do: they let descriptors leak through an exec, and do not
-tell that some were cut off. Between the moment in which the kernel hands the descriptors over and the return nothing
-is awaited, so a cancel scope or a timeout cannot lose them; a task put between can.
+`socket.recv_fds` and anyio's `receive_fds` are not used: their descriptors leak through exec, and they do not report
+truncation. Nothing is awaited between the kernel's hand-over and the return, so a timeout cannot lose descriptors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import anyio
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 
 DESCRIPTORS_MAX = 64
-"""How many travel at once; the kernel takes 253 at most."""
+"""The maximum number per message; the kernel allows 253."""
 
 MAGIC = b"FGFD"
 HEADER = struct.Struct(">4sH")
@@ -48,41 +48,41 @@ async def send_descriptors(sock: socket.socket, descriptors: Sequence[int]) -> N
     with _translated():
         while header:
             header = header[await _once(anyio.wait_writable, sock, partial(sock.send, header)) :]
-        await _once(anyio.wait_writable, sock, partial(_hand_over, sock, descriptors))
+        await _once(anyio.wait_writable, sock, partial(_send_with_marker, sock, descriptors))
 
 
 async def receive_descriptors(sock: socket.socket, *, descriptors_max: int = DESCRIPTORS_MAX) -> list[int]:
-    """The descriptors that the other end sends over a non-blocking socket. They are the caller's to close."""
+    """Receive descriptors over a non-blocking socket. The caller must close them."""
     _check_socket(sock, blocking=False)
     with _translated():
         header = b""
         while missing := HEADER.size - len(header):
-            header += _some(await _once(anyio.wait_readable, sock, partial(sock.recv, missing)))
+            header += _required(await _once(anyio.wait_readable, sock, partial(sock.recv, missing)))
         count = _announced(header, descriptors_max)
         return await _once(anyio.wait_readable, sock, partial(_take, sock, count))
 
 
 def send_descriptors_blocking(sock: socket.socket, descriptors: Sequence[int]) -> None:
-    """`send_descriptors` for a thread: over a socket that blocks, or has a timeout."""
+    """`send_descriptors` for a thread: over a socket that blocks or has a timeout."""
     _check_socket(sock, blocking=True)
     header = _header(descriptors)
     with _translated():
         sock.sendall(header)
-        _hand_over(sock, descriptors)
+        _send_with_marker(sock, descriptors)
 
 
 def receive_descriptors_blocking(sock: socket.socket, *, descriptors_max: int = DESCRIPTORS_MAX) -> list[int]:
-    """`receive_descriptors` for a thread: over a socket that blocks, or has a timeout."""
+    """`receive_descriptors` for a thread: over a socket that blocks or has a timeout."""
     _check_socket(sock, blocking=True)
     with _translated():
         header = b""
         while missing := HEADER.size - len(header):
-            header += _some(sock.recv(missing))
+            header += _required(sock.recv(missing))
         return _take(sock, _announced(header, descriptors_max))
 
 
 async def _once(ready: Wait, sock: socket.socket, operation: Callable[[], T]) -> T:
-    """The result of `operation` as soon as the socket lets it happen."""
+    """Run `operation` when the socket is ready, and return its result."""
     while True:
         try:
             return operation()
@@ -91,36 +91,38 @@ async def _once(ready: Wait, sock: socket.socket, operation: Callable[[], T]) ->
 
 
 def _check_socket(sock: socket.socket, *, blocking: bool) -> None:
-    assert (sock.gettimeout() != 0) is blocking, "a socket of the wrong mode would block the loop, or the thread never"
+    assert (sock.gettimeout() != 0) is blocking, (
+        "the socket must be non-blocking in a task, and blocking or with a timeout in a thread"
+    )
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
         raise RequestRefused(
             "descriptors_socket_invalid",
-            f"descriptors travel over Unix stream sockets only, not {sock.family.name} {sock.type.name}",
+            f"descriptors need a Unix stream socket, got {sock.family.name} {sock.type.name}",
             "connect by unix://",
         )
 
 
 def _header(descriptors: Sequence[int]) -> bytes:
-    """Everything is checked before a byte leaves, because the other end waits for what a header announces."""
+    """Check everything before the first byte is sent, because the receiver waits for the announced descriptors."""
     if not 1 <= len(descriptors) <= DESCRIPTORS_MAX:
         raise RequestRefused(
             "descriptors_count",
-            f"{len(descriptors)} descriptors cannot travel at once",
-            f"send from 1 to {DESCRIPTORS_MAX}",
+            f"the number of descriptors must be 1..{DESCRIPTORS_MAX}, got {len(descriptors)}",
+            "send them in several messages",
         )
     for descriptor in descriptors:
         try:
             os.fstat(descriptor)
         except OSError as error:
-            raise RequestRefused("descriptor_invalid", f"{descriptor} is no open descriptor", "open it") from error
+            raise RequestRefused("descriptor_invalid", f"descriptor {descriptor} is not open", "open it") from error
     return HEADER.pack(MAGIC, len(descriptors))
 
 
-def _hand_over(sock: socket.socket, descriptors: Sequence[int]) -> None:
+def _send_with_marker(sock: socket.socket, descriptors: Sequence[int]) -> None:
     socket.send_fds(sock, [MARKER], list(descriptors))
 
 
-def _some(received: bytes) -> bytes:
+def _required(received: bytes) -> bytes:
     if not received:
         raise _truncated()
     return received
@@ -129,18 +131,20 @@ def _some(received: bytes) -> bytes:
 def _announced(header: bytes, descriptors_max: int) -> int:
     magic, count = HEADER.unpack(header)
     if magic != MAGIC:
-        raise PeerError("descriptors_header", "something else came where descriptors belong", "see the peer's version")
+        raise PeerError(
+            "descriptors_header", "the header of a descriptor message is invalid", "compare the versions of both ends"
+        )
     if not 1 <= count <= descriptors_max:
         raise PeerError(
             "descriptors_too_many",
-            f"the other end announced {count} descriptors",
-            f"send from 1 to {descriptors_max}",
+            f"the peer announced {count} descriptors, allowed are 1..{descriptors_max}",
+            "send fewer",
         )
     return int(count)
 
 
 def _take(sock: socket.socket, count: int) -> list[int]:
-    """Receive the marker, and with it exactly `count` descriptors or an error."""
+    """Receive the marker with exactly `count` descriptors, or raise and close them."""
     room = socket.CMSG_LEN(count * DESCRIPTOR_BYTES)
     marker, ancillary, flags, _ = sock.recvmsg(len(MARKER), room, socket.MSG_CMSG_CLOEXEC)
     received = _rights(ancillary)
@@ -161,24 +165,24 @@ def _rights(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _wrong(marker: bytes, received: int, count: int, *, cut: bool) -> ForgedError | None:
-    """Why what was received is not what was announced, or None."""
+    """The error if the received descriptors differ from the announced number, else None."""
     if not marker:
         return _truncated()
     if received == count and not cut:
         return None
     if received == count:
-        return PeerError("descriptors_too_many", f"more came than the {count} announced", "fix the peer")
+        return PeerError("descriptors_too_many", f"more than the announced {count} descriptors arrived", "fix the peer")
     if cut:
         return Unavailable(
             "descriptors_exhausted",
-            f"this process could open {received} of {count} descriptors",
+            f"this process received only {received} of {count} descriptors: its limit of open files is reached",
             "raise its limit of open files (LimitNOFILE=)",
         )
-    return PeerError("descriptors_missing", f"{received} of {count} announced descriptors came", "fix the peer")
+    return PeerError("descriptors_missing", f"{received} of {count} announced descriptors arrived", "fix the peer")
 
 
 def _truncated() -> Unavailable:
-    return Unavailable("descriptors_truncated", "the connection ended before the descriptors came", "connect again")
+    return Unavailable("descriptors_truncated", "the connection ended before the descriptors arrived", "connect again")
 
 
 @contextmanager
@@ -186,8 +190,8 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise Unavailable("descriptors_stalled", "the other end was silent for too long", "connect again") from error
+        raise Unavailable("descriptors_stalled", "the peer sent nothing within the timeout", "connect again") from error
     except OSError as error:
         code = "descriptors_in_flight" if error.errno == errno.ETOOMANYREFS else "descriptors_failed"
         reason = error.strerror or str(error)
-        raise Unavailable(code, f"descriptors cannot be passed: {reason}", "connect again") from error
+        raise Unavailable(code, f"cannot pass descriptors: {reason}", "connect again") from error

@@ -1,8 +1,7 @@
-"""Taking a connection away from the event loop.
+"""Detach a connection from the event loop, to use its socket in a thread.
 
-Law: whoever detaches a connection gets a plain socket over which the same bytes travel, to use in a thread. Nothing may
-be under way in either direction: the ends agree by their protocol on who speaks next. A plain connection is detached
-for real; one with TLS goes on in the event loop, behind a pair of sockets.
+No bytes may be in flight in either direction; the protocol decides which end sends next. A TLS connection stays in the
+event loop, and the caller gets one end of a socket pair that is bridged to it.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from forged.errors import Unavailable
 
 
 async def detach(transport: asyncio.Transport) -> socket.socket:
-    """The socket of a transport whose protocol has nothing more to say; the caller owns it."""
+    """Detach a transport; the caller owns the returned socket."""
     try:
-        return await _bridge(transport) if transport.get_extra_info("ssl_object") is not None else _taken(transport)
+        return await _bridge(transport) if transport.get_extra_info("ssl_object") is not None else _duplicate(transport)
     except OSError as error:
         transport.abort()
-        reason = f"the connection cannot be taken over: {error.strerror or error}"
-        raise Unavailable("side_not_taken", reason, "ask again later") from error
+        reason = f"cannot detach the connection: {error.strerror or error}"
+        raise Unavailable("side_not_taken", reason, "retry later") from error
 
 
-def _taken(transport: asyncio.Transport) -> socket.socket:
+def _duplicate(transport: asyncio.Transport) -> socket.socket:
     if transport.get_write_buffer_size() or transport.is_closing():
         transport.abort()
-        raise Unavailable("side_not_free", "the connection was still being written to, or is lost", "ask again")
-    lent: socket.socket = transport.get_extra_info("socket")
-    # The loop closes its own descriptor; as there is another, the connection itself stays.
-    taken = socket.socket(fileno=os.dup(lent.fileno()))
+        raise Unavailable("side_not_free", "the connection has unsent bytes or is closed", "retry")
+    original: socket.socket = transport.get_extra_info("socket")
+    # The transport closes its descriptor; the duplicate keeps the connection open.
+    detached = socket.socket(fileno=os.dup(original.fileno()))
     transport.set_protocol(asyncio.Protocol())
     transport.abort()
-    return taken
+    return detached
 
 
 async def _bridge(secured: asyncio.Transport) -> socket.socket:
@@ -54,7 +53,7 @@ async def _bridge(secured: asyncio.Transport) -> socket.socket:
 
 
 class _BridgeEnd(asyncio.Protocol):
-    """Passes on what arrives, and slows down whom the other side cannot follow."""
+    """Forwards bytes to the opposite transport, with flow control."""
 
     opposite: asyncio.Transport
 

@@ -1,14 +1,14 @@
-"""Bulk bytes between a connected socket and a file or memory, in a thread.
+"""Move bulk bytes between a connected socket and a file or memory, in a thread.
 
-Law: the bytes pass neither msgpack nor the event loop, and no memory is touched for the first time on their way. A
-mover moves exactly the bytes it was asked for, or raises; then the connection is of no more use, and its owner closes
-it. A mover that sees no byte move for `stall_timeout_s` gives up before twice that time has passed.
+Invariants:
+- The bytes pass neither msgpack nor the event loop, and only memory that has been touched before is used.
+- A mover moves exactly the requested bytes or raises; after an error the connection must be closed.
+- A mover gives up between one and two times `stall_timeout_s` after the last byte moved.
 
-How: into files through a pipe, since `splice` hands the pages on without a copy. Plain sockets block with the kernel's
-timeouts, because Python's own poll before every call, and MSG_WAITALL would sleep until the whole buffer is there.
-Larger socket buffers would switch off the kernel's tuning of them, so they are left alone. TLS sockets have no
-`sendfile` and ignore the kernel's timeouts: they use Python's, and a warm buffer for files. `benchmarks/bulk.py`
-measures the outcome.
+Files are written through a pipe, since `splice` passes pages without a copy. Plain sockets block with the kernel's
+timeouts: Python's timeouts poll before every call, and MSG_WAITALL sleeps until the whole buffer is full. Socket
+buffers are not enlarged, because that disables the kernel's auto-tuning. TLS sockets have no `sendfile` and ignore the
+kernel's timeouts: they use Python's timeouts, and a reused buffer for files. Measured by `benchmarks/bulk.py`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ THREADS_MAX = 8
 PIECE_BYTES = 8 << 20
 PIPE_BYTES = 1 << 20
 BUFFER_BYTES = 256 << 10
-"""Small enough to stay in the processor's cache between two calls."""
+"""Small enough to stay in the CPU cache between two calls."""
 
 TIMEVAL = struct.Struct("ll")
 
 Progress = Callable[[int], None]
-"""Told how many bytes have moved so far, in the mover's thread."""
+"""Called in the mover's thread with the number of bytes moved so far."""
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ _limiter: RunVar[CapacityLimiter] = RunVar("forged_bulk_limiter")
 
 
 class _WarmMemory(threading.local):
-    """A buffer for each thread, touched when it is made."""
+    """A buffer per thread whose pages are populated at creation."""
 
     def __init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
@@ -70,7 +70,7 @@ def send_file(
     stall_timeout_s: float = STALL_TIMEOUT_S,
     progress: Progress | None = None,
 ) -> None:
-    """Send `count` bytes of the file, from `offset` on. The file must not change until the other end has them."""
+    """Send `count` bytes of the file from `offset` on. The file must not change until the peer has received them."""
 
     def plain(moved: int) -> int:
         return os.sendfile(sock.fileno(), fd, offset + moved, min(PIECE_BYTES, count - moved))
@@ -84,7 +84,9 @@ def send_file(
 
     step = encrypted if isinstance(sock, ssl.SSLSocket) else plain
     if (moved := _move(sock, step, count, stall_timeout_s, progress)) < count:
-        raise Unavailable("bulk_source_short", f"the file ended after {moved} of {count} bytes", "see who truncates it")
+        raise Unavailable(
+            "bulk_source_short", f"the file ended after {moved} of {count} bytes", "find what truncates it"
+        )
 
 
 def send_buffer(
@@ -112,7 +114,7 @@ def receive_into_file(
     stall_timeout_s: float = STALL_TIMEOUT_S,
     progress: Progress | None = None,
 ) -> None:
-    """Receive `count` bytes into the file, from `offset` on. When the disk is full, the rest is not read."""
+    """Receive `count` bytes into the file from `offset` on. If the disk is full, the rest is not read."""
 
     def encrypted(moved: int) -> int:
         size = _fill(sock, _warm.buffer[: count - moved])
@@ -149,28 +151,28 @@ def receive_into_buffer(
 
 
 async def run(mover: Callable[[socket.socket], T], sock: socket.socket, *, limiter: CapacityLimiter | None = None) -> T:
-    """Run `mover(sock)` in a thread. When cancelled, shut the socket down, so that the thread ends, and wait for it.
+    """Run `mover(sock)` in a thread. A cancellation shuts the socket down, so that the thread ends, and waits for it.
 
-    Without a `limiter`, at most `THREADS_MAX` movers run at once in an event loop.
+    Without a `limiter`, at most `THREADS_MAX` movers run per event loop.
     """
     outcome: list[T | Exception] = []
     ended = anyio.Event()
 
     def attempt() -> T | Exception:
-        # An error raised in the task would come out of its task group in an exception group.
+        # An error raised in the task would leave the task group in an exception group.
         try:
             return mover(sock)
         except OSError as error:
             return _refused(error)
-        except Exception as error:  # noqa: BLE001 - raised as it is below, by the task that waits for it
+        except Exception as error:  # noqa: BLE001 - raised below, by the waiting task
             return error
 
     async def work() -> None:
         try:
             outcome.append(await to_thread.run_sync(attempt, limiter=limiter or _default_limiter()))
         except RuntimeError as error:
-            # That of the thread, which did not start: what the mover raises is returned.
-            outcome.append(Unavailable("bulk_no_thread", f"no thread moves the bytes: {error}", "try later"))
+            # The thread did not start; errors of the mover are returned, not raised.
+            outcome.append(Unavailable("bulk_no_thread", f"cannot start a thread: {error}", "retry later"))
         ended.set()
 
     async with anyio.create_task_group() as tasks:
@@ -178,7 +180,7 @@ async def run(mover: Callable[[socket.socket], T], sock: socket.socket, *, limit
         try:
             await ended.wait()
         except BaseException:
-            _hang_up(sock)
+            _shut_down(sock)
             raise
     [result] = outcome
     if isinstance(result, Exception):
@@ -195,9 +197,9 @@ def _default_limiter() -> CapacityLimiter:
         return limiter
 
 
-def _hang_up(sock: socket.socket) -> None:
+def _shut_down(sock: socket.socket) -> None:
     with suppress(OSError):
-        # Not `sock.shutdown`: that of a TLS socket also drops its TLS, and a mover at work would go on in plain bytes.
+        # Not `sock.shutdown`: on a TLS socket that drops TLS, and a running mover would continue in plain text.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -208,10 +210,10 @@ def _move(
     stall_timeout_s: float,
     progress: Progress | None,
 ) -> int:
-    """Repeat `step`, which is told what has moved and says what it moved, until `count` have or nothing more comes."""
+    """Repeat `step(moved)`, which returns the bytes it moved, until `count` bytes have moved or it returns 0."""
     moved = 0
     try:
-        with _impatient(sock, stall_timeout_s):
+        with _stall_timeout(sock, stall_timeout_s):
             while moved < count:
                 size = step(moved)
                 if size == 0:
@@ -230,14 +232,14 @@ def _require_whole(moved: int, count: int) -> None:
 
 
 @contextmanager
-def _impatient(sock: socket.socket, stall_timeout_s: float) -> Iterator[None]:
-    """Let the socket block, but for `stall_timeout_s` at most. After a success it is as it was.
+def _stall_timeout(sock: socket.socket, stall_timeout_s: float) -> Iterator[None]:
+    """Let the socket block for at most `stall_timeout_s`. After success the socket's options are restored.
 
-    The kernel's user timeout is made as long. The one that finds dead hosts soon would also end the connection to a
-    receiver that reads nothing for a moment, because its disk is busy.
+    The TCP user timeout is set to the same value: the short one that detects dead hosts would also end the connection
+    to a receiver whose disk is busy for a moment.
     """
     if sock.type != socket.SOCK_STREAM:
-        raise RequestRefused("bulk_socket_invalid", "bulk bytes travel over stream sockets only", "connect by TCP")
+        raise RequestRefused("bulk_socket_invalid", "bulk bytes need a stream socket", "connect by TCP")
     timeout_s, plain = sock.gettimeout(), not isinstance(sock, ssl.SSLSocket)
     user_timeout_ms = _exchange_user_timeout(sock, max(1, round(stall_timeout_s * 1000)))
     sock.settimeout(None if plain else stall_timeout_s)
@@ -258,7 +260,7 @@ def _set_kernel_timeouts(sock: socket.socket, timeout_s: float) -> None:
 
 
 def _exchange_user_timeout(sock: socket.socket, timeout_ms: int) -> int:
-    """Set the user timeout and return the one before. A Unix socket has none."""
+    """Set the TCP user timeout and return the previous one; 0 for a Unix socket."""
     if sock.family == socket.AF_UNIX:
         return 0
     before = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
@@ -273,7 +275,7 @@ def _pipe() -> Iterator[tuple[int, int]]:
     except OSError as error:
         raise _refused(error) from error
     try:
-        # Past a quota for pipes an ordinary user gets none of this size; a small one is slower and does as well.
+        # Beyond the user's quota for pipes the size cannot be raised; a small pipe is only slower.
         with suppress(PermissionError):
             fcntl.fcntl(inlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         yield outlet, inlet
@@ -291,14 +293,14 @@ def _drain(outlet: int, fd: int, offset: int, count: int) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # This kind of file takes no pages from a pipe.
+            # This file system does not support splice.
             piece = memoryview(os.read(outlet, count - drained))
             _write(fd, piece, offset + drained)
             drained += len(piece)
 
 
 def _fill(sock: socket.socket, view: memoryview) -> int:
-    """Receive until `view` is full or nothing more comes; a TLS socket gives one record at a time."""
+    """Receive until `view` is full or the stream ends; a TLS socket returns one record per call."""
     filled = 0
     while filled < len(view):
         size = sock.recv_into(view[filled:])
@@ -315,22 +317,22 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
 
 
 def _truncated(moved: int, count: int) -> Unavailable:
-    return Unavailable("bulk_truncated", f"the connection ended after {moved} of {count} bytes", "move them again")
+    return Unavailable("bulk_truncated", f"the connection ended after {moved} of {count} bytes", "transfer again")
 
 
 def _refused(error: OSError) -> Unavailable:
-    """What the system did not give for the bytes to be moved at all, or not between them."""
-    return Unavailable("bulk_failed", f"the bytes cannot be moved: {error.strerror or error}", "move them again later")
+    """The error of a failed system call outside of the data path."""
+    return Unavailable("bulk_failed", f"cannot move the bytes: {error.strerror or error}", "retry later")
 
 
 def _failure(error: OSError, moved: int, count: int, stall_timeout_s: float) -> ForgedError:
     so_far = f"{moved} of {count} bytes"
     if isinstance(error, BlockingIOError | TimeoutError):
-        return Unavailable("bulk_stalled", f"nothing moved for {stall_timeout_s} s after {so_far}", "move them again")
+        return Unavailable("bulk_stalled", f"nothing moved for {stall_timeout_s} s after {so_far}", "transfer again")
     if isinstance(error, ConnectionError | ssl.SSLEOFError | ssl.SSLZeroReturnError) or error.errno == errno.ENOTCONN:
         return _truncated(moved, count)
     if isinstance(error, ssl.SSLError):
-        return tls.refusal("the other end", error)
+        return tls.refusal("the peer", error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Unavailable("disk_full", f"the disk was full after {so_far}", "make room, then move them again")
-    return Unavailable("bulk_failed", f"{error.strerror or error}, after {so_far}", "see the disk and the connection")
+        return Unavailable("disk_full", f"the disk was full after {so_far}", "free some space, then transfer again")
+    return Unavailable("bulk_failed", f"{error.strerror or error}, after {so_far}", "check the disk and the connection")

@@ -1,11 +1,13 @@
-"""Side connections: how bulk bytes and file descriptors travel.
+"""Side connections: carry bulk bytes or file descriptors, opened with a ticket.
 
-Law: bulk bytes never pass through messages. Whoever asked for something large is answered with a ticket, opens a second
-connection with the ticket in its hello, and after the welcome that connection carries bytes and nothing else. A ticket
-is good for one connection and a short time. The receiver says how much it has, so the sender knows.
+The flow: a request is answered with a ticket; the client opens a second connection with the ticket in its hello; after
+the welcome that connection carries only bulk bytes. At the end the receiver sends the number of received bytes.
 
-After the welcome the end that connected sends `GO` from the thread that moves the bytes; until then the other end sends
-nothing, so that no byte of the bulk is swallowed by an event loop on the way.
+Invariants:
+- Bulk bytes never travel in messages.
+- A ticket is valid for one connection and `TICKET_TTL_S`.
+- After the welcome the connecting end sends `GO` from the thread that moves the bytes. The other end sends nothing
+  before that, so that no event loop reads bulk bytes.
 """
 
 from __future__ import annotations
@@ -36,76 +38,76 @@ RECEIVED = struct.Struct(">Q")
 CONNECT_TIMEOUT_S = 10.0
 
 Mover = Callable[[socket.socket, int], None]
-"""Moves bytes over a socket, in a thread, from an offset on."""
+"""Moves bytes over a socket in a thread, from an offset on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """What a ticket is for. `close` is called once, when it was used or has expired."""
+class BulkTransfer:
+    """What one end of a side connection does. `close` is called once, after the use or expiry of the ticket."""
 
     size: int
     move: Mover
     close: Callable[[], None] = lambda: None
 
 
-def offer_file(fd: int, size: int, *, close: Callable[[], None] | None = None) -> Offer:
-    """Send the first `size` bytes of an open file; it is closed afterwards unless `close` says otherwise."""
+def file_sender(fd: int, size: int, *, close: Callable[[], None] | None = None) -> BulkTransfer:
+    """Send the first `size` bytes of an open file; `close` defaults to closing it."""
 
     def move(sock: socket.socket, offset: int) -> None:
-        _give(sock, partial(movers.send_file, sock, fd, offset, size - offset), size - offset)
+        _send(sock, partial(movers.send_file, sock, fd, offset, size - offset), size - offset)
 
-    return Offer(size, move, close or partial(os.close, fd))
+    return BulkTransfer(size, move, close or partial(os.close, fd))
 
 
-def offer_buffer(view: memoryview) -> Offer:
+def buffer_sender(view: memoryview) -> BulkTransfer:
     """Send bytes from memory."""
     data = view.cast("B")
 
     def move(sock: socket.socket, offset: int) -> None:
-        _give(sock, partial(movers.send_buffer, sock, data[offset:]), len(data) - offset)
+        _send(sock, partial(movers.send_buffer, sock, data[offset:]), len(data) - offset)
 
-    return Offer(len(data), move)
+    return BulkTransfer(len(data), move)
 
 
-def want_file(fd: int, size: int, *, close: Callable[[], None] | None = None) -> Offer:
+def file_receiver(fd: int, size: int, *, close: Callable[[], None] | None = None) -> BulkTransfer:
     """Receive `size` bytes into an open file."""
 
     def move(sock: socket.socket, offset: int) -> None:
-        _take(sock, partial(movers.receive_into_file, sock, fd, offset, size - offset), size - offset)
+        _receive(sock, partial(movers.receive_into_file, sock, fd, offset, size - offset), size - offset)
 
-    return Offer(size, move, close or partial(os.close, fd))
+    return BulkTransfer(size, move, close or partial(os.close, fd))
 
 
-def want_buffer(view: memoryview) -> Offer:
+def buffer_receiver(view: memoryview) -> BulkTransfer:
     """Receive bytes into memory."""
     data = view.cast("B")
 
     def move(sock: socket.socket, offset: int) -> None:
-        _take(sock, partial(movers.receive_into_buffer, sock, data[offset:]), len(data) - offset)
+        _receive(sock, partial(movers.receive_into_buffer, sock, data[offset:]), len(data) - offset)
 
-    return Offer(len(data), move)
+    return BulkTransfer(len(data), move)
 
 
-def offer_descriptors(fds: list[int], *, close: Callable[[], None] = lambda: None) -> Offer:
-    """Hand copies of file descriptors to a peer on this host."""
+def descriptor_sender(fds: list[int], *, close: Callable[[], None] = lambda: None) -> BulkTransfer:
+    """Send copies of file descriptors to a peer on this host."""
 
     def move(sock: socket.socket, offset: int) -> None:
-        _give(sock, partial(descriptors.send_descriptors_blocking, sock, fds), len(fds))
+        _send(sock, partial(descriptors.send_descriptors_blocking, sock, fds), len(fds))
 
-    return Offer(len(fds), move, close)
+    return BulkTransfer(len(fds), move, close)
 
 
-async def use(
+async def transfer_with_ticket(
     network: Network,
     clock: Clock,
     limits: ConnectionLimits,
     address: Address,
     client: bytes,
     ticket: Ticket,
-    offer: Offer,
+    transfer: BulkTransfer,
     offset: int = 0,
 ) -> None:
-    """The end that connects: present the ticket and move the bytes that it is for."""
+    """The connecting end: open a side connection with the ticket and move its bytes."""
     link: _SideLink | None = None
 
     def make() -> _SideLink:
@@ -121,20 +123,26 @@ async def use(
     except TimeoutError as error:
         if link is not None:
             link.abort()
-        raise Unavailable("connect_timeout", f"{address} did not answer the ticket", "ask for a new one") from error
+        raise Unavailable(
+            "connect_timeout", f"{address} sent no welcome within {CONNECT_TIMEOUT_S} s", "request a new ticket"
+        ) from error
     transport = link.hand_over()
-    if welcome.size != offer.size:
+    if welcome.size != transfer.size:
         transport.abort()
-        raise RequestRefused("size_differs", f"{welcome.size} bytes travel, not {offer.size}", "make room for as many")
+        raise RequestRefused(
+            "size_differs",
+            f"the ticket is for {welcome.size} bytes, but this end expects {transfer.size}",
+            "use the ticket's size",
+        )
     with await detach(transport) as sock:
-        await movers.run(partial(_tell_and_move, offer, offset), sock)
+        await movers.run(partial(_send_go_and_move, transfer, offset), sock)
 
 
 _AGENT = f"forged-python/{VERSION}"
 
 
 class _SideLink(Connection):
-    """The connecting end, until its welcome has come."""
+    """The connecting end, until its welcome has arrived."""
 
     def __init__(self, clock: Clock, limits: ConnectionLimits, hello: Hello) -> None:
         super().__init__(clock, limits)
@@ -154,44 +162,46 @@ class _SideLink(Connection):
     def ended(self, error: ForgedError) -> None:
         if not self.welcome.done():
             self.welcome.set_exception(error)
-            self.welcome.exception()  # looked at, so that nobody is told it was never retrieved
+            self.welcome.exception()  # retrieve it, so that asyncio does not report it
 
 
-def want_descriptors(count: int, taken: list[int]) -> Offer:
-    """Receive so many file descriptors into `taken`; they are the caller's to close."""
+def descriptor_receiver(count: int, received: list[int]) -> BulkTransfer:
+    """Receive `count` file descriptors into `received`; the caller must close them."""
 
     def move(sock: socket.socket, offset: int) -> None:
-        _take(sock, lambda: taken.extend(descriptors.receive_descriptors_blocking(sock, descriptors_max=count)), count)
+        _receive(
+            sock, lambda: received.extend(descriptors.receive_descriptors_blocking(sock, descriptors_max=count)), count
+        )
 
-    return Offer(count, move)
+    return BulkTransfer(count, move)
 
 
-def _tell_and_move(offer: Offer, offset: int, sock: socket.socket) -> None:
+def _send_go_and_move(transfer: BulkTransfer, offset: int, sock: socket.socket) -> None:
     sock.settimeout(movers.STALL_TIMEOUT_S)
     with _translated():
         sock.sendall(GO)
-    offer.move(sock, offset)
+    transfer.move(sock, offset)
 
 
-def move_when_told(offer: Offer, offset: int, sock: socket.socket) -> None:
-    """The end that was connected to: wait for the other, then move the bytes."""
+def move_after_go(transfer: BulkTransfer, offset: int, sock: socket.socket) -> None:
+    """The accepting end: wait for `GO`, then move the bytes."""
     sock.settimeout(movers.STALL_TIMEOUT_S)
     if _read(sock, len(GO)) == GO:
-        offer.move(sock, offset)
+        transfer.move(sock, offset)
 
 
-def _give(sock: socket.socket, send: Callable[[], None], count: int) -> None:
+def _send(sock: socket.socket, send: Callable[[], None], count: int) -> None:
     send()
     received = RECEIVED.unpack(_read(sock, RECEIVED.size))[0]
     if received != count:
-        raise Unavailable("bulk_truncated", f"the other end has {received} of {count} bytes", "move them again")
+        raise Unavailable("bulk_truncated", f"the peer received {received} of {count} bytes", "transfer again")
 
 
-def _take(sock: socket.socket, receive: Callable[[], object], count: int) -> None:
+def _receive(sock: socket.socket, receive: Callable[[], object], count: int) -> None:
     receive()
     with _translated():
         sock.sendall(RECEIVED.pack(count))
-    # The sender hangs up when it has read that; who hangs up first might take it away.
+    # The sender closes after reading the count; closing here first could discard it.
     with suppress(OSError):
         sock.recv(1)
 
@@ -202,7 +212,9 @@ def _read(sock: socket.socket, count: int) -> bytes:
         while len(data) < count:
             piece = sock.recv(count - len(data))
             if not piece:
-                raise Unavailable("bulk_truncated", "the connection ended before all was received", "move it again")
+                raise Unavailable(
+                    "bulk_truncated", "the connection ended before all bytes were received", "transfer again"
+                )
             data += piece
     return data
 
@@ -212,4 +224,4 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Unavailable("bulk_failed", f"the side connection broke: {error}", "move it again") from error
+        raise Unavailable("bulk_failed", f"the side connection failed: {error}", "transfer again") from error

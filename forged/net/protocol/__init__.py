@@ -1,1 +1,1 @@
-"""The wire protocol without I/O: frames, messages, streams and outstanding calls."""
+"""The wire protocol without I/O: frames, messages, fact streams, pending calls."""

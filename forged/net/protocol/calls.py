@@ -1,8 +1,10 @@
-"""Requests that wait for their answers, at the end that asked.
+"""The sender's side of requests: numbering, acknowledgement, deadlines, replies.
 
-Law: numbers grow and are never used twice. A number below the lowest that decides and still waits is acknowledged: its
-answer has arrived or is no longer wanted. When that one waits for long, the other end is told now and then which do,
-so that it need not keep the answers to all others. One timer watches over all deadlines.
+Invariants:
+- Request numbers ascend and are never reused.
+- All numbers below the lowest deciding request that still waits are acknowledged. If that request waits for long, the
+  sender lists the waiting numbers now and then, so that the receiver can drop the other replies.
+- One timer serves all deadlines.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ from forged.net.protocol.messages import Failure, Reply, RequestMessage, decode_
 
 TIMEOUT_S = 30.0
 SPAN_MAX = 1024
-"""How far the oldest that waits may fall behind before the other end is told which others do."""
-TELL_EVERY = 256
+"""How far the oldest waiting request may be behind before waiting numbers are listed."""
+LIST_EVERY = 256
 BODY_BYTES_MAX = FRAME_BYTES_MAX - 1024
-"""What fits into a frame with all that a request says besides."""
+"""The maximum size of an encoded request; the rest of the frame is for the other elements."""
 
 
 @dataclass(slots=True)
-class Waiting:
-    """One request on its way."""
+class PendingCall:
+    """One request that waits for its reply."""
 
     answer: asyncio.Future[Any]
     reply_type: Any
@@ -40,15 +42,15 @@ class Waiting:
 
 
 class OutgoingCalls:
-    """What was asked and not yet answered, oldest first."""
+    """The requests without a reply, oldest first."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, PendingCall] = {}
         self._deciding: dict[int, None] = {}
-        """Those that the other end remembers the answers to."""
-        self._told_at = 0
-        """The last number with which the other end was told which still wait."""
+        """The waiting requests whose replies the receiver remembers."""
+        self._listed_at = 0
+        """The request number with which waiting numbers were last listed."""
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -58,22 +60,22 @@ class OutgoingCalls:
 
     @property
     def acknowledged(self) -> int:
-        """All answers up to this number have arrived or are no longer wanted."""
+        """All replies up to this number have arrived or are no longer wanted."""
         return next(iter(self._deciding)) - 1 if self._deciding else self._number
 
     def open(self, request: Request[Any], timeout_s: float, fence: Fence | None) -> tuple[int, asyncio.Future[Any]]:
-        """Number a request and wait for its answer until its deadline."""
+        """Number a request and start its deadline."""
         body = encode(request)
         if len(body) > BODY_BYTES_MAX:
-            # Sent, it would cost the connection, and the next one, for it would be sent again.
-            too_large = f"{type(request).__name__} has {len(body)} bytes, over {BODY_BYTES_MAX}"
-            raise RequestRefused("request_too_large", too_large, "say less at a time")
+            # If sent, the receiver would close the connection, and the retry the next one.
+            too_large = f"{type(request).__name__} must have at most {BODY_BYTES_MAX} bytes, got {len(body)}"
+            raise RequestRefused("request_too_large", too_large, "split the request")
         self._number += 1
         deadline = self._clock.monotonic() + timeout_s
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         cls = type(request)
-        waiting = Waiting(answer, cls.reply_type(), cls.__name__, msgspec.Raw(body), deadline, fence)
+        waiting = PendingCall(answer, cls.reply_type(), cls.__name__, msgspec.Raw(body), deadline, fence)
         self._waiting[self._number] = waiting
         if cls.decides:
             self._deciding[self._number] = None
@@ -81,26 +83,26 @@ class OutgoingCalls:
         return self._number, answer
 
     def message(self, number: int) -> RequestMessage:
-        """The request as it is sent, or sent again, with what is left of its time."""
+        """The request message, for the first send or a repetition, with the remaining time."""
         waiting = self._waiting[number]
         left_s = max(0.0, waiting.deadline - self._clock.monotonic())
         acknowledged = min(self.acknowledged, number - 1)
-        still = None
-        if number - acknowledged > SPAN_MAX and number - self._told_at > TELL_EVERY:
-            self._told_at = number
-            still = tuple(before for before in self._deciding if before < number)
-        return RequestMessage(number, acknowledged, waiting.method, waiting.body, left_s, waiting.fence, still)
+        listed = None
+        if number - acknowledged > SPAN_MAX and number - self._listed_at > LIST_EVERY:
+            self._listed_at = number
+            listed = tuple(before for before in self._deciding if before < number)
+        return RequestMessage(number, acknowledged, waiting.method, waiting.body, left_s, waiting.fence, listed)
 
     def unanswered(self) -> list[int]:
-        """The numbers that wait, oldest first."""
+        """The waiting numbers, oldest first."""
         return list(self._waiting)
 
     def abandon(self, number: int) -> bool:
-        """Want an answer no longer; tells whether it was still to come."""
+        """Drop a request; returns whether its reply was still pending."""
         return self._take(number) is not None
 
     def outcome(self, message: Reply | Failure) -> None:
-        """An answer arrived. One that nobody waits for is dropped: it was asked for twice, or given up."""
+        """Resolve a request with its reply. A reply to a repeated or dropped request is ignored."""
         waiting = self._take(message.number)
         if waiting is None or waiting.answer.done():
             return
@@ -111,10 +113,10 @@ class OutgoingCalls:
         try:
             waiting.answer.set_result(decode_body(message.body, waiting.reply_type))
         except msgspec.MsgspecError as error:
-            waiting.answer.set_exception(PeerError("reply_invalid", f"the answer to {waiting.method}: {error}"))
+            waiting.answer.set_exception(PeerError("reply_invalid", f"invalid reply to {waiting.method}: {error}"))
 
     def fail_all(self, error: ForgedError) -> None:
-        """No answer will come any more."""
+        """Fail all waiting requests."""
         waiting, self._waiting = self._waiting, {}
         self._deciding.clear()
         for one in waiting.values():
@@ -124,8 +126,8 @@ class OutgoingCalls:
             self._timer.cancel()
             self._timer = None
 
-    def _take(self, number: int) -> Waiting | None:
-        """Wait no longer for this one."""
+    def _take(self, number: int) -> PendingCall | None:
+        """Remove a waiting request."""
         self._deciding.pop(number, None)
         return self._waiting.pop(number, None)
 
@@ -146,8 +148,8 @@ class OutgoingCalls:
                 waiting.answer.set_exception(
                     Unavailable(
                         "deadline_exceeded",
-                        f"no answer to {waiting.method} in time; whether it was done is unknown",
-                        "see `forgectl events`, or ask again",
+                        f"no reply to {waiting.method} in time; the request may have been executed",
+                        "check `forgectl events`, or send it again",
                     )
                 )
         if self._waiting:

@@ -1,8 +1,11 @@
-"""Frames: how messages are told apart in a stream of bytes.
+"""Frames: split a byte stream into payloads, without I/O.
 
-Law: a frame is a length of four bytes, big-endian, and as many bytes of payload. There is no I/O here and no meaning:
-bytes go in, payloads come out, the same ones however the bytes were cut on their way. A length of zero or over the
-limit is an error before a byte of it is kept, so a peer can make this end hold at most one frame and one read.
+A frame is a big-endian length of four bytes and that many bytes of payload.
+
+Invariants:
+- The payloads do not depend on how the stream was cut into reads.
+- A length of 0 or above the limit is refused before any of its payload is kept, so a peer makes this end hold at most
+  one frame and one read.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ def encode(payload: bytes) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts what arrives into payloads."""
+    """Splits received bytes into payloads."""
 
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
@@ -35,13 +38,13 @@ class FrameDecoder:
 
     @property
     def partial(self) -> bool:
-        """Whether the beginning of a frame waits for its rest."""
+        """Whether an incomplete frame is held."""
         return bool(self._rest)
 
     def feed(self, data: bytes, inbox: deque[bytes]) -> None:
-        """Take what arrived; put the payloads that are now whole into `inbox`, those before a wrong length included.
+        """Append the completed payloads to `inbox`, also those before an invalid length.
 
-        After `PeerError` nothing more can be told apart.
+        Raises `PeerError` for an invalid length; the decoder cannot be used afterwards.
         """
         if not self._rest:
             self._cut(data, inbox)
@@ -71,6 +74,6 @@ class FrameDecoder:
     def _refused(self, length: int) -> PeerError:
         return PeerError(
             "frame_length",
-            f"a frame announces {length} bytes, outside 1..{self.frame_bytes_max}",
-            "send large data over a side connection; see docs/protocol.md",
+            f"a frame's length must be 1..{self.frame_bytes_max}, got {length}",
+            "send bulk data over a side connection; see docs/protocol.md",
         )

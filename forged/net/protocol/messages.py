@@ -1,8 +1,9 @@
-"""The messages of the protocol, as docs/protocol.md describes them.
+"""The messages of the wire protocol (docs/protocol.md).
 
-Law: a message is a msgpack array whose first element says which. Later versions append elements; a reader ignores those
-it does not know and takes the default for those that are missing. What a request, a reply or a fact says is a map of
-its fields and stays encoded until its type is known.
+Invariants:
+- A message is a msgpack array; its first element is the message type.
+- Later versions append elements. A reader ignores unknown elements and uses defaults for missing ones.
+- The fields of a request, reply or fact are a map that stays encoded until its type is known.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Count = Annotated[int, Meta(ge=0, le=INTEGER_MAX)]
 Position = Annotated[int, Meta(ge=-1, le=INTEGER_MAX)]
 Credits = Annotated[int, Meta(ge=0, le=CREDIT_MAX)]
 Seconds = Annotated[float, Meta(ge=0)]
-"""Not a number is no time either: the event loop could not sort it."""
+"""NaN is refused: the event loop could not sort it."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -34,7 +35,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(Message, frozen=True, array_like=True, tag=0):
-    """The first word, by whoever connects. `ticket` makes it a side connection for what the ticket was given for."""
+    """The first message of a connection, sent by the connecting end. With `ticket` it opens a side connection."""
 
     version_min: int
     version_max: int
@@ -46,7 +47,7 @@ class Hello(Message, frozen=True, array_like=True, tag=0):
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=1):
-    """The answer to a hello that is accepted, with what holds on this connection."""
+    """The reply to an accepted hello, with the parameters of the connection."""
 
     version: int
     agent: str
@@ -61,9 +62,9 @@ class Welcome(Message, frozen=True, array_like=True, tag=1):
 
 
 class RequestMessage(Message, frozen=True, array_like=True, tag=2):
-    """Do this. `acknowledged` says that all answers up to that number have arrived.
+    """A request. All replies up to `acknowledged` have arrived.
 
-    `waiting`, when it is said, names the numbers before this one that decide and still wait: all others are done with.
+    `waiting`, if present, lists the earlier deciding requests that still wait: all others are acknowledged.
     """
 
     number: Number
@@ -76,21 +77,21 @@ class RequestMessage(Message, frozen=True, array_like=True, tag=2):
 
 
 class Reply(Message, frozen=True, array_like=True, tag=3):
-    """It is done."""
+    """The reply to a request."""
 
     number: Number
     body: Raw
 
 
 class ReplyOut(Message, frozen=True, array_like=True, tag=3):
-    """A reply as it is sent, encoded together with what it says."""
+    """A reply whose body is encoded together with the message."""
 
     number: Number
     body: Any
 
 
 class Failure(Message, frozen=True, array_like=True, tag=4):
-    """It is not done; number 0 means that the connection is over."""
+    """The failure of a request; number 0: of the connection, which is closed."""
 
     number: Count
     kind: str
@@ -100,15 +101,15 @@ class Failure(Message, frozen=True, array_like=True, tag=4):
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=5):
-    """The answer is no longer wanted."""
+    """The reply is no longer wanted."""
 
     number: Number
 
 
 class Subscribe(Message, frozen=True, array_like=True, tag=6):
-    """Send facts with ids greater than `since` as they become durable: None means from now on, -1 all that are kept.
+    """Subscribe to durable facts with ids greater than `since`; None: from now on, -1: from the oldest kept fact.
 
-    `history` is the one that `since` belongs to; in another one the position means nothing.
+    `history` is the history in which `since` was received; in another history the position is invalid.
     """
 
     stream: Number
@@ -120,7 +121,7 @@ class Subscribe(Message, frozen=True, array_like=True, tag=6):
 
 
 class Facts(Message, frozen=True, array_like=True, tag=7):
-    """Facts of a stream, in order; everything up to `upto` has been looked through."""
+    """Facts of a stream, in id order; every fact up to `upto` was sent or filtered out."""
 
     stream: Number
     upto: Count
@@ -128,7 +129,7 @@ class Facts(Message, frozen=True, array_like=True, tag=7):
 
 
 class GapMessage(Message, frozen=True, array_like=True, tag=8):
-    """Facts of a stream that can no longer be had."""
+    """Ids of a stream whose facts have been dropped from the journal."""
 
     stream: Number
     first: Count
@@ -137,20 +138,20 @@ class GapMessage(Message, frozen=True, array_like=True, tag=8):
 
 
 class Credit(Message, frozen=True, array_like=True, tag=9):
-    """The receiver of a stream takes so many facts more."""
+    """Additional credit: the number of further facts that the receiver takes."""
 
     stream: Number
     facts: Credits
 
 
 class Unsubscribe(Message, frozen=True, array_like=True, tag=10):
-    """A stream is no longer wanted."""
+    """Ends a stream, sent by the receiver."""
 
     stream: Number
 
 
 class Ended(Message, frozen=True, array_like=True, tag=11):
-    """A stream is over, by the sender's will."""
+    """Ends a stream, sent by the sender, with the error."""
 
     stream: Number
     kind: str
@@ -160,26 +161,26 @@ class Ended(Message, frozen=True, array_like=True, tag=11):
 
 
 class Ping(Message, frozen=True, array_like=True, tag=12):
-    """Are you there?"""
+    """A liveness check; the peer answers with a pong."""
 
     nonce: int
 
 
 class Pong(Message, frozen=True, array_like=True, tag=13):
-    """I am."""
+    """The answer to a ping, with its nonce."""
 
     nonce: int
 
 
 class Bye(Message, frozen=True, array_like=True, tag=14):
-    """The sender closes in good order; `acknowledged` as in a request."""
+    """The sender closes the connection; `acknowledged` as in a request."""
 
     acknowledged: Count
     reason: str = ""
 
 
 class SignalMessage(Message, frozen=True, array_like=True, tag=15):
-    """Something that was so a moment ago; there is no answer."""
+    """A signal; there is no reply."""
 
     name: str
     body: Raw
@@ -210,17 +211,15 @@ _body_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def decode(payload: bytes) -> Any:
-    """The message in a frame's payload, or `PeerError`."""
+    """Decode a payload; raises `PeerError` if it is no valid message."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise PeerError(
-            "message_invalid", f"not a message of this protocol: {error}", "see docs/protocol.md"
-        ) from error
+        raise PeerError("message_invalid", f"invalid message: {error}", "see docs/protocol.md") from error
 
 
 def decode_body(body: Raw, wanted: Any) -> Any:
-    """What a request, reply or signal says, as the type that it must have. Raises `msgspec.ValidationError`."""
+    """Decode the fields of a request, reply or signal. Raises `msgspec.ValidationError`."""
     decoder = _body_decoders.get(wanted)
     if decoder is None:
         decoder = _body_decoders[wanted] = msgspec.msgpack.Decoder(wanted)
@@ -229,20 +228,20 @@ def decode_body(body: Raw, wanted: Any) -> Any:
     except msgspec.ValidationError:
         raise
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        # A body that was skipped while its message was read may still be no msgpack, or text that is no text.
+        # The body was skipped while its message was decoded, so it may be invalid msgpack or UTF-8.
         raise msgspec.ValidationError(str(error)) from error
 
 
 def failure(number: int, error: ForgedError) -> Failure:
-    """An error as it travels."""
-    return Failure(number, *_told(error))
+    """The failure message of an error."""
+    return Failure(number, *_fields(error))
 
 
 def ending(stream: int, error: ForgedError) -> Ended:
-    """An error that ends a stream, as it travels."""
-    return Ended(stream, *_told(error))
+    """The message that ends a stream with an error."""
+    return Ended(stream, *_fields(error))
 
 
-def _told(error: ForgedError) -> tuple[str, str, str, str]:
-    # What it says may repeat what the peer said, at any length.
+def _fields(error: ForgedError) -> tuple[str, str, str, str]:
+    # The text may quote peer input of any length.
     return error.kind, error.code, error.message[:TEXT_CHARS_MAX], error.fix[:TEXT_CHARS_MAX]

@@ -1,9 +1,11 @@
-"""One connection, seen from either end.
+"""One connection, at either end: frames, flow control, pings and timeouts.
 
-Law: what arrives is worked off in order, and only as fast as this end admits: over its limits it stops reading, and
-the network pushes back; one that has sent much at once waits while the others have their turns. What is sent within
-one turn of the loop leaves in two writes, unless it is much. A peer that breaks the protocol, stops in the middle of a
-frame, does not read or falls silent is told why and let go; nothing it does raises beyond this class.
+Invariants:
+- Messages are processed in order. Above its limits this end stops reading, so that TCP pushes back; after
+  `MESSAGES_PER_TURN` messages other connections are served.
+- Messages that are sent in one turn of the loop leave in two writes, unless they are large.
+- A peer that violates the protocol, sends incomplete frames, does not read or is silent gets a failure message and the
+  connection is closed. Nothing that a peer sends raises outside of this class.
 """
 
 from __future__ import annotations
@@ -20,34 +22,32 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, f
 from forged.net.protocol import frames
 from forged.net.protocol.frames import FrameDecoder
 from forged.net.protocol.messages import Failure, Message, Ping, Pong, decode, encode, failure
-from forged.net.transport.tcp import Patience
+from forged.net.transport.tcp import UserTimeout
 
 MESSAGES_PER_TURN = 256
-"""How many messages of one connection are worked off before the others have their turn."""
+"""The number of messages of one connection before other connections are served."""
 WRITE_BYTES = 256 << 10
-"""How much is gathered for one write."""
-
-
+"""Messages are written at once above this size, otherwise at the end of the turn."""
 READ_BYTES = 256 << 10
 IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
-class _Arrivals(threading.local):
-    """Where what arrives is put first, by all connections of a thread: it is taken out before the next one reads.
+class _ReadBuffer(threading.local):
+    """The read buffer of all connections of a thread; received bytes are copied out before the next read.
 
-    Without it asyncio allocates as much for every read, which costs several times what the read does.
+    Without it asyncio allocates a buffer for every read, which costs several times as much as the read.
     """
 
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray(READ_BYTES))
 
 
-_arrivals = _Arrivals()
+_read_buffer = _ReadBuffer()
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may take."""
+    """The limits of one connection."""
 
     frame_bytes_max: int = frames.FRAME_BYTES_MAX
     hello_bytes_max: int = 16 << 10
@@ -61,19 +61,19 @@ class ConnectionLimits:
 
 
 class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
-    """Frames, order, pressure and patience; what the messages mean is for the subclasses."""
+    """Frames, flow control and timeouts; subclasses handle the messages."""
 
     def __init__(self, clock: Clock, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self.clogged = False
-        """The other end does not read what is sent."""
+        self.write_paused = False
+        """Whether the write buffer is full: the peer does not read."""
         self.closing = False
         self.lost = False
         self._clock = clock
         self._transport: asyncio.Transport | None = None
         self._decoder = FrameDecoder(limits.hello_bytes_max)
         self._inbox: deque[bytes] = deque()
-        self._arrivals = _arrivals.buffer
+        self._read_buffer = _read_buffer.buffer
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._corked = False
@@ -86,38 +86,38 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         self._pinged_at = self._unread_since = self._opened_at
         self._unread_bytes = 0
         self._reason: ForgedError | None = None
-        self._patience: Patience | None = None
-        self._is_under_way = False
-        """Whether something that was sent may not have arrived."""
+        self._user_timeout: UserTimeout | None = None
+        self._has_unacknowledged = False
+        """Whether sent bytes may not have been acknowledged."""
 
     # For subclasses.
 
     def opened(self) -> None:
-        """The connection stands."""
+        """The connection is established."""
 
     def admits(self) -> bool:
-        """Whether another message may be worked off now."""
-        return not self.clogged
+        """Whether another message may be processed now."""
+        return not self.write_paused
 
     def received(self, message: Any) -> None:
-        """A message arrived, other than ping, pong and failure of the connection as a whole."""
+        """Handle a message other than ping, pong and the failure of the connection."""
         raise NotImplementedError
 
-    def unclogged(self) -> None:
-        """The other end reads again."""
+    def write_resumed(self) -> None:
+        """The peer reads again."""
 
     def ended(self, error: ForgedError) -> None:
-        """The connection is gone, and why. Called once."""
+        """The connection has ended with this error. Called once."""
 
-    # What both ends do.
+    # For subclasses and their users.
 
     def established(self) -> None:
-        """Hellos have been exchanged: large frames are welcome, and pings."""
+        """The hello was accepted: allow full-size frames and pings."""
         self._established = True
         self._decoder.frame_bytes_max = self.limits.frame_bytes_max
 
     def send(self, message: Message) -> None:
-        """Send a message; what is sent in the same turn of the loop leaves together."""
+        """Send a message; messages of one turn of the loop are written together."""
         if self.closing or self.lost:
             return
         payload = encode(message)
@@ -127,21 +127,22 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         self._out.append(frame)
         self._out_bytes += len(frame)
         if self._out_bytes >= WRITE_BYTES:
-            # At once, because only what was written tells whether the other end reads.
+            # At once, because only written bytes show whether the peer reads.
             self._flush()
         elif not self._corked and not self._flush_scheduled:
-            # The first leaves at once, for whoever asks one thing at a time; what follows in this turn leaves together.
+            # The first message of a turn is written at once, for low latency; the others together at the end of the
+            # turn.
             self._flush()
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._end_turn)
 
     def fail(self, error: ForgedError) -> None:
-        """Tell the other end what it did wrong, and close."""
+        """Send the error to the peer and close."""
         self.send(failure(0, error))
         self.close(error)
 
     def close(self, error: ForgedError | None = None) -> None:
-        """Close once what was sent has left; nothing more is received."""
+        """Close after the sent messages are written; nothing more is received."""
         if self.closing or self.lost:
             return
         self._flush()
@@ -155,7 +156,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             self.connection_lost(None)
 
     def abort(self) -> None:
-        """Close now; what has not left is dropped."""
+        """Close immediately; unsent messages are dropped."""
         self.closing = True
         if self._transport is not None:
             self._transport.abort()
@@ -163,12 +164,12 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             self.connection_lost(None)
 
     def descriptor(self) -> int | None:
-        """The file descriptor of the connection's socket, where it has one."""
+        """The file descriptor of the connection's socket, if it has one."""
         sock = None if self.lost or self._transport is None else self._transport.get_extra_info("socket")
         return sock.fileno() if sock is not None and sock.fileno() >= 0 else None
 
     def hand_over(self) -> asyncio.Transport:
-        """Give the transport away, after what was sent has been written: this connection is over, that one goes on."""
+        """Detach and return the transport after writing the sent messages; this connection has ended."""
         assert self._transport is not None
         self._flush()
         transport = self._transport
@@ -179,12 +180,12 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         return transport
 
     def sweep(self, now: float) -> None:
-        """Notice what takes too long. Called about once a second."""
+        """Check the timeouts; to be called about once per second."""
         if self.lost:
             return
         limits = self.limits
-        if self._patience is not None and self._is_under_way and self.descriptor() is not None:
-            self._is_under_way = not self._patience.look()
+        if self._user_timeout is not None and self._has_unacknowledged and self.descriptor() is not None:
+            self._has_unacknowledged = not self._user_timeout.update()
         if self.closing:
             if now - self._closing_since > limits.linger_s:
                 self.abort()
@@ -195,19 +196,23 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             self.send(Ping(0))
 
     def _overdue(self, now: float) -> ForgedError | None:
-        """What has taken too long. While this end does not read, the other cannot be blamed for what is not heard."""
+        """The error of an exceeded timeout, or None. While this end does not read, silence does not count."""
         limits = self.limits
-        # The times come first: of a thousand connections nearly all are well, and nothing more of them is looked at.
+        # Times first: for nearly all of a thousand connections nothing else needs to be checked.
         if now - self._partial_since > limits.frame_timeout_s and self._decoder.partial and not self._paused:
-            return PeerError("frame_slow", f"a frame was not whole after {limits.frame_timeout_s} s", "send it whole")
+            return PeerError(
+                "frame_slow", f"a frame was incomplete after {limits.frame_timeout_s} s", "send complete frames"
+            )
         if now - self._heard_at > limits.silence_max_s and not self._paused:
-            return Unavailable("silent", f"nothing was heard for {limits.silence_max_s} s", "reconnect")
-        if self.clogged and self._unread_for(now) > limits.silence_max_s:
-            return Unavailable("not_reading", f"nothing was read for {limits.silence_max_s} s", "reconnect, and read")
+            return Unavailable("silent", f"nothing was received for {limits.silence_max_s} s", "reconnect")
+        if self.write_paused and self._unread_for(now) > limits.silence_max_s:
+            return Unavailable(
+                "not_reading", f"the peer read nothing for {limits.silence_max_s} s", "reconnect and read"
+            )
         return None
 
     def _unread_for(self, now: float) -> float:
-        """For how long nothing has left of what waits to be read by the other end."""
+        """How long the write buffer has not become smaller."""
         assert self._transport is not None
         waiting = self._transport.get_write_buffer_size()
         if waiting < self._unread_bytes:
@@ -216,7 +221,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         return now - self._unread_since
 
     def work(self) -> None:
-        """Work off what has arrived, as far as it is admitted; then read on or pause."""
+        """Process received messages as far as they are admitted; then resume or pause reading."""
         if self._working or self._turn_scheduled:
             return
         self._working = True
@@ -224,8 +229,8 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             self._work()
         except ForgedError as error:
             self.fail(error)
-        except Exception as error:  # noqa: BLE001 - our mistake over one peer's message must not reach the others
-            self._broken(error)
+        except Exception as error:  # noqa: BLE001 - a bug in the handling of one message must not end the daemon
+            self._report_bug(error)
         finally:
             self._working = False
         self._set_paused(bool(self._inbox) or not self.admits())
@@ -240,11 +245,11 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             self._turn_scheduled = True
             asyncio.get_running_loop().call_soon(self._next_turn)
 
-    def _broken(self, error: Exception) -> None:
-        context = {"message": "a message was not survived", "exception": error, "protocol": self}
+    def _report_bug(self, error: Exception) -> None:
+        context = {"message": "a message raised an unexpected error", "exception": error, "protocol": self}
         asyncio.get_running_loop().call_exception_handler(context)
         reason = f"{type(error).__name__}: {error}"
-        self.fail(ForgedError("connection_broken", f"this end made a mistake: {reason}", "report it as a bug"))
+        self.fail(ForgedError("connection_broken", f"unexpected error: {reason}", "report this bug"))
 
     def _next_turn(self) -> None:
         self._turn_scheduled = False
@@ -255,21 +260,21 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         made = cast("asyncio.Transport", transport)
         if self.lost:
-            # Given up while it was being made: a TLS handshake may take longer than a hello.
+            # Closed during the TLS handshake, which may take longer than the hello timeout.
             made.abort()
             return
         self._transport = made
         self._transport.set_write_buffer_limits(high=self.limits.write_buffer_bytes_max)
         sock = made.get_extra_info("socket")
         if sock is not None and sock.family in IP_FAMILIES:
-            self._patience = Patience(sock)
+            self._user_timeout = UserTimeout(sock)
         self.opened()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._arrivals
+        return self._read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self._arrivals[:nbytes]))
+        self.data_received(bytes(self._read_buffer[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         if self.closing:
@@ -292,13 +297,13 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         self._flush()
 
     def pause_writing(self) -> None:
-        self.clogged = True
+        self.write_paused = True
         self._unread_since = self._clock.monotonic()
         self._unread_bytes = 0
 
     def resume_writing(self) -> None:
-        self.clogged = False
-        self.unclogged()
+        self.write_paused = False
+        self.write_resumed()
         self.work()
 
     def eof_received(self) -> bool:
@@ -314,15 +319,15 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         if reason is None:
             how = f"was lost: {exc}" if exc else "was closed by the other end"
             reason = Unavailable("connection_lost", f"the connection {how}", "reconnect")
-        # With TLS it holds a quarter of a megabyte, which would wait with this connection for the garbage collector.
-        self._transport = self._patience = None
+        # A TLS transport holds 256 KiB, which would otherwise wait for the garbage collector.
+        self._transport = self._user_timeout = None
         self.ended(reason)
 
     def _too_large(self, payload_bytes: int) -> RequestRefused:
-        # The other end would let go of the connection, and ask for the same again on the next one.
+        # If sent, the peer would close the connection and repeat its request on the next one.
         limit = self.limits.frame_bytes_max
         return RequestRefused(
-            "message_too_large", f"{payload_bytes} bytes are over the {limit} of a frame", "ask for less"
+            "message_too_large", f"a message must have at most {limit} bytes, got {payload_bytes}", "request less data"
         )
 
     def _receive(self, payload: bytes) -> None:
@@ -347,7 +352,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         data = out[0] if len(out) == 1 else b"".join(out)
         out.clear()
         self._out_bytes = 0
-        self._is_under_way = True
+        self._has_unacknowledged = True
         self._transport.write(data)
 
     def _set_paused(self, paused: bool) -> None:

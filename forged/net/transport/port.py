@@ -1,7 +1,7 @@
-"""The port through which connections are made.
+"""The network port: listen, connect, identify peers.
 
-Law: everything above this port deals in asyncio transports and protocols and never sees a socket, so that the same
-connections run over TCP, TLS, Unix sockets and the simulated network.
+Code above this port uses asyncio transports and protocols, never sockets, so that the same connections run over TCP,
+TLS, Unix sockets and the simulated network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to listen or connect: a socket path for `unix`, host and port for the others."""
+    """An address to listen at or connect to: a path for `unix`, host and port for `tcp` and `tls`."""
 
     scheme: Scheme
     host: str = ""
@@ -29,7 +29,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read `unix:///path`, `tcp://host:port`, `tls://host:port`, or a bare `host:port` (which is tcp)."""
+        """Parse `unix:///path`, `tcp://host:port`, `tls://host:port`, or `host:port` (tcp)."""
         try:
             parts = urlsplit(text if "://" in text else f"tcp://{text}")
             port = parts.port
@@ -41,8 +41,8 @@ class Address:
             return cls("tls" if parts.scheme == "tls" else "tcp", host=parts.hostname, port=port)
         raise ConfigError(
             "address_invalid",
-            f"{text!r} is not an address",
-            "write unix:///path, tcp://host:port or tls://host:port",
+            f"address {text!r} is invalid",
+            "use unix:///path, tcp://host:port or tls://host:port",
         )
 
     def __str__(self) -> str:
@@ -54,44 +54,44 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What the network knows of the other end before it says a word."""
+    """What the network knows about the peer before its first message."""
 
     scheme: Scheme
     address: str
     loopback: bool = False
     uid: int | None = None
     certificate_name: str | None = None
-    """The name in a verified certificate, empty where that has none; None without a certificate."""
+    """The name in the verified certificate, empty if it has none; None without a certificate."""
 
 
 class Listener(Protocol):
-    """An open door."""
+    """A listening address."""
 
     @property
     def address(self) -> Address:
-        """Where it really listens: port 0 has become a port."""
+        """The actual address; port 0 is replaced by the assigned port."""
         ...
 
     def descriptors(self) -> list[int]:
-        """The file descriptors of its sockets; none where there are no sockets."""
+        """The file descriptors of its sockets, if it has sockets."""
         ...
 
     async def close(self) -> None:
-        """Accept no more. Connections that were made stay."""
+        """Stop accepting; existing connections stay."""
         ...
 
 
 class Network(Protocol):
-    """Makes connections. One per host: in the simulation it is what partitions act on."""
+    """Makes connections of one host."""
 
     async def listen(self, address: Address, factory: ProtocolFactory) -> Listener:
-        """Call `factory` for every connection that arrives."""
+        """Listen, and call `factory` for every new connection."""
         ...
 
     async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
-        """Connect, or raise `Unavailable` (nobody answers; refused; in time out) or `PeerError` (TLS not accepted)."""
+        """Connect. Raises `Unavailable` (no answer, refused, timeout) or `PeerError` (TLS failed)."""
         ...
 
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
-        """Who is at the other end of a transport that this network made."""
+        """The peer of a transport that this network made."""
         ...

@@ -1,11 +1,10 @@
-"""The network of the machine: TCP, TLS and Unix sockets on asyncio.
+"""The network port on this machine's sockets: TCP, TLS and Unix, with asyncio.
 
-Law: what the system says is translated here and beneath, once. An address that cannot be listened at is the
-operator's (`ConfigError`), a peer that does not answer is the world's (`Unavailable`), a peer that answers but cannot
-be trusted is the peer's (`PeerError`).
+OS errors are translated here and in the modules below: an address that cannot be listened at is a `ConfigError`, a peer
+that does not answer is `Unavailable`, a peer that fails the TLS handshake is a `PeerError`.
 
-With TLS 1.3 a server judges the client's certificate after the client's handshake is over. So a client without one is
-connected first, and then loses the connection with an `ssl.SSLError`; `tls.refusal` says what that means.
+With TLS 1.3 a server checks the client's certificate after the client's handshake has finished. So a client without a
+certificate is connected first and then loses the connection with an `ssl.SSLError`, which `tls.refusal` translates.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
     import ssl
 
 SERVER_NEEDS = "set tls_certificate and tls_key"
-CLIENT_NEEDS = "give the network a context: SystemNetwork(tls_client=...)"
+CLIENT_NEEDS = "pass a context: SystemNetwork(tls_client=...)"
 BACKLOG = 1024
 SOCKET_MODE = 0o660
 CONNECT_TIMEOUT_S = 5.0
 TLS_HANDSHAKE_TIMEOUT_S = 10.0
 TLS_SHUTDOWN_TIMEOUT_S = 2.0
 HANDSHAKES_MAX = 256
-"""How many TLS handshakes may be under way at one listening socket; each holds a quarter of a megabyte."""
+"""The maximum number of TLS handshakes in progress per listening socket; each needs 256 KiB."""
 
 CREDENTIALS = struct.Struct("iII")
 """`struct ucred`: process, user, group."""
@@ -42,22 +41,22 @@ CREDENTIALS = struct.Struct("iII")
 IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 UNKNOWN = "unknown"
-"""The address of a peer that was gone before it could be asked."""
+"""The address of a peer that disconnected before it could be read."""
 
 CONNECT_FAILURES: tuple[tuple[type[OSError], str, str], ...] = (
-    (TimeoutError, "connect_timeout", "see whether the host is up and a firewall lets it answer"),
-    (ConnectionRefusedError, "connect_refused", "see whether the daemon or worker that should listen there is running"),
-    (ConnectionError, "connect_reset", "see whether a daemon or worker is there, and speaks TLS where this end does"),
-    (FileNotFoundError, "no_socket", "see whether the daemon is running and listens there"),
-    (NotADirectoryError, "no_socket", "see whether the path is right"),
-    (socket.gaierror, "host_not_found", "see the host's name, and the name service"),
-    (OSError, "connect_failed", "see the address, and the network between"),
+    (TimeoutError, "connect_timeout", "check that the host is up and no firewall blocks it"),
+    (ConnectionRefusedError, "connect_refused", "check that the daemon or worker runs and listens there"),
+    (ConnectionError, "connect_reset", "check that a daemon or worker listens there, with the same TLS setting"),
+    (FileNotFoundError, "no_socket", "check that the daemon runs and listens there"),
+    (NotADirectoryError, "no_socket", "check the path"),
+    (socket.gaierror, "host_not_found", "check the host name and the name service"),
+    (OSError, "connect_failed", "check the address and the network"),
 )
-"""The first that fits tells the code and the fix."""
+"""The first matching class gives the error code and the fix."""
 
 
 class SystemNetwork:
-    """Connections of this machine's sockets. `tls_server` and `tls_client` are needed for `tls://` addresses only."""
+    """The network of this machine. `tls_server` and `tls_client` are needed for `tls://` addresses only."""
 
     def __init__(
         self,
@@ -81,9 +80,9 @@ class SystemNetwork:
         self._liveness = liveness or Liveness()
 
     async def listen(self, address: Address, factory: ProtocolFactory) -> Listener:
-        """Call `factory` for every connection that arrives.
+        """Call `factory` for every new connection.
 
-        Over TLS, for every one that tries: where no connection comes about, `connection_lost` is all that is called.
+        With TLS also for handshakes that fail later; then only `connection_lost` is called on the protocol.
         """
         context = _required(self._tls_server, address, SERVER_NEEDS) if address.scheme == "tls" else None
         if address.scheme == "unix":
@@ -94,9 +93,9 @@ class SystemNetwork:
         return await self._serve(sockets, factory, bound, context=context)
 
     async def listen_on(self, sock: socket.socket, factory: ProtocolFactory, *, tls: bool = False) -> Listener:
-        """Adopt a socket that somebody else opened, as systemd does; the file of a Unix socket stays theirs.
+        """Listen on a socket that was opened by another process, such as systemd; a Unix socket's file is not removed.
 
-        A socket that is refused stays the caller's; any other belongs to the listener.
+        If this raises, the socket still belongs to the caller.
         """
         address = _address_of(sock, tls=tls)
         context = _required(self._tls_server, address, SERVER_NEEDS) if address.scheme == "tls" else None
@@ -106,7 +105,7 @@ class SystemNetwork:
         return await self._serve([sock], factory, address, context=context)
 
     async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
-        """Connect within `connect_timeout_s`, the TLS handshake included."""
+        """Connect within `connect_timeout_s`, including the TLS handshake."""
         context = _required(self._tls_client, address, CLIENT_NEEDS) if address.scheme == "tls" else None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -118,7 +117,7 @@ class SystemNetwork:
             raise _not_connected(address, error) from error
 
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
-        """Who is at the other end. The name in a certificate is told only if the certificate was verified."""
+        """The peer of a transport. A certificate's name is returned only if the certificate was verified."""
         sock: socket.socket = transport.get_extra_info("socket")
         if sock.family == socket.AF_UNIX:
             return _unix_peer(sock)
@@ -153,7 +152,7 @@ class SystemNetwork:
     ) -> asyncio.Server | TlsServer:
         if context is not None:
             return TlsServer(sock, factory, context, self._backlog, self._tls_limits)
-        # For Unix sockets too: from Python 3.13 on `create_unix_server` removes the file of a socket it was only lent.
+        # Also for Unix sockets: from Python 3.13 on, `create_unix_server` removes the file of a socket passed to it.
         return await asyncio.get_running_loop().create_server(
             factory, sock=sock, backlog=self._backlog, start_serving=False
         )
@@ -172,7 +171,7 @@ class SystemNetwork:
 
 
 class _SocketListener:
-    """One door, with a server for each of its sockets."""
+    """A listener with one asyncio server per socket."""
 
     def __init__(
         self, address: Address, servers: Iterable[asyncio.Server | TlsServer], file: unix.SocketFile | None
@@ -189,11 +188,11 @@ class _SocketListener:
         return [sock.fileno() for server in self._servers for sock in server.sockets]
 
     async def close(self) -> None:
-        # The file goes first: while the socket listens, nobody takes it for dead and puts another in its place.
+        # Remove the file first: while the socket listens, no process replaces it.
         if self._file is not None:
             self._file.remove()
             self._file = None
-        # Not `wait_closed`, which from Python 3.12 on waits for the connections to end.
+        # Not `wait_closed`: from Python 3.12 on it waits until all connections are closed.
         for server in self._servers:
             server.close()
 
@@ -205,13 +204,13 @@ def _required(context: ssl.SSLContext | None, address: Address, fix: str) -> ssl
 
 
 def _address_of(sock: socket.socket, *, tls: bool) -> Address:
-    """Where an adopted socket listens; raises `ConfigError` for one that does not."""
+    """The address of an inherited socket; raises `ConfigError` if it does not listen."""
     streams = sock.family in (socket.AF_UNIX, *IP_FAMILIES) and sock.type == socket.SOCK_STREAM
     if not streams or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         raise ConfigError(
             "socket_not_listening",
             f"descriptor {sock.fileno()} is not a listening stream socket",
-            "pass TCP or Unix sockets that listen (systemd: ListenStream=, Accept=no)",
+            "pass listening TCP or Unix sockets (systemd: ListenStream=, Accept=no)",
         )
     if sock.family == socket.AF_UNIX:
         return Address("unix", path=str(sock.getsockname()))
@@ -229,13 +228,15 @@ def _not_connected(address: Address, error: OSError) -> ForgedError:
             return tls.refusal(address, error)
     reason = error.strerror or str(error) or "no answer in time"
     if isinstance(error, PermissionError):
-        return ConfigError("connect_not_permitted", f"{address} may not be used: {reason}", "see its owner and mode")
+        return ConfigError(
+            "connect_not_permitted", f"cannot connect to {address}: {reason}", "check its owner and mode"
+        )
     code, fix = next((code, fix) for kind, code, fix in CONNECT_FAILURES if isinstance(error, kind))
     return Unavailable(code, f"cannot connect to {address}: {reason}", fix)
 
 
 def _unix_peer(sock: socket.socket) -> Peer:
-    """The kernel's word for who connected, or listens. A socket that has been closed since has no owner any more."""
+    """The peer of a Unix socket by SO_PEERCRED, unknown if the socket is closed already."""
     try:
         pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     except OSError:
@@ -244,7 +245,7 @@ def _unix_peer(sock: socket.socket) -> Peer:
 
 
 def _ip_peer(peername: tuple[Any, ...] | None) -> tuple[IPv4Address | IPv6Address | None, str]:
-    """The peer's address, and it with the port as text. An IPv4 address in IPv6 clothes is the IPv4 address."""
+    """The peer's address, and address with port as text. A mapped IPv4 address is returned as IPv4."""
     if peername is None:
         return None, UNKNOWN
     host = ip_address(peername[0])
@@ -255,8 +256,8 @@ def _ip_peer(peername: tuple[Any, ...] | None) -> tuple[IPv4Address | IPv6Addres
 
 
 def _certificate_name(certificate: Mapping[str, Any]) -> str | None:
-    """The common name, or else the first DNS name."""
+    """The common name, or the first DNS name."""
     common = (value for part in certificate.get("subject", ()) for key, value in part if key == "commonName")
     names = (value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS")
-    # A certificate without a name is one all the same: it must not pass for none.
+    # A certificate without a name must not count as no certificate.
     return next(common, None) or next(names, "" if certificate else None)

@@ -1,16 +1,16 @@
-"""TCP sockets: where they listen, how they connect, and how the kernel watches over them.
+"""TCP sockets: listen, connect, and detect hosts that are gone.
 
-Law: a host that is gone is found by the kernel. It says nothing, so the kernel is told to ask: by keepalive on idle
-connections, by the user timeout on those with bytes under way. Measured between two network namespaces, with the
-defaults: an idle connection is lost after 1.0 to 2.0 s, one with bytes under way after about 2.2 s. Bytes that are
-sent into the silence, before keepalive has given up, start the user timeout then: up to 2 s more. So the daemon, whose
-connections are idle mostly, should have lost a host before its peers complain of it and there is news to be sent; with
-1.6 s for the user timeout the peers were first at times, and it took 3.9 s in all.
+A host that is gone is detected by the kernel: by keepalive on idle connections, by TCP_USER_TIMEOUT on connections with
+unacknowledged bytes. Measured between two network namespaces with the defaults: an idle connection is lost after 1.0 to
+2.0 s, one with bytes in flight after about 2.2 s. Bytes that are sent after the host is gone, before keepalive gives
+up, start the user timeout then: up to 2 s more. So the daemon, whose connections are mostly idle, should lose a host
+before other workers report it, which makes the daemon send. With a user timeout of 1.6 s the reports sometimes came
+first, and detection took 3.9 s.
 
-The kernel applies the user timeout also to a peer that lives and does not read, once its receive window is full, though
-its host answers every probe: measured on Linux 6.18, such a connection is lost after 2.1 to 2.5 s. A process that holds
-Python's lock, or is stopped, is such a peer. So `Patience` looks at the connection now and then, and lengthens the user
-timeout for as long as the host answers and the window is full. The movers of bulk bytes set their own.
+The kernel applies the user timeout also to a live peer that does not read, once its receive window is full, although
+its host acknowledges every probe: measured on Linux 6.18, such a connection is lost after 2.1 to 2.5 s. A process that
+holds the GIL, or is stopped, is such a peer. `UserTimeout` therefore extends the timeout while the host answers and the
+window is full. Bulk transfers set their own timeout.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from forged.errors import ConfigError, ForgedError, Unavailable
 from forged.net.transport.port import Address
 
 UNAVAILABLE_FAMILY = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
-"""What binding says when a name has an address of a family that this machine has switched off."""
+"""Errors of a bind to an address of a family that is disabled on this machine."""
 
-PATIENT_USER_TIMEOUT_S = 300.0
-"""How long a peer whose host answers may leave unread what was sent."""
+EXTENDED_USER_TIMEOUT_S = 300.0
+"""The user timeout while the peer's host answers and its process does not read."""
 PROBES_UNANSWERED_MAX = 2
-"""So many probes of a full window may go unanswered: hosts answer them at most twice a second."""
+"""Unanswered probes of a full window that still count as a live host: hosts answer at most two per second."""
 
 TCP_INFO_BYTES = 148
 PROBES, UNACKNOWLEDGED, UNSENT = struct.Struct("3xB"), struct.Struct("24xI"), struct.Struct("144xI")
-"""Where `struct tcp_info` has what is asked for here."""
+"""The offsets of these fields in `struct tcp_info`."""
 
 INTEGER = struct.Struct("i")
 
@@ -45,7 +45,7 @@ AddressInfo = tuple[int, int, int, str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """How soon the kernel notices that a host is gone; by default in two seconds. A user timeout of 0 is none."""
+    """Kernel timeouts for detecting a host that is gone, by default within about 2 s; user timeout 0 disables it."""
 
     keepalive_idle_s: int = 1
     keepalive_interval_s: int = 1
@@ -53,7 +53,7 @@ class Liveness:
     user_timeout_s: float = 1.8
 
     def apply(self, sock: socket.socket) -> None:
-        """Set it on a socket, and send small messages at once. What a listener accepts inherits all of it."""
+        """Set the timeouts and TCP_NODELAY; accepted sockets inherit them from the listening socket."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
             (socket.TCP_NODELAY, 1),
@@ -65,8 +65,8 @@ class Liveness:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class Options(Protocol):
-    """A socket, or what asyncio gives for one."""
+class SocketOptions(Protocol):
+    """A socket, or asyncio's wrapper of one."""
 
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes:
         """The bytes of an option."""
@@ -77,60 +77,60 @@ class Options(Protocol):
         ...
 
 
-class Patience:
-    """The user timeout of one connection: the usual one, and a long one while the peer lives and reads nothing."""
+class UserTimeout:
+    """The user timeout of one connection, extended while the peer's host answers and its process does not read."""
 
-    def __init__(self, sock: Options) -> None:
+    def __init__(self, sock: SocketOptions) -> None:
         self._sock = sock
         self._usual = INTEGER.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, INTEGER.size))[0]
-        self._is_long = False
+        self._is_extended = False
 
-    def look(self) -> bool:
-        """Go by how the connection is now; tells whether all that was sent has arrived.
+    def update(self) -> bool:
+        """Extend or restore the timeout; returns whether everything sent has been acknowledged.
 
-        A look a second comes before a user timeout of two. Where all has arrived, none is needed before the next write.
+        To be called once per second while bytes are in flight, which is before a user timeout of 1.8 s ends.
         """
-        flight = Flight.of(self._sock)
-        if flight.is_unread:
-            self.lengthen()
-        elif self._is_long:
+        in_flight = InFlight.of(self._sock)
+        if in_flight.is_unread:
+            self.extend()
+        elif self._is_extended:
             self._set(self._usual)
-            self._is_long = False
-        return not (flight.unsent or flight.unacknowledged or self._is_long)
+            self._is_extended = False
+        return not (in_flight.unsent or in_flight.unacknowledged or self._is_extended)
 
-    def lengthen(self) -> None:
-        """Have the long one until the next look."""
-        if self._usual and not self._is_long:
-            self._set(round(PATIENT_USER_TIMEOUT_S * 1000))
-            self._is_long = True
+    def extend(self) -> None:
+        """Use the extended timeout until the next `update`."""
+        if self._usual and not self._is_extended:
+            self._set(round(EXTENDED_USER_TIMEOUT_S * 1000))
+            self._is_extended = True
 
     def _set(self, timeout_ms: int) -> None:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
-class Flight(NamedTuple):
-    """What of a connection is on its way, as its kernel sees it."""
+class InFlight(NamedTuple):
+    """The bytes in flight of a connection, from `struct tcp_info`."""
 
     probes: int
     unacknowledged: int
     unsent: int
 
     @classmethod
-    def of(cls, sock: Options) -> Flight:
-        """As it is now."""
+    def of(cls, sock: SocketOptions) -> InFlight:
+        """Read the current values."""
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         probes, unacknowledged, unsent = (field.unpack_from(info)[0] for field in (PROBES, UNACKNOWLEDGED, UNSENT))
         return cls(probes, unacknowledged, unsent)
 
     @property
     def is_unread(self) -> bool:
-        """Whether the host answers and its program does not read: all is acknowledged, and the rest finds no room."""
+        """Whether the peer's host answers and its process does not read: all bytes sent are acknowledged, more wait."""
         return bool(self.unsent) and not self.unacknowledged and self.probes <= PROBES_UNANSWERED_MAX
 
 
-def is_unread(sock: Options) -> bool:
-    """Whether the host at the other end answers and its program does not read."""
-    return Flight.of(sock).is_unread
+def is_unread(sock: SocketOptions) -> bool:
+    """Whether the peer's host answers and its process does not read."""
+    return InFlight.of(sock).is_unread
 
 
 async def listen(address: Address, backlog: int, liveness: Liveness) -> list[socket.socket]:
@@ -150,14 +150,14 @@ async def bind(address: Address, backlog: int, liveness: Liveness | None = None)
 
 
 async def dial(address: Address, liveness: Liveness) -> socket.socket:
-    """A socket connected to the first address of the host that answers. Raises what the system says of the last."""
+    """Connect to the first address of the host that answers. Raises the `OSError` of the last address."""
     failure: OSError | None = None
     for info in await _resolve(address):
         try:
             return await _dial_one(info, liveness)
         except OSError as error:
             failure = error
-    assert failure is not None, "a name resolves to one address at least"
+    assert failure is not None, "a name resolves to at least one address"
     raise failure
 
 
@@ -175,7 +175,7 @@ async def _dial_one(info: AddressInfo, liveness: Liveness) -> socket.socket:
 
 
 async def _resolve(address: Address, flags: int = 0) -> list[AddressInfo]:
-    """The host's addresses, each once. Only a name is looked up in a thread; a number needs none."""
+    """The host's addresses without duplicates. Only a name is resolved in a thread."""
     host = address.host or None
     try:
         try:
@@ -225,7 +225,7 @@ def _listen_one(
         if liveness is not None:
             liveness.apply(sock)
         sock.bind(where)
-        # Two that reuse an address may both bind it; only listening decides.
+        # With SO_REUSEADDR two processes may bind the same address; only listen fails for the second.
         sock.listen(backlog)
     except BaseException:
         sock.close()
@@ -241,5 +241,5 @@ def _not_listening(address: Address, error: OSError) -> ForgedError:
         return ConfigError("address_not_permitted", reason, "use a port over 1023, or grant CAP_NET_BIND_SERVICE")
     if error.errno == errno.EADDRINUSE:
         return ConfigError("address_in_use", reason, "stop the process that listens there, or use another port")
-    # The world's, and passing: when a machine starts, its addresses may come later than its daemons.
+    # Retryable: when a machine boots, its addresses may appear after the daemon starts.
     return Unavailable("address_not_available", reason, "use an address of this machine, or 0.0.0.0 or [::] for all")

@@ -1,8 +1,9 @@
-"""Contexts for TLS, and what its failures mean in words.
+"""TLS contexts, their renewal, and readable TLS errors.
 
-Law: a context is whole or not made. Every file it needs is read here, and every one that is missing or wrong is named
-together with its setting; nothing is asked at a terminal, and nothing below TLS 1.2 is spoken. A listener whose files
-are renewed shows the old ones until the new ones are whole.
+Invariants:
+- A context is complete or an error: every missing or invalid file is reported with its setting. No passphrase is asked
+  for at a terminal. TLS versions below 1.2 are refused.
+- A renewed listener uses the old files until the new ones are valid.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ Version = Literal["1.2", "1.3"]
 VERSIONS: dict[Version, ssl.TLSVersion] = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 
 REASONS = {
-    "CERTIFICATE_REQUIRED": "it wants a client certificate and got none",
-    "CERTIFICATE_EXPIRED": "it holds our certificate to be expired",
+    "CERTIFICATE_REQUIRED": "it requires a client certificate",
+    "CERTIFICATE_EXPIRED": "it reports that our certificate has expired",
     "CERTIFICATE_UNKNOWN": "it does not accept our certificate",
     "BAD_CERTIFICATE": "it does not accept our certificate",
-    "HANDSHAKE_FAILURE": "it does not accept our certificate, or wants one",
+    "HANDSHAKE_FAILURE": "it does not accept our certificate, or requires one",
     "HTTP_REQUEST": "it speaks HTTP, not TLS",
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it showed no client certificate",
-    "PROTOCOL_VERSION": "it speaks no TLS version that we accept",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it sent no client certificate",
+    "PROTOCOL_VERSION": "it supports no TLS version that we accept",
     "UNKNOWN_CA": "it does not trust the authority that signed our certificate",
-    "UNSUPPORTED_PROTOCOL": "it speaks no TLS version that we accept",
+    "UNSUPPORTED_PROTOCOL": "it supports no TLS version that we accept",
     "WRONG_VERSION_NUMBER": "it does not speak TLS",
 }
-"""OpenSSL's reasons, without the prefixes that tell which version reported them, in words."""
+"""Messages for OpenSSL's reasons, without the version prefixes."""
 
 TLS_FAILED = "tls_failed"
-"""The code of the error for a peer with which TLS did not come about."""
+"""The error code of a failed TLS handshake."""
 
 ALERT_PREFIXES = ("TLSV13_ALERT_", "TLSV1_ALERT_", "SSLV3_ALERT_", "TLSV1_", "SSLV3_")
 
 
 class Settings(NamedTuple):
-    """What the files are called where operators name them."""
+    """The settings that name the TLS files."""
 
     authority: str
     certificate: str
@@ -48,23 +49,22 @@ class Settings(NamedTuple):
 
 DAEMON_SETTINGS = Settings("tls_client_ca", "tls_certificate", "tls_key")
 CLIENT_SETTINGS = Settings("FORGED_CA", "FORGED_CERTIFICATE", "FORGED_KEY")
-"""Variables of the environment, in the order of `client_context`."""
+"""Environment variables, in the order of `client_context`."""
 
 
-class _TellingContext(ssl.SSLContext):
-    """A server's context that can be renewed, and whose connections let a client know why its handshake failed.
+class _AlertingContext(ssl.SSLContext):
+    """A server context that can be renewed and that sends the TLS alert of a failed handshake.
 
-    asyncio closes a failed handshake without sending the alert that OpenSSL has written (gh-98078), and the client
-    would see a broken network where a certificate is missing. So while there is an alert to send, the failure is
-    reported as "more input wanted", at which asyncio sends what there is. The failure is raised when more comes, and
-    until then the handshake's time limit runs on.
+    asyncio closes a failed handshake without sending the alert that OpenSSL has written (gh-98078), so a client without
+    a certificate would see a network error. While an alert is unsent, the failure is therefore reported as "want read",
+    upon which asyncio sends it. The failure is raised at the next call or ends with the handshake timeout.
 
-    A context that holds a certificate never lets go of it: one with another kind of key would be loaded beside it, and
-    the client's preference would decide which is shown. So each handshake is handed over to the latest successor.
+    A context keeps every certificate that was loaded: a new one with another key type would be loaded beside it. So a
+    renewal makes a new context, and each handshake switches to the latest one.
     """
 
     successor: ssl.SSLContext | None = None
-    """What was made of the files when they were last renewed."""
+    """The context of the last renewal."""
 
     def wrap_bio(
         self,
@@ -75,19 +75,19 @@ class _TellingContext(ssl.SSLContext):
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
         made = super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
-        assert isinstance(made, _TellingObject)
+        assert isinstance(made, _AlertingObject)
         made.outgoing = outgoing
         return made
 
 
-def _hand_over(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-    """Called by OpenSSL in each handshake, before a certificate is chosen."""
-    assert isinstance(context, _TellingContext)
+def _use_successor(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    """The SNI callback: OpenSSL calls it in each handshake before it selects the certificate."""
+    assert isinstance(context, _AlertingContext)
     if context.successor is not None:
         connection.context = context.successor
 
 
-class _TellingObject(ssl.SSLObject):
+class _AlertingObject(ssl.SSLObject):
     outgoing: ssl.MemoryBIO
     _failure: ssl.SSLError | None = None
 
@@ -112,12 +112,12 @@ def server_context(
     *,
     minimum: Version = "1.3",
 ) -> ssl.SSLContext:
-    """What a listener shows; with `client_ca`, only clients whose certificate that authority signed get in."""
-    context = _TellingContext(ssl.PROTOCOL_TLS_SERVER)
-    context.sslobject_class = _TellingObject
-    context.sni_callback = _hand_over
-    # A session that is taken up again is not verified again, and would outlive the authority that let it in. Only with
-    # TLS 1.2, which has to be asked for, OpenSSL remembers sessions of which Python cannot make it let go.
+    """A server's context; with `client_ca`, clients need a certificate that is signed by this authority."""
+    context = _AlertingContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sslobject_class = _AlertingObject
+    context.sni_callback = _use_successor
+    # A resumed session is not verified again and would outlive a removed authority. With TLS 1.2, which must be
+    # enabled explicitly, OpenSSL still caches sessions; Python cannot disable that.
     context.num_tickets = 0
     context.minimum_version = _version(minimum)
     problems = _identity_problems(context, certificate, key, DAEMON_SETTINGS)
@@ -131,12 +131,9 @@ def server_context(
 def renew(
     context: ssl.SSLContext, certificate: str | Path, key: str | Path, client_ca: str | Path | None = None
 ) -> None:
-    """Let a listener show what the files hold now, to those who connect from now on.
-
-    The files are those of its `server_context`, or others in their place. Where they do not fit, nothing changes.
-    """
-    assert isinstance(context, _TellingContext), "only what a listener shows is renewed"
-    assert (client_ca is None) == (context.verify_mode == ssl.CERT_NONE), "whether clients are asked is for good"
+    """Use the current content of the files for new connections of a listener; on `ConfigError` nothing changes."""
+    assert isinstance(context, _AlertingContext), "only server contexts are renewed"
+    assert (client_ca is None) == (context.verify_mode == ssl.CERT_NONE), "client verification cannot be switched"
     context.successor = server_context(certificate, key, client_ca)
 
 
@@ -147,7 +144,7 @@ def client_context(
     *,
     minimum: Version = "1.3",
 ) -> ssl.SSLContext:
-    """What a client trusts (`ca`, or else the system's authorities) and the certificate that it shows, if any."""
+    """A client's context: the trusted authority (`ca`, default: the system's) and an optional client certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = _version(minimum)
     problems = []
@@ -165,8 +162,8 @@ def client_context(
 
 
 def refusal(where: object, error: ssl.SSLError) -> PeerError:
-    """The error for a peer with which TLS did not come about, or broke, at `where`."""
-    return PeerError(TLS_FAILED, f"TLS with {where} failed: {_reason(error)}", "see the certificates on both sides")
+    """The `PeerError` for a TLS failure with the peer at `where`."""
+    return PeerError(TLS_FAILED, f"TLS with {where} failed: {_reason(error)}", "check the certificates on both sides")
 
 
 def _reason(error: ssl.SSLError) -> str:
@@ -182,7 +179,7 @@ def _version(minimum: Version) -> ssl.TLSVersion:
     if minimum not in VERSIONS:
         raise ConfigError(
             "tls_version_invalid",
-            f"TLS {minimum!r} cannot be the minimum",
+            f"the minimum TLS version must be 1.2 or 1.3, got {minimum!r}",
             "use 1.3, or 1.2 for old peers",
             [Problem("minimum", minimum, '"1.2" or "1.3"')],
         )
@@ -191,13 +188,13 @@ def _version(minimum: Version) -> ssl.TLSVersion:
 
 def _refuse(problems: Iterable[Problem]) -> None:
     if found := tuple(problems):
-        raise ConfigError("tls_files", "the TLS files cannot be used", "mend the settings named here", found)
+        raise ConfigError("tls_files", "the TLS files cannot be used", "fix these settings", found)
 
 
 def _identity_problems(
     context: ssl.SSLContext, certificate: str | Path, key: str | Path, settings: Settings
 ) -> list[Problem]:
-    """Load our certificate and key. Each file is read by itself first: OpenSSL does not say which one it disliked."""
+    """Load certificate and key. Each file is checked first, because OpenSSL does not report which one is invalid."""
     problems = [
         *_file_problems(certificate, settings.certificate, "CERTIFICATE"),
         *_file_problems(key, settings.key, "PRIVATE KEY"),
@@ -205,7 +202,7 @@ def _identity_problems(
     if problems:
         return problems
     try:
-        # Without a password argument OpenSSL would ask for the passphrase at the terminal, and a daemon would hang.
+        # Without a password OpenSSL would ask for the passphrase at the terminal.
         context.load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":

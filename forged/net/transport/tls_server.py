@@ -1,11 +1,12 @@
-"""Doors that speak TLS, and the handshakes under way at them.
+"""A TLS server with a limit on handshakes in progress.
 
-Law: strangers who connect and do not go on cost a bounded amount of memory, and time at this door alone. A handshake
-holds a quarter of a megabyte, so only so many are under way at once; others wait in the system's queue, where they cost
-the daemon nothing. While somebody waits, whoever has been at it for longest is sent away once it has had `FAIR_S`; so
-the queue moves on however silent its members are, and a handshake that gets on is not cut short for it.
+Invariants:
+- A handshake needs 256 KiB, so at most `handshakes_max` are in progress; further connections wait in the kernel's
+  queue.
+- While connections wait, the oldest handshake is closed once it is older than `HANDSHAKE_MIN_S`, so silent peers do not
+  block the queue. Without waiting connections a handshake has its full timeout.
 
-asyncio's own servers accept whoever comes and cannot be told to wait, so these accept by themselves.
+asyncio's servers accept without limit, so this server accepts connections itself.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from forged.net.transport.port import ProtocolFactory
 if TYPE_CHECKING:
     import ssl
 
-FAIR_S = 1.0
-"""How long a handshake may take while others wait; most take milliseconds."""
-ACCEPT_AGAIN_S = 1.0
-"""How long to leave the queue alone when the system cannot give another connection."""
+HANDSHAKE_MIN_S = 1.0
+"""The time that a handshake has while connections wait; most take milliseconds."""
+ACCEPT_RETRY_S = 1.0
+"""The pause after `accept` failed, for example without free file descriptors."""
 
 
 class TlsLimits(NamedTuple):
-    """What a door allows those who enter."""
+    """The limits of a TLS server."""
 
     handshakes_max: int
     handshake_timeout_s: float
     shutdown_timeout_s: float
 
 
-class _Arrival(NamedTuple):
+class _Handshake(NamedTuple):
     sock: socket.socket
     at: float
 
 
 class TlsServer:
-    """Serves one listening socket, as an `asyncio.Server` does; the socket is its own."""
+    """Serves one listening socket, which it owns, like `asyncio.Server`."""
 
     def __init__(
         self, sock: socket.socket, factory: ProtocolFactory, context: ssl.SSLContext, backlog: int, limits: TlsLimits
@@ -52,22 +53,22 @@ class TlsServer:
         self._backlog = backlog
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._under_way: dict[asyncio.Task[None], _Arrival] = {}
-        """The oldest first."""
-        self._makes_room: asyncio.TimerHandle | None = None
+        self._handshakes: dict[asyncio.Task[None], _Handshake] = {}
+        """In order of their start."""
+        self._room_timer: asyncio.TimerHandle | None = None
 
     @property
     def sockets(self) -> tuple[socket.socket, ...]:
-        """What it listens on, until it is closed."""
+        """The listening socket, until it is closed."""
         return () if self._closed else (self._sock,)
 
     async def start_serving(self) -> None:
-        """Accept from now on."""
+        """Start accepting."""
         self._sock.listen(self._backlog)
-        self._go_on()
+        self._resume()
 
     def close(self) -> None:
-        """Accept no more. Connections that were made stay, and handshakes under way go on."""
+        """Stop accepting. Existing connections and handshakes continue."""
         if not self._closed:
             self._pause()
             self._sock.close()
@@ -76,18 +77,18 @@ class TlsServer:
     def _closed(self) -> bool:
         return self._sock.fileno() < 0
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if not self._closed:
             self._loop.add_reader(self._sock, self._accept)
 
     def _pause(self) -> None:
         self._loop.remove_reader(self._sock)
-        if self._makes_room is not None:
-            self._makes_room.cancel()
+        if self._room_timer is not None:
+            self._room_timer.cancel()
 
     def _accept(self) -> None:
-        """Called when somebody waits."""
-        room = self._limits.handshakes_max - len(self._under_way)
+        """Called when a connection waits."""
+        room = self._limits.handshakes_max - len(self._handshakes)
         if not room:
             self._wait_for_room()
         for _ in range(room):
@@ -96,24 +97,24 @@ class TlsServer:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                self._rest(error)
+                self._pause_after(error)
                 return
-            # A task of its own, as asyncio's servers start them: it ends with its handshake, within its time limit.
-            task = self._loop.create_task(self._lead_in(sock))
-            self._under_way[task] = _Arrival(sock, self._loop.time())
+            # A task of its own, as in asyncio's servers: it ends with its handshake, within the timeout.
+            task = self._loop.create_task(self._shake_hands(sock))
+            self._handshakes[task] = _Handshake(sock, self._loop.time())
             task.add_done_callback(self._ended)
 
     def _wait_for_room(self) -> None:
         self._pause()
-        oldest = next(iter(self._under_way.values()))
-        self._makes_room = self._loop.call_at(oldest.at + FAIR_S, _hang_up, oldest)
+        oldest = next(iter(self._handshakes.values()))
+        self._room_timer = self._loop.call_at(oldest.at + HANDSHAKE_MIN_S, _shut_down, oldest)
 
-    def _rest(self, error: OSError) -> None:
-        self._loop.call_exception_handler({"message": "no connection can be accepted", "exception": error})
+    def _pause_after(self, error: OSError) -> None:
+        self._loop.call_exception_handler({"message": "accept failed", "exception": error})
         self._pause()
-        self._loop.call_later(ACCEPT_AGAIN_S, self._go_on)
+        self._loop.call_later(ACCEPT_RETRY_S, self._resume)
 
-    async def _lead_in(self, sock: socket.socket) -> None:
+    async def _shake_hands(self, sock: socket.socket) -> None:
         protocol = self._factory()
         try:
             await self._loop.connect_accepted_socket(
@@ -124,20 +125,20 @@ class TlsServer:
                 ssl_shutdown_timeout=self._limits.shutdown_timeout_s,
             )
         except OSError as error:
-            # Its frames hold all of the handshake, and it is held by what they hold: that would be collected some time.
+            # Break the reference cycle through the traceback, which would keep the handshake's memory.
             error.__traceback__ = None
-            # asyncio tells nobody of a connection that has never been made.
+            # asyncio does not report a handshake that failed.
             protocol.connection_lost(error)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._under_way[task]
-        if self._makes_room is not None:
-            self._makes_room.cancel()
-            self._makes_room = None
-        self._go_on()
+        del self._handshakes[task]
+        if self._room_timer is not None:
+            self._room_timer.cancel()
+            self._room_timer = None
+        self._resume()
 
 
-def _hang_up(arrival: _Arrival) -> None:
-    """End a handshake as its peer could. Should it have come about just now, the connection ends in good order."""
+def _shut_down(handshake: _Handshake) -> None:
+    """Shut the socket down, as the peer could. If the handshake has just finished, the connection closes normally."""
     with suppress(OSError):
-        arrival.sock.shutdown(socket.SHUT_RDWR)
+        handshake.sock.shutdown(socket.SHUT_RDWR)

@@ -1,13 +1,14 @@
-"""Unix listening sockets as files: how they appear, whose they are, and how they go.
+"""Unix sockets: create, replace and remove the socket file of a listener.
 
-Law: what appears at a path is complete: it already listens, and has exactly the asked mode. So whoever is refused
-there has met a dead socket, and nothing that lives is ever removed.
+Invariants:
+- A socket file at its path already listens and has the requested mode. So a refused connection means that the socket is
+  dead, and the socket of a live process is never removed.
 
-A socket is bound and listens under a name next to its path and is then hard-linked to it. The link fails if something
-is there, which makes it the one step that decides between daemons that start at once. The other ways lose a race: a
-bind at the path is there before it listens and looks dead to others, a rename silently takes a living daemon's place,
-and the process's umask belongs to every thread that is making files. The mode is set on the socket before the bind,
-which on Linux makes the file with it (less the umask), so that not even the first name is ever more open than asked.
+The socket is bound and listens under a temporary name in the same directory and is then hard-linked to its path. The
+link fails if the path exists, so it decides between daemons that start at the same time. The alternatives have races: a
+socket bound at the path exists before it listens and looks dead to others; a rename silently replaces a live daemon's
+socket; the umask is shared by all threads. The mode is set on the socket before the bind; Linux creates the file with
+it (less the umask), so that the temporary file is never more open than requested.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from typing import Literal
 from forged.errors import ConfigError
 
 PATH_BYTES_MAX = 107
-"""Linux gives a socket's path 108 bytes, and the last is zero."""
+"""`sun_path` has 108 bytes including the terminating zero."""
 
 PUBLISH_ATTEMPTS_MAX = 16
-"""How often a path may change hands while we look at it before we give up."""
+"""The maximum number of attempts while other processes create and remove sockets at the path."""
 
 QUEUE_FULL_RETRY_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class SocketFile:
-    """The file of a listening socket of ours."""
+    """The file of a listening socket of this process."""
 
     path: Path
     device: int
     inode: int
 
     def remove(self) -> None:
-        """Remove the file if it is still ours. Call it while the socket listens: until then nobody replaces it."""
+        """Remove the file if it is still this socket's. Call it before closing the socket: then it may be replaced."""
         try:
             found = self.path.lstat()
         except OSError:
@@ -53,7 +54,7 @@ class SocketFile:
 
 
 def listen(path: str, mode: int, backlog: int) -> tuple[socket.socket, SocketFile]:
-    """A socket that listens at `path`. A dead one there is replaced; a living one, or anything else, is left alone."""
+    """Listen at `path`. A dead socket there is replaced; a live socket or another file is an error."""
     check_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -67,7 +68,7 @@ def listen(path: str, mode: int, backlog: int) -> tuple[socket.socket, SocketFil
 
 
 async def dial(path: str) -> socket.socket:
-    """A socket connected to `path`; waits while the listener's queue is full. Raises what the system raises."""
+    """Connect to `path`; waits while the listener's queue is full. Raises `OSError`."""
     check_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(0)
@@ -76,7 +77,7 @@ async def dial(path: str) -> socket.socket:
             try:
                 sock.connect(path)
             except BlockingIOError:
-                # The queue is full. No event tells of its end, and the loop would take the socket for connected.
+                # The queue is full. No event signals room, and the event loop would treat the socket as connected.
                 await asyncio.sleep(QUEUE_FULL_RETRY_S)
             else:
                 return sock
@@ -86,18 +87,18 @@ async def dial(path: str) -> socket.socket:
 
 
 def check_path(path: str) -> None:
-    """Raise `ConfigError` when a path is too long for a socket."""
+    """Raise `ConfigError` if a path is too long for a socket."""
     size = len(os.fsencode(path))
     if size > PATH_BYTES_MAX:
         raise ConfigError(
             "socket_path_too_long",
-            f"the socket path {path} has {size} bytes, and the system takes {PATH_BYTES_MAX}",
+            f"the socket path {path} must have at most {PATH_BYTES_MAX} bytes, got {size}",
             "use a shorter directory",
         )
 
 
 def _listen(sock: socket.socket, path: Path, mode: int, backlog: int) -> SocketFile:
-    staged = _beside(path)
+    staged = _temporary_name(path)
     os.fchmod(sock.fileno(), mode)
     sock.bind(str(staged))
     try:
@@ -110,35 +111,35 @@ def _listen(sock: socket.socket, path: Path, mode: int, backlog: int) -> SocketF
     return SocketFile(path, made.st_dev, made.st_ino)
 
 
-def _beside(path: Path) -> Path:
-    """A fresh name in the same directory that tells where it belongs, and is no longer than a socket's path may be."""
+def _temporary_name(path: Path) -> Path:
+    """A temporary name in the same directory: the file name, shortened if needed, and a random suffix."""
     suffix = f".{secrets.token_hex(4)}"
     room = PATH_BYTES_MAX - len(os.fsencode(path.with_name("_"))) + 1 - len(suffix)
     return path.with_name(os.fsdecode(os.fsencode(path.name)[: max(room, 0)]) + suffix)
 
 
 def _publish(staged: Path, path: Path) -> None:
-    """Give the staged socket its path, in one step that only one can win."""
+    """Link the socket to its path; of several processes only one succeeds."""
     for _ in range(PUBLISH_ATTEMPTS_MAX):
         try:
             path.hardlink_to(staged)
         except FileExistsError:
-            _make_way(path)
+            _remove_if_dead(path)
         else:
             return
     raise _in_use(path)
 
 
-def _make_way(path: Path) -> None:
-    """Remove the dead socket at `path`, or refuse."""
-    match _look(path):
+def _remove_if_dead(path: Path) -> None:
+    """Remove a dead socket at `path`; raise for anything else."""
+    match _state(path):
         case "foreign":
             raise ConfigError(
                 "socket_path_taken",
-                f"{path} exists and is not a socket; it was left as it is",
-                "remove it, or listen at another path",
+                f"{path} exists and is not a socket",
+                "remove it, or use another path",
             )
-        case "living":
+        case "live":
             raise _in_use(path)
         case "dead":
             _remove_dead(path)
@@ -147,20 +148,20 @@ def _make_way(path: Path) -> None:
 def _remove_dead(path: Path) -> None:
     """Remove the dead socket, if it is still there.
 
-    Two that remove at once could remove what a third has published in between. So only one removes in a directory at
-    a time, and while a dead socket is there nobody can publish. The lock goes with the process that holds it.
+    The directory is locked: of two processes that remove at once, the second could remove the socket that a third has
+    linked in between. While a dead socket is at the path, no process can link there.
     """
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
-        if _look(path) == "dead":
+        if _state(path) == "dead":
             path.unlink()
     finally:
         os.close(directory)
 
 
-def _look(path: Path) -> Literal["missing", "foreign", "living", "dead"]:
-    """What is at `path`. Anything that is not known to be dead counts as living."""
+def _state(path: Path) -> Literal["missing", "foreign", "live", "dead"]:
+    """What is at `path`. A socket that does not refuse connections counts as live."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             return "foreign"
@@ -171,15 +172,15 @@ def _look(path: Path) -> Literal["missing", "foreign", "living", "dead"]:
         failure = probe.connect_ex(str(path))
     if failure == errno.ENOENT:
         return "missing"
-    return "dead" if failure == errno.ECONNREFUSED else "living"
+    return "dead" if failure == errno.ECONNREFUSED else "live"
 
 
 def _in_use(path: Path) -> ConfigError:
-    return ConfigError("socket_in_use", f"another process is listening at {path}", "stop it, or listen at another path")
+    return ConfigError("socket_in_use", f"another process is listening at {path}", "stop it, or use another path")
 
 
 def _not_made(path: str, error: OSError) -> ConfigError:
-    reason = f"the socket {path} cannot be made: {error.strerror or error}"
+    reason = f"cannot create the socket {path}: {error.strerror or error}"
     if isinstance(error, PermissionError):
-        return ConfigError("socket_not_permitted", reason, "see who owns its directory")
-    return ConfigError("socket_not_made", reason, "see that its directory exists and can hold sockets")
+        return ConfigError("socket_not_permitted", reason, "check the owner and mode of its directory")
+    return ConfigError("socket_not_made", reason, "check that its directory exists and can hold sockets")

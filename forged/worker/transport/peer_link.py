@@ -95,9 +95,9 @@ class PeerLink(Connection):
         """Send what `frame_of` has made, perhaps for many."""
         if self.closing or self.lost or self._transport is None:
             return
-        if self._patience is not None and len(frame) > SMALL_BYTES:
-            self._patience.lengthen()
-        self._is_under_way = True
+        if self._user_timeout is not None and len(frame) > SMALL_BYTES:
+            self._user_timeout.extend()
+        self._has_unacknowledged = True
         self._transport.write(frame)
 
     def fail(self, error: ForgedError) -> None:

@@ -54,7 +54,7 @@ class House:
     def __init__(self, directory: Path, side_connections_max: int) -> None:
         self.directory = directory
         self.side_connections_max = side_connections_max
-        self.offer: side_connection.Offer | None = None
+        self.offer: side_connection.BulkTransfer | None = None
         self.endpoints: dict[str, str] = {}
         authority = trustme.CA()
         authority.cert_pem.write_to_path(directory / "ca.pem")
@@ -71,7 +71,7 @@ class House:
     def extend(self, daemon: Daemon) -> None:
         def give(request: Any, call: Any) -> Ticket:
             assert self.offer is not None
-            return daemon.booth.issue(self.offer)
+            return daemon.tickets.issue(self.offer)
 
         daemon.bus.serve(AskForTicket, give, owner="test")
         daemon.sides.connections_max = self.side_connections_max
@@ -111,7 +111,7 @@ def a_file(path: Path, data: bytes) -> int:
 async def test_the_daemon_sends_a_file_and_the_client_stores_it(tmp_path: Path, scheme: str) -> None:
     data = os.urandom(SIZE)
     async with a_house(tmp_path) as house, client_of(house, scheme) as client:
-        house.offer = side_connection.offer_file(a_file(tmp_path / "source", data), SIZE)
+        house.offer = side_connection.file_sender(a_file(tmp_path / "source", data), SIZE)
         fd = a_file(tmp_path / "target", b"")
         await client.fetch_file(await client.request(AskForTicket()), fd)
         os.close(fd)
@@ -122,7 +122,7 @@ async def test_the_daemon_sends_a_file_and_the_client_stores_it(tmp_path: Path, 
 async def test_the_client_sends_a_file_and_the_daemon_stores_it(tmp_path: Path, scheme: str) -> None:
     data = os.urandom(SIZE)
     async with a_house(tmp_path) as house, client_of(house, scheme) as client:
-        house.offer = side_connection.want_file(a_file(tmp_path / "target", b""), SIZE)
+        house.offer = side_connection.file_receiver(a_file(tmp_path / "target", b""), SIZE)
         fd = a_file(tmp_path / "source", data)
         await client.deliver_file(await client.request(AskForTicket()), fd)
         os.close(fd)
@@ -133,23 +133,23 @@ async def test_the_client_sends_a_file_and_the_daemon_stores_it(tmp_path: Path, 
 async def test_memory_travels_both_ways(tmp_path: Path, scheme: str) -> None:
     data, room = os.urandom(SIZE), bytearray(SIZE)
     async with a_house(tmp_path) as house, client_of(house, scheme) as client:
-        house.offer = side_connection.offer_buffer(memoryview(data))
+        house.offer = side_connection.buffer_sender(memoryview(data))
         assert await client.fetch_bytes(await client.request(AskForTicket())) == data
-        house.offer = side_connection.want_buffer(memoryview(room))
+        house.offer = side_connection.buffer_receiver(memoryview(room))
         await client.deliver_bytes(await client.request(AskForTicket()), memoryview(data))
     assert room == data
 
 
 async def test_nothing_at_all_travels_too(tmp_path: Path) -> None:
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_buffer(memoryview(b""))
+        house.offer = side_connection.buffer_sender(memoryview(b""))
         assert await client.fetch_bytes(await client.request(AskForTicket())) == b""
 
 
 async def test_a_transfer_goes_on_from_an_offset(tmp_path: Path) -> None:
     data = os.urandom(SIZE)
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_file(a_file(tmp_path / "source", data), SIZE)
+        house.offer = side_connection.file_sender(a_file(tmp_path / "source", data), SIZE)
         fd = a_file(tmp_path / "target", data[:1000])
         await client.fetch_file(await client.request(AskForTicket()), fd, offset=1000)
         os.close(fd)
@@ -159,7 +159,7 @@ async def test_a_transfer_goes_on_from_an_offset(tmp_path: Path) -> None:
 async def test_descriptors_travel_over_a_unix_socket(tmp_path: Path) -> None:
     fds = [a_file(tmp_path / name, name.encode()) for name in ("one", "two")]
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_descriptors(fds)
+        house.offer = side_connection.descriptor_sender(fds)
         taken = await client.fetch_descriptors(await client.request(AskForTicket()))
     assert [os.pread(fd, 10, 0) for fd in taken] == [b"one", b"two"]
     for fd in (*fds, *taken):
@@ -169,7 +169,7 @@ async def test_descriptors_travel_over_a_unix_socket(tmp_path: Path) -> None:
 async def test_the_offer_is_closed_when_it_was_used(tmp_path: Path) -> None:
     fd = a_file(tmp_path / "source", b"x" * 10)
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_file(fd, 10)
+        house.offer = side_connection.file_sender(fd, 10)
         await client.fetch_bytes(await client.request(AskForTicket()))
         await client.ping()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -178,7 +178,7 @@ async def test_the_offer_is_closed_when_it_was_used(tmp_path: Path) -> None:
 
 async def test_a_ticket_is_good_once(tmp_path: Path) -> None:
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_buffer(memoryview(b"secret"))
+        house.offer = side_connection.buffer_sender(memoryview(b"secret"))
         ticket = await client.request(AskForTicket())
         assert await client.fetch_bytes(ticket) == b"secret"
         with pytest.raises(PeerError) as refused:
@@ -196,7 +196,7 @@ async def test_a_ticket_that_nobody_gave_is_refused(tmp_path: Path) -> None:
 
 async def test_an_offset_outside_the_bytes_is_refused(tmp_path: Path) -> None:
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_buffer(memoryview(b"abc"))
+        house.offer = side_connection.buffer_sender(memoryview(b"abc"))
         fd = a_file(tmp_path / "target", b"")
         with pytest.raises(ForgedError) as refused:
             await client.fetch_file(await client.request(AskForTicket()), fd, offset=4)
@@ -206,7 +206,7 @@ async def test_an_offset_outside_the_bytes_is_refused(tmp_path: Path) -> None:
 
 async def test_a_ticket_for_more_than_there_is_room_for_is_refused_before_a_byte_is_moved(tmp_path: Path) -> None:
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_buffer(memoryview(b"abc"))
+        house.offer = side_connection.buffer_sender(memoryview(b"abc"))
         ticket = await client.request(AskForTicket())
         with pytest.raises(RequestRefused) as refused:
             await client.fetch_bytes(Ticket(ticket.ticket, 2))
@@ -216,7 +216,7 @@ async def test_a_ticket_for_more_than_there_is_room_for_is_refused_before_a_byte
 async def test_a_sender_whose_file_was_truncated_does_not_hang_the_receiver(tmp_path: Path) -> None:
     fd = a_file(tmp_path / "source", b"x" * 100)
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_file(fd, 200)
+        house.offer = side_connection.file_sender(fd, 200)
         with pytest.raises(Unavailable) as truncated:
             await client.fetch_bytes(await client.request(AskForTicket()))
         assert truncated.value.code == "bulk_truncated"
@@ -225,7 +225,7 @@ async def test_a_sender_whose_file_was_truncated_does_not_hang_the_receiver(tmp_
 
 async def test_a_peer_that_hangs_up_after_the_welcome_leaves_nothing_behind(tmp_path: Path) -> None:
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_buffer(memoryview(b"abc"))
+        house.offer = side_connection.buffer_sender(memoryview(b"abc"))
         ticket = await client.request(AskForTicket())
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s.sock"))
         writer.write(frames.encode(encode(Hello(1, 1, b"x" * 16, ticket=ticket.ticket))))
@@ -233,10 +233,10 @@ async def test_a_peer_that_hangs_up_after_the_welcome_leaves_nothing_behind(tmp_
         writer.close()
         await writer.wait_closed()
         await client.ping()
-        assert len(house.daemon.booth) == 0
+        assert len(house.daemon.tickets) == 0
 
 
-async def refuse_once(offer: side_connection.Offer, house: House) -> None:
+async def refuse_once(offer: side_connection.BulkTransfer, house: House) -> None:
     """Have a client ask for what the daemon cannot give just now, and see that nothing else is harmed."""
     house.offer = offer
     async with client_of(house) as client:
@@ -252,7 +252,7 @@ async def test_a_mover_that_is_refused_something_by_the_system_ends_its_side_con
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     async with a_house(tmp_path) as house:
-        await refuse_once(side_connection.Offer(3, move, lambda: closed.append(1)), house)
+        await refuse_once(side_connection.BulkTransfer(3, move, lambda: closed.append(1)), house)
         assert closed == [1]
 
 
@@ -274,7 +274,7 @@ async def test_a_connection_that_cannot_be_taken_over_for_want_of_descriptors_en
 
     monkeypatch.setattr(tickets, "detach", detach_without_descriptors)
     async with a_house(tmp_path) as house, client_of(house, scheme) as client:
-        house.offer = side_connection.Offer(3, lambda sock, offset: None, closed.set)
+        house.offer = side_connection.BulkTransfer(3, lambda sock, offset: None, closed.set)
         with pytest.raises(Unavailable):
             await client.fetch_bytes(await client.request(AskForTicket()))
         await closed.wait()
@@ -294,7 +294,7 @@ async def test_a_mistake_over_a_side_connection_is_reported_and_ends_that_one_al
     def move(sock: socket.socket, offset: int) -> None:
         raise Unavailable("not_now", "not now")
 
-    offer = side_connection.Offer(3, fail) if culprit == "move" else side_connection.Offer(3, move, fail)
+    offer = side_connection.BulkTransfer(3, fail) if culprit == "move" else side_connection.BulkTransfer(3, move, fail)
     async with a_house(tmp_path) as house:
         await refuse_once(offer, house)
     assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
@@ -310,10 +310,10 @@ async def test_one_side_connection_too_many_is_refused_and_its_ticket_stays_good
             goes_on.wait()
             raise Unavailable("not_now", "not now")
 
-        house.offer = side_connection.Offer(3, move)
+        house.offer = side_connection.BulkTransfer(3, move)
         first = asyncio.create_task(client.fetch_bytes(await client.request(AskForTicket())))
         await begun.wait()
-        house.offer = side_connection.offer_buffer(memoryview(b"abc"))
+        house.offer = side_connection.buffer_sender(memoryview(b"abc"))
         ticket = await client.request(AskForTicket())
         with pytest.raises(Unavailable) as refused:
             await client.fetch_bytes(ticket)
@@ -386,27 +386,29 @@ class FakeClock:
 
 def test_a_ticket_that_nobody_used_expires_and_lets_go_of_its_offer() -> None:
     clock, closed = FakeClock(), []
-    booth = TicketRegistry(clock, os.urandom)
-    ticket = booth.issue(side_connection.Offer(1, lambda sock, offset: None, lambda: closed.append(1)), ttl_s=5.0)
+    tickets = TicketRegistry(clock, os.urandom)
+    ticket = tickets.issue(
+        side_connection.BulkTransfer(1, lambda sock, offset: None, lambda: closed.append(1)), ttl_s=5.0
+    )
     clock.now += 5.0
     with pytest.raises(PeerError):
-        booth.redeem(ticket.ticket, 0)
+        tickets.redeem(ticket.ticket, 0)
     assert closed == [1]
 
 
 def test_tickets_are_limited_and_one_too_many_lets_go_of_its_offer() -> None:
     closed: list[int] = []
-    booth = TicketRegistry(FakeClock(), os.urandom, tickets_max=1)
-    booth.issue(side_connection.Offer(1, lambda sock, offset: None))
+    tickets = TicketRegistry(FakeClock(), os.urandom, tickets_max=1)
+    tickets.issue(side_connection.BulkTransfer(1, lambda sock, offset: None))
     with pytest.raises(Unavailable) as full:
-        booth.issue(side_connection.Offer(1, lambda sock, offset: None, lambda: closed.append(1)))
+        tickets.issue(side_connection.BulkTransfer(1, lambda sock, offset: None, lambda: closed.append(1)))
     assert full.value.code == "tickets_full"
     assert closed == [1]
 
 
 async def test_a_side_connection_is_as_the_protocol_page_says(tmp_path: Path) -> None:
     async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.offer_buffer(memoryview(b"abcdef"))
+        house.offer = side_connection.buffer_sender(memoryview(b"abcdef"))
         ticket = await client.request(AskForTicket())
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s.sock"))
         hello = msgpack.packb([0, 1, 1, b"x" * 16, "a test", None, ticket.ticket, 2])

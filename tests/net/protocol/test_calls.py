@@ -10,7 +10,7 @@ from msgspec import Raw
 from forged.errors import PeerError, RequestRefused, Unavailable
 from forged.jobs.model import AddNote, ShowJob
 from forged.kernel.messages import Fence, Nothing
-from forged.net.protocol.calls import BODY_BYTES_MAX, SPAN_MAX, TELL_EVERY, OutgoingCalls
+from forged.net.protocol.calls import BODY_BYTES_MAX, LIST_EVERY, SPAN_MAX, OutgoingCalls
 from forged.net.protocol.messages import Failure, Reply
 from forged.status.model import PingDaemon
 from tests.net.manual_daemon import ManualClock
@@ -109,7 +109,7 @@ async def test_a_refusal_is_raised_as_it_was_said(calls: OutgoingCalls) -> None:
 async def test_an_answer_of_another_type_is_a_peer_error(calls: OutgoingCalls, body: bytes) -> None:
     number, waiting = calls.open(ShowJob("a"), 5.0, None)
     calls.outcome(Reply(number, Raw(body)))
-    with pytest.raises(PeerError, match="the answer to ShowJob") as caught:
+    with pytest.raises(PeerError, match="invalid reply to ShowJob") as caught:
         await waiting
     assert caught.value.code == "reply_invalid"
 
@@ -134,7 +134,7 @@ async def test_a_request_without_an_answer_in_time_is_unavailable(calls: Outgoin
     _, late = ask(calls, 0.001)
     _, patient = ask(calls, 3600.0)
     clock.now += 1.0
-    with pytest.raises(Unavailable, match="whether it was done is unknown") as caught:
+    with pytest.raises(Unavailable, match="the request may have been executed") as caught:
         await late
     assert caught.value.code == "deadline_exceeded"
     assert not patient.done()
@@ -171,12 +171,12 @@ async def test_a_request_that_fits_into_no_frame_is_refused_before_it_has_a_numb
 async def test_now_and_then_the_other_end_is_told_which_old_requests_still_wait(calls: OutgoingCalls) -> None:
     slow = note(calls)
     said = []
-    for _ in range(2 * (SPAN_MAX + TELL_EVERY)):
+    for _ in range(2 * (SPAN_MAX + LIST_EVERY)):
         number = note(calls)
         said.append(calls.message(number).waiting)
         answer(calls, number)
     assert calls.acknowledged == slow - 1
-    assert 2 <= said.count((slow,)) <= len(said) // TELL_EVERY
+    assert 2 <= said.count((slow,)) <= len(said) // LIST_EVERY
     assert said.count(None) == len(said) - said.count((slow,))
 
 

@@ -34,7 +34,7 @@ class Recorded(Connection):
         self.messages: list[Any] = []
         self.admitted = 1_000_000
         self.endings: list[ForgedError] = []
-        self.unclogged_times = 0
+        self.resumed_times = 0
         self.act: Callable[[Any], None] = lambda message: None
         """What the test wants done about a message."""
 
@@ -49,8 +49,8 @@ class Recorded(Connection):
         self.messages.append(message)
         self.act(message)
 
-    def unclogged(self) -> None:
-        self.unclogged_times += 1
+    def write_resumed(self) -> None:
+        self.resumed_times += 1
 
     def ended(self, error: ForgedError) -> None:
         self.endings.append(error)
@@ -190,7 +190,7 @@ async def test_a_mistake_of_ours_over_a_message_ends_that_connection_only(
     with caplog.at_level(logging.ERROR):
         scene.cancels(1, 2)
     assert failure_of(scene) == ("internal", "connection_broken")
-    assert "a message was not survived" in caplog.text
+    assert "a message raised an unexpected error" in caplog.text
 
 
 # Ping, pong and failure.
@@ -245,7 +245,7 @@ async def test_much_leaves_before_the_turn_is_over_so_that_a_reader_that_does_no
     scene.connection.act = lambda message: scene.connection.send(Bye(0, "x" * 100_000))
     scene.transport.clog()
     scene.cancels(1, MESSAGES_PER_TURN)
-    assert scene.connection.clogged
+    assert scene.connection.write_paused
     assert len(scene.numbers()) < 20
     assert scene.transport.unread < LIMITS.write_buffer_bytes_max + WRITE_BYTES + 100_100
 
@@ -253,12 +253,12 @@ async def test_much_leaves_before_the_turn_is_over_so_that_a_reader_that_does_no
 async def test_a_peer_that_does_not_read_is_not_read_either_until_it_does(scene: Scene) -> None:
     scene.transport.clog()
     scene.connection.send(Bye(0, "x" * (2 << 20)))
-    assert scene.connection.clogged
+    assert scene.connection.write_paused
     scene.cancels(1, 1)
     assert (scene.numbers(), scene.transport.reading) == ([], False)
     scene.transport.unclog()
     assert (scene.numbers(), scene.transport.reading) == ([1], True)
-    assert scene.connection.unclogged_times == 1
+    assert scene.connection.resumed_times == 1
 
 
 async def test_a_message_that_the_other_end_would_refuse_is_not_sent(scene: Scene) -> None:
@@ -361,7 +361,7 @@ async def test_a_connection_given_up_before_it_was_made_ends_and_is_dropped_when
     assert len(connection.endings) == 1
 
 
-# Patience.
+# UserTimeout.
 
 
 async def test_after_a_while_of_silence_it_pings_and_a_pong_is_enough(scene: Scene) -> None:

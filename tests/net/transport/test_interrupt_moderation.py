@@ -11,13 +11,19 @@ from selectors import EVENT_READ, EVENT_WRITE
 
 import pytest
 
-from forged.net.transport.interrupt_moderation import HOLD_S, STILL_S, WAKES_MAX, WAKES_WITHIN_S, ModeratingSelector
+from forged.net.transport.interrupt_moderation import (
+    IDLE_MIN_S,
+    POLL_INTERVAL_S,
+    WAKES_MAX,
+    WAKES_WITHIN_S,
+    ModeratingSelector,
+)
 from forged.net.transport.port import Address, Scheme
 from forged.net.transport.sockets import SystemNetwork
 from tests.net.ends import Certificates, Ends
 
-A_WHILE_S = 1.01 * STILL_S
-AT_LAST_S = 1.01 * HOLD_S
+A_WHILE_S = 1.01 * IDLE_MIN_S
+AT_LAST_S = 1.01 * POLL_INTERVAL_S
 
 
 class Time:

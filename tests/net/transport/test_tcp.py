@@ -13,7 +13,7 @@ import pytest
 from forged.errors import ConfigError, Unavailable
 from forged.net.transport import tcp
 from forged.net.transport.port import Address
-from forged.net.transport.tcp import PATIENT_USER_TIMEOUT_S, Liveness, Patience, is_unread
+from forged.net.transport.tcp import EXTENDED_USER_TIMEOUT_S, Liveness, UserTimeout, is_unread
 
 BACKLOG = 4
 PIECE_BYTES = 64 << 10
@@ -144,34 +144,34 @@ def test_a_connection_is_unread_only_while_its_window_is_full() -> None:
 
 def test_patience_is_long_while_nothing_is_read_and_usual_otherwise() -> None:
     with unread(Liveness()) as (near, far):
-        patience, other = Patience(near), Patience(far)
-        patience.look()
-        other.look()
-        assert (user_timeout_s(near), user_timeout_s(far)) == (PATIENT_USER_TIMEOUT_S, Liveness().user_timeout_s)
+        user_timeout, other = UserTimeout(near), UserTimeout(far)
+        user_timeout.update()
+        other.update()
+        assert (user_timeout_s(near), user_timeout_s(far)) == (EXTENDED_USER_TIMEOUT_S, Liveness().user_timeout_s)
         far.settimeout(0)
         while is_unread(near):
             with suppress(BlockingIOError):
                 far.recv(PIECE_BYTES)
-        patience.look()
+        user_timeout.update()
         assert user_timeout_s(near) == Liveness().user_timeout_s
 
 
 def test_who_has_no_user_timeout_gets_none() -> None:
     with unread(Liveness(user_timeout_s=0)) as (near, _):
-        Patience(near).look()
+        UserTimeout(near).update()
         assert user_timeout_s(near) == 0
 
 
 def test_a_peer_that_lives_and_reads_nothing_for_four_seconds_is_kept_by_who_looks_and_lost_by_who_does_not() -> None:
     with unread(Liveness()) as (kept, slow), unread(Liveness()) as (lost, _):
-        patience = Patience(kept)
+        user_timeout = UserTimeout(kept)
         ended = select.poll()
         for sock in (kept, lost):
             ended.register(sock, 0)  # errors and hang-ups are told of in any case
         began = time.monotonic()
         gone = set()
         while (left_s := began + HELD_S - time.monotonic()) > 0:
-            patience.look()
+            user_timeout.update()
             for descriptor, _ in ended.poll(min(left_s, LOOK_INTERVAL_S) * 1000):
                 gone.add(descriptor)
                 ended.unregister(descriptor)

@@ -197,7 +197,7 @@ async def test_a_client_without_a_certificate_is_not_let_in_and_learns_why(
     certificates: Certificates, mutual: ssl.SSLContext, ends: Ends
 ) -> None:
     error = await thrown_out(ends, mutual, certificates.client())
-    assert "it wants a client certificate and got none" in str(tls.refusal("the daemon", error))
+    assert "it requires a client certificate" in str(tls.refusal("the daemon", error))
 
 
 async def test_a_client_signed_by_a_stranger_is_not_let_in_and_learns_why(
@@ -226,7 +226,7 @@ async def test_with_tls_1_2_a_client_without_a_certificate_is_refused_at_once(
     server = tls.server_context(*certificates.issue("127.0.0.1"), certificates.ca, minimum="1.2")
     server.maximum_version = ssl.TLSVersion.TLSv1_2
     client = tls.client_context(certificates.ca, minimum="1.2")
-    assert "it does not accept our certificate, or wants one" in str(await refused(ends, server, client))
+    assert "it does not accept our certificate, or requires one" in str(await refused(ends, server, client))
 
 
 # Renewal.
@@ -311,7 +311,7 @@ async def test_after_a_renewal_a_client_still_needs_a_certificate_and_learns_so(
 ) -> None:
     tls.renew(mutual, *certificates.issue("127.0.0.1"), certificates.ca)
     error = await thrown_out(ends, mutual, certificates.client())
-    assert "it wants a client certificate and got none" in str(tls.refusal("the daemon", error))
+    assert "it requires a client certificate" in str(tls.refusal("the daemon", error))
 
 
 @pytest.mark.parametrize("broken", ["half a certificate", "another key", "no certificate", "no authority"])

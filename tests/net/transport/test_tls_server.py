@@ -45,7 +45,7 @@ def network(certificates: Certificates) -> SystemNetwork:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is sent away to make room."""
-    monkeypatch.setattr(tls_server, "FAIR_S", LONG_S)
+    monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", LONG_S)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ async def test_whose_time_is_over_makes_room(certificates: Certificates, ends: E
 async def test_when_there_is_no_room_the_oldest_goes_once_it_had_its_time(
     network: SystemNetwork, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_server, "FAIR_S", 0.05)
+    monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.05)
     listener = await ends.listen(network, LOCALHOST)
     oldest, _ = await crowd(network, listener, ends)
     assert await serves(network, listener, ends)
@@ -136,7 +136,7 @@ async def test_when_there_is_no_room_the_oldest_goes_once_it_had_its_time(
 async def test_many_silent_ones_only_delay_those_who_come_after_them(
     network: SystemNetwork, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_server, "FAIR_S", 0.0)
+    monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.0)
     listener = await ends.listen(network, LOCALHOST)
     for _ in range(50):
         await silent(network, listener, ends)
@@ -150,7 +150,7 @@ async def test_many_silent_ones_only_delay_those_who_come_after_them(
 async def test_while_there_is_room_nobody_is_hurried(
     network: SystemNetwork, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_server, "FAIR_S", 0.0)
+    monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.0)
     listener = await ends.listen(network, LOCALHOST)
     slow = await silent(network, listener, ends)
     await ends.accepted.get()
@@ -185,7 +185,7 @@ async def test_a_handshake_that_fails_keeps_no_memory(network: SystemNetwork, en
 async def test_a_process_without_descriptors_complains_and_goes_on_when_it_has_some(
     network: SystemNetwork, ends: Ends, complaints: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_server, "ACCEPT_AGAIN_S", 0.0)
+    monkeypatch.setattr(tls_server, "ACCEPT_RETRY_S", 0.0)
     sock = Exhausted()
     sock.bind(("127.0.0.1", 0))
     sock.listen()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from forged.clock import SystemClock
-from forged.net.transport.tcp import PATIENT_USER_TIMEOUT_S, Liveness, is_unread
+from forged.net.transport.tcp import EXTENDED_USER_TIMEOUT_S, Liveness, is_unread
 from forged.worker import mesh
 from forged.worker.transport.peer_link import PEER_LIMITS, SMALL_BYTES, PeerLink
 from tests.worker.meshes import each, open_meshes
@@ -32,7 +32,7 @@ async def test_a_large_message_may_stay_unread_until_the_next_look_and_a_small_o
         await each(worlds, lambda world: world.barrier())
         assert user_timeout_s(link) == Liveness().user_timeout_s
         await each(worlds, lambda world: world.all_reduce(np.ones(SMALL_BYTES, np.uint8)))
-        assert user_timeout_s(link) == PATIENT_USER_TIMEOUT_S
+        assert user_timeout_s(link) == EXTENDED_USER_TIMEOUT_S
         link.sweep(SystemClock().monotonic())
         assert user_timeout_s(link) == Liveness().user_timeout_s
 
@@ -54,7 +54,7 @@ async def test_a_peer_that_reads_nothing_is_given_time_at_the_next_look(
             await asyncio.sleep(0)
         assert user_timeout_s(link) == Liveness().user_timeout_s
         link.sweep(SystemClock().monotonic())
-        assert user_timeout_s(link) == PATIENT_USER_TIMEOUT_S
+        assert user_timeout_s(link) == EXTENDED_USER_TIMEOUT_S
         other._transport.resume_reading()
         await other.over  # zeroes are no frames
         await link.over
