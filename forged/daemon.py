@@ -28,8 +28,9 @@ from forged.config import Config
 from forged.config.messages import REQUESTS as CONFIG_REQUESTS
 from forged.config.service import ConfigService, SettingsPort
 from forged.data.audit.service import AuditService
+from forged.data.inspection import Compute, inline
 from forged.data.messages import REQUESTS as DATA_REQUESTS
-from forged.data.service import Compute, DataService, inline
+from forged.data.service import DataService
 from forged.elastic.config import require_meant
 from forged.elastic.messages import REQUESTS as ELASTIC_REQUESTS
 from forged.elastic.model import WorkerId

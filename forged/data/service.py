@@ -1,65 +1,48 @@
-"""Training data on the bus: who holds it, and what travels when the workers change.
+"""The data service: takes the members' offers of an attempt, plans the transfers, and follows them to their end.
 
-Law: an attempt's plan is kept before anybody is told of it, so that a daemon that comes back when the attempt was
-committed knows what was agreed; it is forgotten when no commit of it can be heard of any more. Members ask for their
-part; nothing large is said to all. What cannot be had stops the attempt by the job's policy, and no other thing does.
+Per attempt: OfferShards from all members → plan → TransfersPlanned → ReadTransfers → ReportShards from all members →
+TransfersCompleted; the commit of the rescale makes the plan the current assignment.
+
+Invariants:
+- A plan is durable before any member is told of it.
+- Members read their own part of a plan; no message to all carries it.
+- Lost shards stop an attempt as the job's policy says; nothing else about the data does.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from functools import partial
-from itertools import islice
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import numpy as np
 
 from forged.clock import Clock
+from forged.data.dataset import Indices
+from forged.data.inspection import Compute, DataInspection
 from forged.data.messages import (
     NAMED_MAX,
     CopiesDiffer,
     CorruptShardFound,
-    DatasetDefined,
-    DataView,
     OfferShards,
     OfferTaken,
-    OwnersPage,
-    PlanData,
-    ReadOwners,
     ReadTransfers,
     ReportCorruptShard,
     ReportLostShards,
     ReportShards,
     ShardsLost,
-    ShowData,
-    ShowTransfers,
     TransferPart,
     TransfersCompleted,
     TransfersPlanned,
-    TransfersView,
-    TransferTotals,
-    WorkerTransfers,
 )
-from forged.data.ownership.gathering import Assignment, Draft, Finished, Gathering, Lack
-from forged.data.ownership.ownership import Ids, ShardOwnership
-from forged.data.ownership.records import (
-    PREFIX,
-    Restored,
-    dataset_write,
-    doubt_writes,
-    holders_write,
-    job_of,
-    keys_of,
-    piece_writes,
-    restored,
-)
+from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, Finished, LostShards
+from forged.data.ownership.ownership import ShardOwnership, attempt_over
+from forged.data.ownership.pages import transfer_page
+from forged.data.ownership.planning import draft, last_holders
+from forged.data.ownership_store import OWNER, OwnershipStore
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     AbortJob,
     AttemptMembers,
-    AttemptProgress,
     ControlReply,
     JobAborted,
     ReadAttempt,
@@ -68,111 +51,54 @@ from forged.elastic.messages import (
     WorkerJoined,
 )
 from forged.elastic.model import LostDataPolicy
-from forged.errors import PeerError, RequestRefused
+from forged.errors import RequestRefused
 from forged.ids import check_name
-from forged.jobs.model import JobRemoved, ShowJob
+from forged.jobs.model import JobRemoved
 from forged.kernel.bus import DAEMON, Bus
-from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call, Decision, Fact, Nothing, Record, Request
 from forged.kernel.store.port import Store
 from forged.log import SILENT, Log
 from forged.phrases import counted
 
-T = TypeVar("T")
-
-OWNER = "data"
-PART_MAX = 40
-"""Keys that are decided together: a transaction has its limits."""
 OFFER_BYTES_MAX = 2 << 20
 REASON_CHARS_MAX = 500
-SOMEBODY_CAME = "somebody has come who may hold what is missing"
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs arithmetic somewhere where it holds up nobody."""
-
-
-async def inline(act: Callable[[], T]) -> T:
-    """Run it here: there are no threads in a simulation."""
-    return act()
+WORKER_JOINED = "a worker joined that may hold lost shards"
 
 
 class DataService:
-    """Owns the custodies of all jobs."""
+    """The data of all jobs."""
 
     def __init__(self, bus: Bus, clock: Clock, compute: Compute, log: Log = SILENT) -> None:
-        self.custodies: dict[str, ShardOwnership] = {}
         self._bus = bus
         self._clock = clock
         self._compute = compute
         self._log = log
-        self._committed: dict[str, int] = {}
-        """The attempt that led to what is held, of every job where there was one."""
-        self._heard: dict[str, int] = {}
-        """The newest generation of which it is known what led to it."""
-        self._planned: defaultdict[str, dict[int, Assignment]] = defaultdict(dict)
-        """What was kept for attempts that may yet be committed."""
-        self._remains: dict[str, None] = {}
-        """Keys of what is no more, which are deleted by and by."""
-        self._progress: dict[str, tuple[int, dict[str, AttemptProgress]]] = {}
-        self._serve()
-
-    def _serve(self) -> None:
-        serve = self._bus.serve
-        serve(OfferShards, self._offer, owner=OWNER)
-        serve(ReadTransfers, self._transfers, owner=OWNER)
-        serve(ReportShards, self._finish, owner=OWNER)
-        serve(ReportLostShards, self._refused, owner=OWNER)
-        serve(ReportCorruptShard, self._corrupt, owner=OWNER)
-        serve(ReadOwners, self._owners, owner=OWNER)
-        serve(ShowData, self._show, owner=OWNER)
-        serve(ShowTransfers, self._show_transfers, owner=OWNER)
-        serve(PlanData, self._preview, owner=OWNER)
-        self._bus.on_signal(AttemptProgress, self._progressed, name="data.progress")
-        self._bus.on(RescaleCompleted, self._adopt, name="data.commits", durable=True)
-        self._bus.on(JobRemoved, self._removed, name="data.removal", durable=True)
-        self._bus.on(WorkerJoined, self._joined, name="data.joins")
-        self._bus.on(JobAborted, self._aborted, name="data.ends")
+        self._store = OwnershipStore(bus, log)
+        self.jobs = self._store.jobs
+        self._inspection = DataInspection(bus, clock, compute, self.jobs)
+        bus.serve(OfferShards, self._offer, owner=OWNER)
+        bus.serve(ReadTransfers, self._read_transfers, owner=OWNER)
+        bus.serve(ReportShards, self._report, owner=OWNER)
+        bus.serve(ReportLostShards, self._report_lost, owner=OWNER)
+        bus.serve(ReportCorruptShard, self._report_corrupt, owner=OWNER)
+        bus.on(RescaleCompleted, self._on_commit, name="data.commits", durable=True)
+        bus.on(JobRemoved, self._on_job_removed, name="data.removal", durable=True)
+        bus.on(WorkerJoined, self._on_worker_joined, name="data.joins")
+        bus.on(JobAborted, self._on_job_aborted, name="data.ends")
 
     async def load(self, store: Store) -> None:
         """Become what the store holds."""
-        entries: defaultdict[str, list[tuple[str, bytes]]] = defaultdict(list)
-        for entry in await read_all(store, PREFIX):
-            entries[job_of(entry.key)].append((entry.key, entry.value))
-        self._clear()
-        for job, found in entries.items():
-            known = self._restored(job, found)
-            if known is None:
-                self._remains.update(dict.fromkeys(key for key, _ in found))
-                continue
-            self.custodies[job], self._planned[job] = known.custody, dict(known.planned)
-            self._remains.update(dict.fromkeys(known.remains))
-            self._heard[job] = known.custody.assignment.generation
-            if known.attempt:
-                self._committed[job] = known.attempt
+        await self._store.load(store)
+        self._inspection.clear()
 
-    def _restored(self, job: str, entries: list[tuple[str, bytes]]) -> Restored | None:
-        """What comes back of a job. What cannot be read is in nobody's way: workers say anew what they hold."""
-        try:
-            return restored(job, entries)
-        except PeerError as error:
-            self._log.error("what is known of a job's data is forgotten", job=job, why=error.message)
-            return None
-
-    def _clear(self) -> None:
-        self.custodies.clear()
-        self._committed.clear()
-        self._heard.clear()
-        self._planned.clear()
-        self._remains.clear()
-        self._progress.clear()
-
-    # What workers say.
+    # 1. Members offer what they hold.
 
     async def _offer(self, request: OfferShards, call: Call) -> Decision[OfferTaken]:
         held, marks = _ids(request.held), _ids(request.marks).view(np.uint64) if request.marks else None
-        self._sweep()
+        self._store.delete_unused()
         members = await self._members(request)
-        custody = self._custody(request, members)
-        custody.gather(
+        ownership = self._defined(request, members)
+        ownership.begin(
             members.attempt,
             members.target,
             members.leaving,
@@ -180,399 +106,247 @@ class DataService:
             cause=members.started_id,
             generation=members.generation,
         )
-        worker = custody.member(request.worker_id)
-        doubted = custody.looks_again(worker, _ids(request.verified), held)
-        self._append(self._doubts_of(custody))
-        if doubted.size:
-            if members.in_background and custody.is_held_by(worker):
-                # What is bad is dropped, and may be what the worker trains with until it stops.
-                self._stop_to_look(custody, request.attempt, f"{worker.id} has copies that are in doubt")
-            return Decision(OfferTaken(doubted.astype("<i8").tobytes()))
-        is_complete = custody.offer(
+        worker = ownership.member(request.worker_id)
+        suspect = ownership.copies_to_verify(worker, _ids(request.verified), held)
+        self._store.write(self._store.suspect_changes(ownership))
+        if suspect.size:
+            if members.in_background and ownership.is_held_by(worker):
+                # A bad copy is dropped, and the worker may train with it until it stops.
+                self._stop_to_verify(ownership, request.attempt, f"{worker.id} has to verify suspect copies")
+            return Decision(OfferTaken(suspect.astype("<i8").tobytes()))
+        is_complete = ownership.offer(
             worker, held, request.more, request.held_bytes, request.bytes_per_second, request.weight, marks
         )
-        self._append(self._doubts_of(custody))
-        if not is_complete or custody.gathering is None:
+        self._store.write(self._store.suspect_changes(ownership))
+        if not is_complete or ownership.attempt is None:
             return Decision(OfferTaken())
         config = ElasticTrainingConfig.from_settings(members.settings)
-        facts = await self._settle(custody, custody.gathering, config, request)
+        facts = await self._plan(ownership, ownership.attempt, config, request)
         return Decision(OfferTaken(), facts, job=request.job, generation=members.generation, cause=members.started_id)
 
     async def _members(self, request: OfferShards | ReportLostShards) -> AttemptMembers:
-        """Who is in the attempt, for one who is; refused when it is over."""
+        """The members of the request's attempt; refused when it is over or the worker is not one of them."""
         members = await self._bus.ask(ReadAttempt(request.job, request.worker_id, request.incarnation))
         if members.attempt != request.attempt:
-            raise RequestRefused("attempt_over", f"attempt {request.attempt} is over", "go by the newest")
+            raise attempt_over(request.attempt)
         return members
 
-    def _custody(self, request: OfferShards, members: AttemptMembers) -> ShardOwnership:
-        """The job's data, which the first who offers some defines; anew where nobody has ever trained with it."""
-        custody = self.custodies.get(request.job)
-        if custody is None or not (members.generation or custody.is_for(request.dataset, members.attempt)):
-            custody = self._define(request, members)
-        custody.require_same(request.dataset)
-        return custody
+    def _defined(self, request: OfferShards, members: AttemptMembers) -> ShardOwnership:
+        """The job's ownership. The first offer defines the dataset; until a world has used it, so may another."""
+        ownership = self.jobs.get(request.job)
+        if ownership is None or not (members.generation or ownership.is_for(request.dataset, members.attempt)):
+            cause = members.joined_id or members.started_id
+            ownership = self._store.define(request.job, request.dataset, members.attempt, members.generation, cause)
+        ownership.require_same(request.dataset)
+        return ownership
 
-    def _define(self, request: OfferShards, members: AttemptMembers) -> ShardOwnership:
-        job, former = request.job, self.custodies.get(request.job)
-        custody = ShardOwnership(job, request.dataset)
-        if former is not None:
-            custody.inherit(former)
-            self._append(self._doubts_of(former))
-            self._forget_planned(job, members.attempt)
-        self.custodies[job] = custody
-        defined = Decision(
-            None,
-            (DatasetDefined(request.dataset),),
-            dataset_write(job, request.dataset),
-            job,
-            members.generation,
-            members.joined_id or members.started_id,
-        )
-        self._bus.ledger.append(defined, origin=OWNER)
-        return custody
+    # 2. The last offer completes the plan.
 
-    async def _settle(
-        self, custody: ShardOwnership, gathering: Gathering, config: ElasticTrainingConfig, request: OfferShards
+    async def _plan(
+        self, ownership: ShardOwnership, attempt: DataAttempt, config: ElasticTrainingConfig, request: OfferShards
     ) -> tuple[Fact, ...]:
-        """Plan, keep the plan, and say what it is."""
-        draft: Draft = await self._compute(partial(custody.draft, gathering, config))
-        # Somebody may have come meanwhile.
+        made: Draft = await self._compute(partial(draft, ownership, attempt, config))
+        # A worker may have joined meanwhile, another attempt may have begun, or the state may have been reloaded.
         members = await self._members(request)
-        if gathering.is_left or custody.gathering is not gathering or self.custodies.get(custody.job) is not custody:
-            # Another attempt has begun meanwhile, or is about to, or the state was read anew.
-            raise RequestRefused("attempt_over", f"attempt {gathering.attempt} is over", "go by the newest")
-        if gathering.is_drafted:
+        is_current = ownership.attempt is attempt and self.jobs.get(ownership.job) is ownership
+        if attempt.is_abandoned or not is_current:
+            raise attempt_over(attempt.number)
+        if attempt.is_drafted:
             return ()
-        custody.settle(gathering, draft)
-        gathering.began_at = self._clock.monotonic()
-        if gathering.outvoted:
-            if gathering.replaced and members.in_background:
-                # What is replaced is what some train with until they stop.
-                gathering.plan, gathering.is_left = None, True
-                why = f"workers hold something else than others of {counted(gathering.differing.size, 'shard')}"
-                self._submit(RescaleJob(custody.job, why, stops=True))
+        ownership.take(attempt, made)
+        attempt.planned_at = self._clock.monotonic()
+        if attempt.outvoted:
+            if attempt.replaced and members.in_background:
+                # Workers may train with the replaced copies until they stop.
+                attempt.plan, attempt.is_abandoned = None, True
+                why = f"workers hold different bytes of {counted(attempt.differing.size, 'shard')}"
+                self._submit(RescaleJob(ownership.job, why, stops=True))
                 return ()
-            self._tell_differing(custody.job, gathering)
-        if gathering.lost.number:
-            gathering.plan = None
+            self._publish_differing(ownership.job, attempt)
+        if attempt.lost_in_plan.number:
+            attempt.plan = None
             if members.in_background:
-                self._stop_training(gathering, custody.job)
+                self._stop_training(ownership.job, attempt)
             else:
-                lack = gathering.lost = _in_full(gathering.lost, members)
-                self._tell_lost(custody.job, gathering, lack)
-                self._do_without(custody.job, gathering, lack, members, certain=True)
+                lost = attempt.lost_in_plan = _with_waiting_workers(attempt.lost_in_plan, members)
+                self._publish_lost(ownership.job, attempt, lost)
+                self._apply_lost_data_policy(ownership.job, attempt, lost, members, certain=True)
             return ()
-        held = Assignment(0, gathering.target, draft.plan.owners, draft.plan.replicas, draft.weights)
-        self._keep(custody.job, gathering.attempt, held, members.generation)
-        return (TransfersPlanned(gathering.attempt, gathering.totals),)
+        assignment = Assignment(0, attempt.target, made.plan.owners, made.plan.replicas, made.weights)
+        self._store.keep_plan(ownership.job, attempt.number, assignment, members.generation)
+        return (TransfersPlanned(attempt.number, attempt.totals),)
 
-    def _stop_training(self, gathering: Gathering, job: str) -> None:
-        """Nobody trains on without them."""
-        gathering.is_left = True
-        self._submit(RescaleJob(job, f"nobody has {gathering.lack.number} of the shards any more", stops=True))
+    def _publish_differing(self, job: str, attempt: DataAttempt) -> None:
+        shards, workers = attempt.differing, [worker.id for worker in attempt.outvoted]
+        self._publish(
+            job, attempt, CopiesDiffer(attempt.number, shards.size, shards[:NAMED_MAX].tolist(), workers[:NAMED_MAX])
+        )
 
-    def _tell_differing(self, job: str, gathering: Gathering) -> None:
-        shards, workers = gathering.differing, [worker.id for worker in gathering.outvoted]
-        differ = CopiesDiffer(gathering.attempt, shards.size, shards[:NAMED_MAX].tolist(), workers[:NAMED_MAX])
-        decision = Decision(None, (differ,), job=job, generation=gathering.generation, cause=gathering.cause)
-        self._bus.ledger.append(decision, origin=OWNER)
+    # 3. Members read their part, fetch, and report.
 
-    def _tell_lost(self, job: str, gathering: Gathering, lack: Lack) -> None:
-        by = list(lack.last_held_by)
-        lost = ShardsLost(gathering.attempt, lack.number, list(lack.shards), lack.reason, by)
-        # What follows from it comes behind it in the history.
-        decision = Decision(None, (lost,), job=job, generation=gathering.generation, cause=gathering.cause)
-        self._bus.ledger.append(decision, origin=OWNER)
+    def _read_transfers(self, request: ReadTransfers, call: Call) -> TransferPart:
+        ownership = self._inspection.ownership(request.job)
+        return transfer_page(ownership, request.worker_id, request.attempt, request.after)
 
-    def _do_without(
-        self, job: str, gathering: Gathering, lack: Lack, members: AttemptMembers, *, certain: bool
-    ) -> None:
-        """Ask those who have come meanwhile, if there are any for whom there is room; else go by the policy."""
-        config = ElasticTrainingConfig.from_settings(members.settings)
-        if members.has_room and members.waiting:
-            self._begin_anew(job, gathering, SOMEBODY_CAME)
-        elif certain and config.lost_data_policy is LostDataPolicy.ABORT:
-            named = ", ".join(map(str, lack.shards)) + (", …" if lack.number > NAMED_MAX else "")
-            why = f" ({lack.reason})" if lack.reason else ""
-            they = "it" if lack.number == 1 else "they"
-            number = counted(lack.number, "shard")
-            reason = f"nobody has {number} any more, and {they} cannot be had again: {named}{why}"
-            self._submit(AbortJob(job, reason))
-
-    def _begin_anew(self, job: str, gathering: Gathering, why: str) -> None:
-        gathering.is_left = True
-        self._submit(RescaleJob(job, why))
-
-    def _submit(self, request: Request[ControlReply]) -> None:
-        """Ask for what may be refused, which then is no more needed."""
-        self._bus.submit(request, Call(DAEMON, OWNER))
-
-    def _keep(self, job: str, attempt: int, assignment: Assignment, generation: int) -> None:
-        """Write down what was planned. What was planned before came to nothing, unless it is what led to the world of
-        this generation, and that commit was not heard of here yet."""
-        if self._heard.get(job, 0) >= generation:
-            self._forget_planned(job, attempt)
-        self._planned[job][attempt] = assignment
-        pieces = piece_writes(job, attempt, assignment)
-        while part := dict(islice(pieces, PART_MAX)):
-            self._append(dict(part))
-        self._append(holders_write(job, attempt, assignment))
-
-    def _forget_planned(self, job: str, before: int) -> None:
-        planned = self._planned[job]
-        for older in [number for number in planned if number < before]:
-            self._forget(job, older, planned.pop(older))
-
-    def _forget(self, job: str, attempt: int, assignment: Assignment) -> None:
-        self._delete(keys_of(job, attempt, assignment.owners.size, 1 + len(assignment.replicas)))
-
-    def _sweep(self) -> None:
-        """Delete what is left of jobs that are no more."""
-        remains, self._remains = list(self._remains), {}
-        self._delete(remains)
-
-    def _delete(self, keys: list[str]) -> None:
-        for part in _parts(keys):
-            self._append(dict.fromkeys(part))
-
-    def _append(self, writes: dict[str, bytes | None]) -> None:
-        if writes:
-            self._bus.ledger.append(Decision(None, writes=writes), origin=OWNER)
-
-    def _transfers(self, request: ReadTransfers, call: Call) -> TransferPart:
-        return self._get(request.job).part_for(request.worker_id, request.attempt, request.after)
-
-    def _finish(self, request: ReportShards, call: Call) -> Decision[Nothing]:
-        custody = self._get(request.job)
-        custody.require_under_way(request.attempt)
+    def _report(self, request: ReportShards, call: Call) -> Decision[Nothing]:
+        ownership = self._inspection.ownership(request.job)
+        ownership.require_planned(request.attempt)
         if request.missing:
-            found = f"{request.worker_id} found bad copies of {counted(request.missing, 'shard')}, and no other"
-            self._look_again(custody, request.attempt, found)
+            shards = counted(request.missing, "shard")
+            self._abandon(ownership, request.attempt, f"{request.worker_id} found only bad copies of {shards}")
             return Decision(Nothing())
         if request.not_stored:
-            if custody.is_news_that_full(custody.member(request.worker_id)):
-                what = counted(request.not_stored, "shard")
-                why = f"{request.worker_id} cannot keep {what} that it was to take: make room on its disk"
-                self._look_again(custody, request.attempt, why, stops=False)
+            if ownership.mark_full(ownership.member(request.worker_id)):
+                shards = counted(request.not_stored, "assigned shard")
+                why = f"{request.worker_id} cannot store {shards}: free space on its disk"
+                self._abandon(ownership, request.attempt, why, stops=False)
             return Decision(Nothing())
         finished = Finished(request.transfers, request.received, request.took_s)
-        is_last = custody.finish(request.worker_id, request.attempt, finished)
-        gathering = custody.gathering
-        if not is_last or gathering is None:
+        is_last = ownership.finish(request.worker_id, request.attempt, finished)
+        attempt = ownership.attempt
+        if not is_last or attempt is None:
             return Decision(Nothing())
-        if doubted := custody.in_doubt(gathering):
-            # Whoever has found one said so before it was done, so all that were found are known by now.
-            holder, shard = doubted[0]
-            more = f", and {counted(len(doubted) - 1, 'other')}" if len(doubted) > 1 else ""
-            self._stop_to_look(custody, request.attempt, f"the copy of shard {shard} at {holder} is in doubt{more}")
-        gathering.took_s = round(self._clock.monotonic() - gathering.began_at, 3)
-        moved = list(gathering.finished.values())
+        if suspects := ownership.suspects_in_plan(attempt):
+            # A member reports bad copies before it reports that it is done, so all of them are known here.
+            holder, shard = suspects[0]
+            more = f", and {counted(len(suspects) - 1, 'other')}" if len(suspects) > 1 else ""
+            self._stop_to_verify(ownership, request.attempt, f"the copy of shard {shard} at {holder} is suspect{more}")
+        attempt.took_s = round(self._clock.monotonic() - attempt.planned_at, 3)
+        results = list(attempt.finished.values())
         completed = TransfersCompleted(
-            gathering.attempt,
-            sum(one.transfers for one in moved),
-            sum(one.bytes for one in moved),
-            gathering.took_s,
-            gathering.totals.estimated_s,
+            attempt.number,
+            sum(one.transfers for one in results),
+            sum(one.bytes for one in results),
+            attempt.took_s,
+            attempt.totals.estimated_s,
         )
-        return Decision(
-            Nothing(), (completed,), job=request.job, generation=gathering.generation, cause=gathering.cause
-        )
+        return Decision(Nothing(), (completed,), job=request.job, generation=attempt.generation, cause=attempt.cause)
 
-    def _stop_to_look(self, custody: ShardOwnership, attempt: int, why: str) -> NoReturn:
-        """Have nobody train while copies are looked at; for who has asked, the attempt is over."""
-        self._look_again(custody, attempt, why)
-        raise RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
-
-    def _look_again(self, custody: ShardOwnership, attempt: int, why: str, *, stops: bool = True) -> None:
-        """Have all say anew what they hold; nobody trains with a copy that may be bad, or loses it under its hands."""
-        if custody.give_up(attempt):
-            self._submit(RescaleJob(custody.job, why, stops=stops))
-
-    async def _refused(self, request: ReportLostShards, call: Call) -> Decision[Nothing]:
-        members = await self._members(request)
-        job, custody = request.job, self._get(request.job)
-        gathering, reason = custody.require_under_way(request.attempt), request.reason.strip()[:REASON_CHARS_MAX]
-        custody.require_shards(request.count, request.shards)
-        by = custody.last_holders(np.array(request.shards, np.int64), gathering.members)
-        lack = _in_full(Lack(request.count, tuple(request.shards), f"{request.worker_id}: {reason}", by), members)
-        is_news = custody.refuse(gathering, request.worker_id, lack)
-        if gathering.is_left:
-            return Decision(Nothing())
-        if custody.has_come(gathering, lack.shards):
-            self._begin_anew(job, gathering, "somebody has by now what another needs")
-        elif members.in_background:
-            self._stop_training(gathering, job)
-        else:
-            if is_news:
-                self._tell_lost(job, gathering, lack)
-            self._do_without(job, gathering, lack, members, certain=request.certain)
-        return Decision(Nothing())
-
-    def _corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
-        job, source, custody = request.job, check_name("source", request.source), self._get(request.job)
-        is_news = custody.complain(source, request.shard)
-        if forgotten := custody.doubt(source, request.shard):
-            self._log.warning(
-                "bad copies are believed again, as so many cannot be remembered", job=job, copies=forgotten
-            )
-        writes = self._doubts_of(custody)
+    def _report_corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
+        job, source = request.job, check_name("source", request.source)
+        ownership = self._inspection.ownership(job)
+        is_news = ownership.report_bad(source, request.shard)
+        if forgotten := ownership.suspect(source, request.shard):
+            self._log.warning("too many suspect copies; some are trusted again", job=job, copies=forgotten)
+        writes = self._store.suspect_changes(ownership)
         if not is_news:
             return Decision(Nothing(), writes=writes)
         found = CorruptShardFound(source, request.shard, request.worker_id)
-        gathering = custody.gathering
-        if gathering is None or gathering.is_over:
-            # A script had it moved besides.
-            return Decision(Nothing(), (found,), writes, job, custody.assignment.generation)
-        return Decision(Nothing(), (found,), writes, job, gathering.generation, gathering.cause)
+        attempt = ownership.attempt
+        if attempt is None or attempt.is_over:
+            # A transfer of the script found it.
+            return Decision(Nothing(), (found,), writes, job, ownership.assignment.generation)
+        return Decision(Nothing(), (found,), writes, job, attempt.generation, attempt.cause)
 
-    def _doubts_of(self, custody: ShardOwnership) -> dict[str, bytes | None]:
-        """What is new about them, to be written; what does not fit into one decision is written at once."""
-        writes = doubt_writes(custody.job, custody.doubts.changes())
-        while len(writes) > PART_MAX:
-            self._append({key: writes.pop(key) for key in list(islice(writes, PART_MAX))})
-        return writes
+    def _stop_to_verify(self, ownership: ShardOwnership, attempt: int, why: str) -> NoReturn:
+        """Stop the training while copies are verified, and tell the caller that the attempt is over."""
+        self._abandon(ownership, attempt, why)
+        raise attempt_over(attempt)
 
-    def _progressed(self, signal: AttemptProgress, call: Call) -> None:
-        attempt, known = self._progress.get(signal.job, (0, {}))
-        if signal.attempt > attempt:
-            attempt, known = signal.attempt, {}
-        if signal.attempt == attempt and signal.job in self.custodies:
-            known[signal.worker_id] = signal
-            self._progress[signal.job] = attempt, known
+    def _abandon(self, ownership: ShardOwnership, attempt: int, why: str, *, stops: bool = True) -> None:
+        """Start another attempt, in which all members offer anew; `stops`, because a worker may train with a copy
+        that it has to drop."""
+        if ownership.abandon(attempt):
+            self._submit(RescaleJob(ownership.job, why, stops=stops))
 
-    # What happens.
+    # Lost shards.
 
-    def _adopt(self, record: Record) -> Decision[None] | None:
-        """A rescale was committed."""
-        fact, custody = record.fact, self.custodies.get(record.job)
-        if custody is None or not isinstance(fact, RescaleCompleted):
+    async def _report_lost(self, request: ReportLostShards, call: Call) -> Decision[Nothing]:
+        members = await self._members(request)
+        job, ownership = request.job, self._inspection.ownership(request.job)
+        attempt, reason = ownership.require_planned(request.attempt), request.reason.strip()[:REASON_CHARS_MAX]
+        ownership.require_shards(request.count, request.shards)
+        holders = last_holders(ownership.assignment, np.array(request.shards, np.int64), attempt.members)
+        reported = LostShards(request.count, tuple(request.shards), f"{request.worker_id}: {reason}", holders)
+        lost = _with_waiting_workers(reported, members)
+        is_news = ownership.report_lost(attempt, request.worker_id, lost)
+        if attempt.is_abandoned:
+            return Decision(Nothing())
+        if ownership.has_arrived(attempt, lost.shards):
+            self._restart(job, attempt, "a worker has obtained shards that another worker needs")
+        elif members.in_background:
+            self._stop_training(job, attempt)
+        else:
+            if is_news:
+                self._publish_lost(job, attempt, lost)
+            self._apply_lost_data_policy(job, attempt, lost, members, certain=request.certain)
+        return Decision(Nothing())
+
+    def _stop_training(self, job: str, attempt: DataAttempt) -> None:
+        attempt.is_abandoned = True
+        self._submit(RescaleJob(job, f"no worker has {counted(attempt.lost.number, 'shard')}", stops=True))
+
+    def _publish_lost(self, job: str, attempt: DataAttempt, lost: LostShards) -> None:
+        holders = list(lost.last_held_by)
+        self._publish(job, attempt, ShardsLost(attempt.number, lost.number, list(lost.shards), lost.reason, holders))
+
+    def _apply_lost_data_policy(
+        self, job: str, attempt: DataAttempt, lost: LostShards, members: AttemptMembers, *, certain: bool
+    ) -> None:
+        """Take in workers that wait and may hold the shards; else abort or wait, as the job says."""
+        config = ElasticTrainingConfig.from_settings(members.settings)
+        if members.has_room and members.waiting:
+            self._restart(job, attempt, WORKER_JOINED)
+        elif certain and config.lost_data_policy is LostDataPolicy.ABORT:
+            named = ", ".join(map(str, lost.shards)) + (", …" if lost.number > NAMED_MAX else "")
+            why = f" ({lost.reason})" if lost.reason else ""
+            self._submit(AbortJob(job, f"{counted(lost.number, 'shard')} lost: {named}{why}"))
+
+    def _restart(self, job: str, attempt: DataAttempt, why: str) -> None:
+        attempt.is_abandoned = True
+        self._submit(RescaleJob(job, why))
+
+    def _submit(self, request: Request[ControlReply]) -> None:
+        """Send a request whose refusal means that it is no longer needed."""
+        self._bus.submit(request, Call(DAEMON, OWNER))
+
+    def _publish(self, job: str, attempt: DataAttempt, fact: Fact) -> None:
+        """Publish a fact before the decisions that follow from it."""
+        decision = Decision(None, (fact,), job=job, generation=attempt.generation, cause=attempt.cause)
+        self._bus.ledger.append(decision, origin=OWNER)
+
+    # Facts of other services.
+
+    def _on_commit(self, record: Record) -> Decision[None] | None:
+        fact = record.fact
+        if not isinstance(fact, RescaleCompleted):
             return None
-        self._heard[record.job] = max(fact.delta.epoch, self._heard.get(record.job, 0))
-        planned = self._planned[record.job].pop(fact.attempt, None)
-        if planned is None:
-            return None
-        self._forget_planned(record.job, fact.attempt)
-        held = replace(planned, generation=fact.delta.epoch)
-        before, former = self._committed.get(record.job), custody.assignment
-        custody.assignment, self._committed[record.job] = held, fact.attempt
-        custody.full.clear()
-        if before is not None and before != fact.attempt:
-            self._forget(record.job, before, former)
-        return Decision(None, writes=holders_write(record.job, fact.attempt, held))
+        writes = self._store.commit(record.job, fact.attempt, fact.delta.epoch)
+        return Decision(None, writes=writes) if writes else None
 
-    def _removed(self, record: Record) -> None:
-        custody = self.custodies.pop(record.job, None)
-        if custody is None:
+    def _on_job_removed(self, record: Record) -> None:
+        self._store.remove(record.job)
+        self._inspection.forget(record.job)
+
+    def _on_job_aborted(self, record: Record) -> None:
+        ownership = self.jobs.get(record.job)
+        if ownership is not None and ownership.attempt is not None:
+            ownership.attempt.is_aborted = not ownership.attempt.is_over
+
+    def _on_worker_joined(self, record: Record) -> None:
+        fact, ownership = record.fact, self.jobs.get(record.job)
+        if not isinstance(fact, WorkerJoined) or ownership is None or ownership.attempt is None:
             return
-        self._append(dict.fromkeys(dataset_write(record.job, custody.dataset)))
-        kept = self._planned.pop(record.job, {})
-        self._heard.pop(record.job, None)
-        committed = self._committed.pop(record.job, None)
-        if committed is not None:
-            kept[committed] = custody.assignment
-        for attempt, assignment in kept.items():
-            self._forget(record.job, attempt, assignment)
-        custody.doubts.forget_all_but(())
-        self._append(self._doubts_of(custody))
-        self._progress.pop(record.job, None)
-        self._sweep()
-
-    def _aborted(self, record: Record) -> None:
-        """Nothing is waited for any more."""
-        custody = self.custodies.get(record.job)
-        if custody is not None and custody.gathering is not None:
-            custody.gathering.is_aborted = not custody.gathering.is_over
-
-    def _joined(self, record: Record) -> None:
-        """Somebody came, who may have what is missing."""
-        fact, custody = record.fact, self.custodies.get(record.job)
-        if not isinstance(fact, WorkerJoined):
-            return
-        # Whoever comes while it is not known yet that some are missing is seen when it is.
-        if custody is not None and custody.gathering is not None and custody.gathering.lacks_shards:
-            self._begin_anew(record.job, custody.gathering, SOMEBODY_CAME)
-
-    # What is asked.
-
-    def _get(self, job: str) -> ShardOwnership:
-        custody = self.custodies.get(job)
-        if custody is not None:
-            return custody
-        self._bus.dispatcher.require_job(job)
-        raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
-
-    def _owners(self, request: ReadOwners, call: Call) -> OwnersPage:
-        return self._get(request.job).owners_page(request.after)
-
-    async def _show(self, request: ShowData, call: Call) -> DataView:
-        view: DataView = await self._compute(self._get(request.job).view)
-        return view
-
-    def _show_transfers(self, request: ShowTransfers, call: Call) -> TransfersView:
-        gathering = self._get(request.job).gathering
-        if gathering is None:
-            raise RequestRefused("transfers_none", f"nothing has travelled in job {request.job} yet", "ask later")
-        workers, lack = list(self._workers_at_it(request.job, gathering)), gathering.lack
-        return TransfersView(
-            job=request.job,
-            attempt=gathering.attempt,
-            running=not (gathering.is_over or gathering.is_aborted),
-            totals=gathering.totals,
-            done=sum(worker.done for worker in workers),
-            bytes=sum(worker.bytes for worker in workers),
-            elapsed_s=self._elapsed_s(gathering),
-            waiting_for=[worker.id for worker in gathering.waiting_for],
-            lost=lack.number,
-            lost_shards=list(lack.shards),
-            lost_because=lack.reason,
-            last_held_by=list(lack.last_held_by),
-            aborted=gathering.is_aborted,
-            planned=gathering.plan is not None,
-            workers=workers,
-        )
-
-    def _elapsed_s(self, gathering: Gathering) -> float:
-        if gathering.took_s is not None or gathering.plan is None:
-            return gathering.took_s or 0.0
-        return round(self._clock.monotonic() - gathering.began_at, 3)
-
-    def _workers_at_it(self, job: str, gathering: Gathering) -> Iterator[WorkerTransfers]:
-        attempt, progress = self._progress.get(job, (0, {}))
-        for worker in gathering.target:
-            told = progress.get(worker.id) if attempt == gathering.attempt else None
-            finished = gathering.finished.get(worker.id)
-            done, moved, _ = finished or (Finished(told.shards, told.data_bytes) if told else Finished(0, 0))
-            transfers = 0 if gathering.plan is None else len(gathering.plan.for_worker(worker))
-            yield WorkerTransfers(worker.id, done, transfers, moved, finished is not None)
-
-    async def _preview(self, request: PlanData, call: Call) -> TransferTotals:
-        custody, job = self._get(request.job), await self._bus.ask(ShowJob(request.job))
-        config = ElasticTrainingConfig.from_settings(job.settings)
-        totals: TransferTotals = await self._compute(partial(custody.preview, request.workers, config, request.gone))
-        return totals
+        # A worker that joins before shards are known to be lost is seen when they are.
+        if ownership.attempt.lacks_shards:
+            self._restart(record.job, ownership.attempt, WORKER_JOINED)
 
 
-def _in_full(lack: Lack, members: AttemptMembers) -> Lack:
-    """What cannot be had; and that somebody may have it who finds no room in the world, if that is so."""
+def _with_waiting_workers(lost: LostShards, members: AttemptMembers) -> LostShards:
+    """Add to the reason that workers wait outside a full world and may hold the shards, if any do."""
     waiting = 0 if members.has_room else members.waiting
     if not waiting:
-        return lack
-    who = "1 worker waits and was" if waiting == 1 else f"{waiting} workers wait and were"
-    not_asked = f"{who} not asked, because the world is full"
-    return lack._replace(reason=f"{lack.reason}; {not_asked}" if lack.reason else not_asked)
+        return lost
+    named = "1 waiting worker was" if waiting == 1 else f"{waiting} waiting workers were"
+    not_asked = f"{named} not asked, because the world is full"
+    return lost._replace(reason=f"{lost.reason}; {not_asked}" if lost.reason else not_asked)
 
 
-def _ids(held: bytes) -> Ids:
+def _ids(held: bytes) -> Indices:
     if len(held) % 8 or len(held) > OFFER_BYTES_MAX:
         raise RequestRefused(
             "holdings_invalid",
-            f"held has {len(held)} bytes, which are no whole numbers of 8 bytes, or more than {OFFER_BYTES_MAX}",
-            "give int64 in parts",
+            f"held must be int64 values in at most {OFFER_BYTES_MAX} bytes, got {len(held)} bytes",
+            "send them in parts",
         )
     return np.frombuffer(held, "<i8").astype(np.int64)
-
-
-def _parts(keys: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(keys), PART_MAX):
-        yield keys[start : start + PART_MAX]

@@ -10,10 +10,11 @@ import anyio
 import numpy as np
 
 from forged.data.audit.service import AuditService
+from forged.data.inspection import inline
 from forged.data.messages import REQUESTS as DATA_REQUESTS
 from forged.data.messages import DatasetSpec, OfferShards, OfferTaken, ReadTransfers, ReportShards, TransferPart
 from forged.data.ownership.records import PREFIX
-from forged.data.service import DataService, inline
+from forged.data.service import DataService
 from forged.elastic.messages import REQUESTS, AttemptProgress, RescaleCompleted
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.kernel.ledger import read_all
@@ -130,7 +131,7 @@ class DataStage(Stage):
 
     def owners(self) -> dict[str, set[int]]:
         """Who owns what in the committed world."""
-        assignment = self.data.custodies[JOB].assignment
+        assignment = self.data.jobs[JOB].assignment
         return {
             worker.id: set(np.flatnonzero(assignment.owners == place).tolist())
             for place, worker in enumerate(assignment.workers)

@@ -28,7 +28,7 @@ from forged.data.messages import (
     TransfersPlanned,
 )
 from forged.data.ownership import suspect_copies
-from forged.data.ownership.gathering import Draft
+from forged.data.ownership.attempt import Draft
 from forged.data.ownership.ownership import SHARDS_LOST
 from forged.elastic.messages import (
     AbortJob,
@@ -146,7 +146,7 @@ class TestCopiesThatDiffer:
             await stage.wait(0.1)
             started = stage.facts(RescaleStarted)[-1]
             assert not started.in_background
-            assert "workers hold something else than others of 2 shards" in started.reason
+            assert "workers hold different bytes of 2 shards" in started.reason
             assert stage.facts(CopiesDiffer) == []
 
     @on_virtual_time
@@ -224,7 +224,7 @@ class TestADataset:
             await stage.stop()
             for held in (b"1234567", np.array([10], "<i8").tobytes(), np.array([-1], "<i8").tobytes()):
                 assert await refused(stage.offer("a", held=held)) == "holdings_invalid"
-            known = JOB in stage.data.custodies
+            known = JOB in stage.data.jobs
             assert known == (await keys_in(store) == [f"{JOB}/dataset"]) == bool(stage.facts(DatasetDefined))
 
     @on_virtual_time
@@ -292,7 +292,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             await stage.come("b")
             await stage.stop()
             assert await refused(stage.offer("b", dataset=DatasetSpec(10, 11))) == "dataset_invalid"
-            assert stage.data.custodies[JOB].dataset == DATASET
+            assert stage.data.jobs[JOB].dataset == DATASET
 
     @on_virtual_time
     async def test_binds_those_who_are_in_an_attempt_with_who_has_said_it_there(self) -> None:
@@ -330,7 +330,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             await stage.offer("b", dataset=OTHER)
         assert await keys_in(again) == [f"{JOB}/dataset"]
         async with a_data_stage(FaultyStore(again.memory)) as stage:
-            assert stage.data.custodies[JOB].dataset == OTHER
+            assert stage.data.jobs[JOB].dataset == OTHER
             stage.held = {"b": set(), "c": set()}
             await stage.come_again("b", "c")
             await stage.rescale("b", "c", dataset=OTHER)
@@ -359,13 +359,13 @@ class TestADatasetWithWhichNobodyHasTrained:
             await stage.come("b")
             await stage.offer_all()
             await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
-            assert [key for key in await keys_in(store) if "doubted" in key] == [f"{JOB}/doubted/a/3"]
+            assert [key for key in await keys_in(store) if "suspect" in key] == [f"{JOB}/suspect/a/3"]
             await given_up(stage, "a", "b")
             await stage.come("a", *range(10), life=2)
             await stage.come("b", life=2)
             await stage.stop()
             assert not (await stage.offer("a", dataset=OTHER)).suspect
-            assert not [key for key in await keys_in(store) if "doubted" in key]
+            assert not [key for key in await keys_in(store) if "suspect" in key]
 
 
 class TestAPlan:
@@ -455,9 +455,9 @@ class TestAPlan:
             await stage.come("a", *range(10))
             await stage.stop()
             offer = OfferShards(JOB, "a", stage.crew["a"].incarnation, 1, DATASET)
-            custody = stage.data._custody(offer, await stage.data._members(offer))
-            custody.gather(1, (stage.service.clusters[JOB].members["a"].worker,), (), 0.0)
-            assert custody.offer(custody.member("a"), np.arange(10), False, 0, 0.0)
+            ownership = stage.data._defined(offer, await stage.data._members(offer))
+            ownership.begin(1, (stage.service.clusters[JOB].members["a"].worker,), (), 0.0)
+            assert ownership.offer(ownership.member("a"), np.arange(10), False, 0, 0.0)
             await stage.offer("a")
             assert len(stage.facts(TransfersPlanned)) == 1
             await stage.offer("a")
@@ -518,7 +518,7 @@ class TestAPlan:
             return done[-1]
 
         async with a_data_stage() as stage:
-            stage.data._compute = elsewhere
+            stage.data._compute = stage.data._inspection._compute = elsewhere
             await formed(stage)
             answers = [await stage.kernel.bus.ask(said) for said in (ShowData(JOB), PlanData(JOB, ["a", "b", "c"]))]
             assert isinstance(done[0], Draft)
@@ -626,7 +626,7 @@ class TestProgress:
             assert await refused(stage.fetch("b")) == "attempt_over"
             await stage.wait(0.1)
             assert stage.attempt == 2
-            reason = "the copy of shard 3 at a is in doubt, and 1 other; a, b joined"
+            reason = "the copy of shard 3 at a is suspect, and 1 other; a, b joined"
             assert stage.facts(RescaleStarted)[-1].reason == reason
             assert stage.facts(TransfersCompleted) == []
             assert stage.facts(RescaleCompleted) == []
@@ -675,7 +675,7 @@ class TestProgress:
             await stage.wait(0.1)
             started = stage.facts(RescaleStarted)[-1]
             assert (started.attempt, started.in_background) == (3, False)
-            assert started.reason == "a has copies that are in doubt; c joined"
+            assert started.reason == "a has to verify suspect copies; c joined"
             await stage.stop()
             assert (await stage.offer("a")).suspect == int64(3)
             for name in "abc":
@@ -696,11 +696,11 @@ class TestProgress:
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
             assert moved[0] not in stage.held["a"]
-            assert f"{JOB}/doubted/a/{moved[0]}" in await keys_in(store)
+            assert f"{JOB}/suspect/a/{moved[0]}" in await keys_in(store)
             await stage.come("c")
             for name in "abc":
                 assert not (await stage.offer(name)).suspect
-            assert not [key for key in await keys_in(store) if "doubted" in key]
+            assert not [key for key in await keys_in(store) if "suspect" in key]
             await stage.fetch("a", "b", "c")
             await stage.commit("a", "b", "c")
             assert [fact.in_background for fact in stage.facts(RescaleStarted)] == [False, True]
@@ -709,7 +709,7 @@ class TestProgress:
     async def test_of_bad_copies_may_be_too_much_to_be_remembered_which_is_said(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(suspect_copies, "DOUBTED_MAX", 1)
+        monkeypatch.setattr(suspect_copies, "SUSPECTS_MAX", 1)
         log = Heard()
         async with a_data_stage() as stage:
             stage.data._log = log
@@ -717,7 +717,7 @@ class TestProgress:
             for shard in (3, 4):
                 await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4]
-            said = "bad copies are believed again, as so many cannot be remembered"
+            said = "too many suspect copies; some are trusted again"
             assert log.lines == [("warning", said, {"job": JOB, "copies": 1})]
 
     @on_virtual_time
@@ -736,7 +736,7 @@ class TestProgress:
             await stage.crew["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))
             await stage.wait(0.1)
             assert stage.attempt == 2
-            assert "b found bad copies of 1 shard, and no other" in stage.facts(RescaleStarted)[-1].reason
+            assert "b found only bad copies of 1 shard" in stage.facts(RescaleStarted)[-1].reason
             assert await refused(stage.crew["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))) == "attempt_over"
 
 
@@ -773,9 +773,9 @@ class TestADaemonThatIsKilled:
             await stage.stop()
             assert (await stage.offer("a")).suspect == int64(3, 4)
             assert (await stage.offer("a", verified=int64(3))).suspect == int64(4)
-            assert [key for key in await keys_in(store) if "doubted" in key] == [f"{JOB}/doubted/a/4"]
+            assert [key for key in await keys_in(store) if "suspect" in key] == [f"{JOB}/suspect/a/4"]
             assert not (await stage.offer("a", verified=int64(4))).suspect
-            assert not [key for key in await keys_in(store) if "doubted" in key]
+            assert not [key for key in await keys_in(store) if "suspect" in key]
 
     @on_virtual_time
     async def test_knows_of_the_doubts_about_a_worker_that_was_away_meanwhile(self) -> None:
@@ -855,7 +855,7 @@ class TestADaemonThatIsKilled:
         assert f"{JOB}/holders/1" in await keys_in(again)
         async with a_data_stage(again) as stage:
             stage.held = held
-            assert stage.data.custodies[JOB].assignment.generation == 0
+            assert stage.data.jobs[JOB].assignment.generation == 0
             await stage.come_again("a", "b")
             await stage.rescale("a", "b")
             assert stage.owners() == stage.held
@@ -889,7 +889,7 @@ class TestADaemonThatIsKilled:
                 stage.held = {"a": set(ALL), "b": set()}
                 await stage.offer_all()
                 await stage.fetch("a", "b")
-                planned = stage.data._planned[JOB][2]
+                planned = stage.data._store._planned[JOB][2]
                 await stage.crew["a"].ready(2)
                 store.dies = "after" if is_durable else "before"
                 # The answer never comes: the process is killed while the commit is written.
@@ -899,7 +899,7 @@ class TestADaemonThatIsKilled:
                 await anyio.sleep(1)
             async with a_data_stage(await self._again(store)) as stage:
                 await stage.kernel.settle()
-                assignment = stage.data.custodies[JOB].assignment
+                assignment = stage.data.jobs[JOB].assignment
                 if is_durable:
                     assert assignment.generation == 2
                     assert (assignment.owners == planned.owners).all()
@@ -1001,7 +1001,7 @@ class TestWhereNobodyStops:
             await stage.kernel.settle()
             *_, behind, ahead = stage.facts(RescaleStarted)
             assert (behind.in_background, ahead.in_background) == (True, False)
-            assert ahead.reason.endswith("nobody has 1 of the shards any more")
+            assert ahead.reason.endswith("no worker has 1 shard")
             assert stage.facts(ShardsLost) == []
             await stage.offer_all()
             assert stage.facts(ShardsLost) == [ShardsLost(ahead.attempt, 1, [0])]
@@ -1032,7 +1032,7 @@ class TestLostShards:
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9])]
             with pytest.raises(RequestRefused) as error:
                 await stage.part("a")
-            assert (error.value.code, error.value.message) == (SHARDS_LOST, "nobody has 2 shards any more: 8, 9")
+            assert (error.value.code, error.value.message) == (SHARDS_LOST, "no worker has 2 shards: 8, 9")
             shown = await stage.kernel.bus.ask(ShowTransfers(JOB))
             assert (shown.running, shown.waiting_for, shown.lost, shown.lost_shards) == (True, [], 2, [8, 9])
 
@@ -1047,7 +1047,7 @@ class TestLostShards:
             assert (lost.shards, lost.last_held_by) == ([5, 6, 7, 8, 9], ["b"])
             with pytest.raises(RequestRefused) as error:
                 await stage.part("a")
-            assert error.value.message == "nobody has 5 shards any more: 5, 6, 7, 8, 9; last with b"
+            assert error.value.message == "no worker has 5 shards: 5, 6, 7, 8, 9; last held by b"
             transfers = await stage.kernel.bus.ask(ShowTransfers(JOB))
             shown = await stage.kernel.bus.ask(ShowData(JOB))
             assert transfers.last_held_by == shown.last_held_by == ["b"]
@@ -1109,7 +1109,7 @@ class TestLostShards:
             await stage.offer("a")
             await stage.come("b", 8, 9)
             assert stage.attempt == 2
-            assert "may hold what is missing" in stage.facts(RescaleStarted)[-1].reason
+            assert "may hold lost shards" in stage.facts(RescaleStarted)[-1].reason
             await stage.rescale("a", "b")
             assert union(stage.owners().values()) == ALL
             assert stage.owners() == stage.held
@@ -1147,7 +1147,7 @@ class TestLostShards:
             await stage.come("b", 8, 9)
             await stage.stop()
             await stage.offer("a")
-            reason = "1 worker waits and was not asked, because the world is full"
+            reason = "1 waiting worker was not asked, because the world is full"
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9], reason)]
             assert (await stage.kernel.bus.ask(ShowTransfers(JOB))).lost_because == reason
             assert (await stage.kernel.bus.ask(ShowCluster(JOB))).stall_report.endswith(
@@ -1163,7 +1163,7 @@ class TestLostShards:
             await stage.come("b", *ALL)
             assert stage.attempt == 2
             await stage.offer_all()
-            assert stage.facts(ShardsLost)[-1].reason.startswith("1 worker waits")
+            assert stage.facts(ShardsLost)[-1].reason.startswith("1 waiting worker was not asked")
             await stage.kernel.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.1)
             await stage.rescale("b")
@@ -1191,7 +1191,7 @@ class TestLostShards:
             await stage.offer("a")
             await stage.kernel.settle()
             (aborted,) = stage.facts(JobAborted)
-            assert aborted.reason == "nobody has 2 shards any more, and they cannot be had again: 8, 9"
+            assert aborted.reason == "2 shards lost: 8, 9"
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9])]
 
     @on_virtual_time
@@ -1261,7 +1261,7 @@ class TestWhatTheOriginDoesNotGive:
             await self.say(stage, "b", 1, 3)
             await stage.come("c", 1, 3)
             assert stage.attempt == 2
-            assert "may hold what is missing" in stage.facts(RescaleStarted)[-1].reason
+            assert "may hold lost shards" in stage.facts(RescaleStarted)[-1].reason
             await stage.rescale("a", "b", "c", dataset=self.WITH_ORIGIN)
             assert union(stage.owners().values()) == ALL
 
@@ -1282,7 +1282,7 @@ class TestWhatTheOriginDoesNotGive:
             assert stage.facts(JobAborted) == []
             await self.say(stage, "b", 1, 3, certain=True)
             (aborted,) = stage.facts(JobAborted)
-            assert aborted.reason == "nobody has 2 shards any more, and they cannot be had again: 1, 3 (b: no file)"
+            assert aborted.reason == "2 shards lost: 1, 3 (b: no file)"
             assert len(stage.facts(ShardsLost)) == 1
 
     @on_virtual_time
@@ -1329,11 +1329,11 @@ class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
                 await stage.commit("a", "b")
                 await stage.kernel.bus.ask(RescaleJob(JOB))
                 await stage.offer_all()
-            assert sorted(stage.data._planned[JOB]) == [2, 3]
+            assert sorted(stage.data._store._planned[JOB]) == [2, 3]
             commits.put(late)
             await stage.kernel.settle()
-            assert stage.data.custodies[JOB].assignment.generation == 2
-            assert sorted(stage.data._planned[JOB]) == [3]
+            assert stage.data.jobs[JOB].assignment.generation == 2
+            assert sorted(stage.data._store._planned[JOB]) == [3]
             assert stage.owners() == stage.held
 
     @on_virtual_time
@@ -1341,11 +1341,11 @@ class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
         store = FaultyStore()
         async with a_data_stage(store) as stage:
             await formed(stage)
-            stage.data._heard[JOB] = 0
+            stage.data._store._newest_commit[JOB] = 0
             for _ in range(3):
                 await stage.kernel.bus.ask(RescaleJob(JOB))
                 await stage.offer_all()
-            assert sorted(stage.data._planned[JOB]) == [2, 3, 4]
+            assert sorted(stage.data._store._planned[JOB]) == [2, 3, 4]
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
             assert await keys_in(store) == [f"{JOB}/dataset", f"{JOB}/holders/4", f"{JOB}/piece/4/0/0"]
@@ -1407,5 +1407,5 @@ class TestTwoJobs:
             worker = stage.crew["z"]
             await worker.stop(1)
             await worker.ask(OfferShards("other", "z", worker.incarnation, 1, DatasetSpec(7, 7, 2, True)))
-            assert stage.data.custodies["other"].dataset.shards == 7
+            assert stage.data.jobs["other"].dataset.shards == 7
             assert stage.owners() == before

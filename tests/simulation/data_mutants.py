@@ -15,7 +15,7 @@ import numpy as np
 
 from forged.data.audit.epoch_audit import UsageLog
 from forged.data.dataset import Indices
-from forged.data.ownership.ownership import Ids, ShardOwnership
+from forged.data.ownership.ownership import ShardOwnership
 from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.sampling.sharded_order import ShardedOrder
@@ -65,7 +65,7 @@ def believe_what_was_held_once() -> Iterator[None]:
     """Whoever had a shard in the world before is taken to have it still."""
     offer = ShardOwnership.offer
 
-    def trusting(self: ShardOwnership, worker: WorkerId, held: Ids, *what: Any) -> bool:
+    def trusting(self: ShardOwnership, worker: WorkerId, held: Indices, *what: Any) -> bool:
         names = [known.id for known in self.assignment.workers]
         if worker.id in names:
             held = np.union1d(held, np.flatnonzero(self.assignment.owners == names.index(worker.id)))
@@ -82,7 +82,7 @@ def weigh_all_alike() -> Iterator[None]:
     """What a worker says of how much it should hold is not heard."""
     offer = ShardOwnership.offer
 
-    def deaf(self: ShardOwnership, worker: WorkerId, held: Ids, *what: Any) -> bool:
+    def deaf(self: ShardOwnership, worker: WorkerId, held: Indices, *what: Any) -> bool:
         *others, _weight, _marks = what
         return offer(self, worker, held, *others)
 
@@ -95,7 +95,7 @@ def call_lost_what_nobody_owns() -> Iterator[None]:
     """Further copies are not asked for."""
     offer = ShardOwnership.offer
 
-    def forgetful(self: ShardOwnership, worker: WorkerId, held: Ids, *what: Any) -> bool:
+    def forgetful(self: ShardOwnership, worker: WorkerId, held: Indices, *what: Any) -> bool:
         places = [place for place, known in enumerate(self.assignment.workers) if known == worker]
         if self.assignment.generation:
             held = held[np.isin(self.assignment.owners[held], places)]

@@ -191,7 +191,7 @@ class DataOracle:
             return
         match fact:
             case RescaleStarted(removed=removed):
-                if "copies that are in doubt" in fact.reason:
+                if "has to verify suspect copies" in fact.reason:
                     self._met("all stop for a copy in doubt while data is about to move")
                 staying = [worker for worker in truth.world.workers if worker.id not in removed]
                 known.members[fact.attempt] = (*staying, *(truth.members[name] for name in fact.added))

@@ -153,7 +153,7 @@ class ElasticWorld(Simulation):
 
         async def told_part(request: Any, call: Call, proceed: Proceed) -> Any:
             part = await proceed(request)
-            is_crowded = bool(daemon.data.custodies[request.job].full)
+            is_crowded = bool(daemon.data.jobs[request.job].full)
             self.oracle.data.told_part(request, part, is_crowded=is_crowded)
             return part
 

@@ -111,7 +111,7 @@ class Evidence:
             is_true = config.max_consecutive_failures <= int(found[1]) <= len(truth.failed_behind)
         elif reason.startswith(f"fewer than {config.min_workers} workers for"):
             is_true = self._is_short(truth)
-        elif reason.startswith("nobody has"):
+        elif re.match(r"[\d,]+ shards? lost: ", reason):
             is_true = truth.data_lost
         else:
             is_true = truth.abort_wanted

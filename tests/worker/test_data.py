@@ -727,7 +727,7 @@ class TestCopies:
             found = await ranch.facts(CorruptShardFound)
             assert {(fact.worker_id, fact.shard) for fact in found} == {("a", 0), ("a", 7)}
             reasons = [fact.reason for fact in await ranch.facts(RescaleStarted)]
-            assert reasons[-1] == "the copy of shard 0 at a is in doubt, and 1 other; b joined"
+            assert reasons[-1] == "the copy of shard 0 at a is suspect, and 1 other; b joined"
             assert await ranch.facts(WorkerFailed) == []
 
     async def test_that_are_looked_at_for_long_keep_nobody_from_training_in_the_end(
@@ -975,7 +975,7 @@ class TestTrouble:
             assert [len(ranch.stores[name].held()) for name in "ac"] == [4, 8]
             assert await ranch.facts(WorkerFailed, ShardsLost) == []
             reasons = [fact.reason for fact in await ranch.facts(RescaleStarted)]
-            assert any("a cannot keep 2 shards that it was to take: make room on its disk" in why for why in reasons)
+            assert any("a cannot store 2 assigned shards: free space on its disk" in why for why in reasons)
 
     async def test_with_a_full_store_is_told_as_the_reason(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch

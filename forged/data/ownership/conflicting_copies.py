@@ -1,8 +1,9 @@
-"""Which copies of a shard are not what others hold under its number.
+"""Finds the copies of a shard that differ from the majority's.
 
-Law: of the contents that a shard has with several workers the one counts that most of them hold; among as many the
-owner's, then the one that the lowest rank holds. Whoever does not say what its copy is, is believed to have that one.
-The origin is not asked: one that gives other bytes each time would be asked for ever, and is often the reason.
+Invariants:
+- If copies of a shard differ, the content that most workers hold counts; in a tie the owner's, then the lowest rank's.
+- A copy without a mark counts as equal to the majority's.
+- The origin is not asked: an origin that gives different bytes each time is often the cause.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from forged.data.columns import Column, Mask
 from forged.data.dataset import Indices
 
 Marks = npt.NDArray[np.uint64]
-"""The beginning of a copy's checksum; 0 where it is not known."""
+"""The first bytes of each copy's checksum; 0 where unknown."""
 MARK_BYTES = 8
 
 
 def mark_of(checksum: bytes) -> bytes:
-    """What is said of a checksum."""
+    """The mark of a checksum."""
     return checksum[:MARK_BYTES].ljust(MARK_BYTES, b"\0")
 
 
 def outvoted(shards: Indices, marks: Marks, ranks: Column, owners: Column) -> Mask:
-    """Which of these copies, each at the worker with that rank, do not count; `owners` has a rank for each shard."""
+    """Which copies are outvoted. Each row has a shard, its mark and its rank; `owners` has a rank for each shard."""
     found = np.zeros(shards.size, np.bool_)
     known = np.flatnonzero(marks)
     reference = np.zeros(owners.size, np.uint64)
@@ -38,7 +39,7 @@ def outvoted(shards: Indices, marks: Marks, ranks: Column, owners: Column) -> Ma
 
 
 def _losers(rows: Indices, shards: Indices, marks: Marks, ranks: Column, owners: Column) -> Indices:
-    """Of rows in the order of their shards and then of their marks, those that have not the mark that counts."""
+    """The rows whose mark is outvoted; `rows` is sorted by shard, then mark."""
     is_other = (shards[rows][1:] != shards[rows][:-1]) | (marks[rows][1:] != marks[rows][:-1])
     starts = np.flatnonzero(np.concatenate(([True], is_other)))
     votes = np.diff(np.append(starts, rows.size))

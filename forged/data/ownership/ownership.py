@@ -1,97 +1,80 @@
-"""In whose custody each shard of a job is, and what has to travel when the workers change.
+"""Which worker owns each shard of a job, by the workers' own verified offers.
 
-Law: what a worker holds is what it says, anew for every attempt, that it has verified; nobody is believed to hold what
-he held once. A copy that somebody has found to be bad counts when its holder has verified it again. A plan is made when
-all members have said what they hold, belongs to that attempt, and holds from its commit on. A shard that nobody has,
-and that cannot be had again, is named and never left out.
+Invariants:
+- A worker holds what it offers in the current attempt; earlier offers do not count.
+- A copy that was reported as bad counts only after its holder has verified it.
+- A plan is made when all members have offered, belongs to its attempt, and takes effect with the commit.
+- A shard without any source is named, never left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from forged.data.columns import NOBODY, Column, Counts, count
 from forged.data.dataset import Dataset, Indices
-from forged.data.messages import (
-    NAMED_MAX,
-    PAGE_SHARDS_MAX,
-    DatasetSpec,
-    DataView,
-    HeldView,
-    OwnersPage,
-    TransferPart,
-    TransferTotals,
-)
-from forged.data.model import SourceKind, TransferPace
-from forged.data.ownership.conflicting_copies import Marks, outvoted
-from forged.data.ownership.gathering import NOTHING, Assignment, Draft, Finished, Gathering, Holdings, Lack
+from forged.data.messages import NAMED_MAX, DatasetSpec
+from forged.data.model import TransferPace
+from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, Finished, LostShards, Offer
+from forged.data.ownership.conflicting_copies import Marks
 from forged.data.ownership.suspect_copies import SuspectCopies
-from forged.data.placement.plan import DataRedistributionPlan
-from forged.data.placement.planner import DataRedistributor, check_replication
+from forged.data.placement.planner import check_replication
 from forged.data.placement.shares import check_weight
-from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
+from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused
-from forged.phrases import counted, named
+from forged.phrases import counted
 
 BAD_COPIES_KEPT_MAX = 10_000
-"""Of so many bad copies in an attempt it is remembered that they are known."""
-FURTHER_SOURCES_MAX = 3
-"""So many workers are named from which a shard can be had, besides the one that is asked first."""
+"""So many bad copies of an attempt are remembered, to tell new reports from repeated ones."""
 SHARDS_LOST = "shards_lost"
-"""The code with which a member is told that there is no plan, because nobody has some shards."""
-NO_SOURCE = -2
-"""Where nobody else has a shard."""
-
-Ids = Indices
+"""The error code for a member that asks for a plan while some shards have no source."""
 
 
 class ShardOwnership:
-    """The data of one job."""
+    """The ownership of one job's shards, and the data attempt that may change it."""
 
     def __init__(self, job: str, dataset: DatasetSpec, assignment: Assignment | None = None) -> None:
         self.job = job
         check_replication(dataset.replication)
         self.dataset = dataset
         Dataset.of(dataset.samples, dataset.shards)
-        self.assignment = assignment or Assignment.nobody(dataset.shards)
-        self.gathering: Gathering | None = None
-        self.doubts = SuspectCopies()
+        self.assignment = assignment or Assignment.empty(dataset.shards)
+        self.attempt: DataAttempt | None = None
+        self.suspects = SuspectCopies()
         self.full: set[WorkerId] = set()
-        """Who cannot keep any more than it has, and alone has some of it, since the last commit."""
-        self._bytes_per_sample = 0.0
-        self._pace: TransferPace | None = None
-        """As it was measured last."""
+        """Workers whose store is full and that hold a shard alone, since the last commit."""
+        self.bytes_per_sample = 0.0
+        self.pace: TransferPace | None = None
+        """As measured last."""
 
     def is_for(self, dataset: DatasetSpec, attempt: int) -> bool:
-        """Whether it is of this dataset, or members of this attempt have said already that they have another."""
-        return dataset == self.dataset or (self.gathering is not None and self.gathering.attempt == attempt)
+        """Whether the dataset is the same, or members of this attempt have already offered another one."""
+        return dataset == self.dataset or (self.attempt is not None and self.attempt.number == attempt)
 
     def inherit(self, former: ShardOwnership) -> None:
-        """Come after one with which nobody has trained: the copies that were in doubt there are the same here, unless
-        the shards are others."""
+        """Take over the suspect copies of an ownership that no world has used, if the shards are the same."""
         known = former.dataset
         if (known.samples, known.shards) == (self.dataset.samples, self.dataset.shards):
-            self.doubts = former.doubts
+            self.suspects = former.suspects
         else:
-            former.doubts.forget_all_but(())
+            former.suspects.keep_holders(())
 
     def require_same(self, dataset: DatasetSpec) -> None:
-        """Refuse a worker that would train with something else."""
+        """Refuse a worker that offers another dataset."""
         if dataset != self.dataset:
             raise RequestRefused(
                 "dataset_differs",
-                f"job {self.job} trains with {_in_words(self.dataset)}, and not with {_in_words(dataset)}",
-                "give all workers the same dataset, or this one to another job",
+                f"dataset must be that of job {self.job}, {_described(self.dataset)}; got {_described(dataset)}",
+                "give all workers the same dataset, or use another job",
             )
 
-    def gather(
+    # The offers of an attempt.
+
+    def begin(
         self,
-        attempt: int,
+        number: int,
         target: tuple[WorkerId, ...],
         leaving: tuple[WorkerId, ...],
         now: float,
@@ -99,453 +82,220 @@ class ShardOwnership:
         cause: int = 0,
         generation: int = 0,
     ) -> None:
-        """Ask what the members of an attempt hold; an older one is over."""
-        known = self.gathering
-        if known is not None and known.attempt > attempt:
+        """Take offers for this attempt, which ends older ones; refused when a newer one has begun."""
+        known = self.attempt
+        if known is not None and known.number > number:
             raise RequestRefused(
-                "attempt_over", f"attempt {attempt} is over; attempt {known.attempt} is under way", "go by the newest"
+                "attempt_over", f"attempt {number} is over; attempt {known.number} is under way", "use the newest"
             )
-        if known is None or known.attempt < attempt:
-            self.gathering = Gathering(attempt, target, leaving, began_at=now, cause=cause, generation=generation)
+        if known is None or known.number < number:
+            self.attempt = DataAttempt(number, target, leaving, planned_at=now, cause=cause, generation=generation)
+
+    def copies_to_verify(self, worker: WorkerId, verified: Indices, held: Indices) -> Indices:
+        """The copies that a worker has to verify before its offer counts; any partial offer is dropped."""
+        self.suspects.verified(worker.id, verified)
+        suspect = self.suspects.held_by(worker.id, held)
+        if not suspect.size and not self.is_held_by(worker):
+            here = {member.id for member in self._current.members}
+            suspect = self.suspects.for_newcomer(worker, verified, held, here)
+        if suspect.size:
+            self._current.partial_offers.pop(worker, None)
+        return suspect
 
     def offer(
         self,
         worker: WorkerId,
-        held: Ids,
+        held: Indices,
         more: bool,
         held_bytes: int,
         bytes_per_second: float,
         weight: float = 1.0,
         marks: Marks | None = None,
     ) -> bool:
-        """A worker says what it holds; tells whether all have now, so that a plan can be made."""
+        """Take a worker's offer; returns whether all members have offered, so that a plan can be made."""
         check_weight(weight)
-        gathering = self._gathering
-        if worker not in gathering.members:
-            raise RequestRefused("not_a_member", f"{worker} is not in attempt {gathering.attempt}", "wait for the next")
+        attempt = self._current
+        if worker not in attempt.members:
+            raise _not_a_member(worker.id, attempt.number)
         if held.size and (held.min() < 0 or held.max() >= self.dataset.shards):
-            raise RequestRefused(
-                "holdings_invalid", f"held names what is none of {self.dataset.shards} shards", "see the dataset"
-            )
+            shards = f"shard ids from 0 to {self.dataset.shards - 1}"
+            raise RequestRefused("holdings_invalid", f"held must contain {shards}", "check the dataset")
         if marks is not None and marks.size != held.size:
             raise RequestRefused(
-                "holdings_invalid", f"{marks.size} marks are told of {held.size} shards", "tell one of each, or none"
+                "holdings_invalid", f"marks must be none or {held.size}, one per shard, got {marks.size}", "send both"
             )
-        holdings = gathering.partly.setdefault(worker, Holdings())
-        holdings.add(held, self.dataset.shards, marks)
+        offer = attempt.partial_offers.setdefault(worker, Offer())
+        offer.add(held, self.dataset.shards, marks)
         if more:
             return False
-        holdings.bytes, holdings.bytes_per_second, holdings.weight = held_bytes, bytes_per_second, weight
-        gathering.said[worker] = gathering.partly.pop(worker)
-        if self.doubts.concern(worker.id):
-            self.doubts.keep_only(worker.id, holdings.ids)
-        # Who said it last may have gone before a plan was made, and says it again.
-        return not (gathering.waiting_for or gathering.is_drafted)
+        offer.bytes, offer.bytes_per_second, offer.weight = held_bytes, bytes_per_second, weight
+        attempt.offers[worker] = attempt.partial_offers.pop(worker)
+        if self.suspects.has_any(worker.id):
+            self.suspects.keep_held(worker.id, offer.ids)
+        # The last member may disconnect before the plan is made, and offer again.
+        return not (attempt.waiting_for or attempt.is_drafted)
 
-    def looks_again(self, worker: WorkerId, looked_at: Ids, held: Ids) -> Ids:
-        """Which copies a worker has to look at before what it holds is heard; what it has said of it is forgotten."""
-        self.doubts.looked_at(worker.id, looked_at)
-        doubted = self.doubts.among(worker.id, held)
-        if not doubted.size and not self.is_held_by(worker):
-            here = {member.id for member in self._gathering.members}
-            doubted = self.doubts.inherited(worker, looked_at, held, here)
-        if doubted.size:
-            self._gathering.partly.pop(worker, None)
-        return doubted
+    def take(self, attempt: DataAttempt, draft: Draft) -> None:
+        """Let the members fetch what the draft says."""
+        attempt.plan, attempt.totals, attempt.is_drafted = draft.plan, draft.totals, True
+        attempt.outvoted = draft.outvoted
+        # Without an origin a shard of which the majority is bad would be lost.
+        attempt.replaced = draft.outvoted if self.dataset.has_origin else {}
+        attempt.lost_in_plan = draft.lost
+        self.bytes_per_sample, self.pace = draft.bytes_per_sample, draft.pace
 
-    def is_held_by(self, worker: WorkerId) -> bool:
-        """Whether a worker is one of those who hold the data of the committed world."""
-        return worker in self.assignment.workers
+    # What members report.
 
-    def is_news_that_full(self, worker: WorkerId) -> bool:
-        """A worker cannot keep any more than it has. Whether it is to get nothing new for that, as is news.
+    def finish(self, worker_id: str, attempt: int, finished: Finished) -> bool:
+        """A member has fetched what it needs; returns whether it was the last one."""
+        current = self.require_planned(attempt)
+        was_over = current.is_over
+        current.lost_at_origin.pop(worker_id, None)
+        if any(worker.id == worker_id for worker in current.target):
+            current.finished[worker_id] = finished
+        if not current.is_over or was_over:
+            return False
+        self._measure(current)
+        return True
 
-        One that has nothing alone can be done without.
+    def mark_full(self, worker: WorkerId) -> bool:
+        """A worker's store is full; returns whether that is news and the worker is needed.
+
+        A worker that holds nothing alone is not needed.
         """
-        is_news = worker not in self.full and self._has_some_alone(worker)
+        is_news = worker not in self.full and self._holds_something_alone(worker)
         if is_news:
             self.full.add(worker)
         return is_news
 
-    def _has_some_alone(self, worker: WorkerId) -> bool:
-        said = self._gathering.said
-        others = [one.ids for other, one in said.items() if other != worker]
-        is_elsewhere = np.zeros(self.dataset.shards, np.bool_)
-        for ids in others:
-            is_elsewhere[ids] = True
-        return worker in said and not bool(is_elsewhere[said[worker].ids].all())
-
-    def member(self, worker_id: str) -> WorkerId:
-        """Who in the attempt that is under way has this id."""
-        found = next((worker for worker in self._gathering.members if worker.id == worker_id), None)
-        if found is None:
-            raise RequestRefused(
-                "not_a_member", f"{worker_id} is not in attempt {self._gathering.attempt}", "wait for the next"
-            )
-        return found
-
-    @property
-    def _gathering(self) -> Gathering:
-        if self.gathering is None:
-            raise RequestRefused("attempt_over", "no attempt is under way", "wait for the daemon's word")
-        return self.gathering
-
-    # Planning.
-
-    def draft(self, gathering: Gathering, config: ElasticTrainingConfig) -> Draft:
-        """What has to travel, now that all have said what they hold. Changes nothing, so a thread may do it."""
-        present = ClusterTopology(gathering.members)
-        said = dict(gathering.said)
-        copies = {worker: said[worker].copies for worker in present.workers}
-        held = {worker: ids for worker, (ids, _) in copies.items()}
-        bytes_per_sample = self._measured_size(said, held)
-        pace = _pace_of((one.bytes_per_second for one in said.values()), bytes_per_sample) or self._pace
-        owners = self._owners_now(held)
-        others = _outvoted(copies, owners)
-        if others and self.dataset.has_origin:
-            held |= {worker: np.setdiff1d(held[worker], ids) for worker, ids in others.items()}
-            owners = self._owners_now(held)
-        weights = {worker: one.weight for worker, one in said.items() if one.weight != 1.0}
-        redistributor = DataRedistributor(config, replication=self.dataset.replication)
-        plan = redistributor.calculate_plan(
-            present,
-            ClusterTopology(gathering.target),
-            self.dataset.samples,
-            shards=self.dataset.shards,
-            current=owners,
-            # Not the owners' own, which are nearly all of them.
-            replicas={worker: ids[owners[ids] != rank] for rank, (worker, ids) in enumerate(held.items())},
-            weights=self._weights_where_full(gathering, config, weights, owners),
-            leaving=gathering.leaving,
-            pace=pace,
-        )
-        # Grouped by worker once, here where a thread may do it, and not when the first member asks.
-        for worker in gathering.target[:1]:
-            plan.for_worker(worker)
-            plan.copy_assignments.ids(worker)
-        lost = self._lost(plan)
-        totals = _totals(plan, bytes_per_sample)
-        by = self.last_holders(lost, held)
-        return Draft(plan, totals, bytes_per_sample, pace, int(lost.size), _first(lost), by, weights, others)
-
-    def _weights_where_full(
-        self, gathering: Gathering, config: ElasticTrainingConfig, weights: Mapping[WorkerId, float], owners: Column
-    ) -> Mapping[WorkerId, float]:
-        """By which who is full gets nothing new: it has its share, or none where shards do not stay where they are."""
-        full = [worker for worker in gathering.target if worker in self.full]
-        room = math.fsum(weights.get(worker, 1.0) for worker in gathering.target if worker not in self.full)
-        if not full or not 0.0 < room < math.inf:
-            return weights
-        held = count(owners, len(gathering.members))
-        kept = {worker: int(held[gathering.members.index(worker)]) for worker in full}
-        left = self.dataset.shards - sum(kept.values())
-        if config.redistribution_type is not RedistributionType.INCREMENTAL or self.dataset.replication or not left:
-            return {**weights, **dict.fromkeys(full, 0.0)}
-        shares = {worker: number * room / left for worker, number in kept.items()}
-        return {**weights, **{worker: min(share, weights.get(worker, 1.0)) for worker, share in shares.items()}}
-
-    def settle(self, gathering: Gathering, draft: Draft) -> None:
-        """Let members fetch what was drafted."""
-        gathering.plan, gathering.totals, gathering.is_drafted = draft.plan, draft.totals, True
-        gathering.outvoted = draft.outvoted
-        # What is bad at those who hold what counts would be nowhere.
-        gathering.replaced = draft.outvoted if self.dataset.has_origin else {}
-        gathering.lost = Lack(draft.lost, draft.lost_shards, last_held_by=draft.lost_by)
-        self._bytes_per_sample, self._pace = draft.bytes_per_sample, draft.pace
-
-    def _owners_now(self, held: Mapping[WorkerId, Ids]) -> Column:
-        """Who has each shard: its owner, if it says so itself; else the first who does."""
-        owners = np.full(self.dataset.shards, NOBODY, np.int32)
-        known = {worker: place for place, worker in enumerate(self.assignment.workers)}
-        for rank, (worker, ids) in enumerate(held.items()):
-            place = known.get(worker)
-            if place is not None:
-                own = ids[self.assignment.owners[ids] == place]
-                owners[own] = rank
-        for rank, ids in enumerate(held.values()):
-            free = ids[owners[ids] == NOBODY]
-            owners[free] = rank
-        return owners
-
-    def _measured_size(self, said: Mapping[WorkerId, Holdings], held: Mapping[WorkerId, Ids]) -> float:
-        """The bytes of a sample; as it was before where the workers know nothing."""
-        size, larger = divmod(self.dataset.samples, self.dataset.shards or 1)
-        samples = sum(size * ids.size + int(np.searchsorted(ids, larger)) for ids in held.values())
-        return sum(one.bytes for one in said.values()) / samples if samples else self._bytes_per_sample
-
-    def _lost(self, plan: DataRedistributionPlan) -> Ids:
-        """The shards that nobody has, though they cannot be had again, in their order."""
-        columns = plan.columns
-        is_lost = (columns.sources == NOBODY) & (columns.copies == 0)
-        lost: Ids = columns.shards[is_lost & (not self.dataset.has_origin)]
-        return lost
-
-    def last_holders(self, shards: Ids, there: Collection[WorkerId]) -> tuple[str, ...]:
-        """Who had these in the last world and is not there, whoever had most of them first."""
-        known = self.assignment
-        holders = np.concatenate((known.owners[np.newaxis, shards], known.replicas[:, shards]))
-        held = count(holders, len(known.workers))
-        order = np.argsort(-held, kind="stable")[: np.count_nonzero(held)].tolist()
-        return tuple(known.workers[place].id for place in order if known.workers[place] not in there)[:NAMED_MAX]
-
-    # What members ask.
-
-    def part_for(self, worker_id: str, attempt: int, after: int) -> TransferPart:
-        """What a member has to fetch and to keep, behind so many."""
-        gathering = self._gathering
-        if gathering.attempt != attempt:
-            raise RequestRefused("attempt_over", f"attempt {attempt} is not under way", "go by the newest")
-        plan = gathering.plan
-        if plan is None:
-            if gathering.lost.number:
-                raise RequestRefused(
-                    SHARDS_LOST, lack_in_words(gathering.lost), "start who had them with its directory"
-                )
-            waiting_for = ", ".join(worker.id for worker in gathering.waiting_for[:NAMED_MAX])
-            raise RequestRefused(
-                "plan_pending", f"nothing is planned yet; waiting for {waiting_for or 'the plan'}", "ask later"
-            )
-        worker = next((worker for worker in plan.workers if worker.id == worker_id), None)
-        if worker is None:
-            raise RequestRefused("not_a_member", f"{worker_id} is not in attempt {attempt}", "wait for the next")
-        rows, keep = plan.for_worker(worker).rows, _kept_by(plan, worker)
-        until = after + PAGE_SHARDS_MAX
-        shards = plan.columns.shards[rows[after:until]].astype("<i8")
-        sources = self._sources(plan, rows[after:until])
-        return TransferPart(
-            plan.workers,
-            shards.tobytes(),
-            np.ascontiguousarray(sources.T, "<i4").tobytes(),
-            sources.shape[0],
-            keep[after:until].astype("<i8").tobytes(),
-            (plan.owners[keep[after:until]] == plan.workers.index(worker)).astype(np.uint8).tobytes(),
-            until < max(rows.size, keep.size),
-            any(worker.id == worker_id for worker in gathering.leaving),
-            np.intersect1d(shards, gathering.replaced.get(worker, NOTHING)).astype("<i8").tobytes(),
-        )
-
-    def _sources(self, plan: DataRedistributionPlan, rows: npt.NDArray[np.intp]) -> Column:
-        """Who has the shards of these transfers, in rows: who is asked first, the others, and the origin at last."""
-        shards, first = plan.columns.shards[rows], plan.columns.sources[rows]
-        held = np.concatenate((plan.owners_before[np.newaxis, shards], plan.replicas_before[:, shards]))
-        others = np.where(held == first, NOBODY, held)
-        # Those who have it come before the gaps, in each column.
-        others = np.take_along_axis(others, np.argsort(others == NOBODY, axis=0, kind="stable"), axis=0)
-        sources = np.concatenate((first[np.newaxis], others[:FURTHER_SOURCES_MAX]))
-        gaps = np.where(sources == NOBODY, NO_SOURCE, sources)
-        if self.dataset.has_origin:
-            gaps = np.concatenate((gaps, np.full((1, rows.size), NOBODY, np.int32)))
-        return gaps.astype(np.int32)
-
-    def finish(self, worker_id: str, attempt: int, finished: Finished) -> bool:
-        """A member has all that it needs; tells whether it was the last."""
-        gathering = self.require_under_way(attempt)
-        was_over = gathering.is_over
-        gathering.refused.pop(worker_id, None)
-        if any(worker.id == worker_id for worker in gathering.target):
-            gathering.finished[worker_id] = finished
-        if not gathering.is_over or was_over:
-            return False
-        self._learn(gathering)
-        return True
-
-    def _learn(self, gathering: Gathering) -> None:
-        """What the transfers have shown, where nothing is known: workers say it themselves at the next attempt only."""
-        finished, plan = gathering.finished.values(), gathering.plan
-        transfers = sum(one.transfers for one in finished)
-        if transfers and not self._bytes_per_sample:
-            samples_per_shard = self.dataset.samples / self.dataset.shards
-            self._bytes_per_sample = sum(one.bytes for one in finished) / (transfers * samples_per_shard)
-        lanes = 1 if plan is None else plan.lanes
-        speeds = (one.bytes / one.took_s / max(1, min(lanes, one.transfers)) for one in finished if one.took_s > 0)
-        self._pace = self._pace or _pace_of(speeds, self._bytes_per_sample)
-
-    def complain(self, source: str, shard: int) -> bool:
-        """A copy was found to be bad; tells whether that is news: who looks for another may come upon it again."""
+    def report_bad(self, source: str, shard: int) -> bool:
+        """A copy was reported as bad; returns whether that is new in this attempt."""
         if shard >= self.dataset.shards:
-            raise RequestRefused("shard_invalid", f"there is no shard {shard} in job {self.job}", "see the dataset")
-        known = set() if self.gathering is None else self.gathering.bad_copies
+            raise self._no_such_shard(shard)
+        known = set() if self.attempt is None else self.attempt.bad_copies
         is_news = (source, shard) not in known
         if len(known) < BAD_COPIES_KEPT_MAX:
             known.add((source, shard))
         return is_news
 
-    def doubt(self, source: str, shard: int) -> int:
-        """Believe a copy no more before it was looked at; tells how many are believed again for want of room.
+    def suspect(self, source: str, shard: int) -> int:
+        """Do not count on a copy until it is verified; returns how many suspects were forgotten for lack of space.
 
-        Who is away may never come back: what is known of his copies has to make room first.
+        The suspects of absent workers, which may never return, are forgotten first.
         """
-        if self.doubts.add(source, shard):
+        if self.suspects.add(source, shard):
             return 0
-        members = () if self.gathering is None else self.gathering.members
-        forgotten = self.doubts.forget_all_but({worker.id for worker in (*self.assignment.workers, *members)})
-        return forgotten if self.doubts.add(source, shard) else forgotten + 1
+        members = () if self.attempt is None else self.attempt.members
+        forgotten = self.suspects.keep_holders({worker.id for worker in (*self.assignment.workers, *members)})
+        return forgotten if self.suspects.add(source, shard) else forgotten + 1
 
-    def require_shards(self, number: int, named: Sequence[int]) -> None:
-        """Refuse a number of shards that there are not, or some that there are not."""
-        shards = self.dataset.shards
-        if not 1 <= number <= shards or len(named) > NAMED_MAX or any(one >= shards for one in named):
-            raise RequestRefused(
-                "shard_invalid", f"so many of {shards} shards, or those, cannot be missing", "see the dataset"
-            )
-
-    def refuse(self, gathering: Gathering, worker_id: str, lack: Lack) -> bool:
-        """The origin does not give a member what no worker has; tells whether that is news."""
-        self.require_shards(lack.number, lack.shards)
-        known = gathering.refused.get(worker_id, Lack())
-        gathering.refused[worker_id] = lack
-        return known[:2] != lack[:2]
+    def report_lost(self, attempt: DataAttempt, worker_id: str, lost: LostShards) -> bool:
+        """The origin gives a member nothing of shards that no worker holds; returns whether that is news."""
+        self.require_shards(lost.number, lost.shards)
+        known = attempt.lost_at_origin.get(worker_id, LostShards())
+        attempt.lost_at_origin[worker_id] = lost
+        return known[:2] != lost[:2]
 
     @staticmethod
-    def has_come(gathering: Gathering, shards: Iterable[int]) -> bool:
-        """Whether one of these lies by now with a member who was to fetch it, too, and has all that it needs."""
-        plan, ids = gathering.plan, list(shards)
+    def has_arrived(attempt: DataAttempt, shards: Iterable[int]) -> bool:
+        """Whether a member that has finished holds one of these shards by now."""
+        plan, ids = attempt.plan, list(shards)
         if plan is None:
             return False
-        finished = [place for place, worker in enumerate(plan.workers) if worker.id in gathering.finished]
+        finished = [place for place, worker in enumerate(plan.workers) if worker.id in attempt.finished]
         return bool(np.isin(np.concatenate((plan.owners[np.newaxis, ids], plan.replicas[:, ids])), finished).any())
 
-    def in_doubt(self, gathering: Gathering) -> list[tuple[str, int]]:
-        """The copies that were found to be bad though the plan counts on them: who has them, and of what."""
-        return [] if gathering.plan is None else list(self.doubts.counted_on(gathering.plan))
+    def suspects_in_plan(self, attempt: DataAttempt) -> list[tuple[str, int]]:
+        """Worker and shard of the suspect copies that the plan counts on."""
+        return [] if attempt.plan is None else list(self.suspects.used_by(attempt.plan))
 
-    def give_up(self, attempt: int) -> bool:
-        """An attempt leads nowhere, planned or not, and another is wanted; tells whether that is news."""
-        gathering = self._gathering
-        if gathering.attempt != attempt:
-            raise _over(attempt)
-        is_news = not gathering.is_left
-        gathering.plan, gathering.is_left = None, True
+    def abandon(self, attempt: int) -> bool:
+        """End an attempt without a commit; returns whether that is news."""
+        current = self._current
+        if current.number != attempt:
+            raise attempt_over(attempt)
+        is_news = not current.is_abandoned
+        current.plan, current.is_abandoned = None, True
         return is_news
 
-    def require_under_way(self, attempt: int) -> Gathering:
-        """Refuse what is said about an attempt for which nothing is planned, or which is over."""
-        gathering = self._gathering
-        if gathering.attempt != attempt or gathering.plan is None:
-            raise _over(attempt)
-        return gathering
+    # Checks.
 
-    # What holds.
+    def is_held_by(self, worker: WorkerId) -> bool:
+        """Whether a worker is one of the committed world's holders."""
+        return worker in self.assignment.workers
 
-    def preview(self, names: list[str], config: ElasticTrainingConfig, gone: Collection[str] = ()) -> TransferTotals:
-        """What would have to travel if these were the workers, by rank, and all but the `gone` hold what they are known
-        to."""
-        assignment = self.assignment
-        known = {worker.id: worker for worker in assignment.workers}
-        if len(set(names)) < len(names):
-            raise RequestRefused("workers_invalid", "a worker is named twice", "name each of them once")
-        # Nobody knows where others will be: none of them near to anybody.
-        target = tuple(known.get(name) or WorkerId(name, f"host of {name}", 0) for name in names)
-        plan = DataRedistributor(config, replication=self.dataset.replication).calculate_plan(
-            ClusterTopology(assignment.workers),
-            ClusterTopology(target),
-            self.dataset.samples,
-            shards=self.dataset.shards,
-            current=assignment.owners,
-            replicas=assignment.replicas,
-            weights=assignment.weights,
-            leaving=[worker for worker in assignment.workers if worker not in target and worker.id not in gone],
-            pace=self._pace,
-        )
-        return _totals(plan, self._bytes_per_sample)
+    def member(self, worker_id: str) -> WorkerId:
+        found = next((worker for worker in self._current.members if worker.id == worker_id), None)
+        if found is None:
+            raise _not_a_member(worker_id, self._current.number)
+        return found
 
-    def view(self) -> DataView:
-        """Who holds what. Changes nothing, so a thread may ask."""
-        assignment = self.assignment
-        held = list(self._held(assignment))
-        lack = Lack() if self.gathering is None else self.gathering.lack
-        differing = NOTHING if self.gathering is None else self.gathering.differing
-        return DataView(
-            job=self.job,
-            dataset=self.dataset,
-            generation=assignment.generation,
-            workers=held,
-            lost=lack.number,
-            lost_shards=list(lack.shards),
-            lost_because=lack.reason,
-            last_held_by=list(lack.last_held_by),
-            differing=int(differing.size),
-            differing_shards=list(_first(differing)),
-        )
+    def require_planned(self, attempt: int) -> DataAttempt:
+        """The current attempt; refused if it has another number or no plan."""
+        current = self._current
+        if current.number != attempt or current.plan is None:
+            raise attempt_over(attempt)
+        return current
 
-    def _held(self, assignment: Assignment) -> Iterator[HeldView]:
-        workers = len(assignment.workers)
-        owned, copies = count(assignment.owners, workers), count(assignment.replicas, workers)
-        samples = self._samples_of_workers(assignment.owners, workers)
-        for place, worker in enumerate(assignment.workers):
-            weight = assignment.weights.get(worker, 1.0)
-            yield HeldView(worker.id, int(owned[place]), int(copies[place]), int(samples[place]), weight)
+    def require_shards(self, number: int, named: Sequence[int]) -> None:
+        """Refuse a report of lost shards that the dataset cannot have."""
+        shards = self.dataset.shards
+        if not 1 <= number <= shards:
+            text = f"count must be from 1 to {shards}, the shards of job {self.job}, got {number}"
+            raise RequestRefused("shard_invalid", text, "check the dataset")
+        if len(named) > NAMED_MAX:
+            text = f"shards must name at most {NAMED_MAX}, got {len(named)}"
+            raise RequestRefused("shard_invalid", text, "name the first ones")
+        if (largest := max(named, default=0)) >= shards:
+            raise self._no_such_shard(largest)
 
-    def _samples_of_workers(self, owners: Column, workers: int) -> Counts:
-        """Every shard has as many samples as any other, and the first ones have one more."""
-        if not self.dataset.shards:
-            return np.zeros(workers, np.int64)
-        size, larger = divmod(self.dataset.samples, self.dataset.shards)
-        return size * count(owners, workers) + count(owners[:larger], workers)
+    @property
+    def _current(self) -> DataAttempt:
+        if self.attempt is None:
+            raise RequestRefused("attempt_over", "no attempt is under way", "wait for the next rescale")
+        return self.attempt
 
-    def owners_page(self, after: int) -> OwnersPage:
-        """Who owns the shards behind so many."""
-        until = after + PAGE_SHARDS_MAX
-        owners = self.assignment.owners[after:until].astype("<i4")
-        return OwnersPage(
-            self.assignment.generation, self.assignment.workers, owners.tobytes(), until < self.dataset.shards
-        )
+    def _no_such_shard(self, shard: int) -> RequestRefused:
+        text = f"shard must be below {self.dataset.shards}, the shards of job {self.job}, got {shard}"
+        return RequestRefused("shard_invalid", text, "check the dataset")
+
+    def _holds_something_alone(self, worker: WorkerId) -> bool:
+        offers = self._current.offers
+        is_elsewhere = np.zeros(self.dataset.shards, np.bool_)
+        for other, offer in offers.items():
+            if other != worker:
+                is_elsewhere[offer.ids] = True
+        return worker in offers and not bool(is_elsewhere[offers[worker].ids].all())
+
+    def _measure(self, attempt: DataAttempt) -> None:
+        """Learn sizes and rates from the transfers where unknown; workers report theirs only with the next offer."""
+        finished, plan = attempt.finished.values(), attempt.plan
+        transfers = sum(one.transfers for one in finished)
+        if transfers and not self.bytes_per_sample:
+            samples_per_shard = self.dataset.samples / self.dataset.shards
+            self.bytes_per_sample = sum(one.bytes for one in finished) / (transfers * samples_per_shard)
+        lanes = 1 if plan is None else plan.lanes
+        rates = (one.bytes / one.took_s / max(1, min(lanes, one.transfers)) for one in finished if one.took_s > 0)
+        self.pace = self.pace or average_pace(rates, self.bytes_per_sample)
 
 
-def _outvoted(copies: Mapping[WorkerId, tuple[Ids, Marks]], owners: Column) -> dict[WorkerId, Ids]:
-    """The shards of which somebody holds something else than most of those who hold one."""
-    sizes = [ids.size for ids, _ in copies.values()]
-    ids = np.concatenate([NOTHING, *(ids for ids, _ in copies.values())])
-    marks = np.concatenate([NOTHING.view(np.uint64), *(marks for _, marks in copies.values())])
-    lost = outvoted(ids, marks, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), owners)
-    if not lost.any():
-        return {}
-    parts = np.split(np.flatnonzero(lost), np.searchsorted(np.flatnonzero(lost), np.cumsum(sizes)[:-1]))
-    return {worker: ids[part] for worker, part in zip(copies, parts, strict=True) if part.size}
-
-
-def _over(attempt: int) -> RequestRefused:
-    return RequestRefused("attempt_over", f"attempt {attempt} is over", "go by the newest")
-
-
-def _kept_by(plan: DataRedistributionPlan, worker: WorkerId) -> Ids:
-    """The shards of which a worker is to hold a copy; one that goes holds none."""
-    assignments = plan.copy_assignments
-    return assignments.ids(worker) if worker in assignments else NOTHING
-
-
-def _totals(plan: DataRedistributionPlan, bytes_per_sample: float) -> TransferTotals:
-    return TransferTotals(
-        shards=plan.moved,
-        transfers=len(plan.transfers),
-        from_owners=plan.transfer_count(SourceKind.OWNER),
-        from_replicas=plan.transfer_count(SourceKind.REPLICA),
-        from_origin=plan.transfer_count(SourceKind.ORIGIN),
-        bytes=plan.bytes_to_move(bytes_per_sample),
-        estimated_s=plan.estimated_seconds,
-    )
-
-
-def _pace_of(speeds: Iterable[float], bytes_per_sample: float) -> TransferPace | None:
-    """What they are on average; None where nobody has measured anything."""
-    known = [speed for speed in speeds if 0.0 < speed < math.inf]
+def average_pace(rates: Iterable[float], bytes_per_sample: float) -> TransferPace | None:
+    """None where no rate was measured."""
+    known = [rate for rate in rates if 0.0 < rate < math.inf]
     if not (known and bytes_per_sample):
         return None
-    return TransferPace(sum(speed / len(known) for speed in known), bytes_per_sample)
+    return TransferPace(sum(rate / len(known) for rate in known), bytes_per_sample)
 
 
-def lack_in_words(lack: Lack) -> str:
-    """What nobody has, and who had it."""
-    shards = ", ".join(map(str, lack.shards)) + (", …" if lack.number > len(lack.shards) else "")
-    said = f"nobody has {counted(lack.number, 'shard')} any more: {shards}"
-    return f"{said}; last with {named(lack.last_held_by)}" if lack.last_held_by else said
+def attempt_over(attempt: int) -> RequestRefused:
+    return RequestRefused("attempt_over", f"attempt {attempt} is over", "use the newest attempt")
 
 
-def _first(shards: Ids) -> tuple[int, ...]:
-    return tuple(shards[:NAMED_MAX].tolist())
+def _not_a_member(worker_id: str, attempt: int) -> RequestRefused:
+    return RequestRefused("not_a_member", f"{worker_id} is not a member of attempt {attempt}", "wait for the next one")
 
 
-def _in_words(dataset: DatasetSpec) -> str:
+def _described(dataset: DatasetSpec) -> str:
     origin = "with an origin" if dataset.has_origin else "without an origin"
-    copies = "1 further copy" if dataset.replication == 1 else f"{dataset.replication or 'no'} further copies"
-    return f"{dataset.samples} samples in {counted(dataset.shards, 'shard')}, {copies}, {origin}"
+    replicas = "1 replica" if dataset.replication == 1 else f"{dataset.replication or 'no'} replicas"
+    return f"{dataset.samples} samples in {counted(dataset.shards, 'shard')}, {replicas}, {origin}"

@@ -1,8 +1,10 @@
-"""What is kept of a job's data in the store: the dataset, who holds it, what was planned for an attempt, and doubts.
+"""How a job's dataset, assignments and suspect copies are stored.
 
-Law: a column is cut into pieces that fit into the store, and what names them is written with or after the last of them
-and deleted before the first. A plan whose attempt was not committed is nothing. A piece that nothing names is deleted.
-What does not say of each shard who has it is an error, and not believed in part.
+Invariants:
+- A column is stored in pieces that fit into the store. The record that names them is written with or after the last
+  piece, and deleted before the first. Pieces that no record names are deleted.
+- The plan of an attempt that was not committed has no effect.
+- An incomplete column is an error, and nothing of it is used.
 """
 
 from __future__ import annotations
@@ -14,29 +16,29 @@ import numpy as np
 
 from forged.data.columns import NOBODY, Column
 from forged.data.messages import DatasetSpec
-from forged.data.ownership.gathering import Assignment
+from forged.data.ownership.attempt import Assignment
 from forged.data.ownership.ownership import ShardOwnership
 from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.elastic.model import WorkerId
 from forged.errors import PeerError, RequestRefused, describe
 
 PREFIX = "data/"
-DATASET, HOLDERS, PIECE, DOUBTED = "dataset", "holders", "piece", "doubted"
+DATASET, HOLDERS, PIECE, SUSPECT = "dataset", "holders", "piece", "suspect"
 PIECE_SHARDS = 100_000
 WORKERS_NARROW_MAX = 1 << 15
 
 
 class HoldersRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds the shards in the world of a generation; 0 while the attempt is not committed."""
+    """The holders of the shards in the world of a generation; 0 while the attempt is not committed."""
 
     attempt: int
     generation: int
     workers: tuple[WorkerId, ...]
     shards: int
     rows: int
-    """The owners, and each further copy."""
+    """One for the owners, and one for each replica."""
     weights: tuple[float, ...] = ()
-    """How much of the data each of the workers should hold, in proportion; empty where all should hold the same."""
+    """The share of the data that each worker should hold; empty if all should hold the same."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -45,17 +47,17 @@ _decode_holders = msgspec.msgpack.Decoder(HoldersRecord).decode
 
 
 def job_of(key: str) -> str:
-    """The job that a key is about."""
+    """The job that a key belongs to."""
     return key.removeprefix(PREFIX).partition("/")[0]
 
 
 def dataset_write(job: str, dataset: DatasetSpec) -> dict[str, bytes | None]:
-    """What is written when a job's dataset is known."""
+    """Stores a job's dataset."""
     return {f"{PREFIX}{job}/{DATASET}": _encode(dataset)}
 
 
 def holders_write(job: str, attempt: int, assignment: Assignment) -> dict[str, bytes | None]:
-    """What is written of who holds what, without the pieces."""
+    """Stores the record of an assignment, without its pieces."""
     workers = assignment.workers
     record = HoldersRecord(
         attempt=attempt,
@@ -69,7 +71,7 @@ def holders_write(job: str, attempt: int, assignment: Assignment) -> dict[str, b
 
 
 def piece_writes(job: str, attempt: int, assignment: Assignment) -> Iterator[tuple[str, bytes]]:
-    """The pieces of the columns."""
+    """The pieces of an assignment's columns."""
     kind = "<i2" if len(assignment.workers) < WORKERS_NARROW_MAX else "<i4"
     for row, column in enumerate((assignment.owners, *assignment.replicas)):
         for number, start in enumerate(range(0, column.size, PIECE_SHARDS)):
@@ -78,66 +80,66 @@ def piece_writes(job: str, attempt: int, assignment: Assignment) -> Iterator[tup
 
 
 def keys_of(job: str, attempt: int, shards: int, rows: int) -> list[str]:
-    """All keys of what was planned for an attempt, what names the others first."""
+    """All keys of an attempt's assignment, the record first."""
     pieces = range(-(-shards // PIECE_SHARDS))
     return [f"{PREFIX}{job}/{HOLDERS}/{attempt}"] + [
         f"{PREFIX}{job}/{PIECE}/{attempt}/{row}/{number}" for row in range(rows) for number in pieces
     ]
 
 
-def doubt_writes(job: str, changes: Mapping[tuple[str, int], bool]) -> dict[str, bytes | None]:
-    """What is written of whether these copies are in doubt."""
+def suspect_writes(job: str, changes: Mapping[tuple[str, int], bool]) -> dict[str, bytes | None]:
+    """Stores which of these copies are suspect."""
     return {
-        f"{PREFIX}{job}/{DOUBTED}/{holder}/{shard}": b"" if is_doubted else None
-        for (holder, shard), is_doubted in changes.items()
+        f"{PREFIX}{job}/{SUSPECT}/{holder}/{shard}": b"" if is_suspect else None
+        for (holder, shard), is_suspect in changes.items()
     }
 
 
-def _doubted(name: str, dataset: DatasetSpec) -> tuple[str, int] | None:
-    """The copy that a key says to be in doubt; None if it is about something else."""
+def _suspect(name: str, dataset: DatasetSpec) -> tuple[str, int] | None:
+    """The suspect copy that a key names; None for any other key."""
     kind, _, rest = name.partition("/")
     holder, _, shard = rest.partition("/")
-    return (holder, int(shard)) if kind == DOUBTED and int(shard) < dataset.shards else None
+    return (holder, int(shard)) if kind == SUSPECT and int(shard) < dataset.shards else None
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """What comes back of a job."""
+    """What the store holds of a job."""
 
-    custody: ShardOwnership
+    ownership: ShardOwnership
     attempt: int
-    """The one that led to what is held now; 0 before the first."""
+    """The attempt whose commit led to the current assignment; 0 before the first."""
     planned: dict[int, Assignment]
-    """What was planned for attempts of which nobody knows yet whether they were committed."""
-    remains: list[str]
-    """Keys that nothing names any more, or never did."""
+    """The assignments of attempts that may or may not have been committed."""
+    unused: list[str]
+    """Keys that no record names."""
 
 
 def restored(job: str, entries: Iterable[tuple[str, bytes]]) -> Restored | None:
-    """What these entries were written for; None where they are left of a job that is no more."""
+    """Decode a job's entries; None if they belong to a removed job."""
     try:
         return _restored(job, entries)
     except (msgspec.MsgspecError, KeyError, ValueError, RequestRefused) as error:
-        raise PeerError("data_unreadable", f"what is kept of a job's data cannot be read: {describe(error)}") from error
+        raise PeerError("data_unreadable", f"the stored data of a job cannot be read: {describe(error)}") from error
 
 
 def _restored(job: str, entries: Iterable[tuple[str, bytes]]) -> Restored | None:
     found = {key.removeprefix(f"{PREFIX}{job}/"): value for key, value in entries}
     if DATASET not in found:
         return None
-    custody = ShardOwnership(job, _decode_dataset(found[DATASET]))
-    doubted = {name: copy for name in found if (copy := _doubted(name, custody.dataset))}
-    custody.doubts = SuspectCopies(doubted.values())
+    ownership = ShardOwnership(job, _decode_dataset(found[DATASET]))
+    suspects = {name: copy for name in found if (copy := _suspect(name, ownership.dataset))}
+    ownership.suspects = SuspectCopies(suspects.values())
     records = [_decode_holders(value) for key, value in found.items() if key.startswith(f"{HOLDERS}/")]
     held = max((record for record in records if record.generation), key=_generation, default=None)
     if held is not None:
-        custody.assignment = _assignment(held, found)
+        ownership.assignment = _assignment(held, found)
     planned = {record.attempt: _assignment(record, found) for record in records if not record.generation}
-    known = {f"{PREFIX}{job}/{name}" for name in (DATASET, *doubted)}
+    known = {f"{PREFIX}{job}/{name}" for name in (DATASET, *suspects)}
     for record in records:
         if record is held or not record.generation:
             known.update(keys_of(job, record.attempt, record.shards, record.rows))
-    remains = [key for name in found if (key := f"{PREFIX}{job}/{name}") not in known]
-    return Restored(custody, 0 if held is None else held.attempt, planned, remains)
+    unused = [key for name in found if (key := f"{PREFIX}{job}/{name}") not in known]
+    return Restored(ownership, 0 if held is None else held.attempt, planned, unused)
 
 
 def _generation(record: HoldersRecord) -> int:
@@ -157,5 +159,5 @@ def _column(record: HoldersRecord, row: int, kind: str, found: Mapping[str, byte
     parts = [np.frombuffer(found[f"{PIECE}/{record.attempt}/{row}/{number}"], kind) for number in pieces]
     column = np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
     if column.size != record.shards or not ((column >= NOBODY) & (column < len(record.workers))).all():
-        raise ValueError(f"row {row} of attempt {record.attempt} does not say who has each of {record.shards} shards")
+        raise ValueError(f"row {row} of attempt {record.attempt} does not name the workers of {record.shards} shards")
     return column

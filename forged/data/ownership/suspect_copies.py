@@ -1,9 +1,11 @@
-"""Whose copy of a shard somebody has found to be bad, until who has it has looked at it.
+"""Copies that were reported as bad and have to be verified by their holder.
 
-Law: a copy that is in doubt counts for no plan before its holder has looked at it again, whoever hears of the doubt and
-whoever dies meanwhile, the daemon or the holder, and whoever comes into the holder's place. What a worker does not say
-that it holds is no copy. It may have been damaged on its way only; then nothing follows but the look. Nothing is
-forgotten otherwise but what there is no room for, and that is said.
+Invariants:
+- No plan counts on a suspect copy before its holder has verified it, also when the daemon or the holder restarts, or
+  another worker takes the holder's place with its shards.
+- A copy that its holder does not offer is no longer suspect.
+- A verified copy is no longer suspect: the bytes may have been damaged in transit only.
+- Otherwise a suspect is forgotten only for lack of space, and the caller is told.
 """
 
 from __future__ import annotations
@@ -16,80 +18,82 @@ from forged.data.dataset import Indices
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.elastic.model import WorkerId
 
-DOUBTED_MAX = 100_000
-"""So many copies are remembered at once."""
+SUSPECTS_MAX = 100_000
 ASKED_MAX = 1 << 14
-"""So many are asked for in one answer."""
+"""How many copies one answer asks a worker to verify."""
 
 _NOTHING: Indices = np.empty(0, np.int64)
 
 
 class SuspectCopies:
-    """Those about the copies of one job; `known` are those that were written down."""
+    """The suspect copies of one job; `known` are those that were stored."""
 
     def __init__(self, known: Iterable[tuple[str, int]] = ()) -> None:
         self._of: dict[str, set[int]] = {}
-        """By who has the copies."""
+        """The shards, by holder."""
         for holder, shard in known:
             self._of.setdefault(holder, set()).add(shard)
-        self._seen: dict[WorkerId, set[int]] = {}
-        """What newcomers have looked at, one of whom may have come into the place of somebody who is gone."""
+        self._verified_by_newcomers: dict[WorkerId, set[int]] = {}
+        """A newcomer may have the shards of a holder that is gone."""
         self._changes: dict[tuple[str, int], bool] = {}
-        """Whether a copy is in doubt, where that is not written down yet."""
+        """Whether a copy is suspect, where that is not stored yet."""
 
     def add(self, holder: str, shard: int) -> bool:
-        """Somebody has found this copy to be bad; tells whether that is remembered."""
+        """Remember a suspect copy; returns False if there is no space."""
         if shard in self._of.get(holder, ()):
             return True
-        if sum(map(len, self._of.values())) >= DOUBTED_MAX:
+        if sum(map(len, self._of.values())) >= SUSPECTS_MAX:
             return False
         self._of.setdefault(holder, set()).add(shard)
         self._changes[holder, shard] = True
         return True
 
-    def among(self, holder: str, held: Indices) -> Indices:
-        """What it has to look at of what it says that it holds, in order, or the first of it."""
+    def held_by(self, holder: str, held: Indices) -> Indices:
+        """The first suspect copies among those that the holder offers, in order."""
         return _common(self._of.get(holder, ()), held)[:ASKED_MAX]
 
-    def inherited(self, newcomer: WorkerId, looked_at: Indices, held: Indices, here: Collection[str]) -> Indices:
-        """What a newcomer has to look at, in order, or the first of it, as it may have come with the shards of somebody
-        who is not here any more; once it has, it is not asked again."""
+    def for_newcomer(self, newcomer: WorkerId, verified: Indices, held: Indices, here: Collection[str]) -> Indices:
+        """The first copies that a newcomer has to verify, because it may have the shards of a holder that is gone.
+
+        It is asked once for each.
+        """
         gone = {shard for holder, shards in self._of.items() if holder not in here for shard in shards}
         if not gone:
-            self._seen.clear()
+            self._verified_by_newcomers.clear()
             return _NOTHING
-        self._seen = {worker: seen for worker, seen in self._seen.items() if worker.id in here}
-        if looked := gone.intersection(looked_at.tolist()):
-            self._seen.setdefault(newcomer, set()).update(looked)
-        return _common(gone - self._seen.get(newcomer, set()), held)[:ASKED_MAX]
+        known = {worker: shards for worker, shards in self._verified_by_newcomers.items() if worker.id in here}
+        self._verified_by_newcomers = known
+        if now_verified := gone.intersection(verified.tolist()):
+            known.setdefault(newcomer, set()).update(now_verified)
+        return _common(gone - known.get(newcomer, set()), held)[:ASKED_MAX]
 
-    def looked_at(self, holder: str, shards: Indices) -> None:
-        """It has, and offers those no more that were bad."""
+    def verified(self, holder: str, shards: Indices) -> None:
+        """The holder has verified these copies, and dropped the bad ones."""
         self._drop(holder, self._of.get(holder, set()).intersection(shards.tolist()))
 
-    def concern(self, holder: str) -> bool:
-        """Whether any of its copies is in doubt."""
+    def has_any(self, holder: str) -> bool:
+        """Whether any copy of the holder is suspect."""
         return holder in self._of
 
-    def keep_only(self, holder: str, held: Indices) -> None:
-        """This is all that it holds."""
-        doubted = self._of.get(holder, set())
-        self._drop(holder, doubted.difference(_common(doubted, held).tolist()))
+    def keep_held(self, holder: str, held: Indices) -> None:
+        """Forget the suspects that the holder does not hold."""
+        suspects = self._of.get(holder, set())
+        self._drop(holder, suspects.difference(_common(suspects, held).tolist()))
 
-    def forget_all_but(self, holders: Collection[str]) -> int:
-        """Forget what is known of others; tells of how many copies."""
+    def keep_holders(self, holders: Collection[str]) -> int:
+        """Forget the suspects of all other holders; returns their number."""
         others = {holder: list(shards) for holder, shards in self._of.items() if holder not in holders}
         for holder, shards in others.items():
             self._drop(holder, shards)
         return sum(map(len, others.values()))
 
-    def changes(self) -> dict[tuple[str, int], bool]:
-        """Whether these copies are in doubt, which is to be written down now."""
+    def take_changes(self) -> dict[tuple[str, int], bool]:
+        """The copies whose state has changed since the last call, and whether they are suspect; to be stored."""
         changes, self._changes = self._changes, {}
         return changes
 
-    def counted_on(self, plan: DataRedistributionPlan) -> Iterator[tuple[str, int]]:
-        """The copies in doubt that are to be held by who holds them now."""
+    def used_by(self, plan: DataRedistributionPlan) -> Iterator[tuple[str, int]]:
+        """The suspect copies that the plan leaves where they are."""
         for place, worker in enumerate(plan.workers[: plan.world_size]):
             for shard in sorted(self._of.get(worker.id, ())):
                 if plan.owners[shard] == place or bool((plan.replicas[:, shard] == place).any()):
@@ -103,8 +107,8 @@ class SuspectCopies:
             del self._of[holder]
 
 
-def _common(doubted: Collection[int], held: Indices) -> Indices:
-    """Those in both, in order. Much may be held, and hardly ever is anything in doubt."""
-    if not doubted:
+def _common(suspects: Collection[int], held: Indices) -> Indices:
+    """The suspects that are held, in order; fast in the usual case of none."""
+    if not suspects:
         return _NOTHING
-    return np.intersect1d(np.fromiter(doubted, np.int64, len(doubted)), held)
+    return np.intersect1d(np.fromiter(suspects, np.int64, len(suspects)), held)

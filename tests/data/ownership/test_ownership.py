@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forged.data.dataset import Indices
 from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
-from forged.data.ownership import suspect_copies
-from forged.data.ownership.gathering import Assignment, Draft, Finished, Gathering, Lack
-from forged.data.ownership.ownership import Ids, ShardOwnership
+from forged.data.ownership import pages, planning, suspect_copies
+from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, Finished, LostShards
+from forged.data.ownership.ownership import ShardOwnership
 from forged.data.placement.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
@@ -29,25 +30,25 @@ def workers(names: str) -> tuple[WorkerId, ...]:
     return tuple(map(worker, names))
 
 
-def ids(*numbers: int) -> Ids:
+def ids(*numbers: int) -> Indices:
     return np.array(numbers, np.int64)
 
 
-def custody(
+def ownership(
     shards: int = 10, *, samples: int | None = None, replication: int = 0, has_origin: bool = False
 ) -> ShardOwnership:
     return ShardOwnership("run", DatasetSpec(samples or 100 * shards, shards, replication, has_origin))
 
 
-def settled(it: ShardOwnership, attempt: int, held: dict[str, Ids], *, leaving: str = "") -> Gathering:
+def settled(it: ShardOwnership, number: int, held: dict[str, Indices], *, leaving: str = "") -> DataAttempt:
     """All say what they hold, and a plan is made."""
-    it.gather(attempt, workers("".join(name for name in held if name not in leaving)), workers(leaving), 0.0)
+    it.begin(number, workers("".join(name for name in held if name not in leaving)), workers(leaving), 0.0)
     was_last = [it.offer(worker(name), ids, False, 8 * ids.size, 0.0) for name, ids in held.items()]
     assert was_last == [False] * (len(held) - 1) + [True]
-    gathering = it.gathering
-    assert gathering is not None
-    it.settle(gathering, it.draft(gathering, CONFIG))
-    return gathering
+    attempt = it.attempt
+    assert attempt is not None
+    it.take(attempt, planning.draft(it, attempt, CONFIG))
+    return attempt
 
 
 def part(it: ShardOwnership, name: str, attempt: int) -> tuple[list[int], list[list[int]], list[int]]:
@@ -57,7 +58,7 @@ def part(it: ShardOwnership, name: str, attempt: int) -> tuple[list[int], list[l
     keep: list[int] = []
     after, more = 0, True
     while more:
-        page = it.part_for(name, attempt, after)
+        page = pages.transfer_page(it, name, attempt, after)
         shards += np.frombuffer(page.shards, "<i8").tolist()
         sources += np.frombuffer(page.sources, "<i4").reshape(-1, page.sources_per_shard).tolist()
         keep += np.frombuffer(page.keep, "<i8").tolist()
@@ -66,26 +67,26 @@ def part(it: ShardOwnership, name: str, attempt: int) -> tuple[list[int], list[l
 
 
 def test_another_dataset_is_refused_by_its_numbers() -> None:
-    it = custody(10)
+    it = ownership(10)
     it.require_same(DatasetSpec(1_000, 10))
     with pytest.raises(RequestRefused) as error:
         it.require_same(DatasetSpec(1_000, 1, 1, has_origin=True))
-    here, there = "1000 samples in 10 shards, no further copies, without an origin", "1 shard, 1 further copy, with an"
+    here, there = "1000 samples in 10 shards, no replicas, without an origin", "1 shard, 1 replica, with an"
     assert here in error.value.message
     assert there in error.value.message
     assert error.value.code == "dataset_differs"
 
 
-def crowded(held: dict[str, Ids], config: ElasticTrainingConfig = CONFIG) -> list[list[int]]:
+def crowded(held: dict[str, Indices], config: ElasticTrainingConfig = CONFIG) -> list[list[int]]:
     """What each owns where the first cannot keep more than it has, and the last is to go."""
-    it, everybody = custody(12), workers("".join(held))
-    it.gather(1, everybody[:-1], everybody[-1:], 0.0)
+    it, everybody = ownership(12), workers("".join(held))
+    it.begin(1, everybody[:-1], everybody[-1:], 0.0)
     for name, shards in held.items():
         it.offer(worker(name), shards, False, 0, 0.0)
-    assert it.is_news_that_full(everybody[0])
-    assert not it.is_news_that_full(everybody[0])
-    assert it.gathering is not None
-    owned = it.draft(it.gathering, config).plan.worker_assignments
+    assert it.mark_full(everybody[0])
+    assert not it.mark_full(everybody[0])
+    assert it.attempt is not None
+    owned = planning.draft(it, it.attempt, config).plan.worker_assignments
     return [owned.ids(one).tolist() for one in everybody[:-1]]
 
 
@@ -104,39 +105,39 @@ def test_who_is_full_has_its_share_where_there_is_nobody_else() -> None:
 
 
 def test_who_has_nothing_alone_is_not_spared_for_being_full() -> None:
-    it = custody(4)
-    it.gather(1, workers("ab"), (), 0.0)
+    it = ownership(4)
+    it.begin(1, workers("ab"), (), 0.0)
     for name, shards in {"a": ids(0, 1, 2, 3), "b": ids(0, 1)}.items():
         it.offer(worker(name), shards, False, 0, 0.0)
-    assert not it.is_news_that_full(worker("b"))
-    assert it.is_news_that_full(worker("a"))
+    assert not it.mark_full(worker("b"))
+    assert it.mark_full(worker("a"))
 
 
 def test_what_nobody_has_comes_from_the_origin() -> None:
-    it = custody(4, has_origin=True)
-    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
-    assert (gathering.totals.from_origin, gathering.lack) == (4, Lack())
+    it = ownership(4, has_origin=True)
+    attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING})
+    assert (attempt.totals.from_origin, attempt.lost) == (4, LostShards())
     shards, sources, keep = part(it, "a", 1)
     assert shards == keep
     assert all(source[-1] == -1 for source in sources)
 
 
 def test_what_nobody_has_and_cannot_be_had_again_is_named() -> None:
-    it = custody(100)
-    gathering = settled(it, 1, {"a": ids(*range(50)), "b": NOTHING})
-    assert gathering.lack == Lack(50, tuple(range(50, 50 + NAMED_MAX)))
+    it = ownership(100)
+    attempt = settled(it, 1, {"a": ids(*range(50)), "b": NOTHING})
+    assert attempt.lost == LostShards(50, tuple(range(50, 50 + NAMED_MAX)))
 
 
 def test_what_a_worker_holds_is_what_it_says_now_and_not_what_it_held() -> None:
-    it = custody(4)
+    it = ownership(4)
     first = settled(it, 1, {"a": ids(0, 1, 2, 3), "b": NOTHING})
     assert first.plan is not None
     it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
-    assert settled(it, 2, {"a": ids(0, 1), "b": ids(2)}).lack == Lack(1, (3,))
+    assert settled(it, 2, {"a": ids(0, 1), "b": ids(2)}).lost == LostShards(1, (3,))
 
 
 def test_an_owner_stays_the_owner_where_others_have_copies() -> None:
-    it = custody(4)
+    it = ownership(4)
     first = settled(it, 1, {"a": ids(0, 1, 2, 3), "b": ids(2, 3)})
     assert first.plan is not None
     it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
@@ -146,15 +147,15 @@ def test_an_owner_stays_the_owner_where_others_have_copies() -> None:
 
 
 def test_who_leaves_serves_and_gets_nothing() -> None:
-    it = custody(6)
-    gathering = settled(it, 1, {"a": ids(0, 1), "b": NOTHING, "z": ids(2, 3, 4, 5)}, leaving="z")
-    assert gathering.totals.from_owners == 4
-    assert gathering.lack == Lack()
+    it = ownership(6)
+    attempt = settled(it, 1, {"a": ids(0, 1), "b": NOTHING, "z": ids(2, 3, 4, 5)}, leaving="z")
+    assert attempt.totals.from_owners == 4
+    assert attempt.lost == LostShards()
     assert part(it, "z", 1)[::2] == ([], [])
 
 
 def test_other_holders_are_named_for_when_the_first_fails() -> None:
-    it = custody(2, has_origin=True)
+    it = ownership(2, has_origin=True)
     settled(it, 1, {"a": ids(0, 1), "b": ids(0, 1), "c": NOTHING, "d": NOTHING})
     place = {"a": 0, "b": 1}
     for name in "cd":
@@ -173,12 +174,12 @@ def test_other_holders_are_named_for_when_the_first_fails() -> None:
 def test_who_fetches_what_it_is_told_holds_what_it_has_to_keep(
     shards: int, replication: int, holders: list[set[int]]
 ) -> None:
-    it = custody(shards, replication=replication, has_origin=True)
+    it = ownership(shards, replication=replication, has_origin=True)
     held = {name: ids(*sorted(n for n in has if n < shards)) for name, has in zip("abcdef", holders, strict=False)}
-    gathering = settled(it, 1, held)
-    assert gathering.plan is not None
+    attempt = settled(it, 1, held)
+    assert attempt.plan is not None
     assert DataRedistributor(CONFIG, replication=replication).validate_redistribution(
-        ClusterTopology(gathering.target), gathering.plan
+        ClusterTopology(attempt.target), attempt.plan
     )
     copies = np.zeros(shards, int)
     for name, has in held.items():
@@ -192,25 +193,25 @@ def test_who_fetches_what_it_is_told_holds_what_it_has_to_keep(
 
 
 def test_parts_come_in_pages() -> None:
-    it = custody(2 * PAGE_SHARDS_MAX + 10, has_origin=True)
+    it = ownership(2 * PAGE_SHARDS_MAX + 10, has_origin=True)
     settled(it, 1, {"a": NOTHING})
-    assert it.part_for("a", 1, 0).more
+    assert pages.transfer_page(it, "a", 1, 0).more
     shards, _, keep = part(it, "a", 1)
     assert shards == keep == list(range(2 * PAGE_SHARDS_MAX + 10))
 
 
 def test_what_is_held_may_be_said_in_parts() -> None:
-    it = custody(4)
-    it.gather(1, workers("a"), (), 0.0)
+    it = ownership(4)
+    it.begin(1, workers("a"), (), 0.0)
     assert not it.offer(worker("a"), ids(0, 1), True, 0, 0.0)
     assert it.offer(worker("a"), ids(1, 2, 3), False, 400, 0.0)
-    assert it.gathering is not None
-    assert it.gathering.said[worker("a")].ids.tolist() == [0, 1, 2, 3]
+    assert it.attempt is not None
+    assert it.attempt.offers[worker("a")].ids.tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_no_shard_and_who_is_no_member_is_refused() -> None:
-    it = custody(4)
-    it.gather(2, workers("a"), (), 0.0)
+    it = ownership(4)
+    it.begin(2, workers("a"), (), 0.0)
     for member, held, code in (("a", ids(4), "holdings_invalid"), ("a", ids(-1), "holdings_invalid")):
         with pytest.raises(RequestRefused) as error:
             it.offer(worker(member), held, False, 0, 0.0)
@@ -219,48 +220,48 @@ def test_what_is_no_shard_and_who_is_no_member_is_refused() -> None:
         it.offer(worker("b"), NOTHING, False, 0, 0.0)
     assert error.value.code == "not_a_member"
     with pytest.raises(RequestRefused) as error:
-        it.gather(1, workers("a"), (), 0.0)
+        it.begin(1, workers("a"), (), 0.0)
     assert error.value.code == "attempt_over"
 
 
 def test_a_newer_attempt_begins_anew() -> None:
-    it = custody(4, has_origin=True)
+    it = ownership(4, has_origin=True)
     settled(it, 1, {"a": NOTHING})
-    it.gather(2, workers("ab"), (), 0.0)
-    assert it.gathering is not None
-    assert it.gathering.waiting_for == list(workers("ab"))
+    it.begin(2, workers("ab"), (), 0.0)
+    assert it.attempt is not None
+    assert it.attempt.waiting_for == list(workers("ab"))
     for attempt, code in ((1, "attempt_over"), (2, "plan_pending")):
         with pytest.raises(RequestRefused) as error:
-            it.part_for("a", attempt, 0)
+            pages.transfer_page(it, "a", attempt, 0)
         assert error.value.code == code
 
 
 def test_an_attempt_is_given_up_once_whether_anything_is_planned_or_not() -> None:
-    it = custody(4)
-    it.gather(2, workers("ab"), (), 0.0)
+    it = ownership(4)
+    it.begin(2, workers("ab"), (), 0.0)
     with pytest.raises(RequestRefused) as error:
-        it.give_up(1)
+        it.abandon(1)
     assert error.value.code == "attempt_over"
-    assert [it.give_up(2), it.give_up(2)] == [True, False]
+    assert [it.abandon(2), it.abandon(2)] == [True, False]
     settled(it, 3, {"a": ids(0, 1), "b": ids(2, 3)})
-    assert [it.give_up(3), it.give_up(3)] == [True, False]
+    assert [it.abandon(3), it.abandon(3)] == [True, False]
 
 
 def test_where_so_many_doubts_cannot_be_remembered_those_go_first_that_are_about_who_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(suspect_copies, "DOUBTED_MAX", 3)
-    it = custody(4)
+    monkeypatch.setattr(suspect_copies, "SUSPECTS_MAX", 3)
+    it = ownership(4)
     settled(it, 1, {"a": ids(0, 1), "b": ids(2, 3)})
-    assert [it.doubt(*copy) for copy in (("a", 0), ("gone", 0), ("gone", 1))] == [0, 0, 0]
-    assert it.doubt("b", 2) == 2
-    assert it.doubt("b", 3) == 0
-    assert it.doubt("b", 0) == 1
-    assert [it.doubts.among(name, ids(0, 1, 2, 3)).tolist() for name in ("a", "b", "gone")] == [[0], [2, 3], []]
+    assert [it.suspect(*copy) for copy in (("a", 0), ("gone", 0), ("gone", 1))] == [0, 0, 0]
+    assert it.suspect("b", 2) == 2
+    assert it.suspect("b", 3) == 0
+    assert it.suspect("b", 0) == 1
+    assert [it.suspects.held_by(name, ids(0, 1, 2, 3)).tolist() for name in ("a", "b", "gone")] == [[0], [2, 3], []]
 
 
 def test_all_have_finished_once() -> None:
-    it = custody(4, has_origin=True)
+    it = ownership(4, has_origin=True)
     settled(it, 1, {"a": NOTHING, "b": NOTHING})
     done = Finished(2, 20)
     assert [it.finish("a", 1, done), it.finish("a", 1, done), it.finish("b", 1, done)] == [False, False, True]
@@ -269,14 +270,14 @@ def test_all_have_finished_once() -> None:
 
 def test_the_first_transfers_show_how_large_and_how_fast_they_are() -> None:
     """The workers had nothing to measure when they said what they hold."""
-    it = custody(8, samples=800, has_origin=True)
-    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
-    assert gathering.plan is not None
-    it.assignment = type(it.assignment)(1, gathering.target, gathering.plan.owners, gathering.plan.replicas)
-    assert it.preview(["a"], CONFIG).estimated_s is None
+    it = ownership(8, samples=800, has_origin=True)
+    attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING})
+    assert attempt.plan is not None
+    it.assignment = type(it.assignment)(1, attempt.target, attempt.plan.owners, attempt.plan.replicas)
+    assert planning.preview(it, ["a"], CONFIG).estimated_s is None
     it.finish("a", 1, Finished(4, 40_000, 2.0))
     it.finish("b", 1, Finished(4, 40_000, 2.0))
-    totals = it.preview(["a"], CONFIG)
+    totals = planning.preview(it, ["a"], CONFIG)
     # Four transfers in as many lanes, of 5,000 bytes per second each.
     assert (totals.transfers, totals.bytes) == (4, 40_000)
     assert totals.estimated_s == pytest.approx(2.0)
@@ -284,129 +285,134 @@ def test_the_first_transfers_show_how_large_and_how_fast_they_are() -> None:
 
 @pytest.mark.parametrize("took_s", [0.0, float("inf"), float("nan")])
 def test_a_time_that_is_none_shows_nothing(took_s: float) -> None:
-    it = custody(2, has_origin=True)
+    it = ownership(2, has_origin=True)
     settled(it, 1, {"a": NOTHING})
     assert it.finish("a", 1, Finished(2, 20, took_s))
-    assert it.preview(["a", "b"], CONFIG).estimated_s is None
+    assert planning.preview(it, ["a", "b"], CONFIG).estimated_s is None
 
 
 @pytest.mark.parametrize("speed", [0.0, float("inf"), float("nan")])
 def test_a_speed_that_is_none_shows_nothing(speed: float) -> None:
-    it = custody(4, has_origin=True)
-    it.gather(1, workers("ab"), (), 0.0)
+    it = ownership(4, has_origin=True)
+    it.begin(1, workers("ab"), (), 0.0)
     it.offer(worker("a"), ids(0, 1), False, 100, speed)
     it.offer(worker("b"), NOTHING, False, 0, speed)
-    assert it.gathering is not None
-    assert it.draft(it.gathering, CONFIG).pace is None
+    assert it.attempt is not None
+    assert planning.draft(it, it.attempt, CONFIG).pace is None
 
 
 def test_who_is_named_twice_is_refused() -> None:
     with pytest.raises(RequestRefused, match="twice") as error:
-        custody(4).preview(["a", "a"], CONFIG)
+        planning.preview(ownership(4), ["a", "a"], CONFIG)
     assert error.value.code == "workers_invalid"
 
 
 def test_estimates_are_made_of_what_was_measured() -> None:
-    it = custody(10, samples=1_000)
-    it.gather(1, workers("ab"), (), 0.0)
+    it = ownership(10, samples=1_000)
+    it.begin(1, workers("ab"), (), 0.0)
     it.offer(worker("a"), ids(*range(10)), False, 1_000_000, 250_000.0)
     it.offer(worker("b"), NOTHING, False, 0, 0.0)
-    gathering = it.gathering
-    assert gathering is not None
-    it.settle(gathering, it.draft(gathering, CONFIG))
-    assert (gathering.totals.transfers, gathering.totals.bytes) == (5, 500_000)
+    attempt = it.attempt
+    assert attempt is not None
+    it.take(attempt, planning.draft(it, attempt, CONFIG))
+    assert (attempt.totals.transfers, attempt.totals.bytes) == (5, 500_000)
     # Five transfers in four lanes.
-    assert gathering.totals.estimated_s == pytest.approx(2 * 100_000 / 250_000)
+    assert attempt.totals.estimated_s == pytest.approx(2 * 100_000 / 250_000)
 
 
 def test_what_would_travel_is_told_without_doing_anything() -> None:
-    it = custody(12)
+    it = ownership(12)
     first = settled(it, 1, {"a": ids(*range(6)), "b": ids(*range(6, 12))})
     assert first.plan is not None
     it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
-    totals = it.preview(["a", "b", "new-1"], CONFIG)
+    totals = planning.preview(it, ["a", "b", "new-1"], CONFIG)
     assert (totals.shards, totals.transfers, totals.from_owners) == (4, 4, 4)
-    assert it.gathering is first
+    assert it.attempt is first
 
 
 def test_from_who_is_gone_nothing_would_travel() -> None:
-    it = custody(12, has_origin=True)
+    it = ownership(12, has_origin=True)
     first = settled(it, 1, {"a": ids(*range(6)), "b": ids(*range(6, 12))})
     assert first.plan is not None
     it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
-    totals = it.preview(["a"], CONFIG)
+    totals = planning.preview(it, ["a"], CONFIG)
     assert (totals.from_owners, totals.from_origin) == (6, 0), "b goes, and gives what it has"
-    totals = it.preview(["a"], CONFIG, gone=["b"])
+    totals = planning.preview(it, ["a"], CONFIG, gone=["b"])
     assert (totals.from_owners, totals.from_origin) == (0, 6)
 
 
 def test_who_is_not_there_yet_is_taken_to_be_on_a_host_of_its_own() -> None:
     """On one host they would have fewer of the further copies than they will."""
-    it = custody(12, replication=1)
+    it = ownership(12, replication=1)
     first = settled(it, 1, {"a": ids(*range(12))})
     assert first.plan is not None
     it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
     # Each of them owns four, and has further copies of four.
-    assert it.preview(["a", "new-1", "new-2"], CONFIG).transfers == 16
+    assert planning.preview(it, ["a", "new-1", "new-2"], CONFIG).transfers == 16
 
 
 def test_samples_are_counted_by_owner() -> None:
-    it = custody(3, samples=10)
+    it = ownership(3, samples=10)
     first = settled(it, 1, {"a": ids(0, 2), "b": ids(1)})
     assert first.plan is not None
     it.assignment = type(it.assignment)(1, first.target, first.plan.owners, first.plan.replicas)
-    assert [(one.worker_id, one.owned, one.samples) for one in it.view().workers] == [("a", 2, 7), ("b", 1, 3)]
+    assert [(one.worker_id, one.owned, one.samples) for one in pages.data_view(it).workers] == [
+        ("a", 2, 7),
+        ("b", 1, 3),
+    ]
 
 
 def test_a_dataset_without_samples_is_held_by_everybody() -> None:
-    it = custody(0, samples=0)
-    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
-    assert gathering.totals.transfers == 0
+    it = ownership(0, samples=0)
+    attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING})
+    assert attempt.totals.transfers == 0
     assert part(it, "a", 1) == ([], [], [])
 
 
 def test_what_the_origin_does_not_give_a_member_is_news_once_and_forgotten_when_it_has_it() -> None:
-    it = custody(4, has_origin=True)
-    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING})
-    lack = Lack(2, (0, 2), "a: it is not there")
-    assert it.refuse(gathering, "a", lack)
-    assert not it.refuse(gathering, "a", lack._replace(reason="a: the bucket is away"))
-    assert it.refuse(gathering, "a", Lack(1, (2,), "a: it is not there"))
-    assert (gathering.lack.number, gathering.lacks_shards) == (1, True)
+    it = ownership(4, has_origin=True)
+    attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING})
+    lost = LostShards(2, (0, 2), "a: it is not there")
+    assert it.report_lost(attempt, "a", lost)
+    assert not it.report_lost(attempt, "a", lost._replace(reason="a: the bucket is away"))
+    assert it.report_lost(attempt, "a", LostShards(1, (2,), "a: it is not there"))
+    assert (attempt.lost.number, attempt.lacks_shards) == (1, True)
     it.finish("a", 1, Finished(2, 200))
-    assert (gathering.lack, gathering.lacks_shards) == (Lack(), False)
+    assert (attempt.lost, attempt.lacks_shards) == (LostShards(), False)
 
 
 def test_what_the_origin_gave_another_who_needs_it_has_come() -> None:
-    it = custody(4, replication=1, has_origin=True)
-    gathering = settled(it, 1, {"a": NOTHING, "b": NOTHING, "c": NOTHING})
+    it = ownership(4, replication=1, has_origin=True)
+    attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING, "c": NOTHING})
     of_a = part(it, "a", 1)[2]
-    assert not it.has_come(gathering, range(4))
+    assert not it.has_arrived(attempt, range(4))
     it.finish("a", 1, Finished(len(of_a), 100))
-    assert [shard for shard in range(4) if it.has_come(gathering, [shard])] == sorted(of_a)
-    gathering.plan = None
-    assert not it.has_come(gathering, range(4))
+    assert [shard for shard in range(4) if it.has_arrived(attempt, [shard])] == sorted(of_a)
+    attempt.plan = None
+    assert not it.has_arrived(attempt, range(4))
 
 
-@pytest.mark.parametrize("lack", [Lack(0), Lack(5, (0,)), Lack(1, (4,)), Lack(1, tuple(range(NAMED_MAX + 1)))])
-def test_what_cannot_be_missing_is_refused(lack: Lack) -> None:
-    it = custody(4, has_origin=True)
-    gathering = settled(it, 1, {"a": NOTHING})
+@pytest.mark.parametrize(
+    "lost", [LostShards(0), LostShards(5, (0,)), LostShards(1, (4,)), LostShards(1, tuple(range(NAMED_MAX + 1)))]
+)
+def test_what_cannot_be_missing_is_refused(lost: LostShards) -> None:
+    it = ownership(4, has_origin=True)
+    attempt = settled(it, 1, {"a": NOTHING})
     with pytest.raises(RequestRefused) as error:
-        it.refuse(gathering, "a", lack)
+        it.report_lost(attempt, "a", lost)
     assert error.value.code == "shard_invalid"
-    assert not gathering.refused
+    assert not attempt.lost_at_origin
 
 
 def weighed(
     it: ShardOwnership, attempt: int, weights: Mapping[str, float], config: ElasticTrainingConfig = CONFIG
 ) -> Draft:
     """What follows when they hold nothing, and each says how much it should."""
-    it.gather(attempt, workers("".join(weights)), (), 0.0)
+    it.begin(attempt, workers("".join(weights)), (), 0.0)
     for name, weight in weights.items():
         it.offer(worker(name), NOTHING, False, 0, 0.0, weight)
-    assert it.gathering is not None
-    return it.draft(it.gathering, config)
+    assert it.attempt is not None
+    return planning.draft(it, it.attempt, config)
 
 
 def owned(draft: Draft) -> dict[str, int]:
@@ -416,13 +422,13 @@ def owned(draft: Draft) -> dict[str, int]:
 @pytest.mark.parametrize("strategy", RedistributionType)
 def test_each_gets_its_share_by_the_weights_that_were_said(strategy: RedistributionType) -> None:
     config = ElasticTrainingConfig(redistribution_type=strategy)
-    draft = weighed(custody(12, has_origin=True), 1, {"a": 1.0, "b": 3.0}, config)
+    draft = weighed(ownership(12, has_origin=True), 1, {"a": 1.0, "b": 3.0}, config)
     assert owned(draft) == {"a": 3, "b": 9}
     assert draft.weights == {worker("b"): 3.0}
 
 
 def test_a_plan_goes_by_what_was_said_of_the_weights_for_its_attempt() -> None:
-    it = custody(12, has_origin=True)
+    it = ownership(12, has_origin=True)
     assert owned(weighed(it, 1, {"a": 1.0, "b": 3.0})) == {"a": 3, "b": 9}
     assert owned(weighed(it, 2, {"a": 2.0, "b": 1.0})) == {"a": 8, "b": 4}
 
@@ -432,26 +438,29 @@ def test_a_plan_goes_by_what_was_said_of_the_weights_for_its_attempt() -> None:
     [(1e-300, 1.0, (0, 12)), (1.0, 1e300, (0, 12)), (5e-324, 1.7e308, (0, 12)), (1e300, 1e300, (6, 6))],
 )
 def test_weights_of_any_size_are_ratios(light: float, heavy: float, counts: tuple[int, int]) -> None:
-    draft = weighed(custody(12, has_origin=True), 1, {"a": light, "b": heavy})
+    draft = weighed(ownership(12, has_origin=True), 1, {"a": light, "b": heavy})
     assert tuple(owned(draft).values()) == counts
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), True, "3"])
 def test_what_is_no_weight_is_refused_and_nothing_of_it_is_kept(weight: Any) -> None:
-    it = custody(4)
-    it.gather(1, workers("a"), (), 0.0)
+    it = ownership(4)
+    it.begin(1, workers("a"), (), 0.0)
     with pytest.raises(RequestRefused, match="weight") as error:
         it.offer(worker("a"), ids(0, 1), False, 200, 0.0, weight)
     assert error.value.code == "weight_invalid"
-    assert it.gathering is not None
-    assert (it.gathering.said, it.gathering.partly) == ({}, {})
+    assert it.attempt is not None
+    assert (it.attempt.offers, it.attempt.partial_offers) == ({}, {})
 
 
 def test_what_would_travel_goes_by_the_weights_of_who_is_there_and_1_for_who_comes() -> None:
-    it = custody(12, has_origin=True)
+    it = ownership(12, has_origin=True)
     draft = weighed(it, 1, {"a": 1.0, "b": 3.0})
     it.assignment = Assignment(1, workers("ab"), draft.plan.owners, draft.plan.replicas, draft.weights)
-    assert it.preview(["a", "b"], CONFIG).transfers == 0
+    assert planning.preview(it, ["a", "b"], CONFIG).transfers == 0
     # Of 12 shards a and c get a fifth each: 2 or 3, and 7 or 8 are left to b.
-    assert it.preview(["a", "b", "c"], CONFIG).shards == 2
-    assert [(one.worker_id, one.owned, one.weight) for one in it.view().workers] == [("a", 3, 1.0), ("b", 9, 3.0)]
+    assert planning.preview(it, ["a", "b", "c"], CONFIG).shards == 2
+    assert [(one.worker_id, one.owned, one.weight) for one in pages.data_view(it).workers] == [
+        ("a", 3, 1.0),
+        ("b", 9, 3.0),
+    ]

@@ -9,15 +9,15 @@ import pytest
 from forged.data.columns import NOBODY
 from forged.data.messages import DatasetSpec
 from forged.data.ownership import records
-from forged.data.ownership.gathering import Assignment
+from forged.data.ownership.attempt import Assignment
 from forged.data.ownership.records import (
     dataset_write,
-    doubt_writes,
     holders_write,
     job_of,
     keys_of,
     piece_writes,
     restored,
+    suspect_writes,
 )
 from forged.elastic.model import WorkerId
 from forged.errors import PeerError
@@ -60,8 +60,8 @@ def test_what_is_held_comes_back(copies: int, piece_shards: int, monkeypatch: py
     held = assignment(4, copies=copies)
     found = restored(JOB, (defined() | written(7, held)).items())
     assert found is not None
-    assert same(found.custody.assignment, held)
-    assert (found.attempt, found.planned, found.remains, found.custody.dataset) == (7, {}, [], DATASET)
+    assert same(found.ownership.assignment, held)
+    assert (found.attempt, found.planned, found.unused, found.ownership.dataset) == (7, {}, [], DATASET)
 
 
 def test_many_workers_need_wider_pieces_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,38 +70,38 @@ def test_many_workers_need_wider_pieces_and_come_back(monkeypatch: pytest.Monkey
     assert {len(piece) for _, piece in piece_writes(JOB, 7, held)} == {40}
     found = restored(JOB, (defined() | written(7, held)).items())
     assert found is not None
-    assert same(found.custody.assignment, held)
+    assert same(found.ownership.assignment, held)
 
 
 def test_a_dataset_without_shards_comes_back() -> None:
     held = assignment(4, shards=0)
     found = restored(JOB, (defined() | written(7, held)).items())
     assert found is not None
-    assert same(found.custody.assignment, held)
+    assert same(found.ownership.assignment, held)
 
 
 def test_what_was_planned_is_told_from_what_is_held() -> None:
     held, planned = assignment(4), assignment(0, workers=2)
     found = restored(JOB, (defined() | written(7, held) | written(9, planned)).items())
     assert found is not None
-    assert same(found.custody.assignment, held)
+    assert same(found.ownership.assignment, held)
     assert list(found.planned) == [9]
     assert same(found.planned[9], planned)
-    assert found.remains == []
+    assert found.unused == []
 
 
 def test_the_newest_that_was_committed_is_held_and_the_others_remain() -> None:
     found = restored(JOB, (defined() | written(7, assignment(4)) | written(8, assignment(5, workers=2))).items())
     assert found is not None
-    assert (found.attempt, found.custody.assignment.generation) == (8, 5)
-    assert sorted(found.remains) == sorted(written(7, assignment(4)))
+    assert (found.attempt, found.ownership.assignment.generation) == (8, 5)
+    assert sorted(found.unused) == sorted(written(7, assignment(4)))
 
 
 def test_pieces_that_nothing_names_remain() -> None:
     stray = {f"data/{JOB}/piece/3/{row}/0": b"" for row in range(2)} | {f"data/{JOB}/what": b""}
     found = restored(JOB, (defined() | written(7, assignment(4)) | stray).items())
     assert found is not None
-    assert sorted(found.remains) == sorted(stray)
+    assert sorted(found.unused) == sorted(stray)
 
 
 def test_of_a_job_that_is_no_more_nothing_comes_back() -> None:
@@ -111,8 +111,8 @@ def test_of_a_job_that_is_no_more_nothing_comes_back() -> None:
 def test_before_the_first_plan_nobody_holds_anything() -> None:
     found = restored(JOB, defined().items())
     assert found is not None
-    assert (found.attempt, found.planned, found.custody.assignment.workers) == (0, {}, ())
-    assert found.custody.assignment.owners.tolist() == [NOBODY] * 10
+    assert (found.attempt, found.planned, found.ownership.assignment.workers) == (0, {}, ())
+    assert found.ownership.assignment.owners.tolist() == [NOBODY] * 10
 
 
 @pytest.mark.parametrize("shards", [0, 1, 9, 10])
@@ -132,7 +132,7 @@ def test_weights_come_back() -> None:
     held = replace(held, weights={held.workers[1]: 0.1, held.workers[2]: 1e300})
     found = restored(JOB, (defined() | written(7, held)).items())
     assert found is not None
-    weights = found.custody.assignment.weights
+    weights = found.ownership.assignment.weights
     assert [weights.get(worker, 1.0) for worker in held.workers] == [1.0, 0.1, 1e300]
 
 
@@ -144,18 +144,18 @@ def test_what_was_written_before_there_were_weights_comes_back_without() -> None
     assert record.pop("weights") == []
     found = restored(JOB, (defined() | entries | {key: msgspec.msgpack.encode(record)}).items())
     assert found is not None
-    assert found.custody.assignment.weights == {}
+    assert found.ownership.assignment.weights == {}
 
 
 def test_copies_that_are_in_doubt_come_back() -> None:
-    writes = doubt_writes(JOB, {("a", 3): True, ("a.b-1", 9): True, ("c", 0): False})
-    assert [key for key, value in writes.items() if value is None] == [f"data/{JOB}/doubted/c/0"]
+    writes = suspect_writes(JOB, {("a", 3): True, ("a.b-1", 9): True, ("c", 0): False})
+    assert [key for key, value in writes.items() if value is None] == [f"data/{JOB}/suspect/c/0"]
     kept = {key: value for key, value in writes.items() if value is not None}
     found = restored(JOB, (defined() | kept).items())
     assert found is not None
-    doubts = found.custody.doubts
-    assert [doubts.among(name, np.arange(10)).tolist() for name in ("a", "a.b-1", "c")] == [[3], [9], []]
-    assert found.remains == []
+    doubts = found.ownership.suspects
+    assert [doubts.held_by(name, np.arange(10)).tolist() for name in ("a", "a.b-1", "c")] == [[3], [9], []]
+    assert found.unused == []
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,12 @@ def test_copies_that_are_in_doubt_come_back() -> None:
         {"data/run/piece/4/1/0": bytes(18)},
         {"data/run/piece/4/0/0": np.full(10, 3, "<i2").tobytes()},
         {"data/run/piece/4/0/0": np.full(10, -2, "<i2").tobytes()},
-        {"data/run/doubted/a/x": b""},
+        {"data/run/suspect/a/x": b""},
     ],
 )
 def test_what_does_not_say_of_each_shard_who_has_it_is_an_error(broken: dict[str, bytes]) -> None:
     entries = defined() | written(4, assignment(2))
-    assert broken.keys() <= entries.keys() or "doubted" in str(broken)
+    assert broken.keys() <= entries.keys() or "suspect" in str(broken)
     assert restored(JOB, entries.items()) is not None
     with pytest.raises(PeerError) as error:
         restored(JOB, (entries | broken).items())
@@ -186,9 +186,9 @@ def test_a_piece_that_is_missing_is_an_error() -> None:
         restored(JOB, entries.items())
 
 
-def test_a_doubt_about_what_is_no_shard_of_the_dataset_is_left_over() -> None:
-    writes = doubt_writes(JOB, {("a", 10): True})
+def test_a_doubt_about_what_is_no_shard_of_the_dataset_is_abandoned_over() -> None:
+    writes = suspect_writes(JOB, {("a", 10): True})
     found = restored(JOB, (defined() | dict.fromkeys(writes, b"")).items())
     assert found is not None
-    assert found.remains == list(writes)
-    assert found.custody.doubts.among("a", np.arange(20)).tolist() == []
+    assert found.unused == list(writes)
+    assert found.ownership.suspects.held_by("a", np.arange(20)).tolist() == []

@@ -29,60 +29,60 @@ def about(*copies: tuple[str, int]) -> SuspectCopies:
 
 def test_a_copy_is_in_doubt_until_its_holder_has_looked_at_it() -> None:
     it = about(("a", 3), ("a", 1), ("a", 3), ("b", 2))
-    assert it.among("a", ALL).tolist() == [1, 3]
-    it.looked_at("a", ids(3, 9))
-    assert it.among("a", ALL).tolist() == [1]
-    it.looked_at("a", ids(1))
-    it.looked_at("c", ids(1))
-    assert it.among("a", ALL).tolist() == []
-    assert it.among("b", ALL).tolist() == [2]
+    assert it.held_by("a", ALL).tolist() == [1, 3]
+    it.verified("a", ids(3, 9))
+    assert it.held_by("a", ALL).tolist() == [1]
+    it.verified("a", ids(1))
+    it.verified("c", ids(1))
+    assert it.held_by("a", ALL).tolist() == []
+    assert it.held_by("b", ALL).tolist() == [2]
 
 
 def test_a_copy_may_be_doubted_again() -> None:
     it = about(("a", 3))
-    it.looked_at("a", ids(3))
+    it.verified("a", ids(3))
     it.add("a", 3)
-    assert it.among("a", ALL).tolist() == [3]
+    assert it.held_by("a", ALL).tolist() == [3]
 
 
 def test_those_are_to_be_looked_at_that_are_held_and_others_are_forgotten_when_all_is_said() -> None:
     it = about(("a", 1), ("a", 3), ("b", 3))
-    assert it.among("a", ids(0, 3)).tolist() == [3]
-    assert it.among("a", ids(0, 1)).tolist() == [1]
-    it.keep_only("a", ids(0, 3))
-    assert it.among("a", ALL).tolist() == [3]
-    it.keep_only("a", ids())
-    assert it.among("a", ALL).tolist() == []
-    assert it.among("b", ALL).tolist() == [3]
+    assert it.held_by("a", ids(0, 3)).tolist() == [3]
+    assert it.held_by("a", ids(0, 1)).tolist() == [1]
+    it.keep_held("a", ids(0, 3))
+    assert it.held_by("a", ALL).tolist() == [3]
+    it.keep_held("a", ids())
+    assert it.held_by("a", ALL).tolist() == []
+    assert it.held_by("b", ALL).tolist() == [3]
 
 
 def test_a_newcomer_looks_once_at_what_is_in_doubt_at_those_who_are_gone() -> None:
     it = about(("a", 1), ("a", 3), ("b", 2))
-    assert it.inherited(C, ids(), ids(1, 2, 3, 4), {"b", "c"}).tolist() == [1, 3]
-    assert it.inherited(C, ids(1), ids(1, 2, 3, 4), {"b", "c"}).tolist() == [3]
-    assert it.inherited(C, ids(3), ids(1, 2, 3, 4), {"b", "c"}).tolist() == []
-    assert it.inherited(C, ids(), ids(1, 2, 3, 4), {"b", "c"}).tolist() == []
-    assert it.inherited(WorkerId("c", "h", 4), ids(), ALL, {"b", "c"}).tolist() == [1, 3], "another life"
-    assert it.changes().keys() == {("a", 1), ("a", 3), ("b", 2)}, "a's copies stay in doubt, and no others are"
+    assert it.for_newcomer(C, ids(), ids(1, 2, 3, 4), {"b", "c"}).tolist() == [1, 3]
+    assert it.for_newcomer(C, ids(1), ids(1, 2, 3, 4), {"b", "c"}).tolist() == [3]
+    assert it.for_newcomer(C, ids(3), ids(1, 2, 3, 4), {"b", "c"}).tolist() == []
+    assert it.for_newcomer(C, ids(), ids(1, 2, 3, 4), {"b", "c"}).tolist() == []
+    assert it.for_newcomer(WorkerId("c", "h", 4), ids(), ALL, {"b", "c"}).tolist() == [1, 3], "another life"
+    assert it.take_changes().keys() == {("a", 1), ("a", 3), ("b", 2)}, "a's copies stay in doubt, and no others are"
 
 
 def test_what_changes_is_told_once_to_whoever_writes_it_down() -> None:
     it = about(("a", 1), ("a", 2), ("a", 1), ("b", 3))
-    assert it.changes() == dict.fromkeys((("a", 1), ("a", 2), ("b", 3)), True)
+    assert it.take_changes() == dict.fromkeys((("a", 1), ("a", 2), ("b", 3)), True)
     it.add("a", 1)
-    assert it.changes() == {}
-    it.looked_at("a", ids(2, 4))
-    it.keep_only("b", ids(4))
+    assert it.take_changes() == {}
+    it.verified("a", ids(2, 4))
+    it.keep_held("b", ids(4))
     it.add("a", 5)
-    assert it.changes() == {("a", 2): False, ("b", 3): False, ("a", 5): True}
-    assert it.forget_all_but(["b"]) == 2
-    assert it.changes() == {("a", 1): False, ("a", 5): False}
+    assert it.take_changes() == {("a", 2): False, ("b", 3): False, ("a", 5): True}
+    assert it.keep_holders(["b"]) == 2
+    assert it.take_changes() == {("a", 1): False, ("a", 5): False}
 
 
 def test_what_was_written_down_is_known_and_no_change() -> None:
     it = SuspectCopies([("a", 1), ("b", 3), ("a", 2)])
-    assert it.among("a", ALL).tolist() == [1, 2]
-    assert it.changes() == {}
+    assert it.held_by("a", ALL).tolist() == [1, 2]
+    assert it.take_changes() == {}
 
 
 def test_those_count_that_stay_with_who_has_them_as_their_owner_or_not() -> None:
@@ -92,19 +92,19 @@ def test_those_count_that_stay_with_who_has_them_as_their_owner_or_not() -> None
     )
     kept = plan.worker_assignments.ids(A).tolist()
     everything = about(*(("a", shard) for shard in range(4)), ("gone", 0))
-    assert list(everything.counted_on(plan)) == [("a", shard) for shard in kept]
+    assert list(everything.used_by(plan)) == [("a", shard) for shard in kept]
     twice = DataRedistributor(INCREMENTAL, replication=1).calculate_plan(
         ClusterTopology((A,)), ClusterTopology((A, B)), 4, shards=4, current=held
     )
-    assert list(everything.counted_on(twice)) == [("a", shard) for shard in range(4)]
+    assert list(everything.used_by(twice)) == [("a", shard) for shard in range(4)]
 
 
 def test_so_many_are_remembered_and_so_many_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspect_copies, "DOUBTED_MAX", 3)
+    monkeypatch.setattr(suspect_copies, "SUSPECTS_MAX", 3)
     monkeypatch.setattr(suspect_copies, "ASKED_MAX", 2)
     it = SuspectCopies()
     assert [it.add("a", shard) for shard in (0, 1, 2, 3, 2)] == [True, True, True, False, True]
-    assert it.among("a", ALL).tolist() == [0, 1]
-    it.looked_at("a", ids(0, 1))
-    assert it.among("a", ALL).tolist() == [2]
-    assert it.changes() == {("a", 0): False, ("a", 1): False, ("a", 2): True}
+    assert it.held_by("a", ALL).tolist() == [0, 1]
+    it.verified("a", ids(0, 1))
+    assert it.held_by("a", ALL).tolist() == [2]
+    assert it.take_changes() == {("a", 0): False, ("a", 1): False, ("a", 2): True}

@@ -286,12 +286,12 @@ class TestTakingPart:
     async def test_is_to_say_what_nobody_has_while_it_waits_for_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(holder_module, "ASK_AGAIN_S", 0.001)
         it = Scene()
-        it.line.refusals = [RequestRefused(SHARDS_LOST, "nobody has 14 shards any more", "") for _ in range(2)]
+        it.line.refusals = [RequestRefused(SHARDS_LOST, "no worker has 14 shards", "") for _ in range(2)]
         await it.holder._try(1)
         assert [(signal.is_waiting, signal.trouble) for signal in it.signals][:4] == [
             (True, ""),
-            (True, "nobody has 14 shards any more"),
-            (True, "nobody has 14 shards any more"),
+            (True, "no worker has 14 shards"),
+            (True, "no worker has 14 shards"),
             (False, ""),
         ]
 

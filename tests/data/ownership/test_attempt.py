@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from forged.data.columns import NOBODY
 from forged.data.dataset import Indices
-from forged.data.ownership.gathering import Assignment, Gathering, Holdings, Lack
+from forged.data.ownership.attempt import Assignment, DataAttempt, LostShards, Offer
 from forged.elastic.model import WorkerId
 
 
@@ -21,7 +21,7 @@ def worker(name: str) -> WorkerId:
 
 @given(parts=st.lists(st.lists(st.integers(0, 49), max_size=20), max_size=12))
 def test_whatever_is_said_in_parts_is_held_once(parts: list[list[int]]) -> None:
-    holdings = Holdings()
+    holdings = Offer()
     for part in parts:
         holdings.add(ids(*part), 50)
     assert holdings.ids.tolist() == sorted({shard for part in parts for shard in part})
@@ -29,7 +29,7 @@ def test_whatever_is_said_in_parts_is_held_once(parts: list[list[int]]) -> None:
 
 def test_what_is_said_is_put_in_order_when_somebody_asks_and_not_before() -> None:
     """It takes no longer to hear the more was said before."""
-    holdings = Holdings()
+    holdings = Offer()
     parts = [ids(*range(start, start + 10)) for start in range(0, 1_000, 10)]
     for part in parts:
         holdings.add(part, 1_000)
@@ -38,7 +38,7 @@ def test_what_is_said_is_put_in_order_when_somebody_asks_and_not_before() -> Non
 
 @pytest.mark.parametrize("shards", [1_000, 10])
 def test_what_is_said_again_takes_no_more_room_than_the_shards(shards: int) -> None:
-    holdings = Holdings()
+    holdings = Offer()
     for _ in range(100):
         for start in range(0, shards, shards // 10):
             holdings.add(ids(*range(start, start + shards // 10)), shards)
@@ -47,7 +47,7 @@ def test_what_is_said_again_takes_no_more_room_than_the_shards(shards: int) -> N
 
 
 def test_to_say_nothing_takes_no_room() -> None:
-    holdings = Holdings()
+    holdings = Offer()
     for _ in range(3):
         holdings.add(ids(), 0)
     assert holdings.parts == []
@@ -55,46 +55,46 @@ def test_to_say_nothing_takes_no_room() -> None:
 
 
 def test_before_the_first_world_nobody_owns_anything() -> None:
-    nobody = Assignment.nobody(3)
+    nobody = Assignment.empty(3)
     assert (nobody.generation, nobody.workers, nobody.replicas.shape) == (0, (), (0, 3))
     assert nobody.owners.tolist() == [NOBODY] * 3
 
 
 def test_members_are_the_wanted_world_and_then_those_who_only_serve() -> None:
     a, b, z = map(worker, "abz")
-    gathering = Gathering(1, (b, a), (a, z))
-    assert gathering.members == (b, a, z)
-    gathering.said[a] = Holdings()
-    assert gathering.waiting_for == [b, z]
-    assert not gathering.lacks_shards
-    assert not gathering.is_over
+    attempt = DataAttempt(1, (b, a), (a, z))
+    assert attempt.members == (b, a, z)
+    attempt.offers[a] = Offer()
+    assert attempt.waiting_for == [b, z]
+    assert not attempt.lacks_shards
+    assert not attempt.is_over
 
 
 def test_what_is_missing_is_told_of_all_who_need_it_with_the_first_reason() -> None:
-    gathering = Gathering(1, (worker("a"), worker("b")), ())
-    assert gathering.lack == Lack()
-    gathering.refused = {"b": Lack(30, tuple(range(20)), "b: no"), "a": Lack(2, (0, 70), "a: no")}
+    attempt = DataAttempt(1, (worker("a"), worker("b")), ())
+    assert attempt.lost == LostShards()
+    attempt.lost_at_origin = {"b": LostShards(30, tuple(range(20)), "b: no"), "a": LostShards(2, (0, 70), "a: no")}
     # One of the two is among the thirty, and the other may be.
-    assert gathering.lack == Lack(30, tuple(range(20)), "b: no")
+    assert attempt.lost == LostShards(30, tuple(range(20)), "b: no")
 
 
 @pytest.mark.parametrize(
     ("of_a", "of_b", "number"),
     [
-        (Lack(1, (0,)), Lack(1, (0,)), 1),
-        (Lack(2, (0, 1)), Lack(2, (1, 2)), 3),
-        (Lack(1, (0,)), Lack(1, (1,)), 2),
-        (Lack(20, tuple(range(20))), Lack(25, tuple(range(20, 40))), 40),
+        (LostShards(1, (0,)), LostShards(1, (0,)), 1),
+        (LostShards(2, (0, 1)), LostShards(2, (1, 2)), 3),
+        (LostShards(1, (0,)), LostShards(1, (1,)), 2),
+        (LostShards(20, tuple(range(20))), LostShards(25, tuple(range(20, 40))), 40),
     ],
 )
-def test_a_shard_that_several_need_is_missing_once(of_a: Lack, of_b: Lack, number: int) -> None:
-    gathering = Gathering(1, (worker("a"), worker("b")), ())
-    gathering.refused = {"a": of_a, "b": of_b}
-    assert gathering.lack.number == number
+def test_a_shard_that_several_need_is_missing_once(of_a: LostShards, of_b: LostShards, number: int) -> None:
+    attempt = DataAttempt(1, (worker("a"), worker("b")), ())
+    attempt.lost_at_origin = {"a": of_a, "b": of_b}
+    assert attempt.lost.number == number
 
 
 def test_an_attempt_that_was_left_lacks_nothing_any_more() -> None:
-    gathering = Gathering(1, (worker("a"),), (), is_drafted=True)
-    assert gathering.lacks_shards
-    gathering.is_left = True
-    assert not gathering.lacks_shards
+    attempt = DataAttempt(1, (worker("a"),), (), is_drafted=True)
+    assert attempt.lacks_shards
+    attempt.is_abandoned = True
+    assert not attempt.lacks_shards
