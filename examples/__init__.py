@@ -1,1 +1,1 @@
-"""Programs that show what forged does."""
+"""Short programs that use forged; each is a whole script."""
