@@ -231,7 +231,7 @@ class DistributedCheckpoint:
 
     def _manifest(self, prefix: str, options: LoadOptions, token: CancelToken) -> Manifest:
         """What is to be loaded. Where there is none, reading it says why, and how to mend it; a walk only that."""
-        result = None if options.skip_validation else self._validator.before_load(prefix, token)
+        result = None if options.skip_validation else self._validator.validate_before_load(prefix, token)
         manifest = None if result is None else result.manifest
         if manifest is None:
             manifest = listing.read_manifest(bounded(self._storage, token), prefix)

@@ -206,7 +206,7 @@ class History:
         self.memory.mark(f"begin save {target} {version}")
         with patch.object(conversion, "storage_at", lambda where: (self.storage, where)):
             conversion.convert(
-                source, target, conversion.How(CheckpointFormat.CONSOLIDATED, draw=self._random.randbytes)
+                source, target, conversion.ConversionOptions(CheckpointFormat.CONSOLIDATED, draw=self._random.randbytes)
             )
         self.memory.mark(f"end save {target} {version}")
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.export.conversion import How, convert
+from forged.checkpoint.export.conversion import ConversionOptions, convert
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
@@ -79,7 +79,7 @@ class KillableSaver:
 
     async def _convert(self, source: str, prefix: str) -> None:
         version = int(load_all(self._storage, source)[0]["step"])
-        how = How(self._random.choice(FORMATS), self._random.choice(LEVELS))
+        how = ConversionOptions(self._random.choice(FORMATS), self._random.choice(LEVELS))
         say(f"begin save {prefix} {version}")
         try:
             convert(self._directory / source, self._directory / prefix, how)

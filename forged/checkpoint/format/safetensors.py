@@ -77,7 +77,7 @@ def encode_header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
     padded = math.ceil((PLACE_BYTES + len(text)) / PAGE) * PAGE - PLACE_BYTES
     if padded > HEADER_BYTES_MAX:
         raise invalid(
-            f"a file's header has at most {HEADER_BYTES_MAX} bytes; names and shapes of its arrays take {len(text)}",
+            f"the names and shapes of a file's arrays take {len(text)} bytes; limit {HEADER_BYTES_MAX}",
             "use fewer arrays, or shorter keys",
         )
     return padded.to_bytes(PLACE_BYTES, "little") + text.ljust(padded)

@@ -1,7 +1,9 @@
-"""What is different between two checkpoints, tensor by tensor.
+"""Differences between two checkpoints, tensor by tensor.
 
-Law: where the checksums say that chunks are the same, nothing is read; what is read was verified. "Same" means to the
-last bit. There are never more than a few chunks in memory.
+Invariants:
+- Chunks with equal checksums are not read; what is read is verified.
+- Two tensors are the same only if they are equal bit for bit.
+- Memory is bounded by a few chunks.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from forged.checkpoint.thread_pool import run_all
 
 Array = np.ndarray[Any, Any]
 ELEMENTS_AT_ONCE = 1 << 13
-"""So few that what is worked out of them fits into memory that is used again and again."""
+"""Small enough that intermediate arrays stay in reused memory."""
 EXACT_BYTES = 4
-"""Of integers of so many bytes all differences are exact as floats."""
+"""Differences of integers up to this size are exact as float64."""
 
 
-class Kind(StrEnum):
+class DifferenceKind(StrEnum):
     """How two tensors of one name differ."""
 
     SAME = "same"
     CHANGED = "changed"
-    """Same shape and type, other values."""
-    UNLIKE = "unlike"
-    """Another shape or type."""
+    """Same shape and type, different values."""
+    INCOMPATIBLE = "incompatible"
+    """Different shape or type."""
     ONLY_IN_A = "only_in_a"
     ONLY_IN_B = "only_in_b"
 
@@ -49,29 +51,29 @@ class Amount:
     differing: int = 0
     """Elements whose bits differ."""
     max_abs: float | None = None
-    """The largest difference of two numbers; None where nothing differs, or no number does."""
+    """The largest difference of two numbers; None if no numbers differ."""
     norm: float | None = None
-    """The square root of the sum of the squares of all differences."""
+    """The Euclidean norm of the differences."""
     nan_on_one_side: int = 0
-    """Elements that are not a number in one of the two."""
+    """Elements that are NaN in only one of the two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What there is to say of a tensor."""
+    """The comparison of one tensor."""
 
     name: str
     rank: int | None
-    """Whose own it is; None where it is no rank's own."""
-    kind: Kind
+    """Its rank, if it is a per-rank tensor."""
+    kind: DifferenceKind
     a: tuple[str, Shape] | None
-    """Its type and shape in the first checkpoint; None if it is not there."""
+    """Type and shape in the first checkpoint; None if it is absent there."""
     b: tuple[str, Shape] | None
     amount: Amount = Amount()
 
     @property
     def elements(self) -> int:
-        """How many there are, in the first checkpoint that has it."""
+        """The number of elements, in the first checkpoint that has the tensor."""
         _, shape = self.a or self.b or ("", (0,))
         return math.prod(shape)
 
@@ -87,29 +89,30 @@ class Side:
 def differences(
     a: Side, b: Side, token: CancelToken, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Difference]:
-    """All tensors of both whose names are wanted: those of the first in its order, then those of the second alone."""
-    comparing = _Comparing(a, b, token)
-    there, here = _numbers(b.manifest, wanted), _numbers(a.manifest, wanted)
-    for (name, rank), number in here.items():
+    """Compare all tensors whose names are wanted: those of the first checkpoint, then those only in the second."""
+    comparison = _Comparison(a, b, token)
+    in_a, in_b = _numbers(a.manifest, wanted), _numbers(b.manifest, wanted)
+    for (name, rank), number in in_a.items():
         token.check()
-        its = _described(a.manifest, number)
-        if (name, rank) not in there:
-            yield Difference(name, rank, Kind.ONLY_IN_A, its, None)
+        described_a = _described(a.manifest, number)
+        if (name, rank) not in in_b:
+            yield Difference(name, rank, DifferenceKind.ONLY_IN_A, described_a, None)
             continue
-        other = there[name, rank]
-        others = _described(b.manifest, other)
-        if its != others:
-            yield Difference(name, rank, Kind.UNLIKE, its, others)
+        other = in_b[name, rank]
+        described_b = _described(b.manifest, other)
+        if described_a != described_b:
+            yield Difference(name, rank, DifferenceKind.INCOMPATIBLE, described_a, described_b)
         else:
-            amount = comparing.compare(number, other)
-            yield Difference(name, rank, Kind.CHANGED if amount.differing else Kind.SAME, its, others, amount)
-    for (name, rank), number in there.items():
-        if (name, rank) not in here:
-            yield Difference(name, rank, Kind.ONLY_IN_B, None, _described(b.manifest, number))
+            amount = comparison.compare(number, other)
+            kind = DifferenceKind.CHANGED if amount.differing else DifferenceKind.SAME
+            yield Difference(name, rank, kind, described_a, described_b, amount)
+    for (name, rank), number in in_b.items():
+        if (name, rank) not in in_a:
+            yield Difference(name, rank, DifferenceKind.ONLY_IN_B, None, _described(b.manifest, number))
 
 
-class _Comparing:
-    """Two checkpoints that are being compared."""
+class _Comparison:
+    """The comparison of two checkpoints."""
 
     def __init__(self, a: Side, b: Side, token: CancelToken) -> None:
         self._a = a.storage, Index(a.manifest)
@@ -117,30 +120,30 @@ class _Comparing:
         self._token = token
 
     def compare(self, tensor: int, other: int) -> Amount:
-        """Two tensors of the same shape and type."""
-        ours, theirs = _digests(self._a[1], tensor), _digests(self._b[1], other)
-        tally = _Tally()
-        if ours == theirs:
-            return tally.amount()
+        """Compare two tensors of the same shape and type."""
+        digests_a, digests_b = _digests(self._a[1], tensor), _digests(self._b[1], other)
+        accumulator = _Accumulator()
+        if digests_a == digests_b:
+            return accumulator.amount()
         shape, dtype = self._a[1].manifest.tensors.shapes[tensor], dtype_of(self._a[1].manifest.tensors.dtypes[tensor])
         cells = (
             box
             for box in chunks(whole(shape), grid_of(shape, dtype.itemsize))
-            if box not in ours or ours[box] != theirs.get(box)
+            if box not in digests_a or digests_a[box] != digests_b.get(box)
         )
 
         def compare(box: Box) -> None:
-            tally.add(self._read(self._a, tensor, box), self._read(self._b, other, box))
+            accumulator.add(self._read(self._a, tensor, box), self._read(self._b, other, box))
 
         run_all(compare, cells, self._token)
-        return tally.amount()
+        return accumulator.amount()
 
     def _read(self, side: tuple[Storage, Index], tensor: int, box: Box) -> Array:
         return fetch(*side, [tensor], self._token, boxes={0: box}, threads=1).arrays[0].reshape(-1)
 
 
-class _Tally:
-    """What the chunks of a tensor come to; several threads add theirs."""
+class _Accumulator:
+    """Sums up the differences of a tensor's chunks; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,7 +153,7 @@ class _Tally:
         self._squares = 0.0
 
     def add(self, a: Array, b: Array) -> None:
-        """Count two chunks in; a little at a time, because new memory costs more than the sums."""
+        """Add two chunks, in small portions because fresh memory costs more than the arithmetic."""
         for start in range(0, a.size, ELEMENTS_AT_ONCE):
             self._add(a[start : start + ELEMENTS_AT_ONCE], b[start : start + ELEMENTS_AT_ONCE])
 
@@ -176,7 +179,7 @@ class _Tally:
             self._squares += squares
 
     def amount(self) -> Amount:
-        """What they have come to."""
+        """The totals."""
         norm = None if self._max_abs is None else math.sqrt(self._squares)
         return Amount(self._differing, self._max_abs, norm, self._nan_on_one_side)
 
@@ -191,7 +194,7 @@ def _described(manifest: Manifest, tensor: int) -> tuple[str, Shape]:
 
 
 def _digests(index: Index, tensor: int) -> dict[Box, bytes]:
-    """The checksums of all chunks that there are of a tensor."""
+    """The checksums of a tensor's chunks, by box."""
     found: dict[Box, bytes] = {}
     for number, place in index.pieces_of(tensor):
         layout = index.layout(number)
@@ -202,7 +205,7 @@ def _digests(index: Index, tensor: int) -> dict[Box, bytes]:
 
 
 def _differing(a: Array, b: Array) -> Array:
-    """Which elements have other bits."""
+    """Which elements differ in their bits."""
     size = a.itemsize
     if size in {1, 2, 4, 8}:
         elements: Array = np.not_equal(a.view(f"u{size}"), b.view(f"u{size}"))
@@ -213,7 +216,7 @@ def _differing(a: Array, b: Array) -> Array:
 
 
 def _distances(a: Array, b: Array) -> Array | None:
-    """How far elements are apart; NaN where one of two is, and nothing where both are. None for texts."""
+    """The distances of elements: NaN where one of two is NaN, 0 where both are. None for text."""
     if a.dtype.name in EXTENDED:
         a, b = a.astype(np.float32), b.astype(np.float32)
     match a.dtype.kind:
@@ -228,7 +231,7 @@ def _distances(a: Array, b: Array) -> Array | None:
 
 
 def _whole_distances(a: Array, b: Array) -> Array:
-    """Those of integers, none of which wraps around."""
+    """Distances of integers, without overflow."""
     if a.itemsize <= EXACT_BYTES:
         return np.abs(np.subtract(a, b, dtype=np.float64))
     kind = np.dtype(np.uint64 if a.dtype.kind == "u" else np.int64)

@@ -1,8 +1,10 @@
-"""Whether a checkpoint is what was saved.
+"""Validation: whether a checkpoint is complete and every byte is what was saved.
 
-Law: nothing is changed and nothing is taken for granted: the manifest is checked by its own checksum, everything else
-by the manifest. Whatever is found is a finding that says where, and so is what cannot be read. Memory is bounded by the
-blocks that are being read.
+Invariants:
+- Nothing is changed.
+- The manifest is checked against its own checksum, everything else against the manifest.
+- Every fault, and everything that cannot be read, is a finding with its location.
+- Memory is bounded by the blocks being read.
 """
 
 from __future__ import annotations
@@ -39,66 +41,65 @@ from forged.checkpoint.thread_pool import THREADS, run_all
 from forged.errors import describe
 
 FINDINGS_MAX = 200
-"""After so many it is known well enough."""
+"""The scan stops after so many findings."""
 SHOWN_MAX = 20
 FILES = "files"
 
 Progress = Callable[[int, int], object]
-"""Told how many bytes were checked, and how many there are; called by several threads, one at a time."""
+"""Called with the bytes checked and the total; by several threads, one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it should be."""
+    """A fault in a checkpoint."""
 
     message: str
     code: str = "checkpoint_invalid"
     is_error: bool = True
-    """Else a warning: the checkpoint can be loaded all the same."""
+    """False for a warning: the checkpoint loads all the same."""
     tensor: str | None = None
     rank: int | None = None
     file: str | None = None
     chunk: int | None = None
-    """The number of the chunk in its piece of the tensor."""
+    """The number of the chunk within its piece of the tensor."""
     type: ExceptionType = ExceptionType.VALIDATION_FAILED
-    """What kind of trouble it is to who wants to load it."""
+    """The type of the exception that a load raises for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """What a check has found."""
+    """The result of a validation, or of one of its checks."""
 
     name: str
-    """What was checked."""
+    """The checkpoint, or the check."""
     findings: tuple[Finding, ...] = ()
     sub_results: tuple[ValidationResult, ...] = ()
     bytes_checked: int = 0
-    """How much was read and compared with its hash."""
+    """Bytes that were compared with their checksums."""
     manifest: Manifest | None = None
-    """That of the checkpoint, if it can be read."""
+    """The checkpoint's manifest, if it can be read."""
 
     @property
     def errors(self) -> list[Finding]:
-        """What makes it invalid."""
+        """Findings that make the checkpoint invalid, sub-results included."""
         return [finding for finding in self._all() if finding.is_error]
 
     @property
     def warnings(self) -> list[Finding]:
-        """What does not."""
+        """Findings that do not make it invalid."""
         return [finding for finding in self._all() if not finding.is_error]
 
     @property
     def is_valid(self) -> bool:
-        """Whether it can be loaded."""
+        """Whether there are no errors."""
         return not self.errors
 
     @property
     def has_warnings(self) -> bool:
-        """Whether there is something to say."""
         return bool(self.warnings)
 
     def get_summary(self) -> str:
-        """It in words, a line for each finding."""
+        """The verdict, and one line per finding."""
         verdict = "valid" if self.is_valid else "invalid"
         checks = ", ".join(f"{one.name} {'ok' if one.is_valid else 'failed'}" for one in self.sub_results)
         lines = [f"{self.name} is {verdict}" + (f": {checks}" if checks else "")]
@@ -109,12 +110,12 @@ class ValidationResult:
         return "\n".join(lines)
 
     def require_valid(self, prefix: str) -> None:
-        """Raise what was found, if it is an error."""
+        """Raise the errors, if there are any."""
         errors = self.errors
         if errors:
             codes, types = {finding.code for finding in errors}, {finding.type for finding in errors}
             raise CheckpointException(
-                f"the checkpoint {prefix} cannot be loaded:\n{self.get_summary()}",
+                f"checkpoint {prefix} cannot be loaded:\n{self.get_summary()}",
                 prefix,
                 errors[0].type if len(types) == 1 else ExceptionType.VALIDATION_FAILED,
                 code=errors[0].code if len(codes) == 1 else "checkpoint_invalid",
@@ -128,24 +129,24 @@ class ValidationResult:
 
 
 class IntegrityChecker(Protocol):
-    """Looks whether a checkpoint is whole in some way of its own."""
+    """A custom check of a checkpoint's integrity."""
 
     @property
     def name(self) -> str:
-        """What it checks."""
+        """The name of the check in results."""
         ...
 
     def check(self, manifest: Manifest, storage: Storage, token: CancelToken) -> Iterable[Finding]:
-        """What it finds."""
+        """The faults found."""
         ...
 
 
 class CompatibilityChecker(IntegrityChecker, Protocol):
-    """Looks whether a checkpoint is one for those who want to load it."""
+    """A custom check whether a checkpoint fits the program that loads it."""
 
 
 class CheckpointValidator:
-    """Checks checkpoints of a storage."""
+    """Validates checkpoints of a storage."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class CheckpointValidator:
     def validate_checkpoint(
         self, prefix: str, token: CancelToken | None = None, *, deep: bool = True, progress: Progress | None = None
     ) -> ValidationResult:
-        """Check a checkpoint; with `deep`, every byte of it."""
+        """Validate a checkpoint; with `deep`, read and compare every byte."""
         token = token or CancelToken()
         storage = bounded(self._storage, token)
         try:
@@ -176,29 +177,29 @@ class CheckpointValidator:
             found = Finding(error.message, error.code, file=prefix + SUFFIX, type=kind)
             return ValidationResult(prefix, (), (ValidationResult("manifest", (found,)),))
         validation = _Validation(storage, manifest, token)
-        results = [ValidationResult("manifest", tuple(_of_manifest(manifest))), validation.files(deep=deep)]
+        results = [ValidationResult("manifest", tuple(_manifest_findings(manifest))), validation.files(deep=deep)]
         if deep:
             results.append(validation.chunks(progress, self._threads))
-        results += [validation.by(checker) for checker in self._checkers]
+        results += [validation.run_checker(checker) for checker in self._checkers]
         checked = sum(one.bytes_checked for one in results)
         return ValidationResult(prefix, (), tuple(results), checked, manifest)
 
-    def before_load(self, prefix: str, token: CancelToken | None = None) -> ValidationResult:
-        """Check what a load does not verify anyhow: what is wrong with files is a warning, as it may be mended."""
+    def validate_before_load(self, prefix: str, token: CancelToken | None = None) -> ValidationResult:
+        """Check what a load does not verify itself. Faults of files are warnings: the load may repair them."""
         result = self.validate_checkpoint(prefix, token, deep=False)
         own, others = result.sub_results[:2], result.sub_results[2:]
-        return replace(result, sub_results=(*map(_warned, own), *others))
+        return replace(result, sub_results=(*map(_as_warnings, own), *others))
 
 
-def _warned(result: ValidationResult) -> ValidationResult:
-    """The same, with warnings of files where there were errors."""
+def _as_warnings(result: ValidationResult) -> ValidationResult:
+    """The result of the file check, with warnings instead of errors."""
     if result.name != FILES:
         return result
     return replace(result, findings=tuple(replace(finding, is_error=False) for finding in result.findings))
 
 
 class _Validation:
-    """One check of one checkpoint."""
+    """One validation of one checkpoint."""
 
     def __init__(self, storage: Storage, manifest: Manifest, token: CancelToken) -> None:
         self._storage = storage
@@ -206,7 +207,7 @@ class _Validation:
         self._token = token
 
     def files(self, *, deep: bool) -> ValidationResult:
-        """Whether all files are there, of the right size, with the right header."""
+        """Whether all files exist with the right size and header."""
         findings: list[Finding] = []
         for number, part in enumerate(self._manifest.parts):
             self._token.check()
@@ -214,7 +215,7 @@ class _Validation:
         for file, size in self._manifest.extra_files.items():
             self._token.check()
             findings += self._extra_file(file, size)
-        # What was not read because it was to stop is no finding.
+        # A file that was not read because the check was cancelled is not a finding.
         self._token.check()
         return ValidationResult(FILES, tuple(findings))
 
@@ -222,53 +223,53 @@ class _Validation:
         try:
             with self._storage.open(part.file) as reader:
                 if reader.size != part.size:
-                    yield _of_size(part.file, part.size, reader.size, rank=part.rank)
+                    yield _size_finding(part.file, part.size, reader.size, rank=part.rank)
                 elif part.data_offset:
-                    yield from _of_header(self._manifest, number, reader, deep=deep)
+                    yield from _header_findings(self._manifest, number, reader, deep=deep)
         except CheckpointException as error:
             yield Finding(error.message, error.code, rank=part.rank, file=part.file)
 
     def _extra_file(self, file: str, size: int) -> Iterator[Finding]:
-        """Files for other tools: nothing is read of them here."""
+        """Check the size of a file for other tools."""
         try:
             with self._storage.open(file) as reader:
                 if reader.size != size:
-                    yield _of_size(file, size, reader.size, is_error=False)
+                    yield _size_finding(file, size, reader.size, is_error=False)
         except CheckpointException as error:
             yield Finding(error.message, error.code, is_error=False, file=file)
 
     def chunks(self, progress: Progress | None, threads: int) -> ValidationResult:
-        """Whether all bytes are those that were saved, and all of every tensor is there."""
+        """Whether all chunks match their checksums and cover every tensor."""
         index = Index(self._manifest)
         try:
             plan(index, range(len(self._manifest.tensors.names)), {})
         except CheckpointException as error:
             return ValidationResult("chunks", (Finding(error.message, error.code),))
-        walk = _Walk(self._storage, index, self._token, progress)
+        scan = _ChunkScan(self._storage, index, self._token, progress)
         for number in range(len(self._manifest.parts)):
-            walk.part(number, threads)
+            scan.part(number, threads)
         return ValidationResult(
-            "chunks", tuple(finding for _, _, finding in sorted(walk.found, key=itemgetter(0, 1))), (), walk.done
+            "chunks", tuple(finding for _, _, finding in sorted(scan.found, key=itemgetter(0, 1))), (), scan.done
         )
 
-    def by(self, checker: IntegrityChecker) -> ValidationResult:
-        """What somebody else's checker says; that it fails is a finding, too."""
+    def run_checker(self, checker: IntegrityChecker) -> ValidationResult:
+        """The findings of a custom checker; its failure is a finding."""
         self._token.check()
         try:
             return ValidationResult(checker.name, tuple(checker.check(self._manifest, self._storage, self._token)))
-        except Exception as error:  # noqa: BLE001 - a checker is somebody else's code
+        except Exception as error:  # noqa: BLE001 - a checker is code of the caller
             self._token.check()
             return ValidationResult(
-                checker.name, (Finding(f"it has failed: {describe(error)}", "checkpoint_checker_failed"),)
+                checker.name, (Finding(f"the checker failed: {describe(error)}", "checkpoint_checker_failed"),)
             )
 
 
-class _Walk:
-    """Through all chunks of a checkpoint."""
+class _ChunkScan:
+    """Reads and verifies all chunks of a checkpoint."""
 
     def __init__(self, storage: Storage, index: Index, token: CancelToken, progress: Progress | None) -> None:
         self.found: list[tuple[int, int, Finding]] = []
-        """What was found, with the numbers of the part and of the chunk."""
+        """Findings with the numbers of their part and chunk, for sorting."""
         self.done = 0
         self._storage = storage
         self._index = index
@@ -279,7 +280,7 @@ class _Walk:
         self._buffers = BufferPool()
 
     def part(self, number: int, threads: int) -> None:
-        """All chunks of a part."""
+        """Verify all chunks of a part."""
         layout = self._index.layout(number)
         blocks = [*blocks_of(layout.memory_offsets, 0, layout.chunks)]
         try:
@@ -292,7 +293,7 @@ class _Walk:
             self.found.append((number, -1, Finding(error.message, error.code, rank=part.rank, file=part.file)))
 
     def _block(self, layout: PartLayout, reader: Reader, block: tuple[int, int]) -> None:
-        """Read and check a block of chunks."""
+        """Read and verify a block of chunks."""
         if len(self.found) >= FINDINGS_MAX:
             return
         first, end = block
@@ -305,16 +306,16 @@ class _Walk:
         except CheckpointException as error:
             if not is_storage_failure(error):
                 raise
-            self._one_by_one(layout, reader, first, chunks)
+            self._check_singly(layout, reader, first, chunks)
         else:
-            if not self._are_right(layout, first, chunks):
+            if not self._match(layout, first, chunks):
                 for number, chunk in enumerate(chunks, first):
                     self._check(layout, number, chunk)
         self._buffers.return_buffer(buffer)
-        self._tell(edges[-1] - edges[0])
+        self._report_progress(edges[-1] - edges[0])
 
-    def _one_by_one(self, layout: PartLayout, reader: Reader, first: int, chunks: list[memoryview]) -> None:
-        """Find those that cannot be read."""
+    def _check_singly(self, layout: PartLayout, reader: Reader, first: int, chunks: list[memoryview]) -> None:
+        """Read chunk by chunk, to find those that cannot be read."""
         for number, chunk in enumerate(chunks, first):
             self._token.check()
             try:
@@ -322,31 +323,31 @@ class _Walk:
             except CheckpointException as error:
                 if not is_storage_failure(error):
                     raise
-                self._find(layout, number, unreadable_chunk(self._index, layout, number, error))
+                self._add_finding(layout, number, unreadable_chunk(self._index, layout, number, error))
             else:
                 self._check(layout, number, chunk)
 
-    def _are_right(self, layout: PartLayout, first: int, chunks: list[memoryview]) -> bool:
+    def _match(self, layout: PartLayout, first: int, chunks: list[memoryview]) -> bool:
         if layout.part.stored is not None:
             return False
         return b"".join(map(xxhash.xxh3_128_digest, chunks)) == layout.digests_of(first, first + len(chunks))
 
     def _check(self, layout: PartLayout, number: int, chunk: memoryview) -> None:
-        """Look at one as it is in memory."""
+        """Verify one chunk, decompressed if necessary."""
         if layout.part.stored is None:
-            is_right = xxhash.xxh3_128_digest(chunk) == layout.digest(number)
+            is_intact = xxhash.xxh3_128_digest(chunk) == layout.digest(number)
         else:
             size = layout.memory_offsets[number + 1] - layout.memory_offsets[number]
             buffer = self._buffers.borrow(size)
-            room = buffer.data[:size]
-            is_right = decompress_chunk(layout, number, chunk, room) and (
-                xxhash.xxh3_128_digest(room) == layout.digest(number)
+            out = buffer.data[:size]
+            is_intact = decompress_chunk(layout, number, chunk, out) and (
+                xxhash.xxh3_128_digest(out) == layout.digest(number)
             )
             self._buffers.return_buffer(buffer)
-        if not is_right:
-            self._find(layout, number, corrupt_chunk(self._index, layout, number))
+        if not is_intact:
+            self._add_finding(layout, number, corrupt_chunk(self._index, layout, number))
 
-    def _find(self, layout: PartLayout, number: int, why: CheckpointException) -> None:
+    def _add_finding(self, layout: PartLayout, number: int, why: CheckpointException) -> None:
         finding = Finding(
             why.message,
             why.code,
@@ -359,27 +360,27 @@ class _Walk:
             if len(self.found) < FINDINGS_MAX:
                 self.found.append((layout.number, number, finding))
 
-    def _tell(self, size: int) -> None:
+    def _report_progress(self, size: int) -> None:
         with self._lock:
             self.done += size
             if self._progress is not None:
                 self._progress(self.done, self._total)
 
 
-def _of_manifest(manifest: Manifest) -> Iterator[Finding]:
-    """What is odd about a manifest that can be read."""
+def _manifest_findings(manifest: Manifest) -> Iterator[Finding]:
+    """Faults of a readable manifest."""
     if manifest.version != VERSION:
         yield Finding(
-            f"it was written by another version of forged: {manifest.version}, and this reads {VERSION}",
+            f"the manifest has version {manifest.version}; this version of forged writes {VERSION}",
             "checkpoint_version_other",
             is_error=False,
             file=manifest.path,
         )
 
 
-def _of_size(file: str, said: int, found: int, *, rank: int | None = None, is_error: bool = True) -> Finding:
+def _size_finding(file: str, said: int, found: int, *, rank: int | None = None, is_error: bool = True) -> Finding:
     return Finding(
-        f"{file} has {found} bytes, and should have {said}",
+        f"{file} has {found} bytes, expected {said}",
         "checkpoint_file_size",
         is_error=is_error,
         rank=rank,
@@ -387,43 +388,43 @@ def _of_size(file: str, said: int, found: int, *, rank: int | None = None, is_er
     )
 
 
-def _of_header(manifest: Manifest, number: int, reader: Reader, *, deep: bool) -> Iterator[Finding]:
-    """Whether what stands before the first piece is what was written, and says what the manifest says."""
+def _header_findings(manifest: Manifest, number: int, reader: Reader, *, deep: bool) -> Iterator[Finding]:
+    """Whether a part's header is what was written, and describes what the manifest describes."""
     part = manifest.parts[number]
     header = np.empty(part.data_offset, np.uint8)
     reader.read_into(0, header.data)
     if xxhash.xxh3_128_digest(header.data) != base64.b64decode(part.header):
         yield Finding(
-            f"the header of {part.file} is damaged: its bytes are not those that were saved",
+            f"the header of {part.file} is corrupt: its checksum differs",
             "checkpoint_header_corrupt",
             rank=part.rank,
             file=part.file,
         )
     elif deep:
-        yield from _of_entries(manifest, number, reader)
+        yield from _entry_findings(manifest, number, reader)
 
 
-def _of_entries(manifest: Manifest, number: int, reader: Reader) -> Iterator[Finding]:
+def _entry_findings(manifest: Manifest, number: int, reader: Reader) -> Iterator[Finding]:
     part, layout = manifest.parts[number], Index(manifest).layout(number)
     said = read_header(reader, part.file)
     starts = [layout.file_offsets[chunk] for chunk in layout.first_chunks]
     if [*said.starts, part.size] != starts:
         yield Finding(
-            f"the header of {part.file} says of other arrays than the manifest",
+            f"the header of {part.file} describes other arrays than the manifest",
             "checkpoint_header_differs",
             rank=part.rank,
             file=part.file,
         )
         return
-    for place, entry in enumerate(said.entries):
-        tensor = part.tensors[place]
+    for piece, entry in enumerate(said.entries):
+        tensor = part.tensors[piece]
         name, dtype = manifest.tensors.names[tensor], manifest.tensors.dtypes[tensor]
         kind = dtype_of(entry.dtype)
         if safetensors_name(dtype) is not None and (
-            kind != dtype_of(dtype) or entry.shape != layout.piece_box(place).shape
+            kind != dtype_of(dtype) or entry.shape != layout.piece_box(piece).shape
         ):
             yield Finding(
-                f"the header of {part.file} says {entry.dtype} {entry.shape} of {name}, which is another array",
+                f"the header of {part.file} describes {name} as {entry.dtype} {entry.shape}, unlike the manifest",
                 "checkpoint_header_differs",
                 tensor=name,
                 rank=part.rank,
@@ -434,7 +435,7 @@ def _of_entries(manifest: Manifest, number: int, reader: Reader) -> Iterator[Fin
 def verify(
     where: str | os.PathLike[str], *, timeout: float | None = None, progress: Progress | None = None
 ) -> ValidationResult:
-    """Check every byte of the checkpoint at a path or URL."""
+    """Validate every byte of the checkpoint at a path or URL."""
     from forged.checkpoint.storage.locations import storage_at
 
     check_timeout(timeout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from forged.checkpoint.export.conversion import Converted, How, convert
+from forged.checkpoint.export.conversion import ConversionOptions, Converted, convert
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
 from forged.checkpoint.ports import CancelToken
 from forged.cli.ckpt.interruptible import acting
@@ -24,10 +24,10 @@ def convert_one(options: Options, token: CancelToken) -> int:
     """Make a target of a source."""
     started_at = time.monotonic()
     with Bar(options) as bar:
-        how = How(
+        how = ConversionOptions(
             None if options.format is None else CheckpointFormat(options.format),
             CompressionLevel(options.compression),
-            tell=bar,
+            progress=bar,
         )
         converted = convert(options.source, options.target, how, token)
     took_s = time.monotonic() - started_at

@@ -17,7 +17,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.ports import CancelToken
-from forged.checkpoint.verification.difference import Difference, Kind, Side, differences
+from forged.checkpoint.verification.difference import Difference, DifferenceKind, Side, differences
 from forged.cli.ckpt.interruptible import acting
 from forged.cli.ckpt.progress_bar import Bar
 from forged.cli.ckpt.show import and_more, beginning, shape_in_words
@@ -33,11 +33,11 @@ COLUMNS = ("name", "rank", "difference", "differing", "max_abs", "norm", "nan_on
 ALWAYS = ("name", "difference")
 """Columns that are there also where nobody has anything to say in them."""
 IN_WORDS = {
-    Kind.SAME: "the same",
-    Kind.CHANGED: "changed",
-    Kind.UNLIKE: "of another shape or type",
-    Kind.ONLY_IN_A: "only in A",
-    Kind.ONLY_IN_B: "only in B",
+    DifferenceKind.SAME: "the same",
+    DifferenceKind.CHANGED: "changed",
+    DifferenceKind.INCOMPATIBLE: "of another shape or type",
+    DifferenceKind.ONLY_IN_A: "only in A",
+    DifferenceKind.ONLY_IN_B: "only in B",
 }
 
 Row = dict[str, Any]
@@ -60,16 +60,19 @@ def show_differences(options: Options, token: CancelToken) -> int:
             bar(done, total)
     values = list(_values(a.manifest, b.manifest, wanted))
     _tell(options, tensors, values)
-    return EXIT_OK if all(row["kind"] == Kind.SAME for row in chain(tensors, values)) else EXIT_FAILED
+    return EXIT_OK if all(row["kind"] == DifferenceKind.SAME for row in chain(tensors, values)) else EXIT_FAILED
 
 
 def _tell(options: Options, tensors: Sequence[Row], values: Sequence[Row]) -> None:
     if not options.json:
-        _show([row for row in chain(tensors, values) if options.all or row["kind"] != Kind.SAME], is_whole=options.all)
+        _show(
+            [row for row in chain(tensors, values) if options.all or row["kind"] != DifferenceKind.SAME],
+            is_whole=options.all,
+        )
         print(_summary(tensors, values))
         return
     for row in values:
-        if row["kind"] != Kind.SAME:
+        if row["kind"] != DifferenceKind.SAME:
             print_json(row)
     print_json({"summary": {"tensors": _counts(tensors), "values": _counts(values)}})
 
@@ -103,7 +106,7 @@ def _tensor(one: Difference) -> Row:
         "kind": one.kind,
         **sides,
         "elements": one.elements,
-        "differing": one.amount.differing if one.kind in {Kind.SAME, Kind.CHANGED} else None,
+        "differing": one.amount.differing if one.kind in {DifferenceKind.SAME, DifferenceKind.CHANGED} else None,
         "max_abs": one.amount.max_abs,
         "norm": one.amount.norm,
         "nan_on_one_side": one.amount.nan_on_one_side,
@@ -117,9 +120,9 @@ def _values(a: Manifest, b: Manifest, wanted: Wanted) -> Iterator[Row]:
         if not wanted(name):
             continue
         mine, other = ours.get((name, rank)), theirs.get((name, rank))
-        kind = Kind.SAME if are_alike(mine, other) else Kind.CHANGED
+        kind = DifferenceKind.SAME if are_alike(mine, other) else DifferenceKind.CHANGED
         if mine is None or other is None:
-            kind = Kind.ONLY_IN_B if mine is None else Kind.ONLY_IN_A
+            kind = DifferenceKind.ONLY_IN_B if mine is None else DifferenceKind.ONLY_IN_A
         sides = {"a": None if mine is None else sayable(mine), "b": None if other is None else sayable(other)}
         yield {"value": name, "rank": rank, "kind": kind, **sides}
 
@@ -135,7 +138,7 @@ def _size(dtype: str, shape: Sequence[int]) -> int:
 
 def _counts(rows: Sequence[Row]) -> dict[str, int]:
     counted = Counter(row["kind"] for row in rows)
-    return {kind.value: counted[kind] for kind in Kind}
+    return {kind.value: counted[kind] for kind in DifferenceKind}
 
 
 # For people.
@@ -169,13 +172,13 @@ def _cells(row: Row) -> Row:
 
 
 def _of_value(row: Row) -> str:
-    if row["kind"] is Kind.CHANGED:
+    if row["kind"] is DifferenceKind.CHANGED:
         return f"{tables.field('', row['a'])} → {tables.field('', row['b'])}"
     return IN_WORDS[row["kind"]]
 
 
 def _of_tensor(row: Row) -> str:
-    if row["kind"] is Kind.UNLIKE:
+    if row["kind"] is DifferenceKind.INCOMPATIBLE:
         return " → ".join(f"{side['dtype']} {shape_in_words(side['shape'])}" for side in (row["a"], row["b"]))
     return IN_WORDS[row["kind"]]
 
@@ -189,6 +192,6 @@ def _counted(rows: Sequence[Row], what: str) -> str:
     """How many of them are how different."""
     counts = _counts(rows)
     total = tables.counted(len(rows), what)
-    if counts[Kind.SAME] == len(rows):
+    if counts[DifferenceKind.SAME] == len(rows):
         return f"{total}, the same in both"
-    return f"{total}: " + ", ".join(f"{counts[kind]:,} {IN_WORDS[kind]}" for kind in Kind if counts[kind])
+    return f"{total}: " + ", ".join(f"{counts[kind]:,} {IN_WORDS[kind]}" for kind in DifferenceKind if counts[kind])

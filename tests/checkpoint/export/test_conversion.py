@@ -4,6 +4,7 @@ import json
 import zipfile
 from collections.abc import Callable, Collection
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import safetensors.numpy
 from forged.checkpoint import load, save
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.export import conversion
-from forged.checkpoint.export.conversion import How, convert
+from forged.checkpoint.export.conversion import ConversionOptions, convert
 from forged.checkpoint.format.manifest import SUFFIX, Manifest
 from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, ShardedArray
@@ -46,7 +47,7 @@ def arrays() -> dict[str, Array]:
 
 
 def states(ranks: int) -> list[Any]:
-    """What each of so many ranks has."""
+    """The states of the ranks."""
     found = arrays()
     w, half = found["w"], found["half"]
     cut = [ROWS * rank // ranks for rank in range(ranks + 1)]
@@ -88,11 +89,11 @@ def error_of(act: Callable[[], object]) -> CheckpointException:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("from_level", LEVELS)
-def test_every_rank_loads_from_another_format_what_it_has_saved(
+def test_every_rank_loads_its_state_from_another_format(
     layout: CheckpointFormat, level: CompressionLevel, from_level: CompressionLevel, tmp_path: Path
 ) -> None:
     saved(tmp_path, level=from_level)
-    done = convert(tmp_path / "from", tmp_path / "to", How(layout, level, file_bytes_max=1 << 19))
+    done = convert(tmp_path / "from", tmp_path / "to", ConversionOptions(layout, level, file_bytes_max=1 << 19))
     manifest = listing.read_manifest(LocalStorage(str(tmp_path)), "to")
     assert (manifest.layout, manifest.compression) == (layout, level)
     assert (done.size_bytes, done.left_out, done.repaired) == (manifest.size_bytes, (), ())
@@ -101,7 +102,7 @@ def test_every_rank_loads_from_another_format_what_it_has_saved(
         require_same(loaded(tmp_path, "to", rank, 3), state)
 
 
-def test_without_a_format_it_stays_as_it_is(tmp_path: Path) -> None:
+def test_the_default_format_is_the_sources(tmp_path: Path) -> None:
     source = saved(tmp_path)
     convert(tmp_path / "from", tmp_path / "to")
     made = listing.read_manifest(LocalStorage(str(tmp_path)), "to")
@@ -111,7 +112,7 @@ def test_without_a_format_it_stays_as_it_is(tmp_path: Path) -> None:
     ]
 
 
-def test_a_checkpoint_becomes_a_file_of_safetensors(tmp_path: Path) -> None:
+def test_a_checkpoint_converts_to_a_safetensors_file(tmp_path: Path) -> None:
     saved(tmp_path)
     done = convert(tmp_path / "from", tmp_path / "model.safetensors")
     expected = arrays()
@@ -126,10 +127,10 @@ def test_a_checkpoint_becomes_a_file_of_safetensors(tmp_path: Path) -> None:
     assert done.size_bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
-def test_a_file_of_safetensors_becomes_a_checkpoint(tmp_path: Path) -> None:
+def test_a_safetensors_file_converts_to_a_checkpoint(tmp_path: Path) -> None:
     found = {"a.weight": np.arange(6.0).reshape(2, 3), "b": np.zeros((0, 4), np.int8), "with/slash": np.ones(())}
     safetensors.numpy.save_file(found, tmp_path / "x.safetensors")
-    convert(tmp_path / "x.safetensors", tmp_path / "to", How(wall=lambda: 1234.0))
+    convert(tmp_path / "x.safetensors", tmp_path / "to", ConversionOptions(wall=lambda: 1234.0))
     state = loaded(tmp_path, "to")
     assert set(state) == {"model"}
     for name, array in found.items():
@@ -139,27 +140,29 @@ def test_a_file_of_safetensors_becomes_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-def test_a_model_in_many_files_is_found_by_its_index_or_its_directory(layout: CheckpointFormat, tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_found_by_index_or_directory(layout: CheckpointFormat, tmp_path: Path) -> None:
     saved(tmp_path)
-    convert(tmp_path / "from", tmp_path / "hf", How(CheckpointFormat.CONSOLIDATED, file_bytes_max=1 << 19))
+    convert(
+        tmp_path / "from", tmp_path / "hf", ConversionOptions(CheckpointFormat.CONSOLIDATED, file_bytes_max=1 << 19)
+    )
     (tmp_path / "hf.metadata.json").unlink()
     index = tmp_path / "hf" / "model.safetensors.index.json"
     assert len(set(json.loads(index.read_text())["weight_map"].values())) == 2
     for number, source in enumerate((index, tmp_path / "hf")):
-        convert(source, tmp_path / f"to{number}", How(layout))
+        convert(source, tmp_path / f"to{number}", ConversionOptions(layout))
         state = loaded(tmp_path, f"to{number}")["model"]
         require_same(state["w"], arrays()["w"])
         require_same(state["blocks.0.half"], arrays()["half"])
 
 
-def test_a_directory_with_one_file_is_that_file(tmp_path: Path) -> None:
+def test_a_directory_with_one_file_is_converted(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     safetensors.numpy.save_file({"a": np.arange(3)}, tmp_path / "hf" / "weights.safetensors")
     convert(tmp_path / "hf", tmp_path / "to")
     require_same(loaded(tmp_path, "to"), {"model": {"a": np.arange(3)}})
 
 
-def test_a_checkpoint_becomes_an_archive_that_numpy_opens(tmp_path: Path) -> None:
+def test_a_checkpoint_converts_to_an_archive_that_numpy_opens(tmp_path: Path) -> None:
     saved(tmp_path)
     done = convert(tmp_path / "from", tmp_path / "x.npz")
     expected = arrays()
@@ -176,7 +179,7 @@ def test_a_checkpoint_becomes_an_archive_that_numpy_opens(tmp_path: Path) -> Non
         assert archive.testzip() is None
 
 
-def test_what_went_into_an_archive_comes_out_of_it(tmp_path: Path) -> None:
+def test_a_checkpoint_survives_conversion_to_an_archive_and_back(tmp_path: Path) -> None:
     state = {
         "model": {"blocks": [{"w": np.arange(5.0)}, {"w": np.arange(6.0)}], "a/b~c": np.ones(2)},
         "half": np.arange(8).astype(ml_dtypes.bfloat16),
@@ -192,7 +195,7 @@ def test_what_went_into_an_archive_comes_out_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_archives_of_numpy_become_checkpoints(save: Callable[..., None], tmp_path: Path) -> None:
+def test_numpy_archives_convert_to_checkpoints(save: Callable[..., None], tmp_path: Path) -> None:
     found = {
         "plain": np.arange(300_000.0).reshape(1000, 300),
         "fortran": np.asfortranarray(np.arange(300_000.0).reshape(1000, 300)),
@@ -206,18 +209,23 @@ def test_archives_of_numpy_become_checkpoints(save: Callable[..., None], tmp_pat
     require_same(loaded(tmp_path, "to"), {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in found.items()})
 
 
-def test_progress_is_told_up_to_the_end(tmp_path: Path) -> None:
+def test_progress_is_reported_up_to_the_total(tmp_path: Path) -> None:
     saved(tmp_path)
     for target in ("to", "x.safetensors", "x.npz"):
-        told: list[tuple[int, int]] = []
-        convert(tmp_path / "from", tmp_path / target, How(tell=lambda done, total: told.append((done, total))))  # noqa: B023
-        assert told == sorted(told)
-        assert told[-1][0] == told[-1][1] > 0
-        assert len({total for _, total in told}) == 1
+        calls: list[tuple[int, int]] = []
+        record = partial(_record, calls)
+        convert(tmp_path / "from", tmp_path / target, ConversionOptions(progress=record))
+        assert calls == sorted(calls)
+        assert calls[-1][0] == calls[-1][1] > 0
+        assert len({total for _, total in calls}) == 1
+
+
+def _record(calls: list[tuple[int, int]], done: int, total: int) -> None:
+    calls.append((done, total))
 
 
 @pytest.mark.parametrize("target", ["to", "x.safetensors", "x.npz"])
-def test_what_is_there_is_not_touched(target: str, tmp_path: Path) -> None:
+def test_an_existing_target_is_not_replaced(target: str, tmp_path: Path) -> None:
     saved(tmp_path)
     convert(tmp_path / "from", tmp_path / target)
     before = {name: (tmp_path / name).read_bytes() for name in files_in(tmp_path)}
@@ -227,7 +235,7 @@ def test_what_is_there_is_not_touched(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["to", "x.safetensors", "x.npz"])
-def test_what_is_not_durable_is_taken_back(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_publication_leaves_nothing(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
     before = files_in(tmp_path)
 
@@ -239,32 +247,32 @@ def test_what_is_not_durable_is_taken_back(target: str, tmp_path: Path, monkeypa
     assert files_in(tmp_path) == before
 
 
-def test_a_checkpoint_without_tensors_has_no_files_in_any_format(tmp_path: Path) -> None:
+def test_a_checkpoint_without_tensors_has_no_files(tmp_path: Path) -> None:
     for made in FORMATS:
         save(tmp_path / made, {"step": 1}, format=made)
         for wanted in FORMATS:
-            convert(tmp_path / made, tmp_path / f"{made}-{wanted}", How(wanted))
+            convert(tmp_path / made, tmp_path / f"{made}-{wanted}", ConversionOptions(wanted))
             assert load(tmp_path / f"{made}-{wanted}") == {"step": 1}
     assert all(name.endswith(SUFFIX) for name in files_in(tmp_path))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("target", ["to", "x.safetensors", "x.npz"])
-def test_of_what_is_damaged_nothing_is_made(target: str, level: CompressionLevel, tmp_path: Path) -> None:
+def test_a_corrupt_source_gives_no_target(target: str, level: CompressionLevel, tmp_path: Path) -> None:
     manifest = saved(tmp_path)
     bad = tmp_path / manifest.parts[1].file
     data = bytearray(bad.read_bytes())
     data[-1] ^= 1
     bad.write_bytes(data)
     before = files_in(tmp_path)
-    how = How(CheckpointFormat.CONSOLIDATED, level if target == "to" else CompressionLevel.NONE)
+    how = ConversionOptions(CheckpointFormat.CONSOLIDATED, level if target == "to" else CompressionLevel.NONE)
     error = error_of(lambda: convert(tmp_path / "from", tmp_path / target, how))
     assert error.code == "checkpoint_chunk_corrupt"
     assert manifest.parts[1].file in error.message
     assert files_in(tmp_path) == before
 
 
-def test_a_healthy_copy_is_taken_and_told(tmp_path: Path) -> None:
+def test_a_healthy_copy_is_used_and_reported(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     state = {"w": np.arange(50_000.0)}
     manifest = write_checkpoint(storage, "from", [state, state], copies=2)
@@ -273,28 +281,28 @@ def test_a_healthy_copy_is_taken_and_told(tmp_path: Path) -> None:
         data = bytearray(bad.read_bytes())
         data[part.data_offset + part.rank * 200_000] ^= 1
         bad.write_bytes(data)
-    done = convert(tmp_path / "from", tmp_path / "to", How(CheckpointFormat.SINGLE_FILE))
+    done = convert(tmp_path / "from", tmp_path / "to", ConversionOptions(CheckpointFormat.SINGLE_FILE))
     assert done.repaired
     require_same(loaded(tmp_path, "to"), state)
 
 
 @pytest.mark.parametrize("target", ["to", "x.safetensors", "x.npz"])
-def test_a_halt_stops_it_and_leaves_nothing(target: str, tmp_path: Path) -> None:
+def test_cancellation_stops_the_conversion_and_leaves_nothing(target: str, tmp_path: Path) -> None:
     saved(tmp_path)
     before = files_in(tmp_path)
     token = CancelToken()
-    how = How(CheckpointFormat.CONSOLIDATED, tell=lambda done, total: token.cancel())
+    how = ConversionOptions(CheckpointFormat.CONSOLIDATED, progress=lambda done, total: token.cancel())
     error = error_of(lambda: convert(tmp_path / "from", tmp_path / target, how, token))
     assert error.code == "checkpoint_cancelled"
     assert files_in(tmp_path) == before
 
 
-class Heeding(MemoryStorage):
-    """A storage that does nothing any more when the halt says so."""
+class HaltedStorage(MemoryStorage):
+    """A storage that raises once its token is cancelled."""
 
     token = CancelToken()
 
-    def bounded(self, token: CancelToken) -> Heeding:
+    def bounded(self, token: CancelToken) -> HaltedStorage:
         other = copy(self)
         other.token = token
         return other
@@ -304,21 +312,21 @@ class Heeding(MemoryStorage):
         super().delete(names)
 
 
-def test_what_was_written_is_deleted_although_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_files_are_deleted_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
-    target, token = Heeding(), CancelToken()
+    target, token = HaltedStorage(), CancelToken()
 
-    def tell(done: int, total: int) -> None:
+    def progress(done: int, total: int) -> None:
         if target.files:
             token.cancel()
 
     monkeypatch.setattr(conversion, "storage_at", lambda where: (target, "b") if where == "to" else storage_at(where))
-    how = How(CheckpointFormat.CONSOLIDATED, file_bytes_max=1, tell=tell)
+    how = ConversionOptions(CheckpointFormat.CONSOLIDATED, file_bytes_max=1, progress=progress)
     assert error_of(lambda: convert(tmp_path / "from", "to", how, token)).code == "checkpoint_cancelled"
     assert target.files == {}
 
 
-def test_a_source_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_source_is_named(tmp_path: Path) -> None:
     assert error_of(lambda: convert(tmp_path / "from", tmp_path / "to")).code == "checkpoint_missing"
     assert error_of(lambda: convert(tmp_path / "x.npz", tmp_path / "to")).code == "checkpoint_file_missing"
     (tmp_path / "many").mkdir()
@@ -327,14 +335,16 @@ def test_a_source_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert error_of(lambda: convert(tmp_path / "many", tmp_path / "to")).code == "checkpoint_missing"
 
 
-def test_files_of_other_tools_are_not_compressed(tmp_path: Path) -> None:
+def test_compression_of_other_tools_files_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
-    how = How(compression=CompressionLevel.FAST)
+    how = ConversionOptions(compression=CompressionLevel.FAST)
     assert "compress" in error_of(lambda: convert(tmp_path / "from", tmp_path / "x.npz", how)).message
     assert error_of(lambda: convert(tmp_path / "from", tmp_path / "x.safetensors.index.json")).fix
 
 
-def test_a_link_between_storages_is_no_matter(tmp_path: Path) -> None:
+def test_conversion_between_storages(tmp_path: Path) -> None:
     saved(tmp_path / "here")
-    convert(tmp_path / "here" / "from", tmp_path / "there" / "deep" / "to", How(CheckpointFormat.SINGLE_FILE))
+    convert(
+        tmp_path / "here" / "from", tmp_path / "there" / "deep" / "to", ConversionOptions(CheckpointFormat.SINGLE_FILE)
+    )
     require_same(loaded(tmp_path / "there" / "deep", "to", 1, 3), states(3)[1])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.export import npz
-from forged.checkpoint.export.npz import Archive, opened_npz
+from forged.checkpoint.export.npz import Archive, open_npz
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.saving.assembly import SavedTensors
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 def archive_of(*arrays: Array) -> Archive:
-    """An archive of a checkpoint's arrays, called 0, 1 and so on."""
+    """An archive of arrays named 0, 1 and so on."""
     storage = MemoryStorage()
     manifest = write_checkpoint(storage, "a", [list(arrays)])
     return Archive(
@@ -45,17 +45,17 @@ def read(data: bytes) -> dict[str, Array]:
     """All arrays of an archive."""
     storage = MemoryStorage()
     storage.publish("x.npz", data)
-    with opened_npz(storage, "x.npz", CancelToken()) as foreign:
+    with open_npz(storage, "x.npz", CancelToken()) as foreign:
         tensors = foreign.tensors
-        rooms = {
+        into = {
             number: np.empty(shape, dtype_of(dtype))
             for number, (shape, dtype) in enumerate(zip(tensors.shapes, tensors.dtypes, strict=True))
         }
-        foreign.fetch(list(rooms), {}, rooms)
-    return dict(zip(tensors.names, rooms.values(), strict=True))
+        foreign.fetch(list(into), {}, into)
+    return dict(zip(tensors.names, into.values(), strict=True))
 
 
-def refused(data: bytes) -> CheckpointException:
+def invalid_file(data: bytes) -> CheckpointException:
     with pytest.raises(CheckpointException) as caught:
         read(data)
     return caught.value
@@ -67,9 +67,7 @@ SHAPES = st.lists(st.sampled_from([0, 1, 3, 17]), max_size=3).map(tuple)
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=5), st.sampled_from([700, 5000, 1 << 23]))
-def test_numpy_opens_what_was_made_and_it_is_read_again(
-    kinds: list[tuple[tuple[int, ...], str]], room_bytes: int
-) -> None:
+def test_numpy_opens_archives_and_they_are_read_back(kinds: list[tuple[tuple[int, ...], str]], room_bytes: int) -> None:
     arrays = [np.zeros(shape, dtype) for shape, dtype in kinds]
     for array in arrays:
         array.reshape(-1).view(np.uint8)[:] = np.arange(array.nbytes) % 2
@@ -81,7 +79,7 @@ def test_numpy_opens_what_was_made_and_it_is_read_again(
             assert (one.dtype, one.shape, one.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
-def test_large_arrays_have_places_for_large_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_arrays_have_64_bit_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npz, "LONG_BYTES", 1000)
     data = bytes_of(archive_of(np.arange(300.0), np.arange(3.0)))
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -90,14 +88,14 @@ def test_large_arrays_have_places_for_large_sizes(monkeypatch: pytest.MonkeyPatc
     assert read(data)["1"].tolist() == [0, 1, 2]
 
 
-def test_types_that_numpy_lacks_are_bytes_to_it_and_themselves_here() -> None:
+def test_types_that_numpy_lacks_are_stored_as_bytes_and_restored() -> None:
     array = np.arange(5).astype(ml_dtypes.bfloat16)
     data = bytes_of(archive_of(array))
     assert np.load(io.BytesIO(data))["0"].view(np.uint16).tolist() == array.view(np.uint16).tolist()
     assert read(data)["0"].dtype == array.dtype
 
 
-def test_a_comment_that_does_not_fit_is_not_believed() -> None:
+def test_a_comment_that_does_not_fit_the_type_is_ignored() -> None:
     data = bytes_of(archive_of(np.arange(5).astype(ml_dtypes.bfloat16)))
     assert read(data.replace(b"forged:bfloat16", b"forged:float128"))["0"].dtype == np.dtype("V2")
     assert read(data.replace(b"forged:bfloat16", b"forged:\xff\xff\xff\xff\xff\xff\xff\xff"))["0"].dtype == np.dtype(
@@ -112,20 +110,20 @@ def saved(compressed: bool = False, **arrays: Any) -> bytes:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_every_damaged_byte_of_an_array_is_noticed(compressed: bool) -> None:
+def test_every_corrupt_byte_of_an_array_is_refused(compressed: bool) -> None:
     data = saved(compressed, x=np.arange(40, dtype=np.uint8))
-    for place in range(60, len(data) - 90):
+    for location in range(60, len(data) - 90):
         damaged = bytearray(data)
-        damaged[place] ^= 0x10
+        damaged[location] ^= 0x10
         with suppress(CheckpointException):
             assert read(bytes(damaged))["x"].tolist() == list(range(40))
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_an_archive_that_is_cut_off_is_refused(compressed: bool) -> None:
+def test_a_truncated_archive_is_refused(compressed: bool) -> None:
     data = saved(compressed, x=np.arange(100.0))
     for length in range(0, len(data), 13):
-        refused(data[:length])
+        invalid_file(data[:length])
 
 
 def zipped(name: str, data: bytes) -> bytes:
@@ -163,8 +161,8 @@ def npy(header: str, data: bytes = b"", version: bytes = b"\x01\x00") -> bytes:
         npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1,)}" + " " * 60_000, bytes(8)),
     ],
 )
-def test_what_is_no_array_is_refused(data: bytes) -> None:
-    refused(zipped("x.npy", data))
+def test_a_member_that_is_not_an_array_is_refused(data: bytes) -> None:
+    invalid_file(zipped("x.npy", data))
 
 
 def test_two_arrays_of_one_name_are_refused() -> None:
@@ -172,10 +170,10 @@ def test_two_arrays_of_one_name_are_refused() -> None:
     with zipfile.ZipFile(file, "w") as archive:
         for name in ("x", "x.npy"):
             archive.writestr(name, npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1,)}", bytes(8)))
-    refused(file.getvalue())
+    invalid_file(file.getvalue())
 
 
-def test_what_swells_takes_no_memory() -> None:
+def test_a_large_compressed_array_takes_no_memory() -> None:
     """An array of 64 MiB in an archive of 64 KiB is unpacked into a file."""
     data = saved(True, x=np.zeros(8 << 20))
     assert len(data) < 1 << 17
@@ -183,13 +181,13 @@ def test_what_swells_takes_no_memory() -> None:
     storage.publish("x.npz", data)
     tracemalloc.start()
     try:
-        with opened_npz(storage, "x.npz", CancelToken()):
+        with open_npz(storage, "x.npz", CancelToken()):
             assert tracemalloc.get_traced_memory()[1] < 40 << 20
     finally:
         tracemalloc.stop()
 
 
-def test_a_size_that_is_not_so_is_refused_before_anything_is_unpacked() -> None:
+def test_a_wrong_size_is_refused_before_unpacking() -> None:
     header = npy("{'descr': '<f8', 'fortran_order': False, 'shape': (100000000000,)}", bytes(8))
-    error = refused(zipped("x.npy", header))
-    assert "not as many bytes" in error.message
+    error = invalid_file(zipped("x.npy", header))
+    assert "do not match its shape" in error.message

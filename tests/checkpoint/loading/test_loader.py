@@ -523,7 +523,7 @@ class TestFailure:
         with pytest.raises(CheckpointException, match=file):
             load_state(storage, manifest)
 
-    def test_a_halt_stops_the_load(self) -> None:
+    def test_cancellation_stops_the_load(self) -> None:
         storage = MemoryStorage()
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(100_000)}])
         token = CancelToken()

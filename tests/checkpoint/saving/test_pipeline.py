@@ -613,7 +613,7 @@ async def test_a_manifest_that_nobody_would_read_is_not_published(monkeypatch: p
     storage = MemoryStorage()
     monkeypatch.setattr("forged.checkpoint.format.manifest.MANIFEST_BYTES_MAX", 2_000)
     for error in check_failed(await save(lambda rank: storage, 2), storage):
-        assert "the manifest of run/1 would have" in error.message
+        assert "the manifest of run/1 has" in error.message
 
 
 async def test_too_little_room_is_found_before_anything_is_written() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import CancelToken
-from forged.checkpoint.verification.difference import Amount, Difference, Kind, Side, differences
+from forged.checkpoint.verification.difference import Amount, Difference, DifferenceKind, Side, differences
 from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_writer import write_checkpoint
 
@@ -21,7 +21,7 @@ NAN, INF = math.nan, math.inf
 
 
 def side(*states: Any, level: CompressionLevel = CompressionLevel.NONE) -> Side:
-    """A checkpoint in a storage of its own."""
+    """A checkpoint in a new storage."""
     storage = MemoryStorage()
     return Side(storage, write_checkpoint(storage, "a", states, level=level))
 
@@ -41,11 +41,11 @@ def between(a: Side, b: Side) -> dict[str, Difference]:
 def amount(a: Array, b: Array) -> Amount:
     """How much two arrays differ."""
     (found,) = between(side({"x": a}), side({"x": b})).values()
-    assert found.kind is (Kind.CHANGED if found.amount.differing else Kind.SAME)
+    assert found.kind is (DifferenceKind.CHANGED if found.amount.differing else DifferenceKind.SAME)
     return found.amount
 
 
-def test_all_tensors_are_told_of_in_their_order() -> None:
+def test_all_tensors_are_compared_in_order() -> None:
     a = side(
         {"left": np.zeros(2), "same": np.arange(3), "moved": np.zeros(4), "shape": np.zeros(2), "type": np.zeros(2)}
     )
@@ -60,25 +60,25 @@ def test_all_tensors_are_told_of_in_their_order() -> None:
     )
     found = between(a, b)
     assert [(name, one.kind) for name, one in found.items()] == [
-        ("left", Kind.ONLY_IN_A),
-        ("same", Kind.SAME),
-        ("moved", Kind.CHANGED),
-        ("shape", Kind.UNLIKE),
-        ("type", Kind.UNLIKE),
-        ("right", Kind.ONLY_IN_B),
+        ("left", DifferenceKind.ONLY_IN_A),
+        ("same", DifferenceKind.SAME),
+        ("moved", DifferenceKind.CHANGED),
+        ("shape", DifferenceKind.INCOMPATIBLE),
+        ("type", DifferenceKind.INCOMPATIBLE),
+        ("right", DifferenceKind.ONLY_IN_B),
     ]
     assert (found["type"].a, found["type"].b) == (("float64", (2,)), ("int64", (2,)))
     assert (found["left"].b, found["right"].a, found["right"].elements) == (None, None, 10)
 
 
-def test_what_is_the_same_is_not_read() -> None:
+def test_equal_chunks_are_not_read() -> None:
     state = {"x": np.arange(200_000.0), "y": np.ones(5)}
     a, b = side(state), side(state, level=CompressionLevel.FAST)
-    assert {one.kind for one in between(a, b).values()} == {Kind.SAME}
+    assert {one.kind for one in between(a, b).values()} == {DifferenceKind.SAME}
     assert read(a) == read(b) == 0
 
 
-def test_of_a_large_tensor_the_chunks_that_differ_are_read_alone() -> None:
+def test_only_differing_chunks_of_a_large_tensor_are_read() -> None:
     x = np.arange(200_000.0)
     y = x.copy()
     y[70_000] += 0.5
@@ -87,25 +87,25 @@ def test_of_a_large_tensor_the_chunks_that_differ_are_read_alone() -> None:
     assert read(a) == read(b) == 1 << 17
 
 
-def test_parts_of_ranks_are_compared_with_what_one_rank_had() -> None:
+def test_sharded_and_whole_tensors_are_compared() -> None:
     x = np.arange(400_000.0, dtype=np.float32).reshape(1000, 400)
     y = x.copy()
     y[::100, 7] -= 2
     columns = [{"x": ShardedArray(x[:, low:high], x.shape, (0, low))} for low, high in ((0, 150), (150, 400))]
-    assert between(side(*columns), side({"x": x}))["x"].kind is Kind.SAME
+    assert between(side(*columns), side({"x": x}))["x"].kind is DifferenceKind.SAME
     assert between(side(*columns), side({"x": y}))["x"].amount == Amount(10, 2, math.sqrt(40), 0)
     a, b = side(*columns), side(*columns)
-    assert between(a, b)["x"].kind is Kind.SAME
+    assert between(a, b)["x"].kind is DifferenceKind.SAME
     assert read(a) == read(b) == 0
 
 
-def test_what_ranks_have_for_themselves_is_compared_with_that_of_the_same_rank() -> None:
+def test_per_rank_tensors_are_compared_by_rank() -> None:
     a = side({"r": PerRank(np.array([1]))}, {"r": PerRank(np.array([2]))})
     b = side({"r": PerRank(np.array([1]))}, {"r": PerRank(np.array([3]))}, {"r": PerRank(np.array([4]))})
     assert {name: one.kind for name, one in between(a, b).items()} == {
-        "r@0": Kind.SAME,
-        "r@1": Kind.CHANGED,
-        "r@2": Kind.ONLY_IN_B,
+        "r@0": DifferenceKind.SAME,
+        "r@1": DifferenceKind.CHANGED,
+        "r@2": DifferenceKind.ONLY_IN_B,
     }
 
 
@@ -113,19 +113,19 @@ FLOATS = [np.float16, np.float32, np.float64, np.longdouble, ml_dtypes.bfloat16,
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_numbers_that_are_none_are_counted_apart(dtype: Any) -> None:
+def test_nan_is_counted_separately(dtype: Any) -> None:
     a = np.array([1, NAN, NAN, INF, 2, 0, INF], dtype)
     b = np.array([1, NAN, 3, INF, NAN, 4, INF], dtype)
     assert amount(a, b) == Amount(3, 4, 4, 2)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_infinity_is_infinitely_far_from_a_number(dtype: Any) -> None:
+def test_the_distance_to_infinity_is_infinite(dtype: Any) -> None:
     found = amount(np.array([INF, 1, -INF], dtype), np.array([1, 1, INF], dtype))
     assert found == Amount(2, INF, INF, 0)
 
 
-def test_other_bits_of_the_same_number_are_no_distance() -> None:
+def test_different_bits_of_equal_numbers_have_no_distance() -> None:
     found = amount(np.array([0.0, 1.0]), np.array([-0.0, 1.0]))
     assert found == Amount(1, 0.0, 0.0, 0)
     quiet, other = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
@@ -133,7 +133,7 @@ def test_other_bits_of_the_same_number_are_no_distance() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64])
-def test_integers_do_not_wrap_around(dtype: Any) -> None:
+def test_integer_distances_do_not_overflow(dtype: Any) -> None:
     limits = np.iinfo(dtype)
     a, b = np.array([limits.min, limits.max, 5], dtype), np.array([limits.max, limits.min, 5], dtype)
     span = float(int(limits.max) - int(limits.min))
@@ -157,13 +157,13 @@ def test_integers_do_not_wrap_around(dtype: Any) -> None:
         (np.empty((0, 3)), np.empty((0, 3)), Amount(0, None, None, 0)),
     ],
 )
-def test_how_much_it_is(a: Array, b: Array, expected: Amount) -> None:
+def test_amounts_of_examples(a: Array, b: Array, expected: Amount) -> None:
     assert amount(a, b) == expected
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 90_000), st.integers(1, 3), st.floats(0, 1))
-def test_it_is_what_numpy_says_of_the_whole(seed: int, rows: int, columns: int, share: float) -> None:
+def test_amounts_equal_numpys_over_the_whole_tensor(seed: int, rows: int, columns: int, share: float) -> None:
     draw = np.random.default_rng(seed)
     x = draw.standard_normal((rows, columns)).astype(np.float32)
     y = np.where(draw.random(x.shape) < share, x, x + draw.standard_normal(x.shape).astype(np.float32))
@@ -174,7 +174,7 @@ def test_it_is_what_numpy_says_of_the_whole(seed: int, rows: int, columns: int, 
     assert (found.norm or 0.0) == pytest.approx(np.linalg.norm(distances))
 
 
-def test_what_is_damaged_is_told_and_not_taken_for_a_difference() -> None:
+def test_corruption_is_an_error_and_not_a_difference() -> None:
     a, b = side({"x": np.zeros(10)}), side({"x": np.ones(10)})
     storage, part = b.storage, b.manifest.parts[0]
     assert isinstance(storage, MemoryStorage)
@@ -184,7 +184,7 @@ def test_what_is_damaged_is_told_and_not_taken_for_a_difference() -> None:
     assert caught.value.code == "checkpoint_chunk_corrupt"
 
 
-def test_a_halt_stops_it() -> None:
+def test_cancellation_stops_the_comparison() -> None:
     token = CancelToken()
     token.cancel()
     one = side({"x": np.zeros(10)})
@@ -193,8 +193,8 @@ def test_a_halt_stops_it() -> None:
     assert caught.value.code == "checkpoint_cancelled"
 
 
-def test_of_names_that_nobody_wants_nothing_is_read_or_told() -> None:
+def test_unwanted_names_are_not_read_or_reported() -> None:
     a, b = side({"w": np.zeros(3), "v": np.zeros(3)}), side({"w": np.ones(3), "u": np.zeros(3)})
     found = list(differences(a, b, CancelToken(), {"v", "u"}.__contains__))
-    assert [(one.name, one.kind) for one in found] == [("v", Kind.ONLY_IN_A), ("u", Kind.ONLY_IN_B)]
+    assert [(one.name, one.kind) for one in found] == [("v", DifferenceKind.ONLY_IN_A), ("u", DifferenceKind.ONLY_IN_B)]
     assert read(a) == read(b) == 0

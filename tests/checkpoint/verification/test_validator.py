@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint is found, and told where it is."""
+"""Every fault of a checkpoint is found and reported with its location."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def check(storage: Storage, *, deep: bool = True) -> ValidationResult:
 
 
 def loaded_or_refused(storage: Storage, manifest: Manifest, rank: int, sound: Any) -> bool:
-    """Whether a load gives what was saved, from where it is whole, or says what is damaged."""
+    """Whether a load gives the saved state, possibly repaired, or raises for the corrupt part."""
     try:
         return same(load_state(storage, manifest, rank=rank, world_size=2).state, sound)
     except CheckpointException as error:
         return error.type is ExceptionType.CORRUPTED_CHECKPOINT
 
 
-class TestSound:
+class TestValid:
     @pytest.mark.parametrize("level", list(CompressionLevel))
-    def test_a_sound_checkpoint_is_valid_and_all_of_it_was_checked(self, level: CompressionLevel) -> None:
+    def test_an_intact_checkpoint_is_valid_and_fully_checked(self, level: CompressionLevel) -> None:
         storage, manifest = saved(level)
         result = check(storage)
         assert result.is_valid
@@ -78,24 +78,24 @@ class TestSound:
         assert result.manifest == manifest
         result.require_valid("a")
 
-    def test_progress_is_told_up_to_the_end(self) -> None:
+    def test_progress_is_reported_up_to_the_total(self) -> None:
         storage, manifest = saved()
-        told: list[tuple[int, int]] = []
-        CheckpointValidator(storage).validate_checkpoint("a", progress=lambda done, total: told.append((done, total)))
+        calls: list[tuple[int, int]] = []
+        CheckpointValidator(storage).validate_checkpoint("a", progress=lambda done, total: calls.append((done, total)))
         total = sum(part.size - part.data_offset for part in manifest.parts)
-        assert told[-1] == (total, total)
-        assert told == sorted(told)
+        assert calls[-1] == (total, total)
+        assert calls == sorted(calls)
 
-    def test_a_quick_look_reads_headers_alone(self) -> None:
+    def test_a_shallow_validation_reads_only_headers(self) -> None:
         storage, manifest = saved()
         assert check(storage, deep=False).is_valid
         assert storage.bytes_read == sum(part.data_offset for part in manifest.parts)
 
 
-class TestDamage:
+class TestCorruption:
     @settings(max_examples=150, deadline=None)
     @given(data=st.data())
-    def test_any_bit_of_a_part_that_flips_is_found_and_named(self, data: st.DataObject) -> None:
+    def test_any_flipped_bit_of_a_part_is_found_and_named(self, data: st.DataObject) -> None:
         storage, manifest = saved()
         part = data.draw(st.sampled_from(manifest.parts))
         offset = data.draw(st.integers(0, part.size - 1) | st.integers(0, part.data_offset - 1))
@@ -104,7 +104,7 @@ class TestDamage:
         assert (error.file, error.rank) == (part.file, part.rank)
         assert (error.tensor is None) == (offset < part.data_offset)
 
-    def test_ten_thousand_bits_of_the_payload_that_flip_are_all_found_and_none_is_loaded(self) -> None:
+    def test_ten_thousand_flipped_bits_are_all_found_and_none_is_loaded(self) -> None:
         storage, manifest = saved()
         sound = [load_state(storage, manifest, rank=rank, world_size=2).state for rank in range(2)]
         starts = [Index(manifest).layout(part.rank).file_offsets for part in manifest.parts]
@@ -137,7 +137,7 @@ class TestDamage:
         assert error.message.startswith(f"chunk 1 of model/w, written by rank 1 in {part.file} at byte ")
 
     @pytest.mark.parametrize("level", [CompressionLevel.FAST, CompressionLevel.MAXIMUM])
-    def test_a_packed_chunk_that_is_something_else_is_found(self, level: CompressionLevel) -> None:
+    def test_a_compressed_chunk_with_other_content_is_found(self, level: CompressionLevel) -> None:
         storage, manifest = saved(level)
         part = manifest.parts[0]
         assert part.stored is not None
@@ -146,14 +146,14 @@ class TestDamage:
         (error,) = check(storage).errors
         assert (error.tensor, error.chunk) == ("model/w", 0)
 
-    def test_all_that_is_wrong_is_found_at_once(self) -> None:
+    def test_all_faults_are_found_at_once(self) -> None:
         storage, manifest = saved()
         for number, part in enumerate(manifest.parts):
             for chunk in range(2):
                 storage.damage(part.file, Index(manifest).layout(number).file_offsets[chunk])
         assert [(error.rank, error.chunk) for error in check(storage).errors] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
-    def test_after_so_many_findings_it_is_enough(self) -> None:
+    def test_the_number_of_findings_is_limited(self) -> None:
         storage = MemoryStorage()
         with small_chunks(16, 64, 1):
             part = write_checkpoint(storage, "a", [{"w": np.zeros(64 * 3 * FINDINGS_MAX, np.uint8)}]).parts[0]
@@ -165,23 +165,23 @@ class TestDamage:
         assert f"and {FINDINGS_MAX - 20} more" in result.get_summary()
 
     @pytest.mark.parametrize("deep", [False, True])
-    def test_a_file_that_is_gone_is_told(self, deep: bool) -> None:
+    def test_a_missing_file_is_found(self, deep: bool) -> None:
         storage, manifest = saved()
         del storage.files[manifest.parts[1].file]
         errors = check(storage, deep=deep).errors
         assert {(error.code, error.file) for error in errors} == {("checkpoint_file_missing", manifest.parts[1].file)}
 
     @pytest.mark.parametrize("change", [-1, 1, -200_000])
-    def test_a_file_of_another_size_is_told(self, change: int) -> None:
+    def test_a_file_of_another_size_is_found(self, change: int) -> None:
         storage, manifest = saved()
         file = manifest.parts[0].file
         data = storage.files[file]
         storage.files[file] = data + b"x" if change > 0 else data[:change]
         result = check(storage, deep=False)
         assert [error.code for error in result.errors] == ["checkpoint_file_size"]
-        assert f"{file} has {len(data) + change} bytes, and should have {len(data)}" in result.get_summary()
+        assert f"{file} has {len(data) + change} bytes, expected {len(data)}" in result.get_summary()
 
-    def test_of_a_file_that_is_short_the_chunks_that_are_gone_are_named(self) -> None:
+    def test_missing_chunks_of_a_truncated_file_are_named(self) -> None:
         storage, manifest = saved()
         part = manifest.parts[1]
         storage.files[part.file] = storage.files[part.file][: Index(manifest).layout(1).file_offsets[2]]
@@ -189,13 +189,13 @@ class TestDamage:
         assert ("model/w", 2) in gone
         assert ("model/w", 1) not in gone
 
-    def test_files_that_were_swapped_are_found(self) -> None:
+    def test_swapped_files_are_found(self) -> None:
         storage, manifest = saved()
         one, other = (part.file for part in manifest.parts)
         storage.files[one], storage.files[other] = storage.files[other], storage.files[one]
         assert not check(storage).is_valid
 
-    def test_a_header_that_is_right_by_its_hash_and_says_something_else_is_found(self) -> None:
+    def test_a_header_with_a_right_hash_and_other_arrays_is_found(self) -> None:
         storage = MemoryStorage()
         write_checkpoint(storage, "b", [{"w": np.zeros(4, np.float32)}])
         other = write_checkpoint(storage, "a", [{"w": np.zeros(4, np.int32)}])
@@ -206,7 +206,7 @@ class TestDamage:
         assert check(storage, deep=False).is_valid
         assert [error.code for error in check(storage).errors] == ["checkpoint_header_differs"]
 
-    def test_parts_that_leave_something_of_a_tensor_out_are_found(self) -> None:
+    def test_parts_that_do_not_cover_a_tensor_are_found(self) -> None:
         storage, manifest = saved()
         storage.files[manifest.path] = encode(msgspec.structs.replace(manifest, parts=manifest.parts[:1]))
         assert [error.code for error in check(storage).errors] == ["checkpoint_incomplete"]
@@ -215,7 +215,7 @@ class TestDamage:
 class TestManifest:
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
-    def test_any_bit_of_the_manifest_that_flips_is_found(self, data: st.DataObject) -> None:
+    def test_any_flipped_bit_of_the_manifest_is_found(self, data: st.DataObject) -> None:
         storage, manifest = saved()
         offset = data.draw(st.integers(0, len(storage.files[manifest.path]) - 1))
         storage.damage(manifest.path, offset, 1 << data.draw(st.integers(0, 7)))
@@ -223,14 +223,14 @@ class TestManifest:
         assert [error.file for error in result.errors] == [manifest.path]
         assert result.manifest is None
 
-    def test_a_checkpoint_that_is_not_there_is_told(self) -> None:
+    def test_a_missing_checkpoint_is_found(self) -> None:
         assert [error.code for error in check(MemoryStorage()).errors] == ["checkpoint_missing"]
 
-    def test_a_name_that_is_none_is_refused(self) -> None:
+    def test_an_invalid_name_is_refused(self) -> None:
         with pytest.raises(CheckpointException):
             CheckpointValidator(MemoryStorage()).validate_checkpoint("../a")
 
-    def test_a_file_for_other_tools_that_is_gone_is_a_warning(self) -> None:
+    def test_a_missing_extra_file_is_a_warning(self) -> None:
         storage, manifest = saved()
         storage.files["a/model.safetensors.index.json"] = b"{}"
         extra = {"a/model.safetensors.index.json": 3, "a/gone.json": 1}
@@ -240,14 +240,14 @@ class TestManifest:
         assert [one.code for one in result.warnings] == ["checkpoint_file_size", "checkpoint_file_missing"]
         assert "warning: there is no a/gone.json" in result.get_summary()
 
-    def test_a_version_that_cannot_be_read_is_told_as_such(self) -> None:
+    def test_an_unreadable_version_is_reported_as_such(self) -> None:
         storage, manifest = saved()
         storage.files[manifest.path] = encode(msgspec.structs.replace(manifest, version="9.0"))
         with pytest.raises(CheckpointException, match=r"version 9\.0") as caught:
             check(storage).require_valid("a")
         assert caught.value.type is ExceptionType.INCOMPATIBLE_VERSION
 
-    def test_another_version_that_can_be_read_is_a_warning(self) -> None:
+    def test_a_readable_other_version_is_a_warning(self) -> None:
         storage, manifest = saved()
         storage.files[manifest.path] = encode(msgspec.structs.replace(manifest, version="1.9"))
         result = check(storage)
@@ -256,7 +256,7 @@ class TestManifest:
 
 
 class Small:
-    """Somebody's own rule."""
+    """A custom checker that limits the number of tensors."""
 
     name = "small"
 
@@ -276,29 +276,29 @@ class Files(Small):
     name = "files"
 
 
-class TestBeforeALoad:
-    def test_what_is_wrong_with_files_is_a_warning(self) -> None:
+class TestBeforeLoad:
+    def test_faults_of_files_are_warnings(self) -> None:
         storage, manifest = saved()
         del storage.files[manifest.parts[0].file]
         storage.damage(manifest.parts[1].file, 100)
-        result = CheckpointValidator(storage).before_load("a")
+        result = CheckpointValidator(storage).validate_before_load("a")
         result.require_valid("a")
         assert result.manifest == manifest
         assert [one.code for one in result.warnings] == ["checkpoint_file_missing", "checkpoint_header_corrupt"]
 
-    def test_what_is_wrong_with_the_manifest_is_an_error(self) -> None:
+    def test_faults_of_the_manifest_are_errors(self) -> None:
         storage, manifest = saved()
         storage.damage(manifest.path, 100)
-        assert not CheckpointValidator(storage).before_load("a").is_valid
+        assert not CheckpointValidator(storage).validate_before_load("a").is_valid
 
     @pytest.mark.parametrize("checker", [Small(), Files(), Broken()])
-    def test_what_checkers_find_is_an_error_whatever_their_names(self, checker: IntegrityChecker) -> None:
+    def test_findings_of_checkers_stay_errors_for_any_checker_name(self, checker: IntegrityChecker) -> None:
         storage, _ = saved()
-        assert not CheckpointValidator(storage, [checker]).before_load("a").is_valid
+        assert not CheckpointValidator(storage, [checker]).validate_before_load("a").is_valid
 
 
 class TestCheckers:
-    def test_a_checkers_findings_count(self) -> None:
+    def test_findings_of_a_checker_count(self) -> None:
         storage, _ = saved()
         result = CheckpointValidator(storage, [Small()]).validate_checkpoint("a")
         assert [error.code for error in result.errors] == ["too_large"]
@@ -309,32 +309,30 @@ class TestCheckers:
         assert caught.value.code == "too_large"
         assert caught.value.checkpoint_path == "a"
 
-    def test_a_checker_that_fails_says_so_and_the_others_go_on(self) -> None:
+    def test_a_failing_checker_is_a_finding_and_other_checks_continue(self) -> None:
         storage, _ = saved()
         result = CheckpointValidator(storage, [Broken()], [Small()]).validate_checkpoint("a")
         assert [error.code for error in result.errors] == ["checkpoint_checker_failed", "too_large"]
         assert "ZeroDivisionError: oh" in result.errors[0].message
 
 
-class TestTheWorld:
-    def test_a_chunk_that_the_disk_does_not_give_is_named_and_the_rest_is_checked(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+class TestStorage:
+    def test_an_unreadable_chunk_is_named_and_the_rest_is_checked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         storage, manifest = saved()
         part = manifest.parts[0]
         bad = part.data_offset + (1 << 17) + 9
         plain = MemoryReader.read_into
 
-        def read_into(self: MemoryReader, offset: int, room: memoryview) -> None:
-            if self.name == part.file and offset <= bad < offset + len(room):
+        def read_into(self: MemoryReader, offset: int, out: memoryview) -> None:
+            if self.name == part.file and offset <= bad < offset + len(out):
                 raise storage_error("the disk says no", self.name, code="checkpoint_storage_io")
-            plain(self, offset, room)
+            plain(self, offset, out)
 
         monkeypatch.setattr(MemoryReader, "read_into", read_into)
         (error,) = check(storage).errors
         assert (error.tensor, error.chunk, error.code) == ("model/w", 1, "checkpoint_storage_io")
 
-    def test_a_halt_stops_it(self) -> None:
+    def test_cancellation_stops_the_validation(self) -> None:
         storage, _ = saved()
         token = CancelToken()
         token.cancel()

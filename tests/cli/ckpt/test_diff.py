@@ -92,7 +92,7 @@ def test_programs_are_told_a_line_for_each_tensor_and_a_summary(shelf: Shelf) ->
         "nan_on_one_side": 0,
     }  # fmt: skip
     assert (rows["v"]["kind"], rows["v"]["differing"]) == ("same", 0)
-    assert summary["tensors"] == {"same": 1, "changed": 1, "unlike": 0, "only_in_a": 0, "only_in_b": 0}
+    assert summary["tensors"] == {"same": 1, "changed": 1, "incompatible": 0, "only_in_a": 0, "only_in_b": 0}
 
 
 def test_values_that_are_no_arrays_count_too(shelf: Shelf) -> None:
@@ -103,7 +103,7 @@ def test_values_that_are_no_arrays_count_too(shelf: Shelf) -> None:
         "x": {"value": "x", "rank": None, "kind": "only_in_a", "a": None, "b": None},
         "y": {"value": "y", "rank": None, "kind": "only_in_b", "a": None, "b": "z"},
     }
-    assert summary["values"] == {"same": 1, "changed": 1, "unlike": 0, "only_in_a": 1, "only_in_b": 1}
+    assert summary["values"] == {"same": 1, "changed": 1, "incompatible": 0, "only_in_a": 1, "only_in_b": 1}
 
 
 @pytest.mark.parametrize(("a", "b"), [(1, True), (0, False), (1, 1.0), (0.0, -0.0), ("1", b"1")])

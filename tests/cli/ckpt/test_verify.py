@@ -128,7 +128,7 @@ def hang(*arguments):
     print("hangs", file=sys.stderr, flush=True)
     threading.Event().wait()
 
-validator._Walk.part = hang
+validator._ChunkScan.part = hang
 sys.exit(main.main(["ckpt", "verify", "checkpoints/a"]))
 """
 

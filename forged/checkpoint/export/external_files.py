@@ -1,7 +1,8 @@
-"""Arrays in the files of other tools: safetensors files, one or many with an index, and numpy's archives.
+"""Arrays in the files of other tools: safetensors files, alone or with an index, and numpy archives.
 
-Law: nothing that such a file says is believed before it was checked, and nothing in it is executed. A name that leads
-to other files leads to none outside its own folder.
+Invariants:
+- Every statement of such a file is checked before it is used; nothing in it is executed.
+- An index refers only to files in its own folder.
 """
 
 from __future__ import annotations
@@ -35,44 +36,44 @@ _INTEGER = re.compile(r"#(?:0|-?[1-9][0-9]{0,14})")
 Array = np.ndarray[Any, Any]
 
 
-class Place(NamedTuple):
-    """Where an array lies, whole and in C order."""
+class ArrayLocation(NamedTuple):
+    """Where an array lies, contiguous and in C order."""
 
     reader: Reader
     start: int
 
 
-class Foreign:
-    """Arrays that lie in files; an `assembly.Origin`."""
+class FileArrays:
+    """Arrays in files; an `assembly.TensorSource`."""
 
-    def __init__(self, tensors: Tensors, places: Sequence[Place], tree: Node, token: CancelToken) -> None:
+    def __init__(self, tensors: Tensors, locations: Sequence[ArrayLocation], tree: Node, token: CancelToken) -> None:
         self.tensors = tensors
         self.tree = tree
-        self._places = places
+        self._locations = locations
         self._token = token
 
-    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]) -> None:
+    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], into: Mapping[int, Array]) -> None:
         for want, tensor in enumerate(wanted):
             self._token.check()
             outer = whole(self.tensors.shapes[tensor])
             at = offset_in(outer, boxes.get(want, outer))
             assert at is not None, "chunks of a whole array lie together"
-            reader, start = self._places[tensor]
+            reader, start = self._locations[tensor]
             itemsize = dtype_of(self.tensors.dtypes[tensor]).itemsize
-            if rooms[want].nbytes:
-                reader.read_into(start + at * itemsize, bytes_of(rooms[want]))
+            if into[want].nbytes:
+                reader.read_into(start + at * itemsize, bytes_of(into[want]))
 
 
 @contextmanager
-def opened_safetensors(storage: Storage, file: str, token: CancelToken) -> Iterator[Foreign]:
-    """The arrays of one file, under the names that they have there."""
+def open_safetensors(storage: Storage, file: str, token: CancelToken) -> Iterator[FileArrays]:
+    """The arrays of one file, under their names in the file."""
     with storage.open(file) as reader:
         header = read_header(reader, file)
-        yield _of_safetensors([(reader, header)], None, file, token)
+        yield _file_arrays([(reader, header)], None, file, token)
 
 
 @contextmanager
-def opened_index(storage: Storage, file: str, token: CancelToken) -> Iterator[Foreign]:
+def open_index(storage: Storage, file: str, token: CancelToken) -> Iterator[FileArrays]:
     """The arrays of all files that an index names."""
     files = _files_of(storage.read(file, INDEX_BYTES_MAX), file)
     folder = file.rpartition("/")[0]
@@ -85,7 +86,7 @@ def opened_index(storage: Storage, file: str, token: CancelToken) -> Iterator[Fo
             header = read_header(reader, path)
             _require_named(header, name, files, file)
             found.append((reader, header))
-        yield _of_safetensors(found, files, file, token)
+        yield _file_arrays(found, files, file, token)
 
 
 class _Index(msgspec.Struct):
@@ -93,55 +94,56 @@ class _Index(msgspec.Struct):
 
 
 def _files_of(data: bytes, file: str) -> dict[str, str]:
-    """In which file each array is."""
+    """The file of each array."""
     try:
         files = msgspec.json.decode(data, type=_Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise refused(file, f"it is no index: {error!s:.100}") from None
+        raise invalid_file(file, f"it is not an index: {error!s:.100}") from None
     if bad := next((name for name in files.values() if "/" in name or not name.endswith(SAFETENSORS)), None):
-        raise refused(file, f"it names the file {bad[:80]!r}")
+        raise invalid_file(file, f"it names the file {bad[:80]!r}")
     return files
 
 
 def _require_named(header: Header, name: str, files: Mapping[str, str], file: str) -> None:
-    """Every array is in the file that the index says, and in no other."""
+    """Require that each array is in exactly the file that the index states."""
     there = {entry.name for entry in header.entries}
     said = {array for array, its in files.items() if its == name}
     if there != said:
         odd = sorted(there ^ said)[0]
-        raise refused(file, f"{odd[:80]!r} {'is missing in' if odd in said else 'is not said to be in'} {name}")
+        problem = "is missing in" if odd in said else "is not in the index for"
+        raise invalid_file(file, f"{odd[:80]!r} {problem} {name}")
 
 
-def _of_safetensors(
+def _file_arrays(
     found: Sequence[tuple[Reader, Header]], files: Mapping[str, str] | None, file: str, token: CancelToken
-) -> Foreign:
+) -> FileArrays:
     names: list[str] = []
     tensors = Tensors([], [], [])
-    places = []
+    locations = []
     for reader, header in found:
         for entry, start in zip(header.entries, header.starts, strict=True):
             names.append(entry.name)
             tensors.names.append(f"{MODEL}/{escape_key(entry.name)}")
             tensors.dtypes.append(entry.dtype)
             tensors.shapes.append(entry.shape)
-            places.append(Place(reader, start))
-    check_names(tensors.names, file)
+            locations.append(ArrayLocation(reader, start))
+    require_valid_names(tensors.names, file)
     tree = {"d": {MODEL: {"d": {name: number for number, name in enumerate(names)}}}}
-    return Foreign(tensors, places, tree, token)
+    return FileArrays(tensors, locations, tree, token)
 
 
-def check_names(names: Sequence[str], file: str) -> None:
-    """Refuse names that a manifest would not take."""
+def require_valid_names(names: Sequence[str], file: str) -> None:
+    """Refuse names that a manifest does not accept."""
     if len(set(names)) < len(names):
-        raise refused(file, "two of its arrays have one name")
+        raise invalid_file(file, "two of its arrays have the same name")
     if max(map(len, names), default=0) > NAME_CHARS_MAX:
-        raise refused(file, "one of its arrays has too long a name")
+        raise invalid_file(file, f"the name of an array has more than {NAME_CHARS_MAX} characters")
 
 
-def tree_of(names: Sequence[str]) -> Node:
-    """The state that has arrays of these names: dicts, and lists where all keys are #0, #1 and so on.
+def tree_for_names(names: Sequence[str]) -> Node:
+    """The state with arrays of these names: nested dicts, and lists where all keys are #0, #1 and so on.
 
-    Names that cannot hang in one tree are keys of one dict, as they are.
+    Names that do not form a tree become the keys of one dict.
     """
     top: dict[str, Any] = {}
     if any(name.count("/") >= DEPTH_MAX for name in names):
@@ -158,12 +160,12 @@ def tree_of(names: Sequence[str]) -> Node:
         node[last] = number
     try:
         return _node(top)
-    except _Twice:
+    except _DuplicateKey:
         return _flat(names)
 
 
-class _Twice(Exception):
-    """Two names lead to one place."""
+class _DuplicateKey(Exception):
+    """Two names lead to the same key."""
 
 
 def _node(found: dict[str, Any]) -> Node:
@@ -173,7 +175,7 @@ def _node(found: dict[str, Any]) -> Node:
         return {"l": inner}
     keys = [unescape_key(part) for part in parts]
     if len(set(keys)) < len(keys):
-        raise _Twice
+        raise _DuplicateKey
     if not any(part.startswith("#") for part in parts):
         return {"d": dict(zip(keys, inner, strict=True))}
     return {"m": [[_key(part), value] for part, value in zip(parts, inner, strict=True)]}
@@ -187,6 +189,6 @@ def _flat(names: Sequence[str]) -> Node:
     return {"d": {name: number for number, name in enumerate(names)}}
 
 
-def refused(file: str, why: str) -> CheckpointException:
-    """The file is not what it has to be."""
-    return corrupted(f"{file} cannot be read: {why}", file, "use another copy", code="checkpoint_file_malformed")
+def invalid_file(file: str, why: str) -> CheckpointException:
+    """The error for a malformed file."""
+    return corrupted(f"{file} is malformed: {why}", file, "use another copy", code="checkpoint_file_malformed")
